@@ -1,0 +1,249 @@
+"""Facts: what the scheduler decided, in the order it decided it.
+
+* State changes only by applying a record; deciding and applying are apart.
+* Applying the records of a log in order gives the state back, but for deadlines: those get a full term.
+* Two kinds of fact are carried by frames of their own in the log and rebuilt from them: ``EpisodeEnded`` by the
+  trajectory's, ``BatchFormed`` by the batch head's. All others are stored as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from headrace.trajectory import Failure, PolicyRef, Status, Task, Version
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """Base of all facts."""
+
+
+class RunCreated(Record, frozen=True, kw_only=True):
+    """``spec`` as it was given, JSON-able."""
+
+    run: str
+    spec: dict[str, Any]
+
+
+class RunClosed(Record, frozen=True, kw_only=True):
+    """No more admission; what is leased is cancelled."""
+
+    run: str
+
+
+class Member(msgspec.Struct, frozen=True, array_like=True):
+    """One episode of a group at its admission."""
+
+    episode: str
+    member: int
+    sampling_seed: int
+
+
+class GroupAdmitted(Record, frozen=True, kw_only=True):
+    """A group enters the ledger. ``position`` counts admissions of the run's own source; -1 for submitted groups and
+    evaluations. ``evaluation`` names the evaluation it belongs to, outside the ledger."""
+
+    run: str
+    group: str
+    task: Task
+    policy: PolicyRef
+    members: list[Member]
+    position: int = -1
+    submitted: bool = False
+    evaluation: str = ""
+
+
+class MemberAdded(Record, frozen=True, kw_only=True):
+    """A top-up: a fresh episode in place of one that failed for good. Draws no credit."""
+
+    run: str
+    group: str
+    member: Member
+
+
+class Grant(msgspec.Struct, frozen=True, array_like=True):
+    """One attempt given to a worker."""
+
+    episode: str
+    attempt: int
+    nonce: str
+
+
+class Dispatched(Record, frozen=True, kw_only=True):
+    """Attempts granted to a worker, all of one run. ``version`` is the run's at that moment."""
+
+    run: str
+    worker: str
+    pool: str
+    version: Version
+    grants: list[Grant]
+
+
+class AttemptEnded(Record, frozen=True, kw_only=True):
+    """An attempt ended without a terminal record and the episode is queued again. ``counts``: it drew on the retry
+    budget (an expired lease and a retryable failure do; hand-back, drain and cancellation do not)."""
+
+    run: str
+    episode: str
+    attempt: int
+    reason: str
+    counts: bool
+    failure: Failure | None = None
+
+
+class AttemptCancelled(Record, frozen=True, kw_only=True):
+    """The worker was told to stop; its ``cancelled`` record is awaited until the lease ends."""
+
+    run: str
+    episode: str
+    attempt: int
+    reason: str
+
+
+class EpisodeEnded(Record, frozen=True, kw_only=True):
+    """The one terminal record of a dispatched episode. Carried by the trajectory's own frame.
+
+    ``rewards``: the sum of rewards by agent, for agents with rows. ``low``: the lowest version of its rows.
+    ``row_tokens``: tokens of all rows. ``size_bytes``: of the stored record. ``by_worker``: whether a worker wrote it;
+    otherwise the scheduler did, and the shell stores a record without segments.
+    """
+
+    run: str
+    group: str
+    member: int
+    episode: str
+    attempt: int
+    task: Task
+    status: Status
+    failure: Failure | None = None
+    rewards: dict[str, float] = {}
+    low: Version | None = None
+    turns: int = 0
+    rows: int = 0
+    row_tokens: int = 0
+    size_bytes: int = 0
+    evaluation: str = ""
+    by_worker: bool = True
+    trajectory: str = ""
+    """Id of the stored trajectory; empty until the shell has given one."""
+
+
+class GroupRetired(Record, frozen=True, kw_only=True):
+    """A group's last state. ``reason``: acked, stale, zero-variance, rejected, evicted, failed, rewound, closed,
+    evaluated."""
+
+    run: str
+    group: str
+    reason: str
+
+
+class TaskQuarantined(Record, frozen=True, kw_only=True):
+    """The task killed too many attempts; it is not dispatched again. ``story`` is the list of its failures."""
+
+    run: str
+    task: Task
+    story: list[str]
+
+
+class BatchFormed(Record, frozen=True, kw_only=True):
+    """A batch is frozen. Carried by the batch head's own frame."""
+
+    run: str
+    batch: str
+    groups: list[str]
+    version: Version
+
+
+class BatchLeased(Record, frozen=True, kw_only=True):
+    """A batch lease. ``generation`` counts from 1."""
+
+    run: str
+    batch: str
+    generation: int
+    learner: str
+    session: str
+    request: str
+
+
+class BatchReleased(Record, frozen=True, kw_only=True):
+    """A batch lease ended unacked: expired, nacked, or its learner's session was replaced."""
+
+    run: str
+    batch: str
+    generation: int
+    reason: str
+
+
+class BatchDissolved(Record, frozen=True, kw_only=True):
+    """A batch that will not be served again; its groups are eligible, or retire by records of their own."""
+
+    run: str
+    batch: str
+    reason: str
+
+
+class BatchAcked(Record, frozen=True, kw_only=True):
+    """Acked, at most once. ``version``: what the step made, announced by this very record; None if it made none."""
+
+    run: str
+    batch: str
+    generation: int
+    version: Version | None = None
+
+
+class VersionAnnounced(Record, frozen=True, kw_only=True):
+    """The run's version now. A first version of a new lineage names its fork point."""
+
+    run: str
+    version: Version
+    fork: Version | None = None
+
+
+class EvaluationStarted(Record, frozen=True, kw_only=True):
+    """Its groups follow as ``GroupAdmitted`` records."""
+
+    run: str
+    evaluation: str
+    version: Version
+    wanted: int
+    deadline_s: float
+    temperature: float | None = None
+
+
+class EvaluationEnded(Record, frozen=True, kw_only=True):
+    """All its episodes are over; ``reason``: done, or deadline."""
+
+    run: str
+    evaluation: str
+    reason: str
+
+
+class WorkerDraining(Record, frozen=True, kw_only=True):
+    """The worker gets nothing new."""
+
+    worker: str
+
+
+AnyRecord = (
+    RunCreated
+    | RunClosed
+    | GroupAdmitted
+    | MemberAdded
+    | Dispatched
+    | AttemptEnded
+    | AttemptCancelled
+    | EpisodeEnded
+    | GroupRetired
+    | TaskQuarantined
+    | BatchFormed
+    | BatchLeased
+    | BatchReleased
+    | BatchDissolved
+    | BatchAcked
+    | VersionAnnounced
+    | EvaluationStarted
+    | EvaluationEnded
+    | WorkerDraining
+)
+"""The union that the log decodes control records to."""

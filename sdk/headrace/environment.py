@@ -1,0 +1,126 @@
+"""What an environment is, and how one is found by id.
+
+* An environment has ``reset(seed)`` and ``step(action)``; either may be a coroutine.
+* The seed given to ``reset`` fixes the environment whole: same seed, same actions, same episode.
+* Each environment has its own random generator; nothing global is seeded or drawn from.
+* A reward is a finite float; terminated wins where both terminated and truncated are true.
+* Third parties register by the entry point group ``headrace.environments``.
+
+The protocol is that of Gymnasium and GEM, so environments of theirs fit as they are::
+
+    class Echo:
+        def reset(self, seed=None):
+            return "Say hello.", {}
+
+        def step(self, action):
+            return "", float(action == "hello"), True, False, {}
+
+    headrace.register("example:Echo", Echo)
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Awaitable, Callable, Mapping
+from importlib.metadata import entry_points
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from headrace.errors import InvalidRequest, UnknownEnvironment
+from headrace.trajectory import ContentPart
+
+Observation = str | list[ContentPart]
+"""Text, or content parts."""
+
+ENTRY_POINT_GROUP = "headrace.environments"
+"""Entry points of this group name an environment factory each; the entry point's name is the id."""
+
+
+class Step(NamedTuple):
+    """What ``step`` returns (a plain 5-tuple does as well).
+
+    ``reward`` may arrive with ``info["reward_parts"]``, a dict of named floats that explain it. ``info["tool_calls"]``
+    may list :class:`headrace.trajectory.ToolCall`.
+    """
+
+    observation: Observation
+    reward: float
+    terminated: bool
+    truncated: bool
+    info: dict[str, Any]
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """A single-agent environment. ``close()`` is optional."""
+
+    def reset(
+        self, seed: int | None = None
+    ) -> tuple[Observation, dict[str, Any]] | Awaitable[tuple[Observation, dict[str, Any]]]: ...
+
+    def step(
+        self, action: str
+    ) -> (
+        tuple[Observation, float, bool, bool, dict[str, Any]]
+        | Awaitable[tuple[Observation, float, bool, bool, dict[str, Any]]]
+    ): ...
+
+
+@runtime_checkable
+class MultiAgentEnvironment(Protocol):
+    """Several agents that act in turn.
+
+    * ``agents`` are all names, fixed for the episode; the one that is due now is ``next_agent()``, None at the end.
+    * ``reset`` gives each agent its first observation; ``step(action)`` is the due agent's action.
+    * ``step`` returns five dicts by agent. A reward for an agent that did not act is a late reward: it belongs to
+      that agent's last turn (before any: to its first). An observation for an agent is added to what it sees next.
+    """
+
+    agents: list[str]
+
+    def next_agent(self) -> str | None: ...
+
+    def reset(self, seed: int | None = None) -> tuple[dict[str, Observation], dict[str, Any]]: ...
+
+    def step(
+        self, action: str
+    ) -> tuple[dict[str, Observation], dict[str, float], dict[str, bool], dict[str, bool], dict[str, Any]]: ...
+
+
+EnvironmentFactory = Callable[..., Environment | MultiAgentEnvironment]
+
+_registry: dict[str, EnvironmentFactory | str] = {}
+
+
+def register(environment_id: str, factory: EnvironmentFactory | str) -> None:
+    """Register a factory (a class, a callable, or ``"module:name"``) under an id such as ``"game:Nim"``."""
+    if environment_id in _registry:
+        raise InvalidRequest(f"Environment {environment_id!r} is registered already.", hint="Choose another id.")
+    _registry[environment_id] = factory
+
+
+def registered() -> list[str]:
+    """All ids that ``make`` knows, those of installed third parties included."""
+    return sorted({*_registry, *_entry_points()})
+
+
+def make(environment_id: str, /, **kwargs: Any) -> Environment | MultiAgentEnvironment:
+    """Build the environment of that id. Raises UnknownEnvironment; errors of its constructor pass through."""
+    factory = _registry.get(environment_id)
+    if factory is None and environment_id in (points := _entry_points()):
+        factory = points[environment_id].load()
+    if factory is None:
+        near = [known for known in registered() if known.split(":")[0] == environment_id.split(":")[0]]
+        raise UnknownEnvironment(
+            f"No environment {environment_id!r}.",
+            hint=f"Known here: {', '.join(near or registered()) or 'none'}. Third parties register with the entry "
+            f"point group {ENTRY_POINT_GROUP!r}; is the package installed where the worker runs?",
+            environment=environment_id,
+        )
+    if isinstance(factory, str):
+        module, _, name = factory.partition(":")
+        factory = getattr(importlib.import_module(module), name)
+    return factory(**kwargs)
+
+
+def _entry_points() -> Mapping[str, Any]:
+    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}

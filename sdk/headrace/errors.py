@@ -1,0 +1,426 @@
+"""The one error vocabulary of Headrace.
+
+* Every error that crosses a boundary is a ``HeadraceError`` with a stable ``code``.
+* A message says what was wrong; ``hint`` says what to do about it.
+* Over HTTP an error is a problem body (RFC 9457) and comes back as the same class.
+* What goes wrong inside an episode is an ``EpisodeFailure``: recorded with its layer, never scored.
+
+The tree::
+
+    HeadraceError
+    ├── RequestError                        the caller asked for something that cannot be  (4xx)
+    │   ├── InvalidRequest                  400  not readable as this request
+    │   ├── Unauthorized                    401  no token, or an unknown one
+    │   ├── Forbidden                       403  the token's role may not do this
+    │   ├── NotFound                        404
+    │   │   ├── UnknownRun
+    │   │   ├── UnknownBatch
+    │   │   ├── UnknownTrajectory
+    │   │   ├── UnknownGroup
+    │   │   ├── UnknownEvaluation
+    │   │   └── UnknownEnvironment
+    │   ├── Conflict                        409  well formed, but not now
+    │   │   ├── RunExists
+    │   │   ├── GroupExists
+    │   │   ├── BatchAlreadyAcked
+    │   │   ├── BatchSuperseded             an old generation, or a lease that ran out
+    │   │   ├── AttemptSuperseded           a newer attempt of the episode exists
+    │   │   ├── AttemptNotYours             the attempt belongs to another worker, or the nonce is wrong
+    │   │   ├── VersionUnknown              never announced
+    │   │   └── VersionConflict             announced out of order
+    │   ├── InvalidRunSpec                  422
+    │   └── InvalidTrajectory               422
+    │       ├── UnreadableRecord            bytes that are no record of this schema
+    │       ├── WrongDtype
+    │       ├── WrongShape
+    │       ├── TokenOutOfRange
+    │       ├── NonFiniteValue              a NaN, an infinity, a logprob above 0
+    │       ├── NotAppendOnly
+    │       ├── SpansDoNotCover
+    │       ├── VersionRunsDoNotCover
+    │       └── FailureHasReward            a status and its failure disagree
+    ├── ServiceError                        the service cannot, now or at all  (5xx)
+    │   ├── Unavailable                     503  starting, draining, no connection; try again
+    │   ├── StoreError                      507  the disk refuses
+    │   ├── CorruptRecord                   500  a stored record fails its checksum
+    │   └── InternalError                   500
+    ├── ServingEnd                          a pull has nothing to give
+    │   ├── NothingToServe                  the caller's patience ended first; says why
+    │   └── RunFinished                     tasks exhausted, or the run was closed
+    ├── SetupError                          this process cannot start as it was asked to
+    │   ├── PortInUse
+    │   ├── DataDirectoryInUse
+    │   └── MissingExtra
+    └── EpisodeFailure                      one layer each; becomes a stored ``Failure``
+        ├── PolicyFailure
+        ├── EnvironmentFailure
+        ├── SandboxFailure
+        ├── ToolFailure
+        ├── SimulatorFailure
+        ├── JudgeFailure
+        └── InfrastructureFailure
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, get_args
+
+Layer = Literal["policy", "environment", "sandbox", "tool", "simulator", "judge", "infrastructure"]
+"""Where a failure happened."""
+
+LAYERS: tuple[Layer, ...] = get_args(Layer)
+
+
+class HeadraceError(Exception):
+    """Base of all. ``detail`` is the message, ``hint`` what to do, ``extra`` JSON-able facts."""
+
+    status: ClassVar[int] = 500
+    code: ClassVar[str] = "error"
+    title: ClassVar[str] = "Headrace error"
+
+    def __init__(self, detail: str, *, hint: str = "", **extra: Any) -> None:
+        super().__init__(detail)
+        self.detail = detail
+        self.hint = hint
+        self.extra = extra
+
+    def __str__(self) -> str:
+        return f"{self.detail} {self.hint}".strip()
+
+    def problem(self) -> dict[str, Any]:
+        """The problem body (RFC 9457) of this error."""
+        return {
+            **self.extra,
+            "type": f"urn:headrace:problem:{self.code}",
+            "title": self.title,
+            "status": self.status,
+            "code": self.code,
+            "detail": self.detail,
+            "hint": self.hint,
+        }
+
+
+def from_problem(body: Mapping[str, Any]) -> HeadraceError:
+    """The error that a problem body stands for; an unknown code gives the base class of its status."""
+    known = {"type", "title", "status", "code", "detail", "hint"}
+    extra = {str(k): v for k, v in body.items() if k not in known}
+    cls = by_code().get(str(body.get("code", "")))
+    if cls is None:
+        cls = RequestError if int(body.get("status", 500)) < 500 else ServiceError
+    return cls(str(body.get("detail", "no detail")), hint=str(body.get("hint", "")), **extra)
+
+
+def by_code() -> dict[str, type[HeadraceError]]:
+    """Every error class by its code."""
+    found: dict[str, type[HeadraceError]] = {}
+    todo: list[type[HeadraceError]] = [HeadraceError]
+    while todo:
+        cls = todo.pop()
+        found[cls.code] = cls
+        todo.extend(cls.__subclasses__())
+    return found
+
+
+class RequestError(HeadraceError):
+    """The caller asked for something that cannot be."""
+
+    status = 400
+    code = "request-error"
+    title = "The request cannot be carried out"
+
+
+class InvalidRequest(RequestError):
+    """The bytes do not read as this request."""
+
+    code = "invalid-request"
+    title = "The request is not valid"
+
+
+class Unauthorized(RequestError):
+    """No token was sent, or nobody knows it."""
+
+    status = 401
+    code = "unauthorized"
+    title = "A valid bearer token is needed"
+
+
+class Forbidden(RequestError):
+    """The token's role does not include this route."""
+
+    status = 403
+    code = "forbidden"
+    title = "The token's role may not do this"
+
+
+class NotFound(RequestError):
+    """No such thing here."""
+
+    status = 404
+    code = "not-found"
+    title = "Not found"
+
+
+class UnknownRun(NotFound):
+    code = "unknown-run"
+    title = "No run of that name"
+
+
+class UnknownBatch(NotFound):
+    code = "unknown-batch"
+    title = "No batch of that id"
+
+
+class UnknownTrajectory(NotFound):
+    code = "unknown-trajectory"
+    title = "No trajectory of that id"
+
+
+class UnknownGroup(NotFound):
+    code = "unknown-group"
+    title = "No group of that id"
+
+
+class UnknownEvaluation(NotFound):
+    code = "unknown-evaluation"
+    title = "No evaluation of that id"
+
+
+class UnknownEnvironment(NotFound):
+    code = "unknown-environment"
+    title = "No environment of that id is registered"
+
+
+class Conflict(RequestError):
+    """Well formed, but the state of the service does not allow it."""
+
+    status = 409
+    code = "conflict"
+    title = "Not in this state"
+
+
+class RunExists(Conflict):
+    code = "run-exists"
+    title = "A run of that name exists"
+
+
+class GroupExists(Conflict):
+    code = "group-exists"
+    title = "A group of that id exists"
+
+
+class BatchAlreadyAcked(Conflict):
+    code = "batch-already-acked"
+    title = "The batch was acked before"
+
+
+class BatchSuperseded(Conflict):
+    code = "batch-superseded"
+    title = "The batch lease is of an old generation or ran out"
+
+
+class AttemptSuperseded(Conflict):
+    code = "attempt-superseded"
+    title = "A newer attempt of the episode exists, or the episode is over"
+
+
+class AttemptNotYours(Conflict):
+    code = "attempt-not-yours"
+    title = "The attempt belongs to another worker"
+
+
+class VersionUnknown(Conflict):
+    code = "version-unknown"
+    title = "The version was never announced"
+
+
+class VersionConflict(Conflict):
+    code = "version-conflict"
+    title = "The version does not follow the last one announced"
+
+
+class InvalidRunSpec(RequestError):
+    status = 422
+    code = "invalid-run-spec"
+    title = "The run spec is not valid"
+
+
+class InvalidTrajectory(RequestError):
+    """A record breaks an invariant of the trajectory schema."""
+
+    status = 422
+    code = "invalid-trajectory"
+    title = "The trajectory is not valid"
+
+
+class UnreadableRecord(InvalidTrajectory):
+    code = "unreadable-record"
+    title = "The bytes are no record of this schema"
+
+
+class WrongDtype(InvalidTrajectory):
+    code = "wrong-dtype"
+    title = "An array has the wrong dtype"
+
+
+class WrongShape(InvalidTrajectory):
+    code = "wrong-shape"
+    title = "An array has the wrong shape"
+
+
+class TokenOutOfRange(InvalidTrajectory):
+    code = "token-out-of-range"
+    title = "A token id is outside the vocabulary"
+
+
+class NonFiniteValue(InvalidTrajectory):
+    code = "non-finite-value"
+    title = "A reward or logprob is not a finite number in range"
+
+
+class NotAppendOnly(InvalidTrajectory):
+    code = "not-append-only"
+    title = "A turn does not extend the tokens before it"
+
+
+class SpansDoNotCover(InvalidTrajectory):
+    code = "spans-do-not-cover"
+    title = "Turns overlap, are out of order, or miss sampled positions"
+
+
+class VersionRunsDoNotCover(InvalidTrajectory):
+    code = "version-runs-do-not-cover"
+    title = "Version runs do not cover the segment"
+
+
+class FailureHasReward(InvalidTrajectory):
+    code = "failure-has-reward"
+    title = "The status and the failure disagree"
+
+
+class ServiceError(HeadraceError):
+    """The service cannot, now or at all."""
+
+    status = 500
+    code = "service-error"
+    title = "The service cannot do this"
+
+
+class Unavailable(ServiceError):
+    """Starting, draining, or not reachable; the same request may work later."""
+
+    status = 503
+    code = "unavailable"
+    title = "Not available now"
+
+
+class StoreError(ServiceError):
+    """The disk refuses; nothing was acknowledged."""
+
+    status = 507
+    code = "store-error"
+    title = "The store cannot write"
+
+
+class CorruptRecord(ServiceError):
+    """A stored record fails its checksum; the message names it."""
+
+    code = "corrupt-record"
+    title = "A stored record is damaged"
+
+
+class InternalError(ServiceError):
+    code = "internal-error"
+    title = "Internal error"
+
+
+class ServingEnd(HeadraceError):
+    """A pull has nothing to give."""
+
+    status = 409
+    code = "serving-end"
+    title = "Nothing more to serve"
+
+
+class NothingToServe(ServingEnd):
+    """The caller's patience ended before a batch was ready; ``extra["reasons"]`` says why."""
+
+    code = "nothing-to-serve"
+    title = "No batch became ready in time"
+
+
+class RunFinished(ServingEnd):
+    """No batch will come: the tasks are exhausted, or the run was closed."""
+
+    code = "run-finished"
+    title = "The run is finished"
+
+
+class SetupError(HeadraceError):
+    """This process cannot start as it was asked to."""
+
+    code = "setup-error"
+    title = "Cannot start"
+
+
+class PortInUse(SetupError):
+    code = "port-in-use"
+    title = "The port is in use"
+
+
+class DataDirectoryInUse(SetupError):
+    code = "data-directory-in-use"
+    title = "Another orchestrator owns the data directory"
+
+
+class MissingExtra(SetupError):
+    code = "missing-extra"
+    title = "An optional part is not installed"
+
+
+class EpisodeFailure(HeadraceError):
+    """Something broke inside an episode. Stored as ``Failure(layer, kind, message, retryable)``."""
+
+    code = "episode-failure"
+    title = "The episode failed"
+    layer: ClassVar[Layer] = "infrastructure"
+
+    def __init__(self, detail: str, *, kind: str, retryable: bool, hint: str = "", **extra: Any) -> None:
+        super().__init__(detail, hint=hint, **extra)
+        self.kind = kind
+        self.retryable = retryable
+
+
+class PolicyFailure(EpisodeFailure):
+    code = "policy-failure"
+    layer = "policy"
+
+
+class EnvironmentFailure(EpisodeFailure):
+    code = "environment-failure"
+    layer = "environment"
+
+
+class SandboxFailure(EpisodeFailure):
+    code = "sandbox-failure"
+    layer = "sandbox"
+
+
+class ToolFailure(EpisodeFailure):
+    code = "tool-failure"
+    layer = "tool"
+
+
+class SimulatorFailure(EpisodeFailure):
+    code = "simulator-failure"
+    layer = "simulator"
+
+
+class JudgeFailure(EpisodeFailure):
+    code = "judge-failure"
+    layer = "judge"
+
+
+class InfrastructureFailure(EpisodeFailure):
+    code = "infrastructure-failure"
+    layer = "infrastructure"

@@ -1,0 +1,246 @@
+"""``RunSpec``: everything a run is. One learner's stream of experience.
+
+* Every field states its unit and its default's reason; unknown fields are refused.
+* A spec that could never be served is refused when it is made, not when a pull hangs.
+* The spec of a run never changes; it is in the log as it was given.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from headrace.errors import InvalidRunSpec
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+"""Names that are safe in paths, URLs and metric labels."""
+
+ESTIMATORS = ("none", "reinforce", "rebn", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
+"""Estimators that the service computes; GAE needs the learner's values and is a client helper."""
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class EnvironmentSpec(_Model):
+    """One entry of the mixture that tasks are drawn from."""
+
+    id: str
+    """Environment id, such as ``game:GuessTheNumber-v0-hard``."""
+    kwargs: dict[str, Any] = {}
+    """Passed to the environment's constructor."""
+    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Relative share of groups, a plain number. Default 1: equal shares."""
+    tags: list[str] = []
+    """Free words to filter by, such as ``["math"]``."""
+
+
+class TaskSpec(_Model):
+    """One task of a fixed list."""
+
+    environment: str
+    """Environment id."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the environment, which fixes it whole. Default 0."""
+    kwargs: dict[str, Any] = {}
+    """Passed to the environment's constructor."""
+    example: dict[str, Any] | None = None
+    """A dataset row, passed to the constructor as ``example=``. Default: none."""
+    id: str = ""
+    """The submitter's name for the task. Default: its position in the list."""
+
+
+class EstimatorSpec(_Model):
+    """How advantages are computed. Definitions: ``docs/estimators.md``."""
+
+    name: Literal["none", "reinforce", "rebn", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"] = (
+        "rebn"
+    )
+    """Which estimator. Default ReBN: it needs no groups and takes per-turn rewards and γ < 1."""
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    """Discount per *turn*, never per token. Default 1: no discount."""
+    ddof: Literal[0, 1] = 0
+    """Delta degrees of freedom of σ. Default 0: population, as in GEM. 0 is required with token weighting."""
+    eps: float = Field(default=1e-9, ge=0, lt=1)
+    """Added to σ. Default 1e-9, as in GEM."""
+    weighting: Literal["turn", "token"] = "turn"
+    """Whether a turn counts once in μ and σ, or by its sampled tokens. Default: once."""
+
+    @model_validator(mode="after")
+    def _ddof_fits(self) -> Self:
+        token = self.weighting == "token" or self.name in ("reinforce_pp", "reinforce_pp_baseline")
+        if token and self.ddof != 0:
+            raise ValueError("ddof must be 0 with token weighting: token counts are weights, not samples")
+        return self
+
+
+class AgentSpec(_Model):
+    """Who plays an agent of a multi-agent environment."""
+
+    base: str | None = None
+    """Name of the policy's weights. Default: the run's own."""
+    endpoint: str | None = None
+    """Address of its server. Default: the run's own."""
+    train: bool = True
+    """Whether its segments are rows. Default yes; a frozen opponent has ``train = false``."""
+    temperature: float | None = Field(default=None, ge=0)
+    """Sampling temperature. Default: the run's own."""
+
+
+class PolicySpec(_Model):
+    """The policy that acts in this run, and where it is served."""
+
+    endpoint: str = ""
+    """Base address of the server, such as ``http://127.0.0.1:8471``. Default: what each worker was started with."""
+    model: str = "policy"
+    """The model name that requests carry."""
+    base: str = "policy"
+    """Name of the weights, as trajectories record it."""
+    protocol: Literal["completions"] = "completions"
+    """vLLM's ``/v1/completions`` with prompt token ids."""
+    renderer: str = "bytes"
+    """Turns messages into tokens: a renderer that the worker knows. Default: the byte-level one."""
+    agents: dict[str, AgentSpec] = {}
+    """Overrides by agent name, for environments with several agents. Default: this policy plays all, and trains."""
+
+
+class SamplingSpec(_Model):
+    """How tokens are drawn."""
+
+    temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    """Temperature, a plain number. Default 1: logprobs are those of the policy itself. 0 is greedy."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus mass. Default 1: no cut."""
+    max_tokens: int = Field(default=512, ge=1)
+    """Most tokens a turn may sample. Default 512."""
+    stop: list[str] = []
+    """Stop strings. Default: only the renderer's end-of-turn token."""
+
+
+class LimitSpec(_Model):
+    """Budgets (their end truncates an episode) and deadlines (their end fails it)."""
+
+    max_turns: int = Field(default=64, ge=1)
+    """Most turns of an episode, all agents together. Default 64."""
+    max_context_tokens: int = Field(default=32768, ge=1)
+    """Most tokens of a segment, prompt included. Default 32768."""
+    working_time_s: float = Field(default=600.0, gt=0)
+    """Working time of an episode in seconds, waits not counted. Default 600."""
+    environment_timeout_s: float = Field(default=60.0, gt=0)
+    """Deadline of one reset or step in seconds. Default 60. Its end is an environment failure."""
+    policy_timeout_s: float = Field(default=300.0, gt=0)
+    """Deadline of one policy request in seconds. Default 300. Its end is a policy failure."""
+    episode_timeout_s: float = Field(default=3600.0, gt=0)
+    """Wall-clock deadline of an attempt in seconds. Default 3600. Its end is an infrastructure failure."""
+
+
+class RetrySpec(_Model):
+    """What happens when an attempt fails."""
+
+    max_attempts: int = Field(default=3, ge=1, le=100)
+    """Attempts of an episode, the first included, that may fail retryably or lose their worker. Default 3."""
+    quarantine_after: int = Field(default=3, ge=1)
+    """Attempts that a task may kill (over all its episodes) before it is quarantined. Default 3."""
+
+
+class RunSpec(_Model):
+    """A run. Give ``environments`` (a mixture), ``tasks`` (a fixed list), or neither (the learner submits groups)."""
+
+    name: Name
+    """Name of the run; unique in a data directory."""
+    environments: list[EnvironmentSpec] = []
+    """The mixture that tasks are drawn from without end. Default: none."""
+    tasks: list[TaskSpec] | None = None
+    """A fixed list of tasks, in this order. Default: none."""
+    epochs: int = Field(default=1, ge=1)
+    """Times that the fixed list is gone through. Default 1."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of everything that the run draws. Default 0."""
+    group_size: int = Field(default=1, ge=1, le=4096)
+    """Episodes of a group. Default 1: estimators without groups need no more."""
+    batch_size: int = Field(default=32, ge=1)
+    """Episodes of a batch; a batch is ⌈batch_size / group_size⌉ whole groups. Default 32."""
+    batch_tokens: int | None = Field(default=None, ge=1)
+    """Budget of a batch in tokens of its rows; replaces ``batch_size`` if given. Default: none."""
+    max_staleness: int = Field(default=1, ge=0)
+    """Versions that a group's oldest row may be behind when its batch is formed. Default 1: one step of overlap."""
+    max_uses: int = Field(default=1, ge=1)
+    """Times that a group is served and acked. Default 1."""
+    max_concurrent: int = Field(default=4096, ge=1)
+    """Most episodes dispatched at a time. Default 4096; admission is bounded by staleness, not by this."""
+    max_bytes: int = Field(default=4 << 30, ge=1)
+    """Bytes that groups in flight may hold, reservations included. Default 4 GiB."""
+    partial_batches: bool = True
+    """Whether the last batch of a fixed list may be smaller. Default yes, with its true size in the manifest."""
+    short_groups: Literal["top_up", "serve"] = "top_up"
+    """A group whose member failed for good gets a fresh member while staleness allows, or is served with its true size.
+    Default: top-up."""
+    zero_variance: Literal["keep", "drop"] = "keep"
+    """Groups whose returns are all equal: served, or retired and another admitted instead. Default: served."""
+    estimator: EstimatorSpec = EstimatorSpec()
+    """How advantages are computed."""
+    policy: PolicySpec = PolicySpec()
+    """Who acts."""
+    sampling: SamplingSpec = SamplingSpec()
+    """How tokens are drawn."""
+    limits: LimitSpec = LimitSpec()
+    """Budgets and deadlines."""
+    retries: RetrySpec = RetrySpec()
+    """Attempts and quarantine."""
+    pool: Name = "default"
+    """Pool of workers that may run it. Default ``default``."""
+    capabilities: list[str] = []
+    """What a worker must offer, such as ``["reasoning-gym"]``. Default: nothing beyond the environments' families."""
+    attempt_lease_s: float = Field(default=30.0, gt=0)
+    """Term of an attempt lease in seconds; a worker's heartbeat renews it. Default 30."""
+    batch_lease_s: float = Field(default=300.0, gt=0)
+    """Term of a batch lease in seconds; the learner's word of what it is doing renews it. Default 300."""
+    evaluation_slots: float = Field(default=0.25, ge=0, le=1)
+    """Share of slots that evaluation episodes may take from training when both want them. Default a quarter."""
+
+    @field_validator("environments")
+    @classmethod
+    def _weights_are_finite(cls, value: list[EnvironmentSpec]) -> list[EnvironmentSpec]:
+        if value and not math.isfinite(sum(entry.weight for entry in value)):
+            raise ValueError("the weights do not add up to a finite number")
+        return value
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.environments and self.tasks is not None:
+            raise ValueError("give environments (a mixture) or tasks (a fixed list), not both")
+        if self.tasks is None and self.epochs != 1:
+            raise ValueError("epochs belongs to a fixed list of tasks; a mixture has no end")
+        return self
+
+    @property
+    def source(self) -> Literal["mixture", "list", "learner"]:
+        """Where this run's tasks come from."""
+        if self.tasks is not None:
+            return "list"
+        return "mixture" if self.environments else "learner"
+
+    @property
+    def batch_groups(self) -> int:
+        """Groups of a batch, ⌈batch_size / group_size⌉ (for a token budget: the least, 1)."""
+        return 1 if self.batch_tokens is not None else math.ceil(self.batch_size / self.group_size)
+
+
+def parse_run_spec(value: Any) -> RunSpec:
+    """A RunSpec from JSON-able data; raises InvalidRunSpec that names every bad field and what is allowed."""
+    try:
+        return RunSpec.model_validate(value)
+    except ValidationError as error:
+        problems = [
+            {"field": ".".join(str(part) for part in item["loc"]) or "(spec)", "problem": item["msg"]}
+            for item in error.errors(include_url=False, include_input=False, include_context=False)
+        ]
+        text = "; ".join(f"{item['field']}: {item['problem']}" for item in problems)
+        raise InvalidRunSpec(
+            f"The run spec is not valid: {text}.",
+            hint="`headrace run --schema` prints every field with its unit and default.",
+            problems=problems,
+        ) from error

@@ -1,0 +1,398 @@
+"""What crosses HTTP beside trajectories and batches: control messages as JSON.
+
+* Durations, never absolute times, cross the wire; each is in seconds and says so in its name.
+* Every answer carries the epoch of the orchestrator, which fences off a paused older one.
+* Unknown fields are ignored by readers, so that either side can be newer by one release.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from headrace.trajectory import Failure, Status, Task
+
+API = "/v1"
+"""Prefix of every route of the service."""
+
+BATCH_MEDIA_TYPE = "application/vnd.headrace.batch"
+RECORDS_MEDIA_TYPE = "application/vnd.headrace.records"
+PROBLEM_MEDIA_TYPE = "application/problem+json"
+
+HEADER_EPOCH = "Headrace-Epoch"
+HEADER_GENERATION = "Headrace-Generation"
+HEADER_LEASE_S = "Headrace-Lease-Seconds"
+
+MAX_WAIT_S = 60.0
+"""Longest long poll that the server grants; a longer ``wait_s`` is shortened to it and the answer says so."""
+
+
+# Workers ------------------------------------------------------------------------------------------------------
+
+
+class AttemptKey(msgspec.Struct, frozen=True, array_like=True):
+    """Names one attempt. The nonce is known only to the worker that holds the lease."""
+
+    episode: str
+    attempt: int
+    nonce: str
+
+
+class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A worker asks for work. ``holding`` is all attempts that it has, finished ones in its spool included."""
+
+    worker: str
+    pool: str = "default"
+    capabilities: list[str] = []
+    slots: int
+    """All slots of the worker."""
+    free: int
+    """Slots that are free now: at most so many attempts are granted."""
+    holding: list[AttemptKey] = []
+    wait_s: float = 0.0
+
+
+class Assignment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One attempt, granted. The run's spec is fetched once per run and kept."""
+
+    run: str
+    group: str
+    member: int
+    episode: str
+    attempt: int
+    nonce: str
+    task: Task
+    sampling_seed: int
+    term_s: float
+    evaluation: str = ""
+    pinned_version: str = ""
+    """Evaluation only: the version that must answer every turn."""
+    temperature: float | None = None
+    """Evaluation only: replaces the run's."""
+
+
+class Cancel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Stop this attempt. ``record``: whether a ``cancelled`` record is wanted from the worker (it has begun);
+    otherwise the orchestrator has the episode's record already, or wants none."""
+
+    episode: str
+    attempt: int
+    reason: str
+    record: bool
+
+
+class LeaseReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    epoch: int
+    attempts: list[Assignment] = []
+    cancels: list[Cancel] = []
+    drain: bool = False
+    """Finish what you hold, take nothing new."""
+
+
+class HeartbeatRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One per worker, for all its attempts, finished ones in the spool included. Renews their leases."""
+
+    worker: str
+    pool: str = "default"
+    slots: int
+    holding: list[AttemptKey] = []
+    stats: dict[str, float] = {}
+    """The worker's own gauges: ``event_loop_lag_s``, ``spool_bytes``, ``policy_waiting``, ``environment_waiting``."""
+
+
+class HeartbeatReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    epoch: int
+    interval_s: float
+    """When the next heartbeat is wanted."""
+    cancels: list[Cancel] = []
+    drain: bool = False
+
+
+class ReturnRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A worker that shuts down hands back attempts it will not finish. No retry budget is drawn."""
+
+    worker: str
+    attempts: list[AttemptKey]
+
+
+class Submission(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Head of one record in a submission; the records' bytes follow in this order.
+
+    ``POST /v1/worker/submit`` has the body ``u32 little-endian length of the JSON | JSON (list of these) | padding
+    to 64 bytes | records, each a multiple of 64 bytes long``.
+    """
+
+    episode: str
+    attempt: int
+    nonce: str
+    size_bytes: int
+
+
+SubmitVerdict = Literal["accepted", "duplicate", "retrying", "superseded", "not-yours", "refused"]
+"""accepted: stored, on disk. duplicate: was accepted before (the first result stands). retrying: the failure was
+retryable and the episode is queued again. superseded: a newer attempt exists or the episode is over; the record is
+not wanted. not-yours: another worker's attempt or a wrong nonce. refused: not a valid record, see ``problem``."""
+
+
+class SubmitResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    episode: str
+    verdict: SubmitVerdict
+    problem: dict[str, Any] | None = None
+
+
+class SubmitReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    epoch: int
+    results: list[SubmitResult]
+
+
+# Learners -----------------------------------------------------------------------------------------------------
+
+Doing = Literal["waiting", "training", "evaluating", "checkpointing", "idle"]
+"""What a learner says it is doing."""
+
+
+class PullRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A learner asks for a batch.
+
+    ``learner`` is a name that survives its restart, ``session`` one process of it: leases of another session of the
+    same learner are released at once. ``request`` makes a retry safe: the same request of a session is answered with
+    the same batch until that is acked. ``groups`` awaits submitted groups by id.
+    """
+
+    learner: str
+    session: str
+    request: str
+    wait_s: float = 0.0
+    groups: list[str] | None = None
+
+
+class Reason(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One reason why nothing can be served. ``code`` is one of: collecting, no-workers, policy-failing, all-stale,
+    batches-held, byte-bound, tasks-exhausted, groups-left, evaluation-hold, quarantined, no-tasks, draining, closed."""
+
+    code: str
+    message: str
+    facts: dict[str, Any] = {}
+
+
+class EmptyReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A pull that serves nothing. ``finished``: nothing will ever come. ``waited_s``: how long the server waited."""
+
+    epoch: int
+    reasons: list[Reason]
+    finished: bool = False
+    waited_s: float = 0.0
+
+
+class AckRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The batch was trained on. ``version`` is the one that the step made, in the text form ``lineage.n``; it is
+    announced in the same record. Empty: the step made none."""
+
+    learner: str
+    session: str
+    generation: int
+    version: str = ""
+
+
+class AckReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    epoch: int
+    batch: str
+    version: str
+
+
+class NackRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Give a batch back. It is redelivered whole while within bound."""
+
+    learner: str
+    session: str
+    generation: int
+    reason: str
+
+
+class VersionRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Announce a version: the next ``n`` of the lineage (gaps are versions that were skipped), after the weights are
+    loaded."""
+
+    version: str
+
+
+class RewindRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Go back to a checkpoint: open a new lineage that forks from ``version``."""
+
+    version: str
+
+
+class VersionReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    epoch: int
+    version: str
+    """The version now. After a rewind: ``(new lineage, n of the fork point)``."""
+
+
+class DoingRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the learner is doing now; renews all its batch leases."""
+
+    learner: str
+    session: str
+    doing: Doing
+
+
+class GroupRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A group that the learner wants. ``size`` defaults to the run's group size; ``id`` to a fresh one."""
+
+    task: dict[str, Any]
+    size: int | None = None
+    id: str = ""
+
+
+class SubmitGroupsRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    groups: list[GroupRequest]
+
+
+class SubmitGroupsReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    epoch: int
+    groups: list[str]
+
+
+class EvaluationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Episodes outside the ledger, pinned to a version. Unfinished ones are cancelled after ``deadline_s``."""
+
+    tasks: list[dict[str, Any]]
+    episodes_per_task: int = 1
+    version: str = ""
+    """Default: the version now."""
+    temperature: float | None = None
+    deadline_s: float = 600.0
+
+
+class EvaluationEpisode(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One finished line of an evaluation. ``reward`` is the sum over turns of agents that train."""
+
+    episode: str
+    task: Task
+    status: Status
+    reward: float | None
+    turns: int
+    failure: Failure | None = None
+
+
+class EvaluationReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    epoch: int
+    evaluation: str
+    version: str
+    wanted: int
+    done: int
+    finished: bool
+    hold_s: float
+    """Seconds that a weight sync still has to wait for it; 0 when none."""
+    episodes: list[EvaluationEpisode] = []
+
+
+class GroupCounts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Groups of a run by state."""
+
+    open: int = 0
+    eligible: int = 0
+    leased: int = 0
+    retired: dict[str, int] = {}
+    """Retired groups by reason."""
+
+
+class RunStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One run, as pages, ``runs`` and ``top`` show it."""
+
+    name: str
+    state: Literal["active", "finished", "closed"]
+    version: str
+    spec: dict[str, Any]
+    groups: GroupCounts
+    credit: int
+    """Groups that may still be admitted now."""
+    in_flight: int
+    """Groups in flight: admitted and not retired."""
+    queued: int
+    """Episodes that wait for a slot."""
+    leased: int
+    """Episodes at workers."""
+    episodes: dict[str, int]
+    """Terminal records by status (evaluation not counted)."""
+    batches_acked: int
+    batches_open: int
+    learner_doing: str
+    learner_doing_s: float
+    """Seconds since it said so; -1 if it never did."""
+    learner_waiting: bool
+    """A pull is waiting now."""
+    reasons: list[Reason]
+    """What it waits on (or would, if it pulled now)."""
+    mean_reward: float | None = None
+    """Mean episode reward over the last 256 terminal records with rewards."""
+    quarantined: int = 0
+
+
+class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One worker, as pages and ``top`` show it."""
+
+    worker: str
+    pool: str
+    capabilities: list[str]
+    slots: int
+    leased: int
+    seen_s: float
+    """Seconds since its last word."""
+    draining: bool
+    stats: dict[str, float] = {}
+
+
+class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The whole service, for ``/v1/status``."""
+
+    epoch: int
+    version: str
+    uptime_s: float
+    runs: list[RunStatus]
+    workers: list[WorkerStatus]
+    store: dict[str, float]
+    """``log_bytes``, ``trajectories``, ``sync_p50_s``, ..."""
+
+
+class HoldReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Whether weights may be replaced now. ``hold_s`` is 0 when they may; else the named evaluations run until then."""
+
+    epoch: int
+    hold_s: float
+    evaluations: list[str] = []
+
+
+class TrajectorySummary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One line of a listing."""
+
+    id: str
+    run: str
+    group: str
+    member: int
+    episode: str
+    attempt: int
+    environment: str
+    status: Status
+    stop_reason: str
+    reward: float | None
+    """Sum over turns of agents that train; None where the episode failed or was cancelled."""
+    turns: int
+    row_tokens: int
+    size_bytes: int
+    low: str = ""
+    high: str = ""
+    """Lowest and highest version of its rows, in text form."""
+    evaluation: str = ""
+    failure: Failure | None = None
+    age_s: float = 0.0
+    """Seconds since it was stored."""
+
+
+class TrajectoryList(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A page of a listing, newest first. ``next`` is the ``before`` of the next page; empty at the end."""
+
+    epoch: int
+    trajectories: list[TrajectorySummary]
+    next: str = ""
