@@ -1,0 +1,39 @@
+# Set-up is part of every target that needs it: a fresh clone takes `make demo` or `make test` and nothing before it.
+SHELL := /bin/sh
+BIN := .venv/bin
+export PYTHON
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check bench lock parts clean
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+setup: ## make .venv from the hashed lock (demo, test and check do it by themselves)
+	@sh scripts/setup.sh
+
+demo: setup ## a whole run on this machine: orchestrator, workers, tiny policy, learner
+	@$(BIN)/headrace demo
+
+test: setup ## every test
+	@$(BIN)/pytest
+
+check: setup ## lint, format, types, import direction, addresses and paths in the tree
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+	@$(BIN)/python scripts/check_tree.py
+
+bench: setup ## every benchmark that needs no GPU
+	@for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python -m "benchmarks.$$(basename $$file .py)" || exit 1; done
+
+lock: ## write requirements/ anew from pyproject.toml
+	@sh scripts/lock.sh
+
+parts: ## install the heavy parts that are no Python packages (a browser, a compiler), or say how
+	@sh scripts/parts.sh
+
+clean: ## remove what the other targets made
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find sdk workers orchestrator tests examples benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} +
