@@ -5,6 +5,7 @@
 * Each environment has its own random generator; nothing global is seeded or drawn from.
 * A reward is a finite float; terminated wins where both terminated and truncated are true.
 * Third parties register by the entry point group ``headrace.environments``.
+* An id ``family:*`` registers a whole family: what follows the colon is the factory's first argument.
 
 The protocol is that of Gymnasium and GEM, so environments of theirs fit as they are::
 
@@ -20,10 +21,11 @@ The protocol is that of Gymnasium and GEM, so environments of theirs fit as they
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Awaitable, Callable, Mapping
 from importlib.metadata import entry_points
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 from headrace.errors import InvalidRequest, UnknownEnvironment
 from headrace.trajectory import ContentPart
@@ -105,22 +107,31 @@ def registered() -> list[str]:
 
 def make(environment_id: str, /, **kwargs: Any) -> Environment | MultiAgentEnvironment:
     """Build the environment of that id. Raises UnknownEnvironment; errors of its constructor pass through."""
-    factory = _registry.get(environment_id)
-    if factory is None and environment_id in (points := _entry_points()):
-        factory = points[environment_id].load()
+    family, _, name = environment_id.partition(":")
+    factory = _find(environment_id)
+    if factory is None and (of_family := _find(f"{family}:*")) is not None:
+        return of_family(name, **kwargs)
     if factory is None:
-        near = [known for known in registered() if known.split(":")[0] == environment_id.split(":")[0]]
+        near = [known for known in registered() if known.split(":")[0] == family]
         raise UnknownEnvironment(
             f"No environment {environment_id!r}.",
             hint=f"Known here: {', '.join(near or registered()) or 'none'}. Third parties register with the entry "
             f"point group {ENTRY_POINT_GROUP!r}; is the package installed where the worker runs?",
             environment=environment_id,
         )
-    if isinstance(factory, str):
-        module, _, name = factory.partition(":")
-        factory = getattr(importlib.import_module(module), name)
     return factory(**kwargs)
 
 
+def _find(key: str) -> EnvironmentFactory | None:
+    factory = _registry.get(key)
+    if factory is None and key in (points := _entry_points()):
+        factory = points[key].load()
+    if isinstance(factory, str):
+        module, _, name = factory.partition(":")
+        factory = getattr(importlib.import_module(module), name)
+    return cast("EnvironmentFactory | None", factory)
+
+
+@functools.cache
 def _entry_points() -> Mapping[str, Any]:
     return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}

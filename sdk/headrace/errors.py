@@ -28,6 +28,7 @@ The tree::
     │   │   ├── AttemptNotYours             the attempt belongs to another worker, or the nonce is wrong
     │   │   ├── VersionUnknown              never announced
     │   │   └── VersionConflict             announced out of order
+    │   ├── RequestTooLarge                 413  the body is over the server's limit
     │   ├── InvalidRunSpec                  422
     │   └── InvalidTrajectory               422
     │       ├── UnreadableRecord            bytes that are no record of this schema
@@ -46,6 +47,7 @@ The tree::
     │   └── InternalError                   500
     ├── ServingEnd                          a pull has nothing to give
     │   ├── NothingToServe                  the caller's patience ended first; says why
+    │   ├── GroupEnded                      an awaited group was retired and will not be served
     │   └── RunFinished                     tasks exhausted, or the run was closed
     ├── SetupError                          this process cannot start as it was asked to
     │   ├── PortInUse
@@ -72,6 +74,10 @@ Layer = Literal["policy", "environment", "sandbox", "tool", "simulator", "judge"
 LAYERS: tuple[Layer, ...] = get_args(Layer)
 
 
+TYPE_PREFIX = "urn:headrace:problem:"
+"""How the ``type`` of every problem body of Headrace begins."""
+
+
 class HeadraceError(Exception):
     """Base of all. ``detail`` is the message, ``hint`` what to do, ``extra`` JSON-able facts."""
 
@@ -92,7 +98,7 @@ class HeadraceError(Exception):
         """The problem body (RFC 9457) of this error."""
         return {
             **self.extra,
-            "type": f"urn:headrace:problem:{self.code}",
+            "type": f"{TYPE_PREFIX}{self.code}",
             "title": self.title,
             "status": self.status,
             "code": self.code,
@@ -239,6 +245,14 @@ class VersionConflict(Conflict):
     title = "The version does not follow the last one announced"
 
 
+class RequestTooLarge(RequestError):
+    """The body is over the server's limit; ``extra`` has ``limit_bytes`` and ``setting``."""
+
+    status = 413
+    code = "request-too-large"
+    title = "The request body is too large"
+
+
 class InvalidRunSpec(RequestError):
     status = 422
     code = "invalid-run-spec"
@@ -347,6 +361,13 @@ class NothingToServe(ServingEnd):
 
     code = "nothing-to-serve"
     title = "No batch became ready in time"
+
+
+class GroupEnded(ServingEnd):
+    """An awaited group was retired, so it will not be served; ``extra["reasons"]`` says which and why."""
+
+    code = "group-ended"
+    title = "An awaited group will not be served"
 
 
 class RunFinished(ServingEnd):

@@ -2,6 +2,7 @@
 
 * Every field states its unit and its default's reason; unknown fields are refused.
 * A spec that could never be served is refused when it is made, not when a pull hangs.
+* A spec that could not be stored is refused when it is made: numbers fit 63 bits, data for environments is plain JSON.
 * The spec of a run never changes; it is in the log as it was given.
 """
 
@@ -10,19 +11,50 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+import msgspec
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from headrace.errors import InvalidRunSpec
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 """Names that are safe in paths, URLs and metric labels."""
 
+MAX_INTEGER = (1 << 63) - 1
+"""Largest number of a spec: what the log, and a reader in any language, can hold."""
+
+MAX_COUNT = (1 << 31) - 1
+"""Largest count of a spec: products of two are still numbers of 63 bits."""
+
+MAX_NESTING = 64
+"""Deepest nesting of data for an environment: far more than data has, and safe for every JSON reader."""
+
+
+def _storable(value: dict[str, Any]) -> dict[str, Any]:
+    level: list[Any] = [value]
+    for _ in range(MAX_NESTING):
+        inside = [list(item.values()) if isinstance(item, dict) else item for item in level]
+        level = [item for items in inside for item in items if isinstance(item, dict | list | tuple)]
+        if not level:
+            break
+    else:
+        raise ValueError(f"it is nested more than {MAX_NESTING} levels deep")
+    try:
+        msgspec.msgpack.encode(value)
+        msgspec.json.encode(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"it cannot be stored as JSON with integers of 64 bits: {error}") from error
+    return value
+
+
+Json = Annotated[dict[str, Any], AfterValidator(_storable)]
+"""Data for an environment: plain JSON, integers within 64 bits, at most ``MAX_NESTING`` levels deep."""
+
 ESTIMATORS = ("none", "reinforce", "rebn", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
 """Estimators that the service computes; GAE needs the learner's values and is a client helper."""
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class EnvironmentSpec(_Model):
@@ -30,12 +62,10 @@ class EnvironmentSpec(_Model):
 
     id: str
     """Environment id, such as ``game:GuessTheNumber-v0-hard``."""
-    kwargs: dict[str, Any] = {}
+    kwargs: Json = {}
     """Passed to the environment's constructor."""
-    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    weight: float = Field(default=1.0, gt=0)
     """Relative share of groups, a plain number. Default 1: equal shares."""
-    tags: list[str] = []
-    """Free words to filter by, such as ``["math"]``."""
 
 
 class TaskSpec(_Model):
@@ -43,11 +73,11 @@ class TaskSpec(_Model):
 
     environment: str
     """Environment id."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, le=MAX_INTEGER)
     """Seed of the environment, which fixes it whole. Default 0."""
-    kwargs: dict[str, Any] = {}
+    kwargs: Json = {}
     """Passed to the environment's constructor."""
-    example: dict[str, Any] | None = None
+    example: Json | None = None
     """A dataset row, passed to the constructor as ``example=``. Default: none."""
     id: str = ""
     """The submitter's name for the task. Default: its position in the list."""
@@ -81,7 +111,7 @@ class AgentSpec(_Model):
     """Who plays an agent of a multi-agent environment."""
 
     base: str | None = None
-    """Name of the policy's weights. Default: the run's own."""
+    """Name of the policy's weights; requests carry it as the model name. Default: the run's own."""
     endpoint: str | None = None
     """Address of its server. Default: the run's own."""
     train: bool = True
@@ -110,11 +140,11 @@ class PolicySpec(_Model):
 class SamplingSpec(_Model):
     """How tokens are drawn."""
 
-    temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    temperature: float = Field(default=1.0, ge=0)
     """Temperature, a plain number. Default 1: logprobs are those of the policy itself. 0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus mass. Default 1: no cut."""
-    max_tokens: int = Field(default=512, ge=1)
+    max_tokens: int = Field(default=512, ge=1, le=MAX_COUNT)
     """Most tokens a turn may sample. Default 512."""
     stop: list[str] = []
     """Stop strings. Default: only the renderer's end-of-turn token."""
@@ -123,9 +153,9 @@ class SamplingSpec(_Model):
 class LimitSpec(_Model):
     """Budgets (their end truncates an episode) and deadlines (their end fails it)."""
 
-    max_turns: int = Field(default=64, ge=1)
+    max_turns: int = Field(default=64, ge=1, le=MAX_COUNT)
     """Most turns of an episode, all agents together. Default 64."""
-    max_context_tokens: int = Field(default=32768, ge=1)
+    max_context_tokens: int = Field(default=32768, ge=1, le=MAX_COUNT)
     """Most tokens of a segment, prompt included. Default 32768."""
     working_time_s: float = Field(default=600.0, gt=0)
     """Working time of an episode in seconds, waits not counted. Default 600."""
@@ -138,11 +168,17 @@ class LimitSpec(_Model):
 
 
 class RetrySpec(_Model):
-    """What happens when an attempt fails."""
+    """What happens when an attempt fails.
+
+    The loss of a worker (spot, a crash) is not the task's fault: what it held is queued again, draws on no budget and
+    counts for no quarantine. Only an episode that lost ten times ``max_attempts`` workers ends for good at the next, as
+    infrastructure/``lease-expired``, so that a task that crashes its worker ends; that counts once a worker.
+    """
 
     max_attempts: int = Field(default=3, ge=1, le=100)
-    """Attempts of an episode, the first included, that may fail retryably or lose their worker. Default 3."""
-    quarantine_after: int = Field(default=3, ge=1)
+    """Attempts of an episode, the first included, that may fail retryably or be dropped by a worker that lives. Default
+    3."""
+    quarantine_after: int = Field(default=3, ge=1, le=MAX_COUNT)
     """Attempts that a task may kill (over all its episodes) before it is quarantined. Default 3."""
 
 
@@ -155,23 +191,23 @@ class RunSpec(_Model):
     """The mixture that tasks are drawn from without end. Default: none."""
     tasks: list[TaskSpec] | None = None
     """A fixed list of tasks, in this order. Default: none."""
-    epochs: int = Field(default=1, ge=1)
+    epochs: int = Field(default=1, ge=1, le=MAX_COUNT)
     """Times that the fixed list is gone through. Default 1."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, le=MAX_INTEGER)
     """Seed of everything that the run draws. Default 0."""
     group_size: int = Field(default=1, ge=1, le=4096)
     """Episodes of a group. Default 1: estimators without groups need no more."""
-    batch_size: int = Field(default=32, ge=1)
+    batch_size: int = Field(default=32, ge=1, le=MAX_COUNT)
     """Episodes of a batch; a batch is ⌈batch_size / group_size⌉ whole groups. Default 32."""
-    batch_tokens: int | None = Field(default=None, ge=1)
+    batch_tokens: int | None = Field(default=None, ge=1, le=MAX_INTEGER)
     """Budget of a batch in tokens of its rows; replaces ``batch_size`` if given. Default: none."""
-    max_staleness: int = Field(default=1, ge=0)
+    max_staleness: int = Field(default=1, ge=0, le=MAX_COUNT)
     """Versions that a group's oldest row may be behind when its batch is formed. Default 1: one step of overlap."""
-    max_uses: int = Field(default=1, ge=1)
+    max_uses: int = Field(default=1, ge=1, le=MAX_COUNT)
     """Times that a group is served and acked. Default 1."""
-    max_concurrent: int = Field(default=4096, ge=1)
+    max_concurrent: int = Field(default=4096, ge=1, le=MAX_COUNT)
     """Most episodes dispatched at a time. Default 4096; admission is bounded by staleness, not by this."""
-    max_bytes: int = Field(default=4 << 30, ge=1)
+    max_bytes: int = Field(default=4 << 30, ge=1, le=MAX_INTEGER)
     """Bytes that groups in flight may hold, reservations included. Default 4 GiB."""
     partial_batches: bool = True
     """Whether the last batch of a fixed list may be smaller. Default yes, with its true size in the manifest."""

@@ -39,6 +39,10 @@ StopReason = Literal[
 ]
 
 
+MAX_VERSION_PART = (1 << 31) - 1
+"""Largest lineage, and largest ``n``: what every reader and the log can hold, and more steps than any run makes."""
+
+
 class Version(NamedTuple):
     """One version of a run's policy: the ``n``-th of its lineage. Text form ``"lineage.n"``, as in ``"0.12"``.
 
@@ -53,10 +57,12 @@ class Version(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Version:
-        """Read ``"lineage.n"``; raises ValueError on anything else."""
+        """Read ``"lineage.n"``, both numbers at most ``MAX_VERSION_PART``; raises ValueError on anything else."""
         lineage, dot, n = text.partition(".")
         if not dot or not (lineage.isascii() and lineage.isdigit() and n.isascii() and n.isdigit()):
             raise ValueError(f"{text!r} is not a version; a version reads 'lineage.n', as in '0.12'")
+        if max(len(lineage), len(n)) > 10 or max(int(lineage), int(n)) > MAX_VERSION_PART:
+            raise ValueError(f"{text[:40]!r} is not a version; its numbers are at most {MAX_VERSION_PART}")
         return cls(int(lineage), int(n))
 
 
@@ -167,7 +173,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     """A contiguous token sequence of one agent; a history edit starts a new one.
 
     ``token_ids`` i32[n]; ``sampled`` u8[n], 1 where the policy chose the token; ``logprobs`` f32[n], of the token
-    at the same position, 0 where not sampled. A row is a segment with ``train``.
+    at the same position, 0 where not sampled. A row is a segment with ``train`` and at least one turn.
     """
 
     agent: str
@@ -253,8 +259,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     """The environment's info after reset, then after each turn, as it was at that moment (JSON-able part)."""
 
     def rows(self) -> Iterator[Segment]:
-        """The segments a learner trains on."""
-        return (segment for segment in self.segments if segment.train)
+        """The segments a learner trains on: those to be trained that have a turn."""
+        return (segment for segment in self.segments if segment.train and segment.turns)
 
     def agent_turns(self, agent: str) -> list[Turn]:
         """All turns of an agent, in the order of the episode, whatever segment they are in."""
@@ -263,5 +269,5 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
 
     def version_range(self) -> tuple[Version, Version] | None:
         """Lowest and highest version of any sampled-from run of any row, or None without rows."""
-        versions = [run.version for segment in self.segments if segment.train for run in segment.versions]
+        versions = [run.version for segment in self.rows() for run in segment.versions]
         return (min(versions), max(versions)) if versions else None

@@ -40,7 +40,11 @@ class AttemptKey(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A worker asks for work. ``holding`` is all attempts that it has, finished ones in its spool included."""
+    """A worker asks for work.
+
+    ``holding`` is all attempts that it has, finished ones in its spool included: given at its start and after an answer
+    that did not arrive, so that what was granted in that one is granted again. None: as the answers so far said.
+    """
 
     worker: str
     pool: str = "default"
@@ -49,7 +53,7 @@ class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """All slots of the worker."""
     free: int
     """Slots that are free now: at most so many attempts are granted."""
-    holding: list[AttemptKey] = []
+    holding: list[AttemptKey] | None = None
     wait_s: float = 0.0
 
 
@@ -132,7 +136,8 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 SubmitVerdict = Literal["accepted", "duplicate", "retrying", "superseded", "not-yours", "refused"]
 """accepted: stored, on disk. duplicate: was accepted before (the first result stands). retrying: the failure was
 retryable and the episode is queued again. superseded: a newer attempt exists or the episode is over; the record is
-not wanted. not-yours: another worker's attempt or a wrong nonce. refused: not a valid record, see ``problem``."""
+not wanted. not-yours: another worker's attempt or a wrong nonce. refused: not a valid record. The
+last three carry the error in ``problem``."""
 
 
 class SubmitResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -168,8 +173,10 @@ class PullRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class Reason(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One reason why nothing can be served. ``code`` is one of: collecting, no-workers, policy-failing, all-stale,
-    batches-held, byte-bound, tasks-exhausted, groups-left, evaluation-hold, quarantined, no-tasks, draining, closed."""
+    """One reason why nothing can be served. ``code`` is one of: collecting, no-workers, all-stale, batches-held,
+    byte-bound, tasks-exhausted, groups-left, group-ended, evaluation-hold, quarantined, no-tasks, draining, closed.
+    Where a layer keeps failing it is LAYER-failing, such as policy-failing. ``group-ended``: an awaited group was
+    retired unserved, ``facts["reason"]`` says why."""
 
     code: str
     message: str
@@ -388,6 +395,25 @@ class TrajectorySummary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     failure: Failure | None = None
     age_s: float = 0.0
     """Seconds since it was stored."""
+
+
+class SegmentAdvantages(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a batch says of one row: its segment in the trajectory, and a value for each of its turns. ``advantages`` is
+    None with estimator ``none``."""
+
+    segment: int
+    returns: list[float]
+    advantages: list[float] | None = None
+
+
+class TrajectoryAdvantages(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The advantages of a trajectory in the batch that it was last frozen into."""
+
+    epoch: int
+    trajectory: str
+    batch: str
+    estimator: str
+    rows: list[SegmentAdvantages]
 
 
 class TrajectoryList(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -1,0 +1,286 @@
+"""Estimators of advantages, in float64. Definitions: ``docs/estimators.md``.
+
+* Returns are per turn, per agent, with a discount per turn.
+* Advantages do not depend on the order of trajectories.
+* Statistics of shards merge to those of the whole.
+* Constant returns give advantage 0, also with eps = 0.
+* A group of one gets advantage 0 where a group is compared, and is flagged.
+* Members that failed never count; a group says how many it expected and how many it has.
+
+All functions take flat arrays. The turns of one agent in one trajectory are a *strand*: contiguous, in the order of
+the episode. ``offsets[s] : offsets[s + 1]`` are the turns of strand ``s``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.errors import InvalidRequest
+from headrace.moments import ROUNDING_LEVEL, Moments
+
+F64 = npt.NDArray[np.float64]
+I64 = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+Weighting = Literal["turn", "token"]
+"""Whether a turn counts once, or as often as it has sampled tokens."""
+
+_GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
+_WHITENED = ("rebn", "reinforce_pp", "reinforce_pp_baseline")
+TOKEN_WEIGHTED = ("reinforce_pp", "reinforce_pp_baseline")
+"""Estimators that weight by tokens whatever they are told."""
+SERVED = ("reinforce", "rebn", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
+"""Names that ``advantages`` takes."""
+
+
+class Experience(NamedTuple):
+    """Turns of many strands.
+
+    ``rewards`` f64[turns]; ``tokens`` i64[turns], sampled tokens of each; ``offsets`` i64[strands + 1];
+    ``groups`` i64[strands], the number of the (group, agent) that the strand is compared within;
+    ``trained`` bool[turns], whether the turn is in a row (None: all are): others carry returns but are not counted;
+    ``expected`` i64[groups], how many strands each (group, agent) was meant to have (None: as many as it has).
+
+    A strand without a trained turn is left out by whoever builds this, and so is one that failed.
+    """
+
+    rewards: F64
+    tokens: I64
+    offsets: I64
+    groups: I64
+    trained: Bools | None = None
+    expected: I64 | None = None
+
+
+class GroupStatistics(NamedTuple):
+    """One entry per (group, agent): moments of episode rewards, sizes and flags.
+
+    ``n``, ``mean``, ``m2`` f64; ``expected``, ``actual`` i64; ``single``: a group of one; ``zero_variance``: two or
+    more members, all of equal reward.
+    """
+
+    n: F64
+    mean: F64
+    m2: F64
+    expected: I64
+    actual: I64
+    single: Bools
+    zero_variance: Bools
+
+    def moments(self, group: int) -> Moments:
+        """Moments of one (group, agent)."""
+        return Moments(float(self.n[group]), float(self.mean[group]), float(self.m2[group]))
+
+
+class Estimate(NamedTuple):
+    """Per turn f64[turns]: ``returns`` and ``advantages`` (0 for turns that are not trained). ``whitening``: the
+    moments that the batch was whitened with, or None."""
+
+    returns: F64
+    advantages: F64
+    groups: GroupStatistics
+    whitening: Moments | None
+
+
+class Gae(NamedTuple):
+    """``advantages`` f64, and ``targets`` f64, what the value function should have said (advantage + value).
+    ``bootstrapped_with_zero`` bool[strands]: truncated, and no value was given for what comes after."""
+
+    advantages: F64
+    targets: F64
+    bootstrapped_with_zero: Bools
+
+
+def returns_to_go(rewards: npt.ArrayLike, offsets: npt.ArrayLike, gamma: float) -> F64:
+    """``G_t = r_t + gamma * G_{t+1}`` within each strand; gamma is per turn. f64[turns]."""
+    return _discounted_suffix_sums(np.asarray(rewards, np.float64), np.asarray(offsets, np.int64), gamma)
+
+
+def episode_rewards(rewards: npt.ArrayLike, offsets: npt.ArrayLike) -> F64:
+    """``R``, the undiscounted sum of rewards of each strand. f64[strands]."""
+    bounds = np.asarray(offsets, np.int64)
+    strand = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
+    return _sums(strand, np.asarray(rewards, np.float64), len(bounds) - 1)
+
+
+def group_statistics(experience: Experience) -> GroupStatistics:
+    """Moments of episode rewards within each (group, agent), with sizes and flags."""
+    return _group_statistics(experience, episode_rewards(experience.rewards, experience.offsets))
+
+
+def advantages(
+    name: str,
+    experience: Experience,
+    *,
+    gamma: float,
+    ddof: int = 0,
+    eps: float = 1e-9,
+    weighting: Weighting = "turn",
+) -> Estimate:
+    """Advantages of the served estimator of that name.
+
+    ``gamma`` is per turn. ``ddof`` and ``eps`` belong to every division by a spread; ``weighting`` to ``rebn``
+    (``reinforce_pp`` and ``reinforce_pp_baseline`` weight by tokens always). Raises InvalidRequest.
+    """
+    if name not in SERVED:
+        raise InvalidRequest(f"There is no served estimator {name!r}.", hint=f"Known: {', '.join(SERVED)}.")
+    if name in TOKEN_WEIGHTED:
+        weighting = "token"
+    if weighting == "token" and ddof and name in _WHITENED:
+        raise InvalidRequest(
+            f"{name} with token weighting takes ddof 0, not {ddof}.", hint="Token counts are weights, not samples."
+        )
+    returns = returns_to_go(experience.rewards, experience.offsets, gamma)
+    totals = episode_rewards(experience.rewards, experience.offsets)
+    groups = _group_statistics(experience, totals)
+    trained = np.ones(len(returns), np.bool_) if experience.trained is None else experience.trained
+    values = returns
+    if name in _GROUP_ESTIMATORS:
+        centred = _compared(name, totals, experience.groups, groups, ddof, eps)
+        values = np.repeat(centred, np.diff(experience.offsets))
+    whitening = None
+    if name in _WHITENED:
+        weights = experience.tokens[trained] if weighting == "token" else None
+        whitening = Moments.of(values[trained], weights)
+        values = _whitened(values, whitening, ddof, eps)
+    return Estimate(returns, np.where(trained, values, 0.0), groups, whitening)
+
+
+def gae_turn(
+    rewards: npt.ArrayLike,
+    values: npt.ArrayLike,
+    offsets: npt.ArrayLike,
+    *,
+    gamma_per_turn: float,
+    lambda_per_turn: float,
+    terminated: npt.ArrayLike,
+    bootstrap_values: npt.ArrayLike | None = None,
+) -> Gae:
+    """Generalized advantage estimation over turns.
+
+    ``rewards``, ``values`` f64[turns], the value before each turn; ``offsets`` i64[strands + 1]; ``terminated``
+    bool[strands]; ``bootstrap_values`` f64[strands], the value after a truncated strand, NaN where there is none.
+    """
+    bounds = np.asarray(offsets, np.int64)
+    r, v = np.asarray(rewards, np.float64), np.asarray(values, np.float64)
+    return _gae(r, v, bounds, gamma_per_turn, lambda_per_turn, terminated, bootstrap_values)
+
+
+def gae_token(
+    rewards: npt.ArrayLike,
+    tokens: npt.ArrayLike,
+    values: npt.ArrayLike,
+    offsets: npt.ArrayLike,
+    *,
+    gamma_per_token: float,
+    lambda_per_token: float,
+    terminated: npt.ArrayLike,
+    bootstrap_values: npt.ArrayLike | None = None,
+) -> Gae:
+    """Generalized advantage estimation over sampled tokens; positions that were not sampled are stepped over.
+
+    ``rewards`` f64[turns] and ``tokens`` i64[turns] per turn: a turn's reward sits on its last sampled token.
+    ``values`` f64[sampled tokens], in the order of the turns; the other arguments as in ``gae_turn``. Results are per
+    sampled token.
+    """
+    counts = np.asarray(tokens, np.int64)
+    if np.any(counts < 1):
+        raise InvalidRequest("A turn without sampled tokens.", hint="Every turn samples at least one token.")
+    ends = np.concatenate(([0], np.cumsum(counts)))
+    at_tokens = np.zeros(int(ends[-1]))
+    at_tokens[ends[1:] - 1] = np.asarray(rewards, np.float64)
+    bounds = ends[np.asarray(offsets, np.int64)]
+    v = np.asarray(values, np.float64)
+    return _gae(at_tokens, v, bounds, gamma_per_token, lambda_per_token, terminated, bootstrap_values)
+
+
+def _group_statistics(experience: Experience, totals: F64) -> GroupStatistics:
+    index = experience.groups
+    count = int(index.max()) + 1 if len(index) else 0
+    if experience.expected is not None:
+        count = len(experience.expected)
+    actual = np.bincount(index, minlength=count)
+    n = actual.astype(np.float64)
+    at_least_one = np.maximum(n, 1.0)
+    # Two passes around a first value of the group: constant rewards have a mean that is exactly theirs.
+    first = np.zeros(count)
+    first[index[::-1]] = totals[::-1]
+    mean = first + _sums(index, totals - first[index], count) / at_least_one
+    deviation = totals - mean[index]
+    m2 = _sums(index, deviation * deviation, count)
+    flat = np.sqrt(m2 / at_least_one) <= ROUNDING_LEVEL * np.maximum(1.0, np.abs(mean))
+    expected = actual if experience.expected is None else experience.expected
+    return GroupStatistics(n, mean, m2, expected, actual, actual == 1, flat & (actual > 1))
+
+
+def _sums(index: I64, values: F64, count: int) -> F64:
+    """Sums of values by index, f64[count]."""
+    return np.bincount(index, values, count).astype(np.float64, copy=False)
+
+
+def _compared(name: str, totals: F64, index: I64, groups: GroupStatistics, ddof: int, eps: float) -> F64:
+    """What an estimator makes of each strand's reward beside those of its group. f64[strands]."""
+    centred = totals - groups.mean[index]
+    centred[(groups.single | groups.zero_variance)[index]] = 0.0
+    if name == "grpo":
+        sigma = np.sqrt(groups.m2 / np.maximum(groups.n - ddof, 1.0))[index]
+        return np.divide(centred, sigma + eps, out=np.zeros_like(centred), where=centred != 0.0)
+    if name == "rloo":
+        scale = groups.n / np.maximum(groups.n - 1.0, 1.0)
+        return centred * scale[index]
+    return centred
+
+
+def _whitened(values: F64, moments: Moments, ddof: int, eps: float) -> F64:
+    if moments.is_constant():
+        return np.zeros_like(values)
+    return (values - moments.mean) / (moments.std(ddof) + eps)
+
+
+def _gae(
+    rewards: F64,
+    values: F64,
+    bounds: I64,
+    gamma: float,
+    lambda_: float,
+    terminated: npt.ArrayLike,
+    bootstrap_values: npt.ArrayLike | None,
+) -> Gae:
+    strands = len(bounds) - 1
+    done = np.asarray(terminated, np.bool_)
+    after: Any = np.full(strands, np.nan) if bootstrap_values is None else np.asarray(bootstrap_values, np.float64)
+    if len(rewards) != len(values) or len(values) != bounds[-1] or len(done) != strands or len(after) != strands:
+        raise InvalidRequest(
+            f"The arrays do not fit: {len(rewards)} rewards, {len(values)} values, offsets up to {bounds[-1]}, "
+            f"{len(done)} terminated flags and {len(after)} bootstrap values for {strands} strands.",
+            hint="One value per step, one flag per strand.",
+        )
+    missing = ~done & np.isnan(after)
+    after = np.where(done | missing, 0.0, after)
+    following = np.append(values[1:], 0.0)
+    filled = np.diff(bounds) > 0
+    following[bounds[1:][filled] - 1] = after[filled]
+    delta = rewards + gamma * following - values
+    result = _discounted_suffix_sums(delta, bounds, gamma * lambda_)
+    return Gae(result, result + values, missing)
+
+
+def _discounted_suffix_sums(values: F64, bounds: I64, factor: float) -> F64:
+    """``x_t = values_t + factor * x_{t+1}`` within each strand: all strands at once, one step back at a time."""
+    lengths = np.diff(bounds)
+    order = np.argsort(-lengths, kind="stable")
+    last = bounds[1:][order] - 1
+    # Strands sorted by length: those longer than k come first, and there are active[k] of them.
+    longest = int(lengths.max()) if len(lengths) else 0
+    active = len(lengths) - np.searchsorted(np.sort(lengths), np.arange(longest), side="right")
+    result = np.empty_like(values)
+    carried = np.zeros(len(lengths))
+    for k in range(longest):
+        m = active[k]
+        at = last[:m] - k
+        carried = values[at] + factor * carried[:m]
+        result[at] = carried
+    return result

@@ -1,0 +1,244 @@
+"""Forming a batch: from the heads of stored trajectories to the body up to its records.
+
+* The same groups give the same bytes.
+* Moments, baselines and counts are over rows, each (trajectory, agent) once; returns run through all its turns.
+
+Body, little-endian; every part starts at a multiple of 64 bytes::
+
+    "HRTB" | schema u16 | 0 u16 | head length u64 | start of the records u64
+    head: msgpack {manifest, columns: [{name, dtype, length, offset}]}, offsets from the end of the padded head
+    columns, each padded to 64
+    records, as they are stored
+
+Columns, per turn of rows (row by row): ``returns``, ``advantages`` (not with estimator ``none``), ``turn_weights``,
+``rewards`` f64, ``turn_tokens`` i64. Per row, i64: ``row_trajectory``, ``row_segment``, ``row_tokens``, ``row_group``;
+``row_turn_offsets`` i64[rows + 1]. ``record_offsets`` i64[trajectories + 1], from the start of the records.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from headrace.codec import ALIGNMENT
+from headrace.estimators import (
+    F64,
+    I64,
+    TOKEN_WEIGHTED,
+    Estimate,
+    Weighting,
+    advantages,
+    episode_rewards,
+    group_statistics,
+    returns_to_go,
+)
+from headrace.manifest import Counts, EstimatorUsed, GroupEntry, Manifest, MomentSet
+from headrace.moments import Moments
+from headrace.strands import GroupInput, Strands, collect_strands
+from headrace.trajectory import SCHEMA, Version
+
+MAGIC = b"HRTB"
+PREFIX = struct.Struct("<4sHHQQ")
+PER_TURN = ("returns", "advantages", "turn_weights", "rewards", "turn_tokens")
+PER_ROW = ("row_trajectory", "row_segment", "row_tokens", "row_group")
+
+
+class Estimator(Protocol):
+    """The part of ``EstimatorSpec`` that is used here."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def gamma(self) -> float: ...
+    @property
+    def ddof(self) -> int: ...
+    @property
+    def eps(self) -> float: ...
+    @property
+    def weighting(self) -> Weighting: ...
+
+
+class Column(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a column is: ``length`` numbers, ``offset`` bytes from the end of the padded head."""
+
+    name: str
+    dtype: Literal["<f8", "<i8"]
+    length: int
+    offset: int
+
+
+class BatchHead(msgspec.Struct, frozen=True, kw_only=True):
+    """The msgpack head of a batch."""
+
+    manifest: Manifest
+    columns: list[Column]
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Computed(NamedTuple):
+    """Everything in a batch that follows from its records."""
+
+    manifest: Manifest
+    columns: dict[str, npt.NDArray[Any]]
+
+
+def build_head(*, batch: str, run: str, estimator: Estimator, version: Version, groups: Sequence[GroupInput]) -> bytes:
+    """The body of a batch up to its records; append the members' records in the order given.
+
+    ``version`` is the run's now. Raises InvalidRequest for a member that failed.
+    """
+    computed = compute(batch=batch, run=run, estimator=estimator, version=version, groups=groups)
+    table, parts, offset = [], [], 0
+    for name, column in computed.columns.items():
+        dtype: Literal["<f8", "<i8"] = "<f8" if column.dtype.kind == "f" else "<i8"
+        data = np.ascontiguousarray(column, dtype).tobytes()
+        table.append(Column(name=name, dtype=dtype, length=len(column), offset=offset))
+        parts.append(_pad(data))
+        offset += len(parts[-1])
+    head = _encoder.encode(BatchHead(manifest=computed.manifest, columns=table))
+    columns_start = padded(PREFIX.size + len(head))
+    prefix = PREFIX.pack(MAGIC, SCHEMA, 0, len(head), columns_start + offset)
+    return b"".join([_pad(prefix + head), *parts])
+
+
+def compute(*, batch: str, run: str, estimator: Estimator, version: Version, groups: Sequence[GroupInput]) -> Computed:
+    """Manifest and columns of these groups. Raises InvalidRequest for a member that failed."""
+    strands = collect_strands(groups)
+    estimate = _estimate(estimator, strands)
+    weighting: Weighting = "token" if estimator.name in TOKEN_WEIGHTED else estimator.weighting
+    heads = [head for group in groups for head, _ in group.members]
+    ranges = [found for head in heads if (found := head.version_range()) is not None]
+    entries = _group_entries(groups, strands, estimate, version)
+    stale = [entry.staleness for entry in entries if entry.low is not None]
+    manifest = Manifest(
+        schema=SCHEMA,
+        batch=batch,
+        run=run,
+        version=version,
+        version_min=min((low for low, _ in ranges), default=None),
+        version_max=max((high for _, high in ranges), default=None),
+        staleness_min=min(stale, default=0),
+        staleness_max=max(stale, default=0),
+        estimator=EstimatorUsed(
+            name=estimator.name, gamma=estimator.gamma, ddof=estimator.ddof, eps=estimator.eps, weighting=weighting
+        ),
+        whitening=estimate.whitening,
+        counts=Counts(
+            rows=len(strands.row_tokens),
+            trajectories=len(heads),
+            groups=len(groups),
+            turns=len(strands.row_turns),
+            sampled_tokens=int(strands.experience.tokens[strands.row_turns].sum()),
+            tokens=int(strands.row_tokens.sum()),
+        ),
+        moments=moment_set(strands, estimate.returns, None),
+        environments=_by_environment(groups, strands, estimate.returns),
+        groups=entries,
+        trajectories=[head.id for head in heads],
+    )
+    columns = _columns(groups, strands, estimate, weighting)
+    if estimator.name == "none":
+        del columns["advantages"]
+    return Computed(manifest, columns)
+
+
+def _columns(
+    groups: Sequence[GroupInput], strands: Strands, estimate: Estimate, weighting: Weighting
+) -> dict[str, npt.NDArray[Any]]:
+    at = strands.row_turns
+    tokens = strands.experience.tokens[at]
+    return {
+        "returns": estimate.returns[at],
+        "advantages": estimate.advantages[at],
+        "turn_weights": tokens.astype(np.float64) if weighting == "token" else np.ones(len(at)),
+        "rewards": strands.experience.rewards[at],
+        "turn_tokens": tokens,
+        "row_turn_offsets": _offsets(strands.row_turn_counts),
+        **{name: getattr(strands, name) for name in PER_ROW},
+        "record_offsets": _offsets([size for group in groups for _, size in group.members]),
+    }
+
+
+def _estimate(estimator: Estimator, strands: Strands) -> Estimate:
+    experience = strands.experience
+    if estimator.name == "none":
+        returns = returns_to_go(experience.rewards, experience.offsets, estimator.gamma)
+        return Estimate(returns, np.zeros_like(returns), group_statistics(experience), None)
+    return advantages(
+        estimator.name,
+        experience,
+        gamma=estimator.gamma,
+        ddof=estimator.ddof,
+        eps=estimator.eps,
+        weighting=estimator.weighting,
+    )
+
+
+def _group_entries(
+    groups: Sequence[GroupInput], strands: Strands, estimate: Estimate, version: Version
+) -> list[GroupEntry]:
+    cells: list[list[int]] = [[] for _ in groups]
+    for cell, (number, _) in enumerate(strands.cells):
+        cells[number].append(cell)
+    statistics, entries = estimate.groups, []
+    for number, group in enumerate(groups):
+        ranges = [found for head, _ in group.members if (found := head.version_range()) is not None]
+        low = min((low for low, _ in ranges), default=None)
+        entries.append(
+            GroupEntry(
+                id=group.id,
+                task=group.task,
+                expected=group.expected,
+                actual=len(group.members),
+                complete=len(group.members) >= group.expected,
+                single=any(bool(statistics.single[cell]) for cell in cells[number]),
+                zero_variance=bool(cells[number]) and all(bool(statistics.zero_variance[c]) for c in cells[number]),
+                agents={strands.cells[cell][1]: statistics.moments(cell) for cell in cells[number]},
+                low=low,
+                staleness=version.n - low.n if low is not None else 0,
+            )
+        )
+    return entries
+
+
+def _by_environment(groups: Sequence[GroupInput], strands: Strands, returns: F64) -> dict[str, MomentSet]:
+    names = {name: number for number, name in enumerate(dict.fromkeys(group.task.environment for group in groups))}
+    of_group = np.array([names[group.task.environment] for group in groups], np.int64)
+    of_cell = of_group[np.array([group for group, _ in strands.cells], np.int64)]
+    of_strand = of_cell[strands.experience.groups]
+    return {name: moment_set(strands, returns, of_strand == number) for name, number in names.items()}
+
+
+def moment_set(strands: Strands, returns: F64, chosen: npt.NDArray[np.bool_] | None) -> MomentSet:
+    """Moments over the rows of the chosen strands (None: all)."""
+    experience = strands.experience
+    totals = episode_rewards(experience.rewards, experience.offsets)
+    at = strands.row_turns
+    if chosen is not None:
+        totals = totals[chosen]
+        at = at[np.repeat(chosen, np.diff(experience.offsets))[at]]
+    return MomentSet(
+        returns_by_turn=Moments.of(returns[at]),
+        returns_by_token=Moments.of(returns[at], experience.tokens[at]),
+        rewards=Moments.of(totals),
+    )
+
+
+def _offsets(sizes: npt.ArrayLike) -> I64:
+    return np.concatenate((np.zeros(1, np.int64), np.cumsum(np.asarray(sizes, np.int64), dtype=np.int64)))
+
+
+def _pad(data: bytes) -> bytes:
+    return data + bytes(-len(data) % ALIGNMENT)
+
+
+def padded(size: int) -> int:
+    """The next multiple of 64."""
+    return size + -size % ALIGNMENT

@@ -1,0 +1,243 @@
+"""The frames of a log file.
+
+* A frame comes back as it was packed; its payload starts at a multiple of 64 bytes in the file.
+* A flipped byte costs at most the frame that it is in: reading goes on at the next frame.
+* A control frame is stored twice and survives damage to either copy.
+* A torn tail, an append that never finished, is told from damage inside.
+* A read is checked against its checksum, and a mismatch names file and offset.
+
+A frame, little-endian, padded with zeros to a multiple of 64 bytes after the header and after the payload::
+
+    [ "HRLOGFRM" | type u16, copy u16, length u64 | header crc32c u32 | payload crc32c u32 | payload ]
+
+The header's checksum covers the bytes before it. ``control`` and ``file_head`` frames are two such frames back to
+back, of copy 0 and 1. That mends flipped bytes; a bad block of the disk that holds both copies of a short frame loses
+it, and is reported as damage. Checksums need the package google-crc32c (``headrace[offline]``).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import struct
+from collections.abc import Callable, Iterator
+from enum import IntEnum
+from typing import BinaryIO, NamedTuple, cast
+
+from headrace.codec import ALIGNMENT
+from headrace.errors import CorruptRecord, MissingExtra
+
+HEADER_BYTES = 64
+"""Bytes from the start of a frame to its payload."""
+
+_MAGIC = b"HRLOGFRM"
+_FIELDS = struct.Struct("<8sHHQ")
+_CHECKSUMS = struct.Struct("<II")
+_SEARCH_BYTES = 1 << 20
+"""How much is read at a time while looking for the next frame."""
+
+
+class FrameType(IntEnum):
+    """What a payload is."""
+
+    FILE_HEAD = 1
+    """Who writes the file, and the live control state at its start. Stored twice."""
+    CONTROL = 2
+    """Control records. Stored twice."""
+    TRAJECTORY = 3
+    """One trajectory record, as it was submitted."""
+    BATCH = 4
+    """A batch's body up to its records."""
+
+
+_TWICE = frozenset((FrameType.FILE_HEAD, FrameType.CONTROL))
+
+
+class Frame(NamedTuple):
+    """A whole frame. ``offset`` and ``size`` are in bytes of the file, both copies included. ``recovered``: one copy
+    was damaged."""
+
+    type: FrameType
+    offset: int
+    size: int
+    payload: bytes
+    recovered: bool = False
+
+
+class Damage(NamedTuple):
+    """Bytes that are no frame. ``torn``: they are an append that never finished, at the end of the file, so nobody was
+    told that it is stored; cut the file at ``offset`` before appending. ``type`` is known if the header is intact."""
+
+    offset: int
+    size: int
+    problem: str
+    torn: bool = False
+    type: FrameType | None = None
+
+
+class _Header(NamedTuple):
+    type: FrameType
+    copy: int
+    length: int
+    payload_crc: int
+
+    @property
+    def copy_size(self) -> int:
+        return HEADER_BYTES + _padded(self.length)
+
+    @property
+    def size(self) -> int:
+        return self.copy_size * (2 if self.type in _TWICE else 1)
+
+
+def pack_frame(kind: FrameType, payload: bytes | memoryview) -> list[bytes | memoryview]:
+    """The buffers of a frame, in order, for ``writev``. Raises MissingExtra."""
+    checksum = crc32c(bytes(payload))
+    padding = bytes(-len(payload) % ALIGNMENT)
+    buffers: list[bytes | memoryview] = []
+    for copy in range(2 if kind in _TWICE else 1):
+        fields = _FIELDS.pack(_MAGIC, kind, copy, len(payload))
+        header = fields + _CHECKSUMS.pack(crc32c(fields), checksum)
+        buffers += [header.ljust(HEADER_BYTES, b"\0"), payload]
+        if padding:
+            buffers.append(padding)
+    return buffers
+
+
+def scan(stream: BinaryIO) -> Iterator[Frame | Damage]:
+    """Everything in a log file, in order, from its start to its end. The stream must be seekable."""
+    end = stream.seek(0, os.SEEK_END)
+    offset = 0
+    while offset < end:
+        header = _header_at(stream, offset)
+        if header is None or header.copy:
+            found = _resynchronize(stream, offset, end)
+        else:
+            found = [_frame_at(stream, offset, header, end)]
+        for item in found:
+            yield item
+            offset = item.offset + item.size
+
+
+def read_payload(descriptor: int, offset: int, length: int, *, name: str) -> bytes:
+    """The payload of ``length`` bytes of the frame at ``offset``. Raises CorruptRecord, which names the file."""
+    raw = os.pread(descriptor, HEADER_BYTES + length, offset)
+    header = _parse_header(raw[:HEADER_BYTES])
+    payload = raw[HEADER_BYTES:]
+    problem = ""
+    if header is None:
+        problem = "there is no frame header"
+    elif header.length != length or len(payload) != length:
+        problem = f"it has {min(header.length, len(payload))} bytes, not {length}"
+    elif crc32c(payload) != header.payload_crc:
+        problem = "its checksum does not match"
+    if problem:
+        raise CorruptRecord(
+            f"The record at offset {offset} of {name} is damaged: {problem}.",
+            hint="Only this record is lost. `headrace fsck` lists all damage.",
+            file=name,
+            offset=offset,
+        )
+    return payload
+
+
+def crc32c(data: bytes) -> int:
+    """CRC-32C of the bytes. Raises MissingExtra."""
+    return _checksum()(data)
+
+
+@functools.cache
+def _checksum() -> Callable[[bytes], int]:
+    try:
+        import google_crc32c
+    except ImportError as error:
+        raise MissingExtra(
+            "The log format needs the package google-crc32c.", hint="Run: pip install headrace[offline]"
+        ) from error
+    return cast("Callable[[bytes], int]", google_crc32c.value)
+
+
+def _frame_at(stream: BinaryIO, offset: int, header: _Header, end: int) -> Frame | Damage:
+    """The frame whose intact first header is at ``offset``."""
+    if offset + header.size > end:
+        return Damage(offset, end - offset, "the file ends inside a frame", torn=True, type=header.type)
+    payload = _payload_at(stream, offset, header)
+    if payload is not None:
+        return Frame(header.type, offset, header.size, payload, recovered=not _second_is_intact(stream, offset, header))
+    if header.type in _TWICE:
+        second = _header_at(stream, offset + header.copy_size)
+        if second is not None and (payload := _payload_at(stream, offset + header.copy_size, second)) is not None:
+            return Frame(header.type, offset, header.size, payload, recovered=True)
+    return Damage(offset, header.size, "the payload's checksum does not match", type=header.type)
+
+
+def _second_is_intact(stream: BinaryIO, offset: int, header: _Header) -> bool:
+    if header.type not in _TWICE:
+        return True
+    second = _header_at(stream, offset + header.copy_size)
+    return second is not None and _payload_at(stream, offset + header.copy_size, second) is not None
+
+
+def _resynchronize(stream: BinaryIO, start: int, end: int) -> list[Frame | Damage]:
+    """What is at ``start``, where no frame begins: damage up to the next frame, or the second copy of a control frame
+    whose first header is gone."""
+    for offset in _magic_offsets(stream, start + ALIGNMENT, end):
+        header = _header_at(stream, offset)
+        if header is None:
+            continue
+        if header.copy == 0:
+            return [Damage(start, offset - start, "there is no frame header")]
+        first = offset - header.copy_size
+        payload = _payload_at(stream, offset, header) if first >= start else None
+        if payload is not None:
+            frame = Frame(header.type, first, header.size, payload, recovered=True)
+            return [frame] if first == start else [Damage(start, first - start, "there is no frame header"), frame]
+    # An append writes whole frames of whole blocks: an odd length or nothing but zeros is one that never finished.
+    torn = end % ALIGNMENT != 0 or not any(any(block) for block in _blocks(stream, start, end))
+    problem = "the file ends inside a frame" if torn else "there is no frame header"
+    return [Damage(start, end - start, problem, torn=torn)]
+
+
+def _magic_offsets(stream: BinaryIO, start: int, end: int) -> Iterator[int]:
+    """Aligned positions in [start, end) that begin like a frame."""
+    base = start
+    for block in _blocks(stream, start, end):
+        at = block.find(_MAGIC)
+        while at >= 0:
+            if at % ALIGNMENT == 0:
+                yield base + at
+            at = block.find(_MAGIC, at + 1)
+        base += len(block)
+
+
+def _blocks(stream: BinaryIO, start: int, end: int) -> Iterator[bytes]:
+    for offset in range(start, end, _SEARCH_BYTES):
+        stream.seek(offset)
+        yield stream.read(min(_SEARCH_BYTES, end - offset))
+
+
+def _header_at(stream: BinaryIO, offset: int) -> _Header | None:
+    stream.seek(offset)
+    return _parse_header(stream.read(HEADER_BYTES))
+
+
+def _parse_header(raw: bytes) -> _Header | None:
+    """The header, or None if these bytes are none or damaged."""
+    if len(raw) < HEADER_BYTES:
+        return None
+    magic, kind, copy, length = _FIELDS.unpack_from(raw)
+    header_crc, payload_crc = _CHECKSUMS.unpack_from(raw, _FIELDS.size)
+    if magic != _MAGIC or crc32c(raw[: _FIELDS.size]) != header_crc or kind not in FrameType._value2member_map_:
+        return None
+    return _Header(FrameType(kind), copy, length, payload_crc)
+
+
+def _payload_at(stream: BinaryIO, offset: int, header: _Header) -> bytes | None:
+    """The payload of the copy at ``offset``, or None if it is damaged or cut short."""
+    stream.seek(offset + HEADER_BYTES)
+    payload = stream.read(header.length)
+    return payload if len(payload) == header.length and crc32c(payload) == header.payload_crc else None
+
+
+def _padded(size: int) -> int:
+    return size + -size % ALIGNMENT

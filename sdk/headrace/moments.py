@@ -1,0 +1,87 @@
+"""``Moments``: count, mean and sum of squared deviations, in float64.
+
+* Moments of a whole are the merge of moments of its parts, in any order (Chan's rule).
+* What was merged in can be taken out again.
+* A spread that is small beside the mean is kept: nothing here subtracts a squared mean from a mean of squares.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Self
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from headrace.errors import InvalidRequest
+
+ROUNDING_LEVEL = 1e-12
+"""A spread up to this, relative to the larger of 1 and the mean's magnitude, is rounding and not a spread."""
+
+
+class Moments(msgspec.Struct, frozen=True, array_like=True):
+    """``n`` (a count, or the sum of weights), ``mean``, and ``m2``, the weighted sum of squared deviations."""
+
+    n: float = 0.0
+    mean: float = 0.0
+    m2: float = 0.0
+
+    @classmethod
+    def of(cls, values: npt.ArrayLike, weights: npt.ArrayLike | None = None) -> Self:
+        """Moments of values f64[k], each counted once or with its weight (f64[k], not negative)."""
+        x = np.asarray(values, np.float64).ravel()
+        if not x.size:
+            return cls()
+        w = np.ones_like(x) if weights is None else np.asarray(weights, np.float64).ravel()
+        n = float(w.sum())
+        if n <= 0:
+            return cls()
+        # Deviations from a first value keep the digits that a large common offset would take.
+        mean = float(x[0]) + float(w @ (x - x[0])) / n
+        deviation = x - mean
+        slip = float(w @ deviation) / n
+        return cls(n, mean + slip, max(float(w @ (deviation * deviation)) - n * slip * slip, 0.0))
+
+    def merge(self, other: Moments) -> Moments:
+        """Moments of both together."""
+        if not self.n or not other.n:
+            return other if not self.n else self
+        n = self.n + other.n
+        delta = other.mean - self.mean
+        return Moments(n, self.mean + delta * other.n / n, self.m2 + other.m2 + delta * delta * self.n * other.n / n)
+
+    def without(self, part: Moments) -> Moments:
+        """Moments of what is left when a part is taken out; exact up to rounding. Raises InvalidRequest if the part is
+        larger than the whole."""
+        n = self.n - part.n
+        if n < 0:
+            raise InvalidRequest(
+                f"Moments of {part.n:g} values cannot be taken out of {self.n:g}.", hint="Take out what was merged in."
+            )
+        if n == 0:
+            return Moments()
+        delta = (part.mean - self.mean) * self.n / n
+        mean = self.mean - delta * part.n / self.n
+        return Moments(n, mean, max(self.m2 - part.m2 - delta * delta * n * part.n / self.n, 0.0))
+
+    def variance(self, ddof: int = 0) -> float:
+        """``m2 / (n - ddof)``; 0 where there are not more than ``ddof`` values."""
+        return self.m2 / (self.n - ddof) if self.n > ddof else 0.0
+
+    def std(self, ddof: int = 0) -> float:
+        """Square root of the variance."""
+        return math.sqrt(self.variance(ddof))
+
+    def is_constant(self) -> bool:
+        """Whether the spread is at rounding level."""
+        return self.std() <= ROUNDING_LEVEL * max(1.0, abs(self.mean))
+
+
+def merge_all(parts: Iterable[Moments]) -> Moments:
+    """Moments of all parts together."""
+    total = Moments()
+    for part in parts:
+        total = total.merge(part)
+    return total

@@ -1,0 +1,300 @@
+"""``validate``: the invariants of the trajectory schema that one record can show.
+
+* Engine tokens only: ids are inside the vocabulary; logprobs are finite, at most 0, and exactly 0 where not sampled.
+* Append-only: every turn follows tokens that were there before it, and nothing is sampled after the end.
+* Spans cover: turns are ordered, disjoint, not empty, and cover exactly the positions with ``sampled == 1``.
+* A failure is not a zero: a record is failed if and only if it has a failure; every reward is a finite number, at most
+  1e100 in size.
+* One terminal record: status, stop reason and the last turn's flags agree.
+* Versions are known: version runs cover every segment whole.
+
+A message names the segment, the turn and the position. The whole check takes a few microseconds for a short record
+and is one pass of vector instructions per array for a long one.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.errors import (
+    FailureHasReward,
+    InvalidTrajectory,
+    NonFiniteValue,
+    NotAppendOnly,
+    SpansDoNotCover,
+    TokenOutOfRange,
+    VersionRunsDoNotCover,
+    WrongDtype,
+    WrongShape,
+)
+from headrace.trajectory import MAX_VERSION_PART, Segment, Trajectory, Turn
+
+_I4, _U4, _F4, _U1 = np.dtype("<i4"), np.dtype("<u4"), np.dtype("<f4"), np.dtype("u1")
+
+MAX_REWARD = 1e100
+"""Largest size of a reward: sums, squares, and sums of squares of as many as there can be stay finite numbers."""
+
+_STOP_REASONS = {
+    "finished": ("terminated",),
+    "truncated": ("environment_truncated", "max_turns", "max_tokens", "working_time"),
+    "failed": ("failure",),
+    "cancelled": ("cancelled",),
+}
+
+
+def validate(trajectory: Trajectory) -> None:
+    """Raise the subclass of InvalidTrajectory that names the first broken invariant."""
+    _check_end(trajectory)
+    seen: set[int] = set()
+    vocab_size = trajectory.tokenizer.vocab_size if trajectory.tokenizer is not None else None
+    for position, segment in enumerate(trajectory.segments):
+        where = f"Segment {position} ({segment.agent})"
+        n = _check_arrays(where, segment)
+        _check_spans(where, segment, n, seen)
+        _check_tokens(where, segment, vocab_size)
+        _check_logprobs(where, segment)
+        _check_versions(where, segment, n)
+        if segment.placeholders:
+            _check_placeholders(where, segment, n, {asset.name for asset in trajectory.assets})
+    _check_last_turns(trajectory)
+
+
+def _check_end(trajectory: Trajectory) -> None:
+    """Status, stop reason and failure agree."""
+    status, failure = trajectory.status, trajectory.failure
+    reasons = _STOP_REASONS.get(status)
+    if reasons is None or trajectory.stop_reason not in reasons:
+        raise FailureHasReward(
+            f"Status {status!r} does not go with stop reason {trajectory.stop_reason!r}.",
+            hint=f"It goes with {' or '.join(reasons)}." if reasons else f"Known are {', '.join(_STOP_REASONS)}.",
+        )
+    if status == "failed" and failure is None:
+        raise FailureHasReward("Status is 'failed' but there is no failure.", hint="Say what failed, and where.")
+    if failure is not None and status not in ("failed", "cancelled"):
+        raise FailureHasReward(
+            f"Status is {status!r} but there is a failure ({failure.layer}: {failure.kind}).",
+            hint="An episode that failed has no result: set status 'failed' and stop reason 'failure'.",
+        )
+
+
+def _check_arrays(where: str, segment: Segment) -> int:
+    for name, array, dtype in (
+        ("token_ids", segment.token_ids, _I4),
+        ("sampled", segment.sampled, _U1),
+        ("logprobs", segment.logprobs, _F4),
+    ):
+        if not isinstance(array, np.ndarray) or array.dtype != dtype:
+            kind = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
+            raise WrongDtype(f"{where}: {name} is {kind}, not {dtype.name}.", hint="Build it with that dtype.")
+    shape = segment.token_ids.shape
+    if len(shape) != 1 or segment.sampled.shape != shape or segment.logprobs.shape != shape:
+        raise WrongShape(
+            f"{where}: token_ids has shape {shape}, sampled {segment.sampled.shape}, logprobs "
+            f"{segment.logprobs.shape}; they must be one-dimensional and of equal length.",
+            hint="Give every token one id, one sampled flag and one logprob (0 where not sampled).",
+        )
+    if not shape[0]:
+        raise WrongShape(f"{where} has no tokens.", hint="Leave a segment without tokens out.")
+    return int(shape[0])
+
+
+def _check_spans(where: str, segment: Segment, n: int, seen: set[int]) -> None:
+    """Turns are numbered, ordered and within bounds, and ``sampled`` is exactly their union."""
+    expected = bytearray(n)
+    last_index, last_end = -1, 0
+    for turn in segment.turns:
+        index, start, end = turn.index, turn.start, turn.end
+        if start >= end or end > n or start < last_end:
+            raise SpansDoNotCover(
+                f"{where}, turn {index}: its span [{start}, {end}) must hold a token, start at {last_end} or later, "
+                f"and end by {n}.",
+                hint="Turns of a segment are ordered and do not overlap; a turn samples at least one token.",
+            )
+        if start == 0:
+            raise NotAppendOnly(
+                f"{where}, turn {index} starts at position 0, so there is no prompt that it extends.",
+                hint="Keep the prompt's tokens in the segment, before the turn.",
+            )
+        if index <= last_index or index in seen:
+            raise NotAppendOnly(
+                f"{where}, turn {index} follows turn {last_index}"
+                + (", and there is another turn of that index." if index in seen else "."),
+                hint="Turns are numbered over the whole episode, upwards within a segment.",
+            )
+        seen.add(index)
+        expected[start:end] = b"\1" * (end - start)
+        _check_rewards(where, turn)
+        last_index, last_end = index, end
+    if segment.sampled.tobytes() != expected:
+        wrong = int(np.flatnonzero(segment.sampled != np.frombuffer(expected, np.uint8))[0])
+        raise SpansDoNotCover(
+            f"{where}, position {wrong}: sampled is {segment.sampled[wrong]}, but "
+            + ("a turn covers it." if expected[wrong] else "no turn covers it."),
+            hint="sampled is 1 inside the turns' spans and 0 elsewhere.",
+        )
+
+
+def _check_rewards(where: str, turn: Turn) -> None:
+    if not _is_reward(turn.reward):
+        raise NonFiniteValue(
+            f"{where}, turn {turn.index}: the reward is {turn.reward!r}, not a finite number up to {MAX_REWARD:g}.",
+            hint="A reward that could not be computed is a failure of the episode, not a number.",
+        )
+    for name, value in turn.reward_parts.items():
+        if not _is_reward(value):
+            raise NonFiniteValue(
+                f"{where}, turn {turn.index}: the reward part {name!r} is {value!r}, not a finite number up to "
+                f"{MAX_REWARD:g}.",
+                hint="Leave out a part that could not be computed, or fail the episode.",
+            )
+
+
+def _is_reward(value: object) -> bool:
+    return isinstance(value, float | int) and abs(value) <= MAX_REWARD  # false for a NaN
+
+
+def _check_tokens(where: str, segment: Segment, vocab_size: int | None) -> None:
+    if vocab_size is None:
+        raise TokenOutOfRange(
+            f"{where} has token ids, but the record names no tokenizer.",
+            hint="Say which tokenizer the ids belong to, with its vocabulary's size.",
+        )
+    # Seen as unsigned, a negative id is a very large one: one pass finds both.
+    ids = segment.token_ids.view(_U4)
+    if _greatest(ids) >= vocab_size:
+        wrong = int(np.flatnonzero(ids >= vocab_size)[0])
+        raise TokenOutOfRange(
+            f"{where}{_turn_at(segment, wrong)}, position {wrong}: token id {segment.token_ids[wrong]} is outside "
+            f"[0, {vocab_size}).",
+            hint="Is this the tokenizer of the model that sampled it?",
+        )
+
+
+def _check_logprobs(where: str, segment: Segment) -> None:
+    logprobs = segment.logprobs
+    # A NaN is both the least and the greatest, and fails both comparisons.
+    if _least(logprobs) > -math.inf and _greatest(logprobs) <= 0 and _silent_between(segment):
+        return
+    sampled = segment.sampled == 1
+    good = np.where(sampled, np.isfinite(logprobs) & (logprobs <= 0), logprobs == 0)
+    wrong = int(np.flatnonzero(~good)[0])
+    allowed = "a finite number, at most 0" if sampled[wrong] else "0, since nothing was sampled there"
+    raise NonFiniteValue(
+        f"{where}{_turn_at(segment, wrong)}, position {wrong}: the logprob is {logprobs[wrong]}, not {allowed}.",
+        hint="Keep what the engine reported; where it reported no number, the turn is a failure of the policy.",
+    )
+
+
+def _silent_between(segment: Segment) -> bool:
+    """Whether the logprobs, which are known to be at most 0, are exactly 0 outside the turns."""
+    end = 0
+    for turn in segment.turns:
+        if turn.start > end and _least(segment.logprobs[end : turn.start]) < 0:
+            return False
+        end = turn.end
+    return end == len(segment.logprobs) or _least(segment.logprobs[end:]) == 0
+
+
+def _least(array: NDArray[Any]) -> float:
+    """The least of some numbers, or NaN; several times faster than ``min`` for a short array."""
+    least: float = array.item(array.argmin())
+    return least
+
+
+def _greatest(array: NDArray[Any]) -> float:
+    """The greatest of some numbers, or NaN."""
+    greatest: float = array.item(array.argmax())
+    return greatest
+
+
+def _check_versions(where: str, segment: Segment, n: int) -> None:
+    end = 0
+    for run in segment.versions:
+        if run.end <= end or not (0 <= run.lineage <= MAX_VERSION_PART and 0 <= run.n <= MAX_VERSION_PART):
+            raise VersionRunsDoNotCover(
+                f"{where}: the version run of {run.version} ends at {run.end}, the one before at {end}.",
+                hint=f"Ends of version runs go up, and the numbers of a version are 0 to {MAX_VERSION_PART}.",
+            )
+        end = run.end
+    if end != n:
+        raise VersionRunsDoNotCover(
+            f"{where}: its version runs end at {end}, its tokens at {n}.",
+            hint="Positions that were not sampled belong to the run of the turn before them, or the first.",
+        )
+
+
+def _check_placeholders(where: str, segment: Segment, n: int, assets: set[str]) -> None:
+    last_end = 0
+    for item in segment.placeholders:
+        if not last_end <= item.start < item.end <= n:
+            raise InvalidTrajectory(
+                f"{where}: the placeholder [{item.start}, {item.end}) of {item.asset!r} must hold a token, start at "
+                f"{last_end} or later, and end by {n}.",
+                hint="Placeholders are ordered and do not overlap.",
+            )
+        if segment.sampled[item.start : item.end].any():
+            raise SpansDoNotCover(
+                f"{where}: the placeholder [{item.start}, {item.end}) of {item.asset!r} covers sampled positions.",
+                hint="An asset stands in a prompt or an observation, never in a policy's answer.",
+            )
+        if item.asset not in assets:
+            raise InvalidTrajectory(
+                f"{where}: the placeholder [{item.start}, {item.end}) names asset {item.asset!r}, which the record "
+                f"does not have.",
+                hint="List every asset of the trajectory under assets.",
+            )
+        last_end = item.end
+
+
+def _check_last_turns(trajectory: Trajectory) -> None:
+    """Only an agent's last turn may end anything, and how the agents' last turns ended agrees with the status."""
+    last: Turn | None = None
+    ended: list[tuple[str, Turn]] = []
+    last_of: dict[str, int] = {}
+    for segment in trajectory.segments:
+        for turn in segment.turns:
+            if last is None or turn.index > last.index:
+                last = turn
+            if turn.terminated or turn.truncated:
+                ended.append((segment.agent, turn))
+            if turn.index > last_of.get(segment.agent, -1):
+                last_of[segment.agent] = turn.index
+    for agent, turn in ended:
+        if turn.index != last_of[agent]:
+            raise NotAppendOnly(
+                f"Turn {turn.index} of {agent} ended its episode, but turn {last_of[agent]} follows.",
+                hint="Nothing is sampled after terminated or truncated.",
+            )
+        if turn.terminated and turn.truncated:
+            raise FailureHasReward(
+                f"Turn {turn.index} of {agent} is both terminated and truncated.", hint="Terminated wins; set one flag."
+            )
+    terminated, truncated = (last.terminated, last.truncated) if last is not None else (False, False)
+    all_terminated = bool(last_of) and last_of.keys() == {agent for agent, turn in ended if turn.terminated}
+    if trajectory.status == "finished" and not (
+        terminated or (truncated and any(turn.terminated for _, turn in ended))
+    ):
+        raise FailureHasReward(
+            "Status is 'finished' but the last turn is not terminated.",
+            hint="finished means that the environment ended the episode; a budget's end is 'truncated'.",
+        )
+    if trajectory.status == "truncated" and (
+        all_terminated or (trajectory.stop_reason == "environment_truncated" and not truncated)
+    ):
+        flag = "terminated" if all_terminated else "not truncated"
+        raise FailureHasReward(
+            f"Status is 'truncated' ({trajectory.stop_reason}) but the last turn is {flag}.",
+            hint="Where an environment says both, terminated wins and the status is 'finished'.",
+        )
+
+
+def _turn_at(segment: Segment, position: int) -> str:
+    """`", turn 3"` if the position is inside a turn."""
+    for turn in segment.turns:
+        if turn.start <= position < turn.end:
+            return f", turn {turn.index}"
+    return ""

@@ -1,0 +1,241 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import astuple
+
+from headrace.errors import InvalidRequest
+from headrace.estimators import (
+    SERVED,
+    Experience,
+    advantages,
+    episode_rewards,
+    gae_token,
+    gae_turn,
+    group_statistics,
+    returns_to_go,
+)
+from headrace.moments import Moments, merge_all
+
+CASES = json.loads((Path(__file__).parent.parent / "vectors" / "estimators.json").read_text())["cases"]
+COMPARED = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
+
+
+def flat(tree: Any) -> list[float]:
+    return [leaf for branch in tree for leaf in flat(branch)] if isinstance(tree, list) else [tree]
+
+
+def experience_of(trajectories: list[dict[str, Any]]) -> Experience:
+    names = list(dict.fromkeys(item["group"] for item in trajectories))
+    return Experience(
+        rewards=np.array(flat([item["rewards"] for item in trajectories]), np.float64),
+        tokens=np.array(flat([item["tokens"] for item in trajectories]), np.int64),
+        offsets=np.cumsum([0] + [len(item["rewards"]) for item in trajectories]),
+        groups=np.array([names.index(item["group"]) for item in trajectories], np.int64),
+    )
+
+
+def served(case: dict[str, Any], name: str) -> Any:
+    keys = ("gamma", "ddof", "eps", "weighting")
+    return advantages(name, experience_of(case["trajectories"]), **{key: case[key] for key in keys})
+
+
+def computed(case: dict[str, Any]) -> Any:
+    trajectories, experience = case["trajectories"], experience_of(case["trajectories"])
+    if case["estimator"] in SERVED:
+        return served(case, case["estimator"]).advantages
+    values = flat([item["values"] for item in trajectories])
+    after = [math.nan if item["bootstrap_value"] is None else item["bootstrap_value"] for item in trajectories]
+    ends: Any = {"terminated": [item["ended"] == "terminated" for item in trajectories], "bootstrap_values": after}
+    if case["estimator"] == "gae_turn":
+        factors = {"gamma_per_turn": case["gamma"], "lambda_per_turn": case["lambda"]}
+        return gae_turn(experience.rewards, values, experience.offsets, **factors, **ends).advantages
+    factors = {"gamma_per_token": case["gamma"], "lambda_per_token": case["lambda"]}
+    return gae_token(experience.rewards, experience.tokens, values, experience.offsets, **factors, **ends).advantages
+
+
+def agree(found: Any, expected: Any) -> None:
+    np.testing.assert_array_less(np.abs(found - expected), np.maximum(1e-12, 1e-9 * np.abs(expected)))
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
+def test_a_vector_agrees(case: dict[str, Any]) -> None:
+    agree(computed(case), np.array(flat(case["expected"]["advantages"])))
+    if case["estimator"] not in ("gae_turn", "gae_token"):
+        experience = experience_of(case["trajectories"])
+        found = returns_to_go(experience.rewards, experience.offsets, case["gamma"])
+        agree(found, np.array(flat(case["expected"]["returns"])))
+    if (moments := case["expected"].get("moments")) is not None:
+        whitening = served(case, case["estimator"]).whitening
+        agree(np.array(astuple(whitening)), np.array([moments["n"], moments["mean"], moments["m2"]]))
+
+
+def test_all_44_vectors_are_there() -> None:
+    assert len({case["name"] for case in CASES}) == 44
+
+
+# Properties -----------------------------------------------------------------------------------------------------
+
+
+class Strand(NamedTuple):
+    group: int
+    rewards: list[float]
+    tokens: list[int]
+
+
+TURN = st.tuples(st.integers(-64, 64).map(lambda k: k / 16), st.integers(1, 50))
+STRAND = st.tuples(st.integers(0, 3), st.lists(TURN, min_size=1, max_size=6)).map(
+    lambda item: Strand(item[0], [reward for reward, _ in item[1]], [tokens for _, tokens in item[1]])
+)
+STRANDS = st.lists(STRAND, min_size=1, max_size=16)
+
+
+def experience_from(strands: list[Strand]) -> Experience:
+    return Experience(
+        rewards=np.array(flat([strand.rewards for strand in strands]), np.float64),
+        tokens=np.array(flat([strand.tokens for strand in strands]), np.int64),
+        offsets=np.cumsum([0] + [len(strand.rewards) for strand in strands]),
+        groups=np.array([strand.group for strand in strands], np.int64),
+    )
+
+
+def per_strand(values: Any, strands: list[Strand]) -> list[Any]:
+    return np.split(values, np.cumsum([len(strand.rewards) for strand in strands])[:-1])
+
+
+@settings(deadline=None, max_examples=60)
+@given(STRANDS, st.sampled_from(SERVED), st.sampled_from([0.0, 0.5, 0.99, 1.0]), st.randoms(use_true_random=False))
+def test_advantages_do_not_depend_on_the_order_of_trajectories(strands, name, gamma, rng) -> None:
+    order = list(range(len(strands)))
+    rng.shuffle(order)
+    shuffled = [strands[k] for k in order]
+    one = per_strand(advantages(name, experience_from(strands), gamma=gamma).advantages, strands)
+    other = per_strand(advantages(name, experience_from(shuffled), gamma=gamma).advantages, shuffled)
+    for position, k in enumerate(order):
+        np.testing.assert_allclose(other[position], one[k], rtol=1e-9, atol=1e-11)
+
+
+@settings(deadline=None, max_examples=60)
+@given(STRANDS, STRANDS, st.sampled_from([0.5, 1.0]))
+def test_statistics_of_shards_merge_to_those_of_the_whole(first, second, gamma) -> None:
+    shards = [experience_from(first), experience_from(second)]
+    whole = experience_from(first + second)
+    merged = merge_all(Moments.of(returns_to_go(s.rewards, s.offsets, gamma), s.tokens) for s in shards)
+    direct = Moments.of(returns_to_go(whole.rewards, whole.offsets, gamma), whole.tokens)
+    np.testing.assert_allclose(astuple(merged), astuple(direct), rtol=1e-9, atol=1e-9)
+    for group in range(4):
+        parts = [group_statistics(s) for s in shards]
+        found = merge_all(part.moments(group) for part in parts if group < len(part.n))
+        totals = group_statistics(whole)
+        expected = totals.moments(group) if group < len(totals.n) else Moments()
+        np.testing.assert_allclose(astuple(found), astuple(expected), rtol=1e-9, atol=1e-9)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    STRANDS,
+    st.sampled_from([name for name in SERVED if name != "reinforce"]),
+    st.sampled_from([0.0, 0.1, 1000.7, -123456.789]),
+    st.sampled_from([0.0, 1e-9]),
+)
+def test_constant_returns_give_advantage_0_also_with_eps_0(strands, name, value, eps) -> None:
+    constant = [Strand(s.group, [0.0] * (len(s.rewards) - 1) + [value], s.tokens) for s in strands]
+    found = advantages(name, experience_from(constant), gamma=1.0, eps=eps).advantages
+    assert not np.any(found)
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_a_group_of_one_gets_advantage_0_and_is_flagged(name: str) -> None:
+    strands = [Strand(0, [1.0], [3]), Strand(1, [1.0], [3]), Strand(1, [0.0], [3])]
+    estimate = advantages(name, experience_from(strands), gamma=1.0, eps=0.0)
+    assert estimate.advantages[0] == 0.0
+    assert estimate.advantages[1] > 0.0
+    assert estimate.groups.single.tolist() == [True, False]
+    assert estimate.groups.zero_variance.tolist() == [False, False]
+
+
+def test_a_group_says_how_many_it_expected_and_how_many_it_has() -> None:
+    strands = [Strand(0, [1.0], [3]), Strand(0, [0.0], [3]), Strand(1, [2.0], [3]), Strand(1, [2.0], [3])]
+    groups = group_statistics(experience_from(strands)._replace(expected=np.array([4, 2, 3])))
+    assert groups.expected.tolist() == [4, 2, 3]
+    assert groups.actual.tolist() == [2, 2, 0]
+    assert groups.zero_variance.tolist() == [False, True, False]
+    assert groups.moments(0) == Moments(2.0, 0.5, 0.5)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_turns_outside_rows_carry_returns_but_are_not_counted(name: str) -> None:
+    strands = [Strand(0, [0.0, 5.0, 1.0], [2, 90, 2]), Strand(0, [1.0, 0.5], [2, 3])]
+    trained = np.array([True, False, True, True, True])
+    found = advantages(name, experience_from(strands)._replace(trained=trained), gamma=0.5)
+    assert found.returns[0] == 0.5 * (5.0 + 0.5 * 1.0)
+    assert found.advantages[1] == 0.0
+    if found.whitening is not None:
+        assert found.whitening.n == (4 if name == "rebn" else 9)
+    if name == "dr_grpo":
+        assert found.advantages[0] == 6.0 - 3.75
+
+
+def test_rewards_of_an_episode_are_not_discounted() -> None:
+    assert episode_rewards([1.0, 2.0, 4.0], [0, 2, 2, 3]).tolist() == [3.0, 0.0, 4.0]
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
+def test_returns_run_within_a_strand_only(gamma: float) -> None:
+    found = returns_to_go([1.0, 2.0, 4.0, 8.0], [0, 3, 3, 4], gamma)
+    assert found.tolist() == [1.0 + gamma * (2.0 + gamma * 4.0), 2.0 + gamma * 4.0, 4.0, 8.0]
+    assert returns_to_go([], [0], gamma).tolist() == []
+
+
+@settings(deadline=None, max_examples=60)
+@given(STRANDS, st.sampled_from([0.5, 0.99, 1.0]))
+def test_gae_with_lambda_1_and_zero_values_is_the_return(strands, gamma) -> None:
+    e = experience_from(strands)
+    found = gae_turn(
+        e.rewards,
+        np.zeros(len(e.rewards)),
+        e.offsets,
+        gamma_per_turn=gamma,
+        lambda_per_turn=1.0,
+        terminated=[True] * len(strands),
+    )
+    np.testing.assert_allclose(found.advantages, returns_to_go(e.rewards, e.offsets, gamma), atol=1e-12)
+
+
+def test_gae_bootstraps_where_truncated_and_says_where_it_had_nothing_to_bootstrap_with() -> None:
+    found = gae_turn(
+        [0.0, 0.0, 0.0],
+        [1.0, 1.0, 1.0],
+        [0, 1, 2, 3],
+        gamma_per_turn=0.5,
+        lambda_per_turn=0.5,
+        terminated=[True, False, False],
+        bootstrap_values=[8.0, 8.0, math.nan],
+    )
+    assert found.advantages.tolist() == [-1.0, 3.0, -1.0]
+    assert found.targets.tolist() == [0.0, 4.0, 0.0]
+    assert found.bootstrapped_with_zero.tolist() == [False, False, True]
+
+
+def test_arrays_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="2 rewards, 3 values"):
+        gae_turn([0.0, 1.0], [1.0] * 3, [0, 2], gamma_per_turn=1.0, lambda_per_turn=1.0, terminated=[True])
+    with pytest.raises(InvalidRequest, match="without sampled tokens"):
+        gae_token([1.0], [0], [], [0, 1], gamma_per_token=1.0, lambda_per_token=1.0, terminated=[True])
+
+
+def test_an_unknown_estimator_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="no served estimator 'gae'"):
+        advantages("gae", experience_from([Strand(0, [1.0], [1])]), gamma=1.0)
+
+
+def test_token_weighting_takes_ddof_0_only() -> None:
+    with pytest.raises(InvalidRequest, match="takes ddof 0, not 1"):
+        advantages("rebn", experience_from([Strand(0, [1.0], [1])]), gamma=1.0, ddof=1, weighting="token")

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import math
+import statistics
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.errors import InvalidRequest
+from headrace.moments import Moments, merge_all
+
+VALUES = st.lists(st.floats(-1e3, 1e3), max_size=40)
+LARGE = st.lists(st.integers(-1000, 1000).map(lambda k: 1000 + k / 10_000), min_size=1, max_size=40)
+
+
+def agree(one: Moments, other: Moments, scale: float = 1.0) -> bool:
+    return (
+        one.n == other.n
+        and math.isclose(one.mean, other.mean, rel_tol=1e-12, abs_tol=1e-12 * scale)
+        and math.isclose(one.m2, other.m2, rel_tol=1e-9, abs_tol=1e-9 * scale)
+    )
+
+
+@settings(deadline=None)
+@given(st.lists(VALUES, max_size=6), st.randoms(use_true_random=False))
+def test_moments_of_a_whole_are_the_merge_of_its_parts_in_any_order(parts, rng) -> None:
+    whole = Moments.of([value for part in parts for value in part])
+    shuffled = list(parts)
+    rng.shuffle(shuffled)
+    assert agree(merge_all(Moments.of(part) for part in shuffled), whole, scale=1e3)
+
+
+@settings(deadline=None)
+@given(VALUES, VALUES)
+def test_what_was_merged_in_can_be_taken_out(kept, taken) -> None:
+    whole = Moments.of(kept).merge(Moments.of(taken))
+    assert agree(whole.without(Moments.of(taken)), Moments.of(kept), scale=1e3)
+
+
+def test_more_than_the_whole_cannot_be_taken_out() -> None:
+    with pytest.raises(InvalidRequest, match="Moments of 3 values cannot be taken out of 2"):
+        Moments.of([1.0, 2.0]).without(Moments.of([1.0, 2.0, 3.0]))
+
+
+@settings(deadline=None)
+@given(LARGE)
+def test_a_spread_that_is_small_beside_the_mean_is_kept(values) -> None:
+    moments = Moments.of(values)
+    assert math.isclose(moments.mean, statistics.fmean(values), rel_tol=1e-13)
+    assert math.isclose(moments.variance(), statistics.pvariance(values), rel_tol=1e-9, abs_tol=1e-20)
+
+
+def test_the_case_that_makes_a_variance_negative_elsewhere() -> None:
+    values = np.float32(1000) + np.array([0.1, -0.1, 0.1, -0.1], np.float32)
+    assert Moments.of(values).std() == pytest.approx(0.1, rel=1e-3)
+
+
+def test_weights_count_a_value_as_often_as_they_say() -> None:
+    weighted = Moments.of([1.0, 4.0, 2.0], weights=[3, 1, 2])
+    assert agree(weighted, Moments.of([1.0, 1.0, 1.0, 4.0, 2.0, 2.0]))
+    assert Moments.of([1.0, 2.0], weights=[0, 0]) == Moments()
+
+
+@pytest.mark.parametrize(
+    ("values", "ddof", "expected"), [([1, 3], 0, 1.0), ([1, 3], 1, 2.0), ([5], 1, 0.0), ([], 0, 0.0)]
+)
+def test_variance_takes_its_degrees_of_freedom(values, ddof: int, expected: float) -> None:
+    assert Moments.of(values).variance(ddof) == expected
+    assert Moments.of(values).std(ddof) == math.sqrt(expected)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, 1000.7, -3.3e9])
+@pytest.mark.parametrize("count", [1, 3, 7, 1000])
+def test_equal_values_are_constant(value: float, count: int) -> None:
+    moments = Moments.of([value] * count)
+    assert moments.is_constant()
+    assert (moments.mean, moments.m2) == (value, 0.0)
+    assert not Moments.of([value, value + 1e-3 * max(1.0, abs(value))]).is_constant()
