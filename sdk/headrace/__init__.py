@@ -1,0 +1,66 @@
+"""Headrace: keeps GPU learners fed. This package is the contract: what learners and environment authors import.
+
+* Learners: ``Client`` or ``AsyncClient``, ``Batch``, ``headrace.layouts``, ``headrace.estimators``.
+* Environment authors: ``Environment``, ``Step``, ``register``, ``make``.
+* Everybody: ``Trajectory`` and its parts, ``RunSpec``, and the errors of ``headrace.errors``.
+
+It needs numpy, msgspec and pydantic only. ``AsyncClient`` asks for ``headrace[async]`` when it is used, reading a log
+file for ``headrace[offline]``.
+"""
+
+from headrace.aio import AsyncClient
+from headrace.batch import Batch, Row
+from headrace.client import Client
+from headrace.environment import Environment, MultiAgentEnvironment, Observation, Step, make, register, registered
+from headrace.errors import EpisodeFailure, HeadraceError
+from headrace.manifest import Manifest
+from headrace.moments import Moments
+from headrace.runspec import (
+    AgentSpec,
+    EnvironmentSpec,
+    EstimatorSpec,
+    LimitSpec,
+    PolicySpec,
+    RetrySpec,
+    RunSpec,
+    SamplingSpec,
+    TaskSpec,
+)
+from headrace.trajectory import ContentPart, Failure, Segment, Task, ToolCall, Trajectory, Turn, Version
+from headrace.validation import validate
+
+__all__ = [
+    "AgentSpec",
+    "AsyncClient",
+    "Batch",
+    "Client",
+    "ContentPart",
+    "Environment",
+    "EnvironmentSpec",
+    "EpisodeFailure",
+    "EstimatorSpec",
+    "Failure",
+    "HeadraceError",
+    "LimitSpec",
+    "Manifest",
+    "Moments",
+    "MultiAgentEnvironment",
+    "Observation",
+    "PolicySpec",
+    "RetrySpec",
+    "Row",
+    "RunSpec",
+    "SamplingSpec",
+    "Segment",
+    "Step",
+    "Task",
+    "TaskSpec",
+    "ToolCall",
+    "Trajectory",
+    "Turn",
+    "Version",
+    "make",
+    "register",
+    "registered",
+    "validate",
+]

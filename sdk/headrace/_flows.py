@@ -1,0 +1,432 @@
+"""Every client operation as a flow: written once, driven by sockets of either client.
+
+* Calls that may be repeated are, until there is an answer.
+* An outage longer than ``retry_for_s`` ends in ``Unavailable``.
+* What may have been done and must not be repeated is not.
+* What was surely not done is repeated, whatever it is.
+* A proxy's page is repeated under the same request id, and with a shorter wait.
+* A pull that gave up is taken up by the next one.
+
+There is one retry policy: exponential backoff with jitter. Each answer ends an outage, so a pull goes on for as long
+as the service answers now and then, across restarts of the orchestrator.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+from pydantic import BaseModel
+
+from headrace import codec, wire
+from headrace._leases import Leases
+from headrace._protocol import (
+    Answer,
+    Call,
+    Flow,
+    Sleep,
+    check,
+    json_reader,
+    request,
+    unexpected_body,
+)
+from headrace.batch import Batch
+from headrace.errors import (
+    BatchAlreadyAcked,
+    BatchSuperseded,
+    Conflict,
+    GroupEnded,
+    GroupExists,
+    InvalidRequest,
+    NothingToServe,
+    RunExists,
+    RunFinished,
+    Unavailable,
+    UnknownBatch,
+    VersionConflict,
+)
+from headrace.problems import GATEWAY_STATUSES
+from headrace.runspec import RunSpec, parse_run_spec
+from headrace.trajectory import Task, Trajectory, Version
+
+T = TypeVar("T")
+
+log = logging.getLogger("headrace.client")
+
+FIRST_DELAY_S = 0.05
+"""Before the first repetition: a restarted listener is back in less."""
+
+MAX_DELAY_S = 5.0
+"""Between repetitions at most: a learner on expensive hardware should not sleep through a recovery."""
+
+MIN_POLL_S = 1.0
+"""A long poll is not made shorter than this, whatever a proxy does."""
+
+EARLY_POLL_DELAY_S = 0.25
+"""After a poll that came back early with nothing: enough that a loop over it does not spin."""
+
+PAGE = 200
+"""Trajectories of one page of a listing."""
+
+OnWait = Callable[[str, list[wire.Reason]], None]
+"""Called while a pull waits, with the run and why nothing can be served."""
+
+VersionLike = Version | str | int
+"""A version: ``Version(0, 12)``, ``"0.12"``, or 12 of the lineage that is current."""
+
+TaskLike = Task | BaseModel | Mapping[str, Any]
+"""A task: a ``Task``, a ``TaskSpec``, or a mapping with their fields."""
+
+
+@dataclass(kw_only=True)
+class Flows:
+    """The operations, and what a client must remember between them. ``clock`` is monotonic, in seconds."""
+
+    learner: str = "learner"
+    retry_for_s: float = 60.0
+    poll_s: float = 20.0
+    on_wait: OnWait | None = None
+    clock: Callable[[], float] = time.monotonic
+    jitter: Callable[[], float] = random.random
+    session: str = field(default_factory=lambda: uuid.uuid4().hex)
+    epoch: int = 0
+
+    def __post_init__(self) -> None:
+        self.leases = Leases(self.clock)
+        self._lock = threading.Lock()
+        self._unserved: dict[tuple[str, tuple[str, ...] | None], str] = {}
+
+    # The policy ----------------------------------------------------------------------------------------------
+
+    def call(self, call: Call[T], *, retry_for_s: float | None = None) -> Flow[T]:
+        """Ask until there is an answer. A ``Conflict`` that may be the echo of a first try that got lost carries
+        ``extra["repeated"] = True``."""
+        give_up_at = self.clock() + (self.retry_for_s if retry_for_s is None else retry_for_s)
+        delay = FIRST_DELAY_S
+        unsure = False
+        while True:
+            answer = yield call.request
+            try:
+                assert answer is not None
+                good = check(call.request, answer, newest_epoch=self.epoch)
+                self.epoch = max(self.epoch, good.epoch or 0)
+                return call.read(good)
+            except Unavailable as error:
+                unsure = unsure or error.extra.get("outcome") == "unknown"
+                pause = delay * (0.5 + self.jitter() / 2)
+                if (unsure and not call.repeatable) or self.clock() + pause > give_up_at:
+                    raise
+                log.info("%s Trying again in %.2f s.", error.detail, pause)
+                call = self._fit_wait(call, error)
+            except Conflict as error:
+                error.extra["repeated"] = unsure
+                raise
+            yield Sleep(pause)
+            delay = min(2 * delay, MAX_DELAY_S)
+
+    def _fit_wait(self, call: Call[T], error: Unavailable) -> Call[T]:
+        wait_s = call.request.wait_s
+        if error.extra.get("http_status") not in GATEWAY_STATUSES or wait_s <= MIN_POLL_S:
+            return call
+        self.poll_s = max(MIN_POLL_S, min(self.poll_s, wait_s / 2))
+        return call.waiting(self.poll_s)
+
+    # Runs ----------------------------------------------------------------------------------------------------
+
+    def create_run(self, spec: RunSpec | Mapping[str, Any], exist_ok: bool) -> Flow[wire.RunStatus]:
+        parsed = spec if isinstance(spec, RunSpec) else parse_run_spec(spec)
+        body = parsed.model_dump(mode="json", exclude_unset=True)
+        try:
+            return (yield from self.call(Call(request=request("POST", "runs", body=body), read=_run_status)))
+        except RunExists as error:
+            if not (exist_ok or error.extra.get("repeated")):
+                raise
+            there = yield from self.run(parsed.name)
+            if parse_run_spec(there.spec) != parsed:
+                raise RunExists(
+                    f"Run {parsed.name!r} exists with another spec.",
+                    hint="The spec of a run never changes: choose another name.",
+                ) from error
+            return there
+
+    def runs(self) -> Flow[list[wire.RunStatus]]:
+        return (yield from self.call(Call(request=request("GET", "runs"), read=json_reader(list[wire.RunStatus]))))
+
+    def run(self, run: str) -> Flow[wire.RunStatus]:
+        return (yield from self.call(Call(request=request("GET", "runs", run), read=_run_status)))
+
+    def close_run(self, run: str) -> Flow[None]:
+        yield from self.call(Call(request=request("POST", "runs", run, "close"), read=_nothing))
+
+    def status(self) -> Flow[wire.ServiceStatus]:
+        return (yield from self.call(Call(request=request("GET", "status"), read=json_reader(wire.ServiceStatus))))
+
+    def drain_worker(self, worker: str) -> Flow[None]:
+        yield from self.call(Call(request=request("POST", "workers", worker, "drain"), read=_nothing))
+
+    # Batches -------------------------------------------------------------------------------------------------
+
+    def pull(
+        self, run: str, timeout_s: float | None, groups: Sequence[str] | None, on_wait: OnWait | None
+    ) -> Flow[Batch]:
+        key = (run, tuple(groups) if groups is not None else None)
+        with self._lock:
+            name = self._unserved.pop(key, None) or uuid.uuid4().hex
+        served = False
+        try:
+            batch = yield from self._poll_batch(run, key[1], name, timeout_s, on_wait or self.on_wait)
+            served = True
+            return batch
+        finally:
+            if not served:
+                # The service may have leased a batch to this very request id: the next pull asks for it again.
+                with self._lock:
+                    self._unserved[key] = name
+
+    def _poll_batch(
+        self, run: str, groups: tuple[str, ...] | None, name: str, timeout_s: float | None, on_wait: OnWait | None
+    ) -> Flow[Batch]:
+        deadline = None if timeout_s is None else self.clock() + timeout_s
+        while True:
+            asked = self.clock()
+            left = None if deadline is None else max(0.0, deadline - asked)
+            wait_s = self.poll_s if left is None else min(self.poll_s, left)
+            retry_for_s = self.retry_for_s if left is None else min(self.retry_for_s, left)
+            call = self._pull_call(run, groups, name).waiting(wait_s)
+            reply = yield from self.call(call, retry_for_s=retry_for_s)
+            if isinstance(reply, Batch):
+                return reply
+            said = " ".join(_sentence(reason.message) for reason in reply.reasons) or "No reason was given."
+            facts = {"run": run, "reasons": msgspec.to_builtins(reply.reasons)}
+            if any(reason.code == "group-ended" for reason in reply.reasons):
+                raise GroupEnded(f"What is awaited of run {run!r} will not come. {said}", **facts)
+            if reply.finished:
+                raise RunFinished(f"Run {run!r} is finished. {said}", **facts)
+            if deadline is not None and self.clock() >= deadline:
+                raise NothingToServe(f"Run {run!r} had no batch ready within {timeout_s:g} s. {said}", **facts)
+            _tell(on_wait, run, reply.reasons)
+            if self.clock() - asked < min(wait_s, MIN_POLL_S) / 2:
+                yield Sleep(min(EARLY_POLL_DELAY_S, wait_s))
+
+    def _pull_call(self, run: str, groups: tuple[str, ...] | None, name: str) -> Call[Batch | wire.EmptyReply]:
+        wanted = None if groups is None else list(groups)
+
+        def build(wait_s: float) -> Any:
+            body = wire.PullRequest(
+                learner=self.learner, session=self.session, request=name, wait_s=wait_s, groups=wanted
+            )
+            return request("POST", "runs", run, "pull", body=body, wait_s=wait_s)
+
+        def read(answer: Answer) -> Batch | wire.EmptyReply:
+            return self._read_batch(run, answer)
+
+        return Call(request=build(0.0), read=read, rebuild=build)
+
+    def _read_batch(self, run: str, answer: Answer) -> Batch | wire.EmptyReply:
+        if answer.media_type == "application/json":
+            return _empty_reply(answer)
+        if answer.media_type != wire.BATCH_MEDIA_TYPE:
+            raise unexpected_body(answer, "a batch")
+        try:
+            generation = int(answer.headers[wire.HEADER_GENERATION.lower()])
+            lease_s = float(answer.headers[wire.HEADER_LEASE_S.lower()])
+        except (KeyError, ValueError) as error:
+            raise unexpected_body(answer, f"a batch with its lease in headers ({error})") from error
+        batch = Batch.parse(answer.body, generation=generation, lease_s=lease_s)
+        self.leases.hold(run, batch.id, lease_s)
+        return batch
+
+    def ack(self, batch: Batch, version: VersionLike | None) -> Flow[wire.AckReply]:
+        run, text = batch.run, ""
+        if version is not None:
+            text = str(Version(batch.version.lineage, version) if isinstance(version, int) else version)
+        body = wire.AckRequest(learner=self.learner, session=self.session, generation=batch.generation, version=text)
+        call = Call(
+            request=request("POST", "runs", run, "batches", batch.id, "ack", body=body),
+            read=json_reader(wire.AckReply),
+        )
+        try:
+            reply = yield from self.call(call)
+        except (BatchAlreadyAcked, BatchSuperseded, UnknownBatch):
+            # Also after a try whose answer was lost: that one's own ack would have been answered as before.
+            self.leases.drop(run, batch.id)
+            raise
+        self.leases.drop(run, batch.id)
+        return reply
+
+    def nack(self, batch: Batch, reason: str) -> Flow[None]:
+        body = wire.NackRequest(learner=self.learner, session=self.session, generation=batch.generation, reason=reason)
+        call = Call(request=request("POST", "runs", batch.run, "batches", batch.id, "nack", body=body), read=_nothing)
+        try:
+            yield from self.call(call)
+        except (BatchSuperseded, UnknownBatch) as error:
+            self.leases.drop(batch.run, batch.id)
+            if not error.extra.get("repeated"):
+                raise
+        self.leases.drop(batch.run, batch.id)
+
+    # Versions ------------------------------------------------------------------------------------------------
+
+    def announce(self, run: str, version: VersionLike) -> Flow[wire.VersionReply]:
+        if isinstance(version, int):
+            now = yield from self.run(run)
+            version = Version(Version.parse(now.version).lineage, version)
+        try:
+            return (yield from self.call(_version_call(run, "version", wire.VersionRequest(version=str(version)))))
+        except VersionConflict as error:
+            now = yield from self.run(run)
+            if error.extra.get("repeated") and now.version == str(version):
+                return wire.VersionReply(epoch=self.epoch, version=now.version)
+            raise
+
+    def rewind(self, run: str, version: VersionLike) -> Flow[wire.VersionReply]:
+        if isinstance(version, int):
+            raise InvalidRequest(
+                f"Rewind to {version}: of which lineage?", hint="Name the checkpoint in full, as in '0.12'."
+            )
+        call = _version_call(run, "rewind", wire.RewindRequest(version=str(version)), repeatable=False)
+        return (yield from self.call(call))
+
+    def doing(self, run: str, doing: wire.Doing) -> Flow[None]:
+        self.leases.say(run, doing)
+        yield from self.call(self._doing_call(run, doing))
+        self.leases.renewed(run)
+
+    def renew(self, run: str) -> Flow[None]:
+        """Renew all leases held in the run, with one try: the next renewal is the repetition."""
+        self.leases.renewed(run)
+        yield from self.call(self._doing_call(run, self.leases.doing(run)), retry_for_s=0.0)
+
+    def _doing_call(self, run: str, doing: wire.Doing) -> Call[None]:
+        body = wire.DoingRequest(learner=self.learner, session=self.session, doing=doing)
+        return Call(request=request("POST", "runs", run, "doing", body=body), read=_nothing)
+
+    def hold(self, run: str, wait_s: float) -> Flow[wire.HoldReply]:
+        return (yield from self.call(_poll("runs", run, "hold", kind=wire.HoldReply).waiting(wait_s)))
+
+    # Groups and evaluations ----------------------------------------------------------------------------------
+
+    def submit_groups(self, run: str, groups: Sequence[wire.GroupRequest | TaskLike]) -> Flow[list[str]]:
+        named = [_group_request(group) for group in groups]
+        ids = [group.id for group in named]
+        call = Call(
+            request=request("POST", "runs", run, "groups", body=wire.SubmitGroupsRequest(groups=named)),
+            read=json_reader(wire.SubmitGroupsReply),
+        )
+        try:
+            return (yield from self.call(call)).groups
+        except GroupExists as error:
+            if error.extra.get("repeated"):
+                return ids
+            raise
+
+    def start_evaluation(self, run: str, body: wire.EvaluationRequest) -> Flow[wire.EvaluationReply]:
+        call = Call(
+            request=request("POST", "runs", run, "evaluations", body=body),
+            read=json_reader(wire.EvaluationReply),
+            repeatable=False,
+        )
+        return (yield from self.call(call))
+
+    def evaluation(self, run: str, evaluation: str, wait_s: float) -> Flow[wire.EvaluationReply]:
+        poll = _poll("runs", run, "evaluations", evaluation, kind=wire.EvaluationReply)
+        return (yield from self.call(poll.waiting(wait_s)))
+
+    def evaluate(
+        self, run: str, body: wire.EvaluationRequest, wait: bool, timeout_s: float | None
+    ) -> Flow[wire.EvaluationReply]:
+        deadline = None if timeout_s is None else self.clock() + timeout_s
+        reply = yield from self.start_evaluation(run, body)
+        while wait and not reply.finished:
+            asked = self.clock()
+            if deadline is not None and asked >= deadline:
+                break
+            wait_s = self.poll_s if deadline is None else min(self.poll_s, deadline - asked)
+            reply = yield from self.evaluation(run, reply.evaluation, wait_s)
+            if not reply.finished and self.clock() - asked < min(wait_s, MIN_POLL_S) / 2:
+                yield Sleep(min(EARLY_POLL_DELAY_S, wait_s))
+        return reply
+
+    # Trajectories --------------------------------------------------------------------------------------------
+
+    def page(self, run: str, filters: Mapping[str, Any], limit: int, before: str) -> Flow[wire.TrajectoryList]:
+        query = {**filters, "limit": limit, "before": before or None}
+        call = Call(
+            request=request("GET", "runs", run, "trajectories", query=query), read=json_reader(wire.TrajectoryList)
+        )
+        return (yield from self.call(call))
+
+    def trajectory(self, trajectory: str) -> Flow[Trajectory]:
+        call = Call(request=request("GET", "trajectories", trajectory), read=_trajectory)
+        return (yield from self.call(call))
+
+    def advantages(self, trajectory: str) -> Flow[wire.TrajectoryAdvantages]:
+        call = Call(request=request("GET", "trajectories", trajectory, "advantages"), read=_advantages)
+        return (yield from self.call(call))
+
+
+_run_status = json_reader(wire.RunStatus)
+_empty_reply = json_reader(wire.EmptyReply)
+_advantages = json_reader(wire.TrajectoryAdvantages)
+
+
+def _nothing(answer: Answer) -> None:
+    """The status says it all."""
+
+
+def _trajectory(answer: Answer) -> Trajectory:
+    if answer.media_type != wire.RECORDS_MEDIA_TYPE:
+        raise unexpected_body(answer, "a trajectory record")
+    return codec.decode(answer.body)
+
+
+def _version_call(run: str, what: str, body: msgspec.Struct, *, repeatable: bool = True) -> Call[wire.VersionReply]:
+    return Call(
+        request=request("POST", "runs", run, what, body=body),
+        read=json_reader(wire.VersionReply),
+        repeatable=repeatable,
+    )
+
+
+def _poll(*parts: str, kind: type[T]) -> Call[T]:
+    def build(wait_s: float) -> Any:
+        return request("GET", *parts, query={"wait_s": f"{wait_s:g}"}, wait_s=wait_s)
+
+    return Call(request=build(0.0), read=json_reader(kind), rebuild=build)
+
+
+def plain_task(task: TaskLike) -> dict[str, Any]:
+    """A task as JSON-able data."""
+    if isinstance(task, BaseModel):
+        return task.model_dump(mode="json", exclude_unset=True)
+    if isinstance(task, Mapping):
+        return dict(task)
+    found: dict[str, Any] = msgspec.to_builtins(task)
+    return found
+
+
+def _group_request(group: wire.GroupRequest | TaskLike) -> wire.GroupRequest:
+    """With an id of its own, so that a repeated submission is known for what it is."""
+    if not isinstance(group, wire.GroupRequest):
+        group = wire.GroupRequest(task=plain_task(group))
+    return group if group.id else msgspec.structs.replace(group, id=uuid.uuid4().hex)
+
+
+def _tell(on_wait: OnWait | None, run: str, reasons: list[wire.Reason]) -> None:
+    if on_wait is not None:
+        on_wait(run, reasons)
+        return
+    # A warning, because those are seen where nobody has set up logging: a loop that waits in silence looks hung.
+    said = " ".join(_sentence(reason.message) for reason in reasons) or "No reason was given."
+    log.warning("Run %r has no batch yet. %s", run, said)
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith(".") else f"{text}."

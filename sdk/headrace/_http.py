@@ -1,0 +1,151 @@
+"""The sync client's sockets: ``http.client`` with a small pool of kept connections.
+
+* Proxy settings of the environment are ignored.
+* A connection is kept between calls.
+* A connection that the server has closed is not used again.
+* A pull gives a batch whose arrays are views of one aligned buffer.
+"""
+
+from __future__ import annotations
+
+import http.client
+import select
+import socket
+import ssl
+import threading
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from headrace._protocol import Answer, Lost, Request, aligned_buffer, headers
+from headrace.errors import InvalidRequest
+
+IDLE_CONNECTIONS = 2
+"""Connections kept open: one for the training loop, one for lease renewal."""
+
+CONNECT_TIMEOUT_S = 5.0
+"""To open a connection; a loopback or cluster address answers in milliseconds or not at all."""
+
+READ_TIMEOUT_S = 30.0
+"""Silence allowed beyond the wait that a request asks for."""
+
+
+class Origin:
+    """Where the service is: scheme, host, port and the path in front of ``/v1``."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        try:
+            port = parts.port
+        except ValueError:
+            port = -1
+        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
+            raise InvalidRequest(
+                f"{url!r} is not an address of an orchestrator.", hint="It reads like http://127.0.0.1:8470."
+            )
+        self.secure = parts.scheme == "https"
+        self.host = parts.hostname
+        self.port = port or (443 if self.secure else 80)
+        self.prefix = parts.path.rstrip("/")
+        self.url = url.rstrip("/")
+
+
+class Connections:
+    """Sends requests and reads answers; every thread may use it."""
+
+    def __init__(self, origin: Origin, token: str) -> None:
+        self._origin = origin
+        self._token = token
+        self._lock = threading.Lock()
+        self._idle: list[http.client.HTTPConnection] = []
+        self._closed = False
+        self._tls = ssl.create_default_context() if origin.secure else None
+
+    def send(self, request: Request) -> Answer | Lost:
+        """Send once. Never raises for what the network does: that is a ``Lost``."""
+        connection = self._take()
+        try:
+            if connection.sock is None:
+                connection.connect()
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            return Lost(detail=f"cannot connect to {self._origin.url}: {_said(error)}", sent=False)
+        try:
+            connection.sock.settimeout(request.wait_s + READ_TIMEOUT_S)
+            connection.request(
+                request.method,
+                self._origin.prefix + request.target,
+                body=request.body or None,
+                headers=headers(self._token, request),
+            )
+            response = connection.getresponse()
+            body = _read(response)
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            return Lost(detail=_said(error), sent=True)
+        answer = Answer(status=response.status, headers=_lowered(response), body=body)
+        self._give_back(connection, keep=not response.will_close)
+        return answer
+
+    def close(self) -> None:
+        """Close what is idle; a connection in use closes after its answer."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def _take(self) -> http.client.HTTPConnection:
+        while True:
+            with self._lock:
+                connection = self._idle.pop() if self._idle else None
+            if connection is None:
+                return self._new()
+            if not _closed_by_peer(connection.sock):
+                return connection
+            connection.close()
+
+    def _new(self) -> http.client.HTTPConnection:
+        origin = self._origin
+        if self._tls is not None:
+            return http.client.HTTPSConnection(origin.host, origin.port, timeout=CONNECT_TIMEOUT_S, context=self._tls)
+        return http.client.HTTPConnection(origin.host, origin.port, timeout=CONNECT_TIMEOUT_S)
+
+    def _give_back(self, connection: http.client.HTTPConnection, *, keep: bool) -> None:
+        with self._lock:
+            if keep and not self._closed and len(self._idle) < IDLE_CONNECTIONS:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+
+def _closed_by_peer(sock: socket.socket) -> bool:
+    """An idle connection has nothing to say; if it is readable, the server has closed it."""
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _read(response: http.client.HTTPResponse) -> memoryview:
+    if response.length is None:  # chunked, or until the connection closes
+        return memoryview(response.read())
+    buffer = aligned_buffer(response.length)
+    size, at = len(buffer), 0
+    while at < size:
+        got = response.readinto(buffer[at:])
+        if not got:
+            raise http.client.IncompleteRead(b"", size - at)
+        at += got
+    response.close()
+    return buffer
+
+
+def _lowered(response: http.client.HTTPResponse) -> Mapping[str, str]:
+    return {name.lower(): value for name, value in response.getheaders()}
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "it was silent for too long"
+    if isinstance(error, http.client.IncompleteRead):
+        return f"the answer broke off {error.expected} bytes before its end"
+    return f"{type(error).__name__}: {error}".rstrip(": ")

@@ -1,0 +1,319 @@
+"""``headrace.AsyncClient``: the same client for an event loop. Needs the extra ``async``.
+
+* The async client has the methods of the sync one, with the same arguments.
+* Without aiohttp it says what to install.
+* Proxy settings of the environment are ignored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from headrace import wire
+from headrace._flows import PAGE, Flows, OnWait, TaskLike, VersionLike, plain_task
+from headrace._http import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, Origin
+from headrace._protocol import Answer, Flow, Lost, Request, Sleep, aligned_buffer, headers
+from headrace.batch import Batch
+from headrace.client import address, bearer
+from headrace.errors import HeadraceError, MissingExtra, RunFinished
+from headrace.runspec import RunSpec
+from headrace.trajectory import Status, Trajectory
+
+if TYPE_CHECKING:
+    import aiohttp
+
+T = TypeVar("T")
+
+log = logging.getLogger("headrace.client")
+
+CONNECTIONS = 8
+"""Open at once at most: long polls of several runs, beside short calls."""
+
+
+class AsyncClient:
+    """A learner's connection to an orchestrator, for ``async`` code. Arguments are those of ``Client``.
+
+    Made anywhere, used in one event loop: ``async with AsyncClient() as client``. Raises MissingExtra without aiohttp.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        token: str | None = None,
+        learner: str = "learner",
+        retry_for_s: float = 60.0,
+        poll_s: float = 20.0,
+        keepalive: bool = True,
+        on_wait: OnWait | None = None,
+    ) -> None:
+        self.url = address(url)
+        self._flows = Flows(learner=learner, retry_for_s=retry_for_s, poll_s=poll_s, on_wait=on_wait)
+        self._connections = _Connections(Origin(self.url), bearer(token))
+        self._keepalive = keepalive
+        self._renewals: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+
+    async def close(self) -> None:
+        """Stop renewing leases and close the connections."""
+        if self._renewals is not None:
+            self._renewals.cancel()
+            await asyncio.gather(self._renewals, return_exceptions=True)
+            self._renewals = None
+        await self._connections.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _run(self, flow: Flow[T]) -> T:
+        answer: Answer | Lost | None = None
+        try:
+            while True:
+                asked = flow.send(answer)
+                if isinstance(asked, Sleep):
+                    answer = None
+                    await asyncio.sleep(asked.seconds)
+                else:
+                    answer = await self._connections.send(asked)
+        except StopIteration as end:
+            value: T = end.value
+            return value
+        finally:
+            flow.close()
+
+    async def _renew_leases(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):  # then a lease is due
+                async with asyncio.timeout(self._flows.leases.next_due_s()):
+                    await self._changed.wait()
+            self._changed.clear()
+            for run in self._flows.leases.due():
+                try:
+                    await self._run(self._flows.renew(run))
+                except HeadraceError as error:
+                    log.warning("The batch leases of run %r could not be renewed: %s", run, error)
+
+    # Runs
+
+    async def create_run(self, spec: RunSpec | Mapping[str, Any], *, exist_ok: bool = False) -> wire.RunStatus:
+        """As ``Client.create_run``."""
+        return await self._run(self._flows.create_run(spec, exist_ok))
+
+    async def runs(self) -> list[wire.RunStatus]:
+        """As ``Client.runs``."""
+        return await self._run(self._flows.runs())
+
+    async def run(self, run: str) -> wire.RunStatus:
+        """As ``Client.run``."""
+        return await self._run(self._flows.run(run))
+
+    async def close_run(self, run: str) -> None:
+        """As ``Client.close_run``."""
+        await self._run(self._flows.close_run(run))
+
+    async def status(self) -> wire.ServiceStatus:
+        """As ``Client.status``."""
+        return await self._run(self._flows.status())
+
+    async def drain_worker(self, worker: str) -> None:
+        """As ``Client.drain_worker``."""
+        await self._run(self._flows.drain_worker(worker))
+
+    # Batches
+
+    async def pull(
+        self,
+        run: str,
+        *,
+        timeout_s: float | None = None,
+        groups: Sequence[str] | None = None,
+        on_wait: OnWait | None = None,
+    ) -> Batch:
+        """As ``Client.pull``. Cancelled, it leaves the batch to the next pull."""
+        batch = await self._run(self._flows.pull(run, timeout_s, groups, on_wait))
+        if self._keepalive:
+            if self._renewals is None:
+                self._renewals = asyncio.create_task(self._renew_leases(), name="headrace-keepalive")
+            self._changed.set()
+        return batch
+
+    async def batches(
+        self, run: str, *, timeout_s: float | None = None, on_wait: OnWait | None = None
+    ) -> AsyncIterator[Batch]:
+        """As ``Client.batches``."""
+        while True:
+            try:
+                batch = await self.pull(run, timeout_s=timeout_s, on_wait=on_wait)
+            except RunFinished:
+                return
+            yield batch
+
+    async def ack(self, batch: Batch, version: VersionLike | None = None) -> wire.AckReply:
+        """As ``Client.ack``."""
+        return await self._run(self._flows.ack(batch, version))
+
+    async def nack(self, batch: Batch, reason: str) -> None:
+        """As ``Client.nack``."""
+        await self._run(self._flows.nack(batch, reason))
+
+    # Versions
+
+    async def announce(self, run: str, version: VersionLike) -> wire.VersionReply:
+        """As ``Client.announce``."""
+        return await self._run(self._flows.announce(run, version))
+
+    async def rewind(self, run: str, version: VersionLike) -> wire.VersionReply:
+        """As ``Client.rewind``."""
+        return await self._run(self._flows.rewind(run, version))
+
+    async def doing(self, run: str, doing: wire.Doing) -> None:
+        """As ``Client.doing``."""
+        await self._run(self._flows.doing(run, doing))
+
+    async def hold(self, run: str, wait_s: float = 0.0) -> wire.HoldReply:
+        """As ``Client.hold``."""
+        return await self._run(self._flows.hold(run, wait_s))
+
+    # Groups and evaluations
+
+    async def submit_groups(self, run: str, groups: Sequence[wire.GroupRequest | TaskLike]) -> list[str]:
+        """As ``Client.submit_groups``."""
+        return await self._run(self._flows.submit_groups(run, groups))
+
+    async def evaluate(
+        self,
+        run: str,
+        tasks: Sequence[TaskLike],
+        *,
+        episodes_per_task: int = 1,
+        version: str = "",
+        temperature: float | None = None,
+        deadline_s: float = 600.0,
+        wait: bool = True,
+        timeout_s: float | None = None,
+    ) -> wire.EvaluationReply:
+        """As ``Client.evaluate``."""
+        body = wire.EvaluationRequest(
+            tasks=[plain_task(task) for task in tasks],
+            episodes_per_task=episodes_per_task,
+            version=version,
+            temperature=temperature,
+            deadline_s=deadline_s,
+        )
+        return await self._run(self._flows.evaluate(run, body, wait, timeout_s))
+
+    async def evaluation(self, run: str, evaluation: str, wait_s: float = 0.0) -> wire.EvaluationReply:
+        """As ``Client.evaluation``."""
+        return await self._run(self._flows.evaluation(run, evaluation, wait_s))
+
+    # Trajectories
+
+    async def trajectories(
+        self,
+        run: str,
+        *,
+        status: Status | None = None,
+        environment: str | None = None,
+        evaluation: str | None = None,
+        page: int = PAGE,
+    ) -> AsyncIterator[wire.TrajectorySummary]:
+        """As ``Client.trajectories``."""
+        filters = {"status": status, "environment": environment, "evaluation": evaluation}
+        before = ""
+        while True:
+            listing = await self._run(self._flows.page(run, filters, page, before))
+            for summary in listing.trajectories:
+                yield summary
+            before = listing.next
+            if not before:
+                return
+
+    async def trajectory(self, trajectory: str) -> Trajectory:
+        """As ``Client.trajectory``."""
+        return await self._run(self._flows.trajectory(trajectory))
+
+    async def advantages(self, trajectory: str) -> wire.TrajectoryAdvantages:
+        """As ``Client.advantages``."""
+        return await self._run(self._flows.advantages(trajectory))
+
+
+class _Connections:
+    """aiohttp's pool, opened with the first request because a session belongs to an event loop."""
+
+    def __init__(self, origin: Origin, token: str) -> None:
+        try:
+            import aiohttp
+        except ModuleNotFoundError as error:
+            raise MissingExtra(
+                "AsyncClient needs aiohttp, which is not installed.", hint="Run: pip install 'headrace[async]'"
+            ) from error
+        self._aiohttp = aiohttp
+        self._origin = origin
+        self._token = token
+        self._session: aiohttp.ClientSession | None = None
+
+    async def send(self, request: Request) -> Answer | Lost:
+        session = self._opened()
+        for _ in range(2):  # lets the loop see, and act on, that the server has closed an idle connection
+            await asyncio.sleep(0)
+        timeout = self._aiohttp.ClientTimeout(
+            total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=request.wait_s + READ_TIMEOUT_S
+        )
+        try:
+            async with session.request(
+                request.method,
+                self._url(request),
+                data=request.body or None,
+                headers=headers(self._token, request),
+                timeout=timeout,
+                allow_redirects=False,
+            ) as response:
+                body = await _read(response)
+        except self._aiohttp.ClientConnectorError as error:
+            return Lost(detail=f"cannot connect to {self._origin.url}: {error}", sent=False)
+        except (self._aiohttp.ClientError, OSError, TimeoutError) as error:
+            return Lost(detail=f"{type(error).__name__}: {error}".rstrip(": "), sent=True)
+        found = {name.lower(): value for name, value in response.headers.items()}
+        return Answer(status=response.status, headers=found, body=body)
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    def _url(self, request: Request) -> Any:
+        from yarl import URL
+
+        origin = self._origin
+        host = f"[{origin.host}]" if ":" in origin.host else origin.host
+        scheme = "https" if origin.secure else "http"
+        # The target is quoted already; yarl must not do it again.
+        return URL(f"{scheme}://{host}:{origin.port}{origin.prefix}{request.target}", encoded=True)
+
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = self._aiohttp.ClientSession(
+                connector=self._aiohttp.TCPConnector(limit=CONNECTIONS), trust_env=False
+            )
+        return self._session
+
+
+async def _read(response: aiohttp.ClientResponse) -> memoryview:
+    size = response.content_length
+    if size is None:
+        return memoryview(await response.read())
+    buffer, at = aligned_buffer(size), 0
+    async for chunk in response.content.iter_any():
+        buffer[at : at + len(chunk)] = chunk
+        at += len(chunk)
+    return buffer

@@ -1,0 +1,242 @@
+"""``headrace.Client``: what a training loop uses to get batches and to report versions.
+
+* Several threads may share a client.
+* While batches are held, their leases are renewed.
+* Address and token come from the environment unless they are given.
+
+It needs nothing beyond the base dependencies.
+
+::
+
+    with headrace.Client() as client:
+        client.create_run({"name": "guess", "environments": [{"id": "game:GuessTheNumber-v0-hard"}]}, exist_ok=True)
+        for batch in client.batches("guess"):
+            step = train(batch)
+            client.ack(batch, version=step)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from headrace import wire
+from headrace._flows import PAGE, Flows, OnWait, TaskLike, VersionLike, plain_task
+from headrace._http import Connections, Origin
+from headrace._keepalive import Keepalive, drive
+from headrace._protocol import Flow
+from headrace.batch import Batch
+from headrace.errors import RunFinished
+from headrace.runspec import RunSpec
+from headrace.trajectory import Status, Trajectory
+
+T = TypeVar("T")
+
+DEFAULT_URL = "http://127.0.0.1:8470"
+"""Where an orchestrator on this machine listens unless told otherwise."""
+
+
+def address(url: str | None) -> str:
+    """The address to use: the argument, ``HEADRACE_URL``, or this machine's default port."""
+    return url or os.environ.get("HEADRACE_URL") or DEFAULT_URL
+
+
+def bearer(token: str | None) -> str:
+    """The token to use: the argument, ``HEADRACE_TOKEN``, or none."""
+    return token if token is not None else os.environ.get("HEADRACE_TOKEN", "")
+
+
+class Client:
+    """A learner's connection to an orchestrator. All durations are in seconds.
+
+    ``learner`` is a name that survives a restart of the learner: a new process of the same name takes over the
+    batches that the old one held. ``retry_for_s``: how long one outage is borne before ``Unavailable`` is raised.
+    ``poll_s``: wait of one long poll. ``keepalive``: renew leases in the background while batches are held.
+    ``on_wait(run, reasons)`` is called while a pull waits; by default the reasons are logged.
+
+    Every method raises the ``HeadraceError`` that the service answered, or ``Unavailable``.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        token: str | None = None,
+        learner: str = "learner",
+        retry_for_s: float = 60.0,
+        poll_s: float = 20.0,
+        keepalive: bool = True,
+        on_wait: OnWait | None = None,
+    ) -> None:
+        self.url = address(url)
+        self._flows = Flows(learner=learner, retry_for_s=retry_for_s, poll_s=poll_s, on_wait=on_wait)
+        self._connections = Connections(Origin(self.url), bearer(token))
+        self._keepalive = Keepalive(self._flows, self._connections) if keepalive else None
+
+    def close(self) -> None:
+        """Stop renewing leases and close the connections. Batches still held come back when their leases end."""
+        if self._keepalive is not None:
+            self._keepalive.close()
+        self._connections.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, flow: Flow[T]) -> T:
+        return drive(flow, self._connections)
+
+    # Runs
+
+    def create_run(self, spec: RunSpec | Mapping[str, Any], *, exist_ok: bool = False) -> wire.RunStatus:
+        """Create a run. With ``exist_ok`` a run of the same name and spec is fine. Raises RunExists, InvalidRunSpec."""
+        return self._run(self._flows.create_run(spec, exist_ok))
+
+    def runs(self) -> list[wire.RunStatus]:
+        """All runs."""
+        return self._run(self._flows.runs())
+
+    def run(self, run: str) -> wire.RunStatus:
+        """One run. Raises UnknownRun."""
+        return self._run(self._flows.run(run))
+
+    def close_run(self, run: str) -> None:
+        """Admit nothing more and cancel what is out."""
+        self._run(self._flows.close_run(run))
+
+    def status(self) -> wire.ServiceStatus:
+        """The whole service."""
+        return self._run(self._flows.status())
+
+    def drain_worker(self, worker: str) -> None:
+        """Give the worker nothing new; it ends when its episodes have."""
+        self._run(self._flows.drain_worker(worker))
+
+    # Batches
+
+    def pull(
+        self,
+        run: str,
+        *,
+        timeout_s: float | None = None,
+        groups: Sequence[str] | None = None,
+        on_wait: OnWait | None = None,
+    ) -> Batch:
+        """The next batch; waits for it, across restarts of the orchestrator.
+
+        ``timeout_s`` None waits without end. ``groups`` awaits submitted groups by id. Raises RunFinished when no
+        batch will come, NothingToServe with ``extra["reasons"]`` at the timeout, Unavailable after an outage.
+        """
+        batch = self._run(self._flows.pull(run, timeout_s, groups, on_wait))
+        if self._keepalive is not None:
+            self._keepalive.wake()
+        return batch
+
+    def batches(self, run: str, *, timeout_s: float | None = None, on_wait: OnWait | None = None) -> Iterator[Batch]:
+        """Batches until the run is finished. Each is to be acked (or given back) before the next is asked for, unless
+        the run's staleness leaves room to hold several."""
+        while True:
+            try:
+                batch = self.pull(run, timeout_s=timeout_s, on_wait=on_wait)
+            except RunFinished:
+                return
+            yield batch
+
+    def ack(self, batch: Batch, version: VersionLike | None = None) -> wire.AckReply:
+        """The batch was trained on. ``version``: the one that the step made, its weights loaded; an int counts in the
+        batch's lineage. Raises BatchSuperseded if the lease was lost."""
+        return self._run(self._flows.ack(batch, version))
+
+    def nack(self, batch: Batch, reason: str) -> None:
+        """Give the batch back untrained; it is served again while it is fresh enough."""
+        self._run(self._flows.nack(batch, reason))
+
+    # Versions
+
+    def announce(self, run: str, version: VersionLike) -> wire.VersionReply:
+        """A version's weights are loaded. An int counts in the run's lineage now. Raises VersionConflict."""
+        return self._run(self._flows.announce(run, version))
+
+    def rewind(self, run: str, version: VersionLike) -> wire.VersionReply:
+        """Go back to a checkpoint, named in full as in ``"0.12"``: opens a new lineage, which the reply names."""
+        return self._run(self._flows.rewind(run, version))
+
+    def doing(self, run: str, doing: wire.Doing) -> None:
+        """Say what the learner is doing now; renews all its batch leases in the run."""
+        self._run(self._flows.doing(run, doing))
+
+    def hold(self, run: str, wait_s: float = 0.0) -> wire.HoldReply:
+        """Whether weights may be replaced now; waits up to ``wait_s`` for evaluations that need the old ones."""
+        return self._run(self._flows.hold(run, wait_s))
+
+    # Groups and evaluations
+
+    def submit_groups(self, run: str, groups: Sequence[wire.GroupRequest | TaskLike]) -> list[str]:
+        """Ask for groups of the learner's own choice; gives their ids, which ``pull(groups=...)`` awaits."""
+        return self._run(self._flows.submit_groups(run, groups))
+
+    def evaluate(
+        self,
+        run: str,
+        tasks: Sequence[TaskLike],
+        *,
+        episodes_per_task: int = 1,
+        version: str = "",
+        temperature: float | None = None,
+        deadline_s: float = 600.0,
+        wait: bool = True,
+        timeout_s: float | None = None,
+    ) -> wire.EvaluationReply:
+        """Run episodes outside of training, pinned to a version (default: the one now); 0 is the greedy temperature.
+
+        The service cancels what is unfinished after ``deadline_s``. With ``wait`` this returns when the evaluation is
+        finished or after ``timeout_s``: look at ``finished`` if you gave one.
+        """
+        body = wire.EvaluationRequest(
+            tasks=[plain_task(task) for task in tasks],
+            episodes_per_task=episodes_per_task,
+            version=version,
+            temperature=temperature,
+            deadline_s=deadline_s,
+        )
+        return self._run(self._flows.evaluate(run, body, wait, timeout_s))
+
+    def evaluation(self, run: str, evaluation: str, wait_s: float = 0.0) -> wire.EvaluationReply:
+        """An evaluation as it stands; waits up to ``wait_s`` for its end."""
+        return self._run(self._flows.evaluation(run, evaluation, wait_s))
+
+    # Trajectories
+
+    def trajectories(
+        self,
+        run: str,
+        *,
+        status: Status | None = None,
+        environment: str | None = None,
+        evaluation: str | None = None,
+        page: int = PAGE,
+    ) -> Iterator[wire.TrajectorySummary]:
+        """Stored trajectories of a run, newest first. Fetched in pages of ``page``."""
+        filters = {"status": status, "environment": environment, "evaluation": evaluation}
+        before = ""
+        while True:
+            listing = self._run(self._flows.page(run, filters, page, before))
+            yield from listing.trajectories
+            before = listing.next
+            if not before:
+                return
+
+    def trajectory(self, trajectory: str) -> Trajectory:
+        """One stored trajectory. Raises UnknownTrajectory."""
+        return self._run(self._flows.trajectory(trajectory))
+
+    def advantages(self, trajectory: str) -> wire.TrajectoryAdvantages:
+        """What the batch that it was last frozen into says of its turns. Raises UnknownTrajectory, and UnknownBatch
+        while it is in none."""
+        return self._run(self._flows.advantages(trajectory))

@@ -1,0 +1,54 @@
+"""Runs the same test against both clients: the async one is driven from sync code, one call at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+from headrace.aio import AsyncClient
+from headrace.client import Client
+
+
+class Driven:
+    """An ``AsyncClient`` behind the surface of ``Client``."""
+
+    def __init__(self, url: str, **options: Any) -> None:
+        self._runner = asyncio.Runner()
+        self._client = AsyncClient(url, **options)
+
+    def __enter__(self) -> Driven:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._runner.run(self._client.close())
+        self._runner.close()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._client, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = method(*args, **kwargs)
+            return self._each(result) if hasattr(result, "__anext__") else self._runner.run(result)
+
+        return call
+
+    def _each(self, items: AsyncIterator[Any]) -> Iterator[Any]:
+        while True:
+            try:
+                yield self._runner.run(anext(items))  # type: ignore[arg-type]
+            except StopAsyncIteration:
+                return
+
+    def pass_time_until(self, condition: Callable[[], bool]) -> None:
+        """Let the client's background task run."""
+
+        async def wait() -> None:
+            async with asyncio.timeout(10):
+                while not condition():
+                    await asyncio.sleep(0.01)
+
+        self._runner.run(wait())
+
+
+CLIENTS = [Client, Driven]

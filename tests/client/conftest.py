@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from headrace import batch, codec
+from headrace.runspec import EstimatorSpec
+from headrace.strands import GroupInput
+from headrace.trajectory import Version
+from tests import builders
+from tests.client.stub import Stub
+
+
+@pytest.fixture
+def stub() -> Iterator[Stub]:
+    with Stub() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def body() -> bytes:
+    """A batch of two groups of one trajectory each, of version 0.3 of the run ``guess``."""
+    return make_body("batch-1")
+
+
+def make_body(name: str) -> bytes:
+    groups, records = [], []
+    for number in (1, 2):
+        trajectory = builders.make_trajectory(number=number)
+        record = codec.encode(trajectory)
+        groups.append(GroupInput(f"g{number}", trajectory.task, 1, [(codec.decode_head(record), len(record))]))
+        records.append(record)
+    head = batch.build_head(batch=name, run="guess", estimator=EstimatorSpec(), version=Version(0, 3), groups=groups)
+    return head + b"".join(records)
