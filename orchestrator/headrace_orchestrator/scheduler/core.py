@@ -1,35 +1,43 @@
-"""The scheduler core: commands in, records and replies out. Pure: no I/O, no clock, no randomness of its own."""
+"""The scheduler core: commands in, records and replies out. Pure: no I/O, no clock, no randomness of its own.
+
+* A command leaves the records of what it decided in ``drain()``; they have been applied already.
+* A command that raises has changed nothing.
+* A tick that comes late expires nothing: after a stall of this process leases get a full term, as after a restart.
+* Replaying all records gives the same durable state; every lease then has a full term.
+
+The parts: ``states`` (episodes, groups), ``runs`` (the state of a run), ``book`` (all of it; the one way to change it);
+``leasing`` and ``judging`` (workers), ``serving`` and ``announcing`` (learners), ``submitting`` and ``evaluating``;
+``settling`` (what follows from what happened); ``why`` and ``views`` (answers); ``check`` (invariants).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from headrace import wire
+from headrace.errors import Conflict, RunExists
 from headrace.runspec import RunSpec
+from headrace.trajectory import Version
+from headrace_orchestrator.scheduler import (
+    announcing,
+    braking,
+    evaluating,
+    leasing,
+    records,
+    serving,
+    settling,
+    submitting,
+    views,
+)
+from headrace_orchestrator.scheduler.book import STALL_SHARE, Book
+from headrace_orchestrator.scheduler.check import check, durable
+from headrace_orchestrator.scheduler.judging import judge
+from headrace_orchestrator.scheduler.plans import Form, Plan, Redeliver
 from headrace_orchestrator.scheduler.records import AnyRecord, EpisodeEnded
+from headrace_orchestrator.scheduler.runs import Run
 
-
-class Redeliver(msgspec.Struct, frozen=True):
-    """Serve this frozen batch; the lease is made. ``fresh`` is False where a repeated request got its batch again."""
-
-    batch: str
-    generation: int
-    lease_s: float
-
-
-class Form(msgspec.Struct, frozen=True):
-    """A batch can be formed of these groups, in this order. Nothing is changed until ``form`` is called; the shell
-    reads the members' records, computes the head, and calls it before anything else touches the core.
-    ``trajectories`` are (group, ids of the stored trajectories, in member order, failed ones left out)."""
-
-    batch: str
-    groups: list[tuple[str, list[str]]]
-
-
-Plan = Redeliver | Form | wire.EmptyReply
+__all__ = ["Form", "Plan", "Redeliver", "Scheduler"]
 
 
 class Scheduler:
@@ -39,55 +47,216 @@ class Scheduler:
     decided in ``drain()``; they have been applied already. A command that raises has changed nothing.
     """
 
-    def __init__(self, *, epoch: int, new_id: Callable[[], str], new_nonce: Callable[[], str]) -> None: ...
+    def __init__(self, *, epoch: int, new_id: Callable[[], str], new_nonce: Callable[[], str]) -> None:
+        self._book = Book(epoch, new_id, new_nonce)
+        self._replaying = False
+        #: When the last command was taken; None until there was one.
+        self._last: float | None = None
 
     # Replay and inspection
     def apply(self, record: AnyRecord, now: float) -> None:
-        """Take a fact from the log."""
+        """Take a fact from the log; raises InternalError for one that does not fit, as where a fact before it was lost.
+        The first command after the last fact renews all leases."""
+        self._replaying = True
+        self._book.apply(record, now)
 
     def drain(self) -> list[AnyRecord]:
         """The records of the commands since the last call, in order."""
+        out, self._book.out = self._book.out, []
+        return out
 
     def tick(self, now: float) -> None:
         """Let time pass: expired attempt leases, batch leases, evaluations, deadlines."""
+        book = self._ready(now)
+        expired = book.workers.due(now)
+        runs: dict[str, Run] = {}
+        for episode in expired:
+            # Settling for one episode may have ended or cancelled another.
+            if episode.state in ("leased", "cancelling") and episode.deadline <= now:
+                run = episode.group.run
+                runs[run.name] = run
+                settling.lease_lost(book, episode, now)
+        for run in runs.values():
+            settling.settle(book, run, now)
+        for run in book.runs.values():
+            if run.batches:
+                serving.expire(book, run, now)
+            if run.active_evaluations:
+                evaluating.expire(book, run, now)
+        for worker in book.workers.sweep(now):
+            book.emit(records.WorkerDraining(worker=worker, over=True), now)
 
     def next_deadline(self) -> float | None:
-        """When ``tick`` has something to do at the latest."""
+        """When ``tick`` wants to be called next at the latest: at a deadline, and while anything is leased often enough
+        to tell a quiet time from a stall of this process."""
+        attempts = self._book.workers.next_deadline()
+        deadlines = [] if attempts is None else [attempts]
+        for run in self._book.runs.values():
+            deadlines += [batch.deadline for batch in run.batches.values() if batch.leased]
+        if deadlines and self._last is not None:
+            deadlines.append(self._last + self._book.shortest_term_s * STALL_SHARE / 2)
+        for run in self._book.runs.values():
+            deadlines += [e.deadline for e in run.active_evaluations.values() if not e.expired]
+            due = braking.next_try(run)
+            if due is not None and (self._last is None or due > self._last):
+                deadlines.append(due)
+        return min(deadlines, default=None)
 
     def check(self) -> None:
         """Raise AssertionError, with the story, if an invariant does not hold."""
+        check(self._book)
+
+    def durable(self) -> dict[str, Any]:
+        """The durable state as plain values, without what is soft: equal after a replay of all records."""
+        return durable(self._book)
+
+    def _ready(self, now: float) -> Book:
+        book = self._book
+        if self._replaying:
+            self._replaying = False
+            book.renew_all(now)
+            settling.settle_after_replay(book, now)
+        elif self._last is not None and now - self._last > book.shortest_term_s * STALL_SHARE:
+            book.renew_after_stall(now - self._last, now)
+        self._last = now
+        return book
 
     # Workers
-    def lease(self, request: wire.LeaseRequest, now: float) -> wire.LeaseReply: ...
-    def heartbeat(self, request: wire.HeartbeatRequest, now: float) -> wire.HeartbeatReply: ...
-    def hand_back(self, request: wire.ReturnRequest, now: float) -> None: ...
-    def judge(self, worker: str, nonce: str, outcome: EpisodeEnded, now: float) -> wire.SubmitVerdict:
-        """Decide on a valid submission. Only on ``accepted`` does the shell store the record."""
+    def lease(self, request: wire.LeaseRequest, now: float) -> wire.LeaseReply:
+        """Grant up to ``request.free`` attempts; renew what the worker holds."""
+        return leasing.lease(self._ready(now), request, now)
 
-    def drain_worker(self, worker: str, now: float) -> None: ...
+    def heartbeat(self, request: wire.HeartbeatRequest, now: float) -> wire.HeartbeatReply:
+        """Renew what the worker holds, and tell it what of it is over."""
+        return leasing.heartbeat(self._ready(now), request, now)
+
+    def hand_back(self, request: wire.ReturnRequest, now: float) -> None:
+        """Queue again what a worker will not finish; draws no retry budget."""
+        leasing.hand_back(self._ready(now), request, now)
+
+    def judge(self, worker: str, nonce: str, outcome: EpisodeEnded, now: float) -> wire.SubmitVerdict:
+        """Decide on a valid submission. Only on ``accepted`` does the shell store the record.
+
+        Rows may carry versions that were announced, or the next ``n`` of their lineage; else VersionUnknown is raised.
+        """
+        return judge(self._ready(now), worker, nonce, outcome, now)
+
+    def drain_worker(self, worker: str, now: float) -> None:
+        """Give the worker nothing new, until it has gone."""
+        book = self._ready(now)
+        if worker not in book.workers.draining:
+            book.emit(records.WorkerDraining(worker=worker), now)
 
     # Runs
-    def create_run(self, spec: RunSpec, now: float) -> None: ...
-    def close_run(self, run: str, now: float) -> None: ...
-    def submit_groups(self, run: str, groups: list[wire.GroupRequest], now: float) -> list[str]: ...
-    def start_evaluation(self, run: str, request: wire.EvaluationRequest, now: float) -> str: ...
-    def evaluation(self, run: str, evaluation: str, now: float) -> wire.EvaluationReply: ...
+    def create_run(self, spec: RunSpec, now: float) -> None:
+        """Make a run; raises RunExists."""
+        book = self._ready(now)
+        if spec.name in book.runs:
+            raise RunExists(f"A run named {spec.name!r} exists.", hint="Give the new run another name.")
+        book.emit(records.RunCreated(run=spec.name, spec=spec.model_dump(mode="json")), now)
+        settling.settle(book, book.runs[spec.name], now)
+
+    def close_run(self, run: str, now: float) -> None:
+        """End a run for good; leased batches may still be acked. Closing it again changes nothing."""
+        book = self._ready(now)
+        closing = book.run(run)
+        if not closing.closed:
+            book.emit(records.RunClosed(run=run), now)
+            settling.settle(book, closing, now)
+
+    def dissolve(self, run: str, batch: str, reason: str, now: float) -> None:
+        """Give an open batch up, leased or not, as where its stored body is damaged (reason ``damaged``).
+
+        Its groups are eligible again, but for those out of bound, which retire: read ``groups`` before evicting the
+        damaged ones. Raises UnknownBatch; BatchAlreadyAcked where it was acked. One that was dissolved stays so.
+        """
+        book = self._ready(now)
+        serving.dissolve(book, book.run(run), batch, reason, now)
+
+    def submit_groups(self, run: str, groups: list[wire.GroupRequest], now: float) -> list[str]:
+        """Admit groups that the learner wants, all or none; returns their ids."""
+        book = self._ready(now)
+        return submitting.submit(book, book.run(run), groups, now)
+
+    def evict(self, run: str, group: str, now: float) -> None:
+        """Retire a group whose stored records were lost, so that it is not planned again."""
+        book = self._ready(now)
+        settling.evict(book, book.run(run), group, now)
+
+    def start_evaluation(self, run: str, request: wire.EvaluationRequest, now: float) -> str:
+        """Admit the episodes of an evaluation; returns its id."""
+        book = self._ready(now)
+        evaluated = book.run(run)
+        if evaluated.closed:
+            raise Conflict(f"Run {run} was closed.")
+        return evaluating.start(book, evaluated, request, now)
+
+    def evaluation(self, run: str, evaluation: str, now: float) -> wire.EvaluationReply:
+        """How far an evaluation is."""
+        return evaluating.report(self._book, self._book.run(run), evaluation, now)
+
     def sync_hold(self, run: str, now: float) -> tuple[float, list[str]]:
         """Seconds that a weight sync still has to wait for evaluations, and which."""
+        return evaluating.sync_hold(self._book.run(run), now)
 
     # Learners
-    def pull(self, run: str, request: wire.PullRequest, now: float) -> Plan: ...
-    def form(self, run: str, plan: Form, request: wire.PullRequest, now: float) -> Redeliver: ...
-    def ack(self, run: str, batch: str, request: wire.AckRequest, now: float) -> wire.AckReply: ...
-    def nack(self, run: str, batch: str, request: wire.NackRequest, now: float) -> None: ...
-    def announce(self, run: str, request: wire.VersionRequest, now: float) -> wire.VersionReply: ...
-    def rewind(self, run: str, request: wire.RewindRequest, now: float) -> wire.VersionReply: ...
-    def doing(self, run: str, request: wire.DoingRequest, now: float) -> None: ...
+    def pull(self, run: str, request: wire.PullRequest, now: float) -> Plan:
+        """A batch, a plan to form one, or why there is none."""
+        book = self._ready(now)
+        return serving.pull(book, book.run(run), request, now)
+
+    def form(self, run: str, plan: Form, request: wire.PullRequest, now: float) -> Redeliver:
+        """Freeze a planned batch and lease it."""
+        book = self._ready(now)
+        return serving.form(book, book.run(run), plan, request, now)
+
+    def ack(self, run: str, batch: str, request: wire.AckRequest, now: float) -> wire.AckReply:
+        """Count a use of the batch's groups, and announce the version that the step made."""
+        book = self._ready(now)
+        return serving.ack(book, book.run(run), batch, request, now)
+
+    def nack(self, run: str, batch: str, request: wire.NackRequest, now: float) -> None:
+        """Take a batch back, to be redelivered."""
+        book = self._ready(now)
+        serving.nack(book, book.run(run), batch, request, now)
+
+    def announce(self, run: str, request: wire.VersionRequest, now: float) -> wire.VersionReply:
+        """Take a new version of the lineage now."""
+        book = self._ready(now)
+        announcing.announce(book, book.run(run), request.version, now)
+        return wire.VersionReply(epoch=book.epoch, version=str(book.run(run).versions.now))
+
+    def rewind(self, run: str, request: wire.RewindRequest, now: float) -> wire.VersionReply:
+        """Open a new lineage that forks from an earlier version."""
+        book = self._ready(now)
+        announcing.rewind(book, book.run(run), request.version, now)
+        return wire.VersionReply(epoch=book.epoch, version=str(book.run(run).versions.now))
+
+    def doing(self, run: str, request: wire.DoingRequest, now: float) -> None:
+        """A learner says what it is doing; its batch leases are renewed."""
+        serving.doing(self._ready(now).run(run), request, now)
 
     # Views
-    def run_status(self, run: str, now: float) -> wire.RunStatus: ...
-    def run_names(self) -> list[str]: ...
-    def worker_statuses(self, now: float) -> list[wire.WorkerStatus]: ...
-    def spec(self, run: str) -> RunSpec: ...
+    def run_status(self, run: str, now: float) -> wire.RunStatus:
+        """One run, as pages show it."""
+        return views.run_status(self._book, self._book.run(run), now)
+
+    def run_names(self) -> list[str]:
+        """All runs, closed ones included, oldest first."""
+        return list(self._book.runs)
+
+    def worker_statuses(self, now: float) -> list[wire.WorkerStatus]:
+        """All workers heard of of late, or holding attempts."""
+        return views.worker_statuses(self._book, now)
+
+    def version(self, run: str) -> Version:
+        """The run's version now."""
+        return self._book.run(run).versions.now
+
+    def spec(self, run: str) -> RunSpec:
+        """The run's spec."""
+        return self._book.run(run).spec
+
     def groups(self, run: str) -> list[dict[str, Any]]:
         """Groups in flight, for pages: id, state, task, members with their states, low version."""
+        return views.groups(self._book.run(run))

@@ -27,7 +27,7 @@ class RunCreated(Record, frozen=True, kw_only=True):
 
 
 class RunClosed(Record, frozen=True, kw_only=True):
-    """No more admission; what is leased is cancelled."""
+    """No more admission; attempts are cancelled. A batch that is leased may still be acked."""
 
     run: str
 
@@ -80,9 +80,14 @@ class Dispatched(Record, frozen=True, kw_only=True):
     grants: list[Grant]
 
 
+WORKER_LOST = "worker lost"
+"""Reason of an attempt that went with its worker: the lease ran out and the worker was silent."""
+
+
 class AttemptEnded(Record, frozen=True, kw_only=True):
     """An attempt ended without a terminal record and the episode is queued again. ``counts``: it drew on the retry
-    budget (an expired lease and a retryable failure do; hand-back, drain and cancellation do not)."""
+    budget (a retryable failure does, and an attempt that a living worker dropped; hand-back, drain, cancellation and
+    the loss of the worker do not). ``reason`` is ``WORKER_LOST`` for the last of these."""
 
     run: str
     episode: str
@@ -104,7 +109,8 @@ class AttemptCancelled(Record, frozen=True, kw_only=True):
 class EpisodeEnded(Record, frozen=True, kw_only=True):
     """The one terminal record of a dispatched episode. Carried by the trajectory's own frame.
 
-    ``rewards``: the sum of rewards by agent, for agents with rows. ``low``: the lowest version of its rows.
+    ``rewards``: the sum of rewards by agent, for agents with rows. ``low``, ``high``: the lowest and highest
+    version of its rows; a missing ``high`` is taken to be ``low``.
     ``row_tokens``: tokens of all rows. ``size_bytes``: of the stored record. ``by_worker``: whether a worker wrote it;
     otherwise the scheduler did, and the shell stores a record without segments.
     """
@@ -119,6 +125,7 @@ class EpisodeEnded(Record, frozen=True, kw_only=True):
     failure: Failure | None = None
     rewards: dict[str, float] = {}
     low: Version | None = None
+    high: Version | None = None
     turns: int = 0
     rows: int = 0
     row_tokens: int = 0
@@ -130,8 +137,8 @@ class EpisodeEnded(Record, frozen=True, kw_only=True):
 
 
 class GroupRetired(Record, frozen=True, kw_only=True):
-    """A group's last state. ``reason``: acked, stale, zero-variance, rejected, evicted, failed, rewound, closed,
-    evaluated."""
+    """A group's last state. ``reason``: acked, stale, zero-variance, rejected, evicted, failed, rewound, closed;
+    of an evaluation: evaluated, deadline."""
 
     run: str
     group: str
@@ -212,7 +219,7 @@ class EvaluationStarted(Record, frozen=True, kw_only=True):
 
 
 class EvaluationEnded(Record, frozen=True, kw_only=True):
-    """All its episodes are over; ``reason``: done, or deadline."""
+    """All its episodes are over; ``reason``: done, deadline, closed, or cancelled where that came before these."""
 
     run: str
     evaluation: str
@@ -220,9 +227,10 @@ class EvaluationEnded(Record, frozen=True, kw_only=True):
 
 
 class WorkerDraining(Record, frozen=True, kw_only=True):
-    """The worker gets nothing new."""
+    """The worker gets nothing new. ``over``: it has gone, and another process may take its name."""
 
     worker: str
+    over: bool = False
 
 
 AnyRecord = (

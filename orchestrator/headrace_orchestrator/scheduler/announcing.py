@@ -1,0 +1,55 @@
+"""Versions as they are announced, and going back to one.
+
+* A version follows the one before in its lineage; gaps are versions that were skipped. The same again changes nothing.
+* What an announcement leaves too far behind is retired as a unit; a leased batch may still be acked.
+* A rewind opens a lineage; groups with a row above the fork retire, batches with such a group are dissolved.
+"""
+
+from __future__ import annotations
+
+from headrace.errors import VersionConflict, VersionUnknown
+from headrace.trajectory import Version
+from headrace_orchestrator.scheduler import records, settling
+from headrace_orchestrator.scheduler.book import Book
+from headrace_orchestrator.scheduler.runs import Run
+from headrace_orchestrator.scheduler.versions import parse_version
+
+
+def checked(run: Run, text: str) -> Version:
+    """The announced version; raises where it does not follow the version now."""
+    version = parse_version(text)
+    now = run.versions.now
+    if version.lineage >= len(run.versions.forks):
+        raise VersionUnknown(
+            f"Lineage {version.lineage} of run {run.name} was never opened; the version now is {now}.",
+            hint="A rewind opens a lineage.",
+        )
+    if version.lineage != now.lineage or version.n < now.n:
+        raise VersionConflict(
+            f"Version {version} does not follow {now}, the version of run {run.name} now.",
+            hint="Announce versions of the lineage now, in rising order; go back with a rewind.",
+        )
+    return version
+
+
+def announce(book: Book, run: Run, text: str, now: float) -> None:
+    """Take a new version."""
+    version = checked(run, text)
+    if version != run.versions.now:
+        book.emit(records.VersionAnnounced(run=run.name, version=version), now)
+        settling.retire_out_of_bound(book, run, now)
+        settling.settle(book, run, now)
+
+
+def rewind(book: Book, run: Run, text: str, now: float) -> None:
+    """Fork a new lineage from an earlier version."""
+    fork = parse_version(text)
+    if fork.lineage >= len(run.versions.forks) or fork.n > run.versions.now.n or run.versions.distance(fork) is None:
+        raise VersionUnknown(
+            f"Run {run.name} has no version {fork} on the way to {run.versions.now}.",
+            hint="Rewind to a version that the version now descends from.",
+        )
+    version = Version(len(run.versions.forks), fork.n)
+    book.emit(records.VersionAnnounced(run=run.name, version=version, fork=fork), now)
+    settling.retire_out_of_bound(book, run, now)
+    settling.settle(book, run, now)

@@ -1,0 +1,233 @@
+"""The book: everything that is known, and the one way to change it.
+
+A command decides and calls ``emit``: the record is applied at once and kept for the shell. Replay calls ``apply`` with
+the same records in the same order and ends in the same durable state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from headrace.errors import InternalError, UnknownRun
+from headrace.runspec import RunSpec
+from headrace_orchestrator.scheduler import records, taking
+from headrace_orchestrator.scheduler.evaluations import Evaluation
+from headrace_orchestrator.scheduler.runs import Run
+from headrace_orchestrator.scheduler.states import AT_WORKER, Episode
+from headrace_orchestrator.scheduler.workers import Worker, Workers
+
+STALL_SHARE = 1 / 3
+"""Share of a lease's term from which on silence of this process counts as a stall: by then a heartbeat was due, and
+nobody was there to take it."""
+
+
+class Book:
+    """All runs, all live episodes by id, all workers."""
+
+    def __init__(self, epoch: int, new_id: Callable[[], str], new_nonce: Callable[[], str]) -> None:
+        self.epoch = epoch
+        self.new_id = new_id
+        self.new_nonce = new_nonce
+        self.runs: dict[str, Run] = {}
+        #: Runs that a worker of the pool may work for.
+        self.pools: dict[str, list[Run]] = {}
+        #: Episodes of the groups that the runs hold.
+        self.episodes: dict[str, Episode] = {}
+        self.workers = Workers()
+        #: The shortest term of any lease.
+        self.shortest_term_s = math.inf
+        self.out: list[records.AnyRecord] = []
+        self._take: dict[type, Callable[[Any, float], None]] = {
+            records.RunCreated: self._run_created,
+            records.RunClosed: self._run_closed,
+            records.GroupAdmitted: self._group_admitted,
+            records.MemberAdded: self._member_added,
+            records.Dispatched: self._dispatched,
+            records.AttemptEnded: self._attempt_ended,
+            records.AttemptCancelled: self._attempt_cancelled,
+            records.EpisodeEnded: self._episode_ended,
+            records.GroupRetired: self._group_retired,
+            records.TaskQuarantined: self._task_quarantined,
+            records.BatchFormed: self._batch_formed,
+            records.BatchLeased: self._batch_leased,
+            records.BatchReleased: self._batch_released,
+            records.BatchDissolved: self._batch_dissolved,
+            records.BatchAcked: self._batch_acked,
+            records.VersionAnnounced: self._version_announced,
+            records.EvaluationStarted: self._evaluation_started,
+            records.EvaluationEnded: self._evaluation_ended,
+            records.WorkerDraining: self._worker_draining,
+        }
+
+    def run(self, name: str) -> Run:
+        """The run of that name; raises UnknownRun."""
+        run = self.runs.get(name)
+        if run is None:
+            raise UnknownRun(f"There is no run named {name!r}.", hint="`headrace runs` lists them.")
+        return run
+
+    def emit(self, record: records.AnyRecord, now: float) -> None:
+        """Decide: apply a fact and keep it for the shell."""
+        self._take[type(record)](record, now)
+        self.out.append(record)
+
+    def apply(self, record: records.AnyRecord, now: float) -> None:
+        """Take a fact; raises InternalError for one that does not fit, as where a fact before it was lost."""
+        try:
+            self._take[type(record)](record, now)
+        except KeyError as error:
+            raise InternalError(f"{type(record).__name__} is about {error}, which is not known here.") from error
+
+    def renew_all(self, now: float) -> None:
+        """Give every lease and deadline a full term, as after a restart."""
+        for worker in self.workers.by_name.values():
+            for episode in worker.attempts.values():
+                episode.deadline = now + episode.group.run.spec.attempt_lease_s
+        for run in self.runs.values():
+            for batch in run.batches.values():
+                batch.deadline = now + run.spec.batch_lease_s
+            for evaluation in run.active_evaluations.values():
+                evaluation.deadline = now + evaluation.deadline_s
+                evaluation.expired = False
+
+    def renew_after_stall(self, stall_s: float, now: float) -> None:
+        """Give the leases that a stall of this process took a good share of a full term."""
+        for worker in self.workers.by_name.values():
+            for episode in worker.attempts.values():
+                term_s = episode.group.run.spec.attempt_lease_s
+                if stall_s > term_s * STALL_SHARE:
+                    episode.deadline = now + term_s
+        for run in self.runs.values():
+            if stall_s > run.spec.batch_lease_s * STALL_SHARE:
+                for batch in run.batches.values():
+                    batch.deadline = now + run.spec.batch_lease_s
+
+    # One method a fact ----------------------------------------------------------------------------------------
+
+    def _run_created(self, record: records.RunCreated, now: float) -> None:
+        run = Run(RunSpec.model_validate(record.spec))
+        self.runs[run.name] = run
+        self.pools.setdefault(run.spec.pool, []).append(run)
+        self.shortest_term_s = min(self.shortest_term_s, run.spec.attempt_lease_s, run.spec.batch_lease_s)
+
+    def _run_closed(self, record: records.RunClosed, now: float) -> None:
+        self.runs[record.run].closed = True
+
+    def _group_admitted(self, record: records.GroupAdmitted, now: float) -> None:
+        for episode in taking.admitted(self.runs[record.run], record):
+            self.episodes[episode.id] = episode
+
+    def _member_added(self, record: records.MemberAdded, now: float) -> None:
+        episode = taking.member(self.runs[record.run], record)
+        self.episodes[episode.id] = episode
+
+    def _dispatched(self, record: records.Dispatched, now: float) -> None:
+        run = self.runs[record.run]
+        worker = self.workers.named(record.worker, record.pool, now)
+        deadline = now + run.spec.attempt_lease_s
+        episodes = self.episodes
+        lost: list[str] = []
+        for grant in record.grants:
+            episode = episodes.get(grant.episode)
+            if episode is None or episode.state != "queued":
+                lost.append(grant.episode)
+                continue
+            taking.dispatched(run, episode, grant, worker.name, record.version)
+            episode.deadline = deadline
+            worker.attempts[episode.id] = episode
+        taking.trim_queues(run)
+        if len(lost) < len(record.grants):
+            self.workers.watch(worker, deadline)
+        if lost:
+            raise InternalError(f"Dispatched grants episodes that are not queued here: {', '.join(lost)}.")
+
+    def _attempt_ended(self, record: records.AttemptEnded, now: float) -> None:
+        episode = self.episodes[record.episode]
+        episode.require("queued", record.reason)
+        self._holder(episode).attempts.pop(episode.id, None)
+        taking.attempt_ended(self.runs[record.run], episode, record)
+
+    def _attempt_cancelled(self, record: records.AttemptCancelled, now: float) -> None:
+        episode = self.episodes[record.episode]
+        run = self.runs[record.run]
+        episode.require("cancelling", record.reason)
+        group = episode.group
+        if group.state != "retired":
+            taking.retired(run, records.GroupRetired(run=run.name, group=group.id, reason=record.reason))
+        episode.move("cancelling", record.reason)
+        episode.deadline = now + run.spec.attempt_lease_s
+        self.workers.watch(self._holder(episode), episode.deadline)
+        taking.review(run, episode.group)
+
+    def _episode_ended(self, record: records.EpisodeEnded, now: float) -> None:
+        episode = self.episodes[record.episode]
+        episode.require(record.status, "EpisodeEnded")
+        if episode.state in AT_WORKER:
+            self._holder(episode).attempts.pop(episode.id, None)
+        run = self.runs[record.run]
+        taking.episode_ended(run, episode, record)
+        self._forget(run, episode)
+
+    def _group_retired(self, record: records.GroupRetired, now: float) -> None:
+        run = self.runs[record.run]
+        group = run.groups[record.group]
+        taking.retired(run, record)
+        if group.members:
+            self._forget(run, group.members[0])
+
+    def _forget(self, run: Run, episode: Episode) -> None:
+        """Drop the episodes of a group that the run holds no more."""
+        if episode.group.id not in run.groups:
+            for member in episode.group.members:
+                self.episodes.pop(member.id, None)
+
+    def _task_quarantined(self, record: records.TaskQuarantined, now: float) -> None:
+        taking.quarantined(self.runs[record.run], record)
+
+    def _batch_formed(self, record: records.BatchFormed, now: float) -> None:
+        for episode in taking.batch_formed(self.runs[record.run], record):
+            if episode.attempt:
+                self._holder(episode).attempts.pop(episode.id, None)
+
+    def _batch_leased(self, record: records.BatchLeased, now: float) -> None:
+        run = self.runs[record.run]
+        deadline = now + run.spec.batch_lease_s
+        run.batches[record.batch].lease(record.generation, record.learner, record.session, record.request, deadline)
+
+    def _batch_released(self, record: records.BatchReleased, now: float) -> None:
+        batch = self.runs[record.run].batches[record.batch]
+        batch.generation = max(batch.generation, record.generation)  # its lease may be lost in the log
+        batch.release(record.reason == "expired")
+
+    def _batch_dissolved(self, record: records.BatchDissolved, now: float) -> None:
+        taking.batch_dissolved(self.runs[record.run], record)
+
+    def _batch_acked(self, record: records.BatchAcked, now: float) -> None:
+        taking.batch_acked(self.runs[record.run], record)
+
+    def _version_announced(self, record: records.VersionAnnounced, now: float) -> None:
+        self.runs[record.run].versions.announce(record.version, record.fork)
+
+    def _evaluation_started(self, record: records.EvaluationStarted, now: float) -> None:
+        taking.evaluation(
+            self.runs[record.run],
+            Evaluation(record.evaluation, record.version, record.wanted, record.deadline_s, record.temperature, now),
+        )
+
+    def _evaluation_ended(self, record: records.EvaluationEnded, now: float) -> None:
+        evaluation = self.runs[record.run].active_evaluations.pop(record.evaluation)
+        evaluation.reason = record.reason
+        evaluation.groups.clear()
+
+    def _worker_draining(self, record: records.WorkerDraining, now: float) -> None:
+        if record.over:
+            self.workers.draining.discard(record.worker)
+        else:
+            self.workers.draining.add(record.worker)
+            # Known from now on, so that it is seen to be gone.
+            self.workers.named(record.worker, "default", now)
+
+    def _holder(self, episode: Episode) -> Worker:
+        return self.workers.by_name[episode.worker]

@@ -1,0 +1,226 @@
+"""Attempt leases: granting, renewing, handing back.
+
+* A worker gets attempts of its pool only, and only those whose capabilities it offers.
+* Runs share a pool evenly: the next slot goes to the run with the fewest leased.
+* A run that only fails, or only goes stale, gets one attempt at a time.
+* Evaluation goes first up to its share of the pool's slots; beyond it only where training has nothing queued.
+* A grant whose reply was lost is granted again: same worker, same attempt, same nonce.
+* A heartbeat renews what it lists; it tells the worker what of it is over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from itertools import islice
+
+from headrace import wire
+from headrace_orchestrator.scheduler import braking, records, settling
+from headrace_orchestrator.scheduler.book import Book
+from headrace_orchestrator.scheduler.runs import Run
+from headrace_orchestrator.scheduler.states import Episode
+from headrace_orchestrator.scheduler.workers import Worker
+
+HEARTBEATS_A_TERM = 3
+"""Two heartbeats may be lost before a lease runs out."""
+
+DEFAULT_INTERVAL_S = 10.0
+"""Seconds between heartbeats where no run has a term for the pool: a third of the default term."""
+
+
+def lease(book: Book, request: wire.LeaseRequest, now: float) -> wire.LeaseReply:
+    """Grant up to ``free`` attempts."""
+    worker = _meet(book, request, now)
+    worker.capabilities = frozenset(request.capabilities)
+    draining = worker.name in book.workers.draining
+    cancels: list[wire.Cancel] = []
+    attempts: list[wire.Assignment] = []
+    if request.holding is not None:
+        cancels, known = _renew(book, worker, request.holding, now)
+        if known < len(worker.attempts):
+            attempts = _regrant(book, worker, request.holding, request.free, draining, now)
+    free = request.free - len(attempts)
+    if free > 0 and not draining:
+        _grant(book, worker, free, attempts, now)
+    return wire.LeaseReply(epoch=book.epoch, attempts=attempts, cancels=cancels, drain=draining)
+
+
+def _meet(book: Book, request: wire.LeaseRequest | wire.HeartbeatRequest, now: float) -> Worker:
+    if request.worker in book.workers.draining and book.workers.gone(request.worker, now):
+        book.emit(records.WorkerDraining(worker=request.worker, over=True), now)
+    return book.workers.meet(request.worker, request.pool, request.slots, now)
+
+
+def heartbeat(book: Book, request: wire.HeartbeatRequest, now: float) -> wire.HeartbeatReply:
+    """Renew what a worker holds."""
+    worker = _meet(book, request, now)
+    worker.stats = request.stats
+    cancels, _ = _renew(book, worker, request.holding, now)
+    terms = [run.spec.attempt_lease_s for run in book.pools.get(worker.pool, ()) if not run.closed]
+    return wire.HeartbeatReply(
+        epoch=book.epoch,
+        interval_s=min(terms) / HEARTBEATS_A_TERM if terms else DEFAULT_INTERVAL_S,
+        cancels=cancels,
+        drain=worker.name in book.workers.draining,
+    )
+
+
+def hand_back(book: Book, request: wire.ReturnRequest, now: float) -> None:
+    """Take back attempts that a worker will not finish. What is not its own any more is passed over."""
+    touched: dict[str, Run] = {}
+    for key in request.attempts:
+        episode = book.episodes.get(key.episode)
+        if episode is None or not _is_current(episode, key, request.worker):
+            continue
+        run = episode.group.run
+        touched[run.name] = run
+        if episode.state == "leased":
+            settling.requeue(book, episode, "handed back", False, None, now)
+        elif episode.state == "cancelling":
+            settling.end(book, episode, "cancelled", episode.group.reason, "The worker handed it back.", now)
+    for run in touched.values():
+        settling.settle(book, run, now)
+
+
+def _is_current(episode: Episode, key: wire.AttemptKey, worker: str) -> bool:
+    return episode.attempt == key.attempt and episode.nonce == key.nonce and episode.worker == worker
+
+
+def _renew(book: Book, worker: Worker, holding: list[wire.AttemptKey], now: float) -> tuple[list[wire.Cancel], int]:
+    """Renew the listed attempts; returns what of it is to be stopped, and how many are held by right."""
+    worker.listed = now
+    cancels: list[wire.Cancel] = []
+    known = 0
+    find = book.episodes.get
+    for key in holding:
+        episode = find(key.episode)
+        if episode is None:
+            cancels.append(wire.Cancel(episode=key.episode, attempt=key.attempt, reason="over", record=False))
+        elif episode.attempt != key.attempt or episode.nonce != key.nonce or episode.worker != worker.name:
+            cancels.append(wire.Cancel(episode=key.episode, attempt=key.attempt, reason="superseded", record=False))
+        elif episode.state == "leased":
+            known += 1
+            episode.deadline = now + episode.group.run.spec.attempt_lease_s
+        elif episode.state == "cancelling":
+            # Not renewed: a worker that does not stop is not waited for longer than a term.
+            known += 1
+            reason = episode.group.reason
+            cancels.append(wire.Cancel(episode=key.episode, attempt=key.attempt, reason=reason, record=True))
+        elif episode.state != "queued":
+            cancels.append(wire.Cancel(episode=key.episode, attempt=key.attempt, reason="over", record=False))
+    return cancels, known
+
+
+def _regrant(
+    book: Book, worker: Worker, holding: list[wire.AttemptKey], free: int, draining: bool, now: float
+) -> list[wire.Assignment]:
+    """What was granted to the worker but never reached it: granted again as it was, within its free slots."""
+    held = {(key.episode, key.attempt) for key in holding}
+    again: list[wire.Assignment] = []
+    touched: dict[str, Run] = {}
+    for episode in list(worker.attempts.values()):
+        if (episode.id, episode.attempt) in held:
+            continue
+        run = episode.group.run
+        if episode.state == "cancelling":
+            settling.end(book, episode, "cancelled", episode.group.reason, "It never reached its worker.", now)
+            touched[run.name] = run
+        elif draining:
+            settling.requeue(book, episode, "its worker drains", False, None, now)
+            touched[run.name] = run
+        elif len(again) < free:
+            episode.deadline = now + run.spec.attempt_lease_s
+            again.append(_assignment(run, episode))
+    for run in touched.values():
+        settling.settle(book, run, now)
+    return again
+
+
+def _grant(book: Book, worker: Worker, free: int, attempts: list[wire.Assignment], now: float) -> None:
+    wanting = [
+        run
+        for run in book.pools.get(worker.pool, ())
+        if (run.queued or run.evaluation_queued)
+        and run.leased + run.evaluation_leased < run.spec.max_concurrent
+        and run.capabilities <= worker.capabilities
+    ]
+    for run, count in _share(wanting, [braking.room(run, now) for run in wanting], free):
+        if run.brake.since is not None:
+            run.brake.tried(now)
+        episodes = _pick(run, count, book.workers.slots[worker.pool])
+        grants = [records.Grant(episode.id, episode.attempt + 1, book.new_nonce()) for episode in episodes]
+        book.emit(
+            records.Dispatched(
+                run=run.name, worker=worker.name, pool=worker.pool, version=run.versions.now, grants=grants
+            ),
+            now,
+        )
+        attempts.extend([_assignment(run, episode) for episode in episodes])
+        settling.admit_ahead(book, run, now)
+
+
+def _share(wanting: list[Run], most: list[int], free: int) -> list[tuple[Run, int]]:
+    """How many of the free slots each run gets; ``most`` is what its brake allows."""
+    room = [
+        min(run.queued + run.evaluation_queued, run.spec.max_concurrent - run.leased - run.evaluation_leased, allowed)
+        for run, allowed in zip(wanting, most, strict=True)
+    ]
+    if len(wanting) == 1:
+        return [(wanting[0], min(free, room[0]))] if room[0] else []
+    leased = [run.leased + run.evaluation_leased for run in wanting]
+    given = [0] * len(wanting)
+    open_runs = [index for index in range(len(wanting)) if room[index] > 0]
+    while free and open_runs:
+        index = min(open_runs, key=leased.__getitem__)
+        given[index] += 1
+        leased[index] += 1
+        free -= 1
+        if given[index] == room[index]:
+            open_runs.remove(index)
+    return [(run, count) for run, count in zip(wanting, given, strict=True) if count]
+
+
+def _pick(run: Run, count: int, slots: int) -> list[Episode]:
+    """The next episodes of a run, ``count`` of them; it has that many."""
+    if not run.evaluation_queued:
+        return _head(run.queue, count)
+    share = math.ceil(run.spec.evaluation_slots * slots)
+    evaluation = min(count, run.evaluation_queued, max(0, share - run.evaluation_leased))
+    training = min(count - evaluation, run.queued)
+    evaluation = count - training
+    return _head(run.evaluation_queue, evaluation) + _head(run.queue, training)
+
+
+def _head(queue: deque[Episode], count: int) -> list[Episode]:
+    return list(islice((episode for episode in queue if episode.state == "queued"), count))
+
+
+def _assignment(run: Run, episode: Episode) -> wire.Assignment:
+    group = episode.group
+    evaluation = group.evaluation
+    if evaluation is None:
+        return wire.Assignment(
+            run=run.name,
+            group=group.id,
+            member=episode.member,
+            episode=episode.id,
+            attempt=episode.attempt,
+            nonce=episode.nonce,
+            task=group.task,
+            sampling_seed=episode.sampling_seed,
+            term_s=run.spec.attempt_lease_s,
+        )
+    return wire.Assignment(
+        run=run.name,
+        group=group.id,
+        member=episode.member,
+        episode=episode.id,
+        attempt=episode.attempt,
+        nonce=episode.nonce,
+        task=group.task,
+        sampling_seed=episode.sampling_seed,
+        term_s=run.spec.attempt_lease_s,
+        evaluation=evaluation.id,
+        pinned_version=str(evaluation.version),
+        temperature=evaluation.temperature,
+    )

@@ -1,0 +1,182 @@
+"""The state of one run, and what can be asked of it. ``taking`` is how facts change it.
+
+What is soft (deadlines, what the learner does) is marked; a replay gives it a fresh start.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from typing import Any
+
+from headrace.runspec import RunSpec
+from headrace.trajectory import Failure, Task
+from headrace_orchestrator.scheduler.batches import Batch, Closed
+from headrace_orchestrator.scheduler.braking import Brake
+from headrace_orchestrator.scheduler.evaluations import Evaluation
+from headrace_orchestrator.scheduler.ledger import Ledger
+from headrace_orchestrator.scheduler.sources import source_of, task_key
+from headrace_orchestrator.scheduler.states import Episode, Group
+from headrace_orchestrator.scheduler.versions import Versions
+
+REMEMBERED = 4096
+"""Closed batches and ended submitted groups that are remembered, so that a late repeat gets a typed answer."""
+
+ADMIT_AHEAD = 1024
+"""Queued episodes from which on admission waits although there is credit: more than any worker asks for at once, and
+few enough to be admitted without holding up anybody."""
+
+REMEMBERED_EVALUATIONS = 256
+"""Evaluations whose lines are kept in memory; older ones are in the store."""
+
+RECENT_REWARDS = 256
+"""Terminal records that the mean reward looks back on."""
+
+RECENT_ATTEMPTS = 16
+"""Ends of attempts that "the policy is failing" looks back on."""
+
+
+class Learner:
+    """What is known of a learner; soft."""
+
+    __slots__ = ("doing", "said_at", "waiting_until")
+
+    def __init__(self) -> None:
+        self.doing = ""
+        self.said_at = 0.0
+        self.waiting_until = 0.0
+
+
+class Run:
+    """One run."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self.spec = spec
+        #: The spec as plain values.
+        self.given: dict[str, Any] = spec.model_dump(mode="json")
+        self.name = spec.name
+        self.capabilities = frozenset(spec.capabilities)
+        self.source = source_of(spec)
+        self.own_source = spec.source != "learner"
+        self.closed = False
+        self.versions = Versions()
+        self.ledger = Ledger(spec)
+        #: Position of the next group of the run's own source.
+        self.position = 0
+        #: Groups in flight, and retired ones of which a worker still holds attempts.
+        self.groups: dict[str, Group] = {}
+        #: Groups that someone must decide on; empty between commands.
+        self.due: dict[str, Group] = {}
+        #: Queued episodes, first to go first. What is queued no longer is skipped, and dropped at the next dispatch.
+        self.queue: deque[Episode] = deque()
+        self.evaluation_queue: deque[Episode] = deque()
+        self.queued = 0
+        self.evaluation_queued = 0
+        self.leased = 0
+        self.evaluation_leased = 0
+        #: (order, id) of the eligible groups that a plain pull may take, oldest first.
+        self.eligible: list[tuple[int, str]] = []
+        #: Groups by state, evaluations left out; of the retired ones only ``retired`` below tells.
+        self.states: Counter[str] = Counter()
+        #: Open groups that a plain pull may take once they are complete.
+        self.open = 0
+        self.next_order = 0
+        self.batches: dict[str, Batch] = {}
+        self.closed_batches: dict[str, Closed] = {}
+        self.batches_acked = 0
+        self.evaluations: dict[str, Evaluation] = {}
+        #: Evaluations that are not over.
+        self.active_evaluations: dict[str, Evaluation] = {}
+        #: Why submitted groups ended, by id.
+        self.submitted_ends: dict[str, str] = {}
+        self.retired: Counter[str] = Counter()
+        self.stale_since_batch = 0
+        #: Groups that went stale since the last one that became eligible.
+        self.stale_in_row = 0
+        self.ends: Counter[str] = Counter()
+        self.rewards: deque[float] = deque(maxlen=RECENT_REWARDS)
+        #: Layers of the last attempts' failures; empty where there was none.
+        self.recent: deque[Failure | None] = deque(maxlen=RECENT_ATTEMPTS)
+        #: Stories of the tasks that killed attempts, by task key, and those that may kill no more.
+        self.kills: dict[bytes, list[str]] = {}
+        self.quarantined: dict[bytes, Task] = {}
+        #: Soft.
+        self.brake = Brake()
+        self.learners: dict[str, Learner] = {}
+
+    # Questions ------------------------------------------------------------------------------------------------
+
+    def plain(self, group: Group) -> bool:
+        """Whether a pull that names no groups may take it: in a run with tasks of its own, not the submitted ones."""
+        return not (group.evaluation is not None or (group.submitted and self.own_source))
+
+    def upcoming(self) -> tuple[int, Task] | None:
+        """Position and task of the next group of the run's own source, quarantined ones skipped; None at its end."""
+        position = self.position
+        task = self.source.task(position)
+        while task is not None and self.quarantined and task_key(task) in self.quarantined:
+            position += 1
+            task = self.source.task(position)
+        return None if task is None else (position, task)
+
+    @property
+    def admits(self) -> bool:
+        """Whether credit, bytes and queue let another group in."""
+        return self.queued < ADMIT_AHEAD and not self.closed and self.ledger.free > 0 and not self.ledger.full
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether a fixed list is at its end."""
+        return self.spec.source == "list" and self.upcoming() is None
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing will ever be served: closed, or a list at its end with too little left."""
+        if self.closed:
+            return True
+        if not self.exhausted or self.open or self.batches:
+            return False
+        return not self.eligible or not self.spec.partial_batches
+
+    def is_quarantined(self, task: Task) -> bool:
+        return bool(self.quarantined) and task_key(task) in self.quarantined
+
+    def out_of_bound(self, group: Group) -> str:
+        """``rewound`` or ``stale`` where its versions do not allow it to be served; else nothing."""
+        now = self.versions.now
+        bound = self.spec.max_staleness
+        for version in group.versions():
+            if version.lineage != now.lineage and self.versions.distance(version) is None:
+                return "rewound"
+            if now.n - version.n > bound:
+                return "stale"
+        return ""
+
+    def top_up_due(self, group: Group) -> bool:
+        """Whether a fresh member has to take the place of one that failed for good."""
+        return (
+            group.live + group.usable < group.size
+            and group.extra < group.size
+            and self.spec.short_groups == "top_up"
+            and group.evaluation is None
+            and not self.closed
+            and not self.is_quarantined(group.task)
+        )
+
+    def dropped(self, group: Group) -> str:
+        """Why a complete group is retired instead of served; else nothing."""
+        if not group.usable:
+            return "failed"
+        if self.spec.zero_variance == "drop" and group.zero_variance():
+            return "zero-variance"
+        return ""
+
+    def held_batches(self) -> list[Batch]:
+        """Open batches of groups that a plain pull may take."""
+        return [batch for batch in self.batches.values() if self.plain(batch.groups[0])]
+
+
+def remember(memory: dict[str, Any], key: str, value: Any, limit: int = REMEMBERED) -> None:
+    """Put into a memory of bounded length; the oldest is forgotten first."""
+    memory[key] = value
+    if len(memory) > limit:
+        del memory[next(iter(memory))]

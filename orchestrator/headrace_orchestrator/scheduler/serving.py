@@ -1,0 +1,302 @@
+"""Serving batches: pull, form, ack, nack.
+
+* The same request of a session is answered with the same batch; in the same generation, until that is acked.
+* Batches that another session of the learner left open are released and served first; oldest first.
+* A batch whose lease ran out is redelivered whole while within bound; else it is dissolved.
+* Until it is redelivered its holder may ack a batch whose lease ran out.
+* A repeated ack of the same session and generation gets the same answer; any other ack of a closed batch is refused.
+* An ack of an older generation is always superseded, be it of the same session.
+* A batch leased when its run was closed may still be acked; when its lease is over it is dissolved.
+* A batch that was given up is dissolved in any lease state; its groups are eligible again.
+* Only whole groups are served, oldest dispatch first.
+* A pull that names groups is served exactly these, once complete.
+* A pull on an idle run admits one more group; unless the byte bound or a held batch blocks it.
+"""
+
+from __future__ import annotations
+
+from headrace import wire
+from headrace.errors import BatchAlreadyAcked, BatchSuperseded, Conflict, InvalidRequest, UnknownBatch, UnknownGroup
+from headrace.trajectory import Version
+from headrace_orchestrator.scheduler import announcing, records, settling, why
+from headrace_orchestrator.scheduler.batches import Batch
+from headrace_orchestrator.scheduler.book import Book
+from headrace_orchestrator.scheduler.plans import Form, Plan, Redeliver
+from headrace_orchestrator.scheduler.runs import Learner, Run
+from headrace_orchestrator.scheduler.states import USABLE, Group
+
+MIN_WAITING_S = 5.0
+"""Seconds that a learner counts as waiting after an empty answer, if it did not say how long it waits."""
+
+
+def pull(book: Book, run: Run, request: wire.PullRequest, now: float) -> Plan:
+    """A batch, a plan to form one, or why there is none."""
+    if request.groups is not None:
+        _require_groups(run, request.groups)
+    learner = _meet(run, request.learner, now)
+    _release_other_sessions(book, run, request, now)
+    plan: Plan | None = _again(run, request, now) or _redeliver(book, run, request, now)
+    if plan is None:
+        settling.settle(book, run, now)  # dissolved batches may have left groups of which nothing can be served
+        plan = _plan(book, run, request.groups)
+    if plan is None and request.groups is None:
+        _admit_one_more(book, run, now)
+    settling.settle(book, run, now)
+    if plan is not None:
+        learner.waiting_until = 0.0
+        return plan
+    learner.waiting_until = now + max(request.wait_s, MIN_WAITING_S)
+    reasons, finished = why.empty(book, run, now, request.groups)
+    return wire.EmptyReply(epoch=book.epoch, reasons=reasons, finished=finished)
+
+
+def _meet(run: Run, name: str, now: float) -> Learner:
+    learner = run.learners.get(name)
+    if learner is None:
+        learner = run.learners[name] = Learner()
+    learner.doing = learner.doing or "waiting"
+    learner.said_at = learner.said_at or now
+    return learner
+
+
+def _require_groups(run: Run, ids: list[str]) -> None:
+    if not ids or len(set(ids)) < len(ids):
+        raise InvalidRequest("A pull names each group that it awaits once, and at least one.")
+    for id in ids:
+        group = run.groups.get(id)
+        if id not in run.submitted_ends and (group is None or not group.submitted):
+            raise UnknownGroup(f"Run {run.name} has no submitted group {id!r}.", hint="Submit it first.")
+
+
+def _release_other_sessions(book: Book, run: Run, request: wire.PullRequest, now: float) -> None:
+    for batch in run.batches.values():
+        if batch.learner == request.learner and batch.session != request.session and (batch.leased or batch.lapsed):
+            _release(book, run, batch, "its learner has a new session", now)
+
+
+def _release(book: Book, run: Run, batch: Batch, reason: str, now: float) -> None:
+    record = records.BatchReleased(run=run.name, batch=batch.id, generation=batch.generation, reason=reason)
+    book.emit(record, now)
+
+
+def _again(run: Run, request: wire.PullRequest, now: float) -> Redeliver | None:
+    """The batch that this very request holds already."""
+    for batch in run.batches.values():
+        if batch.leased and (batch.learner, batch.session, batch.request) == (
+            request.learner,
+            request.session,
+            request.request,
+        ):
+            batch.deadline = now + run.spec.batch_lease_s
+            return Redeliver(batch.id, batch.generation, run.spec.batch_lease_s)
+    return None
+
+
+def _redeliver(book: Book, run: Run, request: wire.PullRequest, now: float) -> Redeliver | None:
+    """The oldest batch that waits to be pulled again. On the way, those that are out of bound are dissolved."""
+    wanted = None if request.groups is None else set(request.groups)
+    for batch in list(run.batches.values()):
+        if batch.leased or run.closed:
+            continue
+        if dissolve_if_out_of_bound(book, run, batch, now):
+            continue
+        ids = {group.id for group in batch.groups}
+        if wanted is None:
+            fits = run.plain(batch.groups[0])
+        else:
+            fits = ids == wanted
+            if not fits and ids & wanted:
+                # Awaited groups must not hang in a batch that nobody pulls.
+                book.emit(records.BatchDissolved(run=run.name, batch=batch.id, reason="its groups are awaited"), now)
+        if fits:
+            return _lease(book, run, batch, request, now)
+    return None
+
+
+def _lease(book: Book, run: Run, batch: Batch, request: wire.PullRequest, now: float) -> Redeliver:
+    book.emit(
+        records.BatchLeased(
+            run=run.name,
+            batch=batch.id,
+            generation=batch.generation + 1,
+            learner=request.learner,
+            session=request.session,
+            request=request.request,
+        ),
+        now,
+    )
+    learner = run.learners[request.learner]
+    learner.doing, learner.said_at = "training", now  # it may say otherwise
+    return Redeliver(batch.id, batch.generation, run.spec.batch_lease_s)
+
+
+def dissolve_if_out_of_bound(book: Book, run: Run, batch: Batch, now: float) -> bool:
+    """Dissolve an unleased batch that is out of bound, and retire its groups that are; says whether it did."""
+    reason = next(filter(None, map(run.out_of_bound, batch.groups)), "")
+    if not reason:
+        return False
+    book.emit(records.BatchDissolved(run=run.name, batch=batch.id, reason=reason), now)
+    for group in batch.groups:
+        if reason := run.out_of_bound(group):
+            settling.retire(book, group, reason, now)
+    return True
+
+
+def _plan(book: Book, run: Run, awaited: list[str] | None) -> Form | None:
+    if awaited is None:
+        groups = choose(run)
+    else:
+        groups = [run.groups[id] for id in awaited if id in run.groups]
+        if len(groups) < len(awaited) or any(group.state != "eligible" for group in groups):
+            return None
+    if not groups:
+        return None
+    return Form(
+        book.new_id(),
+        [(group.id, [e.trajectory for e in group.members if e.state in USABLE]) for group in groups],
+    )
+
+
+def choose(run: Run) -> list[Group]:
+    """The groups of the next batch, oldest dispatch first; none where there are too few."""
+    groups = run.groups
+    budget = run.spec.batch_tokens
+    last = run.spec.partial_batches and _nothing_else_comes(run)
+    if budget is None:
+        need = run.spec.batch_groups
+        ready = run.eligible[:need]
+        return [groups[id] for _, id in ready] if len(ready) == need or last else []
+    taken: list[Group] = []
+    total = 0
+    for _, id in run.eligible:
+        group = groups[id]
+        tokens = max(1, group.row_tokens)
+        if taken and total + tokens > budget:
+            return taken
+        taken.append(group)
+        total += tokens
+        if total >= budget:
+            return taken
+    return taken if last else []
+
+
+def _nothing_else_comes(run: Run) -> bool:
+    """Whether what is eligible now is all that a list will ever give."""
+    return not run.open and run.exhausted and (run.spec.max_uses == 1 or not run.batches)
+
+
+def _admit_one_more(book: Book, run: Run, now: float) -> None:
+    """An idle run that cannot fill a batch gets one group beyond its credit."""
+    if run.closed or run.open or run.ledger.full or len(run.held_batches()) > run.spec.max_staleness:
+        return
+    settling.admit(book, run, now)
+
+
+def form(book: Book, run: Run, plan: Form, request: wire.PullRequest, now: float) -> Redeliver:
+    """Freeze a planned batch and lease it; raises Conflict where its groups are not eligible any more."""
+    for id, _ in plan.groups:
+        group = run.groups.get(id)
+        if group is None or group.state != "eligible":
+            raise Conflict(f"Group {id} is not eligible any more; the batch cannot be formed.", hint="Pull again.")
+    ids = [id for id, _ in plan.groups]
+    book.emit(records.BatchFormed(run=run.name, batch=plan.batch, groups=ids, version=run.versions.now), now)
+    leased = _lease(book, run, run.batches[plan.batch], request, now)
+    settling.settle(book, run, now)
+    return leased
+
+
+def ack(book: Book, run: Run, id: str, request: wire.AckRequest, now: float) -> wire.AckReply:
+    """Take an ack, and the version that the step made in the same record."""
+    batch = run.batches.get(id)
+    if batch is None:
+        return _ack_closed(book, run, id, request)
+    _require_lease(batch, request.learner, request.session, request.generation)
+    version: Version | None = None
+    if request.version:
+        version = announcing.checked(run, request.version)
+    book.emit(records.BatchAcked(run=run.name, batch=id, generation=request.generation, version=version), now)
+    settling.retire_out_of_bound(book, run, now)
+    settling.settle(book, run, now)
+    return wire.AckReply(epoch=book.epoch, batch=id, version=str(run.versions.now))
+
+
+def _ack_closed(book: Book, run: Run, id: str, request: wire.AckRequest) -> wire.AckReply:
+    closed = run.closed_batches.get(id)
+    if closed is None:
+        raise UnknownBatch(f"Run {run.name} has no batch {id!r}.")
+    same = (closed.session, closed.generation) == (request.session, request.generation)
+    if closed.end == "acked" and request.generation < closed.generation:
+        raise BatchSuperseded(
+            f"Batch {id} was acked in generation {closed.generation}; this was generation {request.generation}.",
+            hint="Pull the next batch.",
+        )
+    if closed.end == "acked":
+        if same and request.version in ("", closed.version):
+            return wire.AckReply(epoch=book.epoch, batch=id, version=closed.version or str(run.versions.now))
+        raise BatchAlreadyAcked(
+            f"Batch {id} was acked by session {closed.session!r} in generation {closed.generation}.",
+            hint="Pull the next batch.",
+        )
+    raise BatchSuperseded(f"Batch {id} was dissolved; it will not be served again.", hint="Pull the next batch.")
+
+
+def _require_lease(batch: Batch, learner: str, session: str, generation: int) -> None:
+    mine = (batch.learner, batch.session, batch.generation) == (learner, session, generation)
+    if not mine or not (batch.leased or batch.lapsed):
+        raise BatchSuperseded(
+            f"Batch {batch.id} is in generation {batch.generation}, "
+            f"{'held by' if batch.leased else 'last held by'} session {batch.session!r} of learner {batch.learner!r}; "
+            f"this was generation {generation} of session {session!r}.",
+            hint="Pull again: the batch is redelivered to whoever pulls.",
+        )
+
+
+def nack(book: Book, run: Run, id: str, request: wire.NackRequest, now: float) -> None:
+    """Take a batch back; it is redelivered whole while within bound."""
+    batch = _open_batch(run, id)
+    if batch is None:
+        return
+    _require_lease(batch, request.learner, request.session, request.generation)
+    _release(book, run, batch, f"nacked: {request.reason}", now)
+    dissolve_if_out_of_bound(book, run, batch, now)
+    settling.settle(book, run, now)
+
+
+def _open_batch(run: Run, id: str) -> Batch | None:
+    """The batch; None where it was dissolved already."""
+    batch = run.batches.get(id)
+    if batch is None:
+        closed = run.closed_batches.get(id)
+        if closed is None:
+            raise UnknownBatch(f"Run {run.name} has no batch {id!r}.")
+        if closed.end == "acked":
+            raise BatchAlreadyAcked(f"Batch {id} was acked; it cannot be given back.", hint="Pull the next batch.")
+    return batch
+
+
+def dissolve(book: Book, run: Run, id: str, reason: str, now: float) -> None:
+    """Give a batch up; raises UnknownBatch, or BatchAlreadyAcked."""
+    if _open_batch(run, id) is not None:
+        book.emit(records.BatchDissolved(run=run.name, batch=id, reason=reason), now)
+        settling.retire_out_of_bound(book, run, now)
+        settling.settle(book, run, now)
+
+
+def doing(run: Run, request: wire.DoingRequest, now: float) -> None:
+    """A learner says what it is doing: all its batch leases are renewed."""
+    learner = _meet(run, request.learner, now)
+    learner.doing = request.doing
+    learner.said_at = now
+    for batch in run.batches.values():
+        if batch.leased and (batch.learner, batch.session) == (request.learner, request.session):
+            batch.deadline = now + run.spec.batch_lease_s
+
+
+def expire(book: Book, run: Run, now: float) -> None:
+    """Release the batches whose leases ran out, and dissolve those out of bound."""
+    late = [batch for batch in run.batches.values() if batch.leased and batch.deadline <= now]
+    for batch in late:
+        _release(book, run, batch, "expired", now)
+        dissolve_if_out_of_bound(book, run, batch, now)
+    if late:
+        settling.settle(book, run, now)

@@ -1,0 +1,389 @@
+"""How each fact changes the state of a run.
+
+* A fact that does not fit changes nothing and raises; of a dispatch the grants that fit are taken.
+* A terminal record that was lost costs itself only; the facts after it are taken as far as they go.
+* A fact proves what must have come before it: a retired group, that its batch was acked or dissolved; a cancelled
+  attempt, that its group was retired; a new batch, that the one before it was dissolved.
+* A lost worker draws no retry budget and kills nothing on its own; an episode that lost too many counts once a worker.
+* A group that only pulls by name may take is served once; the others as often as the run says.
+* An evaluation that runs is never forgotten.
+* A batch definition that was lost costs itself only; its version stands, and its groups retire by facts of their own.
+
+Only these functions, and the book that calls them, write durable state; the commands decide. After every fact its group
+is reviewed: it becomes eligible by itself, or is put in ``due`` where someone must decide.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+from headrace.errors import InternalError
+from headrace.trajectory import Failure, Version
+from headrace_orchestrator.scheduler import records
+from headrace_orchestrator.scheduler.batches import Batch, Closed
+from headrace_orchestrator.scheduler.evaluations import Evaluation
+from headrace_orchestrator.scheduler.runs import REMEMBERED_EVALUATIONS, Run, remember
+from headrace_orchestrator.scheduler.sources import task_key
+from headrace_orchestrator.scheduler.states import TERMINAL, USABLE, Episode, EpisodeState, Group
+
+LEASE_EXPIRED = "lease-expired"
+"""Kind of the failure that ends an episode which lost too many workers."""
+
+UNCOUNTED_LAYERS = frozenset({"policy"})
+"""A failure of the endpoint says nothing about the task."""
+
+UNCOUNTED_KINDS = frozenset({"drained", "cancelled", "quarantined"})
+"""Kinds of infrastructure failure that the task has no part in."""
+
+
+def admitted(run: Run, record: records.GroupAdmitted) -> Iterator[Episode]:
+    evaluation = run.evaluations[record.evaluation] if record.evaluation else None
+    group = Group(run, record.group, record.task, record.position, record.submitted, evaluation)
+    run.groups[group.id] = group
+    group.size = len(record.members)
+    if evaluation is None:
+        run.states["open"] += 1
+    if record.position >= 0:
+        run.position = record.position + 1
+        run.ledger.in_flight += 1
+    if run.plain(group):
+        run.open += 1
+    if evaluation is not None:
+        evaluation.groups.append(group)
+    for member in record.members:
+        yield _enqueue(run, group, member, first=False)
+
+
+def member(run: Run, record: records.MemberAdded) -> Episode:
+    group = run.groups[record.group]
+    if group.state != "open":
+        raise InternalError(f"A member is added to group {group.id}, which is {group.state}.")
+    group.extra += 1
+    # The rest of its group is ahead of all that is queued.
+    episode = _enqueue(run, group, record.member, first=True)
+    review(run, group)
+    return episode
+
+
+def _enqueue(run: Run, group: Group, member: records.Member, *, first: bool) -> Episode:
+    episode = Episode(group, member.episode, member.member, member.sampling_seed)
+    group.members.append(episode)
+    group.live += 1
+    if group.evaluation is None:
+        run.ledger.unfinished += 1
+        run.queued += 1
+    else:
+        run.evaluation_queued += 1
+    queue = run.queue if group.evaluation is None else run.evaluation_queue
+    if first:
+        queue.appendleft(episode)
+    else:
+        queue.append(episode)
+    return episode
+
+
+def dispatched(run: Run, episode: Episode, grant: records.Grant, worker: str, version: Version) -> None:
+    episode.move("leased", "Dispatched")
+    episode.attempt = grant.attempt
+    episode.nonce = grant.nonce
+    episode.worker = worker
+    episode.version = version
+    group = episode.group
+    if group.order < 0:
+        group.order = run.next_order
+        run.next_order += 1
+    if group.evaluation is None:
+        run.queued -= 1
+        run.leased += 1
+    else:
+        run.evaluation_queued -= 1
+        run.evaluation_leased += 1
+
+
+def trim_queues(run: Run) -> None:
+    """Drop what is queued no longer from the queues. It is at their heads, but for what ended while it was queued, or
+    was dispatched before in a log that lost that."""
+    for queue, queued in ((run.queue, run.queued), (run.evaluation_queue, run.evaluation_queued)):
+        while queue and queue[0].state != "queued":
+            queue.popleft()
+        if len(queue) > queued:
+            left = [episode for episode in queue if episode.state == "queued"]
+            queue.clear()
+            queue.extend(left)
+
+
+def attempt_ended(run: Run, episode: Episode, record: records.AttemptEnded) -> None:
+    episode.move("queued", record.reason)
+    if record.reason == records.WORKER_LOST:
+        episode.losses += 1
+    if record.counts:
+        episode.draws += 1
+        run.recent.append(record.failure)
+        if record.failure is None:
+            _killed(run, episode, f"{record.reason} at worker {episode.worker}")
+    if episode.group.evaluation is None:
+        run.leased -= 1
+        run.queued += 1
+        run.queue.appendleft(episode)
+    else:
+        run.evaluation_leased -= 1
+        run.evaluation_queued += 1
+        run.evaluation_queue.appendleft(episode)
+    review(run, episode.group)
+
+
+def episode_ended(run: Run, episode: Episode, record: records.EpisodeEnded) -> None:
+    group = episode.group
+    was = episode.state
+    episode.end(record)
+    _left(run, group, was)
+    if record.status == "failed":
+        _count_failure(run, episode, record.failure)
+    elif record.status != "cancelled":
+        run.recent.append(None)
+    if group.evaluation is not None:
+        group.evaluation.take(record)
+    else:
+        run.ends[record.status] += 1
+        if record.rewards and record.status in USABLE:
+            run.rewards.append(sum(record.rewards.values()))
+    if group.state == "retired":
+        review(run, group)
+        return
+    if record.status in USABLE:
+        group.usable += 1
+        group.row_tokens += record.row_tokens
+    if group.evaluation is None:
+        group.held_bytes += record.size_bytes
+        run.ledger.held_bytes += record.size_bytes
+        run.ledger.unfinished -= 1
+        if record.by_worker:
+            run.ledger.saw_record(record.size_bytes)
+    if not (group.live and record.status in USABLE and _in_bound(run, record)):
+        review(run, group)
+
+
+def _in_bound(run: Run, record: records.EpisodeEnded) -> bool:
+    """Whether the record alone cannot make its group stale; spares most records the review of their group."""
+    now, low = run.versions.now, record.low
+    if low is None or low.lineage != now.lineage or now.n - low.n > run.spec.max_staleness:
+        return False
+    return record.high is None or record.high.lineage == now.lineage
+
+
+def _left(run: Run, group: Group, was: EpisodeState) -> None:
+    """A member is over: it is live no more."""
+    group.live -= 1
+    if group.evaluation is None:
+        if was == "queued":
+            run.queued -= 1
+        else:
+            run.leased -= 1
+    elif was == "queued":
+        run.evaluation_queued -= 1
+    else:
+        run.evaluation_leased -= 1
+
+
+def _count_failure(run: Run, episode: Episode, failure: Failure | None) -> None:
+    if failure is None:
+        return
+    if failure.kind not in UNCOUNTED_KINDS:
+        run.recent.append(failure)
+        if failure.layer not in UNCOUNTED_LAYERS:
+            what = f"{failure.layer}/{failure.kind}: {failure.message}"
+            _killed(run, episode, what, once=failure.kind == LEASE_EXPIRED)
+
+
+def _killed(run: Run, episode: Episode, what: str, *, once: bool = False) -> None:
+    story = run.kills.setdefault(task_key(episode.group.task), [])
+    if once and any(line.endswith(what) for line in story):
+        return  # one worker took several episodes of the task with it
+    story.append(f"episode {episode.id} attempt {episode.attempt}: {what}")
+
+
+def quarantined(run: Run, record: records.TaskQuarantined) -> None:
+    key = task_key(record.task)
+    run.quarantined[key] = record.task
+    for group in list(run.groups.values()):
+        if group.state == "open" and task_key(group.task) == key:
+            _vanish(run, group, "TaskQuarantined")
+            review(run, group)
+
+
+def _vanish(run: Run, group: Group, cause: str) -> None:
+    """Members that were never dispatched never will be."""
+    for episode in group.members:
+        if episode.state == "queued" and episode.attempt == 0:
+            episode.move("vanished", cause)
+            _left(run, group, "queued")
+            if group.evaluation is not None:
+                group.evaluation.left -= 1
+            elif group.state != "retired":
+                run.ledger.unfinished -= 1
+
+
+def retired(run: Run, record: records.GroupRetired) -> None:
+    group = run.groups[record.group]
+    if group.state == "leased":
+        _batch_over(run, group, record.reason)
+    group.require("retired", record.reason)
+    if group.state == "eligible":
+        _not_eligible(run, group)
+    if group.state == "open" and run.plain(group):
+        run.open -= 1
+    if group.position >= 0:
+        run.ledger.in_flight -= 1
+    if group.evaluation is None:
+        run.ledger.held_bytes -= group.held_bytes
+        run.ledger.unfinished -= group.live
+        run.retired[record.reason] += 1
+        if record.reason == "stale":
+            run.stale_since_batch += 1
+            run.stale_in_row += 1
+    group.move("retired", record.reason)
+    group.reason = record.reason
+    if group.submitted:
+        remember(run.submitted_ends, group.id, record.reason)
+    if run.spec.source == "mixture" and run.kills and not run.is_quarantined(group.task):
+        run.kills.pop(task_key(group.task), None)
+    _vanish(run, group, record.reason)
+    review(run, group)
+
+
+def _batch_over(run: Run, group: Group, reason: str) -> None:
+    """A group is over, so its batch is; the fact that said so was lost in the log."""
+    batch = run.batches[group.batch]
+    if reason == "acked":
+        batch_acked(run, records.BatchAcked(run=run.name, batch=batch.id, generation=batch.generation))
+    else:
+        batch_dissolved(run, records.BatchDissolved(run=run.name, batch=batch.id, reason=reason))
+
+
+def batch_formed(run: Run, record: records.BatchFormed) -> list[Episode]:
+    """Returns episodes that were over when the batch was formed, and whose terminal records are lost."""
+    groups = [run.groups[id] for id in record.groups]
+    for group in groups:
+        if group.state not in ("open", "eligible", "leased"):
+            raise InternalError(f"Batch {record.batch} takes group {group.id}, which is {group.state}.")
+    lost: list[Episode] = []
+    for group in groups:
+        if group.state == "open":
+            lost += _members_lost(run, group)
+        elif group.state == "leased":
+            _batch_over(run, group, "its groups are in another batch")
+    for group in groups:
+        run.due.pop(group.id, None)
+        _not_eligible(run, group)
+        group.move("leased", "BatchFormed")
+        group.batch = record.batch
+    run.batches[record.batch] = Batch(record.batch, groups, record.version)
+    run.stale_since_batch = 0
+    return lost
+
+
+def _members_lost(run: Run, group: Group) -> list[Episode]:
+    """A group was complete when its batch was formed: a terminal record that is missing here was lost in the log."""
+    lost = [episode for episode in group.members if episode.state not in TERMINAL]
+    for episode in lost:
+        episode.require("failed", "its record was lost")
+        _left(run, group, episode.state)
+        run.ledger.unfinished -= 1
+        episode.move("failed", "its record was lost")
+    group.damaged = True
+    run.due.pop(group.id, None)
+    _complete(run, group)
+    return lost
+
+
+def batch_dissolved(run: Run, record: records.BatchDissolved) -> None:
+    batch = run.batches.pop(record.batch)
+    remember(run.closed_batches, batch.id, Closed("dissolved", batch.session, batch.generation, ""))
+    for group in batch.groups:
+        group.batch = ""
+        group.move("eligible", "BatchDissolved")
+        _eligible(run, group)
+        _drop_if_empty(run, group)
+
+
+def batch_acked(run: Run, record: records.BatchAcked) -> None:
+    batch = run.batches.pop(record.batch, None)
+    if record.version is not None:
+        run.versions.announce(record.version, None)
+    if batch is None:
+        # Its definition was lost in the log. The version stands, and its groups retire by records of their own.
+        return
+    version = str(record.version) if record.version is not None else ""
+    remember(run.closed_batches, batch.id, Closed("acked", batch.session, batch.generation, version))
+    run.batches_acked += 1
+    for group in batch.groups:
+        group.uses += 1
+        group.batch = ""
+        if group.uses < run.spec.max_uses and run.plain(group):
+            # It keeps its place in the order of dispatch: at the tail it would go stale before its turn.
+            group.move("eligible", "BatchAcked")
+            _eligible(run, group)
+            _drop_if_empty(run, group)
+        else:
+            group.move("acked", "BatchAcked")
+            run.due[group.id] = group
+
+
+def _drop_if_empty(run: Run, group: Group) -> None:
+    """A group of which all records were lost is not served again."""
+    if not group.usable:
+        run.due[group.id] = group
+
+
+def evaluation(run: Run, evaluation: Evaluation) -> None:
+    run.evaluations[evaluation.id] = evaluation
+    over = [id for id, old in run.evaluations.items() if old.reason]
+    for id in over[: max(0, len(run.evaluations) - REMEMBERED_EVALUATIONS)]:
+        del run.evaluations[id]
+    run.active_evaluations[evaluation.id] = evaluation
+
+
+def review(run: Run, group: Group) -> None:
+    """Make a complete group eligible, forget one that is over, or put it in ``due`` where a decision is needed."""
+    run.due.pop(group.id, None)
+    if group.state == "retired":
+        if not group.live:
+            del run.groups[group.id]
+        elif any(episode.state in ("queued", "leased") for episode in group.members):
+            run.due[group.id] = group
+    elif group.state == "open" and _needs_decision(run, group):
+        run.due[group.id] = group
+    elif group.state == "open" and not group.live:
+        _complete(run, group)
+
+
+def _complete(run: Run, group: Group) -> None:
+    group.move("eligible", "complete")
+    run.stale_in_row = 0
+    run.ledger.saw_group(group.row_tokens)
+    if run.plain(group):
+        run.open -= 1
+    _eligible(run, group)
+
+
+def _needs_decision(run: Run, group: Group) -> bool:
+    if _queued_in_quarantine(run, group):
+        return True
+    if group.evaluation is not None:
+        return not group.live
+    return bool(run.top_up_due(group) or run.out_of_bound(group) or (not group.live and run.dropped(group)))
+
+
+def _queued_in_quarantine(run: Run, group: Group) -> bool:
+    return run.is_quarantined(group.task) and any(episode.state == "queued" for episode in group.members)
+
+
+def _eligible(run: Run, group: Group) -> None:
+    if run.plain(group):
+        insort(run.eligible, (group.order, group.id))
+
+
+def _not_eligible(run: Run, group: Group) -> None:
+    if run.plain(group):
+        del run.eligible[bisect_left(run.eligible, (group.order, group.id))]

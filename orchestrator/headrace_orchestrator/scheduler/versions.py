@@ -1,0 +1,68 @@
+"""Versions of a run's policy: lineages, and how far behind a version is.
+
+* Rows may carry versions that were announced, or the next one; a learner loads weights and then announces them, so what
+  is sampled in between carries the next version before the announcement arrives.
+* Distance counts along the path from the version now back to the root; what was left by a rewind is off the path.
+"""
+
+from __future__ import annotations
+
+from headrace.errors import InvalidRequest, VersionUnknown
+from headrace.trajectory import Version
+
+
+class Versions:
+    """All lineages of a run, and the version now."""
+
+    __slots__ = ("forks", "now", "tops")
+
+    def __init__(self) -> None:
+        self.now = Version(0, 0)
+        #: Where each lineage began; None for the first.
+        self.forks: list[Version | None] = [None]
+        #: The highest n announced in each lineage.
+        self.tops: list[int] = [0]
+
+    def announce(self, version: Version, fork: Version | None) -> None:
+        """Take an announcement; with a fork, of a new lineage."""
+        while len(self.forks) <= version.lineage:
+            # Where a lineage began may be lost in the log: then as early as can be, so that no row that a rewind left
+            # is taken to be on the path.
+            self.forks.append(Version(len(self.forks) - 1, 0))
+            self.tops.append(0)
+        if fork is not None:
+            self.forks[version.lineage] = fork
+        self.tops[version.lineage] = max(self.tops[version.lineage], version.n)
+        self.now = version
+
+    def distance(self, version: Version) -> int | None:
+        """Versions between this one and now; None if it is off the path to now. A version ahead of now is 0 behind."""
+        now = self.now
+        if version.lineage == now.lineage:
+            return max(0, now.n - version.n)
+        lineage, top = now.lineage, now.n
+        while lineage != version.lineage:
+            fork = self.forks[lineage]
+            if fork is None or version.lineage > lineage:
+                return None
+            lineage, top = fork
+        return now.n - version.n if version.n <= top else None
+
+    def require_known(self, version: Version) -> None:
+        """Raise VersionUnknown for a version that no engine can have had."""
+        if version.lineage < len(self.tops):
+            fork = self.forks[version.lineage]
+            if (fork.n if fork else 0) <= version.n <= self.tops[version.lineage] + 1:
+                return
+        raise VersionUnknown(
+            f"Version {version} was never announced; the version now is {self.now}.",
+            hint="Announce a version when its weights are loaded, before it is two ahead.",
+        )
+
+
+def parse_version(text: str) -> Version:
+    """Read the text form; raises InvalidRequest."""
+    try:
+        return Version.parse(text)
+    except ValueError as error:
+        raise InvalidRequest(f"{error}.") from error

@@ -1,0 +1,217 @@
+"""Why a pull has nothing to serve: every reason that holds now, the most telling first.
+
+* An empty answer always has a reason; it is a sentence, and its counts are in ``facts``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from headrace.wire import Reason
+from headrace_orchestrator.scheduler import braking
+from headrace_orchestrator.scheduler.book import Book
+from headrace_orchestrator.scheduler.runs import Run
+
+FAILING_SHARE = 0.5
+"""Share of the last attempts that failed in the policy layer, from which on the policy is said to be failing."""
+
+FAILING_LEAST = 4
+"""Fewer policy failures than this say nothing."""
+
+
+def empty(book: Book, run: Run, now: float, awaited: list[str] | None) -> tuple[list[Reason], bool]:
+    """Why nothing is served, and whether nothing ever will be (to this pull)."""
+    if run.closed:
+        return [Reason(code="closed", message=f"Run {run.name} was closed.")], True
+    if awaited is not None:
+        ended = _ended(run, awaited)
+        if ended:
+            return ended, True
+    elif run.done:
+        return _finished(run), True
+    reasons = _blocked(run, awaited) + _starved(book, run, now)
+    if awaited is None and run.exhausted:
+        reasons += _finished(run)
+    if not reasons or run.ledger.unfinished or run.evaluation_leased:
+        reasons.append(_collecting(run, awaited))
+    return reasons, False
+
+
+def _ended(run: Run, awaited: list[str]) -> list[Reason]:
+    """Awaited groups that will not be served."""
+    return [
+        Reason(
+            code="group-ended",
+            message=f"Group {id} was retired ({run.submitted_ends[id]}) and will not be served.",
+            facts={"group": id, "reason": run.submitted_ends[id]},
+        )
+        for id in awaited
+        if id in run.submitted_ends
+    ]
+
+
+def _finished(run: Run) -> list[Reason]:
+    left, need = len(run.eligible), run.ledger.batch_groups
+    if not left:
+        return [Reason(code="tasks-exhausted", message="tasks exhausted", facts={"groups_left": 0})]
+    facts = {"groups_left": left, "batch_groups": need}
+    if run.open or run.batches:
+        return [Reason(code="tasks-exhausted", message="tasks exhausted", facts=facts)]
+    message = f"{_count(left, 'group')} left, batch needs {need}, tasks exhausted"
+    return [Reason(code="groups-left", message=message, facts=facts)]
+
+
+def _blocked(run: Run, awaited: list[str] | None) -> list[Reason]:
+    """What stops admission, or holds what is ready."""
+    reasons: list[Reason] = []
+    ledger = run.ledger
+    held = [batch for batch in run.held_batches() if batch.leased]
+    bound = run.spec.max_staleness
+    if awaited is not None:
+        where = {id: run.groups[id].batch for id in awaited if run.groups[id].batch}
+        for id, batch in where.items():
+            reasons.append(
+                Reason(
+                    code="batches-held",
+                    message=f"Group {id} is in batch {batch}, which is held unacked.",
+                    facts={"group": id, "batch": batch},
+                )
+            )
+    elif held and (len(held) > bound or (not run.open and not ledger.free)):
+        reasons.append(
+            Reason(
+                code="batches-held",
+                message=(
+                    f"{_count(len(held), 'batch', 'batches')} held unacked. To hold {len(held) + 1}, "
+                    f"max_staleness must be at least {len(held)}; it is {bound}."
+                ),
+                facts={"held": len(held), "max_staleness": bound, "needed": len(held)},
+            )
+        )
+    if ledger.full:
+        reasons.append(
+            Reason(
+                code="byte-bound",
+                message=(
+                    f"Groups in flight hold {ledger.held_bytes} bytes and {ledger.reserved_bytes} more are reserved; "
+                    f"the bound is {run.spec.max_bytes}. Admission stops until groups retire."
+                ),
+                facts={
+                    "held_bytes": ledger.held_bytes,
+                    "reserved_bytes": ledger.reserved_bytes,
+                    "max_bytes": run.spec.max_bytes,
+                },
+            )
+        )
+    if not run.own_source and not run.open and not run.eligible and not held and awaited is None:
+        reasons.append(Reason(code="no-tasks", message="No groups are submitted.", facts={}))
+    return reasons
+
+
+def _starved(book: Book, run: Run, now: float) -> list[Reason]:
+    """What keeps admitted groups from becoming complete."""
+    reasons: list[Reason] = []
+    queued = run.queued + run.evaluation_queued
+    pool = run.spec.pool
+    live = book.workers.live(pool, now)
+    fit = [worker for worker in live if run.capabilities <= worker.capabilities]
+    if queued and not fit:
+        lacking = f" that offer {sorted(run.capabilities)}" if live else ""
+        reasons.append(
+            Reason(
+                code="no-workers",
+                message=f"no workers in pool {pool!r}{lacking}: {_count(queued, 'episode')} queued",
+                facts={"pool": pool, "queued": queued, "workers": len(live)},
+            )
+        )
+    elif queued and all(worker.name in book.workers.draining for worker in fit):
+        reasons.append(
+            Reason(
+                code="draining",
+                message=f"all {_count(len(fit), 'worker')} in pool {pool!r} drain: {_count(queued, 'episode')} queued",
+                facts={"pool": pool, "queued": queued, "workers": len(fit)},
+            )
+        )
+    reasons += _failing(run, now)
+    holding = [evaluation for evaluation in run.active_evaluations.values() if evaluation.left]
+    if holding and run.evaluation_leased:
+        longest = max(holding, key=lambda evaluation: evaluation.hold_s(now))
+        reasons.append(
+            Reason(
+                code="evaluation-hold",
+                message=(
+                    f"Evaluation {longest.id} of version {longest.version} runs: {longest.left} of {longest.wanted} "
+                    f"episodes are not over; it ends in {longest.hold_s(now):.0f} s at the latest."
+                ),
+                facts={"evaluation": longest.id, "left": longest.left, "hold_s": longest.hold_s(now)},
+            )
+        )
+    if run.stale_since_batch:
+        stale = run.stale_since_batch
+        reasons.append(
+            Reason(
+                code="all-stale",
+                message=(
+                    f"{_count(stale, 'group')} went stale since the last batch: more than {run.spec.max_staleness} "
+                    f"versions behind {run.versions.now}.{_is_it_served(run)}"
+                ),
+                facts={"stale": stale, "max_staleness": run.spec.max_staleness},
+            )
+        )
+    if run.quarantined:
+        number = len(run.quarantined)
+        reasons.append(
+            Reason(
+                code="quarantined",
+                message=f"{_count(number, 'task')} quarantined: each killed too many attempts.",
+                facts={"tasks": number},
+            )
+        )
+    return reasons
+
+
+def _is_it_served(run: Run) -> str:
+    return " Does the policy server serve that version?" if braking.only_stale(run) else ""
+
+
+def _failing(run: Run, now: float) -> list[Reason]:
+    """The layer in which most of the last attempts failed, if they are many."""
+    layers = Counter(failure.layer for failure in run.recent if failure is not None)
+    if not layers:
+        return []
+    ((layer, failed),) = layers.most_common(1)
+    if failed < max(FAILING_LEAST, FAILING_SHARE * len(run.recent)):
+        return []
+    last = next(failure for failure in reversed(run.recent) if failure is not None and failure.layer == layer)
+    slowed = ""
+    if run.brake.since is not None:
+        slowed = f" One attempt at a time is tried, the next in {max(0.0, run.brake.next_try - now):.1f} s."
+    return [
+        Reason(
+            code=f"{layer}-failing",
+            message=(
+                f"The {layer} is failing: {failed} of the last {len(run.recent)} attempts failed there, "
+                f"the last with {last.kind}: {last.message}{slowed}"
+            ),
+            facts={"failed": failed, "of": len(run.recent), "kind": last.kind},
+        )
+    ]
+
+
+def _collecting(run: Run, awaited: list[str] | None) -> Reason:
+    leased = run.leased + run.evaluation_leased
+    queued = run.queued + run.evaluation_queued
+    if awaited is not None:
+        ready = sum(run.groups[id].state == "eligible" for id in awaited)
+        need = len(awaited)
+    else:
+        ready, need = len(run.eligible), run.ledger.batch_groups
+    return Reason(
+        code="collecting",
+        message=(f"{ready} of {_count(need, 'group')} ready; {_count(leased, 'episode')} at workers, {queued} queued."),
+        facts={"ready": ready, "batch_groups": need, "leased": leased, "queued": queued},
+    )
+
+
+def _count(number: int, one: str, many: str = "") -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"

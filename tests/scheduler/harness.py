@@ -1,0 +1,265 @@
+"""Drives a scheduler as a shell would: keeps the log, checks the invariants after every command, replays."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+from headrace import wire
+from headrace.runspec import RunSpec
+from headrace.trajectory import Failure, Status, Version
+from headrace_orchestrator.scheduler import records
+from headrace_orchestrator.scheduler.core import Form, Redeliver, Scheduler
+
+FLAKY = Failure(layer="environment", kind="step-timeout", message="The step took too long.", retryable=True)
+BROKEN = Failure(layer="environment", kind="crashed", message="It raised.", retryable=False)
+NO_POLICY = Failure(layer="policy", kind="unreachable", message="Connection refused.", retryable=False)
+
+
+class Served:
+    """A batch as a learner has it."""
+
+    def __init__(self, run: str, lease: Redeliver, request: wire.PullRequest, groups: list[str]) -> None:
+        self.run = run
+        self.id = lease.batch
+        self.generation = lease.generation
+        self.learner = request.learner
+        self.session = request.session
+        self.groups = groups
+
+
+class Harness:
+    """One scheduler, its log, and a clock that only tests move."""
+
+    def __init__(self, *, checked: bool = True) -> None:
+        self.now = 1000.0
+        self.log: list[records.AnyRecord] = []
+        self.checked = checked
+        self._ids = itertools.count()
+        self.core = self._scheduler()
+        #: What each worker holds, as it would list it.
+        self.holding: dict[str, dict[str, wire.AttemptKey]] = {}
+        self.tasks: dict[str, str] = {}
+
+    def _scheduler(self) -> Scheduler:
+        return Scheduler(epoch=1, new_id=lambda: f"id{next(self._ids)}", new_nonce=lambda: f"nonce{next(self._ids)}")
+
+    def settle(self) -> list[records.AnyRecord]:
+        """Take what the last command decided, and check the invariants."""
+        new = self.core.drain()
+        self.log += new
+        for record in new:
+            if isinstance(record, records.GroupAdmitted):
+                self.tasks[record.group] = record.task.id
+        if self.checked:
+            self.core.check()
+        return new
+
+    # Time and restarts
+    def advance(self, seconds: float) -> list[records.AnyRecord]:
+        """Let time pass; ``tick`` is called as often as the core wants it."""
+        begun = len(self.log)
+        end = self.now + seconds
+        while self.now < end:
+            deadline = self.core.next_deadline()
+            self.now = end if deadline is None else min(end, max(deadline, self.now))
+            self.core.tick(self.now)
+            self.settle()
+        return self.log[begun:]
+
+    def stall(self, seconds: float) -> list[records.AnyRecord]:
+        """The process stands still for so long."""
+        self.now += seconds
+        self.core.tick(self.now)
+        return self.settle()
+
+    def replayed(self, log: Iterable[records.AnyRecord] | None = None) -> Scheduler:
+        core = self._scheduler()
+        for record in self.log if log is None else log:
+            core.apply(record, self.now)
+        return core
+
+    def restart(self) -> None:
+        core = self.replayed()
+        assert core.durable() == self.core.durable()
+        self.core = core
+        self.core.tick(self.now)
+        assert self.settle() == []
+
+    # Runs
+    def run(self, name: str = "r", **spec: Any) -> str:
+        if not spec.keys() & {"environments", "tasks", "source"}:
+            spec["environments"] = [{"id": "game:A"}]
+        spec.pop("source", None)
+        self.core.create_run(RunSpec(name=name, **spec), self.now)
+        self.settle()
+        return name
+
+    def status(self, run: str = "r") -> wire.RunStatus:
+        return self.core.run_status(run, self.now)
+
+    def submit(self, *ids: str, run: str = "r", size: int | None = None) -> list[str]:
+        groups = [
+            wire.GroupRequest(task={"environment": "game:A", "seed": number}, size=size, id=id)
+            for number, id in enumerate(ids)
+        ]
+        found = self.core.submit_groups(run, groups, self.now)
+        self.settle()
+        return found
+
+    def evaluate(self, tasks: int = 1, run: str = "r", **request: Any) -> str:
+        wanted = [{"environment": "game:E", "seed": seed} for seed in range(tasks)]
+        found = self.core.start_evaluation(run, wire.EvaluationRequest(tasks=wanted, **request), self.now)
+        self.settle()
+        return found
+
+    # Workers
+    def lease(self, free: int, worker: str = "w", slots: int | None = None, **request: Any) -> list[wire.Assignment]:
+        return self.lease_reply(free, worker, slots, **request).attempts
+
+    def lease_reply(self, free: int, worker: str = "w", slots: int | None = None, **request: Any) -> wire.LeaseReply:
+        held = self.holding.setdefault(worker, {})
+        request.setdefault("holding", list(held.values()))
+        reply = self.core.lease(
+            wire.LeaseRequest(worker=worker, slots=free if slots is None else slots, free=free, **request), self.now
+        )
+        for attempt in reply.attempts:
+            held[attempt.episode] = wire.AttemptKey(attempt.episode, attempt.attempt, attempt.nonce)
+        self.settle()
+        return reply
+
+    def heartbeat(self, worker: str = "w", holding: list[wire.AttemptKey] | None = None) -> wire.HeartbeatReply:
+        held = list(self.holding.get(worker, {}).values()) if holding is None else holding
+        reply = self.core.heartbeat(wire.HeartbeatRequest(worker=worker, slots=8, holding=held), self.now)
+        self.settle()
+        return reply
+
+    def hand_back(self, attempts: Iterable[wire.Assignment], worker: str = "w") -> None:
+        keys = [wire.AttemptKey(a.episode, a.attempt, a.nonce) for a in attempts]
+        for key in keys:
+            self.holding.get(worker, {}).pop(key.episode, None)
+        self.core.hand_back(wire.ReturnRequest(worker=worker, attempts=keys), self.now)
+        self.settle()
+
+    def outcome(self, attempt: wire.Assignment, status: Status = "finished", **fields: Any) -> records.EpisodeEnded:
+        ended = status in ("finished", "truncated")
+        fields.setdefault("rewards", {"agent": 1.0} if ended else {})
+        if ended:
+            fields.setdefault("low", self.core.version(attempt.run))
+        if status == "failed":
+            fields.setdefault("failure", BROKEN)
+        fields.setdefault("row_tokens", 100 if ended else 0)
+        fields.setdefault("size_bytes", 1000)
+        fields.setdefault("task", attempt.task)
+        fields.setdefault("evaluation", attempt.evaluation)
+        return records.EpisodeEnded(
+            run=attempt.run,
+            group=attempt.group,
+            member=attempt.member,
+            episode=attempt.episode,
+            attempt=attempt.attempt,
+            status=status,
+            trajectory=f"trajectory of {attempt.episode}",
+            **fields,
+        )
+
+    def finish(
+        self,
+        attempt: wire.Assignment,
+        status: Status = "finished",
+        worker: str = "w",
+        nonce: str | None = None,
+        **fields: Any,
+    ) -> wire.SubmitVerdict:
+        outcome = self.outcome(attempt, status, **fields)
+        verdict = self.core.judge(worker, attempt.nonce if nonce is None else nonce, outcome, self.now)
+        self.holding.get(worker, {}).pop(attempt.episode, None)
+        self.settle()
+        return verdict
+
+    def work(self, worker: str = "w", slots: int = 64) -> int:
+        """Lease and finish whatever there is; returns how many episodes."""
+        count = 0
+        while attempts := self.lease(slots, worker):
+            for attempt in attempts:
+                assert self.finish(attempt, worker=worker) == "accepted"
+            count += len(attempts)
+        return count
+
+    # Learners
+    def pull(
+        self, session: str = "s", request: str | None = None, run: str = "r", **fields: Any
+    ) -> Served | wire.EmptyReply:
+        wanted = wire.PullRequest(
+            learner=fields.pop("learner", "l"),
+            session=session,
+            request=request or f"request{next(self._ids)}",
+            **fields,
+        )
+        plan = self.core.pull(run, wanted, self.now)
+        self.settle()
+        if isinstance(plan, wire.EmptyReply):
+            return plan
+        lease = self.core.form(run, plan, wanted, self.now) if isinstance(plan, Form) else plan
+        self.settle()
+        return Served(run, lease, wanted, self.groups_of(lease.batch))
+
+    def groups_of(self, batch: str) -> list[str]:
+        return next(r.groups for r in self.log if isinstance(r, records.BatchFormed) and r.batch == batch)
+
+    def batch(self, session: str = "s", **fields: Any) -> Served:
+        served = self.pull(session, **fields)
+        assert isinstance(served, Served), served
+        return served
+
+    def empty(self, session: str = "s", **fields: Any) -> wire.EmptyReply:
+        reply = self.pull(session, **fields)
+        assert isinstance(reply, wire.EmptyReply), reply.id
+        return reply
+
+    def ack(self, batch: Served, version: str = "") -> wire.AckReply:
+        request = wire.AckRequest(
+            learner=batch.learner, session=batch.session, generation=batch.generation, version=version
+        )
+        reply = self.core.ack(batch.run, batch.id, request, self.now)
+        self.settle()
+        return reply
+
+    def nack(self, batch: Served) -> None:
+        request = wire.NackRequest(
+            learner=batch.learner, session=batch.session, generation=batch.generation, reason="out of memory"
+        )
+        self.core.nack(batch.run, batch.id, request, self.now)
+        self.settle()
+
+    def announce(self, version: str, run: str = "r") -> str:
+        reply = self.core.announce(run, wire.VersionRequest(version=version), self.now)
+        self.settle()
+        return reply.version
+
+    def rewind(self, version: str, run: str = "r") -> str:
+        reply = self.core.rewind(run, wire.RewindRequest(version=version), self.now)
+        self.settle()
+        return reply.version
+
+    # What the log says
+    def found(self, kind: type[Any], since: int = 0) -> list[Any]:
+        return [record for record in self.log[since:] if isinstance(record, kind)]
+
+    def retired(self, since: int = 0) -> dict[str, str]:
+        return {record.group: record.reason for record in self.found(records.GroupRetired, since)}
+
+    def ends(self, episode: str) -> list[str]:
+        return [record.status for record in self.found(records.EpisodeEnded) if record.episode == episode]
+
+    def task_ids(self, batch: Served) -> list[str]:
+        return [self.tasks[group] for group in batch.groups]
+
+
+def codes(reply: wire.EmptyReply) -> list[str]:
+    return [reason.code for reason in reply.reasons]
+
+
+def version(text: str) -> Version:
+    return Version.parse(text)
