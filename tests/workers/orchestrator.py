@@ -1,0 +1,170 @@
+"""A stand-in for the orchestrator over real HTTP on the loopback interface."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from headrace import codec, wire
+from headrace.errors import HeadraceError, InternalError, InvalidTrajectory, Unavailable, UnknownRun
+from headrace.runspec import RunSpec
+from headrace.trajectory import Trajectory
+from headrace.validation import validate
+
+QUEUE_WAIT_S = 0.02
+"""How long the stand-in's long poll lasts."""
+
+
+class Orchestrator:
+    """Grants what is put into ``queue``, keeps what is submitted, and counts what is asked."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.epoch = 1
+        self.queue: list[wire.Assignment] = []
+        self.records: list[Trajectory] = []
+        self.leases: list[wire.LeaseRequest] = []
+        self.heartbeats: list[wire.HeartbeatRequest] = []
+        self.returned: list[wire.AttemptKey] = []
+        self.cancels: list[wire.Cancel] = []
+        self.submissions: list[int] = []
+        self.spec_requests = 0
+        self.spec = RunSpec(name="r")
+        self.interval_s = 0.02
+        self.drain = False
+        self.away = False
+        self.takes_records = True
+        self.turned_away = 0
+        self.verdicts: dict[str, wire.SubmitVerdict] = {}
+        self.refused_body: HeadraceError | None = None
+        self.poison = ""
+        self.page: tuple[int, str, bytes] | None = None
+        self.swallows_leases = False
+        self.token = ""
+        self.changed = asyncio.Condition()
+
+    async def until(self, holds: Any) -> None:
+        """Wait until ``holds()``, looked at after each request."""
+        async with asyncio.timeout(20), self.changed:
+            await self.changed.wait_for(holds)
+
+    @web.middleware
+    async def _middleware(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        try:
+            if self.page is not None:
+                self.turned_away += 1
+                status, media_type, body = self.page
+                return web.Response(status=status, body=body, content_type=media_type)
+            if self.away or (request.path.endswith("/submit") and not self.takes_records):
+                self.turned_away += 1
+                raise Unavailable("away")
+            assert request.headers.get("Authorization", "") == (f"Bearer {self.token}" if self.token else "")
+            reply = await handler(request)
+            return web.Response(body=msgspec.json.encode(reply), content_type="application/json")
+        except HeadraceError as error:
+            body = msgspec.json.encode(error.problem())
+            return web.Response(body=body, status=error.status, content_type="application/problem+json")
+        finally:
+            async with self.changed:
+                self.changed.notify_all()
+
+    async def _lease(self, request: web.Request) -> wire.LeaseReply:
+        asked = msgspec.json.decode(await request.read(), type=wire.LeaseRequest)
+        self.leases.append(asked)
+        if self.swallows_leases:
+            self.swallows_leases = False
+            await asyncio.Event().wait()
+        if not self.queue and asked.wait_s:
+            await asyncio.sleep(QUEUE_WAIT_S)
+        granted, self.queue = self.queue[: asked.free], self.queue[asked.free :]
+        return wire.LeaseReply(epoch=self.epoch, attempts=granted, drain=self.drain)
+
+    async def _heartbeat(self, request: web.Request) -> wire.HeartbeatReply:
+        self.heartbeats.append(msgspec.json.decode(await request.read(), type=wire.HeartbeatRequest))
+        return wire.HeartbeatReply(epoch=self.epoch, interval_s=self.interval_s, cancels=self.cancels)
+
+    async def _submit(self, request: web.Request) -> wire.SubmitReply:
+        assert request.query["worker"]
+        body = await request.read()
+        records = _records(body)
+        self.submissions.append(len(records))
+        if self.refused_body is not None and len(records) > 1:
+            raise self.refused_body
+        if any(head.episode == self.poison and codec.decode(data).status == "finished" for head, data in records):
+            raise InternalError("A defect.")
+        return wire.SubmitReply(epoch=self.epoch, results=[self._judge(head, data) for head, data in records])
+
+    def _judge(self, head: wire.Submission, data: bytes) -> wire.SubmitResult:
+        record = codec.decode(data)
+        validate(record)
+        verdict = self.verdicts.pop(record.episode, "accepted")
+        if verdict == "refused":
+            problem = InvalidTrajectory("It is not liked.").problem()
+            return wire.SubmitResult(episode=head.episode, verdict=verdict, problem=problem)
+        self.records.append(record)
+        return wire.SubmitResult(episode=head.episode, verdict=verdict)
+
+    async def _return(self, request: web.Request) -> dict[str, int]:
+        self.returned += msgspec.json.decode(await request.read(), type=wire.ReturnRequest).attempts
+        return {"epoch": self.epoch}
+
+    async def _run(self, request: web.Request) -> wire.RunStatus:
+        self.spec_requests += 1
+        if request.match_info["run"] != self.spec.name:
+            raise UnknownRun("No such run.")
+        return wire.RunStatus(
+            name=self.spec.name,
+            state="active",
+            version="0.0",
+            spec=self.spec.model_dump(mode="json"),
+            groups=wire.GroupCounts(),
+            credit=0,
+            in_flight=0,
+            queued=0,
+            leased=0,
+            episodes={},
+            batches_acked=0,
+            batches_open=0,
+            learner_doing="",
+            learner_doing_s=-1,
+            learner_waiting=False,
+            reasons=[],
+        )
+
+
+def _records(body: bytes) -> list[tuple[wire.Submission, bytes]]:
+    (length,) = struct.unpack_from("<I", body)
+    heads = msgspec.json.decode(body[4 : 4 + length], type=list[wire.Submission])
+    offset = 4 + length + -(4 + length) % 64
+    records = []
+    for head in heads:
+        records.append((head, body[offset : offset + head.size_bytes]))
+        offset += head.size_bytes
+    assert offset == len(body)
+    return records
+
+
+@asynccontextmanager
+async def orchestrating() -> AsyncIterator[Orchestrator]:
+    """A stand-in that listens while the block runs."""
+    stub = Orchestrator()
+    application = web.Application(middlewares=[stub._middleware], client_max_size=64 << 20)
+    application.router.add_post("/v1/worker/lease", stub._lease)  # type: ignore[arg-type]
+    application.router.add_post("/v1/worker/heartbeat", stub._heartbeat)  # type: ignore[arg-type]
+    application.router.add_post("/v1/worker/submit", stub._submit)  # type: ignore[arg-type]
+    application.router.add_post("/v1/worker/return", stub._return)  # type: ignore[arg-type]
+    application.router.add_get("/v1/runs/{run}", stub._run)  # type: ignore[arg-type]
+    runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    stub.url = "http://{}:{}".format(*runner.addresses[0][:2])
+    try:
+        yield stub
+    finally:
+        await runner.cleanup()

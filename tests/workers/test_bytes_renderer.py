@@ -1,0 +1,73 @@
+"""The byte-level renderer."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.trajectory import ContentPart, Message
+from headrace_workers.rendering import BytesRenderer, make_renderer
+from headrace_workers.rendering.bytes_renderer import ASSISTANT, BOS, END, SYSTEM, TOOL, USER, VOCAB_SIZE
+
+RENDERER = BytesRenderer()
+TEXT = st.text(alphabet=st.characters(exclude_categories=["Cs"]))
+MESSAGES = st.lists(
+    st.builds(Message, role=st.sampled_from(["system", "user", "assistant", "tool"]), content=TEXT), max_size=4
+)
+SAMPLED = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=20)
+
+
+def test_a_prompt_is_bos_then_role_mark_bytes_and_end_for_each_message_then_the_assistant_mark() -> None:
+    messages = [
+        Message(role="system", content="a"),
+        Message(role="user", content="é"),
+        Message(role="tool", content=""),
+    ]
+    assert RENDERER.start(messages) == [
+        *(BOS, SYSTEM, ord("a"), END),
+        *(USER, 0xC3, 0xA9, END),
+        *(TOOL, END, ASSISTANT),
+    ]
+
+
+def test_text_parts_are_joined() -> None:
+    parts = [ContentPart(type="text", text="a"), ContentPart(type="text", text="b")]
+    assert RENDERER.start([Message(role="user", content=parts)]) == [BOS, USER, ord("a"), ord("b"), END, ASSISTANT]
+
+
+@given(before=MESSAGES, sampled=SAMPLED, after=MESSAGES)
+def test_the_next_prompt_extends_the_last_one_exactly(
+    before: list[Message], sampled: list[int], after: list[Message]
+) -> None:
+    standing = RENDERER.start(before) + sampled
+    kept = list(standing)
+    new = RENDERER.extend(standing, after)
+    assert standing == kept
+    assert (standing + new)[: len(standing)] == kept
+    assert new[-1] == ASSISTANT
+
+
+def test_the_bridge_adds_the_end_of_turn_that_a_sampled_turn_lacks() -> None:
+    assert RENDERER.extend([BOS, ASSISTANT, 65], [])[:1] == [END]
+    assert RENDERER.extend([BOS, ASSISTANT, 65, END], []) == [ASSISTANT]
+
+
+@given(SAMPLED)
+def test_sampled_bytes_that_are_no_utf_8_stay_as_they_are_and_read_with_replacement_characters(
+    sampled: list[int],
+) -> None:
+    text = RENDERER.parse(sampled)
+    body = sampled[:-1] if sampled[-1] == END else sampled
+    assert text == bytes(id_ for id_ in body if id_ < 256).decode(errors="replace")
+    text.encode()
+
+
+@given(TEXT)
+def test_text_reads_back_as_it_was(text: str) -> None:
+    assert RENDERER.parse([*text.encode(), END]) == text
+
+
+def test_the_fingerprint_is_fixed() -> None:
+    assert make_renderer("bytes").tokenizer.fingerprint == RENDERER.tokenizer.fingerprint
+    assert len(RENDERER.tokenizer.fingerprint) == 64
+    assert RENDERER.tokenizer.vocab_size == VOCAB_SIZE

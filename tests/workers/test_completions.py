@@ -1,0 +1,302 @@
+"""The HTTP client for a policy server, over real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from headrace.errors import PolicyFailure
+from headrace.trajectory import Sampling, VersionRun
+from headrace_workers.policies import CompletionsPolicies, Policy, SampleRequest, check_sample
+from headrace_workers.policies import completions as module
+from tests.workers.engine import DROP, Engine, completion, serving
+from tests.workers.fakes import Clock
+
+REQUEST = SampleRequest(
+    id="episode-1-0",
+    model="tiny",
+    prompt=[256, 258, 65, 261, 259],
+    sampling=Sampling(temperature=0.5, top_p=0.9, seed=42),
+    max_tokens=16,
+    stop=["</a>"],
+    stop_token_ids=[261],
+    timeout_s=5.0,
+)
+
+
+def fine(engine: Engine, body: dict[str, Any]) -> Any:
+    return completion([66, 261], [-0.5, 0.0], prompt_token_ids=body["prompt"])
+
+
+def reply(body: str | bytes, status: int = 200) -> Any:
+    data = body.encode() if isinstance(body, str) else body
+    return lambda engine, asked: web.Response(body=data, status=status, content_type="application/json")
+
+
+@asynccontextmanager
+async def client(engine: Engine, clock: Any = None) -> AsyncIterator[Policy]:
+    policies = CompletionsPolicies(slots=4, default_endpoint=engine.url, clock=clock or Clock())
+    try:
+        yield policies.at("")
+    finally:
+        await policies.close()
+
+
+async def sampled(answer: Any) -> Any:
+    async with serving(answer) as engine, client(engine) as policy:
+        sample = await policy.sample(REQUEST)
+        check_sample(sample, 262, REQUEST.max_tokens)
+        return sample
+
+
+async def failure(answer: Any, request: SampleRequest = REQUEST) -> PolicyFailure:
+    async with serving(answer) as engine, client(engine) as policy:
+        with pytest.raises(PolicyFailure) as caught:
+            check_sample(await policy.sample(request), 262, request.max_tokens)
+        return caught.value
+
+
+async def test_prompt_ids_sampling_and_the_wish_for_token_ids_are_sent() -> None:
+    async with serving(fine) as engine, client(engine) as policy:
+        sample = await policy.sample(REQUEST)
+    assert engine.bodies == [
+        {
+            "model": "tiny",
+            "prompt": [256, 258, 65, 261, 259],
+            "max_tokens": 16,
+            "temperature": 0.5,
+            "top_p": 0.9,
+            "seed": 42,
+            "stop": ["</a>"],
+            "stop_token_ids": [261],
+            "logprobs": 0,
+            "return_token_ids": True,
+        }
+    ]
+    assert engine.request_ids == ["episode-1-0-1"]
+    assert (sample.token_ids, sample.logprobs, sample.finish_reason) == ([66, 261], [-0.5, 0.0], "stop")
+    assert sample.versions == [VersionRun(2, 0, 1)]
+
+
+async def test_text_without_ids_is_refused_as_no_token_ids() -> None:
+    error = await failure(lambda engine, body: completion(None, [-0.5]))
+    assert (error.kind, error.retryable) == ("no-token-ids", False)
+    assert "must return token ids" in str(error)
+
+
+async def test_an_answer_without_logprobs_is_refused() -> None:
+    error = await failure(lambda engine, body: completion([66], None))
+    assert (error.kind, error.retryable) == ("no-logprobs", False)
+
+
+IDS = "[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]"
+
+
+def raw(fifth: str, ids: str = IDS) -> str:
+    values = ["-1.0"] * 10
+    values[4] = fifth
+    logprobs = f'{{"token_logprobs": [{", ".join(values)}]}}'
+    return f'{{"choices": [{{"text": "x", "finish_reason": "stop", "token_ids": {ids}, "logprobs": {logprobs}}}]}}'
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        (raw("NaN"), "logprob-nan"),
+        (raw("null"), "logprob-missing"),
+        (raw("-Infinity"), "logprob-infinite"),
+        (raw("0.3"), "logprob-positive"),
+        (raw("-1e308"), "logprob-out-of-range"),
+        (raw("-1.0", ids="[1, 2, 3, 4, 5, 6, 7, 8, 9]"), "logprobs-too-many"),
+        (raw("-1.0", ids="[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]"), "logprobs-too-few"),
+        (raw("-1.0", ids="[1, 2, 3, 4, 999, 6, 7, 8, 9, 10]"), "token-out-of-range"),
+    ],
+)
+async def test_G09_each_bad_answer_has_a_kind_of_its_own(body: str, kind: str) -> None:  # noqa: N802
+    error = await failure(reply(body))
+    assert (error.layer, error.kind, error.retryable) == ("policy", kind, True)
+    assert "position 4" in str(error) or kind.startswith("logprobs-too")
+
+
+async def test_G09_a_500_about_floats_is_a_server_error_that_quotes_the_body() -> None:  # noqa: N802
+    error = await failure(reply('{"error": {"message": "Out of range float values"}}', status=500))
+    assert (error.kind, error.retryable) == ("server-error", True)
+    assert "Out of range float values" in str(error)
+
+
+async def test_G09_zeros_are_accepted() -> None:  # noqa: N802
+    sample = await sampled(reply(raw("0.0").replace("-1.0", "-0.0")))
+    assert sample.logprobs == [0.0] * 10
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "retryable"),
+    [
+        (reply("slow down", status=429), "rate-limited", True),
+        (reply('{"error": "max_tokens"}', status=400), "request-refused", False),
+        (reply("no such model", status=404), "request-refused", False),
+        (reply("<html>", status=200), "unreadable-response", True),
+        (reply('{"choices": []}'), "unreadable-response", True),
+        (lambda engine, body: completion([66], [-1.0], finish="abort"), "aborted", True),
+        (lambda engine, body: completion([66], [-1.0], prompt_token_ids=[1, 2]), "prompt-changed", False),
+        (lambda engine, body: completion([], []), "empty-sample", True),
+    ],
+)
+async def test_each_way_to_fail_has_a_kind_and_says_whether_another_try_could_help(
+    answer: Any, kind: str, retryable: bool
+) -> None:
+    error = await failure(answer)
+    assert (error.kind, error.retryable) == (kind, retryable)
+
+
+async def test_a_refused_request_quotes_the_body() -> None:
+    assert "max_tokens is too large" in str(await failure(reply("max_tokens is too large", status=400)))
+
+
+async def test_a_late_answer_is_a_timeout_and_its_request_is_aborted() -> None:
+    async def never(engine: Engine, body: dict[str, Any]) -> Any:
+        await asyncio.Event().wait()
+
+    async with serving(never) as engine, client(engine) as policy:
+        with pytest.raises(PolicyFailure) as caught:
+            await policy.sample(msgspec.structs.replace(REQUEST, timeout_s=0.05))
+        assert (caught.value.kind, caught.value.retryable) == ("timeout", True)
+        async with asyncio.timeout(5):
+            await engine.aborted.wait()
+
+
+async def test_cancelling_a_call_closes_its_connection_so_that_the_engine_stops() -> None:
+    asked = asyncio.Event()
+
+    async def never(engine: Engine, body: dict[str, Any]) -> Any:
+        asked.set()
+        await asyncio.Event().wait()
+
+    async with serving(never) as engine, client(engine) as policy, asyncio.timeout(5):
+        task = asyncio.create_task(policy.sample(REQUEST))
+        await asked.wait()
+        task.cancel()
+        await asyncio.wait([task])
+        await engine.aborted.wait()
+
+
+async def test_a_refused_connection_is_tried_a_bounded_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BACKOFF_S", 0.001)
+    async with serving(fine) as engine:
+        policies = CompletionsPolicies(slots=1, default_endpoint=engine.url, clock=Clock())
+        policy = policies.at("")
+        await policy.sample(REQUEST)
+    with pytest.raises(PolicyFailure) as caught:
+        await policy.sample(REQUEST)
+    await policies.close()
+    assert (caught.value.kind, caught.value.retryable) == ("connection-refused", True)
+    assert "3 tries" in str(caught.value)
+
+
+async def test_G10_each_try_has_an_id_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: N802
+    monkeypatch.setattr(module, "BACKOFF_S", 0.001)
+
+    def lose_two(engine: Engine, body: dict[str, Any]) -> Any:
+        return fine(engine, body) if len(engine.request_ids) == 3 else DROP
+
+    async with serving(lose_two) as engine, client(engine) as policy:
+        sample = await policy.sample(REQUEST)
+    assert engine.request_ids == ["episode-1-0-1", "episode-1-0-2", "episode-1-0-3"]
+    assert sample.waiting_s == pytest.approx(0.003)
+
+
+async def test_a_connection_that_is_lost_again_and_again_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BACKOFF_S", 0.001)
+    error = await failure(lambda engine, body: DROP)
+    assert (error.kind, error.retryable) == ("connection-lost", True)
+
+
+async def test_a_call_is_bracketed_by_the_versions_before_and_after_it_and_the_lower_one_covers_it() -> None:
+    def changes(engine: Engine, body: dict[str, Any]) -> Any:
+        engine.version = "0.5"
+        return fine(engine, body)
+
+    async with serving(changes) as engine, client(engine) as policy:
+        engine.version = "0.4"
+        assert (await policy.sample(REQUEST)).versions == [VersionRun(2, 0, 4)]
+        assert (await policy.sample(REQUEST)).versions == [VersionRun(2, 0, 5)]
+    assert engine.weight_questions == 3  # the second call's "before" was confirmed by the first one's "after"
+
+
+async def test_an_old_confirmation_is_asked_for_again() -> None:
+    clock = Clock()
+    async with serving(fine) as engine, client(engine, clock) as policy:
+        await policy.sample(REQUEST)
+        engine.version = "0.9"
+        clock.now += 60
+        assert (await policy.sample(REQUEST)).versions == [VersionRun(2, 0, 9)]
+
+
+async def test_calls_that_end_together_share_one_question() -> None:
+    gate = asyncio.Event()
+    waiting = 0
+
+    async def together(engine: Engine, body: dict[str, Any]) -> Any:
+        nonlocal waiting
+        waiting += 1
+        if waiting == 4:
+            gate.set()
+        await gate.wait()
+        return fine(engine, body)
+
+    async with serving(together) as engine, client(engine) as policy:
+        await asyncio.gather(*(policy.sample(REQUEST) for _ in range(4)))
+    assert engine.weight_questions <= 1 + 4
+
+
+async def test_versions_in_the_answer_are_used_by_position_and_no_question_is_asked_any_more() -> None:
+    spans = [{"version": "0.3", "start": 0, "end": 1}, {"version": "0.4", "start": 1, "end": 2}]
+
+    def answer(engine: Engine, body: dict[str, Any]) -> Any:
+        return completion([66, 261], [-0.5, -0.5], weight_versions=spans)
+
+    async with serving(answer) as engine, client(engine) as policy:
+        first = await policy.sample(REQUEST)
+        await policy.sample(REQUEST)
+    assert first.versions == [VersionRun(1, 0, 3), VersionRun(2, 0, 4)]
+    assert engine.weight_questions == 1
+
+
+async def test_versions_in_the_answer_that_leave_a_gap_are_refused() -> None:
+    spans = [{"version": "0.3", "start": 0, "end": 1}, {"version": "0.4", "start": 2, "end": 2}]
+    error = await failure(lambda engine, body: completion([66, 261], [-0.5, -0.5], weight_versions=spans))
+    assert error.kind == "versions-do-not-cover"
+
+
+async def test_vllms_fresh_word_reads_as_the_first_version() -> None:
+    async with serving(fine) as engine, client(engine) as policy:
+        engine.version = "default"
+        assert (await policy.sample(REQUEST)).versions == [VersionRun(2, 0, 0)]
+
+
+@pytest.mark.parametrize("version", ["latest", "1", "", None, "0.-1"])
+async def test_a_version_that_cannot_be_read_is_a_failure(version: Any) -> None:
+    async with serving(fine) as engine, client(engine) as policy:
+        engine.version = version
+        with pytest.raises(PolicyFailure) as caught:
+            await policy.sample(REQUEST)
+    assert caught.value.kind == "unknown-version"
+
+
+async def test_without_an_endpoint_there_is_no_policy() -> None:
+    policies = CompletionsPolicies(slots=1, default_endpoint="", clock=Clock())
+    with pytest.raises(PolicyFailure) as caught:
+        policies.at("")
+    assert caught.value.kind == "no-endpoint"
+
+
+async def test_proxy_settings_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")  # nothing listens there
+    await sampled(fine)

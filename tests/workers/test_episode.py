@@ -1,0 +1,644 @@
+"""One attempt of an episode, with a single agent."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.environment import Step
+from headrace.errors import EnvironmentFailure, PolicyFailure, ToolFailure
+from headrace.trajectory import ContentPart, Message, Task, ToolCall, Trajectory, VersionRun
+from headrace.validation import validate
+from headrace_workers.episode import Episode, turn_seed
+from headrace_workers.rendering.bytes_renderer import ASSISTANT, BOS, END, USER
+from tests.workers.fakes import Clock, OneTurn, Script, Turns, assignment, plan, play, say, tools
+
+
+def failure_of(record: Trajectory) -> tuple[str, str, bool]:
+    validate(record)
+    assert (record.status, record.stop_reason) == ("failed", "failure")
+    assert record.failure is not None
+    return record.failure.layer, record.failure.kind, record.failure.retryable
+
+
+async def test_a_finished_episode_holds_exact_tokens_rewards_messages_and_infos() -> None:
+    policy = Script(say("a"), say("bc", end=False))
+    record = await play(policy, lambda: Turns(last=2))
+    validate(record)
+    (segment,) = record.segments
+    prompt = [BOS, USER, *b"obs 0", END, ASSISTANT]
+    bridge = [USER, *b"obs 1", END, ASSISTANT]
+    assert segment.token_ids.tolist() == [*prompt, ord("a"), END, *bridge, *b"bc"]
+    assert policy.requests[1].prompt == [*prompt, ord("a"), END, *bridge]
+    assert [(turn.start, turn.end, turn.reward, turn.terminated) for turn in segment.turns] == [
+        (9, 11, 1.0, False),
+        (19, 21, 2.0, True),
+    ]
+    assert segment.logprobs[segment.sampled == 1].tolist() == [-0.5] * 4
+    assert [(m.role, m.content, m.turn) for m in record.messages] == [
+        ("user", "obs 0", -1),
+        ("assistant", "a", 0),
+        ("user", "obs 1", -1),
+        ("assistant", "bc", 1),
+        ("user", "obs 2", -1),
+    ]
+    assert record.infos == [{"turn": 0}, {"turn": 1}, {"turn": 2}]
+    assert (record.status, record.stop_reason, record.failure) == ("finished", "terminated", None)
+
+
+async def test_terminated_wins_over_truncated() -> None:
+    record = await play(Script(say("x")), lambda: Turns(last=1))
+    validate(record)
+    assert record.status == "finished"
+    assert [(turn.terminated, turn.truncated) for turn in record.segments[0].turns] == [(True, False)]
+
+
+async def test_on_truncation_the_last_observation_is_appended_unsampled() -> None:
+    record = await play(Script(say("x")), lambda: Turns(last=1, truncate=True))
+    validate(record)
+    assert (record.status, record.stop_reason) == ("truncated", "environment_truncated")
+    segment = record.segments[0]
+    tail = [USER, *b"obs 1", END, ASSISTANT]
+    assert segment.token_ids.tolist()[segment.turns[0].end :] == tail
+    assert not segment.sampled[segment.turns[0].end :].any()
+    assert segment.turns[0].truncated
+    assert segment.versions == [VersionRun(len(segment.token_ids), 0, 1)]
+
+
+async def test_the_budget_of_turns_truncates() -> None:
+    record = await play(Script(say("x")), lambda: Turns(last=9), limits={"max_turns": 2})
+    validate(record)
+    assert (record.status, record.stop_reason) == ("truncated", "max_turns")
+    assert [turn.truncated for turn in record.segments[0].turns] == [False, True]
+
+
+async def test_an_over_long_prompt_is_a_truncation_and_is_never_sent() -> None:
+    policy = Script(say("x"))
+    record = await play(policy, lambda: Turns(last=9), limits={"max_context_tokens": 21})
+    validate(record)
+    assert (record.status, record.stop_reason) == ("truncated", "max_tokens")
+    assert [len(request.prompt) for request in policy.requests] == [9, 19]
+    assert record.segments[0].token_ids.tolist()[:9] == [BOS, USER, *b"obs 0", END, ASSISTANT]
+
+
+async def test_the_first_prompt_may_be_over_long_already() -> None:
+    record = await play(Script(say("x")), Turns, limits={"max_context_tokens": 5})
+    validate(record)
+    assert (record.status, record.stop_reason, record.segments) == ("truncated", "max_tokens", [])
+
+
+async def test_sampled_tokens_are_capped_by_the_room_in_the_context() -> None:
+    policy = Script(say("x"))
+    await play(policy, OneTurn, limits={"max_context_tokens": 24}, sampling={"max_tokens": 512})
+    assert policy.requests[0].max_tokens == 24 - len(policy.requests[0].prompt)
+
+
+async def test_working_time_is_sampling_and_environment_time_and_its_budget_truncates() -> None:
+    clock = Clock()
+
+    def slow(request: Any) -> Any:
+        clock.now += 4.0
+        return say("x")
+
+    class SlowTurns(Turns):
+        def step(self, action: str) -> Any:
+            clock.now += 1.0
+            return super().step(action)
+
+    record = await play(Script(slow), lambda: SlowTurns(last=9), clock=clock, limits={"working_time_s": 9.0})
+    validate(record)
+    assert (record.status, record.stop_reason) == ("truncated", "working_time")
+    assert (record.timing.working_s, record.timing.policy_s, record.timing.environment_s) == (10.0, 8.0, 2.0)
+    assert [turn.policy_s for turn in record.segments[0].turns] == [4.0, 4.0]
+
+
+async def test_waiting_does_not_count_as_working_time() -> None:
+    clock = Clock()
+
+    def waits(request: Any) -> Any:
+        clock.now += 5.0
+        sample = say("x")
+        return type(sample)(
+            token_ids=sample.token_ids,
+            logprobs=sample.logprobs,
+            finish_reason="stop",
+            versions=sample.versions,
+            waiting_s=4.0,
+        )
+
+    record = await play(Script(waits), OneTurn, clock=clock, limits={"working_time_s": 2.0})
+    assert (record.status, record.timing.working_s, record.timing.waiting_s) == ("finished", 1.0, 4.0)
+    assert record.timing.wall_s == 5.0
+
+
+async def test_the_wall_clock_deadline_is_a_failure_of_the_infrastructure() -> None:
+    clock = Clock()
+
+    def slow(request: Any) -> Any:
+        clock.now += 100.0
+        return say("x")
+
+    record = await play(Script(slow), lambda: Turns(last=9), clock=clock, limits={"episode_timeout_s": 60})
+    assert failure_of(record) == ("infrastructure", "episode-timeout", True)
+
+
+async def test_the_seed_of_a_turn_follows_from_the_episode_and_the_turn() -> None:
+    policy = Script(say("x"))
+    await play(policy, Turns)
+    seeds = [request.sampling.seed for request in policy.requests]
+    assert seeds == [turn_seed(7, 0), turn_seed(7, 1), turn_seed(7, 2)]
+    assert len(set(seeds)) == 3
+    assert turn_seed(7, 0) == 6717824153675289882  # the same on every worker and in every release
+
+
+async def test_each_turn_has_a_request_id_of_its_own() -> None:
+    policy = Script(say("x"))
+    await play(policy, Turns, asked=assignment(attempt=4))
+    assert [request.id for request in policy.requests] == [f"{assignment().episode}-4-{turn}" for turn in range(3)]
+
+
+async def test_the_temperature_is_the_runs_or_the_evaluations() -> None:
+    policy = Script(say("x"))
+    await play(policy, OneTurn, sampling={"temperature": 0.7})
+    record = await play(policy, OneTurn, asked=assignment(temperature=0.0, evaluation="e"))
+    assert [request.sampling.temperature for request in policy.requests] == [0.7, 0.0]
+    assert record.segments[0].sampling.temperature == 0.0
+    assert record.provenance.evaluation == "e"
+
+
+async def test_a_turn_that_the_pinned_version_did_not_answer_ends_the_episode_cancelled() -> None:
+    record = await play(
+        Script(say("x", versions=[VersionRun(1, 0, 4), VersionRun(2, 0, 5)])),
+        OneTurn,
+        asked=assignment(pinned_version="0.4"),
+    )
+    validate(record)
+    assert (record.status, record.stop_reason) == ("cancelled", "cancelled")
+    assert record.failure is not None
+    assert record.failure.kind == "version-not-pinned"
+    assert "0.5" in record.failure.message
+    pinned = await play(Script(say("x")), OneTurn, asked=assignment(pinned_version="0.1"))
+    assert pinned.status == "finished"
+
+
+async def test_version_runs_join_over_turns_and_take_the_prompt_in() -> None:
+    answers = [
+        say("a"),
+        say("b", versions=[VersionRun(1, 0, 1), VersionRun(2, 0, 2)]),
+        say("c", versions=[VersionRun(2, 0, 2)]),
+    ]
+    record = await play(Script(*answers), Turns)
+    validate(record)
+    segment = record.segments[0]
+    assert segment.versions == [VersionRun(segment.turns[1].start + 1, 0, 1), VersionRun(len(segment.token_ids), 0, 2)]
+
+
+async def test_G11_the_environment_gets_the_text_up_to_the_stop_and_the_ids_are_stored_whole() -> None:  # noqa: N802
+    actions: list[str] = []
+
+    class Hears(Turns):
+        def step(self, action: str) -> Any:
+            actions.append(action)
+            return super().step(action)
+
+    texts = ["7</a>", "7</a>\n\nX", "7</a", "7"]
+    policy = Script(*(say(text, end=text == "7") for text in texts))
+    record = await play(policy, lambda: Hears(last=4), sampling={"stop": ["</a>"]})
+    validate(record)
+    assert actions == ["7", "7", "7</a", "7"]
+    segment = record.segments[0]
+    stored = [
+        bytes(segment.token_ids[turn.start : turn.end].tolist()[:9] if turn.index < 3 else b"7")
+        for turn in segment.turns
+    ]
+    assert stored == [b"7</a>", b"7</a>\n\nX", b"7</a", b"7"]
+    for turn, request in zip(segment.turns, policy.requests, strict=True):
+        assert segment.token_ids[: turn.start].tolist() == list(request.prompt)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 261), min_size=1, max_size=6), min_size=1, max_size=5))
+async def test_whatever_is_sampled_each_prompt_extends_the_tokens_before_it(turns: list[list[int]]) -> None:
+    def sample(ids: list[int]) -> Any:
+        base = say("x" * (len(ids) - 1))
+        return type(base)(token_ids=ids, logprobs=base.logprobs, finish_reason="stop", versions=base.versions)
+
+    policy = Script(*(sample(ids) for ids in turns))
+    record = await play(policy, lambda: Turns(last=len(turns)))
+    validate(record)
+    tokens = record.segments[0].token_ids.tolist()
+    for request, turn in zip(policy.requests, record.segments[0].turns, strict=True):
+        assert list(request.prompt) == tokens[: turn.start]
+        assert tokens[turn.start : turn.end] == turns[turn.index]
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, None, True, "1"])
+async def test_a_reward_that_is_no_finite_number_is_a_failure_never_a_score(reward: Any) -> None:
+    class Odd(Turns):
+        def step(self, action: str) -> Any:
+            step = Step(*super().step(action))
+            return step._replace(reward=reward) if self.turn == 2 else step
+
+    record = await play(Script(say("x")), Odd)
+    layer, kind, retryable = failure_of(record)
+    assert layer == "environment"
+    assert kind in ("reward-not-finite", "reward-not-a-number")
+    assert not retryable
+    assert [turn.reward for turn in record.segments[0].turns] == [1.0]
+    assert record.messages[-1] == Message(role="assistant", content="x", agent="agent", turn=1)
+    assert record.failure is not None
+    assert record.failure.message.startswith("Turn 1: ")
+
+
+def raising(error: BaseException, where: str) -> Callable[[], Any]:
+    class Raises(OneTurn):
+        def __init__(self) -> None:
+            if where == "constructor":
+                raise error
+
+        def reset(self, seed: int | None = None) -> Any:
+            if where == "reset":
+                raise error
+            return super().reset(seed)
+
+        def step(self, action: str) -> Any:
+            raise error
+
+    return Raises
+
+
+@pytest.mark.parametrize("where", ["constructor", "reset", "step"])
+async def test_what_an_environment_raises_is_named_with_its_place_type_and_frames(where: str) -> None:
+    record = await play(Script(say("x")), raising(KeyError("missing"), where))
+    assert failure_of(record) == ("environment", f"{where}-raised", True)
+    assert record.failure is not None
+    assert "KeyError: 'missing'" in record.failure.message
+    assert "test_episode.py" in record.failure.message
+
+
+class OddError(BaseException):
+    """Neither an Exception nor any of Python's own."""
+
+
+class UnspeakableError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+ENDINGS = [
+    KeyboardInterrupt(),
+    SystemExit(3),
+    GeneratorExit(),
+    asyncio.CancelledError(),
+    OddError(),
+    UnspeakableError(),
+]
+
+
+@pytest.mark.parametrize("style", ["inline", "coroutine", "thread"])
+@pytest.mark.parametrize("error", ENDINGS, ids=lambda error: type(error).__name__)
+async def test_whatever_an_environment_raises_ends_its_episode_not_the_worker(error: BaseException, style: str) -> None:
+    class Raises(OneTurn):
+        blocking = style == "thread"
+
+        def step(self, action: str) -> Any:
+            if style == "coroutine":
+                return self._raise()
+            raise error
+
+        async def _raise(self) -> Any:
+            raise error
+
+    record = await play(Script(say("x")), Raises)
+    assert failure_of(record) == ("environment", "step-raised", True)
+    assert record.failure is not None
+    assert type(error).__name__ in record.failure.message
+
+
+async def test_an_environments_close_that_raises_is_its_failure_whatever_it_raises() -> None:
+    class Closes(OneTurn):
+        @property
+        def close(self) -> Any:
+            raise KeyboardInterrupt
+
+    its_tools = tools(Script(say("x")), Closes)
+    episode = Episode(its_tools, assignment(), plan())
+    assert (await episode.run()).status == "finished"
+    with pytest.raises(EnvironmentFailure) as caught:
+        await episode.close()
+    its_tools.threads.close()
+    assert caught.value.kind == "close-raised"
+
+
+async def test_what_the_objects_of_an_environment_raise_is_its_failure() -> None:
+    class Unspeakable:
+        def __repr__(self) -> str:
+            raise KeyboardInterrupt
+
+    class Odd(OneTurn):
+        def step(self, action: str) -> Any:
+            return "", Unspeakable(), True, False, {}
+
+    assert failure_of(await play(Script(say("x")), Odd)) == ("environment", "step-raised", True)
+
+
+async def test_more_tokens_than_were_asked_for_are_a_failure_that_no_retry_mends() -> None:
+    record = await play(Script(say("x" * 20)), OneTurn, sampling={"max_tokens": 10})
+    assert failure_of(record) == ("policy", "too-many-tokens", False)
+
+
+async def test_on_truncation_an_observation_that_does_not_fit_the_context_is_left_out() -> None:
+    class Floods(OneTurn):
+        def step(self, action: str) -> Any:
+            return "z" * 5000, 0.0, False, True, {}
+
+    record = await play(Script(say("x")), Floods, limits={"max_context_tokens": 1000})
+    assert (record.status, record.stop_reason) == ("truncated", "environment_truncated")
+    segment = record.segments[0]
+    assert len(segment.token_ids) == segment.turns[0].end
+    assert segment.turns[0].truncated
+
+
+async def test_a_failure_that_the_environment_names_itself_keeps_its_layer() -> None:
+    error = ToolFailure("The tool broke.", kind="tool-broke", retryable=True)
+    assert failure_of(await play(Script(say("x")), raising(error, "step"))) == ("tool", "tool-broke", True)
+
+
+async def test_an_unknown_environment_is_a_failure_that_no_retry_mends() -> None:
+    from headrace.environment import make
+
+    its_tools = tools(Script(say("x")), OneTurn)
+    its_tools.make_environment = make
+    asked = assignment(task=Task(environment="nobody:Knows", seed=0))
+    record = await Episode(its_tools, asked, plan()).run()
+    its_tools.threads.close()
+    assert failure_of(record) == ("environment", "unknown-environment", False)
+
+
+async def test_a_failure_of_the_policy_ends_the_attempt_with_the_turn_named() -> None:
+    error = PolicyFailure("It broke.", kind="server-error", retryable=True)
+    record = await play(Script(say("x"), error), Turns)
+    assert failure_of(record) == ("policy", "server-error", True)
+    assert record.failure is not None
+    assert record.failure.message == "Turn 1: It broke."
+    assert len(record.segments[0].turns) == 1
+
+
+async def test_a_bad_sample_of_an_in_process_policy_is_a_failure_too() -> None:
+    bad = say("x")
+    bad = type(bad)(token_ids=[65, 300], logprobs=bad.logprobs, finish_reason="stop", versions=bad.versions)
+    assert failure_of(await play(Script(bad), OneTurn))[:2] == ("policy", "token-out-of-range")
+
+
+async def test_a_fault_of_the_worker_is_recorded_as_one() -> None:
+    its_tools = tools(Script(say("x")), OneTurn)
+
+    class Broken:
+        def at(self, endpoint: str) -> Any:
+            raise ZeroDivisionError("oops")
+
+    its_tools.policies = Broken()  # type: ignore[assignment]
+    record = await Episode(its_tools, assignment(), plan()).run()
+    assert failure_of(record) == ("infrastructure", "worker-fault", True)
+
+
+async def test_a_cancelled_episode_ends_in_a_cancelled_record_with_the_reason() -> None:
+    started = asyncio.Event()
+
+    async def never(request: Any) -> Any:
+        started.set()
+        await asyncio.Event().wait()
+
+    episode = Episode(tools(Script(say("x"), never), Turns), assignment(), plan())
+    task = asyncio.create_task(episode.run())
+    await started.wait()
+    episode.cancel_reason = "stale"
+    task.cancel()
+    record = await task
+    validate(record)
+    assert (record.status, record.stop_reason) == ("cancelled", "cancelled")
+    assert record.failure is not None
+    assert record.failure.message == "stale"
+    assert len(record.segments[0].turns) == 1
+
+
+async def test_a_policy_that_does_not_answer_in_time_is_a_failure() -> None:
+    async def never(request: Any) -> Any:
+        await asyncio.Event().wait()
+
+    record = await play(Script(never), OneTurn, limits={"policy_timeout_s": 0.01})
+    assert failure_of(record) == ("policy", "timeout", True)
+
+
+class Blocks(OneTurn):
+    """Its step waits until the test lets it go."""
+
+    blocking = True
+    gate: ClassVar[threading.Event]
+    threads: ClassVar[list[str]]
+
+    def step(self, action: str) -> Any:
+        self.threads.append(threading.current_thread().name)
+        assert self.gate.wait(30)
+        return super().step(action)
+
+
+@pytest.fixture
+def gate() -> Any:
+    Blocks.gate, Blocks.threads = threading.Event(), []
+    yield Blocks.gate
+    Blocks.gate.set()
+
+
+async def test_a_blocking_environment_does_not_stall_the_others(gate: threading.Event) -> None:
+    its_tools = tools(Script(say("x")), lambda name="": Blocks() if name else OneTurn())
+    blocked = Episode(its_tools, assignment(task=Task(environment="b", seed=0, kwargs={"name": "b"})), plan())
+    task = asyncio.create_task(blocked.run())
+    for _ in range(20):
+        assert (await Episode(its_tools, assignment(), plan()).run()).status == "finished"
+    assert not task.done()
+    gate.set()
+    assert (await task).status == "finished"
+    assert Blocks.threads == ["environment"]
+    its_tools.threads.close()
+
+
+async def test_a_step_that_does_not_come_back_is_abandoned_and_its_late_result_discarded(gate: threading.Event) -> None:
+    its_tools = tools(Script(say("x")), Blocks)
+    episode = Episode(its_tools, assignment(), plan(limits={"environment_timeout_s": 0.05}))
+    record = await episode.run()
+    await episode.close()
+    assert failure_of(record) == ("environment", "environment-timeout", True)
+    assert its_tools.threads.abandoned == 1
+    gate.set()
+    again = Episode(its_tools, assignment(), plan())
+    assert (await again.run()).status == "finished"
+    its_tools.threads.close()
+
+
+async def test_a_coroutine_environment_is_awaited_within_its_deadline() -> None:
+    class Slow:
+        def __init__(self, hangs: bool = False) -> None:
+            self.hangs = hangs
+
+        async def reset(self, seed: int | None = None) -> Any:
+            return "go", {}
+
+        async def step(self, action: str) -> Any:
+            await (asyncio.Event().wait() if self.hangs else asyncio.sleep(0))
+            return "", 1.0, True, False, {}
+
+    assert (await play(Script(say("x")), Slow)).status == "finished"
+    record = await play(Script(say("x")), lambda: Slow(hangs=True), limits={"environment_timeout_s": 0.01})
+    assert failure_of(record) == ("environment", "environment-timeout", True)
+
+
+async def test_a_timeout_that_the_environment_raises_itself_is_its_own_error() -> None:
+    assert failure_of(await play(Script(say("x")), raising(TimeoutError("db"), "step")))[1] == "step-raised"
+
+
+async def test_a_call_that_came_back_too_late_is_a_failure_as_well() -> None:
+    clock = Clock()
+
+    class Late(OneTurn):
+        def step(self, action: str) -> Any:
+            clock.now += 61
+            return super().step(action)
+
+    assert failure_of(await play(Script(say("x")), Late, clock=clock))[1] == "environment-timeout"
+
+
+async def test_the_environment_gets_seed_kwargs_and_example_and_is_closed() -> None:
+    calls: list[Any] = []
+
+    class Notes(OneTurn):
+        version = "7"
+
+        def __init__(self, **kwargs: Any) -> None:
+            calls.append(kwargs)
+
+        def reset(self, seed: int | None = None) -> Any:
+            calls.append(seed)
+            return super().reset(seed)
+
+        def close(self) -> None:
+            calls.append("closed")
+
+    asked = assignment(task=Task(environment="n", seed=5, kwargs={"a": 1}, example={"q": 2}))
+    its_tools = tools(Script(say("x")), Notes)
+    episode = Episode(its_tools, asked, plan())
+    record = await episode.run()
+    await episode.close()
+    its_tools.threads.close()
+    assert calls == [{"a": 1, "example": {"q": 2}}, 5, "closed"]
+    assert record.provenance.environment_version == "7"
+
+
+async def test_reward_parts_and_tool_calls_are_on_the_turn() -> None:
+    call = ToolCall(name="search", arguments={"q": "x"}, result="found")
+
+    class Uses(OneTurn):
+        def step(self, action: str) -> Any:
+            return Step("", 1.0, True, False, {"reward_parts": {"format": 0.25}, "tool_calls": [call], "kept": 1})
+
+    record = await play(Script(say("x")), Uses)
+    turn = record.segments[0].turns[0]
+    assert (turn.reward_parts, turn.tool_calls) == ({"format": 0.25}, [call])
+    assert record.infos[1] == {"kept": 1}
+
+
+async def test_a_history_edit_starts_a_new_segment() -> None:
+    class Edits(Turns):
+        def step(self, action: str) -> Any:
+            step = Step(*super().step(action))
+            history = [{"role": "system", "content": "short"}, {"role": "user", "content": step.observation}]
+            return step._replace(info={"history": history}) if self.turn == 1 else step
+
+    record = await play(Script(say("x")), Edits)
+    validate(record)
+    assert [[turn.index for turn in segment.turns] for segment in record.segments] == [[0], [1, 2]]
+    assert bytes(record.segments[1].token_ids[2:7].tolist()) == b"short"
+
+
+def _g19_reused() -> Any:
+    class Reuses(OneTurn):
+        def __init__(self) -> None:
+            self.parts: list[ContentPart] = []
+            self.info: dict[str, Any] = {}
+
+        def reset(self, seed: int | None = None) -> Any:
+            self.parts.clear()
+            self.info.clear()
+            return self.parts, self.info
+
+        def step(self, action: str) -> Any:
+            word = "abc"[len(self.parts)]
+            self.parts.append(ContentPart(type="text", text=word))
+            self.info["seen"] = self.info.get("seen", "") + word
+            return self.parts, 1.0, len(self.parts) == 3, False, self.info
+
+    return Reuses
+
+
+def _g19_shared() -> Any:
+    class Shares(OneTurn):
+        parts: ClassVar[list[ContentPart]] = []
+
+        def reset(self, seed: int | None = None) -> Any:
+            self.parts.clear()
+            return self.parts, {}
+
+        def step(self, action: str) -> Any:
+            self.parts.append(ContentPart(type="text", text="abc"[len(self.parts)]))
+            return self.parts, 1.0, len(self.parts) == 3, False, {"seen": "".join(part.text for part in self.parts)}
+
+    return Shares
+
+
+def _seen(record: Trajectory) -> list[str]:
+    observations = [message.content for message in record.messages if message.role == "user"]
+    return ["".join(part.text for part in content) for content in observations if isinstance(content, list)]
+
+
+async def test_G19_objects_that_the_environment_uses_again_do_not_change_what_was_stored() -> None:  # noqa: N802
+    record = await play(Script(say("x")), _g19_reused())
+    validate(record)
+    assert _seen(record) == ["", "a", "ab", "abc"]
+    assert record.infos == [{}, {"seen": "a"}, {"seen": "ab"}, {"seen": "abc"}]
+
+
+async def test_G19_an_image_buffer_is_refused_by_name_rather_than_stored_wrong() -> None:  # noqa: N802
+    class Images(OneTurn):
+        def reset(self, seed: int | None = None) -> Any:
+            return [ContentPart(type="image", asset="buffer")], {}
+
+    assert failure_of(await play(Script(say("x")), Images)) == ("environment", "observation-image", False)
+
+
+async def test_G19_a_list_shared_by_two_instances_is_stored_as_each_step_gave_it() -> None:  # noqa: N802
+    shared = _g19_shared()
+    first = await play(Script(say("x")), shared)
+    second = await play(Script(say("x")), shared)
+    assert _seen(first) == _seen(second) == ["", "a", "ab", "abc"]
+    assert first.infos == second.infos
+
+
+async def test_arrays_have_the_schemas_types() -> None:
+    segment = (await play(Script(say("x")), OneTurn)).segments[0]
+    assert (segment.token_ids.dtype, segment.logprobs.dtype, segment.sampled.dtype) == (np.int32, np.float32, np.uint8)
+
+
+async def test_an_environment_failure_is_a_failure_also_from_reset() -> None:
+    error = EnvironmentFailure("No data.", kind="no-data", retryable=True)
+    record = await play(Script(say("x")), raising(error, "reset"))
+    assert failure_of(record) == ("environment", "no-data", True)
+    assert record.failure is not None
+    assert record.failure.message == "Reset: No data."

@@ -1,0 +1,126 @@
+"""``headrace worker``: starts a worker process."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+from pathlib import Path
+
+import click
+
+from headrace.errors import SetupError
+from headrace.ids import new_id
+from headrace_workers.imports import import_all
+from headrace_workers.worker.logs import configure_logs
+from headrace_workers.worker.process import run_worker
+from headrace_workers.worker.worker import WorkerSettings
+
+EXTRAS = {"reasoning-gym": "reasoning_gym"}
+"""Capabilities that follow from what is installed: name and module."""
+
+
+@click.command(
+    short_help="Run episodes that an orchestrator hands out.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@click.option(
+    "--orchestrator",
+    "url",
+    envvar="HEADRACE_URL",
+    show_envvar=True,
+    default="http://127.0.0.1:8470",
+    show_default=True,
+    help="Address of the orchestrator.",
+)
+@click.option("--slots", type=click.IntRange(1), default=64, show_default=True, help="Episodes at a time.")
+@click.option("--policy-endpoint", default="", help="Address of the policy server, for runs that name none.")
+@click.option("--policy", default="", metavar="MODULE:FACTORY", help="Use an in-process policy instead of a server.")
+@click.option(
+    "--import",
+    "imports",
+    multiple=True,
+    metavar="MODULE|FILE.py",
+    help="Import this first; it registers environments. May be given again.",
+)
+@click.option("--pool", default="default", show_default=True, help="Pool that the worker belongs to.")
+@click.option(
+    "--capabilities",
+    default="",
+    metavar="A,B",
+    help=f"What the worker offers, beyond what is found installed ({', '.join(EXTRAS)}).",
+)
+@click.option("--name", default="", help="Unique name. Default: host, process and a random part.")
+@click.option(
+    "--token-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="File with the bearer token. Default: the variable HEADRACE_TOKEN.",
+)
+@click.option(
+    "--grace-s",
+    type=click.FloatRange(0),
+    default=30.0,
+    show_default=True,
+    help="Seconds to finish running episodes when asked to stop.",
+)
+@click.option(
+    "--spool-mib",
+    type=click.IntRange(1),
+    default=256,
+    show_default=True,
+    help="Finished records kept while the orchestrator is away.",
+)
+@click.option("--log-level", default="info", show_default=True, help="debug, info, warning or error.")
+@click.pass_context
+def worker(
+    context: click.Context,
+    *,
+    url: str,
+    slots: int,
+    policy_endpoint: str,
+    policy: str,
+    imports: tuple[str, ...],
+    pool: str,
+    capabilities: str,
+    name: str,
+    token_file: Path | None,
+    grace_s: float,
+    spool_mib: int,
+    log_level: str,
+) -> None:
+    """Run episodes: lease attempts, play them, hand in the records. Logs are JSON lines on standard error."""
+    configure_logs(log_level)
+    import_all(imports)
+    settings = WorkerSettings(
+        name=name or default_name(),
+        orchestrator=url,
+        token=read_token(token_file),
+        pool=pool,
+        capabilities=offered(capabilities),
+        slots=slots,
+        spool_bytes=spool_mib << 20,
+        grace_s=grace_s,
+    )
+    context.exit(run_worker(settings, policy_endpoint=policy_endpoint, policy=policy))
+
+
+def default_name() -> str:
+    """A name that no other worker has, now or after a restart."""
+    return f"{socket.gethostname()}-{os.getpid()}-{new_id()[-6:]}"
+
+
+def read_token(token_file: Path | None) -> str:
+    """The bearer token from the file, or from HEADRACE_TOKEN; empty if there is none. Raises SetupError."""
+    if token_file is None:
+        return os.environ.get("HEADRACE_TOKEN", "").strip()
+    token = token_file.read_text().strip()
+    if not token:
+        raise SetupError(f"The token file {token_file} is empty.", hint="Put the worker's bearer token into it.")
+    return token
+
+
+def offered(capabilities: str) -> tuple[str, ...]:
+    """All capabilities: those named, and those that follow from what is installed."""
+    named = {part.strip() for part in capabilities.split(",") if part.strip()}
+    found = {name for name, module in EXTRAS.items() if importlib.util.find_spec(module) is not None}
+    return tuple(sorted(named | found))

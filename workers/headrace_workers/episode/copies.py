@@ -1,0 +1,160 @@
+"""Copies the JSON-able part of what an environment hands over, within bounds.
+
+* A copy shares nothing with its original and can be stored as JSON and as MessagePack.
+* Depth, items and bytes of a copy are bounded, whatever the original refers to: itself, or one part many times.
+* What is left out or cut is named by path under ``dropped``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeGuard
+
+import numpy as np
+
+MAX_DEPTH = 32
+"""Deepest nesting that is kept."""
+
+MAX_ITEMS = 20_000
+"""Items of one copy, those left out included: some 10 ms of the event loop. An info is a note, not a data set."""
+
+MAX_TEXT = 1 << 20
+"""Characters of all texts and keys of one copy. A record holds one info for each turn."""
+
+MAX_NAMED = 100
+"""Paths that ``dropped`` names; the rest is counted."""
+
+MAX_NAME = 80
+"""Characters of a key in a path."""
+
+LOWEST_INTEGER, HIGHEST_INTEGER = -(2**63), 2**64 - 1
+"""Integers that the codec can carry."""
+
+
+def json_part(value: dict[Any, Any]) -> dict[str, Any]:
+    """A deep copy of the JSON-able part of a dict; what is left out is listed by path under ``dropped``."""
+    copier = _Copier()
+    kept = copier.copied_dict(value)
+    dropped = copier.dropped
+    if dropped:
+        if copier.unnamed:
+            dropped.append(f"and {copier.unnamed} more")
+        own = kept.get("dropped")
+        kept["dropped"] = [*(str(item) for item in (own if isinstance(own, list) else ())), *dropped]
+    return kept
+
+
+_DROP = object()
+
+
+class _Position(int):
+    """A place in a list, told from a key that is a number."""
+
+
+class _Copier:
+    """One copy in the making. ``_path`` holds the keys and positions, ``_open`` the containers that are entered."""
+
+    def __init__(self) -> None:
+        self.dropped: list[str] = []
+        self.unnamed = 0
+        self._items_left = MAX_ITEMS
+        self._text_left = MAX_TEXT
+        self._path: list[Any] = []
+        self._open: list[int] = []
+
+    def copied_dict(self, value: dict[Any, Any]) -> dict[str, Any]:
+        kept: dict[str, Any] = {}
+        self._open.append(id(value))
+        for key, item in value.items():
+            if self._items_left <= 0:
+                self._name_cut()
+                break
+            self._items_left -= 1
+            self._path.append(key)
+            if not self._is_kept_text(key):
+                self._name(type(item).__name__)
+            elif (copied := self._copied(item)) is not _DROP:
+                kept[key] = copied
+            self._path.pop()
+        self._open.pop()
+        return kept
+
+    def _copied_list(self, value: list[Any] | tuple[Any, ...]) -> list[Any]:
+        kept: list[Any] = []
+        self._open.append(id(value))
+        for position, item in enumerate(value):
+            if self._items_left <= 0:
+                self._name_cut()
+                break
+            self._items_left -= 1
+            self._path.append(_Position(position))
+            copied = self._copied(item)
+            # A null keeps the place, so that the positions of the others stay what they were.
+            kept.append(None if copied is _DROP else copied)
+            self._path.pop()
+        self._open.pop()
+        return kept
+
+    def _copied(self, value: Any) -> Any:
+        kind = type(value)
+        if value is None or kind is bool:
+            return value
+        if kind is str:
+            return value if self._is_kept_text(value) else self._name("str")
+        if kind is int:
+            return value if LOWEST_INTEGER <= value <= HIGHEST_INTEGER else self._name("int")
+        if kind is float:
+            return value if math.isfinite(value) else self._name("float")
+        if isinstance(value, np.generic):
+            plain = value.item()
+            return self._name(kind.__name__) if isinstance(plain, np.generic) else self._copied(plain)
+        if isinstance(value, dict | list | tuple):
+            return self._copied_container(value)
+        return self._name(kind.__name__)
+
+    def _copied_container(self, value: dict[Any, Any] | list[Any] | tuple[Any, ...]) -> Any:
+        if id(value) in self._open:
+            return self._name(f"{type(value).__name__} that contains itself")
+        if len(self._open) > MAX_DEPTH:
+            return self._name(f"{type(value).__name__} below {MAX_DEPTH} levels")
+        return self.copied_dict(value) if isinstance(value, dict) else self._copied_list(value)
+
+    def _is_kept_text(self, value: Any) -> TypeGuard[str]:
+        if not isinstance(value, str) or len(value) > self._text_left or not is_unicode(value):
+            return False
+        self._text_left -= len(value)
+        return True
+
+    def _name_cut(self) -> None:
+        self._name(f"the rest, over {MAX_ITEMS} items")
+
+    def _name(self, why: str) -> Any:
+        """Name what stands at the present path as left out."""
+        if len(self.dropped) >= MAX_NAMED:
+            self.unnamed += 1
+        else:
+            path = "".join(_step(key) for key in self._path).removeprefix(".")
+            self.dropped.append(f"{path} ({why})".encode(errors="replace").decode())
+        return _DROP
+
+
+def _step(key: Any) -> str:
+    return f"[{int(key)}]" if type(key) is _Position else f".{_short(key)}"
+
+
+def _short(key: Any) -> str:
+    if isinstance(key, str):
+        return key if len(key) <= MAX_NAME else key[:MAX_NAME] + "…"
+    is_short = key is None or type(key) in (bool, float) or (type(key) is int and abs(key) <= HIGHEST_INTEGER)
+    return str(key) if is_short else f"a key of type {type(key).__name__}"
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text can be written as UTF-8: it holds no lone surrogate."""
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

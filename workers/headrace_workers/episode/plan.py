@@ -1,0 +1,98 @@
+"""What a run's spec means for its episodes, worked out once per run.
+
+* A spec is read once; episodes take what they need from plain attributes.
+* The seed of a turn follows from the episode's sampling seed and the turn's index, and from nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass
+
+import msgspec
+
+from headrace.runspec import LimitSpec, RunSpec
+from headrace.trajectory import PolicyRef, Sampling
+from headrace_workers.rendering import Renderer, make_renderer
+
+_TWO_SEEDS = struct.Struct("<QQ")
+_WORD = 2**64 - 1
+
+SEED_BITS = 63
+"""Engines take seeds as signed 64-bit integers."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentPlan:
+    """Who plays one agent. ``endpoint`` may be empty: the worker's own. ``temperature`` None: the run's."""
+
+    endpoint: str
+    model: str
+    policy: PolicyRef
+    train: bool
+    temperature: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """A run's spec, ready for use by its episodes."""
+
+    run: str
+    renderer: Renderer
+    limits: LimitSpec
+    max_tokens: int
+    temperature: float
+    top_p: float
+    stop: list[str]
+    everyone: AgentPlan
+    agents: dict[str, AgentPlan]
+
+    def agent(self, name: str) -> AgentPlan:
+        """The plan of an agent: its own, or everyone's."""
+        return self.agents.get(name, self.everyone)
+
+
+def make_plan(spec: RunSpec) -> RunPlan:
+    """The plan of a run. Raises InfrastructureFailure ``unknown-renderer``."""
+    policy = spec.policy
+    everyone = AgentPlan(policy.endpoint, policy.model, PolicyRef(base=policy.base), train=True, temperature=None)
+    agents = {
+        name: AgentPlan(
+            endpoint=agent.endpoint if agent.endpoint is not None else everyone.endpoint,
+            model=agent.base if agent.base is not None else everyone.model,
+            policy=PolicyRef(base=agent.base) if agent.base is not None else everyone.policy,
+            train=agent.train,
+            temperature=agent.temperature,
+        )
+        for name, agent in policy.agents.items()
+    }
+    return RunPlan(
+        run=spec.name,
+        renderer=make_renderer(policy.renderer),
+        limits=spec.limits,
+        max_tokens=spec.sampling.max_tokens,
+        temperature=spec.sampling.temperature,
+        top_p=spec.sampling.top_p,
+        stop=spec.sampling.stop,
+        everyone=everyone,
+        agents=agents,
+    )
+
+
+def turn_seed(sampling_seed: int, turn: int) -> int:
+    """The seed of one turn, 63 bits. The same episode seed and turn give the same seed, on every worker."""
+    packed = _TWO_SEEDS.pack(sampling_seed & _WORD, turn)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> (64 - SEED_BITS)
+
+
+def agent_sampling(plan: RunPlan, agent: AgentPlan, *, evaluation_temperature: float | None, seed: int) -> Sampling:
+    """How an agent's tokens are drawn in an episode. An agent's own temperature comes first, then the evaluation's."""
+    run_temperature = plan.temperature if evaluation_temperature is None else evaluation_temperature
+    temperature = run_temperature if agent.temperature is None else agent.temperature
+    return Sampling(temperature=temperature, top_p=plan.top_p, seed=seed)
+
+
+def turn_sampling(sampling: Sampling, turn: int) -> Sampling:
+    """The sampling of one turn: an episode's, with the turn's own seed in place of the episode's."""
+    return msgspec.structs.replace(sampling, seed=turn_seed(sampling.seed or 0, turn))

@@ -1,0 +1,352 @@
+"""Runs one attempt of an episode to its record.
+
+* Every way to end gives one record; a fault of ours becomes an infrastructure failure. The orchestrator validates it.
+* Terminated wins over truncated; a budget's end is a truncation, a deadline's end is a failure.
+* Working time is sampling and environment time; waits do not count.
+* A failure keeps the turns that were completed before it, and the message that led to it.
+* A turn that an evaluation's pinned version did not answer ends the episode ``cancelled``.
+* The environment gets the text of the sampled ids up to the first stop string; the ids are stored whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from headrace.environment import Observation, make
+from headrace.errors import EnvironmentFailure, EpisodeFailure, InfrastructureFailure
+from headrace.trajectory import Failure, Message, Status, StopReason, Timing, Trajectory
+from headrace.wire import Assignment
+from headrace_workers.episode.boundary import AGENT, Seen
+from headrace_workers.episode.driver import EnvironmentDriver, EnvironmentKinds, described
+from headrace_workers.episode.plan import RunPlan, agent_sampling, turn_sampling
+from headrace_workers.episode.records import Outcome, failed, record_of
+from headrace_workers.episode.threads import EnvironmentThreads
+from headrace_workers.episode.tracks import AgentTrack, TurnRecord
+from headrace_workers.policies.base import PolicySource, Sample, SampleRequest, check_sample
+
+DEADLINE_KINDS = frozenset({"timeout", "environment-timeout"})
+"""Failures that the episode's own deadline may have caused, since no call gets more time than the episode has left."""
+
+
+@dataclass(kw_only=True, slots=True)
+class EpisodeTools:
+    """What all episodes of a worker share.
+
+    ``policies`` gives the policy behind an endpoint; ``clock`` is monotonic, in seconds; ``new_id`` makes ids of
+    trajectories; ``make_environment`` builds an environment by id.
+    """
+
+    worker: str
+    policies: PolicySource
+    threads: EnvironmentThreads
+    clock: Callable[[], float]
+    new_id: Callable[[], str]
+    make_environment: Callable[..., Any] = make
+    kinds: EnvironmentKinds = field(default_factory=EnvironmentKinds)
+    sampling_now: int = 0
+    """Policy requests that are open now."""
+
+
+class _Ended(Exception):
+    """The episode is over, with this result."""
+
+    def __init__(self, status: Status, reason: StopReason, failure: Failure | None = None) -> None:
+        super().__init__(reason)
+        self.status: Status = status
+        self.reason: StopReason = reason
+        self.failure = failure
+
+
+class Episode:
+    """One attempt. ``run`` once, then ``close``."""
+
+    def __init__(self, tools: EpisodeTools, assignment: Assignment, plan: RunPlan) -> None:
+        self._tools = tools
+        self._assignment = assignment
+        self._plan = plan
+        self._started_at = tools.clock()
+        self._driver = EnvironmentDriver(
+            assignment.task,
+            timeout_s=plan.limits.environment_timeout_s,
+            threads=tools.threads,
+            kinds=tools.kinds,
+            clock=tools.clock,
+            make_environment=tools.make_environment,
+        )
+        self._tracks: dict[str, AgentTrack] = {}
+        self._terminated: set[str] = set()
+        self._truncated: set[str] = set()
+        self._messages: list[Message] = []
+        self._infos: list[dict[str, Any]] = []
+        self._turns = 0
+        self._endpoint = ""
+        self._policy_s = 0.0
+        self._policy_waiting_s = 0.0
+        self.cancel_reason = ""
+        """Why the episode is cancelled; set it before cancelling the task that runs it."""
+
+    async def run(self) -> Trajectory:
+        """Run the attempt to its end. Never raises: a cancelled call ends in a record as well."""
+        try:
+            await self._play()
+            raise InfrastructureFailure("The episode stopped without an end.", kind="worker-fault", retryable=True)
+        except _Ended as ended:
+            return self._record(ended)
+        except EpisodeFailure as error:
+            return self._record(_Ended("failed", "failure", self._blamed(error)))
+        except asyncio.CancelledError:
+            return self._record(_Ended("cancelled", "cancelled", _cancelled(self.cancel_reason)))
+        except Exception as error:  # noqa: BLE001 - a fault of ours is recorded like any other, never lost
+            return self._record(_Ended("failed", "failure", Failure.of(_fault("The worker failed", error))))
+
+    async def close(self) -> None:
+        """Close the environment. Raises EnvironmentFailure; the record is made by then and does not change."""
+        await self._driver.close()
+
+    # The course of an episode
+
+    async def _play(self) -> None:
+        limits = self._plan.limits
+        self._begin(await self._driver.reset(self._time_left()))
+        while True:
+            track = self._due_track()
+            if self._turns >= limits.max_turns:
+                raise _Ended("truncated", "max_turns")
+            if self._policy_s + self._driver.environment_s > limits.working_time_s:
+                raise _Ended("truncated", "working_time")
+            tokens, new = track.prompt()
+            room = limits.max_context_tokens - len(tokens) - len(new)
+            if room < 1:
+                raise _Ended("truncated", "max_tokens")
+            await self._turn(track, tokens, new, min(room, self._plan.max_tokens))
+
+    def _begin(self, seen: Seen) -> None:
+        plan, assignment = self._plan, self._assignment
+        self._check_agents()
+        for name in self._driver.agents or [AGENT]:
+            agent = plan.agent(name)
+            sampling = agent_sampling(
+                plan, agent, evaluation_temperature=assignment.temperature, seed=assignment.sampling_seed
+            )
+            self._tracks[name] = AgentTrack(name, agent, sampling, plan.renderer)
+        self._look(seen, over=False)
+
+    def _check_agents(self) -> None:
+        """A spec whose agents are all unknown here would train an opponent that it means to freeze."""
+        named, there = self._plan.agents.keys(), self._driver.agents
+        if there is not None and named and not named & set(there):
+            raise EnvironmentFailure(
+                f"policy.agents names {sorted(named)}, but the environment's agents are {there}.",
+                hint="Use the environment's names in policy.agents.",
+                kind="unknown-agent",
+                retryable=False,
+            )
+
+    def _due_track(self) -> AgentTrack:
+        agent = self._driver.due()
+        if agent is None:
+            raise EnvironmentFailure(
+                "next_agent is None before anybody acted.", kind="ended-before-start", retryable=False
+            )
+        if agent in self._terminated or agent in self._truncated:
+            raise EnvironmentFailure(
+                f"next_agent names {agent!r}, whose episode has ended.", kind="agent-has-ended", retryable=False
+            )
+        return self._tracks[agent]
+
+    async def _turn(self, track: AgentTrack, tokens: list[int], new: list[int], max_tokens: int) -> None:
+        index = self._turns
+        sample, policy_s = await self._sample(track, tokens + new, max_tokens)
+        action = self._text(sample)
+        self._messages.append(Message(role="assistant", content=action, agent=track.agent, turn=index))
+        seen = await self._driver.step(action, self._time_left())
+        if track.agent not in seen.rewards:
+            raise EnvironmentFailure(
+                f"step gave no reward for {track.agent}, which acted.", kind="reward-missing", retryable=False
+            )
+        turn = TurnRecord(
+            index=index,
+            reward=seen.rewards[track.agent],
+            reward_parts=seen.reward_parts.get(track.agent, {}),
+            finish_reason=sample.finish_reason,
+            tool_calls=seen.tool_calls.get(track.agent, []),
+            policy_s=policy_s,
+            environment_s=self._driver.last_s,
+        )
+        track.commit(new, sample, turn)
+        self._turns = index + 1
+        self._late_rewards(seen, track.agent)
+        self._flags(seen)
+
+    def _late_rewards(self, seen: Seen, actor: str) -> None:
+        for name, reward in seen.rewards.items():
+            if name != actor:
+                self._tracks[name].add_reward(reward, seen.reward_parts.get(name, {}))
+
+    def _flags(self, seen: Seen) -> None:
+        for name, flag in seen.terminated.items():
+            if flag:
+                self._terminated.add(name)
+        for name, flag in seen.truncated.items():
+            if flag and not seen.terminated.get(name):
+                self._truncated.add(name)
+        over = self._driver.due() is None or self._tracks.keys() <= self._terminated | self._truncated
+        self._look(seen, over=over)
+        if over and self._truncated and not any(self._tracks[name].last_turn for name in self._terminated):
+            raise _Ended("truncated", "environment_truncated")
+        if over:
+            raise _Ended("finished", "terminated")
+
+    def _look(self, seen: Seen, *, over: bool) -> None:
+        self._infos.append(seen.info)
+        for name, observation in seen.observations.items():
+            self._observe(name, observation, over)
+        for name, history in seen.history.items():
+            self._tracks[name].replace_history(history)
+
+    def _observe(self, name: str, observation: Observation, over: bool) -> None:
+        if over and not observation:
+            return  # an ended episode has nothing more to say
+        message = Message(role="user", content=observation, agent=name)
+        self._messages.append(message)
+        self._tracks[name].observe(message)
+
+    # One sample
+
+    async def _sample(self, track: AgentTrack, prompt: list[int], max_tokens: int) -> tuple[Sample, float]:
+        tools, plan, assignment = self._tools, self._plan, self._assignment
+        request = SampleRequest(
+            id=f"{assignment.episode}-{assignment.attempt}-{self._turns}",
+            model=track.plan.model,
+            prompt=prompt,
+            sampling=turn_sampling(track.sampling, self._turns),
+            max_tokens=max_tokens,
+            stop=plan.stop,
+            stop_token_ids=plan.renderer.stop_token_ids,
+            timeout_s=min(plan.limits.policy_timeout_s, self._time_left()),
+        )
+        started_at = tools.clock()
+        tools.sampling_now += 1
+        try:
+            policy = tools.policies.at(track.plan.endpoint)
+            self._endpoint = self._endpoint or policy.endpoint
+            sample = await policy.sample(request)
+            check_sample(sample, plan.renderer.tokenizer.vocab_size, max_tokens)
+        finally:
+            tools.sampling_now -= 1
+            took_s = tools.clock() - started_at
+            self._policy_s += took_s
+        self._policy_s -= sample.waiting_s
+        self._policy_waiting_s += sample.waiting_s
+        self._check_pinned(sample)
+        return sample, took_s - sample.waiting_s
+
+    def _check_pinned(self, sample: Sample) -> None:
+        pinned = self._assignment.pinned_version
+        if not pinned:
+            return
+        for run in sample.versions:
+            if str(run.version) != pinned:
+                raise _Ended(
+                    "cancelled",
+                    "cancelled",
+                    Failure(
+                        layer="policy",
+                        kind="version-not-pinned",
+                        message=f"Turn {self._turns} was answered by version {run.version}, not by {pinned} as pinned.",
+                    ),
+                )
+
+    def _text(self, sample: Sample) -> str:
+        text = self._plan.renderer.parse(sample.token_ids)
+        for stop in self._plan.stop:
+            text = text.partition(stop)[0] if stop else text
+        return text
+
+    # Deadlines, blame and the record
+
+    def _time_left(self) -> float:
+        left_s = self._plan.limits.episode_timeout_s - (self._tools.clock() - self._started_at)
+        if left_s <= 0:
+            raise self._overdue()
+        return left_s
+
+    def _overdue(self) -> InfrastructureFailure:
+        return InfrastructureFailure(
+            f"The attempt took longer than its {self._plan.limits.episode_timeout_s:g} s.",
+            hint="Raise limits.episode_timeout_s, or find out what it waited for.",
+            kind="episode-timeout",
+            retryable=True,
+        )
+
+    def _blamed(self, error: EpisodeFailure) -> Failure:
+        """The failure with its turn named, or the episode's deadline if that was what ended the call."""
+        ran_s = self._tools.clock() - self._started_at
+        if error.kind in DEADLINE_KINDS and ran_s >= self._plan.limits.episode_timeout_s:
+            return Failure.of(self._overdue())
+        where = f"Turn {self._turns}" if self._tracks else "Reset"
+        return msgspec.structs.replace(Failure.of(error), message=f"{where}: {error}")
+
+    def _record(self, ended: _Ended) -> Trajectory:
+        tools, assignment = self._tools, self._assignment
+        try:
+            outcome = self._outcome(ended)
+            return record_of(assignment, outcome, trajectory_id=tools.new_id(), worker=tools.worker)
+        except Exception as error:  # noqa: BLE001 - a fault of ours is recorded like any other, never lost
+            fault = _fault("The worker could not make the record", error)
+        return record_of(assignment, failed(fault), trajectory_id=tools.new_id(), worker=tools.worker)
+
+    def _outcome(self, ended: _Ended) -> Outcome:
+        self._end_turns(ended)
+        driver = self._driver
+        segments = [segment for track in self._tracks.values() for segment in track.segments()]
+        return Outcome(
+            status=ended.status,
+            stop_reason=ended.reason,
+            failure=ended.failure,
+            segments=segments,
+            messages=self._messages,
+            infos=self._infos,
+            tokenizer=self._plan.renderer.tokenizer if segments else None,
+            timing=Timing(
+                wall_s=self._tools.clock() - self._started_at,
+                working_s=self._policy_s + driver.environment_s,
+                policy_s=self._policy_s,
+                environment_s=driver.environment_s,
+                waiting_s=driver.waiting_s + self._policy_waiting_s,
+            ),
+            endpoint=self._endpoint,
+            environment_version=driver.version,
+        )
+
+    def _end_turns(self, ended: _Ended) -> None:
+        for name, track in self._tracks.items():
+            terminated = name in self._terminated
+            if ended.status == "finished":
+                # The episode is over for all; only an agent that was cut off itself is truncated.
+                terminated = terminated or name not in self._truncated
+            truncated = name in self._truncated or ended.status == "truncated"
+            track.end_turns(terminated=terminated, truncated=truncated)
+            if ended.status == "truncated":
+                track.append_unseen(self._plan.limits.max_context_tokens)
+        unplaced = {name: track.early_reward for name, track in self._tracks.items() if track.early_reward}
+        if unplaced and self._infos:
+            # No turn of the agent ever came that could carry them; they are named instead of lost.
+            self._infos[-1]["rewards_without_turn"] = unplaced
+
+
+def _cancelled(reason: str) -> Failure | None:
+    if not reason:
+        return None
+    return Failure(layer="infrastructure", kind="cancelled", message=reason)
+
+
+def _fault(what: str, error: Exception) -> InfrastructureFailure:
+    return InfrastructureFailure(
+        f"{what}: {described(error)}", hint="This is a defect of Headrace.", kind="worker-fault", retryable=True
+    )

@@ -1,0 +1,194 @@
+"""Collects what one agent saw and did, and makes its segments.
+
+* Tokens are appended and never changed: a prompt is what stands plus what is new.
+* A turn enters the track when its step has answered; a turn whose step failed leaves no tokens behind.
+* A reward that comes between turns belongs to the last turn; before any turn, to the first.
+* A history edit starts a new segment.
+* On truncation what the agent would have seen next is appended, unsampled, if it fits into the context whole. Else it
+  is left out: no policy could have been asked about it, and a part of it would be an observation that never was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from headrace.trajectory import Message, Sampling, Segment, ToolCall, Turn, VersionRun
+from headrace_workers.episode.plan import AgentPlan
+from headrace_workers.policies.base import Sample
+from headrace_workers.rendering import Renderer
+
+
+class TurnRecord(msgspec.Struct, kw_only=True):
+    """A turn while its episode runs; late rewards are still added to it."""
+
+    index: int
+    start: int = 0
+    end: int = 0
+    reward: float
+    reward_parts: dict[str, float]
+    terminated: bool = False
+    truncated: bool = False
+    finish_reason: str
+    tool_calls: list[ToolCall]
+    policy_s: float
+    environment_s: float
+
+    def frozen(self) -> Turn:
+        return Turn(
+            index=self.index,
+            start=self.start,
+            end=self.end,
+            reward=self.reward,
+            reward_parts=self.reward_parts,
+            terminated=self.terminated,
+            truncated=self.truncated,
+            finish_reason=self.finish_reason,
+            tool_calls=self.tool_calls,
+            policy_s=self.policy_s,
+            environment_s=self.environment_s,
+        )
+
+
+class SegmentRecord(msgspec.Struct):
+    """A segment while its episode runs. ``tokens``, ``sampled`` and ``logprobs`` have one item for each position."""
+
+    tokens: list[int] = []
+    sampled: list[int] = []
+    logprobs: list[float] = []
+    turns: list[TurnRecord] = []
+    versions: list[VersionRun] = []
+
+    def append_unsampled(self, tokens: list[int]) -> None:
+        """Tokens of a prompt, or of what the agent would have seen next."""
+        self.tokens += tokens
+        self.sampled += [0] * len(tokens)
+        self.logprobs += [0.0] * len(tokens)
+
+    def append_turn(self, sample: Sample, turn: TurnRecord) -> None:
+        """What the policy sampled in a turn; sets the turn's span."""
+        turn.start = len(self.tokens)
+        self.tokens += sample.token_ids
+        turn.end = len(self.tokens)
+        self.sampled += [1] * (turn.end - turn.start)
+        self.logprobs += sample.logprobs
+        self.append_versions(sample.versions, turn.start)
+        self.turns.append(turn)
+
+    def append_versions(self, runs: Sequence[VersionRun], start: int) -> None:
+        """Runs of a sample that starts at ``start``; the prompt before it belongs to the first of them."""
+        for run in runs:
+            if self.versions and self.versions[-1].version == run.version:
+                self.versions.pop()
+            self.versions.append(VersionRun(start + run.end, run.lineage, run.n))
+
+
+class AgentTrack:
+    """One agent of one episode. ``sampling`` carries the episode's own seed."""
+
+    def __init__(self, agent: str, plan: AgentPlan, sampling: Sampling, renderer: Renderer) -> None:
+        self.agent = agent
+        self.plan = plan
+        self.sampling = sampling
+        self._renderer = renderer
+        self._segments: list[SegmentRecord] = []
+        self._pending: list[Message] = []
+        self._edited = False
+        self._early_reward = 0.0
+        self._early_parts: dict[str, float] = {}
+
+    @property
+    def last_turn(self) -> TurnRecord | None:
+        """The agent's last turn, if it had one."""
+        return self._segments[-1].turns[-1] if self._segments else None
+
+    @property
+    def early_reward(self) -> float:
+        """Rewards that came before the agent's first turn and wait for it."""
+        return self._early_reward
+
+    def observe(self, message: Message) -> None:
+        """Something new that the agent sees before its next turn."""
+        self._pending.append(message)
+
+    def replace_history(self, messages: list[Message]) -> None:
+        """All that the agent sees from now on: its next turn starts a new segment."""
+        self._pending = list(messages)
+        self._edited = True
+
+    def prompt(self) -> tuple[list[int], list[int]]:
+        """The tokens that stand before the new ones (none in a new segment), and the new ones."""
+        if not self._segments or self._edited:
+            return [], self._renderer.start(self._pending)
+        tokens = self._segments[-1].tokens
+        return tokens, self._renderer.extend(tokens, self._pending)
+
+    def commit(self, new: list[int], sample: Sample, turn: TurnRecord) -> None:
+        """Append the new prompt tokens and a sampled turn; sets its span."""
+        if not self._segments or self._edited:
+            self._segments.append(SegmentRecord())
+            self._edited = False
+        segment = self._segments[-1]
+        segment.append_unsampled(new)
+        segment.append_turn(sample, turn)
+        self._pending.clear()
+        if self._early_reward or self._early_parts:
+            turn.reward += self._early_reward
+            _add_parts(turn.reward_parts, self._early_parts)
+            self._early_reward, self._early_parts = 0.0, {}
+
+    def add_reward(self, reward: float, parts: dict[str, float]) -> None:
+        """A reward that did not come with the agent's own step."""
+        last = self.last_turn
+        if last is None:
+            self._early_reward += reward
+            _add_parts(self._early_parts, parts)
+        else:
+            last.reward += reward
+            _add_parts(last.reward_parts, parts)
+
+    def end_turns(self, *, terminated: bool, truncated: bool) -> None:
+        """Mark the last turn as the one that ended it for this agent. Terminated wins."""
+        last = self.last_turn
+        if last is not None:
+            last.terminated = last.terminated or terminated
+            last.truncated = (last.truncated or truncated) and not last.terminated
+
+    def append_unseen(self, max_context_tokens: int) -> None:
+        """Append what the agent would have seen next, unsampled, if it fits. After a history edit there is nothing to
+        append to."""
+        last = self.last_turn
+        if last is None or last.terminated or self._edited or not self._pending:
+            return
+        segment = self._segments[-1]
+        unseen = self._renderer.extend(segment.tokens, self._pending)
+        if len(segment.tokens) + len(unseen) > max_context_tokens:
+            return
+        segment.append_unsampled(unseen)
+        run = segment.versions.pop()
+        segment.versions.append(VersionRun(len(segment.tokens), run.lineage, run.n))
+        self._pending.clear()
+
+    def segments(self) -> list[Segment]:
+        """The agent's segments, in order."""
+        return [self._segment(record) for record in self._segments]
+
+    def _segment(self, record: SegmentRecord) -> Segment:
+        return Segment(
+            agent=self.agent,
+            policy=self.plan.policy,
+            sampling=self.sampling,
+            train=self.plan.train,
+            token_ids=np.array(record.tokens, np.int32),
+            sampled=np.array(record.sampled, np.uint8),
+            logprobs=np.array(record.logprobs, np.float32),
+            versions=record.versions,
+            turns=[turn.frozen() for turn in record.turns],
+        )
+
+
+def _add_parts(parts: dict[str, float], more: dict[str, float]) -> None:
+    for name, value in more.items():
+        parts[name] = parts.get(name, 0.0) + value

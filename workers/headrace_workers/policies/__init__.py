@@ -1,0 +1,17 @@
+"""Policies: where a turn's tokens come from."""
+
+from headrace_workers.policies.base import Policy, PolicySource, Sample, SampleRequest, check_sample, one_version
+from headrace_workers.policies.completions import CompletionsPolicies
+from headrace_workers.policies.inprocess import InProcessPolicy, load_in_process_policy
+
+__all__ = [
+    "CompletionsPolicies",
+    "InProcessPolicy",
+    "Policy",
+    "PolicySource",
+    "Sample",
+    "SampleRequest",
+    "check_sample",
+    "load_in_process_policy",
+    "one_version",
+]

@@ -1,0 +1,154 @@
+"""What a policy is: prompt token ids in, sampled token ids and their logprobs out.
+
+* Every try has an id of its own: episode, attempt, turn and try are part of it.
+* Sampled ids and logprobs are taken as the engine gave them, or refused; never mended.
+* Each fault of a sample has a kind of its own and names its position.
+* Version runs cover the sample whole, in order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from headrace.errors import PolicyFailure
+from headrace.trajectory import Sampling, Version, VersionRun
+
+LOWEST_LOGPROB = float(np.finfo(np.float32).min)
+"""Logprobs are stored as float32; a lower value would become an infinity."""
+
+
+class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn to be sampled.
+
+    ``id`` names the turn (``episode-attempt-turn``); whoever sends a request appends the number of the try.
+    ``prompt`` int[n] token ids. ``sampling`` carries this turn's own seed; temperature 0 is greedy.
+    ``timeout_s`` bounds the whole call, its retries included.
+    """
+
+    id: str
+    model: str
+    prompt: Sequence[int]
+    sampling: Sampling
+    max_tokens: int
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    timeout_s: float
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine sampled.
+
+    ``token_ids`` int[n] and ``logprobs`` float[n], n ≥ 1. ``versions`` are runs ``(end, version)`` over these n
+    positions. ``waiting_s``: part of the call that was no sampling (backoff before another try), in seconds.
+    """
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    finish_reason: str
+    versions: Sequence[VersionRun]
+    waiting_s: float = 0.0
+
+
+class Policy(Protocol):
+    """Samples turns."""
+
+    @property
+    def endpoint(self) -> str:
+        """Where it is served; empty for one in the worker's own process."""
+        ...
+
+    async def sample(self, request: SampleRequest) -> Sample:
+        """Sample one turn. Raises PolicyFailure. Cancelling the call aborts it at the engine."""
+        ...
+
+
+class PolicySource(Protocol):
+    """Gives the policy behind an endpoint."""
+
+    def at(self, endpoint: str) -> Policy:
+        """The policy served there. Raises PolicyFailure ``no-endpoint``."""
+        ...
+
+    async def close(self) -> None:
+        """Close what is open."""
+        ...
+
+
+def one_version(count: int, version: Version) -> list[VersionRun]:
+    """Version runs of a sample of ``count`` tokens that one version made."""
+    return [VersionRun(count, version.lineage, version.n)]
+
+
+def check_sample(sample: Sample, vocab_size: int, max_tokens: int) -> None:
+    """Raise the PolicyFailure that says what is wrong with a sample, if anything is."""
+    count = len(sample.token_ids)
+    if count == 0:
+        raise PolicyFailure("The policy sampled no token.", kind="empty-sample", retryable=True)
+    if count > max_tokens:
+        raise PolicyFailure(
+            f"The policy sampled {count} tokens, and {max_tokens} was the most that it was allowed.",
+            hint="The server must respect `max_tokens`; a proxy or a server default may override it.",
+            kind="too-many-tokens",
+            retryable=False,
+        )
+    if len(sample.logprobs) != count:
+        kind = "logprobs-too-few" if len(sample.logprobs) < count else "logprobs-too-many"
+        raise _broken(kind, f"The policy gave {count} token ids but {len(sample.logprobs)} logprobs.")
+    if min(sample.token_ids) < 0 or max(sample.token_ids) >= vocab_size:
+        _refuse_token(sample.token_ids, vocab_size)
+    if not _in_range(sample.logprobs):
+        _refuse_logprob(sample.logprobs)
+    _check_versions(sample.versions, count)
+
+
+def _in_range(logprobs: Sequence[float]) -> bool:
+    # One pass in C each. A NaN hides from min and max, but not from the sum.
+    try:
+        return math.isfinite(math.fsum(logprobs)) and max(logprobs) <= 0.0 and min(logprobs) >= LOWEST_LOGPROB
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
+def _refuse_token(token_ids: Sequence[int], vocab_size: int) -> None:
+    for position, token in enumerate(token_ids):
+        if not 0 <= token < vocab_size:
+            raise _broken(
+                "token-out-of-range",
+                f"Token id {token} at position {position} is not below {vocab_size}.",
+            )
+
+
+def _refuse_logprob(logprobs: Sequence[float | None]) -> None:
+    for position, value in enumerate(logprobs):
+        where = f"at position {position}"
+        if value is None:
+            raise _broken("logprob-missing", f"The logprob {where} is null.")
+        if math.isnan(value):
+            raise _broken("logprob-nan", f"The logprob {where} is NaN.")
+        if math.isinf(value):
+            raise _broken("logprob-infinite", f"The logprob {where} is {value}.")
+        if value > 0:
+            raise _broken("logprob-positive", f"The logprob {where} is {value}, above 0.")
+        if value < LOWEST_LOGPROB:
+            raise _broken("logprob-out-of-range", f"The logprob {where} is {value}, below what a float32 can hold.")
+
+
+def _check_versions(versions: Sequence[VersionRun], count: int) -> None:
+    end = 0
+    for run in versions:
+        if run.end <= end:
+            raise _broken("versions-do-not-cover", f"A version run ends at {run.end}, not after {end}.")
+        end = run.end
+    if end != count:
+        raise _broken("versions-do-not-cover", f"The version runs cover {end} of {count} sampled tokens.")
+
+
+def _broken(kind: str, detail: str) -> PolicyFailure:
+    return PolicyFailure(
+        detail, hint="The sample is refused whole; nothing of it is stored or mended.", kind=kind, retryable=True
+    )

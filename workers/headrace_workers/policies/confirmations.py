@@ -1,0 +1,87 @@
+"""The version that an endpoint confirms, before and after each call (invariant 6).
+
+* A call is bracketed by the version its endpoint confirmed before and after it.
+* Where the two differ the lower one covers the call.
+* One question is open at a time; all calls that ended before it was asked share its answer.
+* A version that cannot be read is a failure, never a guess. vLLM's fresh ``default`` reads as 0.0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from headrace.errors import PolicyFailure
+from headrace.trajectory import Version
+
+FRESH_S = 0.05
+"""A confirmation this young still counts as "before". Under load one is always younger; after a pause the endpoint
+is asked again, so that the first calls after new weights are not charged to the old ones."""
+
+FRESH_VERSION = "default"
+"""What vLLM says before any weights were given a version."""
+
+
+def read_version(text: object) -> Version:
+    """The version that an endpoint's word stands for. Raises PolicyFailure ``unknown-version``."""
+    if text == FRESH_VERSION:
+        return Version(0, 0)
+    try:
+        return Version.parse(str(text))
+    except ValueError as error:
+        raise PolicyFailure(
+            f"The endpoint names its weights {text!r}, which is no version.",
+            hint="Give the server a weight version of the form 'lineage.n', as in '0.12', when its weights change.",
+            kind="unknown-version",
+            retryable=False,
+        ) from error
+
+
+class Confirmations:
+    """What one endpoint has confirmed. ``ask`` sends the question; ``clock`` is monotonic, in seconds."""
+
+    def __init__(self, ask: Callable[[], Awaitable[Version]], clock: Callable[[], float]) -> None:
+        self._ask = ask
+        self._clock = clock
+        self._known: Version | None = None
+        self._known_at = 0.0
+        self._asking: asyncio.Task[Version] | None = None
+        self._next: asyncio.Task[Version] | None = None
+
+    def learn(self, version: Version) -> None:
+        """Take a version that an answer carried itself."""
+        self._known = version
+        self._known_at = self._clock()
+
+    @property
+    def known(self) -> Version | None:
+        """The last version confirmed, however long ago."""
+        return self._known
+
+    async def before(self) -> Version:
+        """A version confirmed before the call that follows."""
+        if self._known is not None and self._clock() - self._known_at <= FRESH_S:
+            return self._known
+        return await asyncio.shield(self._asking or self._start_next())
+
+    async def after(self) -> Version:
+        """A version confirmed by a question that is asked after this call."""
+        return await asyncio.shield(self._start_next())
+
+    def _start_next(self) -> asyncio.Task[Version]:
+        if self._next is None:
+            self._next = asyncio.get_running_loop().create_task(self._question(self._asking))
+            # Every waiter may have gone; then nobody else looks at the error.
+            self._next.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return self._next
+
+    async def _question(self, open_one: asyncio.Task[Version] | None) -> Version:
+        if open_one is not None:
+            await asyncio.wait([open_one])
+        self._asking, self._next = self._next, None
+        try:
+            version = await self._ask()
+            self.learn(version)
+            return version
+        finally:
+            self._asking = None

@@ -1,0 +1,79 @@
+"""A policy that lives in the worker's own process, for benchmarks and tests.
+
+* The object's ``sample`` may be a plain function or a coroutine function.
+* A worker started with one asks it for every endpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, cast
+
+from headrace.errors import EpisodeFailure, PolicyFailure, SetupError
+from headrace_workers.policies.base import Policy, Sample, SampleRequest
+
+
+class InProcessSampler(Protocol):
+    """What a ``module:factory`` returns."""
+
+    def sample(self, request: SampleRequest) -> Sample | Awaitable[Sample]:
+        """Sample one turn; same contract as ``Policy.sample``."""
+        ...
+
+
+class InProcessPolicy:
+    """An in-process object as the policy of every endpoint."""
+
+    endpoint = ""
+
+    def __init__(self, sampler: InProcessSampler) -> None:
+        self._sampler = sampler
+
+    def at(self, endpoint: str) -> Policy:
+        return self
+
+    async def sample(self, request: SampleRequest) -> Sample:
+        try:
+            result = self._sampler.sample(request)
+            if isinstance(result, Sample):
+                return result
+            if not inspect.isawaitable(result):
+                raise PolicyFailure(
+                    f"The in-process policy returned {type(result).__name__}, not a Sample.",
+                    kind="unreadable-response",
+                    retryable=False,
+                )
+            async with asyncio.timeout(request.timeout_s):
+                return await result
+        except TimeoutError as error:
+            raise PolicyFailure(
+                f"The in-process policy did not answer within {request.timeout_s:g} s.", kind="timeout", retryable=True
+            ) from error
+        except EpisodeFailure:
+            raise
+        except Exception as error:
+            raise PolicyFailure(
+                f"The in-process policy raised {type(error).__name__}: {error}", kind="raised", retryable=True
+            ) from error
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+def load_in_process_policy(path: str) -> InProcessPolicy:
+    """Call ``module:factory`` without arguments. Raises SetupError if it cannot be found or gives no policy."""
+    module, _, name = path.partition(":")
+    try:
+        factory = cast(Callable[[], Any], getattr(importlib.import_module(module), name))
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SetupError(
+            f"The policy {path!r} cannot be loaded: {error}.",
+            hint="Give it as module:factory, with the module importable where the worker runs.",
+        ) from error
+    sampler = factory()
+    if not callable(getattr(sampler, "sample", None)):
+        raise SetupError(f"The policy {path!r} gave {type(sampler).__name__}, which has no sample method.")
+    return InProcessPolicy(sampler)

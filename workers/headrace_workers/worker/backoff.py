@@ -1,0 +1,44 @@
+"""Pauses between tries while the orchestrator is away: they double up to a bound and are spread by chance.
+
+* There is always another try: an outage ends when it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+
+from headrace.errors import HeadraceError
+from headrace_workers.worker.logs import logger
+
+FIRST_S = 0.1
+"""A restart of the orchestrator takes about a second; the first tries should catch its end."""
+
+LAST_S = 5.0
+"""The longest pause: so late a worker may notice that the orchestrator is back."""
+
+
+class Backoff:
+    """One sequence of tries. ``random_share`` gives a number in [0, 1)."""
+
+    def __init__(
+        self,
+        *,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        random_share: Callable[[], float] = random.random,
+    ) -> None:
+        self._sleep = sleep
+        self._random_share = random_share
+        self._next_s = FIRST_S
+
+    async def pause(self, error: HeadraceError) -> None:
+        """Wait before the next try, between a half and the whole of the pause that is due."""
+        pause_s = self._next_s * (0.5 + 0.5 * self._random_share())
+        self._next_s = min(LAST_S, self._next_s * 2)
+        logger().warning("trying again", error=str(error), pause_s=round(pause_s, 3))
+        await self._sleep(pause_s)
+
+    def reset(self) -> None:
+        """It worked: start over with the first pause."""
+        self._next_s = FIRST_S

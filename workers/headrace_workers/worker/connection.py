@@ -1,0 +1,162 @@
+"""The worker's connection to the orchestrator.
+
+* What cannot be reached is ``Unavailable``; an error of the service comes back as its own class.
+* An answer of an epoch older than one seen before counts as no answer.
+* Proxy settings are ignored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Sequence
+from typing import TypeVar
+from urllib.parse import quote
+
+import aiohttp
+import msgspec
+
+from headrace import wire
+from headrace.codec import ALIGNMENT
+from headrace.errors import HeadraceError, Unavailable
+from headrace.problems import read_problem
+from headrace.runspec import RunSpec, parse_run_spec
+
+ANSWER_S = 30.0
+"""Longest silence of the orchestrator beyond the wait that was asked for; a group commit takes milliseconds."""
+
+CONNECT_S = 5.0
+"""To open a connection: a loopback or cluster address answers at once or not at all."""
+
+_LENGTH = struct.Struct("<I")
+_encode = msgspec.json.Encoder().encode
+
+T = TypeVar("T")
+Reply = TypeVar("Reply", wire.LeaseReply, wire.HeartbeatReply, wire.SubmitReply)
+
+
+class EpochFence:
+    """The highest epoch seen. One fence serves all connections of a worker, from any thread."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def check(self, epoch: int) -> None:
+        """Raise Unavailable for an epoch older than one seen before."""
+        if epoch < self.epoch:
+            raise Unavailable(
+                f"The answer is of epoch {epoch}, but epoch {self.epoch} has begun.",
+                hint="A paused older orchestrator has woken up; its answers are ignored.",
+            )
+        self.epoch = epoch
+
+
+class OrchestratorConnection:
+    """All requests of a worker. Belongs to the event loop that first uses it."""
+
+    def __init__(self, url: str, *, worker: str, token: str, fence: EpochFence) -> None:
+        self._url = url.rstrip("/")
+        self._worker = worker
+        self._token = token
+        self._fence = fence
+        self._session: aiohttp.ClientSession | None = None
+
+    async def lease(self, request: wire.LeaseRequest, *, answer_s: float = ANSWER_S) -> wire.LeaseReply:
+        """Ask for work. ``answer_s``: the longest silence beyond the wait that the request asks for."""
+        body = await self._post("/worker/lease", _encode(request), timeout_s=request.wait_s + answer_s)
+        return self._fenced(_decoded(body, wire.LeaseReply))
+
+    async def heartbeat(self, request: wire.HeartbeatRequest, *, timeout_s: float = ANSWER_S) -> wire.HeartbeatReply:
+        """Renew the leases of all that the worker holds."""
+        body = await self._post("/worker/heartbeat", _encode(request), timeout_s=timeout_s)
+        return self._fenced(_decoded(body, wire.HeartbeatReply))
+
+    async def submit(self, entries: Sequence[tuple[wire.AttemptKey, bytes]]) -> list[wire.SubmitResult]:
+        """Hand in records; gives one result each, in their order."""
+        target = f"/worker/submit?worker={quote(self._worker, safe='')}"
+        body = await self._post(target, submission_body(entries), media_type=wire.RECORDS_MEDIA_TYPE)
+        results = self._fenced(_decoded(body, wire.SubmitReply)).results
+        if [result.episode for result in results] != [key.episode for key, _ in entries]:
+            raise Unavailable("The answer to a submission does not list its records.")
+        return results
+
+    async def hand_back(self, attempts: list[wire.AttemptKey]) -> None:
+        """Give attempts back that will not be finished."""
+        await self._post("/worker/return", _encode(wire.ReturnRequest(worker=self._worker, attempts=attempts)))
+
+    async def run_spec(self, run: str) -> RunSpec:
+        """The spec of a run. Raises UnknownRun, InvalidRunSpec."""
+        body = await self._request("GET", f"/runs/{quote(run, safe='')}", b"", "", ANSWER_S)
+        return parse_run_spec(_decoded(body, wire.RunStatus).spec)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def _post(
+        self, target: str, body: bytes, *, timeout_s: float = ANSWER_S, media_type: str = "application/json"
+    ) -> bytes:
+        return await self._request("POST", target, body, media_type, timeout_s)
+
+    async def _request(self, method: str, target: str, body: bytes, media_type: str, timeout_s: float) -> bytes:
+        headers = {"Content-Type": media_type} if media_type else {}
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._open().request(
+                    method, f"{self._url}{wire.API}{target}", data=body or None, headers=headers
+                ) as response,
+            ):
+                answer = await response.read()
+        except (aiohttp.ClientError, OSError) as error:
+            raise Unavailable(
+                f"No answer from the orchestrator at {self._url}: {type(error).__name__}: {error}.",
+                hint="Is it running at that address?",
+            ) from error
+        if response.status >= 400:
+            raise _error(response.status, answer)
+        return answer
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+            self._session = aiohttp.ClientSession(
+                headers=headers,
+                trust_env=False,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+            )
+        return self._session
+
+    def _fenced(self, reply: Reply) -> Reply:
+        self._fence.check(reply.epoch)
+        return reply
+
+
+def submission_body(entries: Sequence[tuple[wire.AttemptKey, bytes]]) -> bytes:
+    """The body of ``POST /v1/worker/submit``: heads as JSON, then the records, see ``wire.Submission``."""
+    heads = _encode(
+        [
+            wire.Submission(episode=key.episode, attempt=key.attempt, nonce=key.nonce, size_bytes=len(record))
+            for key, record in entries
+        ]
+    )
+    padding = bytes(-(_LENGTH.size + len(heads)) % ALIGNMENT)
+    return b"".join([_LENGTH.pack(len(heads)), heads, padding, *(record for _, record in entries)])
+
+
+def _decoded(body: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise Unavailable(f"The answer is no {kind.__name__}: {error}.", hint="Is there a proxy in between?") from error
+
+
+def _error(status: int, body: bytes) -> HeadraceError:
+    """What an error answer stands for. Only the orchestrator itself may refuse a record; a page from in between may
+    not, whatever its status."""
+    return read_problem(status, body) or Unavailable(
+        f"The orchestrator's address answered {status}, and not in its words: {body[:200].decode(errors='replace')}",
+        hint="Is the address the orchestrator's, and is there a proxy in between?",
+    )

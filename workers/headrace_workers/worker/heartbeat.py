@@ -1,0 +1,117 @@
+"""The worker's heartbeat, on a thread and an event loop of its own.
+
+* It goes on while an episode computes in the worker's event loop.
+* One heartbeat lists all attempts, finished ones in the spool included.
+* The orchestrator says when the next one is wanted; a shorter lease term that arrives meanwhile comes first.
+* A lost heartbeat is repeated soon, not one interval later.
+* A heartbeat that ends by a defect says so; the worker does not go on without one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+
+from headrace import wire
+from headrace.errors import HeadraceError
+from headrace_workers.worker.connection import OrchestratorConnection
+from headrace_workers.worker.logs import logger
+
+FIRST_INTERVAL_S = 5.0
+"""Until the orchestrator has said otherwise."""
+
+HEARTBEATS_A_TERM = 3
+"""Two may be lost before a lease runs out."""
+
+RETRY_S = 0.5
+"""After a heartbeat that got no answer."""
+
+SHORTEST_ANSWER_S = 2.0
+"""A heartbeat is given up after one interval, but never sooner than this."""
+
+JOIN_S = 5.0
+"""How long to wait for the thread at the end."""
+
+
+class Heartbeat:
+    """Sends heartbeats until stopped. All three callbacks are called on the heartbeat's own thread.
+
+    ``on_defect`` is called once, at the end of a heartbeat that was not stopped.
+    """
+
+    def __init__(
+        self,
+        connection: OrchestratorConnection,
+        *,
+        content: Callable[[], wire.HeartbeatRequest],
+        on_reply: Callable[[wire.HeartbeatReply], None],
+        on_defect: Callable[[BaseException], None],
+    ) -> None:
+        self._connection = connection
+        self._content = content
+        self._on_reply = on_reply
+        self._on_defect = on_defect
+        self._interval_s = FIRST_INTERVAL_S
+        self._shortest_term_s = float("inf")
+        self._wake = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._stopped = False
+        self._thread = threading.Thread(target=self._work, name="heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Stop the thread and wait for it."""
+        self._stopped = True
+        if self._task is not None:
+            self._call(self._task.cancel)
+        await asyncio.get_running_loop().run_in_executor(None, self._thread.join, JOIN_S)
+
+    def has_term(self, term_s: float) -> None:
+        """An attempt with this lease term is held now. Safe to call from any thread."""
+        if term_s < self._shortest_term_s:
+            self._shortest_term_s = term_s
+            self._call(self._wake.set)
+
+    def _call(self, function: Callable[[], object]) -> None:
+        """Call it on the heartbeat's loop, unless that has ended."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(function)
+
+    def _work(self) -> None:
+        try:
+            asyncio.run(self._beat_until_stopped())
+        except BaseException as error:  # noqa: BLE001 - handed to the worker, which ends over it
+            if not self._stopped:
+                self._on_defect(error)
+
+    async def _beat_until_stopped(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        try:
+            while not self._stopped:
+                pause_s = await self._beat()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(pause_s):
+                        await self._wake.wait()
+                self._wake.clear()
+        finally:
+            await self._connection.close()
+
+    async def _beat(self) -> float:
+        """Send one heartbeat; gives the pause after it."""
+        try:
+            timeout_s = max(SHORTEST_ANSWER_S, self._interval_s)
+            reply = await self._connection.heartbeat(self._content(), timeout_s=timeout_s)
+        except HeadraceError as error:
+            logger().warning("heartbeat got no answer", error=str(error))
+            return min(RETRY_S, self._interval_s)
+        self._interval_s = reply.interval_s
+        self._on_reply(reply)
+        return min(self._interval_s, self._shortest_term_s / HEARTBEATS_A_TERM)

@@ -1,0 +1,65 @@
+"""The worker as a process: event loop, signals, exit code.
+
+* SIGTERM and SIGINT stop it in order; a second one makes it hand back at once.
+* It exits with 0 if every record was handed in and nothing of it broke, else with 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import signal
+import time
+
+import uvloop
+
+from headrace.ids import new_id
+from headrace_workers import environments
+from headrace_workers.episode import EnvironmentThreads, EpisodeTools
+from headrace_workers.policies import CompletionsPolicies, PolicySource, load_in_process_policy
+from headrace_workers.worker.logs import logger
+from headrace_workers.worker.worker import Worker, WorkerSettings
+
+YOUNG_OBJECTS = 50_000
+"""Allocations between collections of young objects. Records hold no cycles, so there is little to find; the default of
+700 costs some 5 % of a busy worker's time."""
+
+
+def run_worker(settings: WorkerSettings, *, policy_endpoint: str = "", policy: str = "") -> int:
+    """Run a worker until it is stopped; gives the exit code. ``policy``: ``module:factory`` of an in-process one."""
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS)
+    return uvloop.run(_run(settings, policy_endpoint, policy))
+
+
+async def _run(settings: WorkerSettings, policy_endpoint: str, policy: str) -> int:
+    policies: PolicySource = (
+        load_in_process_policy(policy)
+        if policy
+        else CompletionsPolicies(slots=settings.slots, default_endpoint=policy_endpoint, clock=time.monotonic)
+    )
+    tools = EpisodeTools(
+        worker=settings.name,
+        policies=policies,
+        threads=EnvironmentThreads(time.monotonic),
+        clock=time.monotonic,
+        new_id=new_id,
+    )
+    worker = Worker(settings, tools, time.monotonic)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, worker.stop)
+    logger().info(
+        "worker starts",
+        worker=settings.name,
+        pool=settings.pool,
+        slots=settings.slots,
+        environments=len(environments.BUILT_IN),
+    )
+    try:
+        ended_well = await worker.run()
+    finally:
+        await policies.close()
+        tools.threads.close()
+    logger().info("worker ends", worker=settings.name, ended_well=ended_well)
+    return 0 if ended_well else 1

@@ -1,0 +1,111 @@
+"""Hands finished episodes to the orchestrator.
+
+* One submission is on its way at a time, with all that has queued meanwhile.
+* While the orchestrator is away nothing is lost: the same records are sent again until they are answered.
+* A refused record is logged, and a failed record goes in its place: the episode still ends in exactly one.
+* A body that is refused whole is sent again record by record, so that one bad record costs only itself.
+* A record that the orchestrator fails at again and again is replaced as well, so that it does not block the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from headrace import wire
+from headrace.errors import Forbidden, HeadraceError, InternalError, RequestError, Unauthorized, from_problem
+from headrace_workers.worker.backoff import Backoff
+from headrace_workers.worker.logs import logger
+from headrace_workers.worker.spool import Entry, Spool
+
+MAX_RECORDS = 1024
+"""Records of one submission: some 50 ms of the orchestrator's time."""
+
+MAX_BYTES = 32 << 20
+"""Bytes of one submission: far below what the orchestrator takes, and sent in a fraction of a second."""
+
+
+INTERNAL_ERRORS = 3
+"""So often a record alone may meet an internal error of the orchestrator. One may be a passing fault of it; three in a
+row with growing pauses are a record that it cannot take, and all records behind it wait."""
+
+
+class Submits(Protocol):
+    """What the submitter needs of the connection."""
+
+    async def submit(self, entries: list[tuple[wire.AttemptKey, bytes]]) -> list[wire.SubmitResult]:
+        """One result for each record, in their order."""
+        ...
+
+
+class Submitter:
+    """Empties the spool. ``substitute`` makes the failed record that replaces a refused one."""
+
+    def __init__(self, connection: Submits, spool: Spool, substitute: Callable[[Entry, HeadraceError], Entry]) -> None:
+        self._connection = connection
+        self._spool = spool
+        self._substitute = substitute
+        self._singly = 0
+        """Records that are still to be sent one by one, after a body of so many was turned down whole."""
+        self._internal_errors = 0
+        """Internal errors in a row that the oldest record has met alone."""
+
+    async def submit_forever(self) -> None:
+        """Run until cancelled."""
+        backoff = Backoff()
+        while True:
+            await self._spool.filled.wait()
+            batch = self._spool.oldest(1 if self._singly else MAX_RECORDS, MAX_BYTES)
+            try:
+                results = await self._connection.submit([(entry.key, entry.record) for entry in batch])
+            except (Unauthorized, Forbidden) as error:
+                await backoff.pause(error)
+            except RequestError as error:
+                self._turned_down(batch, error)
+            except InternalError as error:
+                self._failed_at(batch, error)
+                await backoff.pause(error)
+            except HeadraceError as error:
+                await backoff.pause(error)
+            else:
+                backoff.reset()
+                self._next_single()
+                for entry, result in zip(batch, results, strict=True):
+                    self._settle(entry, result)
+
+    def _turned_down(self, batch: list[Entry], error: HeadraceError) -> None:
+        """A body was refused whole: send its records one by one, and replace the one that is refused alone."""
+        if len(batch) > 1:
+            self._singly = len(batch)
+            return
+        self._refused(batch[0], error)
+        self._next_single()
+
+    def _failed_at(self, batch: list[Entry], error: InternalError) -> None:
+        """The orchestrator met a defect of its own. Which record it was shows only where it was alone."""
+        self._internal_errors += len(batch) == 1
+        if len(batch) > 1 or self._internal_errors >= INTERNAL_ERRORS:
+            self._internal_errors = 0
+            self._turned_down(batch, error)
+
+    def _next_single(self) -> None:
+        self._internal_errors = 0
+        self._singly = max(0, self._singly - 1)
+
+    def _settle(self, entry: Entry, result: wire.SubmitResult) -> None:
+        if result.verdict == "refused":
+            self._refused(entry, from_problem(result.problem or {}))
+            return
+        if result.verdict not in ("accepted", "duplicate"):
+            logger(entry.assignment).info("submission answered", verdict=result.verdict)
+        self._spool.remove(entry.name)
+
+    def _refused(self, entry: Entry, error: HeadraceError) -> None:
+        log = logger(entry.assignment)
+        if entry.is_substitute:
+            # Without a readable answer to this one the orchestrator's lease ends it; there is nothing left to send.
+            log.error("a failed record was refused as well; the attempt is given up", error=str(error))
+            self._spool.remove(entry.name)
+            return
+        log.error("a record was refused; a failed record goes in its place", error=str(error))
+        self._spool.add(self._substitute(entry, error))

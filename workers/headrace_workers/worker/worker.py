@@ -1,0 +1,431 @@
+"""The worker: leases attempts, runs their episodes side by side, and hands in the records.
+
+* Attempts are leased in batches, as slots become free; nothing is leased while the spool is full.
+* Every attempt ends in one record, unless the orchestrator wants none or it was handed back.
+* An attempt that is granted twice (its first reply was lost) is run once.
+* Asked to stop, it takes nothing new, finishes what it can within the grace period and hands back the rest.
+* Asked to stop again, it hands back at once.
+* An outage of the orchestrator stops no episode.
+* A lease request gives up well before the leases that its lost answer may have granted run out.
+* Attempts are renewed only while the event loop that runs them turns.
+* Without its heartbeat, or with too many environment calls that hang, it ends with an error: whoever started it
+  starts another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from headrace import codec, wire
+from headrace.errors import EpisodeFailure, HeadraceError, InfrastructureFailure, InvalidTrajectory
+from headrace.trajectory import Failure, Trajectory
+from headrace_workers.episode import Episode, EpisodeTools, Outcome, failed, record_of
+from headrace_workers.worker.backoff import Backoff
+from headrace_workers.worker.connection import ANSWER_S, EpochFence, OrchestratorConnection
+from headrace_workers.worker.heartbeat import Heartbeat
+from headrace_workers.worker.lag import LoopLag
+from headrace_workers.worker.logs import logger
+from headrace_workers.worker.plans import Plans
+from headrace_workers.worker.spool import AttemptName, Entry, Spool, key_of
+from headrace_workers.worker.submitter import Submitter
+
+LEASE_WAIT_S = 20.0
+"""Long poll for work: below the idle limits of common proxies."""
+
+GATHER_S = 0.002
+"""How long freed slots are gathered before more work is asked for. Episodes of a millisecond end in crowds, and one
+request for many costs as much as for one; for longer episodes it is nothing."""
+
+GATHER_SHARE = 4
+"""With one in so many slots free there is no gathering."""
+
+LEASES_A_FILL = 4
+"""Leases that fill all slots. While one is granted, the attempts of the one before run, and those before them are
+handed in; with a single large one, worker and orchestrator would wait for each other in turn."""
+
+LEASES_A_TERM = 3
+"""A lease request waits for a third of the shortest term for work and as long for its answer. So what a lost answer
+granted is told to be missing while its lease has a third of its term left."""
+
+SHORTEST_ANSWER_S = 0.5
+"""Answers to lease requests are given at least this long; a group commit takes milliseconds."""
+
+STUCK_SHARE = 2 / 3
+"""Attempts are no longer renewed when the event loop has stood still for this share of their term. Shorter stalls
+lose nothing; after a longer one somebody else should get the episode."""
+
+EMPTY_PAUSE_S = 0.05
+"""After an answer without work, in case it came at once."""
+
+LAST_WORDS_S = 5.0
+"""At the end, for handing back and for what is still in the spool."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings:
+    """What a worker is. ``name`` is unique among all workers; ``spool_bytes`` bounds finished records in memory.
+
+    ``max_hanging`` bounds environment calls that never come back. Each keeps a thread and all that its environment
+    holds, and nothing but the end of the process frees them. The default is what a machine bears without notice, and
+    more than a few odd tasks of a long run come to.
+    """
+
+    name: str
+    orchestrator: str
+    token: str = ""
+    pool: str = "default"
+    capabilities: tuple[str, ...] = ()
+    slots: int = 64
+    spool_bytes: int = 256 << 20
+    grace_s: float = 30.0
+    max_hanging: int = 64
+
+
+class Running:
+    """An attempt that has a slot. ``wanted`` is False once nobody wants its record."""
+
+    __slots__ = ("assignment", "cancel_reason", "episode", "recorded", "task", "wanted")
+
+    def __init__(self, assignment: wire.Assignment) -> None:
+        self.assignment = assignment
+        self.task: asyncio.Task[None] | None = None
+        self.episode: Episode | None = None
+        self.cancel_reason = ""
+        self.wanted = True
+        self.recorded = False
+
+    def cancel(self, reason: str, *, wanted: bool) -> None:
+        """Stop it. ``wanted``: whether a ``cancelled`` record is to be made."""
+        if self.recorded or self.task is None:
+            return
+        self.wanted = self.wanted and wanted
+        if not self.cancel_reason:
+            self.cancel_reason = reason
+            if self.episode is not None:
+                self.episode.cancel_reason = reason
+            self.task.cancel()
+
+
+class _Connections(NamedTuple):
+    work: OrchestratorConnection
+    heartbeat: OrchestratorConnection
+
+
+class Worker:
+    """One worker process's work. ``run`` once, on the event loop that it was made on."""
+
+    def __init__(self, settings: WorkerSettings, tools: EpisodeTools, clock: Callable[[], float]) -> None:
+        self._settings = settings
+        self._tools = tools
+        self._clock = clock
+        fence = EpochFence()
+        self._connections = _Connections(
+            *(
+                OrchestratorConnection(settings.orchestrator, worker=settings.name, token=settings.token, fence=fence)
+                for _ in range(2)
+            )
+        )
+        self._plans = Plans(self._connections.work)
+        self._spool = Spool(settings.spool_bytes)
+        self._submitter = Submitter(self._connections.work, self._spool, self._substitute)
+        self._broken = False
+        self._shortest_term_s = math.inf
+        self._is_stuck = False
+        self._running: dict[AttemptName, Running] = {}
+        self._slot_freed = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._stop_now = asyncio.Event()
+        self._grace_s: float | None = settings.grace_s
+        self._deadline = 0.0
+        self._lag = LoopLag(clock)
+        self._loop = asyncio.get_running_loop()
+        self._heartbeat = Heartbeat(
+            self._connections.heartbeat,
+            content=self._heartbeat_content,
+            on_reply=self._heartbeat_reply,
+            on_defect=self._heartbeat_defect,
+        )
+
+    def stop(self) -> None:
+        """Stop, with the grace period; the second call ends that period."""
+        if self._stop.is_set():
+            self._stop_now.set()
+        self._stop.set()
+
+    def drain(self) -> None:
+        """Stop as soon as all that is held is finished, however long that takes."""
+        if not self._stop.is_set():
+            logger().info("the worker drains", running=len(self._running))
+            self._grace_s = None
+            self._stop.set()
+
+    async def run(self) -> bool:
+        """Work until stopped. Gives whether every record was handed in, and nothing of the worker itself broke."""
+        self._heartbeat.start()
+        background: list[asyncio.Task[Any]] = [
+            asyncio.create_task(self._lease_forever()),
+            asyncio.create_task(self._submitter.submit_forever()),
+            asyncio.create_task(self._lag.watch()),
+        ]
+        stopping = asyncio.create_task(self._stop.wait())
+        try:
+            done, _ = await asyncio.wait([stopping, *background], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()  # only the wait for the stop ends by itself; anything else is a defect, and raises here
+            self._deadline = self._clock() + self._settings.grace_s
+            await _cancelled(background.pop(0))
+            await self._finish_running()
+            await self._hand_back()
+            return await self._flush() and not self._broken
+        finally:
+            await _cancelled(stopping, *background)
+            await self._heartbeat.stop()
+            await self._connections.work.close()
+
+    # Leasing
+
+    async def _lease_forever(self) -> None:
+        backoff = Backoff()
+        tell_holding = True
+        while True:
+            await self._gather_slots()
+            try:
+                request = self._lease_request(tell_holding=tell_holding)
+                reply = await self._connections.work.lease(request, answer_s=self._answer_s())
+            except HeadraceError as error:
+                tell_holding = True
+                await backoff.pause(error)
+                continue
+            tell_holding = False
+            backoff.reset()
+            self._cancel_all(reply.cancels)
+            for assignment in reply.attempts:
+                self._start(assignment)
+            if reply.drain:
+                self.drain()
+            if not reply.attempts:
+                await asyncio.sleep(EMPTY_PAUSE_S)
+
+    def _lease_request(self, *, tell_holding: bool) -> wire.LeaseRequest:
+        settings = self._settings
+        return wire.LeaseRequest(
+            worker=settings.name,
+            pool=settings.pool,
+            capabilities=list(settings.capabilities),
+            slots=settings.slots,
+            free=min(self._free(), max(1, self._settings.slots // LEASES_A_FILL)),
+            holding=self._holding() if tell_holding else None,
+            wait_s=min(LEASE_WAIT_S, self._shortest_term_s / LEASES_A_TERM),
+        )
+
+    def _answer_s(self) -> float:
+        return min(ANSWER_S, max(SHORTEST_ANSWER_S, self._shortest_term_s / LEASES_A_TERM))
+
+    def _free(self) -> int:
+        return max(0, self._settings.slots - len(self._running))
+
+    async def _gather_slots(self) -> None:
+        while self._spool.is_full or not self._free():
+            if self._spool.is_full:
+                await asyncio.sleep(EMPTY_PAUSE_S)
+            else:
+                self._slot_freed.clear()
+                await self._slot_freed.wait()
+        if self._running and self._free() * GATHER_SHARE < self._settings.slots:
+            await asyncio.sleep(GATHER_S)
+
+    def _start(self, assignment: wire.Assignment) -> None:
+        name = (assignment.episode, assignment.attempt)
+        if name in self._running or name in self._spool:
+            return
+        self._shortest_term_s = min(self._shortest_term_s, assignment.term_s)
+        self._heartbeat.has_term(assignment.term_s)
+        running = self._running[name] = Running(assignment)
+        running.task = self._loop.create_task(self._attempt(running))
+        running.task.add_done_callback(lambda task: self._ended(name, running, task))
+
+    # One attempt
+
+    async def _attempt(self, running: Running) -> None:
+        assignment = running.assignment
+        try:
+            plan = self._plans.known(assignment.run) or await self._plans.fetch(assignment.run)
+        except EpisodeFailure as error:
+            self._finish(running, self._bare_record(assignment, failed(error)))
+            return
+        episode = running.episode = Episode(self._tools, assignment, plan)
+        self._finish(running, await episode.run())
+        try:
+            await episode.close()
+        except EpisodeFailure as error:
+            logger(assignment).warning("the environment did not close", error=str(error))
+        running.episode = None  # not kept until the task's callback: by then the memory is wanted for other episodes
+
+    def _ended(self, name: AttemptName, running: Running, task: asyncio.Task[None]) -> None:
+        """Free the slot. An attempt that ended without a record, by whatever way, gets one here."""
+        del self._running[name]
+        self._slot_freed.set()
+        self._check_hanging()
+        if task.cancelled():
+            failure = Failure(layer="infrastructure", kind="cancelled", message=running.cancel_reason)
+            outcome = Outcome(status="cancelled", stop_reason="cancelled", failure=failure)
+        elif (error := task.exception()) is not None:
+            logger(running.assignment).error("the worker failed", exc_info=error)
+            outcome = failed(
+                InfrastructureFailure(f"The worker failed: {error!r}", kind="worker-fault", retryable=True)
+            )
+        else:
+            return
+        if not running.recorded:
+            self._finish(running, self._bare_record(running.assignment, outcome))
+
+    def _finish(self, running: Running, trajectory: Trajectory) -> None:
+        running.recorded = True
+        if not running.wanted:
+            return
+        if trajectory.failure is not None:
+            failure = trajectory.failure
+            logger(running.assignment).warning(
+                f"episode {trajectory.status}", layer=failure.layer, kind=failure.kind, message=failure.message
+            )
+        try:
+            record = codec.encode(trajectory)
+        except InvalidTrajectory as error:
+            self._spool.add(self._substitute(Entry(running.assignment, b""), error))
+            return
+        self._spool.add(Entry(running.assignment, record))
+
+    def _substitute(self, entry: Entry, error: HeadraceError) -> Entry:
+        failure = InfrastructureFailure(
+            f"The record of this attempt was refused: {error}", kind="record-refused", retryable=False
+        )
+        trajectory = self._bare_record(entry.assignment, failed(failure))
+        return Entry(entry.assignment, codec.encode(trajectory), is_substitute=True)
+
+    def _bare_record(self, assignment: wire.Assignment, outcome: Outcome) -> Trajectory:
+        return record_of(assignment, outcome, trajectory_id=self._tools.new_id(), worker=self._settings.name)
+
+    def _check_hanging(self) -> None:
+        hanging = self._tools.threads.hanging
+        if hanging >= self._settings.max_hanging and not self._stop.is_set():
+            logger().error(
+                "too many environment calls hang, and only the end of the process frees them; start another worker",
+                hanging=hanging,
+            )
+            self._broken = True
+            self.drain()
+
+    # Heartbeat
+
+    def _held(self) -> list[wire.Assignment]:
+        held = {name: running.assignment for name, running in list(self._running.items())}
+        held |= {entry.name: entry.assignment for entry in self._spool.entries()}
+        return list(held.values())
+
+    def _holding(self) -> list[wire.AttemptKey]:
+        return [key_of(attempt) for attempt in self._held()]
+
+    def _renewed(self) -> list[wire.AttemptKey]:
+        """What a heartbeat lists: all that is held, less what the event loop has stood still for too long to keep."""
+        stuck_s = self._lag.stuck_s()
+        held = self._held()
+        renewed = [key_of(attempt) for attempt in held if stuck_s <= attempt.term_s * STUCK_SHARE]
+        is_stuck = len(renewed) < len(held)
+        if is_stuck and not self._is_stuck:
+            logger().error(
+                "the event loop stands still, so its attempts are not renewed; does an environment with "
+                "blocking = False block?",
+                stuck_s=round(stuck_s, 3),
+                attempts=len(held) - len(renewed),
+            )
+        self._is_stuck = is_stuck
+        return renewed
+
+    def _heartbeat_content(self) -> wire.HeartbeatRequest:
+        return wire.HeartbeatRequest(
+            worker=self._settings.name,
+            pool=self._settings.pool,
+            slots=self._settings.slots,
+            holding=self._renewed(),
+            stats={
+                "event_loop_lag_s": self._lag.take_worst_s(),
+                "spool_bytes": float(self._spool.size_bytes),
+                "policy_waiting": float(self._tools.sampling_now),
+                "environment_waiting": float(self._tools.threads.running),
+                "environment_abandoned": float(self._tools.threads.abandoned),
+                "environment_hanging": float(self._tools.threads.hanging),
+            },
+        )
+
+    def _heartbeat_reply(self, reply: wire.HeartbeatReply) -> None:
+        """On the heartbeat's thread."""
+        if reply.cancels:
+            self._loop.call_soon_threadsafe(self._cancel_all, reply.cancels)
+        if reply.drain:
+            self._loop.call_soon_threadsafe(self.drain)
+
+    def _heartbeat_defect(self, error: BaseException) -> None:
+        """On the heartbeat's thread, at its end."""
+        logger().error("the heartbeat failed, so nothing can be kept; the worker ends", exc_info=error)
+        self._loop.call_soon_threadsafe(self._end_broken)
+
+    def _end_broken(self) -> None:
+        """Take nothing new, hand back what runs, and end with an error."""
+        self._broken = True
+        self._stop.set()
+        self._stop_now.set()
+
+    def _cancel_all(self, cancels: list[wire.Cancel]) -> None:
+        for cancel in cancels:
+            running = self._running.get((cancel.episode, cancel.attempt))
+            if running is not None:
+                running.cancel(cancel.reason, wanted=cancel.record)
+
+    # The end
+
+    async def _finish_running(self) -> None:
+        """Wait for what runs, until the grace period ends or somebody asks again."""
+        if not self._running:
+            return
+        tasks = [running.task for running in self._running.values() if running.task is not None]
+        ends: list[asyncio.Task[Any]] = [
+            asyncio.create_task(self._stop_now.wait()),
+            asyncio.create_task(asyncio.wait(tasks)),
+        ]
+        await asyncio.wait(ends, timeout=self._grace_s, return_when=asyncio.FIRST_COMPLETED)
+        await _cancelled(*ends)
+
+    async def _hand_back(self) -> None:
+        """Stop the rest and give it back. If nobody answers, the leases run out."""
+        rest = [running for running in self._running.values() if not running.recorded]
+        for running in rest:
+            running.cancel("The worker stops.", wanted=False)
+        keys = [key_of(running.assignment) for running in rest]
+        if not keys:
+            return
+        try:
+            async with asyncio.timeout(LAST_WORDS_S):
+                await self._connections.work.hand_back(keys)
+            logger().info("handed back", attempts=len(keys))
+        except (HeadraceError, TimeoutError) as error:
+            logger().error("could not hand back; the leases will run out", attempts=len(keys), error=str(error))
+
+    async def _flush(self) -> bool:
+        left_s = 0.0 if self._stop_now.is_set() else self._deadline - self._clock()
+        try:
+            async with asyncio.timeout(max(LAST_WORDS_S, left_s)):
+                await self._spool.emptied.wait()
+        except TimeoutError:
+            logger().error("records are lost: the orchestrator did not take them", records=len(self._spool))
+            return False
+        return True
+
+
+async def _cancelled(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
