@@ -1,0 +1,67 @@
+"""``headrace env``, as an author of an environment uses it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import headrace
+from headrace.errors import UnknownEnvironment
+from headrace_workers.environments.cli import env
+
+FAULTY = """
+import headrace
+
+class Faulty:
+    def reset(self, seed=None):
+        return "Go.", {}
+
+    def step(self, action):
+        return "", float("nan"), True, False, {}
+
+headrace.register("test-env-cli:%s", Faulty)
+"""
+
+
+@pytest.fixture
+def faulty(tmp_path: Path) -> Iterator[tuple[str, str]]:
+    name = f"faulty_of_{tmp_path.name}"
+    file = tmp_path / f"{name}.py"
+    file.write_text(FAULTY % name)
+    yield f"test-env-cli:{name}", str(file)
+    sys.modules.pop(name, None)
+
+
+def test_list_names_every_id_that_a_worker_on_this_machine_knows() -> None:
+    result = CliRunner().invoke(env, ["list", "--json"])
+    assert result.exit_code == 0
+    assert json.loads(result.stdout) == headrace.registered()
+    assert "game:Nim-v0" in json.loads(result.stdout)
+
+
+def test_check_says_that_an_environment_keeps_the_protocol_and_ends_with_0() -> None:
+    result = CliRunner().invoke(env, ["check", "math:Arithmetic-v0", "--action", r"\boxed{4}"])
+    assert (result.exit_code, result.stdout) == (0, "math:Arithmetic-v0 keeps the protocol.\n")
+
+
+def test_check_prints_each_way_in_which_it_breaks_the_protocol_and_ends_with_1(faulty: tuple[str, str]) -> None:
+    environment, file = faulty
+    result = CliRunner().invoke(env, ["check", environment, "--import", file, "--json"])
+    assert result.exit_code == 1
+    assert [problem["check"] for problem in json.loads(result.stdout)] == ["step-returns"]
+
+
+def test_check_of_an_unknown_id_is_an_error_of_its_own() -> None:
+    result = CliRunner().invoke(env, ["check", "nowhere:Known"])
+    assert isinstance(result.exception, UnknownEnvironment)
+
+
+def test_kwargs_that_are_no_json_are_a_usage_error() -> None:
+    result = CliRunner().invoke(env, ["check", "game:Nim-v0", "--kwargs", "{"])
+    assert result.exit_code == 2
+    assert "--kwargs" in result.stderr

@@ -1,0 +1,172 @@
+"""The conformance suite passes what keeps the protocol, and names what breaks it."""
+
+import asyncio
+import random
+
+import pytest
+
+import headrace
+import headrace_workers.environments  # noqa: F401 - registers the ids
+from headrace_workers.environments.conformance import check_environment
+
+GUESSES = (*(f"\\boxed{{{number}}}" for number in (25, 12, 37, 6, 44, 25, 99)), "no guess")
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "actions"),
+    [
+        ("game:GuessTheNumber-v0-easy", {}, GUESSES),
+        ("game:GuessTheNumber-v0-hard", {}, GUESSES),
+        ("game:GuessTheNumber-v0-random", {}, GUESSES),
+        ("game:GuessTheNumber-v0", {"max_turns": 30}, GUESSES),
+        ("game:Nim-v0", {}, ("\\boxed{1 1}", "\\boxed{2 1}", "\\boxed{3 1}", "\\boxed{2 3}", "?")),
+        ("math:Arithmetic-v0", {"operations": "+-*/"}, ("\\boxed{4}", "4")),
+        pytest.param("rg:leg_counting", {}, ("\\boxed{4}", "4"), marks=pytest.mark.component("reasoning-gym")),
+    ],
+)
+def test_our_own_environments_keep_the_protocol(name, kwargs, actions):
+    assert check_environment(lambda: headrace.make(name, **kwargs), actions=actions) == []
+
+
+class Echo:
+    """Ends after three steps; subclasses break one thing each."""
+
+    def reset(self, seed=None):
+        self.seed, self.turn = seed, 0
+        return f"seed {seed}", {}
+
+    def step(self, action):
+        self.turn += 1
+        return f"{self.seed} {self.turn} {action}", 0.5, self.turn == 3, False, {}
+
+
+class AsyncEcho(Echo):
+    async def step(self, action):
+        await asyncio.sleep(0)
+        return super().step(action)
+
+
+def test_coroutines_are_fine():
+    assert check_environment(AsyncEcho) == []
+
+
+class NoInfo(Echo):
+    def reset(self, seed=None):
+        return super().reset(seed)[0]
+
+
+class FourValues(Echo):
+    def step(self, action):
+        return super().step(action)[:4]
+
+
+class NaNReward(Echo):
+    def step(self, action):
+        observation, _, *rest = super().step(action)
+        return observation, float("nan"), *rest
+
+
+class IntFlag(Echo):
+    def step(self, action):
+        observation, reward, terminated, _, info = super().step(action)
+        return observation, reward, int(terminated), False, info
+
+
+class BytesObservation(Echo):
+    def step(self, action):
+        observation, *rest = super().step(action)
+        return observation.encode(), *rest
+
+
+class DrawsGlobally(Echo):
+    def step(self, action):
+        observation, _, *rest = super().step(action)
+        return observation, random.random(), *rest
+
+
+class SeedsGlobally(Echo):
+    def reset(self, seed=None):
+        random.seed(seed)
+        return super().reset(seed)
+
+
+class ForgetsToReset(Echo):
+    def __init__(self):
+        self.total = 0
+
+    def step(self, action):
+        self.total += 1
+        observation, *rest = super().step(action)
+        return f"{observation} {self.total}", *rest
+
+
+class OneInfo(Echo):
+    """G19, first variant: info is one dict, updated in place."""
+
+    def __init__(self):
+        self.info = {}
+
+    def step(self, action):
+        *rest, _ = super().step(action)
+        self.info["turn"] = self.turn
+        return *rest, self.info
+
+
+class SharedList(Echo):
+    """G19, third variant: the messages are a class attribute that instances share."""
+
+    messages: list[str] = []  # noqa: RUF012 - the defect
+
+    def reset(self, seed=None):
+        self.messages.clear()
+        return super().reset(seed)
+
+    def step(self, action):
+        observation, *rest = super().step(action)
+        self.messages.append(observation)
+        return " ".join(self.messages), *rest
+
+
+class Raises(Echo):
+    def step(self, action):
+        raise ZeroDivisionError
+
+
+class NobodyDue(Echo):
+    agents = ("a", "b")
+
+    def next_agent(self):
+        return "c"
+
+    def reset(self, seed=None):
+        return {"a": "", "b": ""}, {}
+
+
+@pytest.mark.parametrize(
+    ("broken", "check"),
+    [
+        (NoInfo, "reset-returns"),
+        (FourValues, "step-returns"),
+        (NaNReward, "step-returns"),
+        (IntFlag, "step-returns"),
+        (BytesObservation, "step-returns"),
+        (DrawsGlobally, "global-generators"),
+        (DrawsGlobally, "seed-fixes-all"),
+        (SeedsGlobally, "global-generators"),
+        (ForgetsToReset, "seed-fixes-all"),
+        (OneInfo, "fresh-objects"),
+        (SharedList, "own-state"),
+        (Raises, "raises"),
+        (NobodyDue, "next-agent"),
+    ],
+)
+def test_each_breach_is_found_under_its_name(broken, check):
+    problems = check_environment(broken)
+    assert check in {problem.check for problem in problems}, problems
+    assert all(str(problem) for problem in problems)
+
+
+def test_the_global_generators_are_put_back():
+    state = random.getstate()
+    check_environment(Echo)
+    assert random.getstate() == state

@@ -1,0 +1,25 @@
+"""The environments that come with Headrace, by id.
+
+* Importing this package registers them; so do the entry points of the distribution, without an import.
+* A factory is named as text, so nothing heavy is imported before an environment of its kind is made.
+"""
+
+from __future__ import annotations
+
+from headrace.environment import register, registered
+
+BUILT_IN: dict[str, str] = {
+    "game:GuessTheNumber-v0": "headrace_workers.environments.guess_the_number:GuessTheNumber",
+    "game:GuessTheNumber-v0-easy": "headrace_workers.environments.guess_the_number:easy",
+    "game:GuessTheNumber-v0-hard": "headrace_workers.environments.guess_the_number:hard",
+    "game:GuessTheNumber-v0-random": "headrace_workers.environments.guess_the_number:RandomGuessTheNumber",
+    "game:Nim-v0": "headrace_workers.environments.nim:Nim",
+    "math:Arithmetic-v0": "headrace_workers.environments.arithmetic:Arithmetic",
+    "rg:*": "headrace_workers.environments.reasoning_gym:ReasoningGym",
+}
+"""Factory by id. ``rg:*`` stands for a family: what follows the colon is the factory's first argument."""
+
+_known = set(registered())
+for _id, _factory in BUILT_IN.items():
+    if _id not in _known:
+        register(_id, _factory)

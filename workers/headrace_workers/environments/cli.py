@@ -1,0 +1,81 @@
+"""``headrace env``: what environments there are here, and whether one keeps the protocol.
+
+* ``list`` names every id that a worker on this machine knows.
+* ``check`` plays an environment and prints each way in which it breaks the protocol; it ends with 1 if there is one.
+"""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+import headrace
+from headrace_workers.environments.conformance import DEFAULT_ACTIONS, check_environment
+from headrace_workers.imports import import_all
+
+_import_option = click.option(
+    "--import", "imports", multiple=True, metavar="MODULE|FILE.py", help="Import this first. May be given again."
+)
+_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
+
+
+@click.group("env", short_help="List environments, and check your own.")
+def env() -> None:
+    """List the environments that are known here, and check whether one keeps the protocol."""
+
+
+@env.command("list")
+@_import_option
+@_json_option
+def list_ids(imports: tuple[str, ...], as_json: bool) -> None:
+    """Name every environment id that is known here; `rg:*` stands for a family.
+
+    \b
+    Example:
+      headrace env list
+    """
+    import_all(imports)
+    ids = headrace.registered()
+    click.echo(json.dumps(ids) if as_json else "\n".join(ids))
+
+
+@env.command("check")
+@click.argument("environment")
+@_import_option
+@click.option(
+    "--action",
+    "actions",
+    multiple=True,
+    metavar="TEXT",
+    help=r"An action to play, such as '\boxed{1}'. Give those that lead far into an episode.",
+)
+@click.option("--kwargs", default="{}", metavar="JSON", help="Arguments of its constructor.")
+@_json_option
+@click.pass_context
+def check(
+    context: click.Context,
+    environment: str,
+    imports: tuple[str, ...],
+    actions: tuple[str, ...],
+    kwargs: str,
+    as_json: bool,
+) -> None:
+    r"""Play ENVIRONMENT and print each way in which it breaks the protocol; exit code 1 if there is one.
+
+    \b
+    Example:
+      headrace env check example:Countdown --import countdown.py --action '\boxed{1}' --action '\boxed{3}'
+    """
+    import_all(imports)
+    try:
+        arguments = json.loads(kwargs)
+    except json.JSONDecodeError as error:
+        raise click.UsageError(f"--kwargs is not JSON: {error}.") from error
+    headrace.make(environment, **arguments)  # an unknown id is an error of its own, not a problem of the protocol
+    problems = check_environment(lambda: headrace.make(environment, **arguments), actions=actions or DEFAULT_ACTIONS)
+    if as_json:
+        click.echo(json.dumps([problem._asdict() for problem in problems]))
+    else:
+        click.echo("\n".join(map(str, problems)) or f"{environment} keeps the protocol.")
+    context.exit(1 if problems else 0)

@@ -1,0 +1,243 @@
+"""Checks that an environment keeps the protocol; for environment authors, and for our own.
+
+::
+
+    from headrace_workers.environments.conformance import check_environment
+
+    def test_my_environment_keeps_the_protocol():
+        assert check_environment(MyEnvironment) == []
+
+What is checked, each under the name that a problem carries:
+
+* ``reset-returns``: a pair of observation and info (a dict each for several agents).
+* ``step-returns``: five values of the right types; the reward is a finite number.
+* ``seed-fixes-all``: same seed, same actions, same episode, on a fresh instance and on a used one.
+* ``global-generators``: neither ``random`` nor ``numpy.random`` is seeded or drawn from.
+* ``fresh-objects``: what was returned does not change afterwards, and is not returned again.
+* ``own-state``: two instances played side by side give the episodes that each gives alone.
+* ``next-agent``: the agent that is due is one of ``agents``, and None at the end.
+* ``raises``: nothing is raised while an episode runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from headrace.trajectory import ContentPart
+
+DEFAULT_ACTIONS = (r"\boxed{1}", r"\boxed{2}", r"\boxed{1 1}", r"\boxed{2 1}", "hello", "")
+"""Actions that some environment understands; an author gives those that lead far into an episode of theirs."""
+
+
+class Problem(NamedTuple):
+    """One way in which the environment breaks the protocol."""
+
+    check: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.check}: {self.message}"
+
+
+class _Broken(Exception):
+    def __init__(self, check: str, message: str) -> None:
+        super().__init__(message)
+        self.problem = Problem(check, message)
+
+
+def check_environment(
+    factory: Callable[[], Any],
+    *,
+    actions: Sequence[str] = DEFAULT_ACTIONS,
+    seeds: Sequence[int] = (0, 1, 2),
+    max_steps: int = 32,
+) -> list[Problem]:
+    """All problems found, each once; an empty list means that the environment keeps the protocol.
+
+    ``factory`` makes a fresh environment. For each seed and each action in ``actions`` an episode is played that
+    starts at that action and goes round the list, ``max_steps`` long at most. Call it outside a running event loop:
+    coroutines of the environment are run in a loop of its own.
+    """
+    found: dict[Problem, None] = {}
+    with asyncio.Runner() as runner:
+        for seed in seeds:
+            for start in range(len(actions)):
+                plan = [actions[(start + step) % len(actions)] for step in range(max_steps)]
+                for problem in _check_plan(_Player(factory, runner), seed, plan):
+                    found.setdefault(problem)
+    return list(found)
+
+
+class _Player:
+    """Plays episodes and keeps what was returned as it was at that moment."""
+
+    def __init__(self, factory: Callable[[], Any], runner: asyncio.Runner) -> None:
+        self._factory = factory
+        self._runner = runner
+
+    def make(self) -> Any:
+        return self._factory()
+
+    def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            result = method(*arguments)
+            if inspect.isawaitable(result):
+                result = self._runner.run(_awaited(result))
+        except Exception as error:
+            raise _Broken("raises", f"{method.__name__}{arguments} raised {error!r}") from error
+        return result
+
+    def play(self, environment: Any, seed: int, plan: Sequence[str]) -> list[Any]:
+        """One episode: what reset and each step returned, copied at once."""
+        return list(self.steps(environment, seed, plan))
+
+    def steps(self, environment: Any, seed: int, plan: Sequence[str]) -> Any:
+        several = hasattr(environment, "agents")
+        returned = [self.call(environment.reset, seed)]
+        _check_reset(returned[0], several)
+        copies = [copy.deepcopy(returned[0])]
+        yield copies[0]
+        for action in plan:
+            if several:
+                _check_due(environment, ended=False)
+            returned.append(self.call(environment.step, action))
+            _check_step(returned[-1], several)
+            copies.append(copy.deepcopy(returned[-1]))
+            yield copies[-1]
+            if _ended(returned[-1], several):
+                if several:
+                    _check_due(environment, ended=True)
+                break
+        _check_fresh(returned, copies)
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+def _check_plan(player: _Player, seed: int, plan: Sequence[str]) -> list[Problem]:
+    try:
+        return _problems(player, seed, plan)
+    except _Broken as broken:
+        return [broken.problem]
+
+
+def _problems(player: _Player, seed: int, plan: Sequence[str]) -> list[Problem]:
+    problems = []
+    before = _generator_state()
+    environment = player.make()
+    alone = player.play(environment, seed, plan)
+    if _generator_state() != before:
+        problems.append(Problem("global-generators", "a module-wide random generator was seeded or drawn from"))
+    if player.play(environment, seed, plan) != alone:
+        problems.append(Problem("seed-fixes-all", "the same instance, reset with the same seed, played differently"))
+    with _other_generators():
+        if player.play(player.make(), seed, plan) != alone:
+            problems.append(Problem("seed-fixes-all", "a fresh instance with the same seed played differently"))
+    beside = [player.steps(player.make(), seed, plan), player.steps(player.make(), seed, plan)]
+    for expected in alone:
+        if any(next(episode, None) != expected for episode in beside):
+            problems.append(Problem("own-state", "two instances played side by side influence each other"))
+            break
+    return problems
+
+
+def _check_reset(returned: Any, several: bool) -> None:
+    if not (isinstance(returned, tuple) and len(returned) == 2):
+        raise _Broken("reset-returns", f"reset returned {_short(returned)}, not (observation, info)")
+    observation, info = returned
+    _check_observation("reset-returns", observation, several)
+    if not isinstance(info, dict):
+        raise _Broken("reset-returns", f"info is {_short(info)}, not a dict")
+
+
+def _check_step(returned: Any, several: bool) -> None:
+    name = "step-returns"
+    if not (isinstance(returned, tuple) and len(returned) == 5):
+        raise _Broken(name, f"step returned {_short(returned)}, not (observation, reward, terminated, truncated, info)")
+    observation, reward, terminated, truncated, info = returned
+    _check_observation(name, observation, several)
+    if not isinstance(info, dict):
+        raise _Broken(name, f"info is {_short(info)}, not a dict")
+    for value in _values(reward, several, name):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise _Broken(name, f"the reward {_short(value)} is not a finite number")
+    for flag in (*_values(terminated, several, name), *_values(truncated, several, name)):
+        if not isinstance(flag, bool):
+            raise _Broken(name, f"the flag {_short(flag)} is not a bool")
+
+
+def _check_observation(check: str, observation: Any, several: bool) -> None:
+    for value in _values(observation, several, check):
+        parts = isinstance(value, list) and all(isinstance(part, ContentPart) for part in value)
+        if not (isinstance(value, str) or parts):
+            raise _Broken(check, f"the observation {_short(value)} is neither text nor a list of ContentPart")
+
+
+def _values(value: Any, several: bool, check: str) -> list[Any]:
+    if not several:
+        return [value]
+    if not isinstance(value, dict):
+        raise _Broken(check, f"{_short(value)} is not a dict by agent")
+    return list(value.values())
+
+
+def _check_due(environment: Any, *, ended: bool) -> None:
+    due = environment.next_agent()
+    if ended and due is not None:
+        raise _Broken("next-agent", f"{due!r} is due after the end; it must be None")
+    if not ended and due not in environment.agents:
+        raise _Broken("next-agent", f"{due!r} is due but is not one of {environment.agents}")
+
+
+def _ended(returned: Any, several: bool) -> bool:
+    _, _, terminated, truncated, _ = returned
+    if several:
+        return all(terminated.values()) or all(truncated.values())
+    return bool(terminated or truncated)
+
+
+def _check_fresh(returned: list[Any], copies: list[Any]) -> None:
+    for position, (now, then) in enumerate(zip(returned, copies, strict=True)):
+        if now != then:
+            where = "reset" if position == 0 else f"step {position}"
+            raise _Broken("fresh-objects", f"what {where} returned was changed afterwards")
+    seen: set[int] = set()
+    for values in returned:
+        own = {id(part) for part in values if isinstance(part, list | dict)}
+        if own & seen:
+            raise _Broken("fresh-objects", "the same list or dict was returned twice")
+        seen |= own
+
+
+def _generator_state() -> tuple[Any, bytes]:
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), msgspec.json.encode([name, np.asarray(keys).tolist(), *rest])
+
+
+@contextmanager
+def _other_generators() -> Iterator[None]:
+    """Other states of the global generators, so that a hidden dependence shows; put back afterwards."""
+    states = random.getstate(), np.random.get_state()
+    random.seed(0x5EED)
+    np.random.seed(0x5EED)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,8 @@
+"""A tiny policy: learns on a CPU, speaks vLLM's completions protocol, and misbehaves on request.
+
+It is the policy of the demo and of the examples, and the test double for a policy server.
+"""
+
+from headrace_workers.tiny_policy.model import SIZE, Model, neutral_weights
+
+__all__ = ["SIZE", "Model", "neutral_weights"]

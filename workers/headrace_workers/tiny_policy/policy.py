@@ -1,0 +1,71 @@
+"""The tiny policy as an object: weights with a version, and answers to prompts. No I/O.
+
+* New weights come with their version and replace the old ones in one step.
+* The same seed and the same prompt give the same answer, whatever else was asked.
+* Without a seed, answers come from the policy's own generator.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from headrace.trajectory import Version
+from headrace_workers.tiny_policy.model import Floats, Model, choice_for, neutral_weights
+from headrace_workers.tiny_policy.sampling import Answers, Generation, Sampling
+from headrace_workers.tiny_policy.situations import Situation, prompt_text, read_situation
+
+MAX_CACHED_SITUATIONS = 8192
+"""Situations kept ready per version; the intervals of 1 to 50 are 1275."""
+
+INITIAL_VERSION = Version(0, 0)
+
+
+class _Loaded(NamedTuple):
+    model: Model
+    version: Version
+    answers: dict[Situation, Answers]
+
+
+class TinyPolicy:
+    """Answers prompts with the weights that were loaded last."""
+
+    def __init__(self, seed: int = 0, weights: Floats | None = None, version: Version = INITIAL_VERSION) -> None:
+        self._rng = random.Random(seed)
+        self.load(neutral_weights() if weights is None else weights, version)
+
+    @property
+    def version(self) -> Version:
+        """Version of the weights in use."""
+        return self._loaded.version
+
+    @property
+    def weights(self) -> Floats:
+        """Weights in use, f64[SIZE]."""
+        return self._loaded.model.weights
+
+    def load(self, weights: Floats, version: Version) -> None:
+        """Use these weights from now on. Raises InvalidRequest, and changes nothing, if they do not fit."""
+        self._loaded = _Loaded(Model(weights), version, {})
+
+    def generate(
+        self, prompt: Sequence[int], sampling: Sampling, *, count: int = 1, seed: int | None = None
+    ) -> tuple[list[Generation], Version]:
+        """``count`` answers to one prompt, and the version that made them. Answer i of a seed is always the same."""
+        text = prompt_text(prompt)
+        loaded = self._loaded
+        situation = read_situation(text)
+        answers = loaded.answers.get(situation)
+        if answers is None:
+            if len(loaded.answers) >= MAX_CACHED_SITUATIONS:
+                loaded.answers.clear()
+            answers = loaded.answers[situation] = Answers(choice_for(situation), loaded.model.weights)
+        # The prompt goes into the seed: an episode that sends one seed at every turn must not draw alike at every turn.
+        seeded = None if seed is None else (zlib.crc32(text.encode()) << 64) ^ (seed & (1 << 64) - 1)
+        generations = []
+        for index in range(count):
+            rng = self._rng if seeded is None else random.Random((index << 96) ^ seeded)
+            generations.append(answers.sample(sampling, rng))
+        return generations, loaded.version

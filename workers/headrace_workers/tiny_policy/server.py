@@ -1,0 +1,349 @@
+"""The tiny policy over HTTP: vLLM's completions protocol, as raw ASGI because it must be cheap.
+
+* ``POST /v1/completions`` takes prompt token ids and gives token ids, log-probabilities and weight versions.
+* Errors have vLLM's shape: 400 for a request that cannot be, 404 for another model.
+* ``POST /weights`` replaces the weights whole, and only then confirms their version.
+* A client that goes away ends its request; ``vllm:num_requests_running`` counts the live ones.
+* Two live requests never share an id (``X-Request-Id``): the second is refused.
+* ``POST /misbehave`` makes it the test double of a server that fails.
+
+Routes besides: ``GET /health``, ``/version``, ``/v1/models``, ``/weight_info``, ``/weights``, ``/metrics``,
+``/misbehave``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from headrace.errors import InvalidRequest, NotFound, RequestError
+from headrace.trajectory import Version
+from headrace_workers.rendering.bytes_renderer import END
+from headrace_workers.tiny_policy.misbehaviour import LIES, STOP_OVERRUNS, Answer, Misbehaving, Misbehaviour
+from headrace_workers.tiny_policy.model import SIZE
+from headrace_workers.tiny_policy.policy import TinyPolicy
+from headrace_workers.tiny_policy.sampling import Generation, Sampling, end_generation
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+VERSION_HEADER = "x-weight-version"
+"""Names the version of the weights in a body of ``/weights``."""
+
+MAX_MODEL_LEN = 131072
+"""Most tokens of prompt and answer; reported by ``/v1/models`` and refused beyond, as vLLM does."""
+
+MAX_N = 256
+"""Most answers to one request."""
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+class CompletionRequest(msgspec.Struct, kw_only=True):
+    """The fields of vLLM's request that mean something here; others are ignored, as vLLM does."""
+
+    model: str = ""
+    prompt: msgspec.Raw
+    max_tokens: int | None = 16
+    n: int = 1
+    seed: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    logprobs: int | None = None
+    return_token_ids: bool | None = None
+    stream: bool | None = None
+
+
+_decode_request = msgspec.json.Decoder(CompletionRequest).decode
+_decode_prompt = msgspec.json.Decoder(list[int]).decode
+_decode_misbehaviour = msgspec.json.Decoder(Misbehaviour).decode
+_encode = msgspec.json.Encoder().encode
+
+
+class Server:
+    """The ASGI application."""
+
+    def __init__(self, policy: TinyPolicy, misbehaving: Misbehaving, *, model: str = "policy") -> None:
+        self._policy = policy
+        self._misbehaving = misbehaving
+        self._model = model
+        self._live: set[str] = set()
+        self._finished = 0
+        self._sampled_tokens = 0
+        self._numbers = itertools.count(1)
+        self._routes: dict[tuple[str, str], Callable[[Scope, bytes], tuple[bytes, str, str]]] = {
+            ("GET", "/health"): lambda scope, body: (b"", "text/plain", ""),
+            ("GET", "/version"): lambda scope, body: _json({"version": "headrace-tiny-policy"}),
+            ("GET", "/v1/models"): self._models,
+            ("GET", "/weight_info"): lambda scope, body: _json({"weight_version": str(self._policy.version)}),
+            ("GET", "/weights"): self._get_weights,
+            ("POST", "/weights"): self._post_weights,
+            ("GET", "/metrics"): self._metrics,
+            ("GET", "/misbehave"): lambda scope, body: _json(msgspec.structs.asdict(self._misbehaving.settings)),
+            ("POST", "/misbehave"): self._misbehave,
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one HTTP request."""
+        if scope["type"] != "http":
+            return
+        body = await _read(receive)
+        try:
+            if scope["path"] == "/v1/completions" and scope["method"] == "POST":
+                await _answer(send, 200, await self._completion(scope, body, receive))
+                return
+            route = self._routes.get((scope["method"], scope["path"]))
+            if route is None:
+                raise NotFound(f"No route {scope['method']} {scope['path']}.")
+            payload, media_type, version = route(scope, body)
+            await _answer(send, 200, payload, media_type, version)
+        except ClientGone:
+            return
+        except _Refused as refused:
+            await _answer(send, refused.status, _error(refused.status, str(refused)))
+        except RequestError as error:
+            await _answer(send, error.status, _error(error.status, str(error)))
+
+    async def _completion(self, scope: Scope, body: bytes, receive: Receive) -> bytes:
+        request_id = _header(scope, b"x-request-id") or f"{next(self._numbers):x}"
+        if request_id in self._live:
+            raise InvalidRequest(f"Request id {request_id} is already running.")
+        self._live.add(request_id)
+        try:
+            fault = self._misbehaving.next_fault()
+            if fault.wait_s > 0:
+                await self._wait(fault.wait_s, receive)
+            if fault.fail:
+                raise _Refused(self._misbehaving.settings.fail_status)
+            return self._complete(body, request_id, fault.lie)
+        finally:
+            self._live.discard(request_id)
+
+    async def _wait(self, seconds: float, receive: Receive) -> None:
+        if self._misbehaving.settings.keep_generating:
+            await asyncio.sleep(seconds)
+            return
+        gone = asyncio.ensure_future(receive())
+        done, _ = await asyncio.wait([gone], timeout=seconds)
+        if done:
+            raise ClientGone
+        gone.cancel()
+
+    def _complete(self, body: bytes, request_id: str, lie: str) -> bytes:
+        request = _read_request(body)
+        if request.model not in ("", self._model):
+            raise NotFound(f"The model `{request.model}` does not exist.")
+        prompt = _read_prompt(request.prompt)
+        sampling = _sampling(request, len(prompt))
+        generated, version = self._generate(prompt, sampling, request, lie)
+        want_ids = bool(request.return_token_ids)
+        want_logprobs = request.logprobs is not None
+        choices: list[Answer] = []
+        for index, made in enumerate(generated):
+            self._sampled_tokens += len(made.token_ids)
+            choices.append(
+                {
+                    "index": index,
+                    "text": made.text,
+                    "logprobs": _logprobs(made) if want_logprobs else None,
+                    "finish_reason": made.finish_reason,
+                    "stop_reason": made.stop_reason,
+                    "token_ids": made.token_ids if want_ids else None,
+                    "prompt_logprobs": None,
+                    # The bytes as they came: an echo that need not be read or written again.
+                    "prompt_token_ids": request.prompt if want_ids else None,
+                    "weight_versions": [{"version": str(version), "start": 0, "end": len(made.token_ids)}],
+                }
+            )
+        completion_tokens = sum(len(made.token_ids) for made in generated)
+        self._finished += 1
+        answer = {
+            "id": f"cmpl-{request_id}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": self._model,
+            "choices": choices,
+            "usage": {
+                "prompt_tokens": len(prompt),
+                "total_tokens": len(prompt) + completion_tokens,
+                "completion_tokens": completion_tokens,
+            },
+        }
+        return _told_with_lie(answer, lie, prompt) if lie else _encode(answer)
+
+    def _generate(
+        self, prompt: list[int], sampling: Sampling, request: CompletionRequest, lie: str
+    ) -> tuple[list[Generation], Version]:
+        reply = self._misbehaving.settings.reply
+        longer = sampling._replace(stop=()) if lie in STOP_OVERRUNS else sampling
+        if reply is None:
+            made, version = self._policy.generate(prompt, longer, count=request.n, seed=request.seed)
+        else:
+            ids = [*reply.encode(), END]
+            made, version = [end_generation(ids, [0.0] * len(ids), longer)] * request.n, self._policy.version
+        if longer is not sampling:
+            made = [_overrun(generation, sampling) for generation in made]
+        return made, version
+
+    def _models(self, scope: Scope, body: bytes) -> tuple[bytes, str, str]:
+        card = {
+            "id": self._model,
+            "object": "model",
+            "created": 0,
+            "owned_by": "headrace",
+            "root": self._model,
+            "parent": None,
+            "max_model_len": MAX_MODEL_LEN,
+        }
+        return _json({"object": "list", "data": [card]})
+
+    def _get_weights(self, scope: Scope, body: bytes) -> tuple[bytes, str, str]:
+        content = self._policy.weights.astype("<f8").tobytes()
+        return content, "application/octet-stream", str(self._policy.version)
+
+    def _post_weights(self, scope: Scope, body: bytes) -> tuple[bytes, str, str]:
+        try:
+            version = Version.parse(_header(scope, VERSION_HEADER.encode()))
+        except ValueError as error:
+            raise InvalidRequest(f"Header {VERSION_HEADER}: {error}.") from error
+        if len(body) != 8 * SIZE:
+            raise InvalidRequest(
+                f"The body has {len(body)} bytes.", hint=f"Send {SIZE} little-endian float64 values, {8 * SIZE} bytes."
+            )
+        self._policy.load(np.frombuffer(body, dtype="<f8").astype(np.float64), version)
+        return _json({"weight_version": str(self._policy.version)})
+
+    def _metrics(self, scope: Scope, body: bytes) -> tuple[bytes, str, str]:
+        values = {
+            "vllm:num_requests_running": ("gauge", len(self._live)),
+            "vllm:num_requests_waiting": ("gauge", 0),
+            "vllm:request_success_total": ("counter", self._finished),
+            "vllm:generation_tokens_total": ("counter", self._sampled_tokens),
+        }
+        lines = [
+            f'# TYPE {name} {kind}\n{name}{{model_name="{self._model}"}} {value}\n'
+            for name, (kind, value) in values.items()
+        ]
+        return "".join(lines).encode(), "text/plain; version=0.0.4", ""
+
+    def _misbehave(self, scope: Scope, body: bytes) -> tuple[bytes, str, str]:
+        try:
+            self._misbehaving.set(_decode_misbehaviour(body))
+        except msgspec.DecodeError as error:
+            raise InvalidRequest(f"Not settings of misbehaviour: {error}.") from error
+        return _json(msgspec.structs.asdict(self._misbehaving.settings))
+
+
+class _Refused(Exception):
+    def __init__(self, status: int) -> None:
+        super().__init__("Out of range float values are not JSON compliant: the double was told to fail.")
+        self.status = status
+
+
+def _read_request(body: bytes) -> CompletionRequest:
+    try:
+        return _decode_request(body)
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"The request cannot be read: {error}.") from error
+
+
+def _read_prompt(raw: msgspec.Raw) -> list[int]:
+    try:
+        return _decode_prompt(raw)
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"The prompt must be a list of token ids: {error}.") from error
+
+
+def _sampling(request: CompletionRequest, prompt_length: int) -> Sampling:
+    temperature = 1.0 if request.temperature is None else request.temperature
+    top_p = 1.0 if request.top_p is None else request.top_p
+    max_tokens = 16 if request.max_tokens is None else request.max_tokens
+    checks = {
+        "stream": (not request.stream, "streaming is not offered"),
+        "temperature": (temperature >= 0, "it must be 0 or more"),
+        "top_p": (0 < top_p <= 1, "it must be above 0 and at most 1"),
+        "max_tokens": (max_tokens >= 1, "it must be 1 or more"),
+        "prompt": (prompt_length + max_tokens <= MAX_MODEL_LEN, f"with max_tokens it is beyond {MAX_MODEL_LEN} tokens"),
+        "n": (1 <= request.n <= MAX_N, f"it must be 1 to {MAX_N}"),
+    }
+    for name, (fine, problem) in checks.items():
+        if not fine:
+            raise InvalidRequest(f"{name}: {problem}.", param=name)
+    stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    return Sampling(temperature, top_p, max_tokens, stop, request.stop_token_ids or ())
+
+
+def _logprobs(made: Generation) -> dict[str, Any]:
+    tokens = [chr(token) if token < 128 else "" for token in made.token_ids]
+    offsets = list(itertools.accumulate((len(token) for token in tokens[:-1]), initial=0))
+    return {"text_offset": offsets, "token_logprobs": made.logprobs, "tokens": tokens, "top_logprobs": None}
+
+
+def _overrun(generation: Generation, sampling: Sampling) -> Generation:
+    """Text up to the stop string, ids of all that was sampled (without the end-of-turn token)."""
+    told = end_generation(generation.token_ids, generation.logprobs, sampling)
+    ids = [token for token in generation.token_ids if token != END]
+    return told._replace(token_ids=ids, logprobs=generation.logprobs[: len(ids)])
+
+
+def _told_with_lie(answer: dict[str, Any], lie: str, prompt: list[int]) -> bytes:
+    """The answer with the lie in it, written so that NaN and infinities survive as literals."""
+    for choice in answer["choices"]:
+        if choice["prompt_token_ids"] is not None:
+            choice["prompt_token_ids"] = prompt
+        if choice["logprobs"] is not None:
+            choice["logprobs"]["token_logprobs"] = list(choice["logprobs"]["token_logprobs"])
+        LIES[lie](choice)
+    return json.dumps(answer).encode()
+
+
+async def _read(receive: Receive) -> bytes:
+    message = await receive()
+    body: bytes = message.get("body", b"")
+    if not message.get("more_body"):
+        return body
+    parts = [body]
+    while message.get("more_body"):
+        message = await receive()
+        parts.append(message.get("body", b""))
+    return b"".join(parts)
+
+
+async def _answer(
+    send: Send, status: int, payload: bytes, media_type: str = "application/json", version: str = ""
+) -> None:
+    headers = [(b"content-type", media_type.encode()), (b"content-length", b"%d" % len(payload))]
+    if version:
+        headers.append((VERSION_HEADER.encode(), version.encode()))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": payload})
+
+
+def _json(value: Any) -> tuple[bytes, str, str]:
+    return _encode(value), "application/json", ""
+
+
+def _error(status: int, message: str) -> bytes:
+    kinds = {400: "BadRequestError", 404: "NotFoundError"}
+    error = {"message": message, "type": kinds.get(status, "InternalServerError"), "param": None, "code": status}
+    return _encode({"error": error})
+
+
+def _header(scope: Scope, name: bytes) -> str:
+    for key, value in scope["headers"]:
+        if key == name:
+            text: str = value.decode("latin-1")
+            return text
+    return ""
