@@ -1,0 +1,1 @@
+"""HTTP: one table of routes that drives dispatch, auth and OpenAPI."""

@@ -1,0 +1,185 @@
+"""What each route does: read the request, ask the service, give its answer back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from headrace import wire
+from headrace.errors import InvalidRequest
+from headrace_orchestrator.api.http import Answer, Call, require_name
+from headrace_orchestrator.buffer.projection import FILTERS
+from headrace_orchestrator.service import Service
+
+Reply = Answer | msgspec.Struct
+
+METRICS_MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+DEFAULT_PAGE = 100
+MAX_PAGE = 1000
+"""Lines of one page of a listing."""
+
+
+def _done(service: Service) -> Answer:
+    return Answer(b'{"epoch":%d}' % service.epoch)
+
+
+def _json(value: Any) -> Answer:
+    return Answer(msgspec.json.encode(value))
+
+
+# Workers
+
+
+async def lease(service: Service, call: Call) -> Reply:
+    return await service.lease(call.read(wire.LeaseRequest), call.left)
+
+
+async def heartbeat(service: Service, call: Call) -> Reply:
+    return await service.heartbeat(call.read(wire.HeartbeatRequest))
+
+
+async def submit(service: Service, call: Call) -> Reply:
+    worker = call.query.get("worker", "")
+    if not worker:
+        raise InvalidRequest("The query field worker is missing.", hint="Post to .../worker/submit?worker=NAME.")
+    require_name("worker", worker)
+    return await service.submit(worker, call.body)
+
+
+async def hand_back(service: Service, call: Call) -> Reply:
+    await service.hand_back(call.read(wire.ReturnRequest))
+    return _done(service)
+
+
+async def drain_worker(service: Service, call: Call) -> Reply:
+    require_name("worker", call.params["worker"])
+    await service.drain_worker(call.params["worker"])
+    return _done(service)
+
+
+async def workers(service: Service, call: Call) -> Reply:
+    service.require_started()
+    return _json(service.status().workers)
+
+
+# Runs
+
+
+async def create_run(service: Service, call: Call) -> Reply:
+    return await service.create_run(call.read(dict[str, Any]))
+
+
+async def runs(service: Service, call: Call) -> Reply:
+    service.require_started()
+    return _json(service.status().runs)
+
+
+async def run(service: Service, call: Call) -> Reply:
+    return service.run_status(call.params["run"])
+
+
+async def close_run(service: Service, call: Call) -> Reply:
+    return await service.close_run(call.params["run"])
+
+
+async def submit_groups(service: Service, call: Call) -> Reply:
+    request = call.read(wire.SubmitGroupsRequest)
+    for number, group in enumerate(request.groups):
+        if group.id:
+            require_name(f"groups.{number}.id", group.id)
+    return await service.submit_groups(call.params["run"], request)
+
+
+async def groups(service: Service, call: Call) -> Reply:
+    return _json(service.groups(call.params["run"]))
+
+
+# Learners
+
+
+async def pull(service: Service, call: Call) -> Reply:
+    served = await service.pull(call.params["run"], call.read(wire.PullRequest), call.left)
+    if isinstance(served, wire.EmptyReply):
+        return served
+    return Answer(
+        served.body,
+        media_type=wire.BATCH_MEDIA_TYPE,
+        headers={wire.HEADER_GENERATION: str(served.generation), wire.HEADER_LEASE_S: f"{served.lease_s:.3f}"},
+        length=served.size_bytes,
+    )
+
+
+async def ack(service: Service, call: Call) -> Reply:
+    return await service.ack(call.params["run"], call.params["batch"], call.read(wire.AckRequest))
+
+
+async def nack(service: Service, call: Call) -> Reply:
+    await service.nack(call.params["run"], call.params["batch"], call.read(wire.NackRequest))
+    return _done(service)
+
+
+async def announce(service: Service, call: Call) -> Reply:
+    return await service.announce(call.params["run"], call.read(wire.VersionRequest))
+
+
+async def rewind(service: Service, call: Call) -> Reply:
+    return await service.rewind(call.params["run"], call.read(wire.RewindRequest))
+
+
+async def doing(service: Service, call: Call) -> Reply:
+    await service.doing(call.params["run"], call.read(wire.DoingRequest))
+    return _done(service)
+
+
+async def hold(service: Service, call: Call) -> Reply:
+    return await service.hold(call.params["run"], call.wait_s(), call.left)
+
+
+async def start_evaluation(service: Service, call: Call) -> Reply:
+    return await service.start_evaluation(call.params["run"], call.read(wire.EvaluationRequest))
+
+
+async def evaluation(service: Service, call: Call) -> Reply:
+    return await service.evaluation(call.params["run"], call.params["evaluation"], call.wait_s(), call.left)
+
+
+# Reading
+
+
+async def trajectories(service: Service, call: Call) -> Reply:
+    limit = call.number("limit", DEFAULT_PAGE, int)
+    if not 1 <= limit <= MAX_PAGE:
+        raise InvalidRequest(f"limit={limit} is outside 1 to {MAX_PAGE}.", hint="Page with before= for more.")
+    before = call.number("before", None, int)
+    if before is not None and not 0 <= before < 1 << 63:
+        raise InvalidRequest(f"before={before} is no place in a listing.", hint="Give the next field of a page.")
+    wanted = {name: call.query[name] for name in FILTERS if name in call.query}
+    return await service.trajectories(call.params["run"], wanted, limit, before)
+
+
+async def trajectory(service: Service, call: Call) -> Reply:
+    return Answer(await service.trajectory(call.params["trajectory"]), media_type=wire.RECORDS_MEDIA_TYPE)
+
+
+async def advantages(service: Service, call: Call) -> Reply:
+    return await service.advantages(call.params["trajectory"])
+
+
+async def status(service: Service, call: Call) -> Reply:
+    service.require_started()
+    return service.status()
+
+
+async def health(service: Service, call: Call) -> Reply:
+    return _done(service)
+
+
+async def readiness(service: Service, call: Call) -> Reply:
+    service.require_ready()
+    return _done(service)
+
+
+async def metrics(service: Service, call: Call) -> Reply:
+    return Answer(service.metrics.exposition(), media_type=METRICS_MEDIA_TYPE)

@@ -1,0 +1,97 @@
+"""The route table as OpenAPI 3.1, made from the types themselves."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from headrace.errors import HeadraceError
+from headrace.runspec import RunSpec
+from headrace.wire import PROBLEM_MEDIA_TYPE, Submission
+from headrace_orchestrator.api.route import Route
+
+_REF = "#/components/schemas/{name}"
+_PARAMETER = re.compile(r"\{(\w+)\}")
+
+PROBLEM: dict[str, Any] = {
+    "type": "object",
+    "description": "RFC 9457. code is stable; hint says what to do.",
+    "required": ["type", "title", "status", "code", "detail", "hint"],
+    "properties": {
+        **{name: {"type": "string"} for name in ("type", "title", "code", "detail", "hint")},
+        "status": {"type": "integer"},
+    },
+}
+
+
+def document(routes: Sequence[Route], version: str) -> dict[str, Any]:
+    """The whole document."""
+    kinds = [kind for route in routes for kind in (route.request, route.response) if _is_msgspec(kind)]
+    kinds.append(Submission)  # part of a body that is not JSON
+    schemas, components = msgspec.json.schema_components(kinds, ref_template=_REF)
+    schema_of = dict(zip(map(repr, kinds), schemas, strict=True))
+    run_spec = RunSpec.model_json_schema(ref_template="#/components/schemas/{model}")
+    components |= run_spec.pop("$defs", {}) | {"RunSpec": run_spec, "Problem": PROBLEM}
+    schema_of[repr(RunSpec)] = {"$ref": _REF.format(name="RunSpec")}
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, schema_of)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Headrace", "version": version},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _is_msgspec(kind: Any) -> bool:
+    return kind is not None and kind is not RunSpec and not isinstance(kind, str)
+
+
+def _content(kind: Any, schema_of: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(kind, str):
+        return {kind: {"schema": {"type": "string", "format": "binary"}}}
+    return {"application/json": {"schema": schema_of[repr(kind)]}}
+
+
+def _operation(route: Route, schema_of: dict[str, Any]) -> dict[str, Any]:
+    answers: dict[str, Any] = {str(route.status): {"description": "Done."}}
+    if route.response is not None:
+        answers[str(route.status)]["content"] = _content(route.response, schema_of)
+    for error in route.errors:
+        answer = answers.setdefault(str(error.status), _problem_answer())
+        answer["description"] = f"{answer['description']} {_title(error)}".strip()
+    operation: dict[str, Any] = {
+        "summary": route.summary,
+        "operationId": route.handler.__name__,
+        "parameters": [
+            *(
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+                for name in _PARAMETER.findall(route.path)
+            ),
+            *(
+                {"name": field.name, "in": "query", "description": field.text, "schema": {"type": field.kind}}
+                for field in route.query
+            ),
+        ],
+        "responses": answers,
+        "security": [{"token": sorted(route.roles)}] if route.roles else [],
+    }
+    if route.request is not None:
+        operation["requestBody"] = {"required": True, "content": _content(route.request, schema_of)}
+    return operation
+
+
+def _problem_answer() -> dict[str, Any]:
+    schema = {"$ref": _REF.format(name="Problem")}
+    return {"description": "", "content": {PROBLEM_MEDIA_TYPE: {"schema": schema}}}
+
+
+def _title(error: type[HeadraceError]) -> str:
+    return f"{error.code}: {error.title}."

@@ -1,0 +1,36 @@
+"""One row of the route table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.errors import HeadraceError
+from headrace_orchestrator.api.http import Handler
+from headrace_orchestrator.auth import Role
+
+
+@dataclass(frozen=True)
+class Query:
+    """A field of the address."""
+
+    name: str
+    text: str
+    kind: str = "string"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """One operation. No ``roles``: open to all, tokens or not. ``request`` and ``response`` are the JSON bodies' types,
+    or a media type as text."""
+
+    method: str
+    path: str
+    summary: str
+    handler: Handler
+    roles: frozenset[Role] = frozenset()
+    request: Any = None
+    response: Any = None
+    status: int = 200
+    query: tuple[Query, ...] = ()
+    errors: tuple[type[HeadraceError], ...] = ()

@@ -1,0 +1,182 @@
+"""Who may do what: bearer tokens with roles.
+
+* A loopback bind needs no tokens; any other bind without tokens is refused at start.
+* Tokens come from a file; they are compared by digest, in constant time.
+* A browser may send its token as the password of basic auth.
+* Without tokens the service obeys programs, not web pages: another origin, another host, or a body of a type that any
+  page may send is refused.
+
+The file is TOML, one table for each token::
+
+    [[tokens]]
+    name = "trainer"
+    roles = ["learner"]
+    token = "..."            # or: sha256 = "<hex digest of the token>"
+
+Roles: ``learner``, ``worker``, ``sandbox``, ``viewer``, and ``admin``, who may do everything.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import hmac
+import string
+import tomllib
+from collections.abc import Callable, Set
+from pathlib import Path
+from typing import Literal, NamedTuple, get_args
+from urllib.parse import urlsplit
+
+import msgspec
+
+from headrace.errors import Forbidden, SetupError, Unauthorized
+from headrace.wire import RECORDS_MEDIA_TYPE
+from headrace_orchestrator.settings import Settings, is_loopback
+
+Role = Literal["learner", "worker", "sandbox", "viewer", "admin"]
+
+ROLES: tuple[Role, ...] = get_args(Role)
+
+MIN_TOKEN_LENGTH = 16
+"""Shorter tokens can be guessed over the network."""
+
+
+BODY_TYPES = frozenset({"application/json", RECORDS_MEDIA_TYPE, "application/octet-stream"})
+"""Types of request bodies. A browser asks before it sends one of them elsewhere than to the page's own origin."""
+
+
+class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    roles: list[Role]
+    token: str = ""
+    sha256: str = ""
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    tokens: list[_Entry]
+
+
+class _Token(NamedTuple):
+    digest: bytes
+    name: str
+    roles: frozenset[Role]
+
+
+class Auth:
+    """Checks the ``Authorization`` header of a request against the roles of its route."""
+
+    def __init__(self, tokens: list[_Token] | None) -> None:
+        self._tokens = tokens
+
+    def check(self, authorization: str, roles: Set[Role]) -> None:
+        """Raises Unauthorized or Forbidden unless the header's token has one of the roles. No roles: open to all."""
+        if self._tokens is None or not roles:
+            return
+        token = self._find(_presented(authorization))
+        if "admin" not in token.roles and not token.roles & roles:
+            raise Forbidden(
+                f"The token {token.name!r} has the role {' and '.join(sorted(token.roles))}; "
+                f"this needs {' or '.join(sorted(roles | {'admin'}))}.",
+                hint="Use a token of that role.",
+            )
+
+    def refuse_pages(self, header: Callable[[bytes], str]) -> None:
+        """Raises Forbidden for what a web page may have a browser send to a service that asks for no token. ``header``
+        gives a request header, or the empty string."""
+        if self._tokens is not None:
+            return
+        host, origin = header(b"host"), header(b"origin")
+        if host and not _is_here(host):
+            raise Forbidden(
+                f"Without tokens this service answers to its loopback address only, not to {host!r}.",
+                hint="Use http://127.0.0.1 with the port, or give the service a token file with --tokens.",
+            )
+        if origin and origin.lower() not in (f"http://{host}".lower(), f"https://{host}".lower()):
+            raise Forbidden(
+                f"Without tokens this service does not obey pages of another origin ({origin!r}).",
+                hint="Give the service a token file with --tokens, and send a token.",
+            )
+        media_type = header(b"content-type").partition(";")[0].strip().lower()
+        has_body = header(b"content-length") not in ("", "0") or bool(header(b"transfer-encoding"))
+        if has_body and media_type not in BODY_TYPES:
+            raise Forbidden(
+                f"Without tokens this service reads no body of type {media_type or 'unknown'!r}.",
+                hint="Send the header 'Content-Type: application/json'.",
+            )
+
+    def _find(self, presented: str) -> _Token:
+        digest = hashlib.sha256(presented.encode()).digest()
+        found = None
+        for token in self._tokens or ():  # all of them, so that the time says nothing
+            if hmac.compare_digest(token.digest, digest):
+                found = token
+        if not presented or found is None:
+            raise Unauthorized(
+                "This service does not know the token." if presented else "This service asks for a bearer token.",
+                hint="Send 'Authorization: Bearer <token>' with a token from the service's token file.",
+            )
+        return found
+
+
+def load_auth(settings: Settings) -> Auth:
+    """The auth that the settings ask for. Raises SetupError for an open bind without tokens, or an unreadable file."""
+    if settings.tokens is not None:
+        return Auth(_read(settings.tokens))
+    if not settings.loopback:
+        raise SetupError(
+            f"Binding {settings.host} would let the network in, and no tokens are set.",
+            hint="Give a token file with --tokens, or bind 127.0.0.1.",
+        )
+    return Auth(None)
+
+
+@functools.lru_cache(maxsize=64)
+def _is_here(host: str) -> bool:
+    try:
+        return is_loopback(urlsplit(f"//{host}").hostname or "")
+    except ValueError:
+        return False
+
+
+def _presented(authorization: str) -> str:
+    scheme, _, value = authorization.partition(" ")
+    if scheme.lower() == "bearer":
+        return value.strip()
+    if scheme.lower() == "basic":
+        try:
+            return base64.b64decode(value.strip(), validate=True).decode().partition(":")[2]
+        except ValueError as error:  # not base64, or no text
+            raise Unauthorized("The Authorization header is not readable.", hint="Send a bearer token.") from error
+    return ""
+
+
+def _read(file: Path) -> list[_Token]:
+    try:
+        entries = msgspec.toml.decode(file.read_bytes(), type=_File).tokens
+    except OSError as error:
+        raise SetupError(f"The token file {file} cannot be read: {error.strerror}.", hint="Check --tokens.") from error
+    except (msgspec.DecodeError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SetupError(
+            f"The token file {file} is not valid: {error}.",
+            hint="Each [[tokens]] table has a name, roles, and token or sha256.",
+        ) from error
+    if not entries:
+        raise SetupError(f"The token file {file} holds no token.", hint="Add a [[tokens]] table.")
+    return [_Token(_digest(file, entry), entry.name, frozenset(entry.roles)) for entry in entries]
+
+
+def _digest(file: Path, entry: _Entry) -> bytes:
+    problem = ""
+    if bool(entry.token) == bool(entry.sha256):
+        problem = "needs either token or sha256"
+    elif entry.token and len(entry.token) < MIN_TOKEN_LENGTH:
+        problem = f"has a token of fewer than {MIN_TOKEN_LENGTH} characters"
+    elif entry.sha256 and not (len(entry.sha256) == 64 and set(entry.sha256) <= set(string.hexdigits)):
+        problem = "has a sha256 that is not 64 hexadecimal digits"
+    elif not entry.roles:
+        problem = "has no roles"
+    if problem:
+        raise SetupError(f"The token {entry.name!r} in {file} {problem}.", hint="Correct the token file.")
+    return bytes.fromhex(entry.sha256) if entry.sha256 else hashlib.sha256(entry.token.encode()).digest()

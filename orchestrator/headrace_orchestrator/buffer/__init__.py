@@ -1,0 +1,1 @@
+"""The durable side of the replay buffer: log, projection, ownership of the data directory."""

@@ -1,0 +1,117 @@
+"""Ownership of a data directory.
+
+* One orchestrator writes a data directory; a second one is told who has it.
+* The epoch grows at every start and is on disk before anything is answered; a lost one is not guessed.
+* The lock goes with the process, however it ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import Self
+
+from headrace.errors import DataDirectoryInUse, SetupError
+
+
+class DataDirectory:
+    """A data directory that this process owns until ``close``."""
+
+    def __init__(self, path: Path, epoch: int, lock: int) -> None:
+        self.path = path
+        self.epoch = epoch
+        self._lock = lock
+
+    @classmethod
+    def claim(cls, path: Path) -> Self:
+        """Take the directory (made if missing) and start a new epoch. Raises DataDirectoryInUse or SetupError."""
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            lock = os.open(path / "owner", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise SetupError(
+                f"The data directory {path} cannot be used: {error.strerror}.",
+                hint="Give a directory that this user may write.",
+            ) from error
+        try:
+            _take(lock, path)
+            epoch = _next_epoch(path, _owner(lock))
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, json.dumps({"pid": os.getpid(), "epoch": epoch}).encode(), 0)
+        except BaseException:
+            os.close(lock)
+            raise
+        return cls(path, epoch, lock)
+
+    def announce(self, url: str) -> None:
+        """Write the address that this owner listens at to ``address``."""
+        replace(self.path / "address", url.encode() + b"\n")
+
+    def close(self) -> None:
+        """Give the directory up."""
+        (self.path / "address").unlink(missing_ok=True)
+        os.close(self._lock)
+
+
+def _take(lock: int, path: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        pid = _owner(lock).get("pid", 0)  # 0: the owner has the lock and has not written its name yet
+        raise DataDirectoryInUse(
+            f"The data directory {path} belongs to a running orchestrator, process {pid or 'unknown'}.",
+            hint="Stop that one first, or use another data directory.",
+            pid=pid,
+        ) from error
+
+
+def _owner(lock: int) -> dict[str, int]:
+    """What the last owner wrote: its ``pid`` and ``epoch``; nothing if that is not readable."""
+    try:
+        written = json.loads(os.pread(lock, 4096, 0))
+        return {"pid": int(written["pid"]), "epoch": int(written["epoch"])}
+    except (ValueError, KeyError, TypeError):
+        return {}
+
+
+def _next_epoch(path: Path, owner: dict[str, int]) -> int:
+    file = path / "epoch"
+    try:
+        last = int(file.read_bytes())
+    except FileNotFoundError as error:
+        last = owner.get("epoch", 0)
+        if not last and any((path / "log").glob("*.log")):
+            raise SetupError(
+                f"The file {file} is missing, and the log beside it is not empty.",
+                hint="Write into it a number above every epoch seen so far.",
+            ) from error
+    except ValueError as error:
+        raise SetupError(
+            f"The file {file} is damaged: it does not hold a number.",
+            hint="Write into it a number above every epoch seen so far.",
+        ) from error
+    last = max(last, owner.get("epoch", 0))
+    replace(file, b"%d\n" % (last + 1))
+    return last + 1
+
+
+def replace(file: Path, content: bytes) -> None:
+    """Put a whole small file in place, durably: readers see the old one or the new one."""
+    new = file.with_name(file.name + ".new")
+    with open(new, "wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(new, file)
+    sync_directory(file.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

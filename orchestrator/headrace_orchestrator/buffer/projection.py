@@ -1,0 +1,330 @@
+"""The projection: what listings and lookups need, in SQLite, derived from the log.
+
+* The log is the truth: delete the projection, and the log gives it back the same.
+* A projection of another log is built anew, however long that log is.
+* It never runs ahead of the disk: only frames that are synced are projected.
+* Writing is off the hot path: rows are collected and written in small transactions, by a thread of their own.
+* A listing is read by pages; no reader holds the database open between them.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from headrace import wire
+from headrace.errors import StoreError
+from headrace.trajectory import Failure, Provenance, StopReason
+from headrace_orchestrator.buffer.log import Location
+from headrace_orchestrator.scheduler.records import EpisodeEnded
+
+SCHEMA = 2
+"""Version of the tables; another one on disk is thrown away and built again."""
+
+WAL_LIMIT_BYTES = 16 << 20
+"""SQLite cuts its write-ahead file back to this at each checkpoint, so that a slow reader leaves no lasting peak."""
+
+_TABLES = """
+CREATE TABLE trajectories (
+    position INTEGER PRIMARY KEY, id TEXT NOT NULL, run TEXT NOT NULL, group_id TEXT NOT NULL, member INTEGER NOT NULL,
+    episode TEXT NOT NULL, attempt INTEGER NOT NULL, environment TEXT NOT NULL, status TEXT NOT NULL,
+    stop_reason TEXT NOT NULL, worker TEXT NOT NULL, reward REAL, turns INTEGER NOT NULL, row_tokens INTEGER NOT NULL,
+    size_bytes INTEGER NOT NULL, low TEXT NOT NULL, high TEXT NOT NULL, evaluation TEXT NOT NULL, failure TEXT,
+    length INTEGER NOT NULL
+);
+CREATE INDEX trajectories_by_id ON trajectories (id);
+CREATE INDEX trajectories_by_episode ON trajectories (episode);
+CREATE INDEX trajectories_by_run ON trajectories (run, position);
+CREATE INDEX trajectories_by_status ON trajectories (run, status, position);
+CREATE INDEX trajectories_by_evaluation ON trajectories (run, evaluation, position) WHERE evaluation != '';
+CREATE TABLE batches (
+    id TEXT PRIMARY KEY, run TEXT NOT NULL, version TEXT NOT NULL, position INTEGER NOT NULL, length INTEGER NOT NULL,
+    state TEXT NOT NULL, made TEXT NOT NULL
+);
+CREATE TABLE batch_members (
+    run TEXT NOT NULL, group_id TEXT NOT NULL, position INTEGER NOT NULL, length INTEGER NOT NULL,
+    PRIMARY KEY (run, group_id)
+) WITHOUT ROWID;
+CREATE TABLE cursor (schema INTEGER NOT NULL, log TEXT NOT NULL, position INTEGER NOT NULL);
+"""
+
+_COLUMNS = (
+    "position, id, run, group_id, member, episode, attempt, environment, status, stop_reason, worker, reward, turns, "
+    "row_tokens, size_bytes, low, high, evaluation, failure, length"
+)
+_INSERT_TRAJECTORY = f"INSERT OR REPLACE INTO trajectories ({_COLUMNS}) VALUES ({', '.join('?' * 20)})"
+_INSERT_BATCH = "INSERT OR REPLACE INTO batches VALUES (?, ?, ?, ?, ?, 'open', '')"
+_INSERT_MEMBER = "INSERT OR REPLACE INTO batch_members VALUES (?, ?, ?, ?)"
+_SETTLE_BATCH = "UPDATE batches SET state = ?, made = ? WHERE id = ?"
+
+FILTERS = ("status", "environment", "evaluation")
+"""Columns that a listing can be narrowed by."""
+
+
+class Statement(NamedTuple):
+    """One change to the tables."""
+
+    sql: str
+    values: tuple[Any, ...]
+
+
+class Stored(NamedTuple):
+    """Where a trajectory is, and whose it is."""
+
+    id: str
+    run: str
+    group: str
+    episode: str
+    attempt: int
+    worker: str
+    """Who wrote it; empty for the scheduler itself."""
+    location: Location
+
+
+def trajectory_row(
+    outcome: EpisodeEnded, stop_reason: StopReason, provenance: Provenance, location: Location
+) -> Statement:
+    """The row of a stored trajectory."""
+    return Statement(
+        _INSERT_TRAJECTORY,
+        (
+            location.position,
+            outcome.trajectory,
+            outcome.run,
+            outcome.group,
+            outcome.member,
+            outcome.episode,
+            outcome.attempt,
+            outcome.task.environment,
+            outcome.status,
+            stop_reason,
+            provenance.worker,
+            sum(outcome.rewards.values()) if outcome.rewards else None,
+            outcome.turns,
+            outcome.row_tokens,
+            outcome.size_bytes,
+            str(outcome.low) if outcome.low is not None else "",
+            str(outcome.high) if outcome.high is not None else "",
+            provenance.evaluation,
+            msgspec.json.encode(outcome.failure).decode() if outcome.failure else None,
+            location.length,
+        ),
+    )
+
+
+def batch_row(batch: str, run: str, version: str, location: Location) -> Statement:
+    """The row of a frozen batch."""
+    return Statement(_INSERT_BATCH, (batch, run, version, location.position, location.length))
+
+
+def member_row(run: str, group: str, head: Location) -> Statement:
+    """A group was frozen into a batch; the last one counts."""
+    return Statement(_INSERT_MEMBER, (run, group, head.position, head.length))
+
+
+def batch_settled(batch: str, state: str, made: str = "") -> Statement:
+    """A batch was acked (``made``: the version of that step) or dissolved."""
+    return Statement(_SETTLE_BATCH, (state, made, batch))
+
+
+class Projection:
+    """The database of the log with this id. ``write`` is called by one thread at a time; readers may be in any.
+
+    ``owner`` reads over a connection of its own, so that whoever asks on the event loop never waits for a writer.
+    """
+
+    def __init__(self, path: Path, log: str) -> None:
+        self._path = path
+        self._log = log
+        self._lock = threading.Lock()
+        self._connection = self._open()
+        self._lookups = _connect(path)
+
+    def _open(self) -> sqlite3.Connection:
+        """Open, or start anew where the tables are not ours or are damaged: everything in them is in the log."""
+        try:
+            connection = _connect(self._path)
+            try:
+                found = connection.execute("SELECT schema, log FROM cursor").fetchall()
+            except sqlite3.DatabaseError:
+                found = []
+            if found == [(SCHEMA, self._log)]:
+                return connection
+            connection.close()
+            return self._create()
+        except sqlite3.DatabaseError:
+            return self._create()
+
+    def _create(self) -> sqlite3.Connection:
+        for suffix in ("", "-wal", "-shm"):
+            self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
+        connection = _connect(self._path)
+        connection.executescript(f"BEGIN;{_TABLES}COMMIT;")
+        connection.execute("INSERT INTO cursor VALUES (?, ?, 0)", (SCHEMA, self._log))
+        return connection
+
+    @contextmanager
+    def _locked(self) -> Iterator[sqlite3.Connection]:
+        with self._told(), self._lock:
+            yield self._connection
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OverflowError) as error:
+            raise StoreError(
+                f"The projection {self._path.name} failed: {error}.",
+                hint="Free disk space, or stop the service and delete the file: the log gives it back.",
+            ) from error
+
+    @property
+    def cursor(self) -> int:
+        """Position up to which the log is projected."""
+        with self._locked() as connection:
+            return int(connection.execute("SELECT position FROM cursor").fetchone()[0])
+
+    def reset(self) -> None:
+        """Forget everything: the log will give it back."""
+        with self._lock:
+            self._lookups.close()
+            self._connection.close()
+            self._connection = self._create()
+            self._lookups = _connect(self._path)
+
+    def write(self, statements: Sequence[Statement], cursor: int) -> None:
+        """Carry changes out and move the cursor, in one transaction. Raises StoreError."""
+        with self._locked() as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                for sql, alike in groupby(statements, key=itemgetter(0)):
+                    connection.executemany(sql, [statement.values for statement in alike])
+                connection.execute("UPDATE cursor SET position = ?", (cursor,))
+            except BaseException:
+                connection.execute("ROLLBACK")
+                raise
+            connection.execute("COMMIT")
+
+    def find(self, trajectory: str) -> Stored | None:
+        """A trajectory by its id."""
+        return self._stored("id = ?", trajectory)
+
+    def find_episode(self, episode: str) -> Stored | None:
+        """The terminal record of an episode."""
+        return self._stored("episode = ?", episode)
+
+    def _stored(self, where: str, value: str) -> Stored | None:
+        with self._locked() as connection:
+            row = connection.execute(
+                f"SELECT id, run, group_id, episode, attempt, worker, position, length FROM trajectories WHERE {where} "
+                "ORDER BY position LIMIT 1",
+                (value,),
+            ).fetchone()
+        if row is None:
+            return None
+        name, run, group, episode, attempt, worker, position, length = row
+        return Stored(name, run, group, episode, attempt, worker, Location.at(position, length))
+
+    def owners(self, trajectories: Sequence[str]) -> dict[str, str]:
+        """Of these trajectories those that are here, with their episodes. For one thread: the event loop's."""
+        marks = ",".join("?" * len(trajectories))
+        with self._told():
+            rows = self._lookups.execute(
+                f"SELECT id, episode FROM trajectories WHERE id IN ({marks})",
+                tuple(trajectories),
+            ).fetchall()
+        return {str(id): str(episode) for id, episode in rows}
+
+    def batch_of(self, run: str, group: str) -> Location | None:
+        """Where the head of the batch is that a group was last frozen into."""
+        with self._locked() as connection:
+            row = connection.execute(
+                "SELECT position, length FROM batch_members WHERE run = ? AND group_id = ?", (run, group)
+            ).fetchone()
+        return Location.at(*row) if row else None
+
+    def page(
+        self, run: str, filters: Mapping[str, str], limit: int, before: int | None, *, now_ms: int
+    ) -> tuple[list[wire.TrajectorySummary], int | None]:
+        """A page, newest first, and the ``before`` of the next one (None at the end)."""
+        where, values = ["run = ?"], [run]
+        for name in FILTERS:
+            if name in filters:
+                where.append(f"{name} = ?")
+                values.append(filters[name])
+        bound: list[Any] = [*values]
+        if before is not None:
+            where.append("position < ?")
+            bound.append(before)
+        with self._locked() as connection:
+            rows = connection.execute(
+                f"SELECT {_COLUMNS} FROM trajectories WHERE {' AND '.join(where)} ORDER BY position DESC LIMIT ?",
+                (*bound, limit + 1),
+            ).fetchall()
+        more = rows[limit - 1][0] if len(rows) > limit else None
+        return [_summary(row, now_ms) for row in rows[:limit]], more
+
+    def wal_bytes(self) -> int:
+        """Size of SQLite's write-ahead file."""
+        try:
+            return self._path.with_name(self._path.name + "-wal").stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    def close(self) -> None:
+        """Close the database; it is whole on disk after that."""
+        with self._lock:
+            self._lookups.close()
+            self._connection.close()
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    try:
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute(f"PRAGMA journal_size_limit = {WAL_LIMIT_BYTES}")
+    except sqlite3.DatabaseError:
+        connection.close()
+        raise
+    return connection
+
+
+def _summary(row: tuple[Any, ...], now_ms: int) -> wire.TrajectorySummary:
+    trajectory = row[1]
+    return wire.TrajectorySummary(
+        id=trajectory,
+        run=row[2],
+        group=row[3],
+        member=row[4],
+        episode=row[5],
+        attempt=row[6],
+        environment=row[7],
+        status=row[8],
+        stop_reason=row[9],
+        reward=row[11],
+        turns=row[12],
+        row_tokens=row[13],
+        size_bytes=row[14],
+        low=row[15],
+        high=row[16],
+        evaluation=row[17],
+        failure=msgspec.json.decode(row[18], type=Failure) if row[18] else None,
+        age_s=max(0.0, (now_ms - _made_ms(trajectory)) / 1000),
+    )
+
+
+def _made_ms(trajectory: str) -> int:
+    """Unix time in milliseconds at which a UUIDv7 was made: the log has no clock of its own."""
+    try:
+        return int(trajectory.replace("-", "")[:12], 16)
+    except ValueError:
+        return 0

@@ -1,0 +1,160 @@
+"""From the state of the service to pages.
+
+* The first thing on the page is whether the learner is waiting, and on what.
+* Live runs come first, and those whose learner waits before the others.
+* Runs that are over are folded.
+* A learner that has not spoken for long is not said to be training.
+* A worker that has not spoken for long is silent.
+* A page is whole without scripts, and loads nothing from elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from headrace.errors import LAYERS
+from headrace.wire import RunStatus, ServiceStatus, WorkerStatus
+from headrace_orchestrator.console.silence import is_silent, learner_is_silent
+
+_TONES = {"waiting": 0, "busy": 1, "idle": 2, "over": 3}
+"""Order of runs on the page, by the tone of their headlines."""
+
+
+class Phase(Protocol):
+    """What the service is busy with; ``done`` of ``total`` bytes while it starts."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def done(self) -> int: ...
+    @property
+    def total(self) -> int: ...
+
+
+class Headline(NamedTuple):
+    """Whether the learner of a run waits, in one sentence. ``tone``: waiting, busy, idle or over."""
+
+    tone: str
+    sentence: str
+    details: list[str]
+
+
+def headline(run: RunStatus) -> Headline:
+    """The answer to: is the learner waiting, and on what?"""
+    reasons = [reason.message for reason in run.reasons]
+    if run.state != "active":
+        over = {"finished": "is finished: all its tasks were served", "closed": "was closed"}[run.state]
+        return Headline("over", f"Nobody is waiting: the run {over}.", [])
+    if run.learner_waiting:
+        # Episodes always run or are queued; where something holds them back, that is what is waited for.
+        told = [reason for reason in run.reasons if reason.code != "collecting"] or run.reasons
+        what = {_WAITED_FOR.get(reason.code, reason.code): None for reason in told}
+        return Headline("waiting", f"The learner is waiting for {_list(list(what)) or 'a batch'}.", reasons)
+    if learner_is_silent(run):
+        ago = duration(run.learner_doing_s)
+        return Headline("idle", f"No learner is there: the last word of one was {ago} ago.", reasons)
+    if run.learner_doing in ("training", "evaluating", "checkpointing"):
+        since = f" for {duration(run.learner_doing_s)}" if run.learner_doing_s >= 0 else ""
+        return Headline("busy", f"The learner is not waiting: it has been {run.learner_doing}{since}.", reasons)
+    if run.batches_open:
+        return Headline("busy", "The learner is not waiting: it holds a batch.", reasons)
+    if run.batches_acked or run.learner_doing:
+        return Headline("idle", "The learner is not waiting: it does not pull now.", reasons)
+    return Headline("idle", "No learner has pulled from this run yet.", reasons)
+
+
+_WAITED_FOR = {
+    "collecting": "episodes that are running",
+    "no-workers": "workers",
+    **{f"{layer}-failing": f"the {layer}, which fails" for layer in LAYERS},
+    "all-stale": "fresh episodes: what there was is too stale",
+    "batches-held": "itself: it holds batches that it has not acked",
+    "byte-bound": "room: the run's bytes are used up",
+    "tasks-exhausted": "nothing: the tasks are exhausted",
+    "groups-left": "nothing: too few groups are left for a batch",
+    "evaluation-hold": "an evaluation",
+    "quarantined": "nothing: the tasks are quarantined",
+    "no-tasks": "tasks, which it has to submit",
+    "draining": "this orchestrator, which is stopping",
+    "closed": "nothing: the run is closed",
+    "group-ended": "nothing: a group that it awaits has ended",
+}
+"""What each reason of an empty pull means to a person."""
+
+
+def duration(seconds: float) -> str:
+    """A duration as people say it."""
+    if seconds < 1:
+        return "less than a second"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def size(count: float) -> str:
+    """Bytes as people say them."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def console(status: ServiceStatus, phase: Phase) -> str:
+    """The whole page."""
+    return _templates.get_template("console.html").render(content=content(status, phase), version=status.version)
+
+
+def content(status: ServiceStatus, phase: Phase) -> str:
+    """What changes on the page."""
+    told = [(run, headline(run)) for run in status.runs]
+    told.sort(key=lambda entry: _TONES[entry[1].tone])
+    return _templates.get_template("content.html").render(
+        status=status,
+        phase=phase,
+        live=[entry for entry in told if entry[1].tone != "over"],
+        over=[entry for entry in told if entry[1].tone == "over"],
+        workers=_by_pool(status.workers),
+    )
+
+
+def docs(document: dict[str, Any]) -> str:
+    """The page that describes the interface."""
+    return _templates.get_template("docs.html").render(document=document, version=document["info"]["version"])
+
+
+def worker_state(worker: WorkerStatus) -> str:
+    """A worker's state in a word."""
+    if is_silent(worker):
+        return "silent"
+    return "draining" if worker.draining else "working" if worker.leased else "idle"
+
+
+def _by_pool(workers: list[WorkerStatus]) -> dict[str, list[WorkerStatus]]:
+    pools: dict[str, list[WorkerStatus]] = {}
+    for worker in sorted(workers, key=lambda worker: (worker.pool, worker.worker)):
+        pools.setdefault(worker.pool, []).append(worker)
+    return pools
+
+
+def _list(words: list[str]) -> str:
+    return ", and ".join((", ".join(words[:-1]), words[-1])) if len(words) > 1 else "".join(words)
+
+
+def _templates_of_package() -> Environment:
+    templates = Environment(
+        loader=PackageLoader("headrace_orchestrator.console"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    templates.filters |= {"duration": duration, "size": size, "worker_state": worker_state}
+    return templates
+
+
+_templates = _templates_of_package()

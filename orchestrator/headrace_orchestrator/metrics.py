@@ -1,0 +1,194 @@
+"""Metrics of the orchestrator, for Prometheus.
+
+* Every name begins with ``headrace_`` and names its unit; counters end in ``_total``.
+* Labels are bounded: the first 100 runs have a label of their own, later ones share ``other``.
+* Gauges are read from the state when they are scraped, so they are never out of date.
+"""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from headrace.wire import ServiceStatus
+from headrace_orchestrator.scheduler.records import (
+    AnyRecord,
+    AttemptEnded,
+    BatchAcked,
+    BatchDissolved,
+    BatchFormed,
+    BatchReleased,
+    EpisodeEnded,
+    GroupAdmitted,
+    GroupRetired,
+    TaskQuarantined,
+)
+
+MAX_RUN_LABELS = 100
+"""A time series costs memory for ever; a deployment with more runs than this watches them on the console."""
+
+OTHER = "other"
+
+WAIT_BUCKETS_S = (0.01, 0.05, 0.1, 0.5, 1, 2, 5, 10, 20, 30, 60)
+SYNC_BUCKETS_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1)
+REQUEST_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 30, 60)
+STALENESS_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
+LAG_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
+
+
+class Metrics:
+    """All metrics of one process, in a registry of their own."""
+
+    def __init__(self, status: Callable[[], ServiceStatus]) -> None:
+        self.registry = CollectorRegistry()
+        self._runs: set[str] = set()
+        self._counters()
+        self._histograms()
+        self.registry.register(_StateCollector(status, self.run_label))
+
+    def _counters(self) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"headrace_{name}", text, labels, registry=self.registry)
+
+        self.episodes = counter("episodes", "Terminal records stored, by status.", "run", "status")
+        self.episode_failures = counter("episode_failures", "Failed episodes, by layer.", "run", "layer")
+        self.attempts_lost = counter("attempts_requeued", "Attempts that ended without a record.", "run", "reason")
+        self.groups_admitted = counter("groups_admitted", "Groups that entered the ledger.", "run")
+        self.groups_retired = counter("groups_retired", "Groups retired, by reason.", "run", "reason")
+        self.batches = counter("batches", "Batches, by what happened to them.", "run", "event")
+        self.quarantined = counter("tasks_quarantined", "Tasks that killed too many attempts.", "run")
+        self.submissions = counter("submissions", "Submitted records, by verdict.", "verdict")
+        self.empty_pulls = counter("empty_pulls", "Pulls that served nothing, by reason.", "run", "reason")
+        self.log_written = counter("log_written_bytes", "Bytes appended to the log.")
+        self.damaged = counter("log_damaged_records", "Stored records that failed their checksum.")
+        self.requests = counter("http_requests", "HTTP requests, by route template.", "method", "route", "status")
+
+    def _histograms(self) -> None:
+        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(f"headrace_{name}", text, labels, buckets=buckets, registry=self.registry)
+
+        self.pull_wait = histogram("pull_wait_seconds", "Time that pulls waited.", WAIT_BUCKETS_S, "run")
+        self.staleness = histogram("batch_staleness_versions", "Staleness of a batch.", STALENESS_BUCKETS, "run")
+        self.sync = histogram("log_sync_seconds", "Time of one group commit: write and sync.", SYNC_BUCKETS_S)
+        self.lag = histogram("event_loop_lag_seconds", "How late the event loop runs its timers.", LAG_BUCKETS_S)
+        self.request_time = histogram("http_request_seconds", "Time to answer.", REQUEST_BUCKETS_S, "route")
+        self.ready = Gauge("headrace_ready", "1 when requests are answered, else 0.", registry=self.registry)
+
+    def run_label(self, run: str) -> str:
+        """The label of a run: its name, or ``other`` when too many have one."""
+        if run in self._runs:
+            return run
+        if len(self._runs) >= MAX_RUN_LABELS:
+            return OTHER
+        self._runs.add(run)
+        return run
+
+    def observe(self, facts: Iterable[AnyRecord]) -> None:
+        """Count what the scheduler decided."""
+        # Hundreds of facts may come together, of few kinds: they are added up before a counter is touched.
+        for (counter, run, *labels), count in Tally(self._counted(facts)).items():
+            counter.labels(self.run_label(run), *labels).inc(count)
+
+    def _counted(self, facts: Iterable[AnyRecord]) -> Iterator[tuple[Counter, str] | tuple[Counter, str, str]]:
+        """What each fact adds one to: the counter, the run, the other label."""
+        for fact in facts:
+            match fact:
+                case EpisodeEnded():
+                    yield self.episodes, fact.run, fact.status
+                    if fact.failure is not None and fact.status == "failed":
+                        yield self.episode_failures, fact.run, fact.failure.layer
+                case GroupAdmitted():
+                    yield self.groups_admitted, fact.run
+                case AttemptEnded():
+                    yield self.attempts_lost, fact.run, fact.reason
+                case GroupRetired():
+                    yield self.groups_retired, fact.run, fact.reason
+                case TaskQuarantined():
+                    yield self.quarantined, fact.run
+                case BatchFormed():
+                    yield self.batches, fact.run, "formed"
+                case BatchAcked():
+                    yield self.batches, fact.run, "acked"
+                case BatchReleased():
+                    yield self.batches, fact.run, "released"
+                case BatchDissolved():
+                    yield self.batches, fact.run, "dissolved"
+                case _:
+                    pass  # the rest shows in the gauges
+
+    def exposition(self) -> bytes:
+        """The text that Prometheus scrapes."""
+        return generate_latest(self.registry)
+
+
+class _StateCollector(Collector):
+    """Gauges of the state as it is at the scrape."""
+
+    def __init__(self, status: Callable[[], ServiceStatus], run_label: Callable[[str], str]) -> None:
+        self._status = status
+        self._run_label = run_label
+
+    def describe(self) -> Iterator[GaugeMetricFamily]:
+        return iter(())  # nothing is known before the first scrape
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        status = self._status()
+        yield from self._runs(status)
+        yield from self._workers(status)
+        for name, value in status.store.items():
+            yield GaugeMetricFamily(f"headrace_store_{_with_unit(name)}", f"Store: {name}.", value=value)
+        yield GaugeMetricFamily("headrace_epoch_count", "Starts of this data directory.", value=status.epoch)
+        yield GaugeMetricFamily("headrace_uptime_seconds", "Time since start.", value=status.uptime_s)
+
+    def _runs(self, status: ServiceStatus) -> Iterator[GaugeMetricFamily]:
+        values: dict[tuple[str, str, str], dict[tuple[str, ...], float]] = {}
+
+        def add(name: str, text: str, label: str, key: tuple[str, ...], value: float) -> None:
+            series = values.setdefault((name, text, label), {})
+            series[key] = series.get(key, 0.0) + value
+
+        for run in status.runs:
+            name = self._run_label(run.name)
+            add("run_credit_groups", "Groups that may still be admitted.", "", (name,), run.credit)
+            add("run_groups_in_flight", "Groups admitted and not retired.", "", (name,), run.in_flight)
+            add("run_episodes_queued", "Episodes that wait for a slot.", "", (name,), run.queued)
+            add("run_episodes_leased", "Episodes at workers.", "", (name,), run.leased)
+            add("run_batches_open", "Batches formed and not acked.", "", (name,), run.batches_open)
+            add("run_active", "1 while the run is active.", "", (name,), float(run.state == "active"))
+            add("run_learner_waiting", "1 while a pull waits.", "", (name,), float(run.learner_waiting))
+            for state in ("open", "eligible", "leased"):
+                add("run_groups", "Groups, by state.", "state", (name, state), getattr(run.groups, state))
+            for reason in run.reasons:
+                add("run_empty_reason", "1 for each reason why a pull waits.", "reason", (name, reason.code), 1.0)
+        for (name, text, label), series in values.items():
+            family = GaugeMetricFamily(f"headrace_{name}", text, labels=["run", *([label] if label else [])])
+            for key, value in series.items():
+                family.add_metric(list(key), value)
+            yield family
+
+    def _workers(self, status: ServiceStatus) -> Iterator[GaugeMetricFamily]:
+        slots: dict[str, float] = {}
+        leased: dict[str, float] = {}
+        workers: dict[str, float] = {}
+        for worker in status.workers:
+            pool = worker.pool
+            slots[pool] = slots.get(pool, 0.0) + worker.slots
+            leased[pool] = leased.get(pool, 0.0) + worker.leased
+            workers[pool] = workers.get(pool, 0.0) + 1
+        for name, text, series in (
+            ("pool_slots", "Slots of the workers of a pool.", slots),
+            ("pool_slots_leased", "Slots that run an episode.", leased),
+            ("pool_workers", "Workers of a pool.", workers),
+        ):
+            family = GaugeMetricFamily(f"headrace_{name}", text, labels=["pool"])
+            for pool, value in series.items():
+                family.add_metric([pool], value)
+            yield family
+
+
+def _with_unit(name: str) -> str:
+    return f"{name[:-2]}_seconds" if name.endswith("_s") else name

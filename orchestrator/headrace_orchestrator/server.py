@@ -1,0 +1,146 @@
+"""The orchestrator process: data directory, service, HTTP server, signals.
+
+* The port answers from the first moment: ``/healthz`` at once, ``/readyz`` with the phase of the start.
+* A port in use, a data directory in use, and an open bind without tokens are refused with what to do.
+* SIGTERM is graceful: not ready, long polls answered, open requests ended, log and projection on disk, exit 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import gc
+import signal
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from headrace.errors import PortInUse, SetupError
+from headrace_orchestrator import logs
+from headrace_orchestrator.api.app import App
+from headrace_orchestrator.auth import load_auth
+from headrace_orchestrator.buffer.directory import DataDirectory
+from headrace_orchestrator.service import Service
+from headrace_orchestrator.settings import Address, Settings
+
+log = logs.logger(__name__)
+
+BACKLOG = 2048
+"""Connections that may wait to be taken: a whole fleet reconnects at once after a restart."""
+
+GC_THRESHOLDS = (50_000, 20, 50)
+"""The state is large, long-lived and free of cycles: collecting at the default pace triples the time to decode a record
+and stops the event loop for long."""
+
+KEEP_ALIVE_S = 75
+"""Idle connections are kept this long: longer than the longest poll, so that a worker keeps its connection."""
+
+
+def run(settings: Settings, *, ready: Callable[[Address], None] = lambda address: None) -> None:
+    """Run until SIGTERM or SIGINT; returns after a graceful stop. Raises SetupError if it cannot start."""
+    import uvloop
+
+    logs.configure(settings)
+    gc.set_threshold(*GC_THRESHOLDS)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_until_signal(settings, ready))
+
+
+async def _until_signal(settings: Settings, ready: Callable[[Address], None]) -> None:
+    stop = asyncio.Event()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(name, stop.set)
+    await serve(settings, ready=ready, stop=stop)
+
+
+async def serve(settings: Settings, *, ready: Callable[[Address], None], stop: asyncio.Event | None = None) -> None:
+    """Run in this event loop until ``stop`` is set or the task is cancelled; both are graceful. Installs no signal
+    handlers. ``ready`` is called once, when requests are answered. Raises SetupError if it cannot start."""
+    auth = load_auth(settings)
+    directory = DataDirectory.claim(settings.data)
+    try:
+        listener = _listen(settings)
+        with contextlib.closing(listener):
+            address = Address(settings.host, listener.getsockname()[1])
+            directory.announce(address.url)
+            service = Service(settings, directory)
+            app = App(service, auth, service.metrics, settings.max_body_bytes)
+            await _serve(settings, service, app, listener, lambda: ready(address), stop or asyncio.Event())
+    finally:
+        directory.close()
+
+
+async def _serve(
+    settings: Settings,
+    service: Service,
+    app: App,
+    listener: socket.socket,
+    ready: Callable[[], None],
+    stop: asyncio.Event,
+) -> None:
+    server = _Server(
+        uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=max(1, round(settings.shutdown_timeout_s)),
+        )
+    )
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    stopping = asyncio.create_task(stop.wait())
+    starting = asyncio.create_task(service.start())
+    try:
+        await asyncio.wait({serving, stopping, starting}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done() and not stopping.done():
+            starting.result()
+            ready()
+            await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        log.info("stopping")
+        service.drain()
+        server.should_exit = True
+        stopping.cancel()
+        await asyncio.wait({serving, starting})
+        await service.close()
+    serving.result()
+    log.info("stopped")
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to whoever runs the event loop."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _listen(settings: Settings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((settings.host, settings.port))
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUse(
+                f"Port {settings.port} on {settings.host} is in use by another process.",
+                hint="Stop that process, or choose another port with --port (0 lets the system choose).",
+                port=settings.port,
+            ) from error
+        raise SetupError(
+            f"Port {settings.port} on {settings.host} cannot be bound: {error.strerror}.",
+            hint="Check --host and --port; ports below 1024 need privileges.",
+        ) from error
+    return listener

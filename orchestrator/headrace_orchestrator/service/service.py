@@ -1,0 +1,325 @@
+"""The service: every command of workers and learners, and what pages ask.
+
+* A repeated submission gets the first result, however long ago it was.
+* A worker that left before its answer began leaves no lease behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from headrace import wire
+from headrace.batch import read_advantages, read_manifest
+from headrace.errors import UnknownBatch, UnknownEnvironment, UnknownTrajectory
+from headrace.runspec import parse_run_spec
+from headrace_orchestrator import logs
+from headrace_orchestrator.buffer.directory import DataDirectory
+from headrace_orchestrator.buffer.projection import Stored
+from headrace_orchestrator.metrics import Metrics
+from headrace_orchestrator.scheduler.core import Scheduler
+from headrace_orchestrator.service.lifecycle import Lifecycle
+from headrace_orchestrator.service.serving import Served
+from headrace_orchestrator.service.shell import HEADRACE_VERSION
+from headrace_orchestrator.service.store import Store
+from headrace_orchestrator.service.submission import UNWANTED, Intake, parse_submission, unwanted
+from headrace_orchestrator.service.waiting import ClientGone, Left, granted_wait
+from headrace_orchestrator.settings import Settings
+
+T = TypeVar("T")
+
+log = logs.logger(__name__)
+
+
+class Service(Lifecycle):
+    """One data directory's service."""
+
+    def __init__(
+        self, settings: Settings, directory: DataDirectory, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(settings, directory, Metrics(self.status), clock)
+
+    async def _do(self, command: Callable[[Scheduler, float], T]) -> T:
+        shell = self._require().shell
+        return await shell.do(lambda now: command(shell.core, now))
+
+    # Workers --------------------------------------------------------------------------------------------------
+
+    async def lease(self, request: wire.LeaseRequest, left: Left) -> wire.LeaseReply:
+        """Grant work; waits up to ``wait_s`` until there is some."""
+        shell = self._require().shell
+        deadline = shell.now() + granted_wait(request.wait_s)
+        bell = shell.bells.of_worker(request)
+        waited = False
+        while True:
+            if self.draining:
+                raise self._busy()
+            reply = shell.core.lease(request, shell.now())
+            shell.commit()
+            remaining_s = deadline - shell.now()
+            if reply.attempts or reply.cancels or reply.drain or request.free <= 0 or remaining_s <= 0:
+                break
+            waited = True
+            await bell.wait(remaining_s, left)
+        if reply.attempts:
+            bell.ring()
+        await shell.store.log.synced()
+        if waited and reply.attempts and left().done():
+            keys = [wire.AttemptKey(a.episode, a.attempt, a.nonce) for a in reply.attempts]
+            await self.hand_back(wire.ReturnRequest(worker=request.worker, attempts=keys))
+            raise ClientGone
+        return reply
+
+    async def heartbeat(self, request: wire.HeartbeatRequest) -> wire.HeartbeatReply:
+        """Renew a worker's leases."""
+        return await self._do(lambda core, now: core.heartbeat(request, now))
+
+    async def hand_back(self, request: wire.ReturnRequest) -> None:
+        """Take attempts back."""
+        await self._do(lambda core, now: core.hand_back(request, now))
+
+    async def drain_worker(self, worker: str) -> None:
+        """Give a worker nothing new."""
+        await self._do(lambda core, now: core.drain_worker(worker, now))
+
+    async def submit(self, worker: str, body: bytes) -> wire.SubmitReply:
+        """Judge submitted records; returns when the accepted ones are on disk. Raises InvalidRequest."""
+        shell = self._require().shell
+        submitted = parse_submission(body)
+        intake = Intake(shell.core, shell.store, worker, shell.now())
+        try:
+            results = intake.judge(submitted)
+        finally:
+            shell.commit(intake.accepted)
+            await shell.store.log.synced()
+        for number, (item, result) in enumerate(zip(submitted, results, strict=True)):
+            if result.verdict == "superseded" and await self._was_accepted(shell.store, item.head):
+                results[number] = wire.SubmitResult(episode=result.episode, verdict="duplicate")
+            elif result.verdict in UNWANTED:
+                results[number] = unwanted(item.head, result, worker)
+        for verdict, count in Counter(result.verdict for result in results).items():
+            self.metrics.submissions.labels(verdict).inc(count)
+        return wire.SubmitReply(epoch=self.epoch, results=results)
+
+    async def _was_accepted(self, store: Store, head: wire.Submission) -> bool:
+        """Whether this very attempt gave the episode its record; the core forgets an episode with its group."""
+        await store.project()
+        found = await asyncio.to_thread(store.projection.find_episode, head.episode)
+        return found is not None and found.attempt == head.attempt and bool(found.worker)
+
+    # Runs -----------------------------------------------------------------------------------------------------
+
+    async def create_run(self, spec: Mapping[str, Any]) -> wire.RunStatus:
+        """Create a run. Raises InvalidRunSpec, RunExists, UnknownEnvironment."""
+        parsed = parse_run_spec(spec)
+        self._check_environments([entry.id for entry in parsed.environments])
+        self._check_environments([task.environment for task in parsed.tasks or ()])
+        await self._do(lambda core, now: core.create_run(parsed, now))
+        log.info("run created", run=parsed.name)
+        return self.run_status(parsed.name)
+
+    async def close_run(self, run: str) -> wire.RunStatus:
+        """End a run."""
+        await self._do(lambda core, now: core.close_run(run, now))
+        log.info("run closed", run=run)
+        return self.run_status(run)
+
+    async def submit_groups(self, run: str, request: wire.SubmitGroupsRequest) -> wire.SubmitGroupsReply:
+        """Add groups of the learner's own."""
+        self._check_environments([str(group.task.get("environment")) for group in request.groups])
+        groups = await self._do(lambda core, now: core.submit_groups(run, request.groups, now))
+        return wire.SubmitGroupsReply(epoch=self.epoch, groups=groups)
+
+    def _check_environments(self, names: Iterable[str]) -> None:
+        known = self._settings.environments
+        for name in names:
+            if known is not None and name not in known:
+                raise UnknownEnvironment(
+                    f"No worker of this service knows the environment {name!r}.",
+                    hint=f"Known are: {', '.join(sorted(known)) or 'none'}.",
+                    environment=name,
+                )
+
+    # Learners -------------------------------------------------------------------------------------------------
+
+    async def pull(self, run: str, request: wire.PullRequest, left: Left) -> Served | wire.EmptyReply:
+        """Lease a batch; waits up to ``wait_s`` until one is ready."""
+        return await self._require().pulls.pull(run, request, left)
+
+    async def ack(self, run: str, batch: str, request: wire.AckRequest) -> wire.AckReply:
+        """The batch was trained on."""
+        reply = await self._do(lambda core, now: core.ack(run, batch, request, now))
+        log.info("batch acked", run=run, batch=batch, version=reply.version)
+        return reply
+
+    async def nack(self, run: str, batch: str, request: wire.NackRequest) -> None:
+        """Take a batch back."""
+        await self._do(lambda core, now: core.nack(run, batch, request, now))
+        log.info("batch given back", run=run, batch=batch, reason=request.reason)
+
+    async def announce(self, run: str, request: wire.VersionRequest) -> wire.VersionReply:
+        """A version is loaded."""
+        return await self._do(lambda core, now: core.announce(run, request, now))
+
+    async def rewind(self, run: str, request: wire.RewindRequest) -> wire.VersionReply:
+        """Open a new lineage."""
+        reply = await self._do(lambda core, now: core.rewind(run, request, now))
+        log.info("rewound", run=run, version=reply.version)
+        return reply
+
+    async def doing(self, run: str, request: wire.DoingRequest) -> None:
+        """The learner says what it does."""
+        await self._do(lambda core, now: core.doing(run, request, now))
+
+    # Evaluations ----------------------------------------------------------------------------------------------
+
+    async def start_evaluation(self, run: str, request: wire.EvaluationRequest) -> wire.EvaluationReply:
+        """Start episodes pinned to a version."""
+        self._check_environments([str(task.get("environment")) for task in request.tasks])
+        evaluation = await self._do(lambda core, now: core.start_evaluation(run, request, now))
+        return await self._do(lambda core, now: core.evaluation(run, evaluation, now))
+
+    async def evaluation(self, run: str, evaluation: str, wait_s: float, left: Left) -> wire.EvaluationReply:
+        """How an evaluation stands; waits until it is finished."""
+        return await self._poll(
+            run,
+            wait_s,
+            left,
+            ask=lambda core, now: core.evaluation(run, evaluation, now),
+            enough=lambda reply: reply.finished,
+        )
+
+    async def hold(self, run: str, wait_s: float, left: Left) -> wire.HoldReply:
+        """Whether weights may be replaced; waits until they may."""
+
+        def ask(core: Scheduler, now: float) -> wire.HoldReply:
+            hold_s, evaluations = core.sync_hold(run, now)
+            return wire.HoldReply(epoch=self.epoch, hold_s=hold_s, evaluations=evaluations)
+
+        return await self._poll(run, wait_s, left, ask=ask, enough=lambda reply: reply.hold_s <= 0)
+
+    async def _poll(
+        self,
+        run: str,
+        wait_s: float,
+        left: Left,
+        *,
+        ask: Callable[[Scheduler, float], T],
+        enough: Callable[[T], bool],
+    ) -> T:
+        shell = self._require().shell
+        deadline = shell.now() + granted_wait(wait_s)
+        try:
+            while True:
+                reply = ask(shell.core, shell.now())
+                shell.commit()
+                if enough(reply) or self.draining or shell.now() >= deadline:
+                    return reply
+                await shell.bells.of_run(run).wait(deadline - shell.now(), left)
+        finally:
+            await shell.store.log.synced()
+
+    # Views ----------------------------------------------------------------------------------------------------
+
+    def run_status(self, run: str) -> wire.RunStatus:
+        """One run. Raises UnknownRun."""
+        running = self._require()
+        status = running.shell.core.run_status(run, running.shell.now())
+        return msgspec.structs.replace(status, learner_waiting=running.pulls.waiting(run))
+
+    def groups(self, run: str) -> list[dict[str, Any]]:
+        """Groups in flight. Raises UnknownRun."""
+        return self._require().shell.core.groups(run)
+
+    def status(self) -> wire.ServiceStatus:
+        """The whole service; without runs and workers while it starts."""
+        runs: list[wire.RunStatus] = []
+        workers: list[wire.WorkerStatus] = []
+        if self._running is not None:
+            shell = self._running.shell
+            runs = [self.run_status(name) for name in shell.core.run_names()]
+            workers = shell.core.worker_statuses(shell.now())
+        return wire.ServiceStatus(
+            epoch=self.epoch,
+            version=HEADRACE_VERSION,
+            uptime_s=self._clock() - self._started_at,
+            runs=runs,
+            workers=workers,
+            store=self._store_status(),
+        )
+
+    def _store_status(self) -> dict[str, float]:
+        found: dict[str, float] = {"sync_p50_s": statistics.median(self._syncs) if self._syncs else 0.0}
+        if self._running is not None:
+            store = self._running.shell.store
+            found |= {
+                "log_bytes": store.log.size_bytes,
+                "trajectories": store.trajectories,
+                "batches_open": len(store.batches),
+                "unprojected_rows": store.unprojected,
+                "projection_wal_bytes": store.projection.wal_bytes(),
+            }
+        return found
+
+    async def trajectories(
+        self, run: str, filters: Mapping[str, str], limit: int, before: int | None
+    ) -> wire.TrajectoryList:
+        """A page of a run's trajectories, newest first. Raises UnknownRun."""
+        shell = self._require().shell
+        shell.core.spec(run)  # raises UnknownRun
+        await shell.store.project()
+        now_ms = time.time_ns() // 1_000_000
+        page, following = await asyncio.to_thread(
+            shell.store.projection.page, run, filters, limit, before, now_ms=now_ms
+        )
+        return wire.TrajectoryList(
+            epoch=self.epoch, trajectories=page, next="" if following is None else str(following)
+        )
+
+    async def trajectory(self, trajectory: str) -> bytes:
+        """A record as it is stored. Raises UnknownTrajectory, CorruptRecord."""
+        store = self._require().shell.store
+        found = await self._find(store, trajectory)
+        return await asyncio.to_thread(store.log.read, found.location)
+
+    async def advantages(self, trajectory: str) -> wire.TrajectoryAdvantages:
+        """What the batch that it was last frozen into says of a trajectory. Raises UnknownTrajectory, UnknownBatch,
+        CorruptRecord."""
+        store = self._require().shell.store
+        found = await self._find(store, trajectory)
+        at = await asyncio.to_thread(store.projection.batch_of, found.run, found.group)
+        head = await asyncio.to_thread(store.log.read, at) if at is not None else b""
+        manifest = read_manifest(head) if head else None
+        if manifest is None or trajectory not in manifest.trajectories:
+            raise UnknownBatch(
+                f"The trajectory {trajectory} is in no batch yet.",
+                hint="Advantages are computed when a batch is formed: pull until its group is served.",
+            )
+        rows = [
+            wire.SegmentAdvantages(
+                segment=row.segment,
+                returns=row.returns.tolist(),
+                advantages=None if row.advantages is None else row.advantages.tolist(),
+            )
+            for row in read_advantages(head, trajectory)
+        ]
+        return wire.TrajectoryAdvantages(
+            epoch=self.epoch,
+            trajectory=trajectory,
+            batch=manifest.batch,
+            estimator=manifest.estimator.name,
+            rows=rows,
+        )
+
+    async def _find(self, store: Store, trajectory: str) -> Stored:
+        await store.project()
+        found = await asyncio.to_thread(store.projection.find, trajectory)
+        if found is None:
+            raise UnknownTrajectory(f"There is no trajectory {trajectory!r}.", hint="List those of a run first.")
+        return found

@@ -1,0 +1,152 @@
+"""The shell around the scheduler core: the one way in which a command is carried out.
+
+* A command is decided and appended without giving the event loop away in between.
+* No answer leaves before everything that it rests on is on disk, errors included.
+* Time passes by a timer that is set for the core's next deadline.
+* Memory never goes on without the log: a decision that cannot be stored stops the service until a restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from importlib.metadata import version as installed_version
+from typing import TypeVar
+
+from headrace import codec
+from headrace.errors import InternalError, StoreError
+from headrace.ids import new_id
+from headrace_orchestrator import logs
+from headrace_orchestrator.metrics import Metrics
+from headrace_orchestrator.scheduler.core import Scheduler
+from headrace_orchestrator.scheduler.records import (
+    AnyRecord,
+    AttemptEnded,
+    BatchFormed,
+    EpisodeEnded,
+    TaskQuarantined,
+)
+from headrace_orchestrator.service.outcomes import outcome_of, record_of
+from headrace_orchestrator.service.serving import Formed
+from headrace_orchestrator.service.store import Decided, Ended, Frozen, Store
+from headrace_orchestrator.service.submission import Accepted
+from headrace_orchestrator.service.waiting import Bells
+
+T = TypeVar("T")
+
+log = logs.logger(__name__)
+
+HEADRACE_VERSION = installed_version("headrace")
+
+
+class Shell:
+    """Core, store, metrics and bells of a running service. ``clock`` gives monotonic seconds."""
+
+    def __init__(self, core: Scheduler, store: Store, metrics: Metrics, clock: Callable[[], float]) -> None:
+        self.core = core
+        self.store = store
+        self.bells = Bells()
+        self.draining = False
+        self._metrics = metrics
+        self._clock = clock
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
+
+    def now(self) -> float:
+        """Monotonic seconds, as the core counts them."""
+        return self._clock()
+
+    async def do(self, command: Callable[[float], T]) -> T:
+        """Carry out a command of the core; returns, or raises, when what it rests on is on disk."""
+        try:
+            return command(self.now())
+        finally:
+            self.commit()
+            await self.store.log.synced()
+
+    def commit(self, accepted: Mapping[str, Accepted] | None = None, formed: Formed | None = None) -> None:
+        """Append what the core has decided since the last time. ``accepted`` are the records of submissions by
+        episode, ``formed`` the batch that was frozen."""
+        try:
+            facts = self.core.drain()
+            self.store.put([self._decided(fact, accepted or {}, formed) for fact in facts])
+            for fact in facts:
+                _log(fact)
+            self._metrics.observe(facts)
+            self.bells.tell(facts)
+            self.set_timer()
+        except StoreError:
+            raise
+        except Exception as error:
+            raise self._stop(error) from error
+
+    def _decided(self, fact: AnyRecord, accepted: Mapping[str, Accepted], formed: Formed | None) -> Decided:
+        """What is stored of a fact."""
+        if isinstance(fact, BatchFormed):
+            if formed is None:
+                raise InternalError(f"Batch {fact.batch} was formed without its head.")
+            return Frozen(fact, formed.head, formed.plan.groups)
+        if not isinstance(fact, EpisodeEnded):
+            return fact
+        if fact.by_worker:
+            return Ended(fact, *accepted[fact.episode])
+        trajectory = record_of(fact, new_id=new_id, headrace_version=HEADRACE_VERSION)
+        record = codec.encode(trajectory)
+        return Ended(outcome_of(trajectory, len(record)), record, trajectory.stop_reason, trajectory.provenance)
+
+    def _stop(self, error: Exception) -> InternalError:
+        """Nothing more is decided or stored: a restart goes back to what the log says."""
+        log.exception("a decision could not be stored; restart the orchestrator")
+        problem = f"a decision could not be stored ({type(error).__name__}: {error}), so memory and log differ"
+        self.store.log.stop(problem)
+        self.stop_timer()
+        return InternalError(f"The orchestrator stopped: {problem}.", hint="Restart it, then ask again.")
+
+    # Time -----------------------------------------------------------------------------------------------------
+
+    def set_timer(self) -> None:
+        """See that ``tick`` runs at the core's next deadline. A timer that is early only looks once too often."""
+        deadline = self.core.next_deadline()
+        if deadline is None or (self._timer is not None and self._timer_at <= deadline):
+            return
+        self.stop_timer()
+        self._timer_at = deadline
+        self._timer = asyncio.get_running_loop().call_later(max(0.0, deadline - self.now()), self._tick)
+
+    def stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _tick(self) -> None:
+        self._timer = None
+        try:
+            self.core.tick(self.now())
+            self.commit()
+        except StoreError as error:
+            log.error("time does not pass any more; restart the orchestrator", problem=error.detail)
+        except Exception as error:  # noqa: BLE001 - nobody waits for a timer: it is logged whole, and the service stops
+            if not self.store.log.failure:
+                self._stop(error)
+        self.bells.ring_all()
+
+
+def _log(fact: AnyRecord) -> None:
+    """Say what people want to read; the rest is in the log of the data directory."""
+    match fact:
+        case EpisodeEnded() if fact.failure is not None and fact.status == "failed":
+            log.warning(
+                "episode failed",
+                run=fact.run,
+                episode=fact.episode,
+                attempt=fact.attempt,
+                layer=fact.failure.layer,
+                kind=fact.failure.kind,
+                message=fact.failure.message,
+            )
+        case AttemptEnded():
+            log.info("attempt requeued", run=fact.run, episode=fact.episode, attempt=fact.attempt, reason=fact.reason)
+        case TaskQuarantined():
+            log.warning("task quarantined", run=fact.run, environment=fact.task.environment, story=fact.story)
+        case _:
+            pass

@@ -1,0 +1,218 @@
+"""Submitted records: from a body to verdicts.
+
+* A body that is not readable as a whole is refused whole; a bad record costs itself only.
+* Only what ``validate`` accepts reaches the scheduler.
+* A record that contradicts who submits it, or what its run trains, is refused.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from headrace import codec
+from headrace.codec import ALIGNMENT
+from headrace.errors import (
+    AttemptNotYours,
+    AttemptSuperseded,
+    HeadraceError,
+    InternalError,
+    InvalidRequest,
+    InvalidTrajectory,
+    StoreError,
+    UnknownRun,
+)
+from headrace.trajectory import Provenance, StopReason, Trajectory
+from headrace.validation import validate
+from headrace.wire import Submission, SubmitResult
+from headrace_orchestrator import logs
+from headrace_orchestrator.scheduler.core import Scheduler
+from headrace_orchestrator.service.outcomes import outcome_of
+from headrace_orchestrator.service.store import Store
+
+log = logs.logger(__name__)
+
+T = TypeVar("T")
+
+_LENGTH = struct.Struct("<I")
+_decoder = msgspec.json.Decoder(list[Submission])
+
+MAX_SUBMISSIONS = 4096
+"""Records of one body: each holds the event loop for some 50 microseconds."""
+
+
+class Submitted(NamedTuple):
+    """A record as it came, with its head."""
+
+    head: Submission
+    record: memoryview
+
+
+class Read(NamedTuple):
+    """A record that is valid in itself."""
+
+    head: Submission
+    record: bytes
+    trajectory: Trajectory
+
+
+class Accepted(NamedTuple):
+    """A record that the scheduler took, and what its outcome does not say of it; the rest of it is let go at once."""
+
+    record: bytes
+    stop_reason: StopReason
+    provenance: Provenance
+
+
+def parse_submission(body: bytes) -> list[Submitted]:
+    """The records of a body. Raises InvalidRequest."""
+    if len(body) < _LENGTH.size:
+        raise _unreadable(f"it is {len(body)} bytes long")
+    start = _LENGTH.size + _LENGTH.unpack_from(body)[0]
+    if start > len(body):
+        raise _unreadable(f"its JSON would be {start - _LENGTH.size} bytes long, but the body ends before that")
+    try:
+        heads = _decoder.decode(memoryview(body)[_LENGTH.size : start])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _unreadable(f"its JSON does not decode: {error}") from error
+    if len(heads) > MAX_SUBMISSIONS:
+        raise _unreadable(f"it has {len(heads)} records, at most {MAX_SUBMISSIONS} may come together")
+    offset = start + -start % ALIGNMENT
+    submitted, view = [], memoryview(body)
+    for head in heads:
+        if head.size_bytes <= 0 or head.size_bytes % ALIGNMENT or offset + head.size_bytes > len(body):
+            raise _unreadable(f"the record of episode {head.episode} has size {head.size_bytes}, which does not fit")
+        submitted.append(Submitted(head, view[offset : offset + head.size_bytes]))
+        offset += head.size_bytes
+    if heads and offset != len(body):
+        raise _unreadable(f"{len(body) - offset} bytes are left over behind the last record")
+    return submitted
+
+
+UNWANTED = frozenset({"superseded", "not-yours"})
+"""Verdicts on attempts that are not the worker's any more; each is explained by an error of its own."""
+
+
+def unwanted(head: Submission, result: SubmitResult, worker: str) -> SubmitResult:
+    """The result with the error that says why the record is not wanted."""
+    attempt = f"Attempt {head.attempt} of episode {head.episode}"
+    error: HeadraceError
+    if result.verdict == "superseded":
+        error = AttemptSuperseded(
+            f"{attempt} was superseded: a newer attempt exists, or the episode is over.",
+            hint="Drop the record; another one stands, or will.",
+        )
+    else:
+        error = AttemptNotYours(
+            f"{attempt} does not belong to worker {worker!r} with this nonce.",
+            hint="Submit under the name and the nonce that the attempt was leased with.",
+        )
+    return msgspec.structs.replace(result, problem=error.problem())
+
+
+class Intake:
+    """Judges the records of one request; ``accepted`` are those that the scheduler took, by episode."""
+
+    def __init__(self, core: Scheduler, store: Store, worker: str, now: float) -> None:
+        self.accepted: dict[str, Accepted] = {}
+        self._core = core
+        self._store = store
+        self._worker = worker
+        self._now = now
+        #: Episodes by the ids of trajectories that are stored, or accepted here.
+        self._owners: dict[str, str] = {}
+
+    def judge(self, submitted: Sequence[Submitted]) -> list[SubmitResult]:
+        """Validate each record and ask the scheduler; one result each, in their order. Raises StoreError."""
+        read = [self._tried(item.head, partial(_read, item)) for item in submitted]
+        # One lookup for all: one each would cost more than all the rest.
+        self._owners = self._store.owners([item.trajectory.id for item in read if isinstance(item, Read)])
+        return [self._tried(item.head, partial(self._ask, item)) if isinstance(item, Read) else item for item in read]
+
+    def _tried(self, head: Submission, step: Callable[[], T]) -> T | SubmitResult:
+        """The step's result, or the refusal that its error means. Raises StoreError."""
+        try:
+            return step()
+        except StoreError:
+            raise  # the disk's fault, not the record's: it is submitted again
+        except HeadraceError as error:
+            return SubmitResult(episode=head.episode, verdict="refused", problem=error.problem())
+        except Exception as error:
+            log.exception("a record could not be judged", episode=head.episode, attempt=head.attempt)
+            refusal = InternalError(
+                f"The record could not be judged ({type(error).__name__}).", hint="The service's log has the story."
+            )
+            return SubmitResult(episode=head.episode, verdict="refused", problem=refusal.problem())
+
+    def _ask(self, item: Read) -> SubmitResult:
+        head, record, trajectory = item
+        self._check_owner(trajectory)
+        self._check_making(trajectory)
+        verdict = self._core.judge(self._worker, head.nonce, outcome_of(trajectory, len(record)), self._now)
+        if verdict == "accepted":
+            self.accepted[head.episode] = Accepted(record, trajectory.stop_reason, trajectory.provenance)
+            self._owners[trajectory.id] = head.episode
+        return SubmitResult(episode=head.episode, verdict=verdict)
+
+    def _check_owner(self, trajectory: Trajectory) -> None:
+        """Its id is not another record's."""
+        owner = self._owners.get(trajectory.id)
+        if owner not in (None, trajectory.episode):
+            raise InvalidTrajectory(
+                f"The trajectory id {trajectory.id} is that of episode {owner}.",
+                hint="Make a fresh id for each record.",
+            )
+
+    def _check_making(self, trajectory: Trajectory) -> None:
+        """The record is by the worker that submits it, and trains what its run trains."""
+        worker = trajectory.provenance.worker
+        if worker != self._worker:
+            raise InvalidTrajectory(
+                f"The record says that worker {worker!r} made it; {self._worker!r} submits it.",
+                hint="A worker submits its own records, under the name that it leases with.",
+            )
+        try:
+            policy = self._core.spec(trajectory.run).policy
+        except UnknownRun:
+            return  # the scheduler says what becomes of it
+        for segment in trajectory.segments:
+            if not segment.train:
+                continue
+            agent = policy.agents.get(segment.agent)
+            if agent is not None and not agent.train:
+                raise InvalidTrajectory(
+                    f"The record trains agent {segment.agent!r}, which run {trajectory.run} freezes.",
+                    hint="Segments of a frozen agent have train = false.",
+                )
+            base = policy.base if agent is None or agent.base is None else agent.base
+            if segment.policy.base != base:
+                raise InvalidTrajectory(
+                    f"The record trains policy {segment.policy.base!r} as agent {segment.agent!r}; run "
+                    f"{trajectory.run} trains {base!r}.",
+                    hint="Record the base of the run's policy spec.",
+                )
+
+
+def _read(item: Submitted) -> Read:
+    """The record, decoded and valid, of the attempt that its head names."""
+    head, record = item.head, bytes(item.record)
+    trajectory = codec.decode(record)
+    validate(trajectory)
+    if (trajectory.episode, trajectory.attempt) != (head.episode, head.attempt):
+        raise InvalidTrajectory(
+            f"The submission names attempt {head.attempt} of episode {head.episode}, its record attempt "
+            f"{trajectory.attempt} of episode {trajectory.episode}.",
+            hint="Lay the records end to end in the order of their heads.",
+        )
+    return Read(head, record, trajectory)
+
+
+def _unreadable(problem: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"The submission is not readable: {problem}.",
+        hint="Its body is: length of the JSON (u32), JSON, padding to 64 bytes, records of a multiple of 64 bytes.",
+    )

@@ -1,0 +1,64 @@
+"""What an orchestrator process is started with."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+
+class Address(NamedTuple):
+    """Where a server listens: the port that was really bound."""
+
+    host: str
+    port: int
+
+    @property
+    def url(self) -> str:
+        """Base address for clients; a wildcard bind is reached over loopback."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(self.host, self.host)
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings of one orchestrator process. Every field but ``data`` has a default that fits one machine."""
+
+    data: Path
+    """Data directory; made if missing. One orchestrator at a time owns it."""
+    host: str = "127.0.0.1"
+    """Address to bind. Anything but loopback needs ``tokens``."""
+    port: int = 8470
+    """Port to bind; 0 lets the system choose. The chosen one is in ``<data>/address`` and given to ``ready``."""
+    tokens: Path | None = None
+    """TOML file of bearer tokens (``headrace_orchestrator.auth`` says how it reads). Default: none, loopback only."""
+    environments: Set[str] | None = None
+    """Environment ids that the workers know. Given: runs and groups that name another are refused at once. Default:
+    unknown, so that a wrong id shows up as failed episodes of kind ``unknown-environment``."""
+    max_body_bytes: int = 256 << 20
+    """Largest request body that is read, in bytes. Default 256 MiB: a worker's spool of long trajectories."""
+    log_file_bytes: int = 1 << 30
+    """Size at which the log goes on in a new file, in bytes. Default 1 GiB."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severity that is logged."""
+    log_format: Literal["auto", "json", "text"] = "auto"
+    """``auto``: readable on a terminal, JSON lines elsewhere."""
+    shutdown_timeout_s: float = 10.0
+    """Seconds that open requests get to end after SIGTERM, before their connections are closed. Default 10."""
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine can connect."""
+        return is_loopback(self.host)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether the name or address means this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,171 @@
+"""Who may do what."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from headrace.errors import SetupError
+from headrace_orchestrator.api.routes import ROUTES
+from headrace_orchestrator.auth import ROLES, Role, load_auth
+from headrace_orchestrator.settings import Settings
+from tests.orchestrator.serving import Api, orchestrator
+
+OPEN_PATHS = {"/healthz", "/readyz"}
+
+
+def token_of(role: str) -> str:
+    return f"token-of-the-{role}-{len(role):08d}"
+
+
+def write_tokens(path: Path) -> Path:
+    """A token file with one token for each role, every second one as a digest."""
+    lines = []
+    for number, role in enumerate(ROLES):
+        token = token_of(role)
+        secret = f'token = "{token}"' if number % 2 else f'sha256 = "{hashlib.sha256(token.encode()).hexdigest()}"'
+        lines.append(f'[[tokens]]\nname = "{role}"\nroles = ["{role}"]\n{secret}\n')
+    path.write_text("\n".join(lines))
+    return path
+
+
+async def status_of(api: Api, method: str, path: str, headers: dict[str, str]) -> int:
+    async with api.session.request(method, path, headers=headers, data=b"{" if method == "POST" else None) as answer:
+        return answer.status
+
+
+async def test_every_route_lets_its_roles_in_and_nobody_else(data_dir: Path, tmp_path: Path):
+    async with orchestrator(data_dir, tokens=write_tokens(tmp_path / "tokens.toml")) as api:
+        for route in ROUTES:
+            if route.path == "/events":
+                continue  # a stream that never ends; its role is that of the console
+            path = route.path.replace("{run}", "r").replace("{worker}", "w").replace("{batch}", "b")
+            path = path.replace("{evaluation}", "e").replace("{trajectory}", "t")
+            where = f"{route.method} {route.path}"
+            if not route.roles:
+                assert route.path in OPEN_PATHS, f"{where} is open to all"
+                continue
+            assert await status_of(api, route.method, path, {}) == 401, where
+            wrong = {"Authorization": "Bearer nobody-knows-this-token"}
+            assert await status_of(api, route.method, path, wrong) == 401, where
+            for role in ROLES:
+                status = await status_of(api, route.method, path, {"Authorization": f"Bearer {token_of(role)}"})
+                allowed = role == "admin" or role in route.roles
+                assert (status not in (401, 403)) == allowed, f"{where} as {role}: {status}"
+                assert allowed or status == 403, where
+
+
+def test_the_stream_has_the_role_of_the_console():
+    roles = {route.path: route.roles for route in ROUTES}
+    assert roles["/events"] == roles["/"] == frozenset[Role]({"viewer"})
+
+
+def test_the_learner_and_the_worker_routes_are_apart():
+    for route in ROUTES:
+        if "/worker/" in route.path:
+            assert route.roles == frozenset[Role]({"worker"})
+        elif route.method == "POST":
+            assert "worker" not in route.roles
+            assert "viewer" not in route.roles
+
+
+async def test_a_browser_may_send_its_token_as_the_password_of_basic_auth(data_dir: Path, tmp_path: Path):
+    async with orchestrator(data_dir, tokens=write_tokens(tmp_path / "tokens.toml")) as api:
+        async with api.session.get("/") as answer:
+            assert answer.status == 401
+            assert "Basic" in answer.headers["WWW-Authenticate"]
+        basic = base64.b64encode(f"anyone:{token_of('viewer')}".encode()).decode()
+        assert await status_of(api, "GET", "/", {"Authorization": f"Basic {basic}"}) == 200
+        assert await status_of(api, "GET", "/", {"Authorization": "Basic !"}) == 401
+
+
+def test_a_loopback_bind_needs_no_tokens_and_any_other_is_refused_at_start(data_dir: Path):
+    for host in ("127.0.0.1", "127.0.0.2", "::1", "localhost"):
+        load_auth(Settings(data=data_dir, host=host)).check("", frozenset({"admin"}))
+    for host in ("0.0.0.0", "::", "10.0.0.1", "example.org", ""):
+        with pytest.raises(SetupError, match="--tokens"):
+            load_auth(Settings(data=data_dir, host=host))
+
+
+async def test_an_open_bind_without_tokens_does_not_touch_the_data_directory(data_dir: Path):
+    with pytest.raises(SetupError):
+        async with orchestrator(data_dir, host="0.0.0.0"):
+            pass
+    assert not data_dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", "tokens"),
+        ("tokens = []", "holds no token"),
+        ("[[tokens]", "not valid"),
+        ('[[tokens]]\nname = "a"\nroles = ["king"]\ntoken = "0123456789abcdef"', "king"),
+        ('[[tokens]]\nname = "a"\nroles = []\ntoken = "0123456789abcdef"', "no roles"),
+        ('[[tokens]]\nname = "a"\nroles = ["admin"]', "either token or sha256"),
+        ('[[tokens]]\nname = "a"\nroles = ["admin"]\ntoken = "short"', "16 characters"),
+        ('[[tokens]]\nname = "a"\nroles = ["admin"]\nsha256 = "zz"', "64 hexadecimal"),
+    ],
+)
+def test_a_token_file_that_is_not_valid_says_where(tmp_path: Path, text: str, named: str):
+    file = tmp_path / "tokens.toml"
+    file.write_text(text)
+    with pytest.raises(SetupError) as caught:
+        load_auth(Settings(data=tmp_path, tokens=file))
+    assert named in str(caught.value)
+
+
+def test_a_token_file_that_is_missing_is_named(tmp_path: Path):
+    with pytest.raises(SetupError, match="cannot be read"):
+        load_auth(Settings(data=tmp_path, tokens=tmp_path / "nothing"))
+
+
+@pytest.mark.parametrize(
+    ("headers", "named"),
+    [
+        ({"Origin": "http://evil.example"}, "evil.example"),
+        ({"Origin": "null"}, "null"),
+        ({"Host": "rebound.example:8470"}, "rebound.example"),
+        ({"Content-Type": "text/plain"}, "text/plain"),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, "application/json"),
+    ],
+)
+async def test_without_tokens_the_service_obeys_programs_and_not_web_pages(
+    api: Api, headers: dict[str, str], named: str
+):
+    given = {"Content-Type": "application/json", **headers}
+    async with api.session.post("/v1/runs", data=b'{"name":"run"}', headers=given) as answer:
+        assert answer.status == 403
+        assert named in await answer.text()
+    assert await api.ask("GET", "/v1/runs") == []
+    own = str(api.session._base_url).rstrip("/")
+    for fine in ({"Origin": own}, {"Host": f"localhost:{own.rpartition(':')[2]}"}):
+        async with api.session.get("/v1/runs", headers=fine) as answer:
+            assert answer.status == 200
+
+
+async def test_with_tokens_the_token_decides_and_not_the_origin(data_dir: Path, tmp_path: Path):
+    tokens = tmp_path / "tokens.toml"
+    tokens.write_text('[[tokens]]\nname = "v"\nroles = ["viewer"]\ntoken = "0123456789abcdef"\n')
+    async with orchestrator(data_dir, tokens=tokens) as api:
+        headers = {
+            "Authorization": "Bearer 0123456789abcdef",
+            "Host": "proxy.example",
+            "Origin": "https://proxy.example",
+        }
+        async with api.session.get("/v1/runs", headers=headers) as answer:
+            assert answer.status == 200
+
+
+@pytest.mark.parametrize("value", ["Basic \xe9\xe9", "Basic !", "Bearer \xe9", "Nothing"])
+async def test_an_authorization_that_is_not_readable_is_no_token(data_dir: Path, tmp_path: Path, value: str):
+    tokens = tmp_path / "tokens.toml"
+    tokens.write_text('[[tokens]]\nname = "v"\nroles = ["viewer"]\ntoken = "0123456789abcdef"\n')
+    async with (
+        orchestrator(data_dir, tokens=tokens) as api,
+        api.session.get("/v1/runs", headers={"Authorization": value}) as answer,
+    ):
+        assert answer.status == 401

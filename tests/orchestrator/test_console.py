@@ -1,0 +1,194 @@
+"""The console, as a browser shows it and as it is without scripts."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from headrace import wire
+from headrace.errors import LAYERS
+from headrace_orchestrator.console import render
+from headrace_orchestrator.service.lifecycle import Phase
+from tests.orchestrator.serving import Api, until
+
+RUN = wire.RunStatus(
+    name="run",
+    state="active",
+    version="0.3",
+    spec={},
+    groups=wire.GroupCounts(),
+    credit=1,
+    in_flight=1,
+    queued=0,
+    leased=0,
+    episodes={},
+    batches_acked=0,
+    batches_open=0,
+    learner_doing="",
+    learner_doing_s=-1.0,
+    learner_waiting=False,
+    reasons=[],
+)
+
+
+def run(**fields: Any) -> wire.RunStatus:
+    return msgspec.structs.replace(RUN, **fields)
+
+
+def service(*runs: wire.RunStatus) -> wire.ServiceStatus:
+    return wire.ServiceStatus(epoch=1, version="0.0.1", uptime_s=5.0, runs=list(runs), workers=[], store={})
+
+
+def test_the_first_thing_is_whether_the_learner_waits_and_on_what():
+    reason = wire.Reason(code="no-workers", message="No workers in pool gpu.")
+    waiting = render.headline(run(learner_waiting=True, reasons=[reason]))
+    assert waiting.sentence == "The learner is waiting for workers."
+    assert waiting.details == ["No workers in pool gpu."]
+    busy = render.headline(run(learner_doing="training", learner_doing_s=30.0))
+    assert busy.sentence == "The learner is not waiting: it has been training for 30 s."
+    assert render.headline(run()).sentence == "No learner has pulled from this run yet."
+    assert "finished" in render.headline(run(state="finished")).sentence
+    assert "holds a batch" in render.headline(run(batches_open=1)).sentence
+
+
+def test_every_reason_code_has_words():
+    codes = re.search(r"``code`` is one of: ([^.]*)", wire.Reason.__doc__ or "")
+    assert codes is not None
+    for code in [*codes.group(1).replace("\n", " ").split(","), *(f"{layer}-failing" for layer in LAYERS)]:
+        reason = wire.Reason(code=code.strip(), message="x")
+        sentence = render.headline(run(learner_waiting=True, reasons=[reason])).sentence
+        assert f"waiting for {code.strip()}." not in sentence, f"{code.strip()} is not said in words"
+
+
+def test_live_runs_come_first_and_those_whose_learner_waits_before_the_others():
+    reason = wire.Reason(code="collecting", message="1 of 2 groups ready.")
+    told = service(
+        run(name="old", state="closed"),
+        run(name="live"),
+        run(name="busy", learner_doing="training"),
+        run(name="hungry", learner_waiting=True, reasons=[reason]),
+    )
+    content = render.content(told, Phase("ready"))
+    order = [content.index(f"Run {name}<") for name in ("hungry", "busy", "live", "old")]
+    assert order == sorted(order)
+
+
+def test_runs_that_are_over_are_folded():
+    content = render.content(service(run(name="old", state="closed"), run(name="live")), Phase("ready"))
+    folded = content[content.index("<details>") : content.index("</details>")]
+    assert "Run old" in folded
+    assert "Run live" not in folded
+    assert "<details>" not in render.content(service(run()), Phase("ready"))
+    assert "No run is live" in render.content(service(run(state="closed")), Phase("ready"))
+
+
+def test_a_learner_that_has_not_spoken_for_long_is_not_said_to_be_training():
+    said = {"learner_doing": "training", "learner_doing_s": 301.0}
+    gone = render.headline(run(**said))
+    assert (gone.tone, gone.sentence) == ("idle", "No learner is there: the last word of one was 5 min ago.")
+    assert "has been training" in render.headline(run(**said, batches_open=1)).sentence
+    assert "has been training" in render.headline(run(**said, spec={"batch_lease_s": 600.0})).sentence
+
+
+def test_a_worker_that_has_not_spoken_for_long_is_silent():
+    worker = wire.WorkerStatus(worker="w", pool="p", capabilities=[], slots=1, leased=1, seen_s=1.0, draining=False)
+    assert render.worker_state(worker) == "working"
+    assert render.worker_state(msgspec.structs.replace(worker, seen_s=31.0)) == "silent"
+
+
+def test_names_and_messages_are_escaped():
+    reason = wire.Reason(code="collecting", message="<script>alert(1)</script>")
+    page = render.console(service(run(learner_waiting=True, reasons=[reason])), Phase("ready"))
+    assert "<script>alert" not in page
+    assert "&lt;script&gt;" in page
+
+
+async def test_the_page_is_whole_without_scripts_and_loads_nothing_from_elsewhere(api: Api):
+    await api.create_run()
+    async with api.session.get("/") as answer:
+        page = await answer.text()
+        assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+    assert "No learner has pulled from this run yet." in page
+    assert not re.search(r'(src|href)="(https?:)?//', page)
+    assert "import" not in re.sub(r"(?s)<script>.*?</script>", "", page)
+
+
+async def test_the_stream_sends_the_content_when_it_changes(api: Api):
+    async with api.session.get("/events") as answer:
+        assert answer.headers["Content-Type"] == "text/event-stream"
+        first = await asyncio.wait_for(answer.content.readuntil(b"\n\n"), 10)
+        assert b"No run yet" in first
+        await api.create_run(name="fresh")
+        second = await asyncio.wait_for(answer.content.readuntil(b"\n\n"), 10)
+        while b"Run fresh" not in second:
+            second = await asyncio.wait_for(answer.content.readuntil(b"\n\n"), 10)
+
+
+@pytest.fixture
+async def browser() -> AsyncIterator[Any]:
+    from playwright.async_api import async_playwright
+
+    async with async_playwright() as playwright:
+        found = await playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        yield found
+        await found.close()
+
+
+@pytest.mark.component("chromium")
+async def test_a_browser_shows_who_waits_and_follows_the_service(api: Api, browser: Any):
+    await api.create_run()
+    url = str(api.session._base_url)
+    page = await browser.new_page()
+    problems: list[str] = []
+    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    await page.goto(url)
+    status = page.get_by_role("status")
+    assert await status.inner_text() == "No learner has pulled from this run yet."
+
+    pulling = asyncio.create_task(api.pull(wait_s=60))
+    await until(lambda: says(status, "The learner is waiting for"))
+    await api.play(free=4)
+    await pulling
+    await until(lambda: says(status, "it has been training"))
+    assert await page.get_by_text("This page follows the service.").count() == 1
+    assert problems == []
+    await page.close()
+
+
+@pytest.mark.component("chromium")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_text_has_enough_contrast_in_light_and_dark(api: Api, browser: Any, scheme: str):
+    await api.create_run()
+    page = await browser.new_page(color_scheme=scheme, java_script_enabled=True)
+    await page.goto(str(api.session._base_url))
+    colors = await page.evaluate(
+        "[...document.querySelectorAll('h2, p, dt, dd, a')].map(e => [getComputedStyle(e).color, "
+        "getComputedStyle(e.closest('section') || document.body).backgroundColor])"
+    )
+    assert colors
+    for ink, paper in colors:
+        assert contrast(ink, paper) >= 4.5, (ink, paper)
+    await page.close()
+
+
+async def says(status: Any, words: str) -> bool:
+    return words in await status.inner_text()
+
+
+def contrast(ink: str, paper: str) -> float:
+    """The contrast ratio of WCAG."""
+    high, low = sorted((luminance(ink), luminance(paper)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+def luminance(color: str) -> float:
+    channels = [int(part) / 255 for part in re.findall(r"\d+", color)[:3]]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

@@ -1,0 +1,88 @@
+"""Ownership of a data directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.errors import DataDirectoryInUse, SetupError
+from headrace_orchestrator.buffer.directory import DataDirectory
+
+
+def test_one_orchestrator_writes_a_data_directory_and_a_second_one_is_told_who_has_it(data_dir: Path):
+    owner = DataDirectory.claim(data_dir)
+    with pytest.raises(DataDirectoryInUse) as caught:
+        DataDirectory.claim(data_dir)
+    assert str(os.getpid()) in caught.value.detail
+    assert caught.value.extra["pid"] == os.getpid()
+    owner.close()
+    DataDirectory.claim(data_dir).close()
+
+
+def test_the_epoch_grows_at_every_start_and_is_on_disk_before_anything_is_answered(data_dir: Path):
+    for expected in (1, 2, 3):
+        directory = DataDirectory.claim(data_dir)
+        assert directory.epoch == expected
+        assert int((data_dir / "epoch").read_text()) == expected
+        assert json.loads((data_dir / "owner").read_text()) == {"pid": os.getpid(), "epoch": expected}
+        directory.close()
+
+
+def test_a_refused_claim_does_not_use_up_an_epoch(data_dir: Path):
+    owner = DataDirectory.claim(data_dir)
+    with pytest.raises(DataDirectoryInUse):
+        DataDirectory.claim(data_dir)
+    owner.close()
+    again = DataDirectory.claim(data_dir)
+    assert again.epoch == 2
+    again.close()
+
+
+def test_the_lock_goes_with_the_process_however_it_ends(data_dir: Path):
+    code = (
+        "import os, sys; from pathlib import Path\n"
+        "from headrace_orchestrator.buffer.directory import DataDirectory\n"
+        "DataDirectory.claim(Path(sys.argv[1])); os.kill(os.getpid(), 9)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code, data_dir], check=False).returncode == -9
+    again = DataDirectory.claim(data_dir)
+    assert again.epoch == 2
+    again.close()
+
+
+def test_a_damaged_epoch_is_not_guessed(data_dir: Path):
+    DataDirectory.claim(data_dir).close()
+    (data_dir / "epoch").write_text("x")
+    with pytest.raises(SetupError, match="epoch"):
+        DataDirectory.claim(data_dir)
+
+
+def test_a_path_that_is_no_directory_is_refused_with_what_to_do(tmp_path: Path):
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(SetupError, match="may write"):
+        DataDirectory.claim(file)
+
+
+def test_a_lost_epoch_is_taken_from_the_owner_file(data_dir: Path):
+    for _ in range(3):
+        DataDirectory.claim(data_dir).close()
+    (data_dir / "epoch").unlink()
+    again = DataDirectory.claim(data_dir)
+    assert again.epoch == 4
+    again.close()
+
+
+def test_a_lost_epoch_is_not_guessed(data_dir: Path):
+    DataDirectory.claim(data_dir).close()
+    (data_dir / "log").mkdir()
+    (data_dir / "log" / "00000001.log").write_bytes(b"")
+    for name in ("epoch", "owner"):
+        (data_dir / name).unlink()
+    with pytest.raises(SetupError, match="epoch"):
+        DataDirectory.claim(data_dir)

@@ -1,0 +1,97 @@
+"""What Prometheus sees."""
+
+from __future__ import annotations
+
+import re
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from headrace import wire
+from headrace.trajectory import Failure
+from headrace_orchestrator.metrics import MAX_RUN_LABELS, Metrics
+from tests.builders import make_failed
+from tests.orchestrator.serving import Api, record_for, submission
+
+UNITS = ("seconds", "bytes", "versions", "groups", "episodes", "count")
+
+
+async def scrape(api: Api) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+    """Samples by name, then by labels."""
+    async with api.session.get("/metrics") as answer:
+        assert answer.headers["Content-Type"].startswith("text/plain")
+        text = await answer.text()
+    found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
+    return found
+
+
+async def test_every_name_begins_with_headrace_and_counters_end_in_total(api: Api):
+    await api.create_run()
+    await api.play(free=4)
+    async with api.session.get("/metrics") as answer:
+        families = list(text_string_to_metric_families(await answer.text()))
+    assert families
+    for family in families:
+        assert re.fullmatch(r"headrace_[a-z0-9_]+", family.name), family.name
+        assert family.documentation.endswith(".") or family.name.startswith("headrace_store"), family.name
+        for sample in family.samples:
+            if family.type == "counter" and not sample.name.endswith("_created"):
+                assert sample.name.endswith("_total"), sample.name
+            if family.type == "histogram":
+                assert family.name.endswith(UNITS), family.name
+
+
+async def test_the_story_of_a_run_is_in_the_numbers(api: Api):
+    await api.create_run(retries={"max_attempts": 1}, short_groups="serve")
+    await api.pull()
+    attempts = await api.lease(free=4)
+    failure = Failure(layer="sandbox", kind="gone", message="The sandbox is gone.")
+    names = ("run", "group", "member", "episode", "attempt", "task")
+    broken = make_failed(failure=failure, **{name: getattr(attempts[0], name) for name in names})
+    records = [broken, *(record_for(attempt) for attempt in attempts[1:])]
+    await api.submit(submission(zip(attempts, records, strict=True)))
+    batch = await api.pull()
+    await api.ack(batch, "0.1")
+    found = await scrape(api)
+
+    run = (("run", "run"),)
+    assert found["headrace_episodes_total"][*run, ("status", "finished")] == 3
+    assert found["headrace_episodes_total"][*run, ("status", "failed")] == 1
+    assert found["headrace_episode_failures_total"][("layer", "sandbox"), *run] == 1
+    assert found["headrace_submissions_total"][(("verdict", "accepted"),)] == 4
+    assert found["headrace_batches_total"][("event", "formed"), *run] == 1
+    assert found["headrace_batches_total"][("event", "acked"), *run] == 1
+    assert found["headrace_groups_retired_total"][("reason", "acked"), *run] == 2
+    assert found["headrace_empty_pulls_total"]
+    assert found["headrace_pull_wait_seconds_count"][run] == 2
+    assert found["headrace_batch_staleness_versions_count"][run] == 1
+    assert found["headrace_log_sync_seconds_count"][()] >= 1
+    assert found["headrace_store_trajectories"][()] == 4
+    assert found["headrace_store_log_bytes"][()] > 0
+    assert found["headrace_pool_slots"][(("pool", "default"),)] == 64
+    assert ("run", "run") in next(iter(found["headrace_run_credit_groups"]))
+    assert (*run, ("state", "open")) in found["headrace_run_groups"]
+    assert found["headrace_ready"][()] == 1
+
+
+async def test_requests_are_counted_by_route_template(api: Api):
+    await api.create_run()
+    await api.ask("GET", "/v1/runs/run")
+    for number in range(5):
+        await api.ask("GET", f"/scan/{number}.php", status=404)
+    requests = (await scrape(api))["headrace_http_requests_total"]
+    routes = {dict(labels)["route"] for labels in requests}
+    assert "/v1/runs/{run}" in routes
+    assert not any("php" in route for route in routes)
+    assert requests[("method", "GET"), ("route", "unknown"), ("status", "404")] == 5
+
+
+def test_labels_are_bounded():
+    empty = wire.ServiceStatus(epoch=1, version="0", uptime_s=0.0, runs=[], workers=[], store={})
+    metrics = Metrics(lambda: empty)
+    labels = {metrics.run_label(f"run-{number}") for number in range(3 * MAX_RUN_LABELS)}
+    assert len(labels) == MAX_RUN_LABELS + 1
+    assert "other" in labels
+    assert metrics.run_label("run-0") == "run-0"

@@ -1,0 +1,383 @@
+"""What the service promises about order, durability and time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from headrace import codec, wire
+from headrace.batch import Batch
+from headrace.logformat import FrameType
+from headrace_orchestrator.buffer.log import Log, Placed
+from headrace_orchestrator.buffer.projection import Projection
+from headrace_orchestrator.scheduler.core import Scheduler
+from headrace_orchestrator.scheduler.records import AnyRecord, GroupRetired, WorkerDraining
+from headrace_orchestrator.service import serving
+from headrace_orchestrator.service.outcomes import outcome_of, record_of
+from headrace_orchestrator.service.replay import replay
+from headrace_orchestrator.service.store import FACTS_A_FRAME, Store
+from tests.builders import make_failed, make_id, make_multi_agent, make_multi_segment, make_trajectory, make_truncated
+from tests.orchestrator.serving import Api, orchestrator, record_for, submission, until
+
+
+class SlowDisk:
+    """Holds every sync until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._go = threading.Event()
+        self._go.set()
+        self.waiting = 0
+        real = os.fdatasync
+
+        def sync(descriptor: int) -> None:
+            self.waiting += 1
+            assert self._go.wait(60)
+            self.waiting -= 1
+            real(descriptor)
+
+        monkeypatch.setattr(os, "fdatasync", sync)
+
+    def hold(self) -> None:
+        self._go.clear()
+
+    def let_go(self) -> None:
+        self._go.set()
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
+    found = SlowDisk(monkeypatch)
+    yield found
+    found.let_go()
+
+
+async def test_no_answer_leaves_before_what_it_rests_on_is_on_disk(api: Api, disk: SlowDisk):
+    await api.create_run()
+    await api.play(free=4)
+    batch = await api.pull()
+    assert isinstance(batch, Batch)
+    attempt = (await api.lease(free=1))[0]
+    disk.hold()
+    answers = [
+        asyncio.create_task(api.submit(submission([(attempt, record_for(attempt))]))),
+        asyncio.create_task(api.ack(batch, "0.1")),
+        # The error rests on the ack before it, so it waits as well.
+        asyncio.create_task(api.ack(batch, "0.2", status=409)),
+    ]
+    await until(lambda: is_held(disk))
+    # The loop is free meanwhile: what rests on nothing is answered.
+    await api.ask("GET", "/healthz")
+    assert not any(answer.done() for answer in answers)
+    disk.let_go()
+    results = await asyncio.gather(*answers)
+    assert results[0][0].verdict == "accepted"
+    assert results[2]["code"] == "batch-already-acked"
+
+
+async def test_a_batch_may_hold_records_that_are_still_on_their_way_to_the_disk(api: Api, disk: SlowDisk):
+    await api.create_run()
+    attempts = await api.lease(free=4)
+    disk.hold()
+    submitting = asyncio.create_task(api.submit(submission((a, record_for(a)) for a in attempts)))
+    await until(lambda: is_held(disk))
+    pulling = asyncio.create_task(api.pull())
+    await api.ask("GET", "/healthz")
+    disk.let_go()
+    await submitting
+    batch = await pulling
+    assert isinstance(batch, Batch)
+    batch.verify()
+
+
+async def test_time_passes_by_a_timer(api: Api):
+    await api.create_run(attempt_lease_s=0.2, batch_lease_s=0.2)
+    first = (await api.lease(free=1))[0]
+    again = await api.lease("worker-2", free=8, wait_s=0)
+    assert first.episode not in {a.episode for a in again}
+    found = await api.lease("worker-3", free=1, wait_s=30)
+    assert found[0].attempt == 2
+
+
+async def test_gauges_are_read_from_the_state_when_they_are_scraped(api: Api):
+    await api.create_run()
+    async with api.session.get("/metrics") as answer:
+        assert 'headrace_run_episodes_leased{run="run"} 0.0' in await answer.text()
+    await api.lease(free=3)
+    async with api.session.get("/metrics") as answer:
+        assert 'headrace_run_episodes_leased{run="run"} 3.0' in await answer.text()
+
+
+async def test_roles_are_checked_before_the_body_is_read(data_dir: Path, tmp_path: Path):
+    tokens = tmp_path / "tokens.toml"
+    tokens.write_text('[[tokens]]\nname = "w"\nroles = ["worker"]\ntoken = "0123456789abcdef"\n')
+    async with orchestrator(data_dir, tokens=tokens, max_body_bytes=10) as api:
+        await api.ask("POST", "/v1/worker/submit?worker=w", bytes(100), status=401)
+        await api.ask("POST", "/v1/worker/submit?worker=w", bytes(100), status=413, token="0123456789abcdef")
+
+
+async def test_a_larger_body_is_streamed_and_is_the_same(data_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    async with orchestrator(data_dir) as api:
+        await api.create_run(batch_size=16)
+        for _ in range(4):
+            await api.play(free=4)
+        whole, _ = await api.pull_raw(request="same")
+        monkeypatch.setattr(serving, "WHOLE_BODY_BYTES", 0)
+        monkeypatch.setattr(serving, "CHUNK_BYTES", 2000)
+    async with orchestrator(data_dir) as api:
+        streamed, headers = await api.pull_raw(request="same")
+        assert streamed == whole
+        assert int(headers["Content-Length"]) == len(whole)
+
+
+async def test_a_restart_reads_a_frozen_batch_from_the_log(data_dir: Path):
+    async with orchestrator(data_dir) as api:
+        await api.create_run()
+        await api.play(free=4)
+        whole, _ = await api.pull_raw(request="same")
+    async with orchestrator(data_dir) as api:
+        assert (await api.pull_raw(request="same"))[0] == whole
+
+
+RECORDS = [
+    make_trajectory(rewards=[0.5, -1.0, 2.0]),
+    make_truncated(),
+    make_failed(),
+    make_multi_segment(),
+    make_multi_agent(),
+    make_multi_agent(opponent_trains=True),
+]
+
+
+@pytest.mark.parametrize("trajectory", RECORDS)
+def test_the_scheduler_learns_the_same_from_a_record_when_it_is_submitted_and_when_it_is_read_back(trajectory: Any):
+    record = codec.encode(trajectory)
+    assert outcome_of(trajectory, len(record)) == outcome_of(codec.decode_head(record), len(record))
+
+
+def test_rewards_are_summed_for_agents_that_train_and_never_for_failures():
+    assert outcome_of(make_multi_agent(), 64).rewards == {"player": 1.0}
+    assert outcome_of(make_multi_agent(opponent_trains=True), 64).rewards == {"opponent": -1.0, "player": 1.0}
+    assert outcome_of(make_failed(), 64).rewards == {}
+    outcome = outcome_of(make_multi_segment(), 64)
+    assert (str(outcome.low), str(outcome.high), outcome.rows, outcome.turns) == ("0.1", "0.2", 2, 3)
+
+
+def test_a_record_that_the_scheduler_wrote_itself_has_no_worker_in_its_provenance():
+    outcome = msgspec.structs.replace(outcome_of(make_failed(), 64), by_worker=False, trajectory="")
+    trajectory = record_of(outcome, new_id=lambda: make_id(7), headrace_version="1")
+    assert (trajectory.id, trajectory.segments, trajectory.provenance.worker) == (make_id(7), [], "")
+    again = outcome_of(trajectory, 64)
+    assert not again.by_worker
+    assert again.failure == outcome.failure
+
+
+async def replayed(data: Path) -> tuple[Scheduler, Store, int]:
+    """What the log in a data directory gives back, and how many records it passed over."""
+    log = Log(data / "log", file_bytes=1 << 30)
+    store = Store(log, Projection(data / "projection.sqlite", log.id))
+    core = Scheduler(epoch=9, new_id=lambda: "id", new_nonce=lambda: "nonce")
+    passed_over: list[None] = []
+    replay(core, store, 0.0, damaged=lambda: passed_over.append(None), stopping=lambda: False)
+    return core, store, len(passed_over)
+
+
+async def test_the_index_is_the_same_whether_facts_come_from_commands_or_from_the_log(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    stores: list[Store] = []
+    real = Store.__init__
+
+    def spy(self: Store, *args: Any) -> None:
+        real(self, *args)
+        stores.append(self)
+
+    monkeypatch.setattr(Store, "__init__", spy)
+    async with orchestrator(data_dir) as api:
+        await api.create_run()
+        await api.play(free=8)
+        await api.ack(await api.pull(), "0.1")
+        await api.pull()
+        await api.play(free=2)
+    live = stores[0]
+    _, store, passed_over = await replayed(data_dir)
+    assert passed_over == 0
+    assert store.groups == live.groups
+    assert store.batches == live.batches
+    assert store.trajectories == live.trajectories
+    await store.close()
+
+
+async def test_control_records_that_are_decided_together_share_frames_in_the_order_in_which_they_were_decided(
+    data_dir: Path,
+):
+    log = Log(data_dir / "log", file_bytes=1 << 30)
+    assert list(log.scan()) == []
+    store = Store(log, Projection(data_dir / "projection.sqlite", log.id))
+    facts: list[AnyRecord] = [WorkerDraining(worker=f"worker-{number}") for number in range(2 * FACTS_A_FRAME + 1)]
+    store.put(facts)
+    await store.close()
+
+    log = Log(data_dir / "log", file_bytes=1 << 30)
+    read = [store.facts_of(item.frame)[0] for item in log.scan() if isinstance(item, Placed)]
+    await log.close()
+    assert [len(share) for share in read] == [FACTS_A_FRAME, FACTS_A_FRAME, 1]
+    assert [fact for share in read for fact in share] == facts
+
+
+async def test_a_fact_that_does_not_fit_costs_none_of_those_it_shares_a_frame_with(data_dir: Path):
+    async with orchestrator(data_dir) as api:
+        await api.create_run()
+    log = Log(data_dir / "log", file_bytes=1 << 30)
+    list(log.scan())
+    unfit = GroupRetired(run="run", group="never admitted", reason="stale")
+    facts = [WorkerDraining(worker="one"), unfit, WorkerDraining(worker="two")]
+    log.append(FrameType.CONTROL, msgspec.msgpack.encode(facts))
+    await log.close()
+    core, store, passed_over = await replayed(data_dir)
+    assert core.durable()["draining"] == ["one", "two"]
+    assert passed_over == 1
+    await store.close()
+
+
+async def test_the_first_terminal_record_of_an_episode_wins(data_dir: Path):
+    async with orchestrator(data_dir) as api:
+        await api.create_run()
+        attempts = await api.play(free=4)
+    log = Log(data_dir / "log", file_bytes=1 << 30)
+    found = [item for item in log.scan() if isinstance(item, Placed)]
+    stored = next(item.frame.payload for item in found if item.frame.type is FrameType.TRAJECTORY)
+    second = msgspec.structs.replace(codec.decode(stored), id=make_id(99))
+    log.append(FrameType.TRAJECTORY, codec.encode(second))
+    await log.close()
+
+    async with orchestrator(data_dir) as api:
+        assert (await api.ask("GET", "/v1/runs/run"))["episodes"] == {"finished": 4}
+        batch = await api.pull()
+        assert isinstance(batch, Batch)
+        assert make_id(99) not in batch.manifest.trajectories
+        assert {t.episode for t in batch.trajectories} == {a.episode for a in attempts}
+
+
+async def test_facts_that_build_on_a_lost_one_are_passed_over(data_dir: Path):
+    async with orchestrator(data_dir) as api:
+        await api.create_run()
+        await api.play(free=4)
+        await api.pull()
+    # Without its first frames the log has records of a run that it does not know.
+    file = data_dir / "log" / "00000001.log"
+    raw = bytearray(file.read_bytes())
+    raw[:4096] = b"\xff" * 4096
+    file.write_bytes(raw)
+    core, store, passed_over = await replayed(data_dir)
+    assert core.run_names() == []
+    assert passed_over > 5
+    await store.close()
+
+
+async def test_heartbeats_renew_leases_and_tell_what_is_over(api: Api):
+    await api.create_run()
+    attempts = await api.lease(free=2)
+    keys = [wire.AttemptKey(a.episode, a.attempt, a.nonce) for a in attempts]
+    forged = wire.AttemptKey(attempts[0].episode, 9, "x")
+    request = wire.HeartbeatRequest(worker="worker-1", slots=4, holding=[*keys, forged])
+    reply = msgspec.convert(await api.ask("POST", "/v1/worker/heartbeat", request), wire.HeartbeatReply)
+    assert reply.interval_s == 10.0
+    assert [(cancel.attempt, cancel.reason) for cancel in reply.cancels] == [(9, "superseded")]
+
+
+async def is_held(disk: SlowDisk) -> bool:
+    return disk.waiting > 0
+
+
+class Unstorable(WorkerDraining, frozen=True, kw_only=True, tag="WorkerDraining"):
+    """A fact that does not fit a frame."""
+
+    number: int
+
+
+async def test_memory_never_goes_on_without_the_log(data_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    real = Scheduler.drain
+
+    def drain(core: Scheduler) -> list[AnyRecord]:
+        return [*real(core), *([Unstorable(worker="w", number=1 << 70)] if core.run_names() else [])]
+
+    async with orchestrator(data_dir) as api:
+        await api.create_run(name="before")
+        monkeypatch.setattr(Scheduler, "drain", drain)
+        problem = await api.ask("POST", "/v1/runs", {"name": "lost"}, status=500)
+        assert "memory and log differ" in problem["detail"]
+        for path in ("/readyz", "/v1/runs"):
+            problem = await api.ask("GET", path, status=503)
+            assert problem["phase"] == "failed"
+            assert "memory and log differ" in problem["detail"]
+            assert "restart" in problem["hint"]
+        await api.ask("GET", "/healthz")
+        await api.ask("POST", "/v1/runs", {"name": "after"}, status=503)
+    monkeypatch.undo()
+    async with orchestrator(data_dir) as api:
+        assert [run["name"] for run in await api.ask("GET", "/v1/runs")] == ["before"]
+
+
+async def test_everything_that_was_decided_together_is_encoded_before_anything_of_it_is_stored(data_dir: Path):
+    log = Log(data_dir / "log", file_bytes=1 << 30)
+    assert list(log.scan()) == []
+    store = Store(log, Projection(data_dir / "projection.sqlite", log.id))
+    with pytest.raises(OverflowError):
+        store.put([*[WorkerDraining(worker="w")] * FACTS_A_FRAME, Unstorable(worker="w", number=1 << 70)])
+    assert log.size_bytes == 0
+    await store.close()
+
+
+async def test_a_timer_that_fails_stops_the_service(api: Api, monkeypatch: pytest.MonkeyPatch):
+    def tick(core: Scheduler, now: float) -> None:
+        raise RuntimeError("time is out of joint")
+
+    await api.create_run(attempt_lease_s=0.05)
+    monkeypatch.setattr(Scheduler, "tick", tick)
+    await api.lease(free=1)
+
+    async def failed() -> bool:
+        async with api.session.get("/readyz") as answer:
+            return answer.status == 503 and "out of joint" in await answer.text()
+
+    assert await until(failed)
+
+
+async def test_groups_of_one_id_in_two_runs_are_two_groups(data_dir: Path):
+    async with orchestrator(data_dir) as api:
+        for run in ("run", "other"):
+            await api.create_run(name=run, environments=[], group_size=1, batch_size=1)
+            group = {"id": "g", "task": {"environment": "test:Echo"}}
+            await api.ask("POST", f"/v1/runs/{run}/groups", {"groups": [group]}, status=201)
+        await api.play(free=4)
+        first = {run: await api.pull_raw(run, groups=["g"], request="r") for run in ("run", "other")}
+        batch = await api.pull("run", groups=["g"], request="r")
+        assert isinstance(batch, Batch)
+        await api.ack(batch)
+    async with orchestrator(data_dir) as api:
+        assert (await api.pull_raw("other", groups=["g"], request="r"))[0] == first["other"][0]
+
+
+async def test_records_that_share_an_id_are_served_again_as_the_same_bytes(data_dir: Path):
+    """A log may hold such records from before the door refused them."""
+    async with orchestrator(data_dir) as api:
+        await api.create_run(group_size=1, batch_size=2)
+        one, two = await api.lease(free=2)
+        name = make_id(7)
+        assert [r.verdict for r in await api.submit(submission([(one, record_for(one, id=name))]))] == ["accepted"]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Store, "owners", lambda store, trajectories: {})
+            record = record_for(two, id=name, rewards=[0.25, 0.5])
+            assert [r.verdict for r in await api.submit(submission([(two, record)]))] == ["accepted"]
+        before, _ = await api.pull_raw(request="r")
+    async with orchestrator(data_dir) as api:
+        again, _ = await api.pull_raw(request="r")
+        assert again == before
+        assert len((await api.ask("GET", "/v1/runs/run/trajectories"))["trajectories"]) == 2
