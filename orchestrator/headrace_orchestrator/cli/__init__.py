@@ -1,0 +1,24 @@
+"""The command line ``headrace``: one module per command, mounted in :mod:`headrace_orchestrator.cli.app`."""
+
+from __future__ import annotations
+
+import sys
+
+INTERRUPTED = 130
+"""Exit code of a command that SIGINT ended, as shells have it."""
+
+
+def main() -> None:
+    """Entry point of the script ``headrace``."""
+    try:
+        from headrace_orchestrator.cli.app import cli
+    except KeyboardInterrupt:  # while importing, before anything could be left half done
+        raise SystemExit(INTERRUPTED) from None
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("headrace"):
+            raise
+        sys.stderr.write(
+            f"The command line needs {error.name}, which is not installed. Run: pip install 'headrace[server]'\n"
+        )
+        raise SystemExit(1) from error
+    cli(prog_name="headrace")

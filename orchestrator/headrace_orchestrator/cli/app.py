@@ -1,0 +1,129 @@
+"""The command group: mounts every command, and turns errors into messages and exit codes in one place.
+
+* Commands of other packages mount by entry point.
+* A command whose package is not installed says so.
+* What nobody foresaw is a message too, and debug shows it.
+"""
+
+from __future__ import annotations
+
+import errno
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+import click
+
+from headrace.errors import HeadraceError, InternalError, InvalidRequest, MissingExtra
+from headrace_orchestrator.cli.close import close
+from headrace_orchestrator.cli.demo.command import demo
+from headrace_orchestrator.cli.doctor import doctor
+from headrace_orchestrator.cli.orchestrator import orchestrator
+from headrace_orchestrator.cli.output import FAILED, USAGE, Shared, exit_code, report
+from headrace_orchestrator.cli.run import run
+from headrace_orchestrator.cli.runs import runs
+from headrace_orchestrator.cli.top import top
+from headrace_orchestrator.cli.trajectories import trajectories
+from headrace_orchestrator.cli.up import up
+from headrace_orchestrator.cli.version import version
+
+PLUGINS = "headrace.commands"
+"""Entry points of this group are click commands; the entry point's name is the command's."""
+
+
+class Commands(click.Group):
+    """A group that knows the commands of other packages and reports errors."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*super().list_commands(ctx), *_plugins()})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        own = super().get_command(ctx, cmd_name)
+        point = _plugins().get(cmd_name)
+        return own if own is not None or point is None else _load(point)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        options = ctx.ensure_object(Shared)
+        asked = [*ctx._protected_args, *ctx.args]
+        as_json = "--json" in asked
+        try:
+            return super().invoke(ctx)
+        except click.UsageError as error:
+            if not as_json:
+                raise
+            report(InvalidRequest(error.format_message()), as_json=True)
+            ctx.exit(USAGE)
+        except HeadraceError as error:
+            if options.debug:
+                raise
+            report(error, as_json=as_json)
+            ctx.exit(exit_code(error))
+        except (click.exceptions.Exit, click.ClickException, click.Abort):
+            raise
+        except Exception as error:
+            if options.debug or (isinstance(error, OSError) and error.errno == errno.EPIPE):
+                raise
+            report(_unforeseen(error), as_json=as_json)
+            ctx.exit(FAILED)
+
+
+def _plugins() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=PLUGINS)}
+
+
+def _load(point: EntryPoint) -> click.Command:
+    try:
+        command = point.load()
+    except ModuleNotFoundError as error:
+        # The command stays in the list; what it lacks is said when somebody asks for it.
+        missing = MissingExtra(
+            f"`headrace {point.name}` needs {error.name}, which is not installed.",
+            hint=f"Run: pip install 'headrace[{point.extras[0] if point.extras else 'all'}]'",
+        )
+        return _Missing(point.name, missing)
+    if not isinstance(command, click.Command):
+        raise InternalError(f"The entry point {point.value} of {PLUGINS} is no click command.")
+    return command
+
+
+class _Missing(click.Command):
+    """Stands for a command whose package cannot be imported."""
+
+    def __init__(self, name: str, error: MissingExtra) -> None:
+        super().__init__(
+            name, short_help=f"(not installed) {error.hint}", context_settings={"ignore_unknown_options": True}
+        )
+        self.params = [click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED)]
+        self._error = error
+
+    def invoke(self, ctx: click.Context) -> Any:
+        raise self._error
+
+
+def _unforeseen(error: Exception) -> HeadraceError:
+    if isinstance(error, OSError) and error.strerror:
+        named = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        return InternalError(f"{named}.", hint="`headrace --debug ...` shows where.")
+    return InternalError(f"{type(error).__name__}: {error}", hint="`headrace --debug ...` shows where.")
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.option("--debug", is_flag=True, help="Show tracebacks.")
+@click.pass_context
+def cli(ctx: click.Context, debug: bool) -> None:
+    """Headrace keeps learners fed: it runs episodes on workers and serves batches of stored trajectories.
+
+    Try `headrace demo` first. `headrace up` runs everything on this machine.
+
+    \b
+    Exit codes:
+      0  ok
+      1  it failed; the message says why and what to do
+      2  the command line is not valid
+      3  the service is not reachable
+      4  nothing came in time, or the run is finished
+    """
+    ctx.ensure_object(Shared).debug = debug
+
+
+for command in (close, demo, doctor, orchestrator, run, runs, top, trajectories, up, version):
+    cli.add_command(command)

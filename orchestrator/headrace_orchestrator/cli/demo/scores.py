@@ -1,0 +1,85 @@
+"""What guessing a number takes: exact baselines, and the score of an evaluation.
+
+* Baselines are computed exactly, not simulated.
+* A failed episode is a failure, and neither a guess nor a miss.
+* It has learned only if training made the difference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from headrace import wire
+
+LOW, HIGH = 1, 50
+TARGETS = HIGH - LOW + 1
+
+EVALUATION_TURNS = 15
+"""Most guesses in an evaluation: more than anything that plays sensibly needs."""
+
+ENVIRONMENT = "game:GuessTheNumber-v0"
+
+SAME = 1e-9
+"""Greedy play of the same weights gives the same guesses; this is for rounding of the mean."""
+
+
+def uniform_guesses(targets: int = TARGETS) -> float:
+    """Mean guesses of a player who draws uniformly among the numbers that are still possible."""
+    mean = [Fraction(0)]
+    for n in range(1, targets + 1):
+        below_or_above = sum((k * mean[k] for k in range(n)), Fraction(0))
+        mean.append(1 + Fraction(2, n * n) * below_or_above)
+    return float(mean[targets])
+
+
+def binary_search_guesses(targets: int = TARGETS) -> float:
+    """Mean guesses of a player who always halves what is possible: the best there is."""
+    total, left, guess = 0, targets, 1
+    while left > 0:
+        found = min(left, 2 ** (guess - 1))
+        total += found * guess
+        left -= found
+        guess += 1
+    return total / targets
+
+
+def evaluation_tasks() -> list[dict[str, Any]]:
+    """One task for each number that can be the secret."""
+    kwargs = {"low": LOW, "high": HIGH, "max_turns": EVALUATION_TURNS, "success_only": True}
+    return [
+        {"environment": ENVIRONMENT, "seed": target, "kwargs": {**kwargs, "target": target}, "id": str(target)}
+        for target in range(LOW, HIGH + 1)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """Of one evaluation. ``mean_guesses`` is over episodes that did not fail; unsolved ones took all their guesses."""
+
+    targets: int
+    solved: int
+    mean_guesses: float
+    failures: int
+
+
+def score(reply: wire.EvaluationReply) -> Score:
+    """The score of a finished evaluation."""
+    played = [episode for episode in reply.episodes if episode.reward is not None]
+    return Score(
+        targets=reply.wanted,
+        solved=sum(episode.reward == 1.0 for episode in played),
+        mean_guesses=sum(episode.turns for episode in played) / len(played) if played else float("nan"),
+        failures=reply.wanted - len(played),
+    )
+
+
+def learned(first: Score, trained: Score, control: Score) -> bool:
+    """Whether training made the difference."""
+    return (
+        first.failures == trained.failures == control.failures == 0
+        and trained.solved == trained.targets
+        and trained.mean_guesses < min(first.mean_guesses, uniform_guesses(trained.targets))
+        and control.mean_guesses >= first.mean_guesses - SAME
+    )

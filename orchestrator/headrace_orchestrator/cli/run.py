@@ -1,0 +1,170 @@
+"""``headrace run``: create a run from a file or from flags, and say what can be in one."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from headrace.errors import InvalidRequest
+from headrace.runspec import RunSpec, parse_run_spec
+from headrace_orchestrator.cli import runs, top
+from headrace_orchestrator.cli.output import connect, emit, json_option, note, service_options, shared, table
+
+_MARKS: dict[Any, str] = {list: "[]", types.UnionType: "[]", dict: ".*"}
+"""How a path goes on inside a field that holds several; the only unions are with None."""
+
+
+class Field(NamedTuple):
+    """One line of ``--schema``. ``name`` is the path that ``--set`` takes."""
+
+    name: str
+    type: str
+    default: str
+    meaning: str
+
+
+@click.command(short_help="Create a run from a file.")
+@click.argument("file", required=False, type=click.Path(path_type=Path, allow_dash=True))
+@click.option("--name", help="Name of the run; goes before the file's.")
+@click.option("--environment", "environments", multiple=True, help="An environment of the mixture; may be repeated.")
+@click.option(
+    "--set", "assignments", multiple=True, metavar="FIELD=VALUE", help="Any field, as in estimator.gamma=0.9."
+)
+@click.option("--exist-ok", is_flag=True, help="A run of the same name and spec is fine.")
+@click.option("--watch", is_flag=True, help="Stay, and show the run until it is finished.")
+@click.option("--schema", is_flag=True, help="Print every field with its type, default and meaning, and stop.")
+@service_options
+@json_option
+def run(
+    file: Path | None,
+    name: str | None,
+    environments: tuple[str, ...],
+    assignments: tuple[str, ...],
+    exist_ok: bool,
+    watch: bool,
+    schema: bool,
+    url: str | None,
+    token: str | None,
+) -> None:
+    """Create a run from FILE (JSON or TOML; `-` reads JSON from standard input), from flags, or from both.
+
+    \b
+    Examples:
+      headrace run guess.json --watch
+      headrace run --name guess --environment game:GuessTheNumber-v0-hard --set batch_size=64
+      headrace run --schema
+    """
+    if schema:
+        _print_schema()
+        return
+    if file is None and name is None:
+        raise click.UsageError("Give a FILE or --name. `headrace run --schema` prints every field.")
+    spec = parse_run_spec(_given(file, name, environments, assignments))
+    with connect(url, token) as client:
+        status = client.create_run(spec, exist_ok=exist_ok)
+        if watch:
+            top.watch(client, run=status.name)
+            status = client.run(status.name)
+    if shared().json:
+        emit(status)
+    else:
+        table(runs.COLUMNS, [runs.row(status)])
+        given = repr(url) if url else ""
+        note(f"Learners pull it with: for batch in headrace.Client({given}).batches({status.name!r})")
+
+
+def _given(
+    file: Path | None, name: str | None, environments: tuple[str, ...], assignments: tuple[str, ...]
+) -> dict[str, Any]:
+    """The spec as data: the file first, then flags."""
+    given = _read(file) if file is not None else {}
+    if name is not None:
+        given["name"] = name
+    if environments:
+        given["environments"] = [{"id": environment} for environment in environments]
+    for assignment in assignments:
+        path, equals, text = assignment.partition("=")
+        if not equals:
+            raise click.UsageError(f"--set {assignment}: it reads FIELD=VALUE.")
+        _assign(given, path.split("."), _value(text))
+    return given
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        with click.open_file(str(file), "rb") as stream:
+            text = stream.read().decode()
+        found = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
+    except OSError as error:
+        raise InvalidRequest(f"{file} cannot be read: {error.strerror}.", hint="Check the path.") from error
+    except (ValueError, UnicodeDecodeError) as error:
+        kind = "TOML" if file.suffix == ".toml" else "JSON"
+        raise InvalidRequest(f"{file} is not {kind}: {error}.", hint="Files end in .json or .toml.") from error
+    if not isinstance(found, dict):
+        raise InvalidRequest(f"{file} holds no object.", hint="`headrace run --schema` prints every field.")
+    return found
+
+
+def _value(text: str) -> Any:
+    """JSON where it is JSON (numbers, lists, true), else the text itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _assign(target: dict[str, Any], path: list[str], value: Any) -> None:
+    for part in path[:-1]:
+        inner = target.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise click.UsageError(f"--set {'.'.join(path)}: {part} is not an object.")
+        target = inner
+    target[path[-1]] = value
+
+
+def _print_schema() -> None:
+    if shared().json:
+        emit(RunSpec.model_json_schema())
+        return
+    table(Field._fields, [tuple(field) for field in fields(RunSpec)])
+
+
+def fields(model: type[BaseModel], prefix: str = "") -> Iterator[Field]:
+    """Every field of a spec, nested ones after the field that holds them."""
+    for name, info in model.model_fields.items():
+        meaning = " ".join((info.description or "").split())
+        yield Field(prefix + name, _type(info.annotation), _default(info), meaning)
+        for inner in _models(info.annotation):
+            yield from fields(inner, f"{prefix}{name}{_MARKS.get(typing.get_origin(info.annotation), '')}.")
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for argument in typing.get_args(annotation) for model in _models(argument)]
+
+
+def _type(annotation: Any) -> str:
+    if typing.get_origin(annotation) is typing.Literal:
+        return " or ".join(map(str, typing.get_args(annotation)))
+    if isinstance(annotation, type) and not typing.get_args(annotation):
+        return annotation.__name__
+    return str(annotation).replace("typing.", "").replace("headrace.runspec.", "")
+
+
+def _default(info: FieldInfo) -> str:
+    if info.is_required():
+        return "(required)"
+    value = info.get_default(call_default_factory=True)
+    if isinstance(value, BaseModel):
+        return "(see below)"
+    return json.dumps(value)

@@ -1,0 +1,136 @@
+"""``headrace top``: is the learner waiting, and on what? Then runs, then workers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import click
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.text import Text
+
+from headrace import wire
+from headrace.client import Client
+from headrace.errors import Unavailable
+from headrace_orchestrator.cli import runs
+from headrace_orchestrator.cli.output import (
+    connect,
+    console,
+    emit,
+    json_option,
+    note,
+    on_terminal,
+    rich_table,
+    service_options,
+    shared,
+    span,
+    table,
+)
+from headrace_orchestrator.console.silence import is_silent
+
+WORKER_COLUMNS = ("worker", "pool", "slots", "leased", "seen", "state")
+
+
+@click.command(short_help="Show live whether the learner is waiting, and on what.")
+@click.option("--interval", "interval_s", default=1.0, show_default=True, type=click.FloatRange(0.1), help="Seconds.")
+@click.option("--once", is_flag=True, help="Print it once. The default where output is piped.")
+@service_options
+@json_option
+def top(interval_s: float, once: bool, url: str | None, token: str | None) -> None:
+    """Show live whether the learner is waiting and on what, then runs and workers. Ctrl-C ends it.
+
+    \b
+    Example:
+      headrace top --interval 0.5
+    """
+    with connect(url, token) as client:
+        if shared().json:
+            emit(client.status())
+        elif once or not on_terminal():
+            _print(client.status())
+        else:
+            watch(client, interval_s=interval_s)
+
+
+def watch(
+    client: Client, *, run: str | None = None, interval_s: float = 1.0, sleep: Callable[[float], None] = time.sleep
+) -> None:
+    """Show the service until Ctrl-C, or one run until it is over. Piped or with --json: lines when it changes."""
+    with suppress(KeyboardInterrupt):  # how a person ends it: no failure
+        if shared().json or not on_terminal():
+            _follow(client, run, interval_s, sleep)
+        else:
+            _live(client, run, interval_s, sleep)
+
+
+def _live(client: Client, run: str | None, interval_s: float, sleep: Callable[[float], None]) -> None:
+    with Live(console=console(), screen=run is None, auto_refresh=False) as live:
+        while True:
+            try:
+                status = client.status()
+            except Unavailable as error:
+                live.update(Text(f"{error}", style="yellow"), refresh=True)
+            else:
+                shown = [entry for entry in status.runs if run in (None, entry.name)]
+                live.update(_view(status, shown), refresh=True)
+                if run is not None and all(entry.state != "active" for entry in shown):
+                    return
+            sleep(interval_s)
+
+
+def verdict(run: wire.RunStatus) -> str:
+    """One sentence: is the learner of this run waiting, and on what."""
+    if run.state != "active":
+        return f"{run.name}: {run.state}"
+    if run.learner_waiting:
+        reasons = " ".join(reason.message for reason in run.reasons) or "no reason given"
+        return f"{run.name}: the learner waits. {reasons}"
+    troubles = "".join(f". {trouble}" for trouble in runs.troubles(run))
+    if run.learner_doing_s < 0:
+        return f"{run.name}: no learner has pulled yet{troubles}"
+    return f"{run.name}: the learner is {runs.doing(run)} ({span(run.learner_doing_s)}){troubles}"
+
+
+def worker_row(worker: wire.WorkerStatus) -> list[str]:
+    """One worker as a line; ``WORKER_COLUMNS`` are its columns."""
+    state = "silent" if is_silent(worker) else "draining" if worker.draining else "ok"
+    return [worker.worker, worker.pool, str(worker.slots), str(worker.leased), span(worker.seen_s), state]
+
+
+def _view(status: wire.ServiceStatus, shown: list[wire.RunStatus]) -> RenderableType:
+    sentences = [
+        Text.from_markup(f"[{'yellow' if entry.learner_waiting else 'green'}]●[/] {escape(verdict(entry))}")
+        for entry in shown
+    ]
+    head = f"headrace {status.version}, epoch {status.epoch}, up {span(status.uptime_s)}"
+    return Group(
+        Text(head, style="dim"),
+        *(sentences or [Text("No runs yet.")]),
+        Text(),
+        rich_table(runs.COLUMNS, [runs.row(entry) for entry in shown]),
+        Text(),
+        rich_table(WORKER_COLUMNS, [worker_row(worker) for worker in status.workers]),
+    )
+
+
+def _print(status: wire.ServiceStatus) -> None:
+    for entry in status.runs:
+        click.echo(verdict(entry))
+    table(runs.COLUMNS, [runs.row(entry) for entry in status.runs])
+    table(WORKER_COLUMNS, [worker_row(worker) for worker in status.workers])
+
+
+def _follow(client: Client, run: str | None, interval_s: float, sleep: Callable[[float], None]) -> None:
+    said = ""
+    while True:
+        shown = [entry for entry in client.runs() if run in (None, entry.name)]
+        now = "; ".join(verdict(entry) for entry in shown)
+        if now != said:
+            note(now)
+            said = now
+        if run is not None and all(entry.state != "active" for entry in shown):
+            return
+        sleep(interval_s)

@@ -1,0 +1,243 @@
+"""``headrace trajectories``: list stored episodes, and read one turn by turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, NamedTuple, get_args
+
+import click
+import msgspec
+from rich.markup import escape
+
+from headrace import wire
+from headrace.errors import UnknownBatch
+from headrace.runspec import parse_run_spec
+from headrace.trajectory import Message, Status, Trajectory, Turn, Version
+from headrace_orchestrator.cli.output import (
+    connect,
+    console,
+    emit,
+    json_option,
+    note,
+    number,
+    on_terminal,
+    service_options,
+    shared,
+    span,
+    table,
+)
+
+COLUMNS = ("id", "environment", "status", "stop", "reward", "turns", "tokens", "versions", "age")
+
+SPARE = ("tokens", "versions", "status")
+"""Columns that a narrow terminal does without."""
+
+DEFAULT_LIMIT = 50
+
+
+class TurnLine(NamedTuple):
+    """What one turn was worth. ``return_to_go`` is discounted by γ per turn of its agent; ``advantage`` is what its
+    batch says, None where it is in none or its segment is not trained on."""
+
+    agent: str
+    turn: Turn
+    return_to_go: float
+    advantage: float | None
+
+
+@click.group()
+def trajectories() -> None:
+    """Look at stored trajectories.
+
+    \b
+    Examples:
+      headrace trajectories list guess --status failed
+      headrace trajectories show ID
+    """
+
+
+@trajectories.command("list")
+@click.argument("run")
+@click.option("--status", type=click.Choice(get_args(Status)), help="Only these.")
+@click.option("--environment", help="Only this environment id.")
+@click.option("--evaluation", help="Only this evaluation's.")
+@click.option("--limit", default=DEFAULT_LIMIT, show_default=True, type=click.IntRange(1), help="Newest so many.")
+@service_options
+@json_option
+def list_trajectories(
+    run: str,
+    status: Status | None,
+    environment: str | None,
+    evaluation: str | None,
+    limit: int,
+    url: str | None,
+    token: str | None,
+) -> None:
+    """List trajectories of RUN, newest first.
+
+    \b
+    Example:
+      headrace trajectories list guess --status failed --limit 10
+    """
+    with connect(url, token) as client:
+        pages = client.trajectories(
+            run, status=status, environment=environment, evaluation=evaluation, page=min(limit, 200)
+        )
+        found = list(islice(pages, limit))
+    if shared().json:
+        emit(found)
+    elif found:
+        table(COLUMNS, [_row(summary) for summary in found], spare=SPARE)
+    else:
+        note("No trajectories match.")
+
+
+@trajectories.command("show")
+@click.argument("trajectory")
+@service_options
+@json_option
+def show(trajectory: str, url: str | None, token: str | None) -> None:
+    """Print TRAJECTORY as a transcript, with reward, return-to-go and advantage after each turn.
+
+    The return is discounted by the run's γ per turn. Advantages belong to a batch: they are shown once the trajectory
+    has been put in one.
+
+    \b
+    Example:
+      headrace trajectories show 0198c0de-0000-7000-8000-000000000000
+    """
+    with connect(url, token) as client:
+        found = client.trajectory(trajectory)
+        gamma = parse_run_spec(client.run(found.run).spec).estimator.gamma
+        try:
+            batch = client.advantages(trajectory)
+        except UnknownBatch:
+            batch = None
+    if shared().json:
+        emit(_as_data(found, gamma, batch))
+    else:
+        _print(found, gamma, batch)
+
+
+def turn_lines(trajectory: Trajectory, gamma: float, batch: wire.TrajectoryAdvantages | None) -> dict[int, TurnLine]:
+    """Every turn by its index, with its return-to-go G_k = r_k + γ·G_{k+1} over the turns of its agent."""
+    advantages = _advantages_by_turn(trajectory, batch)
+    lines: dict[int, TurnLine] = {}
+    for agent in {segment.agent for segment in trajectory.segments}:
+        following = 0.0
+        for turn in reversed(trajectory.agent_turns(agent)):
+            following = turn.reward + gamma * following
+            lines[turn.index] = TurnLine(agent, turn, following, advantages.get(turn.index))
+    return dict(sorted(lines.items()))
+
+
+def _advantages_by_turn(trajectory: Trajectory, batch: wire.TrajectoryAdvantages | None) -> dict[int, float]:
+    return {
+        turn.index: advantage
+        for row in (batch.rows if batch is not None else [])
+        for turn, advantage in zip(trajectory.segments[row.segment].turns, row.advantages or [], strict=False)
+    }
+
+
+def _row(summary: wire.TrajectorySummary) -> list[str]:
+    versions = summary.low if summary.low == summary.high else f"{summary.low}…{summary.high}"
+    return [
+        summary.id,
+        summary.environment,
+        summary.status,
+        summary.failure.kind if summary.failure else summary.stop_reason,
+        number(summary.reward),
+        str(summary.turns),
+        str(summary.row_tokens),
+        versions or "–",
+        span(summary.age_s),
+    ]
+
+
+def _as_data(trajectory: Trajectory, gamma: float, batch: wire.TrajectoryAdvantages | None) -> dict[str, Any]:
+    """What people read; arrays stay in the record, which the API serves whole."""
+    hidden = {"segments"}
+    data = {
+        name: msgspec.to_builtins(getattr(trajectory, name))
+        for name in trajectory.__struct_fields__
+        if name not in hidden
+    }
+    data["gamma"] = gamma
+    data["batch"] = batch.batch if batch is not None else None
+    data["turns"] = [
+        {
+            "agent": line.agent,
+            "return_to_go": line.return_to_go,
+            "advantage": line.advantage,
+            **msgspec.to_builtins(line.turn),
+        }
+        for line in turn_lines(trajectory, gamma, batch).values()
+    ]
+    return data
+
+
+def _print(trajectory: Trajectory, gamma: float, batch: wire.TrajectoryAdvantages | None) -> None:
+    for line in transcript(trajectory, gamma, batch):
+        if on_terminal():
+            console().print(line, soft_wrap=True)
+        else:
+            console().print(line, soft_wrap=True, no_wrap=True)
+
+
+def transcript(trajectory: Trajectory, gamma: float, batch: wire.TrajectoryAdvantages | None) -> Iterator[str]:
+    """The lines of a transcript, as Rich markup."""
+    lines = turn_lines(trajectory, gamma, batch)
+    versions = trajectory.version_range()
+    made_by = f", {_version_words(*versions)}" if versions else ""
+    yield f"[bold]{escape(trajectory.id)}[/]  {escape(trajectory.task.environment)}, seed {trajectory.task.seed}"
+    turns = _count(len(lines), "turn")
+    yield f"{trajectory.status} ({trajectory.stop_reason}), {turns}{made_by}, γ = {gamma:g} per turn"
+    if batch is not None:
+        yield f"advantages by {batch.estimator} in batch {batch.batch}"
+    else:
+        yield "in no batch yet, so without advantages"
+    if trajectory.failure is not None:
+        failure = trajectory.failure
+        yield f"[red]{failure.layer}: {escape(failure.kind)}[/] {escape(failure.message)}"
+    several = len({segment.agent for segment in trajectory.segments}) > 1
+    for message in trajectory.messages:
+        yield ""
+        yield f"[bold]{escape(_speaker(message, several))}[/]"
+        yield escape(_text(message)) or "[dim](nothing)[/]"
+        if message.turn in lines and message.role == "assistant":
+            yield f"[cyan]{escape(_worth(lines[message.turn]))}[/]"
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _version_words(low: Version, high: Version) -> str:
+    return f"version {low}" if low == high else f"versions {low} to {high}"
+
+
+def _speaker(message: Message, several: bool) -> str:
+    """Who says it; with several agents, also to whom."""
+    if message.role == "assistant":
+        turn = f" (turn {message.turn})" if message.turn >= 0 else ""
+        return f"{message.agent or message.role}{turn}"
+    return f"{message.role} to {message.agent}" if several and message.agent else message.role
+
+
+def _text(message: Message) -> str:
+    if isinstance(message.content, str):
+        return message.content
+    return "\n".join(part.text if part.type == "text" else f"<{part.type} {part.asset}>" for part in message.content)
+
+
+def _worth(line: TurnLine) -> str:
+    turn = line.turn
+    parts = ", ".join(f"{name} {number(value)}" for name, value in turn.reward_parts.items())
+    end = ", terminated" if turn.terminated else ", truncated" if turn.truncated else ""
+    explained = f" ({parts})" if parts else ""
+    advantage = f", advantage {number(line.advantage)}" if line.advantage is not None else ""
+    return (
+        f"reward {number(turn.reward)}{explained}, return-to-go {number(line.return_to_go)}{advantage}, "
+        f"{_count(turn.end - turn.start, 'token')}{end}"
+    )

@@ -1,0 +1,176 @@
+"""The parts of the demo that need no processes: baselines, scores, verdict, plot, and what it prints."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace import wire
+from headrace.errors import SetupError
+from headrace.trajectory import Failure, Task
+from headrace_orchestrator.cli.demo import show
+from headrace_orchestrator.cli.demo.command import result
+from headrace_orchestrator.cli.demo.lesson import Lesson, Progress, Step
+from headrace_orchestrator.cli.demo.scores import (
+    EVALUATION_TURNS,
+    Score,
+    binary_search_guesses,
+    evaluation_tasks,
+    learned,
+    score,
+    uniform_guesses,
+)
+from headrace_orchestrator.cli.demo.stage import Lines, example
+
+
+def test_baselines_are_computed_exactly() -> None:
+    assert uniform_guesses(1) == binary_search_guesses(1) == 1.0
+    assert uniform_guesses(2) == binary_search_guesses(2) == 1.5
+    assert round(uniform_guesses(50), 2) == 6.18
+    assert binary_search_guesses(50) == 4.86
+
+
+def test_the_uniform_baseline_agrees_with_play() -> None:
+    rng = random.Random(0)
+
+    def play(secret: int, low: int, high: int) -> int:
+        for count in itertools.count(1):
+            guess = rng.randint(low, high)
+            if guess == secret:
+                return count
+            low, high = (guess + 1, high) if guess < secret else (low, guess - 1)
+        raise AssertionError
+
+    games = 20_000
+    mean = sum(play(rng.randint(1, 50), 1, 50) for _ in range(games)) / games
+    assert abs(mean - uniform_guesses(50)) < 0.1
+
+
+def test_the_binary_search_baseline_agrees_with_play() -> None:
+    def guesses(secret: int, low: int, high: int) -> int:
+        middle = (low + high) // 2
+        if middle == secret:
+            return 1
+        return 1 + (guesses(secret, middle + 1, high) if middle < secret else guesses(secret, low, middle - 1))
+
+    assert sum(guesses(secret, 1, 50) for secret in range(1, 51)) / 50 == binary_search_guesses(50)
+
+
+def test_an_evaluation_has_one_task_for_each_target_and_room_to_guess() -> None:
+    tasks = evaluation_tasks()
+    assert [task["kwargs"]["target"] for task in tasks] == list(range(1, 51))
+    assert {task["kwargs"]["max_turns"] for task in tasks} == {EVALUATION_TURNS} == {15}
+
+
+def episode(reward: float | None, turns: int) -> wire.EvaluationEpisode:
+    failure = None if reward is not None else Failure(layer="policy", kind="refused", message="503")
+    return wire.EvaluationEpisode(
+        episode="e",
+        task=Task(environment="e", seed=0),
+        status="finished" if reward is not None else "failed",
+        reward=reward,
+        turns=turns,
+        failure=failure,
+    )
+
+
+def test_a_failed_episode_is_a_failure_and_neither_a_guess_nor_a_miss() -> None:
+    reply = wire.EvaluationReply(
+        epoch=1,
+        evaluation="e",
+        version="0.0",
+        wanted=4,
+        done=4,
+        finished=True,
+        hold_s=0.0,
+        episodes=[episode(1.0, 3), episode(0.0, 15), episode(None, 1), episode(1.0, 6)],
+    )
+    assert score(reply) == Score(targets=4, solved=2, mean_guesses=8.0, failures=1)
+
+
+FIRST = Score(targets=50, solved=20, mean_guesses=12.0, failures=0)
+TRAINED = Score(targets=50, solved=50, mean_guesses=4.9, failures=0)
+
+
+def test_it_has_learned_only_if_training_made_the_difference() -> None:
+    assert learned(FIRST, TRAINED, FIRST)
+    assert not learned(FIRST, FIRST, FIRST)
+    assert not learned(FIRST, replace(TRAINED, solved=49), FIRST)
+    assert not learned(FIRST, replace(TRAINED, mean_guesses=6.2), FIRST)
+    assert not learned(FIRST, TRAINED, replace(FIRST, mean_guesses=11.0))
+    assert not learned(FIRST, replace(TRAINED, failures=1), FIRST)
+
+
+def lesson(run: str, trained: Score, guesses: list[float]) -> Lesson:
+    steps = [Step(version=f"0.{n}", mean_reward=0.5, mean_guesses=mean) for n, mean in enumerate(guesses, 1)]
+    return Lesson(run=run, first=FIRST, trained=trained, steps=steps, episodes=640, failures=0, seconds=20.0)
+
+
+def test_the_last_json_object_has_the_trained_scores_and_the_baselines() -> None:
+    taught, control = lesson("guess", TRAINED, [9.0, 7.0, 5.0]), lesson("control", FIRST, [9.0, 9.0])
+    found: dict[str, Any] = json.loads(json.dumps(result(taught, control, True, 41.5)))
+    assert {
+        name: found[name] for name in ("targets", "solved", "mean_guesses", "versions", "episodes", "failures")
+    } == {
+        "targets": 50,
+        "solved": 50,
+        "mean_guesses": 4.9,
+        "versions": 3,
+        "episodes": 640,
+        "failures": 0,
+    }
+    assert (found["seconds"], found["learned"]) == (41.5, True)
+    assert (round(found["uniform_guesses"], 2), found["binary_search_guesses"]) == (6.18, 4.86)
+    assert found["control"]["mean_guesses"] == 12.0
+
+
+def test_the_table_has_three_players_and_two_baselines() -> None:
+    rows = show.rows(lesson("guess", TRAINED, [5.0]), lesson("control", FIRST, [9.0]))
+    assert [row[1:] for row in rows] == [
+        ["20/50", "12.00"],
+        ["50/50", "4.90"],
+        ["20/50", "12.00"],
+        ["computed", "6.18"],
+        ["computed", "4.86"],
+    ]
+
+
+def test_the_plot_has_a_bar_for_each_version_on_one_scale() -> None:
+    assert show.sparkline([], low=0.0, high=1.0) == ""
+    assert show.sparkline([3.0, 3.0], low=3.0, high=3.0) == "▁▁"
+    assert show.sparkline([9.0, 5.0, 2.0, 11.0, 1.0], low=2.0, high=9.0) == "█▄▁█▁"
+    assert show.curves(lesson("guess", TRAINED, [9.0, 2.0]), lesson("control", FIRST, [9.0, 9.0])) == [
+        "guess    9.00 █▁ 2.00",
+        "control  9.00 ██ 9.00",
+    ]
+
+
+def test_the_live_line_says_what_the_learner_waits_on() -> None:
+    progress = Progress(lesson="guess", phase="training", episodes_per_s=33.3, waits_on="collecting")
+    progress.steps.append(Step(version="0.4", mean_reward=0.75, mean_guesses=6.5))
+    line = "guess: training, version 0.4, reward 0.75, 6.5 guesses, 33 episodes/s, the learner waits on collecting"
+    assert show.sentence(progress) == line
+    assert show.live(progress).plain == line + "\n█"
+
+
+def test_lines_of_a_log_are_read_once_and_whole(tmp_path: Path) -> None:
+    file = tmp_path / "learner.log"
+    lines = Lines(file)
+    assert lines.read() == []
+    file.write_text('{"version": "0.1"}\nWarning: not JSON\n{broken\n{"version":')
+    assert lines.read() == [{"version": "0.1"}]
+    assert lines.read() == []
+    with file.open("a") as stream:
+        stream.write(' "0.2"}\n')
+    assert lines.read() == [{"version": "0.2"}]
+
+
+def test_an_example_that_is_not_installed_is_named() -> None:
+    with pytest.raises(SetupError, match=r"nothing\.py is not installed"):
+        example("nothing.py")

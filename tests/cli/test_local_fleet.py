@@ -1,0 +1,147 @@
+"""Children of the local fleet: real processes, small ones."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from headrace.errors import SetupError
+from headrace_orchestrator.fleets.local import Component, Event, LocalFleet, restart_delay_s
+
+SLEEPER = [sys.executable, "-S", "-c", "import time; print('up', flush=True); time.sleep(60)"]
+STUBBORN = [
+    sys.executable,
+    "-S",
+    "-c",
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)",
+]
+
+
+def eventually(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
+    """Poll real processes, with a bound."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.01)
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_a_child_that_dies_is_restarted_after_a_delay_that_doubles_up_to_a_bound(tmp_path: Path) -> None:
+    now = 0.0
+    events: list[Event] = []
+    with LocalFleet(tmp_path, on_event=events.append, clock=lambda: now) as fleet:
+        first = fleet.start(Component(name="sleeper", command=SLEEPER))
+        os.kill(first, signal.SIGKILL)
+        eventually(lambda: fleet.pid("sleeper") is None, "the child is dead")
+
+        fleet.poll()
+        assert fleet.pid("sleeper") is None
+        now = 0.49
+        fleet.poll()
+        assert fleet.pid("sleeper") is None
+        now = 0.5
+        fleet.poll()
+
+        second = fleet.pid("sleeper")
+        assert second not in (None, first)
+        assert [event.what for event in events] == ["started", "restarting", "started"]
+        assert events[1].detail == "ended by SIGKILL; starting again in 0.5 s"
+    assert [restart_delay_s(deaths) for deaths in (1, 2, 3, 6, 7, 100)] == [0.5, 1.0, 2.0, 16.0, 30.0, 30.0]
+
+
+def test_a_child_that_ran_long_starts_over_with_the_first_delay(tmp_path: Path) -> None:
+    now = 0.0
+    events: list[Event] = []
+    with LocalFleet(tmp_path, on_event=events.append, clock=lambda: now) as fleet:
+        for _ in range(2):
+            pid = fleet.start(Component(name="sleeper", command=SLEEPER)) if not events else fleet.pid("sleeper")
+            assert pid is not None
+            now += 31.0
+            os.kill(pid, signal.SIGKILL)
+            eventually(lambda: fleet.pid("sleeper") is None, "the child is dead")
+            fleet.poll()
+            now += 0.5
+            fleet.poll()
+    assert [event.detail for event in events if event.what == "restarting"] == [
+        "ended by SIGKILL; starting again in 0.5 s"
+    ] * 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
+def test_children_die_with_their_parent_however_it_dies_on_linux(tmp_path: Path) -> None:
+    program = f"""
+import sys, time
+from pathlib import Path
+from headrace_orchestrator.fleets.local import Component, LocalFleet
+fleet = LocalFleet(Path({str(tmp_path)!r}))
+print(fleet.start(Component(name="stubborn", command={STUBBORN!r})), flush=True)
+time.sleep(60)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with parent:
+        child = int(parent.stdout.readline())
+        log = tmp_path / "stubborn.log"
+        eventually(lambda: log.exists() and "up" in log.read_text(), "the child is up")
+        parent.send_signal(signal.SIGKILL)
+    eventually(lambda: gone(child), "the child died with its parent")
+
+
+def test_stopping_asks_first_and_kills_after_a_grace(tmp_path: Path) -> None:
+    events: list[Event] = []
+    with LocalFleet(tmp_path, on_event=events.append, grace_s=0.2) as fleet:
+        fleet.start(Component(name="polite", command=SLEEPER))
+        fleet.start(Component(name="stubborn", command=STUBBORN))
+        for name in ("polite", "stubborn"):
+            eventually(lambda name=name: "up" in fleet.log_file(name).read_text(), f"{name} is up")
+    ended = {event.component: event.detail for event in events if event.what == "ended"}
+    assert ended == {"polite": "ended by SIGTERM", "stubborn": "ended by SIGKILL"}
+
+
+def test_later_stages_stop_before_earlier_ones(tmp_path: Path) -> None:
+    events: list[Event] = []
+    with LocalFleet(tmp_path, on_event=events.append) as fleet:
+        for stage, name in enumerate(["orchestrator", "policy", "worker"]):
+            fleet.start(Component(name=name, command=SLEEPER, stage=stage))
+    assert [event.component for event in events if event.what == "ended"] == ["worker", "policy", "orchestrator"]
+
+
+def test_a_component_that_cannot_start_is_an_error_with_the_end_of_its_log(tmp_path: Path) -> None:
+    command = [sys.executable, "-S", "-c", "raise SystemExit('the port is in use')"]
+    with LocalFleet(tmp_path) as fleet:
+        fleet.start(Component(name="orchestrator", command=command))
+        eventually(lambda: fleet.pid("orchestrator") is None, "it ended")
+        with pytest.raises(SetupError, match=r"exit code 1(?s:.*)the port is in use") as caught:
+            fleet.require("orchestrator")
+    assert "orchestrator.log" in caught.value.hint
+
+
+def test_each_childs_output_goes_to_a_file_of_its_own(tmp_path: Path) -> None:
+    with LocalFleet(tmp_path) as fleet:
+        for name in ("one", "two"):
+            command = [sys.executable, "-S", "-c", f"import sys; print({name!r}); print('oh', file=sys.stderr)"]
+            fleet.start(Component(name=name, command=command, restart=False))
+        for name in ("one", "two"):
+            eventually(lambda name=name: fleet.exit_code(name) == 0, f"{name} ended")
+            assert sorted(fleet.tail(name).split()) == sorted([name, "oh"])
+
+
+def test_the_tail_of_a_log_shows_this_start_and_none_before(tmp_path: Path) -> None:
+    (tmp_path / "one.log").write_text("an error of yesterday\n")
+    with LocalFleet(tmp_path) as fleet:
+        fleet.start(Component(name="one", command=[sys.executable, "-S", "-c", "print('new')"], restart=False))
+        eventually(lambda: fleet.exit_code("one") == 0, "it ended")
+        assert fleet.tail("one") == "new"

@@ -1,0 +1,118 @@
+"""What a person at a terminal sees: tables that fit, Ctrl-C as an ordinary end, transcripts that name everyone."""
+
+from __future__ import annotations
+
+import io
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from headrace import wire
+from headrace.client import Client
+from headrace.errors import UnknownRun
+from headrace.trajectory import Message
+from headrace_orchestrator.cli import runs, top, trajectories
+from headrace_orchestrator.cli.output import fitting, rich_table
+from tests import builders
+from tests.cli.conftest import Headrace, run_status, service_status
+from tests.client.stub import Stub, good, problem
+
+
+def drawn(columns: tuple[str, ...], rows: list[list[str]], width: int) -> str:
+    terminal = Console(file=io.StringIO(), width=width, force_terminal=False)
+    terminal.print(rich_table(columns, rows))
+    assert isinstance(terminal.file, io.StringIO)
+    return terminal.file.getvalue()
+
+
+def test_an_id_is_never_broken_over_lines() -> None:
+    name = builders.make_id(1)
+    assert name in drawn(("id", "environment", "stop"), [[name, "game:GuessTheNumber-v0-hard", "terminated"]], 60)
+
+
+def test_a_narrow_terminal_does_without_spare_columns() -> None:
+    columns, rows = ("id", "tokens", "status"), [["abc", "12", "finished"]]
+    assert fitting(columns, rows, ("tokens", "status"), 40) == (columns, rows)
+    assert fitting(columns, rows, ("tokens", "status"), 14) == (["id", "status"], [["abc", "finished"]])
+    assert fitting(columns, rows, ("tokens", "status"), 4) == (["id"], [["abc"]])
+
+
+def test_an_error_says_each_thing_once(headrace: Headrace, stub: Stub) -> None:
+    stub.on("GET /v1/runs/gues/trajectories", problem(UnknownRun("There is no run named 'gues'.", hint="Look.")))
+    failed = headrace("trajectories", "list", "gues")
+    assert failed.stderr == "Error: There is no run named 'gues'.\nLook.\n"
+
+
+# close
+
+
+def test_close_ends_a_run_and_says_so(headrace: Headrace, stub: Stub) -> None:
+    stub.on("POST /v1/runs/guess/close", good(run_status(state="closed")))
+    stub.on("GET /v1/runs/guess", good(run_status(state="closed")))
+    closed = headrace("close", "guess")
+    assert (closed.exit_code, closed.stdout, closed.stderr) == (0, "", "The run guess is closed.\n")
+    assert msgspec.json.decode(headrace("close", "guess", "--json").stdout)["state"] == "closed"
+    assert len(stub.asked("POST /v1/runs/guess/close")) == 2
+
+
+# runs and top
+
+
+def failing() -> wire.RunStatus:
+    reason = wire.Reason(code="policy-failing", message="The policy is failing: 9 of the last 10 attempts.")
+    return run_status(reasons=[reason])
+
+
+def test_what_keeps_failing_is_said_also_while_the_learner_trains(headrace: Headrace, stub: Stub) -> None:
+    stub.on("GET /v1/runs", good([failing()]))
+    assert "guess: The policy is failing: 9 of the last 10 attempts." in headrace("runs").stderr
+    assert "9 of the last 10" in top.verdict(failing())
+
+
+def test_a_worker_not_heard_of_for_half_a_minute_is_silent() -> None:
+    (worker,) = service_status().workers
+    assert top.worker_row(worker)[-1] == "ok"
+    assert top.worker_row(msgspec.structs.replace(worker, seen_s=31.0))[-1] == "silent"
+
+
+def test_a_learner_that_holds_no_batch_is_silent_once_a_batch_lease_has_passed_without_a_word() -> None:
+    spec = {"name": "guess", "batch_lease_s": 60.0}
+    assert runs.doing(run_status(learner_doing_s=299.0)) == "training"
+    assert runs.doing(run_status(learner_doing_s=301.0)) == "silent"
+    assert runs.doing(run_status(learner_doing_s=61.0, spec=spec)) == "silent"
+    assert runs.doing(run_status(learner_doing_s=301.0, batches_open=1)) == "training"
+    assert runs.doing(run_status(learner_doing_s=301.0, learner_waiting=True)) == "waiting"
+
+
+def test_ctrl_c_is_an_ordinary_end_of_watching(headrace: Headrace, stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(client: Client) -> list[wire.RunStatus]:
+        raise KeyboardInterrupt
+
+    stub.on("POST /v1/runs", good(run_status(), status=201))
+    stub.on("GET /v1/runs/guess", good(run_status()))
+    monkeypatch.setattr(Client, "runs", interrupted)
+    watched = headrace("run", "--name", "guess", "--watch")
+    assert watched.exit_code == 0
+    assert "Aborted" not in watched.output
+    assert watched.stdout.splitlines()[1].startswith("guess\t")
+
+
+# transcripts
+
+
+def test_a_transcript_of_several_agents_names_whom_a_message_addresses() -> None:
+    messages = [
+        Message(role="user", content="Your move.", agent="player"),
+        Message(role="assistant", content="", agent="player", turn=0),
+    ]
+    several = builders.make_multi_agent(messages=messages)
+    assert "[bold]user to player[/]" in list(trajectories.transcript(several, 1.0, None))
+    alone = builders.make_trajectory(messages=messages)
+    assert "[bold]user[/]" in list(trajectories.transcript(alone, 1.0, None))
+
+
+def test_an_empty_action_is_shown_as_nothing() -> None:
+    messages = [Message(role="assistant", content="", turn=0)]
+    lines = list(trajectories.transcript(builders.make_trajectory(messages=messages), 1.0, None))
+    assert "[dim](nothing)[/]" in lines

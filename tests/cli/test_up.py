@@ -1,0 +1,67 @@
+"""``headrace up`` and the demo's stage with real processes: they come, and they all go."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+
+from headrace.client import Client
+from headrace_orchestrator.cli.demo.stage import staged
+
+UP = [sys.executable, "-m", "headrace_orchestrator.cli", "up", "--workers", "1", "--slots", "2", "--port", "0"]
+
+
+def test_up_prints_one_line_for_each_component_and_a_signal_stops_all_in_order(data_dir: Path) -> None:
+    command = [*UP, "--data", str(data_dir), "--policy-endpoint", "http://127.0.0.1:9", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            said = [json.loads(process.stdout.readline()) for _ in range(3)]
+            with Client(said[2]["url"]) as client:
+                assert client.runs() == []
+        finally:
+            process.send_signal(signal.SIGTERM)
+        ended = [json.loads(line) for line in process.stdout]
+    assert process.returncode == 0
+    assert [line["component"] for line in said[:2]] == ["orchestrator", "worker-0"]
+    assert [(line["component"], line["what"]) for line in ended] == [("worker-0", "ended"), ("orchestrator", "ended")]
+
+
+def test_the_tiny_policy_may_have_another_port(data_dir: Path) -> None:
+    command = [*UP, "--data", str(data_dir), "--tiny-policy", "--tiny-policy-port", "0", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            said = [json.loads(process.stdout.readline()) for _ in range(4)]
+            with urlopen(said[3]["policy_endpoint"] + "/weight_info", timeout=10) as answer:
+                assert json.load(answer) == {"weight_version": "0.0"}
+        finally:
+            process.send_signal(signal.SIGTERM)
+        process.stdout.read()
+    assert process.returncode == 0
+    assert [line.get("component") for line in said] == ["orchestrator", "tiny-policy", "worker-0", None]
+
+
+def test_everything_ends_with_the_stage_however_it_ends(tmp_path: Path) -> None:
+    """The fixture that looks for what a test left behind is the judge."""
+
+    def fail() -> None:
+        with staged(tmp_path, time.sleep) as stage:
+            stage.start_policy("policy")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert {file.name for file in (tmp_path / "logs").iterdir()} == {
+        "orchestrator.log",
+        "policy.log",
+        "worker-0.log",
+        "worker-1.log",
+    }
