@@ -1,0 +1,43 @@
+"""What the tests need beyond Python packages, and what a complete run must have run.
+
+* A test that needs a part says so with ``@pytest.mark.component(name)``; the name is a key of ``PARTS``.
+* Where the part is missing the test is skipped with the reason and the command that installs it; with CI=true it fails.
+* ``LEAST_TESTS`` names, by folder of ``tests/`` and by part, how many tests a complete run with CI=true must have run.
+  A folder that is lost, or a part whose tests vanish, fails the run.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import NamedTuple
+
+
+class Part(NamedTuple):
+    """``present()`` says whether it can be used here; ``install`` is the command that a person would type."""
+
+    present: Callable[[], bool]
+    install: str
+
+
+PARTS: dict[str, Part] = {
+    "chromium": Part(lambda: shutil.which("chromium") is not None, "make parts"),
+    "reasoning-gym": Part(lambda: find_spec("reasoning_gym") is not None, "make parts && make setup"),
+}
+
+LEAST_TESTS: dict[str, int] = {
+    "chromium": 2,
+    "cli": 50,
+    "client": 90,
+    "e2e": 9,
+    "environments": 120,
+    "orchestrator": 150,
+    "project": 100,
+    "reasoning-gym": 10,
+    "scheduler": 145,
+    "sdk": 350,
+    "tiny_policy": 120,
+    "workers": 170,
+}
+"""A little below what there is, so that a test can be removed without ceremony and a folder cannot."""

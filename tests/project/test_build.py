@@ -1,0 +1,139 @@
+"""How the project is set up, locked and packed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from scripts.check_tree import ROOT
+
+LOCKS = sorted((ROOT / "requirements").glob("*.txt"))
+EXTRAS = (
+    "aiohttp",
+    "google_crc32c",
+    "starlette",
+    "uvicorn",
+    "uvloop",
+    "click",
+    "rich",
+    "structlog",
+    "prometheus_client",
+)
+
+
+def _run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+def test_make_help_lists_every_target() -> None:
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    phony = re.search(r"^\.PHONY: (.*)$", text, re.MULTILINE)
+    assert phony is not None
+    listed = _run("make", "--no-print-directory", "help")
+    assert re.findall(r"^  make (\w+)", listed.stdout, re.MULTILINE) == phony.group(1).split()
+
+
+@pytest.mark.parametrize("lock", LOCKS, ids=lambda path: path.name)
+def test_a_lock_pins_and_hashes_every_package_and_holds_no_address(lock: Path) -> None:
+    text = lock.read_text(encoding="utf-8")
+    entries = re.split(r"^(?=\S)", text.replace("\\\n", ""), flags=re.MULTILINE)
+    entries = [entry for entry in entries if entry.strip()]
+    assert entries
+    for entry in entries:
+        assert re.match(r"[a-z0-9][a-z0-9.\-]*==[^\s=]+", entry), entry.split()[0]
+        assert "--hash=sha256:" in entry, entry.split()[0]
+    assert not re.search(r"://|^-|@ ", text, re.MULTILINE)
+
+
+def test_the_locks_agree_on_every_version() -> None:
+    everything = _pins(ROOT / "requirements" / "all.txt")
+    assert len(LOCKS) == 4
+    for lock in LOCKS:
+        pins = _pins(lock)
+        shared = pins.keys() & everything.keys()
+        assert shared
+        assert {name: pins[name] for name in shared} == {name: everything[name] for name in shared}, lock.name
+
+
+def test_the_locks_name_every_package_that_the_project_asks_for() -> None:
+    asked = _run(sys.executable, "-c", "import importlib.metadata as m; print(*m.requires('headrace'), sep='\\n')")
+    names = {re.split(r"[\[><=; ]", line)[0].lower() for line in asked.stdout.split("\n") if line} - {"headrace"}
+    assert names
+    assert names <= _pins(ROOT / "requirements" / "all.txt").keys()
+
+
+def test_set_up_that_is_up_to_date_does_nothing(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "setup.sh").write_text((ROOT / "scripts" / "setup.sh").read_text(encoding="utf-8"))
+    (tmp_path / "requirements").mkdir()
+    (tmp_path / "requirements" / "dev.txt").write_text("")
+    (tmp_path / "pyproject.toml").write_text("")
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "python").symlink_to(sys.executable)
+    sums = subprocess.run(
+        "pwd; cksum requirements/*.txt pyproject.toml",
+        shell=True,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    (tmp_path / ".venv" / ".headrace-setup").write_text(sums.stdout)
+    done = subprocess.run(["sh", "scripts/setup.sh"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_set_up_without_a_fitting_python_says_so_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "setup.sh").write_text((ROOT / "scripts" / "setup.sh").read_text(encoding="utf-8"))
+    done = subprocess.run(
+        ["sh", "scripts/setup.sh"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHON": "/nonexistent/python"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr == "setup: PYTHON=/nonexistent/python is no Python 3.11 to 3.14.\n"
+
+
+def test_the_wheel_holds_code_types_templates_and_examples_and_nothing_else(tmp_path: Path) -> None:
+    built = _run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path))
+    assert built.returncode == 0, built.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    packages = {name.split("/")[0] for name in names if not re.match(r"headrace-[^/]*\.dist-info/", name)}
+    assert packages == {"headrace", "headrace_workers", "headrace_orchestrator"}
+    assert {f"headrace_orchestrator/_examples/{name}" for name in ("learner.py", "guess_the_number.json")} <= set(names)
+    assert any(re.fullmatch(r"headrace_orchestrator/console/.*\.html", name) for name in names)
+    assert any(name.endswith("dist-info/licenses/LICENSE") for name in names)
+    assert not [name for name in names if re.search(r"tests?/|__pycache__|\.pyc$", name)]
+
+
+@pytest.mark.parametrize("package", ["headrace", "headrace.client"])
+def test_the_contract_imports_without_any_extra(package: str) -> None:
+    blocked = f"import sys\nfor name in {EXTRAS!r}: sys.modules[name] = None\nimport {package}\n"
+    done = _run(sys.executable, "-c", blocked)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_command_line_answers_with_its_commands() -> None:
+    done = _run(str(Path(sys.executable).with_name("headrace")), "--help")
+    assert done.returncode == 0, done.stderr
+    assert {"up", "demo", "run"} <= set(re.findall(r"^  (\w+)", done.stdout, re.MULTILINE))
+
+
+def _pins(lock: Path) -> dict[str, set[str]]:
+    pins: dict[str, set[str]] = {}
+    for name, version in re.findall(r"^([a-z0-9][a-z0-9.\-]*)==(\S+)", lock.read_text(encoding="utf-8"), re.MULTILINE):
+        pins.setdefault(name, set()).add(version)
+    return pins
