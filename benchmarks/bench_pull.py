@@ -1,0 +1,157 @@
+"""Pull of 256 trajectories of 37 KB through the client, against a raw TCP transfer of the same bytes.
+
+The raw transfer comes from another process too and is read into one buffer that is there already. In turns, medians.
+
+    python -m benchmarks.bench_pull
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from urllib.request import ProxyHandler, Request, build_opener
+
+import msgspec
+import numpy as np
+
+from benchmarks.service import Service, service
+from benchmarks.table import Row, report
+from headrace import Client, Version, wire
+from headrace.codec import encode
+from headrace.ids import new_id
+from headrace.trajectory import (
+    PolicyRef,
+    Provenance,
+    Sampling,
+    Segment,
+    Timing,
+    Tokenizer,
+    Trajectory,
+    Turn,
+    VersionRun,
+)
+
+TRAJECTORIES, TOKENS, ROUNDS = 256, 4096, 21
+
+_SERVER = """
+import socket, sys
+size = int(sys.argv[1])
+content = memoryview(bytes(size))
+with socket.create_server(("127.0.0.1", 0)) as listener:
+    print(listener.getsockname()[1], flush=True)
+    connection, _ = listener.accept()
+    with connection:
+        while connection.recv(1):
+            connection.sendall(content)
+"""
+
+
+def main() -> None:
+    with service() as running:
+        running.start_orchestrator()
+        with Client(running.url, keepalive=False) as client:
+            client.create_run({"name": "pull", "environments": [{"id": "bench:Null"}], "batch_size": TRAJECTORIES})
+            fill(running)
+            pulls, raws, size = measure(client)
+    print(f"body: {size / 1e6:.2f} MB; {TRAJECTORIES} trajectories of {size / TRAJECTORIES / 1e3:.1f} kB")
+    ours, theirs = statistics.median(pulls) * 1e3, statistics.median(raws) * 1e3
+    report("pull", [Row("pull of 256 trajectories of 37 KB", ours, "ms", "raw TCP transfer", theirs, 1.5, "lower")])
+
+
+def measure(client: Client) -> tuple[list[float], list[float], int]:
+    """Seconds of each pull and of each raw transfer, in turns, and the size of the body in bytes."""
+    pulls, raws = [], []
+    batch = client.pull("pull", timeout_s=30)
+    size = len(batch.records)  # the head before them adds less than one percent
+    with subprocess.Popen([sys.executable, "-c", _SERVER, str(size)], stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        buffer = memoryview(bytearray(size))
+        with socket.create_connection(("127.0.0.1", int(server.stdout.readline()))) as connection:
+            for _ in range(ROUNDS):
+                client.nack(batch, "measured")
+                begun = time.perf_counter()
+                batch = client.pull("pull", timeout_s=30)
+                pulls.append(time.perf_counter() - begun)
+                begun = time.perf_counter()
+                connection.sendall(b"?")
+                read_into(connection, buffer)
+                raws.append(time.perf_counter() - begun)
+    return pulls, raws, size
+
+
+def read_into(connection: socket.socket, buffer: memoryview) -> None:
+    done = 0
+    while done < len(buffer):
+        done += connection.recv_into(buffer[done:])
+
+
+def fill(running: Service) -> None:
+    """Play the worker: lease all, and submit a long trajectory for each."""
+    request = wire.LeaseRequest(worker="bench", slots=TRAJECTORIES, free=TRAJECTORIES, wait_s=5)
+    reply = msgspec.json.decode(
+        post(f"{running.url}/v1/worker/lease", msgspec.json.encode(request)), type=wire.LeaseReply
+    )
+    assert len(reply.attempts) == TRAJECTORIES, len(reply.attempts)
+    records = [encode(long_trajectory(attempt, number)) for number, attempt in enumerate(reply.attempts)]
+    heads = [
+        wire.Submission(episode=item.episode, attempt=item.attempt, nonce=item.nonce, size_bytes=len(record))
+        for item, record in zip(reply.attempts, records, strict=True)
+    ]
+    text = msgspec.json.encode(heads)
+    body = len(text).to_bytes(4, "little") + text
+    body += bytes(-len(body) % 64) + b"".join(records)
+    answer = json.loads(post(f"{running.url}/v1/worker/submit?worker=bench", body, wire.RECORDS_MEDIA_TYPE))
+    assert all(item["verdict"] == "accepted" for item in answer["results"]), answer["results"][0]
+
+
+def long_trajectory(item: wire.Assignment, number: int) -> Trajectory:
+    """8 turns of 256 sampled tokens, 4,096 tokens in all."""
+    generator = np.random.default_rng(number)
+    sampled = np.tile(np.repeat(np.array([0, 1], np.uint8), 256), 8)
+    logprobs = np.where(sampled == 1, -generator.random(TOKENS), 0).astype(np.float32)
+    turns = [
+        Turn(index=k, start=512 * k + 256, end=512 * k + 512, reward=float(k == 7), terminated=k == 7) for k in range(8)
+    ]
+    segment = Segment(
+        agent="agent",
+        policy=PolicyRef(base="policy"),
+        sampling=Sampling(),
+        train=True,
+        token_ids=generator.integers(0, 32_000, TOKENS).astype(np.int32),
+        sampled=sampled,
+        logprobs=logprobs,
+        versions=[VersionRun(TOKENS, *Version(0, 0))],
+        turns=turns,
+    )
+    return Trajectory(
+        id=new_id(),
+        run=item.run,
+        group=item.group,
+        member=item.member,
+        episode=item.episode,
+        attempt=item.attempt,
+        task=item.task,
+        status="finished",
+        stop_reason="terminated",
+        failure=None,
+        segments=[segment],
+        messages=[],
+        tokenizer=Tokenizer(name="bench", fingerprint="bench", vocab_size=32_000),
+        assets=[],
+        timing=Timing(),
+        provenance=Provenance(worker="bench"),
+    )
+
+
+def post(url: str, body: bytes, media_type: str = "application/json") -> bytes:
+    request = Request(url, body, {"Content-Type": media_type})
+    with build_opener(ProxyHandler({})).open(request, timeout=30) as answer:
+        return bytes(answer.read())
+
+
+if __name__ == "__main__":
+    main()

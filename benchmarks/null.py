@@ -1,0 +1,59 @@
+"""Environments and a policy that do nothing, so that only Headrace's own cost is left.
+
+Imported by the worker (``headrace worker --import benchmarks.null``).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import headrace
+from headrace_workers.policies.base import Sample, SampleRequest, one_version
+from headrace_workers.rendering.bytes_renderer import END
+
+
+class Null:
+    """One turn, reward 1."""
+
+    blocking = False
+
+    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        return "?", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return "", 1.0, True, False, {}
+
+
+class Paced:
+    """``turns`` turns that block their thread for ``turn_s`` seconds each, as a simulator would."""
+
+    def __init__(self, turn_s: float, turns: int) -> None:
+        self.turn_s, self.turns, self.done = turn_s, turns, 0
+
+    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        self.done = 0
+        return "?", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        time.sleep(self.turn_s)
+        self.done += 1
+        return "?", 0.0, self.done >= self.turns, False, {}
+
+
+class NullPolicy:
+    """Ends every turn at once, with probability one."""
+
+    def sample(self, request: SampleRequest) -> Sample:
+        return Sample(
+            token_ids=[END], logprobs=[0.0], finish_reason="stop", versions=one_version(1, headrace.Version(0, 0))
+        )
+
+
+def policy() -> NullPolicy:
+    """For ``--policy benchmarks.null:policy``."""
+    return NullPolicy()
+
+
+headrace.register("bench:Null", Null)
+headrace.register("bench:Paced", Paced)

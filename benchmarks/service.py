@@ -1,0 +1,155 @@
+"""A real service for a benchmark: orchestrator, worker and policy as processes of their own."""
+
+from __future__ import annotations
+
+import os
+import pstats
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from headrace import Client
+from headrace.errors import HeadraceError
+
+ROOT = Path(__file__).parents[1]
+
+START_S = 60.0
+"""A process must answer within this time."""
+
+
+class Service:
+    """Processes of one measurement. With ``profile`` each runs under cProfile, which about halves its speed."""
+
+    def __init__(self, folder: Path, *, profile: bool = False) -> None:
+        self.folder, self._profile = folder, profile
+        self._children: list[tuple[str, subprocess.Popen[bytes]]] = []
+        self.workers = 0
+        self.port, self.policy_port = _free_port(), _free_port()
+        self.url, self.policy_url = f"http://127.0.0.1:{self.port}", f"http://127.0.0.1:{self.policy_port}"
+
+    def start_orchestrator(self) -> None:
+        data = str(self.folder / "data")
+        self._start(
+            "orchestrator",
+            *("headrace_orchestrator.cli", "orchestrator", "--data", data),
+            *("--port", str(self.port), "--log-level", "warning"),
+        )
+        with Client(self.url, keepalive=False, retry_for_s=START_S) as client:
+            client.status()
+
+    def start_worker(self, *arguments: str, slots: int, name: str = "worker") -> None:
+        self.workers += 1
+        self._start(
+            name,
+            *("headrace_workers", "--orchestrator", self.url, "--name", name, "--import", "benchmarks.null"),
+            *("--slots", str(slots), "--log-level", "warning", *arguments),
+        )
+
+    def start_tiny_policy(self) -> None:
+        self._start("policy", "headrace_workers.tiny_policy", "--port", str(self.policy_port))
+        wait_for("the tiny policy", lambda: _accepts(self.policy_port))
+
+    def cpu_s(self) -> dict[str, float]:
+        """CPU seconds that each process has used so far: steadier than wall time on a busy machine."""
+        return {name: _cpu_s(child.pid) for name, child in self._children}
+
+    def stop(self) -> None:
+        """Stop all, workers first; print profiles if they were taken."""
+        for _, child in reversed(self._children):
+            child.send_signal(signal.SIGTERM)
+            try:
+                child.wait(40)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+        if self._profile:
+            for name, _ in self._children:
+                _print_profile(name, self.folder / f"{name}.prof")
+
+    def _start(self, name: str, *module: str) -> None:
+        profile = ("-m", "cProfile", "-o", str(self.folder / f"{name}.prof")) if self._profile else ()
+        with (self.folder / f"{name}.log").open("ab") as log:
+            child = subprocess.Popen(
+                [sys.executable, *profile, "-m", *module],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+            )
+        self._children.append((name, child))
+
+
+@contextmanager
+def service(*, profile: bool = False) -> Iterator[Service]:
+    """A service in a temporary folder; everything is stopped and removed at the end."""
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
+        made = Service(Path(folder), profile=profile)
+        try:
+            yield made
+        except BaseException:
+            for log in sorted(Path(folder).glob("*.log")):
+                sys.stderr.write(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}\n")
+            raise
+        finally:
+            made.stop()
+
+
+def stored(client: Client, run: str) -> int:
+    """Terminal records of a run so far."""
+    return sum(client.run(run).episodes.values())
+
+
+def rate(count: Callable[[], int], *, first: int, last: int, timeout_s: float = 120.0) -> float:
+    """Things per second between the moments when ``first`` and at least ``last`` were counted."""
+    begun = at = 0.0
+    low = 0
+    deadline = time.perf_counter() + timeout_s
+    while True:
+        now, seen = time.perf_counter(), count()
+        if not begun and seen >= first:
+            begun, low = now, seen
+        elif begun and seen >= last:
+            at = now
+            return (seen - low) / (at - begun)
+        if now > deadline:
+            raise HeadraceError(f"Only {seen} of {last} were done within {timeout_s:g} s.")
+        time.sleep(0.1)
+
+
+def wait_for(what: str, condition: Callable[[], Any], timeout_s: float = START_S) -> None:
+    """Poll until it holds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise HeadraceError(f"{what} did not come within {timeout_s:g} s.")
+        time.sleep(0.05)
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _accepts(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _print_profile(name: str, file: Path) -> None:
+    if file.exists():
+        print(f"\n== where the time goes: {name}")
+        pstats.Stats(str(file)).strip_dirs().sort_stats("tottime").print_stats(25)

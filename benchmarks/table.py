@@ -1,0 +1,88 @@
+"""The table that every benchmark prints and saves.
+
+* A row compares our figure with another one of the same run; the ratio is what counts, not either figure alone.
+* ``reach`` is the ratio to reach; ``ok`` says whether it was reached. Nothing fails on it.
+* The same rows go to ``build/bench/NAME.json`` with machine and date.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+
+RESULTS = Path("build/bench")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison. ``better`` says which way the ratio ``ours / theirs`` should go."""
+
+    work: str
+    ours: float
+    unit: str
+    against: str
+    theirs: float
+    reach: float
+    better: Literal["higher", "lower"]
+
+    @property
+    def ratio(self) -> float:
+        return self.ours / self.theirs
+
+    @property
+    def ok(self) -> bool:
+        return self.ratio >= self.reach if self.better == "higher" else self.ratio <= self.reach
+
+
+def machine() -> dict[str, str | int]:
+    """What the figures were taken on."""
+    return {
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "load_1min": round(os.getloadavg()[0], 1),
+    }
+
+
+def report(name: str, rows: list[Row]) -> None:
+    """Print the rows as a table and save them as ``build/bench/NAME.json``."""
+    here, date = machine(), datetime.now(UTC).isoformat(timespec="seconds")
+    facts = ", ".join(f"{key} {value}" for key, value in here.items())
+    table = Table(title=f"{name} · {date}", caption=facts, title_justify="left", caption_justify="left")
+    for column in ("work", "ours", "unit", "against", "theirs", "ratio", "reach", "ok"):
+        table.add_column(column, justify="right" if column in ("ours", "theirs", "ratio", "reach") else "left")
+    for row in rows:
+        bound = ("≥ " if row.better == "higher" else "≤ ") + f"{row.reach:g}"
+        table.add_row(
+            row.work,
+            f"{row.ours:,.4g}" if row.ours < 1000 else f"{row.ours:,.0f}",
+            row.unit,
+            row.against,
+            f"{row.theirs:,.4g}" if row.theirs < 1000 else f"{row.theirs:,.0f}",
+            f"{row.ratio:.3g}",
+            bound,
+            "yes" if row.ok else "NO",
+        )
+    Console(width=160).print(table)
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    saved = [{**asdict(row), "ratio": row.ratio, "ok": row.ok} for row in rows]
+    text = json.dumps({"name": name, "date": date, "machine": here, "rows": saved}, indent=2)
+    (RESULTS / f"{name}.json").write_text(text + "\n")
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or "unknown"
