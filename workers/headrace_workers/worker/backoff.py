@@ -32,9 +32,9 @@ class Backoff:
         self._random_share = random_share
         self._next_s = FIRST_S
 
-    async def pause(self, error: HeadraceError) -> None:
-        """Wait before the next try, between a half and the whole of the pause that is due."""
-        pause_s = self._next_s * (0.5 + 0.5 * self._random_share())
+    async def pause(self, error: HeadraceError, *, longest_s: float = LAST_S) -> None:
+        """Wait before the next try, between a half and the whole of the pause that is due, or of ``longest_s``."""
+        pause_s = min(self._next_s, longest_s) * (0.5 + 0.5 * self._random_share())
         self._next_s = min(LAST_S, self._next_s * 2)
         logger().warning("trying again", error=str(error), pause_s=round(pause_s, 3))
         await self._sleep(pause_s)

@@ -198,7 +198,8 @@ class Worker:
                 reply = await self._connections.work.lease(request, answer_s=self._answer_s())
             except HeadraceError as error:
                 tell_holding = True
-                await backoff.pause(error)
+                # What a lost answer granted runs out unless it is asked for again within its term.
+                await backoff.pause(error, longest_s=self._shortest_term_s / LEASES_A_TERM)
                 continue
             tell_holding = False
             backoff.reset()
