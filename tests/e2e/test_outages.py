@@ -27,7 +27,7 @@ def test_an_outage_of_three_lease_terms_reruns_nothing(service: Service) -> None
         client.create_run(spec)
         wait_for("episodes are stored and others are out", lambda: 0 < stored(client) < TASKS - 20)
         service.orchestrator.kill()
-        time.sleep(3 * TERM_S)
+        time.sleep(3 * TERM_S)  # the outage itself: real processes have real lease terms
         service.restart()
         wait_for("all episodes are stored", lambda: stored(client) == TASKS)
         records = list(client.trajectories("outage"))

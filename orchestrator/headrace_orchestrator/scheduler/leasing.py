@@ -198,18 +198,6 @@ def _head(queue: deque[Episode], count: int) -> list[Episode]:
 def _assignment(run: Run, episode: Episode) -> wire.Assignment:
     group = episode.group
     evaluation = group.evaluation
-    if evaluation is None:
-        return wire.Assignment(
-            run=run.name,
-            group=group.id,
-            member=episode.member,
-            episode=episode.id,
-            attempt=episode.attempt,
-            nonce=episode.nonce,
-            task=group.task,
-            sampling_seed=episode.sampling_seed,
-            term_s=run.spec.attempt_lease_s,
-        )
     return wire.Assignment(
         run=run.name,
         group=group.id,
@@ -220,7 +208,7 @@ def _assignment(run: Run, episode: Episode) -> wire.Assignment:
         task=group.task,
         sampling_seed=episode.sampling_seed,
         term_s=run.spec.attempt_lease_s,
-        evaluation=evaluation.id,
-        pinned_version=str(evaluation.version),
-        temperature=evaluation.temperature,
+        evaluation=evaluation.id if evaluation is not None else "",
+        pinned_version=str(evaluation.version) if evaluation is not None else "",
+        temperature=evaluation.temperature if evaluation is not None else None,
     )
