@@ -2,10 +2,10 @@
 
 * Learners: ``Client`` or ``AsyncClient``, ``Batch``, ``headrace.layouts``, ``headrace.estimators``.
 * Environment authors: ``Environment``, ``Step``, ``register``, ``make``.
-* Everybody: ``Trajectory`` and its parts, ``RunSpec``, and the errors of ``headrace.errors``.
+* Everybody: ``Trajectory`` and its parts, ``RunSpec``, ``open`` for stored data, and the errors of ``headrace.errors``.
 
-It needs numpy, msgspec and pydantic only. ``AsyncClient`` asks for ``headrace[async]`` when it is used, reading a log
-file for ``headrace[offline]``.
+It needs numpy, msgspec and pydantic only. ``AsyncClient`` asks for ``headrace[async]`` when it is used, ``open`` for
+``headrace[offline]``.
 """
 
 from headrace.aio import AsyncClient
@@ -15,6 +15,7 @@ from headrace.environment import Environment, MultiAgentEnvironment, Observation
 from headrace.errors import EpisodeFailure, HeadraceError
 from headrace.manifest import Manifest
 from headrace.moments import Moments
+from headrace.offline import open
 from headrace.runspec import (
     AgentSpec,
     EnvironmentSpec,
@@ -60,6 +61,7 @@ __all__ = [
     "Turn",
     "Version",
     "make",
+    "open",
     "register",
     "registered",
     "validate",

@@ -1,0 +1,367 @@
+"""Reading a data directory without a service: ``headrace.open(path)``.
+
+* Only the log is read, and nothing is written, locked or kept open: a service that owns the directory never notices.
+* A live directory is read up to the append that was under way when the reading began.
+* A damaged record is named and passed over; a strict reader raises there.
+* Arrays are read-only views of the record as it was read, without a copy.
+* A file that the service deletes meanwhile is left out.
+
+What a live service has written and not yet synced may be seen here, though nobody was told yet that it is stored.
+Needs ``headrace[offline]``.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from headrace import logformat
+from headrace.batch import Batch, RowAdvantages, read_advantages, read_manifest
+from headrace.codec import TrajectoryHead, decode, decode_head
+from headrace.errors import CorruptRecord, HeadraceError, SetupError, UnknownBatch, UnknownTrajectory
+from headrace.logformat import Frame, FrameType
+from headrace.manifest import Manifest
+from headrace.trajectory import Status, Trajectory, Version
+
+OnProgress = Callable[[int, int], None]
+"""Called now and then with the bytes that were read, and how many there are."""
+
+BatchState = Literal["open", "acked", "dissolved"]
+
+
+def open(path: str | os.PathLike[str], *, strict: bool = False, on_progress: OnProgress | None = None) -> Reader:
+    """A reader of the data directory at ``path``, of a live service too.
+
+    ``strict``: damage raises CorruptRecord instead of being passed over. Raises SetupError if this is no data
+    directory, MissingExtra without ``headrace[offline]``.
+    """
+    logformat.crc32c(b"")
+    return Reader(Path(path), strict=strict, on_progress=on_progress)
+
+
+class Damaged(NamedTuple):
+    """A part of the log that cannot be used: so many bytes at an offset of a file, and what is wrong with them."""
+
+    file: str
+    offset: int
+    size_bytes: int
+    problem: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filter:
+    """Which trajectories are wanted; None: any.
+
+    ``low`` and ``high`` bound the versions: a trajectory fits if a row of it has one of ``low`` to ``high``, ends
+    included. ``evaluation``: the name of one; "" for training only.
+    """
+
+    run: str | None = None
+    environment: str | None = None
+    status: Status | None = None
+    evaluation: str | None = None
+    low: Version | None = None
+    high: Version | None = None
+
+    def fits(self, head: TrajectoryHead) -> bool:
+        """Whether the trajectory is wanted."""
+        for wanted, found in (
+            (self.run, head.run),
+            (self.environment, head.task.environment),
+            (self.status, head.status),
+            (self.evaluation, head.provenance.evaluation),
+        ):
+            if wanted is not None and wanted != found:
+                return False
+        return self._fits_versions(head)
+
+    def _fits_versions(self, head: TrajectoryHead) -> bool:
+        if self.low is None and self.high is None:
+            return True
+        found = head.version_range()
+        if found is None:
+            return False
+        lowest, highest = found
+        return (self.high is None or lowest <= self.high) and (self.low is None or highest >= self.low)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredRun:
+    """A run as the log has it. ``spec`` as it was given, None where the log does not have it any more; ``version`` is
+    the last one announced."""
+
+    name: str
+    spec: dict[str, Any] | None
+    closed: bool
+    version: Version
+    trajectories: int
+    batches: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredBatch:
+    """A frozen batch and what became of it. ``made`` is the version that its ack announced."""
+
+    manifest: Manifest
+    state: BatchState
+    made: Version | None
+    _reader: Reader = field(repr=False)
+    _head: bytes = field(repr=False)
+
+    @property
+    def id(self) -> str:
+        return self.manifest.batch
+
+    @property
+    def run(self) -> str:
+        return self.manifest.run
+
+    def advantages(self, trajectory: str) -> list[RowAdvantages]:
+        """What the batch says of the rows of one of its trajectories; nothing if that is not in it."""
+        return read_advantages(self._head, trajectory)
+
+    def load(self) -> Batch:
+        """The batch as a learner pulled it. Raises CorruptRecord if one of its records is lost."""
+        records = [self._reader.record(trajectory) for trajectory in self.manifest.trajectories]
+        return Batch.parse(b"".join([self._head, *records]))
+
+
+class Reader:
+    """Trajectories, batches and runs of a data directory, as they were when each was asked for.
+
+    ``damaged`` is all damage that was met so far, each part once.
+    """
+
+    def __init__(self, path: Path, *, strict: bool, on_progress: OnProgress | None) -> None:
+        self.path = path
+        self.damaged: list[Damaged] = []
+        self._strict = strict
+        self._on_progress = on_progress
+        if not (path / "log").is_dir():
+            raise SetupError(
+                f"{path} is no data directory: there is no folder named log in it.",
+                hint="Give the directory that the orchestrator was started with (--data).",
+            )
+
+    def trajectories(
+        self,
+        *,
+        run: str | None = None,
+        environment: str | None = None,
+        status: Status | None = None,
+        evaluation: str | None = None,
+        low: Version | None = None,
+        high: Version | None = None,
+    ) -> Iterator[Trajectory]:
+        """All stored trajectories that fit, in the order in which they were stored; see ``Filter``."""
+        return self.matching(
+            Filter(run=run, environment=environment, status=status, evaluation=evaluation, low=low, high=high)
+        )
+
+    def matching(self, wanted: Filter) -> Iterator[Trajectory]:
+        """All stored trajectories that fit, in the order in which they were stored."""
+        for file, frame in self._frames():
+            if frame.type is not FrameType.TRAJECTORY:
+                continue
+            try:
+                if wanted.fits(decode_head(frame.payload)):
+                    yield decode(frame.payload)
+            except HeadraceError as error:
+                self._pass_over(Damaged(file.name, frame.offset, frame.size, error.detail))
+
+    def trajectory(self, id: str) -> Trajectory:
+        """One trajectory. Raises UnknownTrajectory or CorruptRecord."""
+        return decode(self.record(id))
+
+    def record(self, id: str) -> bytes:
+        """The stored bytes of a trajectory. Raises UnknownTrajectory or CorruptRecord."""
+        number = self._catalog.trajectories.get(id)
+        if number is None:
+            raise UnknownTrajectory(
+                f"There is no readable trajectory {id} in {self.path}.", hint="`headrace fsck` lists what is damaged."
+            )
+        return self._payload(*self._catalog.places[3 * number : 3 * number + 3])
+
+    def batches(self, *, run: str | None = None, state: BatchState | None = None) -> Iterator[StoredBatch]:
+        """All batches, in the order in which they were frozen."""
+        for entry in self._catalog.batches.values():
+            if run in (None, entry.run) and state in (None, entry.state):
+                yield self._stored(entry)
+
+    def batch(self, id: str) -> StoredBatch:
+        """One batch. Raises UnknownBatch or CorruptRecord."""
+        entry = self._catalog.batches.get(id)
+        if entry is None:
+            raise UnknownBatch(
+                f"There is no readable batch {id} in {self.path}.", hint="`headrace fsck` lists what is damaged."
+            )
+        return self._stored(entry)
+
+    def runs(self) -> list[StoredRun]:
+        """All runs, in the order in which they were first met."""
+        return [entry.freeze(name) for name, entry in self._catalog.runs.items()]
+
+    def _stored(self, entry: _BatchEntry) -> StoredBatch:
+        head = self._payload(*entry.place)
+        return StoredBatch(manifest=read_manifest(head), state=entry.state, made=entry.made, _reader=self, _head=head)
+
+    @cached_property
+    def _catalog(self) -> _Catalog:
+        """What is where, and what became of it: one reading of the whole log."""
+        catalog = _Catalog()
+        for file, frame in self._frames():
+            try:
+                catalog.take(int(file.stem), frame)
+            except (HeadraceError, msgspec.MsgspecError, ValueError) as error:
+                self._pass_over(Damaged(file.name, frame.offset, frame.size, str(error)))
+        return catalog
+
+    # The log --------------------------------------------------------------------------------------------------
+
+    def _frames(self) -> Iterator[tuple[Path, Frame]]:
+        """Every intact frame of the log, file by file."""
+        files = list(self._files())
+        total, done = sum(size for _, size in files), 0
+        for file, size in files:
+            for item in self._scan(file, last=file == files[-1][0]):
+                if self._on_progress is not None:
+                    self._on_progress(min(done + item.offset, total), total)
+                yield file, item
+            done += size
+        if self._on_progress is not None:
+            self._on_progress(total, total)
+
+    def _files(self) -> Iterator[tuple[Path, int]]:
+        for file in sorted((self.path / "log").glob("*.log")):
+            with suppress(FileNotFoundError):
+                yield file, file.stat().st_size
+
+    def _scan(self, file: Path, *, last: bool) -> Iterator[Frame]:
+        # A file that is gone was deleted whole since it was listed: what it held is not stored any more.
+        with suppress(FileNotFoundError), file.open("rb") as stream:
+            for item in logformat.scan(stream):
+                if isinstance(item, Frame):
+                    yield item
+                elif not (item.torn and last):
+                    self._pass_over(Damaged(file.name, item.offset, item.size, item.problem))
+
+    def _payload(self, number: int, offset: int, length: int) -> bytes:
+        file = self.path / "log" / f"{number:08d}.log"
+        try:
+            descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise CorruptRecord(
+                f"The file {file.name} was deleted since it was listed.",
+                hint="Open the directory again to read what it holds now.",
+                file=file.name,
+                offset=offset,
+            ) from error
+        try:
+            return logformat.read_payload(descriptor, offset, length, name=file.name)
+        finally:
+            os.close(descriptor)
+
+    def _pass_over(self, damage: Damaged) -> None:
+        if damage not in self.damaged:
+            self.damaged.append(damage)
+        if self._strict:
+            raise CorruptRecord(
+                f"The record at offset {damage.offset} of {damage.file} is damaged: {damage.problem}.",
+                hint="Read without strict to pass it over; `headrace fsck` lists all damage.",
+                file=damage.file,
+                offset=damage.offset,
+            )
+
+
+class _Fact(msgspec.Struct, frozen=True):
+    """The part of a control record that is read here; ``type`` names its kind."""
+
+    type: str
+    run: str = ""
+    batch: str = ""
+    spec: dict[str, Any] | None = None
+    version: Any = None
+
+
+_facts = msgspec.msgpack.Decoder(list[_Fact])
+
+
+@dataclass
+class _RunEntry:
+    spec: dict[str, Any] | None = None
+    closed: bool = False
+    version: Version = Version(0, 0)  # noqa: RUF009 - a NamedTuple is immutable
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def freeze(self, name: str) -> StoredRun:
+        return StoredRun(
+            name=name,
+            spec=self.spec,
+            closed=self.closed,
+            version=self.version,
+            trajectories=self.counts["trajectories"],
+            batches=self.counts["batches"],
+        )
+
+
+@dataclass
+class _BatchEntry:
+    run: str
+    place: tuple[int, int, int]
+    state: BatchState = "open"
+    made: Version | None = None
+
+
+class _Catalog:
+    """Where everything is: number of the file, offset, length of the payload. A trajectory takes about 200 bytes."""
+
+    def __init__(self) -> None:
+        self.runs: dict[str, _RunEntry] = {}
+        self.batches: dict[str, _BatchEntry] = {}
+        #: The number of a trajectory by its id; ``places`` has three integers for each number.
+        self.trajectories: dict[str, int] = {}
+        self.places = array("Q")
+
+    def take(self, number: int, frame: Frame) -> None:
+        """Take a frame in. Raises a HeadraceError, MsgspecError or ValueError if it does not decode."""
+        place = (number, frame.offset, len(frame.payload))
+        if frame.type is FrameType.TRAJECTORY:
+            head = decode_head(frame.payload)
+            if head.id not in self.trajectories:
+                self.trajectories[head.id] = len(self.trajectories)
+                self.places.extend(place)
+                self._run(head.run).counts["trajectories"] += 1
+        elif frame.type is FrameType.BATCH:
+            manifest = read_manifest(frame.payload)
+            self.batches[manifest.batch] = _BatchEntry(manifest.run, place)
+            self._run(manifest.run).counts["batches"] += 1
+        elif frame.type is FrameType.CONTROL:
+            for fact in _facts.decode(frame.payload):
+                self._learn(fact)
+
+    def _learn(self, fact: _Fact) -> None:
+        if fact.type == "RunCreated":
+            self._run(fact.run).spec = fact.spec
+        elif fact.type == "RunClosed":
+            self._run(fact.run).closed = True
+        elif fact.type == "VersionAnnounced":
+            self._run(fact.run).version = Version(*fact.version)
+        elif fact.type in ("BatchAcked", "BatchDissolved"):
+            made = None if fact.version is None else Version(*fact.version)
+            if made is not None:
+                self._run(fact.run).version = made
+            if (entry := self.batches.get(fact.batch)) is not None:
+                entry.state = "acked" if fact.type == "BatchAcked" else "dissolved"
+                entry.made = made
+
+    def _run(self, name: str) -> _RunEntry:
+        return self.runs.setdefault(name, _RunEntry())
