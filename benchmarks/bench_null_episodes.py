@@ -1,7 +1,7 @@
 """Null episodes through the whole path: dispatched, played, validated, stored durably, counted.
 
-One turn each. With the policy over HTTP, and with one in the worker's process; beside them a bare loop that only asks
-the same policy server, which is the ceiling of the first.
+One turn each, in groups of eight. With the policy over HTTP, and with one in the worker's process; beside them a bare
+loop that only asks the same policy server, which is the ceiling of the first.
 
     python -m benchmarks.bench_null_episodes [--profile]
 """
@@ -26,6 +26,7 @@ REACH_HTTP, REACH_IN_PROCESS = 2_000.0, 10_000.0
 SPEC: dict[str, Any] = {
     "name": "null",
     "environments": [{"id": "bench:Null"}],
+    "group_size": 8,
     "batch_size": 65_536,
     "max_staleness": 3,
     "max_bytes": 8 << 30,

@@ -30,9 +30,9 @@ log = logs.logger(__name__)
 BACKLOG = 2048
 """Connections that may wait to be taken: a whole fleet reconnects at once after a restart."""
 
-GC_THRESHOLDS = (50_000, 20, 50)
+GC_THRESHOLDS = (50_000, 20, 1000)
 """The state is large, long-lived and free of cycles: collecting at the default pace triples the time to decode a record
-and stops the event loop for long."""
+and stops the event loop for long. The oldest generation is looked at once in a billion objects."""
 
 KEEP_ALIVE_S = 75
 """Idle connections are kept this long: longer than the longest poll, so that a worker keeps its connection."""

@@ -18,6 +18,33 @@ _SEED_MASK = (1 << (_COUNTER_BITS - 1)) - 1
 _RANDOM_BITS = 44
 """Fresh random bits of every id, what is left of ``rand_b``."""
 
+_POOL_BYTES = 1 << 16
+"""Random bytes that are asked for at a time: the system call costs more than all the rest of an id."""
+
+
+class RandomPool:
+    """Random bytes in small portions, each given out once. A forked child never gives out what its parent might."""
+
+    def __init__(self, random_bytes: Callable[[int], bytes] = os.urandom) -> None:
+        self._random_bytes = random_bytes
+        self._lock = threading.Lock()
+        self._pool = b""
+        self._used = 0
+        self._pid = 0
+
+    def __call__(self, size: int) -> bytes:
+        """``size`` bytes, at most 64 KiB. Safe to call from several threads."""
+        with self._lock:
+            used = self._used
+            if used + size > len(self._pool) or self._pid != os.getpid():
+                self._pool, self._pid, used = self._random_bytes(_POOL_BYTES), os.getpid(), 0
+            self._used = used + size
+            return self._pool[used : used + size]
+
+
+random_pool = RandomPool()
+"""The process's own."""
+
 
 class IdSource:
     """Makes UUIDv7 strings. Safe to call from several threads.
@@ -29,7 +56,7 @@ class IdSource:
         self,
         *,
         clock_ns: Callable[[], int] = time.time_ns,
-        random_bytes: Callable[[int], bytes] = os.urandom,
+        random_bytes: Callable[[int], bytes] = random_pool,
     ) -> None:
         self._clock_ns = clock_ns
         self._random_bytes = random_bytes

@@ -4,7 +4,9 @@ import itertools
 import re
 import uuid
 
-from headrace.ids import IdSource, new_id
+import pytest
+
+from headrace.ids import IdSource, RandomPool, new_id
 
 UUID7 = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
 
@@ -42,3 +44,19 @@ def test_two_processes_never_share_random_bits() -> None:
     source = IdSource(clock_ns=lambda: 5_000_000, random_bytes=lambda size: next(drawn).to_bytes(size, "big"))
     tails = {int(source().replace("-", ""), 16) & ((1 << 44) - 1) for _ in range(8)}
     assert tails == set(range(8))
+
+
+def test_random_bytes_are_given_out_once() -> None:
+    asked = itertools.count()
+    pool = RandomPool(lambda size: next(asked).to_bytes(2, "big") * (size // 2))
+    drawn = [pool(1 << 15) for _ in range(4)]
+    assert [portion[:2] for portion in drawn] == [b"\0\0", b"\0\0", b"\0\1", b"\0\1"]
+    assert pool(8) == b"\0\2" * 4
+
+
+def test_a_forked_child_draws_bytes_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = itertools.count()
+    pool = RandomPool(lambda size: bytes([next(asked)]) * size)
+    assert pool(4) == b"\0" * 4
+    monkeypatch.setattr("os.getpid", lambda: -1)
+    assert pool(4) == b"\1" * 4

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from headrace.errors import StoreError, Unavailable
-from headrace.ids import new_id
+from headrace.ids import new_id, random_pool
 from headrace_orchestrator import logs
 from headrace_orchestrator.buffer.directory import DataDirectory
 from headrace_orchestrator.buffer.log import Log
@@ -81,7 +80,7 @@ class Lifecycle:
         self._phase = "reading the log"
         self._log = Log(self._directory.path / "log", file_bytes=self._settings.log_file_bytes, on_sync=self._synced)
         store = Store(self._log, Projection(self._directory.path / "projection.sqlite", self._log.id))
-        core = Scheduler(epoch=self.epoch, new_id=new_id, new_nonce=lambda: secrets.token_hex(8))
+        core = Scheduler(epoch=self.epoch, new_id=new_id, new_nonce=lambda: random_pool(8).hex())
         # The core's clock stands still while the log is read, so that every lease in it has its full term after.
         begun = self._clock()
         try:
