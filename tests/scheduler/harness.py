@@ -80,8 +80,16 @@ class Harness:
             core.apply(record, self.now)
         return core
 
-    def restart(self) -> None:
-        core = self.replayed()
+    def restored(self, snapshot: bytes, since: int | None = None) -> Scheduler:
+        """A scheduler that took a snapshot, and the facts from ``since`` on."""
+        core = self._scheduler()
+        core.restore(snapshot, self.now)
+        for record in [] if since is None else self.log[since:]:
+            core.apply(record, self.now)
+        return core
+
+    def restart(self, core: Scheduler | None = None) -> None:
+        core = core or self.replayed()
         assert core.durable() == self.core.durable()
         self.core = core
         self.core.tick(self.now)
@@ -263,3 +271,19 @@ def codes(reply: wire.EmptyReply) -> list[str]:
 
 def version(text: str) -> Version:
     return Version.parse(text)
+
+
+def busy() -> Harness:
+    """A run with something in every state."""
+    harness = Harness()
+    harness.run(group_size=2, batch_size=4, max_staleness=3, attempt_lease_s=30, batch_lease_s=90)
+    harness.submit("submitted")
+    harness.evaluate(2, deadline_s=60.0)
+    attempts = [a for a in harness.lease(14, slots=16) if not a.evaluation]
+    harness.finish(attempts[0], "failed", failure=BROKEN)
+    for attempt in attempts[1:9]:
+        harness.finish(attempt)
+    harness.batch()
+    harness.announce("0.1")
+    harness.rewind("0.1")
+    return harness

@@ -8,23 +8,7 @@ from headrace import wire
 from headrace.errors import HeadraceError
 from headrace_orchestrator.scheduler import records
 from headrace_orchestrator.scheduler.check import check
-from tests.scheduler.harness import BROKEN, Harness, version
-
-
-def busy() -> Harness:
-    """A run with something in every state."""
-    harness = Harness()
-    harness.run(group_size=2, batch_size=4, max_staleness=3, attempt_lease_s=30, batch_lease_s=90)
-    harness.submit("submitted")
-    harness.evaluate(2, deadline_s=60.0)
-    attempts = [a for a in harness.lease(14, slots=16) if not a.evaluation]
-    harness.finish(attempts[0], "failed", failure=BROKEN)
-    for attempt in attempts[1:9]:
-        harness.finish(attempt)
-    harness.batch()
-    harness.announce("0.1")
-    harness.rewind("0.1")
-    return harness
+from tests.scheduler.harness import Harness, busy, version
 
 
 def test_a_command_leaves_the_records_of_what_it_decided_in_drain():

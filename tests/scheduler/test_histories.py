@@ -1,7 +1,8 @@
-"""Random histories: workers die, replies get lost, clocks jump, learners restart, logs are replayed.
+"""Random histories: workers die, replies get lost, clocks jump, learners restart, logs and snapshots are read again.
 
-After every command ``check()`` holds. At the end of every history the log replays to the same durable state, every
-dispatched episode has at most one terminal record, and a run that can go on is brought to serve once more.
+After every command ``check()`` holds. At the end of every history the log replays to the same durable state, whole or
+from a snapshot on, every dispatched episode has at most one terminal record, and a run that can go on is brought to
+serve once more.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ class Histories(RuleBasedStateMachine):
         self.accepted: set[tuple[str, int]] = set()
         self.closed = False
         self.submitted = 0
+        #: A snapshot, and how many facts are in it.
+        self.snapshot: tuple[bytes, int] | None = None
 
     def attempt(self, command, *arguments: Any, **fields: Any) -> Any:
         """Run a command that may be refused; one that is refused has decided nothing."""
@@ -176,12 +179,23 @@ class Histories(RuleBasedStateMachine):
 
     @rule()
     def restart(self):
-        harness = self.harness
-        core = harness.replayed()
-        assert core.durable() == harness.core.durable()
-        harness.core = core
-        core.tick(harness.now)
-        assert harness.settle() == []
+        self.harness.restart()
+
+    @rule()
+    def restart_from_a_snapshot(self):
+        taken = self.harness.core.snapshot()
+        core = self.harness.restored(taken)
+        assert core.snapshot() == taken
+        self.harness.restart(core)
+
+    @rule()
+    def take_a_snapshot(self):
+        self.snapshot = (self.harness.core.snapshot(), len(self.harness.log))
+
+    @precondition(lambda self: self.snapshot)
+    @rule()
+    def restart_from_an_old_snapshot_and_what_follows_it(self):
+        self.harness.restart(self.harness.restored(*self.snapshot))
 
     # Learners
     @rule(session=SESSIONS, learner=st.sampled_from(["l0", "l0", "l1"]), request=st.sampled_from(["a", "b", "c", "d"]))
@@ -259,6 +273,8 @@ class Histories(RuleBasedStateMachine):
             return
         harness = self.harness
         assert harness.replayed().durable() == harness.core.durable()
+        if self.snapshot:
+            assert harness.restored(*self.snapshot).durable() == harness.core.durable()
         assert_one_record_each(harness)
         if not self.closed and self.spec["kind"] == "mixture" and self.spec["max_bytes"] > 1 << 20:
             assert_serves_again(harness)

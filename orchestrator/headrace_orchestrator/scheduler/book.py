@@ -107,7 +107,10 @@ class Book:
     # One method a fact ----------------------------------------------------------------------------------------
 
     def _run_created(self, record: records.RunCreated, now: float) -> None:
-        run = Run(RunSpec.model_validate(record.spec))
+        self.add_run(Run(RunSpec.model_validate(record.spec)))
+
+    def add_run(self, run: Run) -> None:
+        """Know a run from now on."""
         self.runs[run.name] = run
         self.pools.setdefault(run.spec.pool, []).append(run)
         self.shortest_term_s = min(self.shortest_term_s, run.spec.attempt_lease_s, run.spec.batch_lease_s)

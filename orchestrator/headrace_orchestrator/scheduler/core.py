@@ -3,11 +3,13 @@
 * A command leaves the records of what it decided in ``drain()``; they have been applied already.
 * A command that raises has changed nothing.
 * A tick that comes late expires nothing: after a stall of this process leases get a full term, as after a restart.
-* Replaying all records gives the same durable state; every lease then has a full term.
+* Replaying all records, or restoring a snapshot and replaying those after it, gives the same durable state; every
+  lease then has a full term.
 
 The parts: ``states`` (episodes, groups), ``runs`` (the state of a run), ``book`` (all of it; the one way to change it);
 ``leasing`` and ``judging`` (workers), ``serving`` and ``announcing`` (learners), ``submitting`` and ``evaluating``;
-``settling`` (what follows from what happened); ``why`` and ``views`` (answers); ``check`` (invariants).
+``settling`` (what follows from what happened); ``why`` and ``views`` (answers); ``check`` (invariants);
+``snapshot`` (all of it as bytes).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from headrace import wire
-from headrace.errors import Conflict, RunExists
+from headrace.errors import Conflict, InternalError, RunExists
 from headrace.runspec import RunSpec
 from headrace.trajectory import Version
 from headrace_orchestrator.scheduler import (
@@ -27,6 +29,7 @@ from headrace_orchestrator.scheduler import (
     records,
     serving,
     settling,
+    snapshot,
     submitting,
     views,
 )
@@ -59,6 +62,20 @@ class Scheduler:
         The first command after the last fact renews all leases."""
         self._replaying = True
         self._book.apply(record, now)
+
+    def snapshot(self) -> bytes:
+        """The durable state, to be restored by a later process; raises InternalError while facts are not drained."""
+        if self._book.out:
+            raise InternalError("A snapshot is asked for while facts that it has are not drained yet.")
+        return snapshot.snapshot(self._book)
+
+    def restore(self, data: bytes, now: float) -> None:
+        """Take a snapshot, into a scheduler that knows nothing yet; facts behind it may be applied then. Raises
+        CorruptRecord, and has taken nothing. The first command after it renews all leases."""
+        if self._book.runs or self._book.workers.by_name:
+            raise InternalError("A snapshot is restored into a scheduler that has a state already.")
+        snapshot.restore(self._book, data, now)
+        self._replaying = True
 
     def drain(self) -> list[AnyRecord]:
         """The records of the commands since the last call, in order."""

@@ -22,6 +22,7 @@ class Evaluation:
     """One evaluation. ``deadline`` is soft: a replay gives it its full term again."""
 
     __slots__ = (
+        "cut",
         "deadline",
         "deadline_s",
         "done",
@@ -48,6 +49,8 @@ class Evaluation:
         #: Soft: whether the deadline has cancelled what was not over.
         self.expired = False
         self.groups: list[Group] = []
+        #: Whether its deadline retired some of them.
+        self.cut = False
         #: Episodes that are not over.
         self.left = wanted
         #: Episodes that ended in a result or a failure, not cancelled.
@@ -79,7 +82,7 @@ class Evaluation:
             return "done"
         if closed:
             return "closed"
-        return "deadline" if any(group.reason == "deadline" for group in self.groups) else "cancelled"
+        return "deadline" if self.cut else "cancelled"
 
     def hold_s(self, now: float) -> float:
         """Seconds that its version has to stay loaded; 0 when it is over, or should be."""

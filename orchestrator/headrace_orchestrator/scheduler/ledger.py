@@ -25,7 +25,7 @@ RECENT = 32
 class Ledger:
     """Counts of one run."""
 
-    __slots__ = ("_batch_groups", "estimate", "held_bytes", "in_flight", "sizes", "spec", "tokens", "unfinished")
+    __slots__ = ("batch_groups", "estimate", "held_bytes", "in_flight", "sizes", "spec", "tokens", "unfinished")
 
     def __init__(self, spec: RunSpec) -> None:
         self.spec = spec
@@ -36,17 +36,13 @@ class Ledger:
         self.sizes: deque[int] = deque(maxlen=RECENT)
         self.tokens: deque[int] = deque(maxlen=RECENT)
         self.estimate = MIN_EPISODE_BYTES
-        self._batch_groups = spec.batch_groups
-
-    @property
-    def batch_groups(self) -> int:
-        """Groups that a batch takes, as far as one knows."""
-        return self._batch_groups
+        #: Groups that a batch takes, as far as one knows.
+        self.batch_groups = spec.batch_groups
 
     @property
     def capacity(self) -> int:
         """Groups that may be in flight."""
-        return (self.spec.max_staleness + 1) * self._batch_groups
+        return (self.spec.max_staleness + 1) * self.batch_groups
 
     @property
     def free(self) -> int:
@@ -78,4 +74,4 @@ class Ledger:
         self.tokens.append(max(1, row_tokens))
         if self.spec.batch_tokens is not None:
             mean = sum(self.tokens) / len(self.tokens)
-            self._batch_groups = max(1, math.ceil(self.spec.batch_tokens / mean))
+            self.batch_groups = max(1, math.ceil(self.spec.batch_tokens / mean))

@@ -244,6 +244,8 @@ def retired(run: Run, record: records.GroupRetired) -> None:
             run.stale_in_row += 1
     group.move("retired", record.reason)
     group.reason = record.reason
+    if group.evaluation is not None:
+        group.evaluation.cut |= record.reason == "deadline"
     if group.submitted:
         remember(run.submitted_ends, group.id, record.reason)
     if run.spec.source == "mixture" and run.kills and not run.is_quarantined(group.task):

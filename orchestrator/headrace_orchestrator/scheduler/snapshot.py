@@ -1,0 +1,322 @@
+"""The durable state as bytes: what a log file opens with, so that a start need not read the files before it.
+
+* A restored scheduler has the same durable state, and goes on to the same decisions.
+* After a restore every lease has a full term, as after a replay.
+* A damaged snapshot, or one of a format that is not known, is refused whole; nothing of it is taken.
+* What is soft is not in it; a slot of the state is named here or named soft.
+
+Rows are arrays: the fields of a row class are the attributes of what it stands for, in the order of the bytes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from operator import attrgetter
+from typing import Any
+
+import msgspec
+
+from headrace.errors import CorruptRecord
+from headrace.runspec import RunSpec
+from headrace.trajectory import Failure, Task, Version
+from headrace.wire import EvaluationEpisode
+from headrace_orchestrator.scheduler.batches import Batch, Closed
+from headrace_orchestrator.scheduler.book import Book
+from headrace_orchestrator.scheduler.evaluations import Evaluation
+from headrace_orchestrator.scheduler.runs import Run
+from headrace_orchestrator.scheduler.states import Episode, EpisodeState, Group, GroupState
+from headrace_orchestrator.scheduler.workers import Worker
+
+FORMAT = 1
+"""Of the bytes; another one is refused."""
+
+_PREFIX_BYTES = 2
+
+
+class Row(msgspec.Struct, array_like=True, frozen=True):
+    """Base of the rows."""
+
+
+class EpisodeRow(Row, frozen=True):
+    id: str
+    member: int
+    sampling_seed: int
+    state: EpisodeState
+    story: list[tuple[str, str]]
+    attempt: int
+    nonce: str
+    worker: str
+    version: Version | None
+    draws: int
+    losses: int
+    low: Version | None
+    high: Version | None
+    rewards: dict[str, float]
+    trajectory: str
+    failure: Failure | None
+    worker_wrote: bool
+
+
+class GroupRow(Row, frozen=True):
+    id: str
+    task: Task
+    position: int
+    submitted: bool
+    state: GroupState
+    story: list[tuple[str, str]]
+    size: int
+    extra: int
+    live: int
+    usable: int
+    order: int
+    uses: int
+    row_tokens: int
+    held_bytes: int
+    damaged: bool
+    batch: str
+    reason: str
+
+
+class BatchRow(Row, frozen=True):
+    id: str
+    version: Version
+    leased: bool
+    lapsed: bool
+    generation: int
+    learner: str
+    session: str
+    request: str
+
+
+class EvaluationRow(Row, frozen=True):
+    id: str
+    version: Version
+    wanted: int
+    deadline_s: float
+    temperature: float | None
+    left: int
+    done: int
+    episodes: list[EvaluationEpisode]
+    cut: bool
+    reason: str
+
+
+class VersionsRow(Row, frozen=True):
+    now: Version
+    forks: list[Version | None]
+    tops: list[int]
+
+
+class LedgerRow(Row, frozen=True):
+    in_flight: int
+    unfinished: int
+    held_bytes: int
+    sizes: list[int]
+    tokens: list[int]
+    estimate: int
+    batch_groups: int
+
+
+class RunRow(Row, frozen=True):
+    closed: bool
+    position: int
+    queued: int
+    evaluation_queued: int
+    leased: int
+    evaluation_leased: int
+    eligible: list[tuple[int, str]]
+    states: dict[str, int]
+    open: int
+    next_order: int
+    closed_batches: dict[str, Closed]
+    batches_acked: int
+    submitted_ends: dict[str, str]
+    retired: dict[str, int]
+    stale_since_batch: int
+    stale_in_row: int
+    ends: dict[str, int]
+    rewards: list[float]
+    recent: list[Failure | None]
+    kills: dict[bytes, list[str]]
+    quarantined: dict[bytes, Task]
+
+
+class RunState(Row, frozen=True):
+    """A run, with what refers to groups and episodes by id. ``groups`` are (group, its evaluation, its members)."""
+
+    given: dict[str, Any]
+    run: RunRow
+    versions: VersionsRow
+    ledger: LedgerRow
+    evaluations: list[EvaluationRow]
+    groups: list[tuple[GroupRow, str, list[EpisodeRow]]]
+    batches: list[tuple[BatchRow, list[str]]]
+    due: list[str]
+    queue: list[str]
+    evaluation_queue: list[str]
+
+
+class WorkerState(Row, frozen=True):
+    """A worker that holds attempts, or drains."""
+
+    name: str
+    pool: str
+    attempts: list[str]
+
+
+class State(Row, frozen=True):
+    runs: list[RunState]
+    workers: list[WorkerState]
+    draining: list[str]
+
+
+def _fields(row: type[Row]) -> Callable[[Any], Any]:
+    """Reads the attributes that a row has, as a tuple."""
+    return attrgetter(*row.__struct_fields__)
+
+
+_episode, _group, _batch = _fields(EpisodeRow), _fields(GroupRow), _fields(BatchRow)
+_evaluation, _versions = _fields(EvaluationRow), _fields(VersionsRow)
+_ledger, _run = _fields(LedgerRow), _fields(RunRow)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, deque):
+        return list(value)
+    raise NotImplementedError(f"a {type(value).__name__} has no place in a snapshot")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+_decoder = msgspec.msgpack.Decoder(State)
+
+
+def snapshot(book: Book) -> bytes:
+    """The durable state."""
+    state = (
+        [_run_state(run) for run in book.runs.values()],
+        [
+            (worker.name, worker.pool, list(worker.attempts))
+            for worker in book.workers.by_name.values()
+            if worker.attempts or worker.name in book.workers.draining
+        ],
+        sorted(book.workers.draining),
+    )
+    buffer = bytearray(FORMAT.to_bytes(_PREFIX_BYTES, "little"))
+    _encoder.encode_into(state, buffer, _PREFIX_BYTES)
+    return bytes(buffer)
+
+
+def _run_state(run: Run) -> tuple[Any, ...]:
+    return (
+        run.given,
+        _run(run),
+        _versions(run.versions),
+        _ledger(run.ledger),
+        [_evaluation(evaluation) for evaluation in run.evaluations.values()],
+        [
+            (
+                _group(group),
+                "" if group.evaluation is None else group.evaluation.id,
+                [_episode(episode) for episode in group.members],
+            )
+            for group in run.groups.values()
+        ],
+        [(_batch(batch), [group.id for group in batch.groups]) for batch in run.batches.values()],
+        list(run.due),
+        [episode.id for episode in run.queue if episode.state == "queued"],
+        [episode.id for episode in run.evaluation_queue if episode.state == "queued"],
+    )
+
+
+def restore(book: Book, data: bytes, now: float) -> None:
+    """Bring a snapshot into a book that knows nothing yet. Raises CorruptRecord."""
+    state = _decode(data)
+    episodes: dict[str, Episode] = {}
+    try:
+        runs = [_restored_run(row, episodes, now) for row in state.runs]
+        held = [(row, [episodes[id] for id in row.attempts]) for row in state.workers]
+    except (KeyError, ValueError) as error:
+        raise CorruptRecord(f"A snapshot of the scheduler does not fit together: {error!r}.", hint=_HINT) from error
+    book.episodes.update(episodes)
+    for run in runs:
+        book.add_run(run)
+    for row, attempts in held:
+        _restore_worker(book, row, attempts, now)
+    book.workers.draining.update(state.draining)
+
+
+_HINT = "The files of the log before it say the same; `headrace fsck` lists all damage."
+
+
+def _decode(data: bytes) -> State:
+    found = int.from_bytes(data[:_PREFIX_BYTES], "little")
+    if found != FORMAT:
+        raise CorruptRecord(
+            f"A snapshot of the scheduler is of format {found}; this version of Headrace reads format {FORMAT}.",
+            hint="Start the version that wrote it.",
+        )
+    try:
+        return _decoder.decode(memoryview(data)[_PREFIX_BYTES:])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptRecord(f"A snapshot of the scheduler does not decode: {error}.", hint=_HINT) from error
+
+
+def _restored_run(state: RunState, episodes: dict[str, Episode], now: float) -> Run:
+    run = Run(RunSpec.model_validate(state.given))
+    _fill(run, state.run)
+    _fill(run.versions, state.versions)
+    _fill(run.ledger, state.ledger)
+    for row in state.evaluations:
+        evaluation = Evaluation(row.id, row.version, row.wanted, row.deadline_s, row.temperature, now)
+        _fill(evaluation, row)
+        run.evaluations[row.id] = evaluation
+        if not row.reason:
+            run.active_evaluations[row.id] = evaluation
+    for group_row, evaluation_id, members in state.groups:
+        group = _restored_group(run, group_row, evaluation_id)
+        for member in members:
+            episode = Episode(group, member.id, member.member, member.sampling_seed)
+            _fill(episode, member)
+            group.members.append(episode)
+            episodes[episode.id] = episode
+    for batch_row, ids in state.batches:
+        batch = Batch(batch_row.id, [run.groups[id] for id in ids], batch_row.version)
+        _fill(batch, batch_row)
+        batch.deadline = now + run.spec.batch_lease_s
+        run.batches[batch.id] = batch
+    run.due.update((id, run.groups[id]) for id in state.due)
+    run.queue.extend(episodes[id] for id in state.queue)
+    run.evaluation_queue.extend(episodes[id] for id in state.evaluation_queue)
+    return run
+
+
+def _restored_group(run: Run, row: GroupRow, evaluation_id: str) -> Group:
+    evaluation = run.evaluations[evaluation_id] if evaluation_id else None
+    group = Group(run, row.id, row.task, row.position, row.submitted, evaluation)
+    _fill(group, row)
+    run.groups[group.id] = group
+    if evaluation is not None:
+        evaluation.groups.append(group)
+    return group
+
+
+def _restore_worker(book: Book, row: WorkerState, attempts: Iterable[Episode], now: float) -> None:
+    worker: Worker = book.workers.named(row.name, row.pool, now)
+    for episode in attempts:
+        worker.attempts[episode.id] = episode
+        episode.deadline = now + episode.group.run.spec.attempt_lease_s
+        book.workers.watch(worker, episode.deadline)
+
+
+def _fill(target: Any, row: Row) -> None:
+    """Set the attributes that a row has; what is a memory of its own kind is filled."""
+    for name in row.__struct_fields__:
+        value = getattr(row, name)
+        there = getattr(target, name)
+        if isinstance(there, deque):
+            there.extend(value)
+        elif isinstance(there, Counter):
+            there.update(value)
+        else:
+            setattr(target, name, value)
