@@ -9,6 +9,7 @@ It needs numpy, msgspec and pydantic only. ``AsyncClient`` asks for ``headrace[a
 """
 
 from headrace.aio import AsyncClient
+from headrace.assets import Image
 from headrace.batch import Batch, Row
 from headrace.client import Client
 from headrace.environment import Environment, MultiAgentEnvironment, Observation, Step, make, register, registered
@@ -42,6 +43,7 @@ __all__ = [
     "EstimatorSpec",
     "Failure",
     "HeadraceError",
+    "Image",
     "LimitSpec",
     "Manifest",
     "Moments",

@@ -71,6 +71,7 @@ class SegmentHead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     versions: list[VersionRun]
     turns: list[Turn]
     placeholders: list[Placeholder] = []
+    arrays: dict[str, str] = {}
 
 
 class TrajectoryHead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -160,6 +161,7 @@ def decode(buffer: Buffer) -> Trajectory:
                 versions=item.versions,
                 turns=item.turns,
                 placeholders=item.placeholders,
+                arrays=item.arrays,
             )
         )
         offset = end
@@ -242,6 +244,7 @@ def _full_head(trajectory: Trajectory) -> _FullHead:
                 versions=segment.versions,
                 turns=segment.turns,
                 placeholders=segment.placeholders,
+                arrays=segment.arrays,
             )
             for position, segment in enumerate(trajectory.segments)
         ],

@@ -27,11 +27,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from importlib.metadata import entry_points
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
+from headrace.assets import Image
 from headrace.errors import InvalidRequest, UnknownEnvironment
 from headrace.trajectory import ContentPart
 
-Observation = str | list[ContentPart]
-"""Text, or content parts."""
+Observation = str | list[ContentPart | Image]
+"""Text, or parts: content parts of text, and images."""
 
 ENTRY_POINT_GROUP = "headrace.environments"
 """Entry points of this group name an environment factory each; the entry point's name is the id."""

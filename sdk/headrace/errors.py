@@ -16,6 +16,7 @@ The tree::
     │   │   ├── UnknownRun
     │   │   ├── UnknownBatch
     │   │   ├── UnknownTrajectory
+    │   │   ├── UnknownAsset
     │   │   ├── UnknownGroup
     │   │   ├── UnknownEvaluation
     │   │   └── UnknownEnvironment
@@ -26,10 +27,12 @@ The tree::
     │   │   ├── BatchSuperseded             an old generation, or a lease that ran out
     │   │   ├── AttemptSuperseded           a newer attempt of the episode exists
     │   │   ├── AttemptNotYours             the attempt belongs to another worker, or the nonce is wrong
+    │   │   ├── AssetsMissing               a record refers to assets that are not there: send them again
     │   │   ├── VersionUnknown              never announced
     │   │   └── VersionConflict             announced out of order
     │   ├── RequestTooLarge                 413  the body is over the server's limit
     │   ├── InvalidRunSpec                  422
+    │   ├── InvalidAsset                    422  bytes that are not the image or array that they should be
     │   └── InvalidTrajectory               422
     │       ├── UnreadableRecord            bytes that are no record of this schema
     │       ├── WrongDtype
@@ -44,6 +47,7 @@ The tree::
     │   ├── Unavailable                     503  starting, draining, no connection; try again
     │   ├── StoreError                      507  the disk refuses
     │   ├── CorruptRecord                   500  a stored record fails its checksum
+    │   ├── CorruptAsset                    500  a stored asset is not what its name says
     │   └── InternalError                   500
     ├── ServingEnd                          a pull has nothing to give
     │   ├── NothingToServe                  the caller's patience ended first; says why
@@ -182,6 +186,11 @@ class UnknownTrajectory(NotFound):
     title = "No trajectory of that id"
 
 
+class UnknownAsset(NotFound):
+    code = "unknown-asset"
+    title = "No asset of that name"
+
+
 class UnknownGroup(NotFound):
     code = "unknown-group"
     title = "No group of that id"
@@ -235,6 +244,13 @@ class AttemptNotYours(Conflict):
     title = "The attempt belongs to another worker"
 
 
+class AssetsMissing(Conflict):
+    """A record refers to assets that are not stored; ``extra["assets"]`` names them. Nothing of it was stored."""
+
+    code = "assets-missing"
+    title = "Assets of the record are not there"
+
+
 class VersionUnknown(Conflict):
     code = "version-unknown"
     title = "The version was never announced"
@@ -257,6 +273,14 @@ class InvalidRunSpec(RequestError):
     status = 422
     code = "invalid-run-spec"
     title = "The run spec is not valid"
+
+
+class InvalidAsset(RequestError):
+    """Bytes that are not the image or the array that they should be, or not those of their name."""
+
+    status = 422
+    code = "invalid-asset"
+    title = "The asset is not valid"
 
 
 class InvalidTrajectory(RequestError):
@@ -341,6 +365,13 @@ class CorruptRecord(ServiceError):
 
     code = "corrupt-record"
     title = "A stored record is damaged"
+
+
+class CorruptAsset(ServiceError):
+    """The bytes of an asset are not those of its name."""
+
+    code = "corrupt-asset"
+    title = "A stored asset is damaged"
 
 
 class InternalError(ServiceError):

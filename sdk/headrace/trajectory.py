@@ -132,7 +132,7 @@ class VersionRun(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Placeholder(msgspec.Struct, frozen=True, array_like=True):
-    """Positions ``[start, end)`` stand for the asset of that name."""
+    """Positions ``[start, end)`` stand for the asset of that name, as a policy that sees images reads them."""
 
     start: int
     end: int
@@ -173,7 +173,8 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     """A contiguous token sequence of one agent; a history edit starts a new one.
 
     ``token_ids`` i32[n]; ``sampled`` u8[n], 1 where the policy chose the token; ``logprobs`` f32[n], of the token
-    at the same position, 0 where not sampled. A row is a segment with ``train`` and at least one turn.
+    at the same position, 0 where not sampled. A row is a segment with ``train`` and at least one turn. ``arrays`` are
+    large arrays about its tokens by what they are, such as ``routed_experts``: names of assets.
     """
 
     agent: str
@@ -186,10 +187,12 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     versions: list[VersionRun]
     turns: list[Turn]
     placeholders: list[Placeholder] = []
+    arrays: dict[str, str] = {}
 
 
 class ContentPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Part of a message: text, or an asset by name."""
+    """Part of a message: text, or an image by the name of its asset. An image's ``text`` is what stands for it where
+    the policy reads text only."""
 
     type: Literal["text", "image"]
     text: str = ""
@@ -206,10 +209,10 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Asset(msgspec.Struct, frozen=True, kw_only=True):
-    """A large array beside the trajectory, addressed by the hash of its content."""
+    """An image or a large array beside the trajectory. ``name`` is the SHA-256 of its bytes, in lower-case hexadecimal;
+    :mod:`headrace.assets` makes and reads them."""
 
     name: str
-    sha256: str
     media_type: str
     size_bytes: int
 

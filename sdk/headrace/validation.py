@@ -7,6 +7,7 @@
   1e100 in size.
 * One terminal record: status, stop reason and the last turn's flags agree.
 * Versions are known: version runs cover every segment whole.
+* Assets are listed: whatever a message, a placeholder or a segment refers to, once each.
 
 A message names the segment, the turn and the position. The whole check takes a few microseconds for a short record
 and is one pass of vector instructions per array for a long one.
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.assets import is_asset_name
 from headrace.errors import (
     FailureHasReward,
     InvalidTrajectory,
@@ -49,6 +51,7 @@ _STOP_REASONS = {
 def validate(trajectory: Trajectory) -> None:
     """Raise the subclass of InvalidTrajectory that names the first broken invariant."""
     _check_end(trajectory)
+    assets = _check_assets(trajectory)
     seen: set[int] = set()
     vocab_size = trajectory.tokenizer.vocab_size if trajectory.tokenizer is not None else None
     for position, segment in enumerate(trajectory.segments):
@@ -59,7 +62,9 @@ def validate(trajectory: Trajectory) -> None:
         _check_logprobs(where, segment)
         _check_versions(where, segment, n)
         if segment.placeholders:
-            _check_placeholders(where, segment, n, {asset.name for asset in trajectory.assets})
+            _check_placeholders(where, segment, n, assets)
+        for what, name in segment.arrays.items():
+            _check_listed(f"{where}: array {what!r}", name, assets)
     _check_last_turns(trajectory)
 
 
@@ -78,6 +83,34 @@ def _check_end(trajectory: Trajectory) -> None:
         raise FailureHasReward(
             f"Status is {status!r} but there is a failure ({failure.layer}: {failure.kind}).",
             hint="An episode that failed has no result: set status 'failed' and stop reason 'failure'.",
+        )
+
+
+def _check_assets(trajectory: Trajectory) -> set[str]:
+    """The names of all assets, of which every image is one."""
+    names = {asset.name for asset in trajectory.assets}
+    for asset in trajectory.assets:
+        if not is_asset_name(asset.name) or asset.size_bytes <= 0:
+            raise InvalidTrajectory(
+                f"The asset {asset.name[:80]!r} of {asset.size_bytes} bytes is none.",
+                hint="An asset is named by the SHA-256 of its bytes, in lower-case hexadecimal, and is not empty.",
+            )
+    if len(names) < len(trajectory.assets):
+        raise InvalidTrajectory("An asset is listed twice.", hint="List each asset once, however often it is shown.")
+    for number, message in enumerate(trajectory.messages):
+        if isinstance(message.content, str):
+            continue
+        for part in message.content:
+            if part.type == "image":
+                _check_listed(f"Message {number}: an image", part.asset, names)
+    return names
+
+
+def _check_listed(what: str, name: str, assets: set[str]) -> None:
+    if name not in assets:
+        raise InvalidTrajectory(
+            f"{what} names asset {name[:80]!r}, which the record does not have.",
+            hint="List every asset of the trajectory under assets.",
         )
 
 
@@ -241,12 +274,7 @@ def _check_placeholders(where: str, segment: Segment, n: int, assets: set[str]) 
                 f"{where}: the placeholder [{item.start}, {item.end}) of {item.asset!r} covers sampled positions.",
                 hint="An asset stands in a prompt or an observation, never in a policy's answer.",
             )
-        if item.asset not in assets:
-            raise InvalidTrajectory(
-                f"{where}: the placeholder [{item.start}, {item.end}) names asset {item.asset!r}, which the record "
-                f"does not have.",
-                hint="List every asset of the trajectory under assets.",
-            )
+        _check_listed(f"{where}: the placeholder [{item.start}, {item.end})", item.asset, assets)
         last_end = item.end
 
 

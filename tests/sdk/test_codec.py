@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace import codec
+from headrace.assets import asset_of
 from headrace.errors import InvalidTrajectory, UnreadableRecord, WrongDtype, WrongShape
-from headrace.trajectory import Asset, Placeholder, ToolCall, Trajectory
+from headrace.trajectory import Placeholder, ToolCall, Trajectory
 from tests.builders import (
     make_failed,
     make_multi_agent,
@@ -23,15 +24,18 @@ from tests.builders import (
     replace_turn,
 )
 
+PICTURE = asset_of(b"pixels", "image/png").entry
 RICH = replace_turn(
-    replace_segment(make_trajectory(turns=3), placeholders=[Placeholder(1, 3, "picture")]),
+    replace_segment(
+        make_trajectory(turns=3), placeholders=[Placeholder(1, 3, PICTURE.name)], arrays={"experts": PICTURE.name}
+    ),
     1,
     reward_parts={"format": 0.25, "answer": 0.5},
     tool_calls=[ToolCall(name="search", arguments={"q": "wheel", "k": [1, None]}, result="water", duration_s=0.5)],
 )
 RICH = msgspec.structs.replace(
     RICH,
-    assets=[Asset(name="picture", sha256="0" * 64, media_type="image/png", size_bytes=9)],
+    assets=[PICTURE],
     infos=[{"seed": 1}, {"nested": {"deep": [1.5, "x"]}}],
 )
 ALL = {

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from headrace.assets import asset_of
 from headrace.errors import (
     FailureHasReward,
     InvalidRunSpec,
@@ -23,7 +24,7 @@ from headrace.errors import (
     WrongShape,
 )
 from headrace.runspec import parse_run_spec
-from headrace.trajectory import Asset, Failure, Placeholder, Trajectory, Version, VersionRun
+from headrace.trajectory import ContentPart, Failure, Message, Placeholder, Trajectory, Version, VersionRun
 from headrace.validation import validate
 from tests.builders import (
     VOCAB_SIZE,
@@ -196,14 +197,31 @@ def test_spans_cover_a_missing_turn_is_found() -> None:
     refused(replace_segment(trajectory, turns=kept), SpansDoNotCover, "position 13: sampled is 1, but no turn")
 
 
+PICTURE = asset_of(b"pixels", "image/png").entry
+
+
+def test_assets_are_listed_once_each_whoever_refers_to_them() -> None:
+    shown = [Message(role="user", content=[ContentPart(type="image", asset=PICTURE.name)])] * 2
+    trajectory = make_trajectory(messages=shown, assets=[PICTURE])
+    validate(replace_segment(trajectory, arrays={"routed_experts": PICTURE.name}))
+    for record, text in (
+        (make_trajectory(messages=shown), "Message 0: an image names asset"),
+        (replace_segment(make_trajectory(), arrays={"routed_experts": PICTURE.name}), "array 'routed_experts' names"),
+        (make_trajectory(assets=[PICTURE, PICTURE]), "listed twice"),
+        (make_trajectory(assets=[msgspec.structs.replace(PICTURE, name="picture")]), "'picture' of 6 bytes is none"),
+        (make_trajectory(assets=[msgspec.structs.replace(PICTURE, size_bytes=0)]), "of 0 bytes is none"),
+    ):
+        refused(record, InvalidTrajectory, text)
+
+
 def test_spans_cover_placeholders_stand_outside_them() -> None:
-    picture = Asset(name="picture", sha256="0" * 64, media_type="image/png", size_bytes=9)
-    trajectory = make_trajectory(turns=2, assets=[picture])
-    validate(replace_segment(trajectory, placeholders=[Placeholder(1, 3, "picture"), Placeholder(3, 6, "picture")]))
+    trajectory = make_trajectory(turns=2, assets=[PICTURE])
+    name = PICTURE.name
+    validate(replace_segment(trajectory, placeholders=[Placeholder(1, 3, name), Placeholder(3, 6, name)]))
     for placeholder, error, text in (
-        (Placeholder(5, 7, "picture"), SpansDoNotCover, "covers sampled positions"),
-        (Placeholder(3, 3, "picture"), InvalidTrajectory, "must hold a token"),
-        (Placeholder(12, 99, "picture"), InvalidTrajectory, "end by 17"),
+        (Placeholder(5, 7, name), SpansDoNotCover, "covers sampled positions"),
+        (Placeholder(3, 3, name), InvalidTrajectory, "must hold a token"),
+        (Placeholder(12, 99, name), InvalidTrajectory, "end by 17"),
         (Placeholder(1, 3, "sound"), InvalidTrajectory, "names asset 'sound'"),
     ):
         refused(replace_segment(trajectory, placeholders=[placeholder]), error, text)

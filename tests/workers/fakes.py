@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
+from headrace.assets import AssetData
 from headrace.environment import Step
 from headrace.runspec import RunSpec
 from headrace.trajectory import Task, Trajectory, Version, VersionRun
@@ -127,6 +128,13 @@ async def play(
     policy: Any, environment: Callable[..., Any], /, *, clock: Any = None, asked: Assignment | None = None, **spec: Any
 ) -> Trajectory:
     """Run one episode to its record, which must be one that the orchestrator accepts."""
+    return (await play_with_assets(policy, environment, clock=clock, asked=asked, **spec))[0]
+
+
+async def play_with_assets(
+    policy: Any, environment: Callable[..., Any], /, *, clock: Any = None, asked: Assignment | None = None, **spec: Any
+) -> tuple[Trajectory, dict[str, AssetData]]:
+    """The record, and what it shows."""
     its_tools = tools(policy, environment, clock)
     episode = Episode(its_tools, asked or assignment(), plan(**spec))
     try:
@@ -134,4 +142,4 @@ async def play(
     finally:
         its_tools.threads.close()
     validate(record)
-    return record
+    return record, episode.assets

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.assets import Image
 from headrace.environment import Step
 from headrace.errors import EnvironmentFailure
 from headrace.trajectory import ContentPart, ToolCall
@@ -67,6 +68,9 @@ def test_reward_parts_are_held_to_the_same_rule(part: Any, kind: str) -> None:
         (_step(observation=b"bytes"), "observation-type"),
         (_step(observation=["text"]), "observation-type"),
         (_step(observation=[ContentPart(type="image", asset="x")]), "observation-image"),
+        (_step(observation=[Image(data=b"x", media_type="text/html")]), "observation-image"),
+        (_step(observation=[Image(data=np.zeros((2, 2)))]), "observation-image"),  # type: ignore[arg-type]
+        (_step(observation=[Image(data=b"x", media_type="image/png", text="\ud800")]), "observation-not-unicode"),
         (_step(observation="\ud800"), "observation-not-unicode"),
         (_step(terminated=1), "flag-not-a-bool"),
         (_step(truncated=None), "flag-not-a-bool"),

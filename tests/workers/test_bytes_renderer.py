@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.errors import InfrastructureFailure
 from headrace.trajectory import ContentPart, Message
 from headrace_workers.rendering import BytesRenderer, make_renderer
 from headrace_workers.rendering.bytes_renderer import ASSISTANT, BOS, END, SYSTEM, TOOL, USER, VOCAB_SIZE
@@ -33,6 +35,13 @@ def test_a_prompt_is_bos_then_role_mark_bytes_and_end_for_each_message_then_the_
 def test_text_parts_are_joined() -> None:
     parts = [ContentPart(type="text", text="a"), ContentPart(type="text", text="b")]
     assert RENDERER.start([Message(role="user", content=parts)]) == [BOS, USER, ord("a"), ord("b"), END, ASSISTANT]
+
+
+def test_a_renderer_of_text_shows_the_text_that_stands_for_an_image_and_refuses_one_without() -> None:
+    parts = [ContentPart(type="image", asset="0" * 64, text="b")]
+    assert RENDERER.start([Message(role="user", content=parts)]) == [BOS, USER, ord("b"), END, ASSISTANT]
+    with pytest.raises(InfrastructureFailure, match="reads text only"):
+        RENDERER.start([Message(role="user", content=[ContentPart(type="image", asset="0" * 64)])])
 
 
 @given(before=MESSAGES, sampled=SAMPLED, after=MESSAGES)

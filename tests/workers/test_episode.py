@@ -13,13 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.assets import Image, decode_array
 from headrace.environment import Step
 from headrace.errors import EnvironmentFailure, PolicyFailure, ToolFailure
 from headrace.trajectory import ContentPart, Message, Task, ToolCall, Trajectory, VersionRun
 from headrace.validation import validate
 from headrace_workers.episode import Episode, turn_seed
 from headrace_workers.rendering.bytes_renderer import ASSISTANT, BOS, END, USER
-from tests.workers.fakes import Clock, OneTurn, Script, Turns, assignment, plan, play, say, tools
+from tests.workers.fakes import Clock, OneTurn, Script, Turns, assignment, plan, play, play_with_assets, say, tools
 
 
 def failure_of(record: Trajectory) -> tuple[str, str, bool]:
@@ -615,12 +616,67 @@ async def test_G19_objects_that_the_environment_uses_again_do_not_change_what_wa
     assert record.infos == [{}, {"seen": "a"}, {"seen": "ab"}, {"seen": "abc"}]
 
 
-async def test_G19_an_image_buffer_is_refused_by_name_rather_than_stored_wrong() -> None:  # noqa: N802
-    class Images(OneTurn):
-        def reset(self, seed: int | None = None) -> Any:
-            return [ContentPart(type="image", asset="buffer")], {}
+def _g19_buffer(text: str) -> Any:
+    """Draws into one buffer and returns it each turn; the value of its pixels is 1, 2, 3."""
 
-    assert failure_of(await play(Script(say("x")), Images)) == ("environment", "observation-image", False)
+    class Draws(OneTurn):
+        def __init__(self) -> None:
+            self.buffer = np.zeros((4, 6, 3), np.uint8)
+
+        def reset(self, seed: int | None = None) -> Any:
+            self.buffer[:] = 0
+            return "Look.", {}
+
+        def step(self, action: str) -> Any:
+            self.buffer += 1
+            drawn = int(self.buffer[0, 0, 0])
+            parts = [ContentPart(type="text", text=f"{drawn}:"), Image(data=self.buffer, text=text)]
+            return parts, 1.0, drawn == 3, False, {}
+
+    return Draws
+
+
+async def test_G19_three_images_in_one_buffer_have_three_hashes() -> None:  # noqa: N802
+    record, assets = await play_with_assets(Script(say("x")), _g19_buffer("<image>"))
+    shown = [message.content[1].asset for message in record.messages if isinstance(message.content, list)]
+    assert len(set(shown)) == 3
+    assert [asset.name for asset in record.assets] == shown == list(assets)
+    assert [int(decode_array(assets[name].data)[0, 0, 0]) for name in shown] == [1, 2, 3]
+    assert b"1:<image>" in bytes(id_ for id_ in record.segments[0].token_ids.tolist() if id_ < 256)
+
+
+async def test_an_image_shown_twice_is_kept_once() -> None:
+    class Shows(Turns):
+        def step(self, action: str) -> Any:
+            return Step(*super().step(action))._replace(
+                observation=[Image(data=b"x", media_type="image/png", text=".")]
+            )
+
+    record, assets = await play_with_assets(Script(say("x")), Shows)
+    assert [asset.size_bytes for asset in record.assets] == [1]
+    assert len(assets) == 1
+
+
+async def test_an_image_without_a_text_is_refused_where_the_policy_reads_text_only_and_is_stored_all_the_same() -> None:
+    record, assets = await play_with_assets(Script(say("x")), _g19_buffer(""))
+    assert failure_of(record) == ("infrastructure", "image-without-text", False)
+    assert len(record.segments[0].turns) == len(assets) == 1
+
+
+async def test_an_image_that_the_policy_cannot_be_asked_about_is_left_out_of_a_truncated_row() -> None:
+    record, _ = await play_with_assets(Script(say("x")), _g19_buffer(""), limits={"max_turns": 1})
+    assert record.status == "truncated"
+    assert len(record.segments[0].token_ids) == record.segments[0].turns[-1].end
+    assert len(record.assets) == 1
+
+
+async def test_more_images_than_an_episode_may_show_are_the_environments_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("headrace_workers.episode.runner.MAX_ASSET_BYTES", 300)
+    record, assets = await play_with_assets(Script(say("x")), _g19_buffer("."))
+    assert failure_of(record) == ("environment", "assets-too-large", False)
+    assert len(record.assets) == len(assets) == 1
 
 
 async def test_G19_a_list_shared_by_two_instances_is_stored_as_each_step_gave_it() -> None:  # noqa: N802

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from headrace.assets import Image
 from headrace.trajectory import ContentPart
 
 DEFAULT_ACTIONS = (r"\boxed{1}", r"\boxed{2}", r"\boxed{1 1}", r"\boxed{2 1}", "hello", "")
@@ -179,9 +180,9 @@ def _check_step(returned: Any, several: bool) -> None:
 
 def _check_observation(check: str, observation: Any, several: bool) -> None:
     for value in _values(observation, several, check):
-        parts = isinstance(value, list) and all(isinstance(part, ContentPart) for part in value)
+        parts = isinstance(value, list) and all(isinstance(part, ContentPart | Image) for part in value)
         if not (isinstance(value, str) or parts):
-            raise _Broken(check, f"the observation {_short(value)} is neither text nor a list of ContentPart")
+            raise _Broken(check, f"the observation {_short(value)} is neither text nor a list of ContentPart and Image")
 
 
 def _values(value: Any, several: bool, check: str) -> list[Any]:

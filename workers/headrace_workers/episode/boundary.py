@@ -3,7 +3,8 @@
 * A step is a snapshot: what the environment does with its objects afterwards changes nothing that was stored.
 * A reward is a finite number between -1e100 and 1e100; anything else is a failure of the environment, never a score.
 * Infos keep their JSON-able part within bounds; what is left out is named in the info under ``dropped``.
-* An observation is text or text parts; anything else is refused with its type.
+* An observation is text, or parts of text and images; anything else is refused with its type.
+* An image is copied and named when it is seen: a buffer that is drawn into again was stored as it was.
 * An observation that is larger than any context is refused; cut, it would be one that the environment never made.
 
 Keys of an info that have a place of their own in the record and are not repeated in ``infos``: ``reward_parts``
@@ -19,8 +20,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headrace.environment import Observation
-from headrace.errors import EnvironmentFailure
+from headrace.assets import AssetData, Image
+from headrace.errors import EnvironmentFailure, RequestError
 from headrace.trajectory import ContentPart, Message, ToolCall
 from headrace.validation import MAX_REWARD
 from headrace_workers.episode.copies import is_unicode, json_part
@@ -41,10 +42,18 @@ MAX_PARTS = 10_000
 """Parts of one observation, messages of one history, tool calls of one turn."""
 
 
-class Seen(msgspec.Struct, frozen=True):
-    """One answer of an environment, by agent. After a reset only observations, history and info are filled."""
+MAX_IMAGE_BYTES = 64 << 20
+"""Of one image: a photograph without compression. A picture of the screen has some 8 MB."""
 
-    observations: dict[str, Observation]
+Content = str | list[ContentPart]
+"""An observation as it is stored: images by the names of their assets."""
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """One answer of an environment, by agent, and the images in it. After a reset only observations, history and info
+    are filled."""
+
+    observations: dict[str, Content]
     rewards: dict[str, float]
     reward_parts: dict[str, dict[str, float]]
     terminated: dict[str, bool]
@@ -52,12 +61,14 @@ class Seen(msgspec.Struct, frozen=True):
     tool_calls: dict[str, list[ToolCall]]
     history: dict[str, list[Message]]
     info: dict[str, Any]
+    assets: list[AssetData]
 
 
 def seen_reset(result: Any) -> Seen:
     """Check and copy what ``reset`` of a single-agent environment returned."""
     observation, info = _unpack(result, 2, "reset", "(observation, info)")
-    return Seen({AGENT: _observation(observation)}, {}, {}, {}, {}, {}, *_single_info(info)[2:])
+    look = _Look()
+    return Seen({AGENT: look.observation(observation)}, {}, {}, {}, {}, {}, *_single_info(info, look)[2:], look.assets)
 
 
 def seen_step(result: Any) -> Seen:
@@ -65,9 +76,10 @@ def seen_step(result: Any) -> Seen:
     observation, reward, terminated, truncated, info = _unpack(
         result, 5, "step", "(observation, reward, terminated, truncated, info)"
     )
-    parts, calls, history, kept = _single_info(info)
+    look = _Look()
+    parts, calls, history, kept = _single_info(info, look)
     return Seen(
-        {AGENT: _observation(observation)},
+        {AGENT: look.observation(observation)},
         {AGENT: checked_reward(reward, "The reward")},
         parts,
         {AGENT: _flag(terminated, "terminated")},
@@ -75,14 +87,16 @@ def seen_step(result: Any) -> Seen:
         calls,
         history,
         kept,
+        look.assets,
     )
 
 
 def seen_reset_by_agent(result: Any, agents: list[str]) -> Seen:
     """Check and copy what ``reset`` of a multi-agent environment returned."""
     observations, info = _unpack(result, 2, "reset", "(observations, info), both by agent")
-    _, _, history, kept = _info_by_agent(info, agents)
-    return Seen(_observations(observations, agents), {}, {}, {}, {}, {}, history, kept)
+    look = _Look()
+    _, _, history, kept = _info_by_agent(info, agents, look)
+    return Seen(_observations(observations, agents, look), {}, {}, {}, {}, {}, history, kept, look.assets)
 
 
 def seen_step_by_agent(result: Any, agents: list[str]) -> Seen:
@@ -90,9 +104,10 @@ def seen_step_by_agent(result: Any, agents: list[str]) -> Seen:
     observations, rewards, terminated, truncated, info = _unpack(
         result, 5, "step", "(observations, rewards, terminated, truncated, info), each by agent"
     )
-    parts, calls, history, kept = _info_by_agent(info, agents)
+    look = _Look()
+    parts, calls, history, kept = _info_by_agent(info, agents, look)
     return Seen(
-        _observations(observations, agents),
+        _observations(observations, agents, look),
         {name: checked_reward(value, f"The reward of {name}") for name, value in _by_agent(rewards, "rewards", agents)},
         parts,
         {name: _flag(value, "terminated") for name, value in _by_agent(terminated, "terminated", agents)},
@@ -100,6 +115,7 @@ def seen_step_by_agent(result: Any, agents: list[str]) -> Seen:
         calls,
         history,
         kept,
+        look.assets,
     )
 
 
@@ -143,16 +159,48 @@ def _flag(value: Any, what: str) -> bool:
     raise _broken("flag-not-a-bool", f"{what} is {value!r} ({type(value).__name__}), not a bool.")
 
 
-def _observation(value: Any) -> Observation:
-    if isinstance(value, str):
-        _check_size(len(value))
-        return _text(value)
-    if isinstance(value, list):
-        _check_count(len(value), "An observation", "parts")
-        parts = [_part(part) for part in value]
-        _check_size(_size(parts))
-        return parts
-    raise _broken("observation-type", f"An observation is {type(value).__name__}, not text or a list of content parts.")
+class _Look:
+    """Copies the observations of one answer; ``assets`` are the images in them."""
+
+    def __init__(self) -> None:
+        self.assets: list[AssetData] = []
+
+    def observation(self, value: Any) -> Content:
+        if isinstance(value, str):
+            _check_size(len(value))
+            return _text(value)
+        if isinstance(value, list):
+            _check_count(len(value), "An observation", "parts")
+            parts = [self._part(part) for part in value]
+            _check_size(_size(parts))
+            return parts
+        raise _broken(
+            "observation-type", f"An observation is {type(value).__name__}, not text or a list of content parts."
+        )
+
+    def _part(self, value: Any) -> ContentPart:
+        if isinstance(value, Image):
+            return self._image(value)
+        if not isinstance(value, ContentPart):
+            raise _broken("observation-type", f"A part of an observation is {type(value).__name__}, not a ContentPart.")
+        if value.type != "text":
+            raise _broken(
+                "observation-image", "A ContentPart of an observation names an image; give headrace.Image in its place."
+            )
+        _text(value.text)
+        return value
+
+    def _image(self, image: Image) -> ContentPart:
+        try:
+            asset = image.encoded()
+        except RequestError as error:
+            raise _broken("observation-image", str(error)) from error
+        if len(asset.data) > MAX_IMAGE_BYTES:
+            raise _broken(
+                "observation-too-large", f"An image has {len(asset.data)} bytes; {MAX_IMAGE_BYTES} are the most."
+            )
+        self.assets.append(asset)
+        return ContentPart(type="image", asset=asset.name, text=_text(image.text))
 
 
 def _check_size(characters: int) -> None:
@@ -173,15 +221,6 @@ def _text(value: str) -> str:
     return value
 
 
-def _part(value: Any) -> ContentPart:
-    if not isinstance(value, ContentPart):
-        raise _broken("observation-type", f"A part of an observation is {type(value).__name__}, not a ContentPart.")
-    if value.type != "text":
-        raise _broken("observation-image", "The observation holds an image, and this worker takes text parts only.")
-    _text(value.text)
-    return value
-
-
 def _by_agent(value: Any, what: str, agents: list[str]) -> list[tuple[str, Any]]:
     if not isinstance(value, dict):
         raise _broken("step-shape", f"{what} is {type(value).__name__}, not a dict by agent.")
@@ -191,17 +230,17 @@ def _by_agent(value: Any, what: str, agents: list[str]) -> list[tuple[str, Any]]
     return list(value.items())
 
 
-def _observations(value: Any, agents: list[str]) -> dict[str, Observation]:
-    return {name: _observation(item) for name, item in _by_agent(value, "observations", agents)}
+def _observations(value: Any, agents: list[str], look: _Look) -> dict[str, Content]:
+    return {name: look.observation(item) for name, item in _by_agent(value, "observations", agents)}
 
 
 _ByAgent = tuple[dict[str, dict[str, float]], dict[str, list[ToolCall]], dict[str, list[Message]], dict[str, Any]]
 
 
-def _single_info(info: Any) -> _ByAgent:
+def _single_info(info: Any, look: _Look) -> _ByAgent:
     if type(info) is dict and not info:
         return {}, {}, {}, {}
-    parts, calls, history = _own_places(info, AGENT)
+    parts, calls, history = _own_places(info, AGENT, look)
     kept = json_part({key: value for key, value in info.items() if key not in OWN_PLACE})
     return (
         {AGENT: parts} if parts else {},
@@ -211,7 +250,7 @@ def _single_info(info: Any) -> _ByAgent:
     )
 
 
-def _info_by_agent(info: Any, agents: list[str]) -> _ByAgent:
+def _info_by_agent(info: Any, agents: list[str], look: _Look) -> _ByAgent:
     """An info of a multi-agent environment: what stands under an agent's name is that agent's."""
     if not isinstance(info, dict):
         raise _broken("info-type", f"info is {type(info).__name__}, not a dict.")
@@ -223,7 +262,7 @@ def _info_by_agent(info: Any, agents: list[str]) -> _ByAgent:
         if name not in agents or not isinstance(value, dict):
             rest[name] = value
             continue
-        its_parts, its_calls, its_history = _own_places(value, name)
+        its_parts, its_calls, its_history = _own_places(value, name, look)
         if its_parts:
             parts[name] = its_parts
         if its_calls:
@@ -234,13 +273,13 @@ def _info_by_agent(info: Any, agents: list[str]) -> _ByAgent:
     return parts, calls, history, json_part(rest)
 
 
-def _own_places(info: Any, agent: str) -> tuple[dict[str, float], list[ToolCall], list[Message] | None]:
+def _own_places(info: Any, agent: str, look: _Look) -> tuple[dict[str, float], list[ToolCall], list[Message] | None]:
     if not isinstance(info, dict):
         raise _broken("info-type", f"info is {type(info).__name__}, not a dict.")
     return (
         _reward_parts(info.get("reward_parts", {})),
         [_tool_call(call) for call in _list(info.get("tool_calls", []), "tool_calls")],
-        _history(info["history"], agent) if "history" in info else None,
+        _history(info["history"], agent, look) if "history" in info else None,
     )
 
 
@@ -263,17 +302,17 @@ def _tool_call(call: Any) -> ToolCall:
     return msgspec.structs.replace(call, arguments=json_part(call.arguments))
 
 
-def _history(value: Any, agent: str) -> list[Message]:
-    messages = [_message(item, agent) for item in _list(value, "history")]
+def _history(value: Any, agent: str, look: _Look) -> list[Message]:
+    messages = [_message(item, agent, look) for item in _list(value, "history")]
     _check_size(sum(_size(message.content) for message in messages))
     return messages
 
 
-def _size(content: Observation) -> int:
+def _size(content: Content) -> int:
     return len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
 
 
-def _message(item: Any, agent: str) -> Message:
+def _message(item: Any, agent: str, look: _Look) -> Message:
     if not isinstance(item, dict) or item.get("role") not in ROLES or "content" not in item:
         raise _broken("history-type", "A message of info['history'] is not a dict with a known role and a content.")
-    return Message(role=item["role"], content=_observation(item["content"]), agent=agent)
+    return Message(role=item["role"], content=look.observation(item["content"]), agent=agent)

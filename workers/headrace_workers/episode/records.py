@@ -14,6 +14,7 @@ import msgspec
 
 from headrace.errors import EpisodeFailure
 from headrace.trajectory import (
+    Asset,
     Failure,
     Message,
     Provenance,
@@ -36,6 +37,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     segments: list[Segment] = []
     messages: list[Message] = []
     infos: list[dict[str, Any]] = []
+    assets: list[Asset] = []
     tokenizer: Tokenizer | None = None
     timing: Timing = Timing()
     endpoint: str = ""
@@ -64,7 +66,7 @@ def record_of(assignment: Assignment, outcome: Outcome, *, trajectory_id: str, w
         segments=outcome.segments,
         messages=outcome.messages,
         tokenizer=outcome.tokenizer,
-        assets=[],
+        assets=outcome.assets,
         timing=outcome.timing,
         provenance=Provenance(
             worker=worker,

@@ -6,6 +6,7 @@
 * A failure keeps the turns that were completed before it, and the message that led to it.
 * A turn that an evaluation's pinned version did not answer ends the episode ``cancelled``.
 * The environment gets the text of the sampled ids up to the first stop string; the ids are stored whole.
+* What an observation showed is in ``assets`` once, by name; the record holds the names.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from typing import Any
 
 import msgspec
 
-from headrace.environment import Observation, make
+from headrace.assets import AssetData
+from headrace.environment import make
 from headrace.errors import EnvironmentFailure, EpisodeFailure, InfrastructureFailure
 from headrace.trajectory import Failure, Message, Status, StopReason, Timing, Trajectory
 from headrace.wire import Assignment
-from headrace_workers.episode.boundary import AGENT, Seen
+from headrace_workers.episode.boundary import AGENT, Content, Seen
 from headrace_workers.episode.driver import EnvironmentDriver, EnvironmentKinds, described
 from headrace_workers.episode.plan import RunPlan, agent_sampling, turn_sampling
 from headrace_workers.episode.records import Outcome, failed, record_of
@@ -31,6 +33,9 @@ from headrace_workers.policies.base import PolicySource, Sample, SampleRequest, 
 
 DEADLINE_KINDS = frozenset({"timeout", "environment-timeout"})
 """Failures that the episode's own deadline may have caused, since no call gets more time than the episode has left."""
+
+MAX_ASSET_BYTES = 256 << 20
+"""Of all that one episode shows: as much as a worker's whole spool by default."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -87,6 +92,9 @@ class Episode:
         self._endpoint = ""
         self._policy_s = 0.0
         self._policy_waiting_s = 0.0
+        self.assets: dict[str, AssetData] = {}
+        """The assets that the record refers to, by name."""
+        self._assets_bytes = 0
         self.cancel_reason = ""
         """Why the episode is cancelled; set it before cancelling the task that runs it."""
 
@@ -204,12 +212,27 @@ class Episode:
 
     def _look(self, seen: Seen, *, over: bool) -> None:
         self._infos.append(seen.info)
+        for asset in seen.assets:
+            self._keep(asset)
         for name, observation in seen.observations.items():
             self._observe(name, observation, over)
         for name, history in seen.history.items():
             self._tracks[name].replace_history(history)
 
-    def _observe(self, name: str, observation: Observation, over: bool) -> None:
+    def _keep(self, asset: AssetData) -> None:
+        if asset.name in self.assets:
+            return
+        self._assets_bytes += len(asset.data)
+        if self._assets_bytes > MAX_ASSET_BYTES:
+            raise EnvironmentFailure(
+                f"The episode shows more than {MAX_ASSET_BYTES} bytes of images.",
+                hint="Encode images (PNG, JPEG), or show fewer.",
+                kind="assets-too-large",
+                retryable=False,
+            )
+        self.assets[asset.name] = asset
+
+    def _observe(self, name: str, observation: Content, over: bool) -> None:
         if over and not observation:
             return  # an ended episode has nothing more to say
         message = Message(role="user", content=observation, agent=name)
@@ -312,6 +335,7 @@ class Episode:
             segments=segments,
             messages=self._messages,
             infos=self._infos,
+            assets=[asset.entry for asset in self.assets.values()],
             tokenizer=self._plan.renderer.tokenizer if segments else None,
             timing=Timing(
                 wall_s=self._tools.clock() - self._started_at,

@@ -6,6 +6,7 @@
 * A history edit starts a new segment.
 * On truncation what the agent would have seen next is appended, unsampled, if it fits into the context whole. Else it
   is left out: no policy could have been asked about it, and a part of it would be an observation that never was.
+  The same holds for what the renderer cannot show.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from headrace.errors import EpisodeFailure
 from headrace.trajectory import Message, Sampling, Segment, ToolCall, Turn, VersionRun
 from headrace_workers.episode.plan import AgentPlan
 from headrace_workers.policies.base import Sample
@@ -163,7 +165,10 @@ class AgentTrack:
         if last is None or last.terminated or self._edited or not self._pending:
             return
         segment = self._segments[-1]
-        unseen = self._renderer.extend(segment.tokens, self._pending)
+        try:
+            unseen = self._renderer.extend(segment.tokens, self._pending)
+        except EpisodeFailure:
+            return  # such as an image without a text: no policy could have been asked about it either
         if len(segment.tokens) + len(unseen) > max_context_tokens:
             return
         segment.append_unsampled(unseen)

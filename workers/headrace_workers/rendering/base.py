@@ -3,6 +3,7 @@
 * The next prompt extends the last one exactly: ``extend`` gives only the ids to append.
 * What was sampled is never encoded again; text made from it is for reading.
 * Where a sampled turn lacks its end-of-turn token, the bridge adds it, unsampled.
+* A renderer of text shows the text that stands for an image; an image without one it refuses.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from headrace.trajectory import Message, Tokenizer
+from headrace.errors import InfrastructureFailure
+from headrace.trajectory import ContentPart, Message, Tokenizer
 
 
 class Renderer(Protocol):
@@ -40,7 +42,20 @@ class Renderer(Protocol):
 
 
 def text_of(message: Message) -> str:
-    """The text of a message: its content, or its text parts joined without anything between them."""
+    """The text of a message: its content, or the texts of its parts joined without anything between them. Raises
+    InfrastructureFailure ``image-without-text``."""
     if isinstance(message.content, str):
         return message.content
-    return "".join(part.text for part in message.content)
+    return "".join(map(_part_text, message.content))
+
+
+def _part_text(part: ContentPart) -> str:
+    if part.type == "image" and not part.text:
+        raise InfrastructureFailure(
+            "The environment shows an image, and the run's renderer reads text only.",
+            hint="Give the image a text that stands for it (headrace.Image(..., text=...)), or use a renderer and a "
+            "policy that see images.",
+            kind="image-without-text",
+            retryable=False,
+        )
+    return part.text
