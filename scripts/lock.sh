@@ -19,4 +19,4 @@ compile all --extra all "$@"
 compile base --constraint requirements/all.txt
 compile reasoning-gym --extra reasoning-gym --constraint requirements/all.txt
 # Development without reasoning-gym: that one alone needs a C compiler.
-compile dev --extra worker --extra server --extra plots --group dev --constraint requirements/all.txt "$@"
+compile dev --extra worker --extra server --extra plots --extra export --group dev --constraint requirements/all.txt "$@"

@@ -17,6 +17,7 @@ from headrace.errors import HeadraceError, InternalError, InvalidRequest, Missin
 from headrace_orchestrator.cli.close import close
 from headrace_orchestrator.cli.demo.command import demo
 from headrace_orchestrator.cli.doctor import doctor
+from headrace_orchestrator.cli.export import export
 from headrace_orchestrator.cli.orchestrator import orchestrator
 from headrace_orchestrator.cli.output import FAILED, USAGE, Shared, exit_code, report
 from headrace_orchestrator.cli.run import run
@@ -125,5 +126,5 @@ def cli(ctx: click.Context, debug: bool) -> None:
     ctx.ensure_object(Shared).debug = debug
 
 
-for command in (close, demo, doctor, orchestrator, run, runs, top, trajectories, up, version):
+for command in (close, demo, doctor, export, orchestrator, run, runs, top, trajectories, up, version):
     cli.add_command(command)

@@ -1,0 +1,180 @@
+"""``headrace export``: stored trajectories for the tools of others.
+
+* The folder is there when it is whole; an export that fails leaves nothing.
+* A damaged record is named and left out; with ``--strict`` it ends the export.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version as installed
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+
+import headrace
+from headrace.errors import InvalidRequest
+from headrace.offline import Filter
+from headrace.tables import as_json, table_schema, tables
+from headrace.trajectory import Status, Trajectory, Version
+from headrace_orchestrator.cli.output import emit, json_option, note, shared
+from headrace_orchestrator.cli.progress import progress
+
+FORMATS = ("parquet", "jsonl", "dataset")
+
+SHARD_BYTES = 512 << 20
+"""A file of an export is about this large before compression: what loaders read in parallel."""
+
+CARD = """\
+---
+configs:
+- config_name: default
+  data_files:
+  - split: train
+    path: data/train-*.parquet
+tags:
+- reinforcement-learning
+- headrace
+---
+
+# Trajectories
+
+{count} trajectories of {runs}, exported with Headrace {version}. One row is one episode: its messages, and its segments
+with token ids, which of them the policy sampled, their logprobs, and the reward of each turn.
+
+```python
+from datasets import load_dataset
+
+trajectories = load_dataset("path/to/this/folder", split="train")
+```
+"""
+
+
+def _version(ctx: click.Context, param: click.Parameter, value: str | None) -> Version | None:
+    try:
+        return None if value is None else Version.parse(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error), ctx, param) from error
+
+
+@click.command(short_help="Write stored trajectories as Parquet, JSON lines or a dataset.")
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("destination", metavar="DEST", type=click.Path(path_type=Path))
+@click.option("--format", "kind", type=click.Choice(FORMATS), default="parquet", show_default=True)
+@click.option("--run", help="Trajectories of this run only.")
+@click.option("--environment", help="Of this environment only.")
+@click.option("--status", type=click.Choice(get_args(Status)), help="Only those that ended like this.")
+@click.option("--evaluation", help="Of this evaluation only; '' leaves evaluations out.")
+@click.option("--low", callback=_version, help="Only with a row of this version or a later one.")
+@click.option("--high", callback=_version, help="Only with a row of this version or an earlier one.")
+@click.option("--strict", is_flag=True, help="End at a damaged record instead of leaving it out.")
+@json_option
+def export(directory: Path, destination: Path, kind: str, strict: bool, **wanted: Any) -> None:
+    """Write the trajectories of the data directory DIR into a new folder DEST.
+
+    The service may be running. `parquet` writes trajectories-*.parquet, `jsonl` trajectories-*.jsonl with every field
+    of each record, `dataset` a folder that `datasets.load_dataset(DEST)` of Hugging Face reads. One row is one
+    trajectory.
+
+    \b
+    Examples:
+      headrace export headrace-data out --run guess --status finished
+      headrace export headrace-data out --format dataset --low 0.10
+    """
+    if kind != "jsonl":
+        table_schema()  # says what is missing before anything is read
+    with progress("Exporting") as told, fresh_folder(destination) as folder:
+        data = headrace.open(directory, strict=strict, on_progress=told)
+        counted = _Counted(data.matching(Filter(**wanted)))
+        files = _write(kind, folder, counted)
+    for damage in data.damaged:
+        note(f"Left out: {damage.file} at offset {damage.offset}, {damage.size_bytes} bytes: {damage.problem}.")
+    if shared().json:
+        emit({"trajectories": counted.count, "files": files, "damaged": [d._asdict() for d in data.damaged]})
+    else:
+        note(f"{counted.count} trajectories in {len(files)} files in {destination}.")
+
+
+@contextmanager
+def fresh_folder(path: Path) -> Iterator[Path]:
+    """A folder that is at ``path`` after the block, or nowhere if that raises. Raises InvalidRequest for one that is
+    there already."""
+    if path.exists():
+        raise InvalidRequest(f"{path} is there already.", hint="Name a new folder, or delete this one first.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
+    partial.mkdir()
+    try:
+        yield partial
+        partial.rename(path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+class _Counted:
+    """Trajectories as they go by: how many, of which runs."""
+
+    def __init__(self, trajectories: Iterable[Trajectory]) -> None:
+        self._trajectories = trajectories
+        self.count = 0
+        self.runs: dict[str, None] = {}
+
+    def __iter__(self) -> Iterator[Trajectory]:
+        for trajectory in self._trajectories:
+            self.count += 1
+            self.runs[trajectory.run] = None
+            yield trajectory
+
+
+def _write(kind: str, folder: Path, trajectories: _Counted) -> list[str]:
+    """The names of the files that hold them."""
+    if kind == "jsonl":
+        return _write_lines(folder, trajectories)
+    if kind == "parquet":
+        return _write_parquet(folder, "trajectories", trajectories)
+    (folder / "data").mkdir()
+    files = _write_parquet(folder / "data", "train", trajectories)
+    card = CARD.format(
+        count=trajectories.count, runs=", ".join(trajectories.runs) or "no run", version=installed("headrace")
+    )
+    (folder / "README.md").write_text(card)
+    return [f"data/{name}" for name in files]
+
+
+def _write_lines(folder: Path, trajectories: Iterable[Trajectory]) -> list[str]:
+    files: list[str] = []
+    lines = iter(trajectories)
+    more = True
+    while more:
+        files.append(f"trajectories-{len(files):05d}.jsonl")
+        more = False
+        with (folder / files[-1]).open("wb") as stream:
+            for trajectory in lines:
+                stream.write(as_json(trajectory) + b"\n")
+                if stream.tell() >= SHARD_BYTES:
+                    more = True
+                    break
+    return files
+
+
+def _write_parquet(folder: Path, stem: str, trajectories: Iterable[Trajectory]) -> list[str]:
+    from pyarrow import parquet
+
+    files: list[str] = []
+    parts, more = tables(trajectories), True
+    while more:
+        files.append(f"{stem}-{len(files):05d}.parquet")
+        more, size = False, 0
+        with parquet.ParquetWriter(folder / files[-1], table_schema(), compression="zstd") as writer:
+            for table in parts:
+                writer.write_table(table)
+                size += table.nbytes
+                if size >= SHARD_BYTES:
+                    more = True
+                    break
+    return files

@@ -1,0 +1,51 @@
+"""How far a long command is: a bar on a terminal, a line now and then when piped, nothing with ``--json``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from headrace_orchestrator.cli.output import note, notes, shared
+
+OnProgress = Callable[[int, int], None]
+"""Called with the bytes that are done, and how many there are."""
+
+REFRESH_S = 0.1
+LINE_S = 5.0
+"""A line of a piped command comes as often as this."""
+
+
+@contextmanager
+def progress(label: str, *, clock: Callable[[], float] = time.monotonic) -> Iterator[OnProgress]:
+    """Shows what is reported while the block runs."""
+    if shared().json:
+        yield lambda done, total: None
+    elif not notes().is_terminal:
+        yield _lines(label, clock)
+    else:
+        columns = (TextColumn(label), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=notes(), transient=True) as bar:
+            task = bar.add_task(label, total=None)
+            yield _every(REFRESH_S, clock, lambda done, total: bar.update(task, completed=done, total=total))
+
+
+def _lines(label: str, clock: Callable[[], float]) -> OnProgress:
+    def line(done: int, total: int) -> None:
+        note(f"{label}: {done / total:.0%}" if total else label)
+
+    return _every(LINE_S, clock, line)
+
+
+def _every(interval_s: float, clock: Callable[[], float], show: OnProgress) -> OnProgress:
+    shown = clock()
+
+    def told(done: int, total: int) -> None:
+        nonlocal shown
+        if clock() - shown >= interval_s:
+            shown = clock()
+            show(done, total)
+
+    return told

@@ -1,0 +1,180 @@
+"""``headrace export``: what is written is what was stored."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyarrow.parquet as pq
+import pytest
+from click.testing import CliRunner, Result
+
+import headrace
+from headrace import codec
+from headrace.logformat import FrameType, pack_frame
+from headrace.tables import tables
+from headrace.trajectory import Asset, ContentPart, Message, Task, Trajectory, Version
+from headrace_orchestrator.cli.app import cli
+from tests.builders import make_failed, make_multi_agent, make_multi_segment, make_trajectory, make_truncated
+
+STORED = [
+    make_trajectory(number=1, turns=3, version=Version(0, 1), infos=[{"a": 1}, {"b": [2.5]}]),
+    make_truncated(number=2, run="other", task=Task(environment="test:Other", seed=(1 << 64) - 1, kwargs={"k": [1]})),
+    make_failed(number=3),
+    make_multi_segment(number=4),
+    make_multi_agent(number=5, task=Task(environment="test:Echo", seed=5, example={"question": "?"})),
+    make_trajectory(
+        number=6,
+        messages=[
+            Message(
+                role="user",
+                content=[ContentPart(type="text", text="see "), ContentPart(type="image", asset="a")],
+            )
+        ],
+        assets=[Asset(name="a", sha256="0" * 64, media_type="image/png", size_bytes=7)],
+    ),
+]
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    """A data directory with these trajectories in its log."""
+    (tmp_path / "data" / "log").mkdir(parents=True)
+    frames = (pack_frame(FrameType.TRAJECTORY, codec.encode(trajectory)) for trajectory in STORED)
+    (tmp_path / "data" / "log" / "00000001.log").write_bytes(b"".join(part for frame in frames for part in frame))
+    return tmp_path / "data"
+
+
+def export(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(cli, ["export", *map(str, arguments)])
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [row for file in sorted(folder.glob("*.parquet")) for row in pq.read_table(file).to_pylist()]
+
+
+def test_a_table_has_tokens_logprobs_and_rewards_of_the_record(stored: Path, tmp_path: Path):
+    done = export(stored, tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    found = rows(tmp_path / "out")
+    assert [row["id"] for row in found] == [trajectory.id for trajectory in STORED]
+    for row, trajectory in zip(found, STORED, strict=True):
+        assert (row["run"], row["environment"]) == (trajectory.run, trajectory.task.environment)
+        assert (row["status"], row["seed"]) == (trajectory.status, str(trajectory.task.seed))
+        for got, segment in zip(row["segments"], trajectory.segments, strict=True):
+            assert got["token_ids"] == segment.token_ids.tolist()
+            assert got["sampled"] == segment.sampled.tolist()
+            assert got["logprobs"] == segment.logprobs.tolist()
+            assert [turn["reward"] for turn in got["turns"]] == [turn.reward for turn in segment.turns]
+            assert [version["version"] for version in got["versions"]] == [str(v.version) for v in segment.versions]
+    assert json.loads(found[0]["infos"]) == STORED[0].infos
+    assert (found[0]["version_min"], found[3]["version_max"]) == ("0.1", "0.2")
+    assert json.loads(found[4]["example"]) == {"question": "?"}
+    assert found[5]["messages"][0]["content"] == "see "
+    assert found[5]["messages"][0]["images"] == ["a"]
+
+
+def test_a_failed_trajectory_has_no_reward(stored: Path, tmp_path: Path):
+    export(stored, tmp_path / "out")
+    found = rows(tmp_path / "out")
+    assert [row["reward"] for row in found] == [1.0, 1.0, None, 1.25, 1.0, 1.0]
+    assert found[2]["failure"]["kind"] == "step-raised"
+    assert found[0]["failure"] is None
+
+
+def test_a_line_of_json_has_every_field_of_the_record(stored: Path, tmp_path: Path):
+    assert export(stored, tmp_path / "out", "--format", "jsonl").exit_code == 0
+    (file,) = (tmp_path / "out").iterdir()
+    lines = file.read_text().splitlines()
+    assert len(lines) == len(STORED)
+    for line, trajectory in zip(lines, STORED, strict=True):
+        assert json.loads(line).keys() == set(Trajectory.__struct_fields__)
+        assert codec.encode(read(line)) == codec.encode(trajectory)
+
+
+def read(line: str) -> Trajectory:
+    """The trajectory of a line."""
+    import numpy as np
+
+    kinds = {"token_ids": np.int32, "sampled": np.uint8, "logprobs": np.float32}
+    fields = json.loads(line)
+    for segment in fields["segments"]:
+        segment.update({name: np.array(segment[name], kind) for name, kind in kinds.items()})
+    return msgspec.convert(fields, Trajectory, dec_hook=lambda kind, value: value)
+
+
+def test_a_dataset_folder_names_its_split(stored: Path, tmp_path: Path):
+    assert export(stored, tmp_path / "out", "--format", "dataset").exit_code == 0
+    assert [row["id"] for row in rows(tmp_path / "out" / "data")] == [trajectory.id for trajectory in STORED]
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "path: data/train-*.parquet" in card
+    assert "6 trajectories of run, other" in card
+
+
+def test_large_exports_have_many_files(stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("headrace_orchestrator.cli.export.SHARD_BYTES", 1)
+    monkeypatch.setattr("headrace.tables.TABLE_TOKENS", 1)
+    for kind in ("parquet", "jsonl"):
+        assert export(stored, tmp_path / kind, "--format", kind).exit_code == 0
+        assert len(list((tmp_path / kind).iterdir())) >= len(STORED)
+    assert [row["id"] for row in rows(tmp_path / "parquet")] == [trajectory.id for trajectory in STORED]
+
+
+def test_only_what_fits_is_exported(stored: Path, tmp_path: Path):
+    for number, (wanted, count) in enumerate(
+        [
+            (("--run", "other"), 1),
+            (("--status", "failed"), 1),
+            (("--environment", "test:Echo"), 5),
+            (("--low", "0.1", "--high", "0.1"), 2),
+            (("--evaluation", ""), 6),
+        ]
+    ):
+        done = export(stored, tmp_path / str(number), "--json", *wanted)
+        assert json.loads(done.stdout)["trajectories"] == count, wanted
+
+
+def test_a_damaged_record_is_named_and_left_out_and_strict_ends_the_export(stored: Path, tmp_path: Path):
+    file = stored / "log" / "00000001.log"
+    data = bytearray(file.read_bytes())
+    data[100] ^= 1
+    file.write_bytes(data)
+    done = export(stored, tmp_path / "out")
+    assert done.exit_code == 0
+    assert "Left out: 00000001.log at offset 0" in done.stderr
+    assert len(rows(tmp_path / "out")) == len(STORED) - 1
+    done = export(stored, tmp_path / "strict", "--strict")
+    assert done.exit_code == 1
+    assert "offset 0 of 00000001.log" in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "out"]
+
+
+def test_a_folder_that_is_there_is_not_touched(stored: Path, tmp_path: Path):
+    (tmp_path / "out").mkdir()
+    done = export(stored, tmp_path / "out")
+    assert done.exit_code == 1
+    assert "there already" in done.stderr
+
+
+def test_without_pyarrow_it_says_what_to_install(stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    done = export(stored, tmp_path / "out")
+    assert done.exit_code == 1
+    assert "pip install 'headrace[export]'" in done.stderr
+    assert export(stored, tmp_path / "lines", "--format", "jsonl").exit_code == 0
+
+
+def test_an_empty_directory_gives_an_empty_table(tmp_path: Path):
+    (tmp_path / "data" / "log").mkdir(parents=True)
+    assert export(tmp_path / "data", tmp_path / "out").exit_code == 0
+    assert rows(tmp_path / "out") == []
+    assert list(tables(headrace.open(tmp_path / "data").trajectories())) == []
+
+
+def test_a_version_that_is_none_is_refused(stored: Path, tmp_path: Path):
+    done = export(stored, tmp_path / "out", "--low", "seven")
+    assert done.exit_code == 2
+    assert "lineage.n" in done.stderr
