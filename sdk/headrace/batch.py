@@ -3,8 +3,10 @@
 * A learner reads everything without a copy: columns and tokens are views into the body.
 * Each row has its own advantages, at its own sampled positions and nowhere else.
 * A body whose counts or sizes disagree with its manifest is refused; ``verify`` computes moments and advantages again.
+* A shard is refused where the shards do not merge to the manifest.
+* ``recut`` gives what the batch would be of the rows that are kept, exactly.
 
-The layout of the body is in :mod:`headrace.forming`, which makes it.
+The layout of the body is in :mod:`headrace.body`.
 """
 
 from __future__ import annotations
@@ -19,29 +21,19 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from headrace.codec import ALIGNMENT, Buffer, decode, decode_head, record_sizes
+from headrace import sharding
+from headrace.body import PER_ROW, PER_TURN, BatchHead, read_head
+from headrace.codec import Buffer, TrajectoryHead, decode, decode_head, record_sizes
 from headrace.errors import InvalidRequest
 from headrace.estimators import F64, returns_to_go
-from headrace.forming import (
-    MAGIC,
-    PER_ROW,
-    PER_TURN,
-    PREFIX,
-    BatchHead,
-    Column,
-    build_head,
-    compute,
-    moment_set,
-    padded,
-)
-from headrace.manifest import GroupEntry, Manifest, MomentSet
+from headrace.forming import build_head, compute, moment_set
+from headrace.manifest import GroupEntry, Manifest, MomentSet, Shard, ShardPart
 from headrace.strands import GroupInput, Strands, collect_strands
-from headrace.trajectory import SCHEMA, Segment, Trajectory, Turn, Version, VersionRun
+from headrace.trajectory import Segment, Trajectory, Turn, Version, VersionRun
 from headrace.validation import validate
 
-__all__ = ["Batch", "BatchHead", "GroupInput", "Manifest", "Row", "build_head"]
+__all__ = ["Batch", "BatchHead", "GroupInput", "Manifest", "Row", "Shard", "ShardPart", "build_head"]
 
-_head_decoder = msgspec.msgpack.Decoder(BatchHead)
 _PLACE = ("row_trajectory", "row_segment", "row_group")
 
 MOMENT_TOLERANCE = 1e-12
@@ -52,7 +44,7 @@ ADVANTAGE_TOLERANCE = 1e-9
 
 def read_manifest(buffer: Buffer) -> Manifest:
     """The manifest of a body, or of the part of it that ``build_head`` made. Raises InvalidRequest if it is none."""
-    return _read_head(memoryview(buffer))[0].manifest
+    return read_head(buffer).manifest
 
 
 class RowAdvantages(NamedTuple):
@@ -67,9 +59,8 @@ class RowAdvantages(NamedTuple):
 def read_advantages(buffer: Buffer, trajectory: str) -> list[RowAdvantages]:
     """What a body, or the part of it that ``build_head`` made, says of the rows of one trajectory; nothing if the
     trajectory is not in it. Raises InvalidRequest if the bytes are no batch."""
-    view = memoryview(buffer)
-    head, start, end = _read_head(view)
-    columns = {column.name: _view_column(view, column, start, end) for column in head.columns}
+    head = read_head(buffer)
+    columns = head.columns
     if trajectory not in head.manifest.trajectories:
         return []
     offsets = columns["row_turn_offsets"]
@@ -91,7 +82,8 @@ def read_advantages(buffer: Buffer, trajectory: str) -> list[RowAdvantages]:
 class Row:
     """One segment to train on. Arrays are read-only views into the batch.
 
-    ``returns``, ``rewards``, ``weights`` f64[turns]; a turn's weight is 1, or its sampled tokens with token weighting.
+    ``index`` is its number in the whole batch. ``returns``, ``rewards``, ``weights`` f64[turns]; a turn's weight is 1,
+    or its sampled tokens with token weighting.
     """
 
     index: int
@@ -149,9 +141,10 @@ class Row:
 
 
 class Batch:
-    """A pulled batch. ``generation`` and ``lease_s`` belong to its lease and travel beside the body.
+    """A pulled batch, or a shard of one. ``generation`` and ``lease_s`` belong to its lease and travel beside the body.
 
-    ``columns`` are read-only views by name; ``records`` is the part of the body that holds the records.
+    ``manifest`` is that of the whole batch; ``shard`` says which part this is, None for the whole. ``columns`` are
+    read-only views by name; ``records`` is the part of the body that holds the records.
     """
 
     def __init__(
@@ -161,23 +154,26 @@ class Batch:
         records: memoryview,
         generation: int,
         lease_s: float,
+        *,
+        shard: Shard | None = None,
     ) -> None:
         self.manifest = manifest
         self.columns = columns
         self.records = records
         self.generation = generation
         self.lease_s = lease_s
+        self.shard = shard
+        self._spans = list(itertools.pairwise(columns["record_offsets"].tolist()))
+        self._recut = False
 
     @classmethod
     def parse(cls, body: Buffer, *, generation: int = 0, lease_s: float = 0.0) -> Batch:
-        """Read a body, without a copy. Raises InvalidRequest if it is no batch or its counts or sizes disagree with
-        its manifest; ``verify`` checks the rest."""
-        view = memoryview(body).toreadonly()
-        head, columns_start, records_start = _read_head(view)
-        columns = {column.name: _view_column(view, column, columns_start, records_start) for column in head.columns}
-        batch = cls(head.manifest, columns, view[records_start:], generation, lease_s)
-        batch._check_counts()
-        return batch
+        """Read a body, without a copy. Raises InvalidRequest if it is no batch, its counts or sizes disagree with its
+        manifest, or it is a shard that does not merge to it; ``verify`` checks the rest."""
+        head = read_head(body)
+        _check(head.manifest, head.shard, head.columns, memoryview(body)[head.records_start :])
+        records = memoryview(body).toreadonly()[head.records_start :]
+        return cls(head.manifest, head.columns, records, generation, lease_s, shard=head.shard)
 
     @property
     def id(self) -> str:
@@ -194,25 +190,28 @@ class Batch:
 
     @cached_property
     def trajectories(self) -> list[Trajectory]:
-        """All trajectories, in the order of the records. Raises UnreadableRecord."""
+        """All trajectories that came, in the order of the records: a shard has those of its rows. Raises
+        UnreadableRecord."""
         return [decode(record) for record in self._record_views()]
 
     @cached_property
     def rows(self) -> list[Row]:
         """All rows, in the order of the columns."""
         columns = self.columns
+        numbers = columns.get("row_number", np.arange(len(columns["row_tokens"]))).tolist()
         starts = columns["row_turn_offsets"].tolist()
         served = columns.get("advantages")
         rows = []
         for index, (t, s, g) in enumerate(zip(*(columns[name].tolist() for name in _PLACE), strict=True)):
-            segments = self.trajectories[t].segments
+            trajectory = self.trajectories[self._record_of[t]]
+            segments = trajectory.segments
             span = slice(starts[index], starts[index + 1])
             if s >= len(segments) or len(segments[s].turns) != span.stop - span.start:
                 raise self._disagrees(f"row {index} is segment {s} of trajectory {t}, which is not like that")
             rows.append(
                 Row(
-                    index=index,
-                    trajectory=self.trajectories[t],
+                    index=numbers[index],
+                    trajectory=trajectory,
                     segment=segments[s],
                     group=self.manifest.groups[g],
                     returns=columns["returns"][span],
@@ -223,40 +222,118 @@ class Batch:
             )
         return rows
 
+    @cached_property
+    def _record_of(self) -> dict[int, int]:
+        """Which record is trajectory t of the batch."""
+        numbers = self.columns.get("record_number", np.arange(len(self._spans)))
+        return {t: record for record, t in enumerate(numbers.tolist())}
+
     def strands(self) -> Strands:
-        """The flat arrays behind the estimators, for computing one's own; ``row_turns`` leads back to the columns."""
+        """The flat arrays behind the estimators, for computing one's own; ``row_turns`` leads back to the columns.
+        Raises InvalidRequest for a shard: what it is compared with is elsewhere."""
+        self._require_whole("Its strands")
         return collect_strands(self._group_inputs())
 
     def moments(self) -> MomentSet:
-        """Moments of what was received, computed here."""
+        """Moments of what was received, computed here. Raises InvalidRequest for a shard, whose own are in
+        ``shard.part``."""
         strands = self.strands()
         experience = strands.experience
         returns = returns_to_go(experience.rewards, experience.offsets, self.manifest.estimator.gamma)
         return moment_set(strands, returns, None)
 
+    def recut(self, keep: npt.ArrayLike) -> Batch:
+        """The batch of the rows that are kept: counts, moments, baselines and advantages as if the others had never
+        been trained on. ``keep`` is bool[rows]. Returns still run through all turns of an episode, the dropped ones
+        included; an episode or a group of which no row is left is gone. Id and lease stay those of the batch: ack
+        either. Raises InvalidRequest for a mask of another shape, and for a shard.
+        """
+        self._require_whole("A new cut")
+        mask = np.asarray(keep)
+        if mask.dtype != np.bool_ or mask.shape != (len(self.columns["row_tokens"]),):
+            raise InvalidRequest(
+                f"keep is {mask.dtype}{list(mask.shape)}, not bool[{len(self.columns['row_tokens'])}].",
+                hint="Give one flag per row, in the order of batch.rows.",
+            )
+        dropped = set(zip(*(self.columns[name][~mask].tolist() for name in _PLACE[:2]), strict=True))
+        inputs, spans = self._inputs_without(dropped)
+        computed = compute(
+            batch=self.id,
+            run=self.run,
+            estimator=self.manifest.estimator,
+            version=self.version,
+            groups=inputs,
+        )
+        for column in computed.columns.values():
+            column.flags.writeable = False
+        cut = Batch(computed.manifest, computed.columns, self.records, self.generation, self.lease_s)
+        cut._spans, cut._recut = spans, True
+        return cut
+
     def verify(self) -> None:
         """Validate every record, and compute manifest and columns again. Raises InvalidTrajectory for a record that is
-        not valid, InvalidRequest where the batch is not what its records give."""
+        not valid, InvalidRequest where the batch is not what its records give. Of a shard, whose advantages come from
+        rows that are elsewhere, the rest is computed again."""
         for trajectory in self.trajectories:
             validate(trajectory)
-        stated = self.manifest
         with np.errstate(all="ignore"):  # a number that was damaged may overflow; then it differs, and is refused
-            computed = compute(
-                batch=stated.batch,
-                run=stated.run,
-                estimator=stated.estimator,
-                version=stated.version,
-                groups=self._group_inputs(),
-            )
+            if self.shard is None:
+                self._verify_whole()
+            else:
+                self._verify_shard()
+
+    def _verify_whole(self) -> None:
+        stated = self.manifest
+        computed = compute(
+            batch=stated.batch,
+            run=stated.run,
+            estimator=stated.estimator,
+            version=stated.version,
+            groups=self._group_inputs(),
+        )
         for name, column in computed.columns.items():
-            received = self.columns.get(name)
-            tolerance = ADVANTAGE_TOLERANCE if name == "advantages" else MOMENT_TOLERANCE
-            if received is None or not _agree(received, column, tolerance):
-                raise self._disagrees(f"column {name!r} is not what its records give")
+            self._require_column(name, column)
         for path, ours, theirs in _differences(msgspec.to_builtins(computed.manifest), msgspec.to_builtins(stated)):
             raise self._disagrees(f"{path} is {theirs!r}, its records give {ours!r}")
 
+    def _verify_shard(self) -> None:
+        heads = [(decode_head(record), len(record)) for record in self._record_views()]
+        groups = [GroupInput(head.group, head.task, 1, [(head, size)]) for head, size in heads]
+        stated = self.manifest
+        computed = compute(
+            batch=stated.batch, run=stated.run, estimator=stated.estimator, version=stated.version, groups=groups
+        ).columns
+        numbers = self.columns["record_number"][computed["row_trajectory"]].tolist()
+        row_at = {place: row for row, place in enumerate(zip(numbers, computed["row_segment"].tolist(), strict=True))}
+        places = zip(*(self.columns[name].tolist() for name in _PLACE[:2]), strict=True)
+        rows = [row_at.get(place, -1) for place in places]
+        if -1 in rows:
+            raise self._disagrees(f"row {rows.index(-1)} of the shard is in none of its records")
+        starts = computed["row_turn_offsets"]
+        turns = np.concatenate([np.arange(0), *(np.arange(starts[row], starts[row + 1]) for row in rows)])
+        for name in PER_TURN:
+            if name != "advantages":
+                self._require_column(name, computed[name][turns])
+        for name in ("row_tokens", "row_reward"):
+            self._require_column(name, computed[name][rows])
+
+    def _require_column(self, name: str, computed: npt.NDArray[Any]) -> None:
+        received = self.columns.get(name)
+        tolerance = ADVANTAGE_TOLERANCE if name == "advantages" else MOMENT_TOLERANCE
+        if received is None or not _agree(received, computed, tolerance):
+            raise self._disagrees(f"column {name!r} is not what its records give")
+
+    def _require_whole(self, what: str) -> None:
+        if self.shard is not None:
+            raise InvalidRequest(
+                f"This is shard {self.shard.number} of {len(self.shard.parts)} of batch {self.id}. {what} can only be "
+                "computed of the whole batch.",
+                hint="Pull it without shards in one rank, and send each rank what it needs.",
+            )
+
     def _group_inputs(self) -> list[GroupInput]:
+        if self._recut:
+            return self._inputs_without(set())[0]
         heads = [(decode_head(record), len(record)) for record in self._record_views()]
         inputs, start = [], 0
         for group in self.manifest.groups:
@@ -265,86 +342,103 @@ class Batch:
             start += group.actual
         return inputs
 
-    def _record_views(self) -> list[memoryview]:
-        offsets = self.columns["record_offsets"].tolist()
-        return [self.records[a:b] for a, b in itertools.pairwise(offsets)]
+    def _inputs_without(self, dropped: set[tuple[int, int]]) -> tuple[list[GroupInput], list[tuple[int, int]]]:
+        """What is left without some rows, given as (trajectory, segment); and where its records are."""
+        rows = set(zip(*(self.columns[name].tolist() for name in _PLACE[:2]), strict=True))
+        had_rows = {t for t, _ in rows}
+        left = rows - dropped
+        has_rows = {t for t, _ in left}
+        inputs: list[GroupInput] = []
+        spans: list[tuple[int, int]] = []
+        numbers = iter(range(len(self._spans)))
+        for group in self.manifest.groups:
+            members = []
+            for t in itertools.islice(numbers, group.actual):
+                if t in had_rows and t not in has_rows:
+                    continue
+                start, end = self._spans[t]
+                members.append((_only(decode_head(self.records[start:end]), t, left), end - start))
+                spans.append((start, end))
+            if members:
+                inputs.append(GroupInput(group.id, group.task, group.expected, members))
+        return inputs, spans
 
-    def _check_counts(self) -> None:
-        """What can be seen without decoding a record."""
-        counts, columns = self.manifest.counts, self.columns
-        per_turn = [name for name in PER_TURN if name != "advantages" or self.manifest.estimator.name != "none"]
-        lengths = {
-            **dict.fromkeys(per_turn, counts.turns),
-            **dict.fromkeys(PER_ROW, counts.rows),
-            "row_turn_offsets": counts.rows + 1,
-            "record_offsets": counts.trajectories + 1,
-        }
-        for name, length in lengths.items():
-            if name not in columns or len(columns[name]) != length:
-                raise self._disagrees(f"column {name!r} is missing or does not have {length} entries")
-        for name, end in (("row_turn_offsets", counts.turns), ("record_offsets", len(self.records))):
-            offsets = columns[name]
-            if offsets[0] != 0 or offsets[-1] != end or np.any(np.diff(offsets) < 0):
-                raise self._disagrees(f"column {name!r} does not rise from 0 to {end}")
-        for name, below in (
-            ("row_trajectory", counts.trajectories),
-            ("row_group", counts.groups),
-            ("row_segment", 1 << 31),
-        ):
-            if np.any((columns[name] < 0) | (columns[name] >= below)):
-                raise self._disagrees(f"column {name!r} points outside [0, {below})")
-        for what, stated, found in (
-            ("trajectories", counts.trajectories, len(self.manifest.trajectories)),
-            ("groups", counts.groups, len(self.manifest.groups)),
-            ("members of groups", counts.trajectories, sum(group.actual for group in self.manifest.groups)),
-            ("sampled tokens", counts.sampled_tokens, int(columns["turn_tokens"].sum())),
-            ("tokens", counts.tokens, int(columns["row_tokens"].sum())),
-        ):
-            if stated != found:
-                raise self._disagrees(f"it counts {stated} {what}, there are {found}")
-        offsets = columns["record_offsets"]
-        sizes, stated_sizes = record_sizes(self.records, offsets[:-1]), np.diff(offsets)
-        for position in np.flatnonzero(sizes != stated_sizes)[:1]:
-            said = f"is {sizes[position]} bytes long" if sizes[position] >= 0 else "is no record"
-            raise self._disagrees(f"record {position} {said}, not one of {stated_sizes[position]} bytes")
+    def _record_views(self) -> list[memoryview]:
+        return [self.records[start:end] for start, end in self._spans]
 
     def _disagrees(self, problem: str) -> InvalidRequest:
-        return InvalidRequest(
-            f"Batch {self.manifest.batch} disagrees with its manifest: {problem}.",
-            hint="Nothing of it can be trusted; give it back and pull again.",
-            batch=self.manifest.batch,
-        )
+        return _disagrees(self.manifest, problem)
 
 
-def _read_head(view: memoryview) -> tuple[BatchHead, int, int]:
-    """Head, start of the columns, start of the records."""
-    if len(view) < PREFIX.size:
-        raise _no_batch(f"{len(view)} bytes are too few")
-    magic, schema, reserved, length, records_start = PREFIX.unpack_from(view)
-    if magic != MAGIC:
-        raise _no_batch(f"they start with {bytes(magic)!r}, not {MAGIC!r}")
-    if schema != SCHEMA:
-        raise _no_batch(f"they have wire schema {schema}, this reader knows {SCHEMA}")
-    columns_start = padded(PREFIX.size + length)
-    if reserved or records_start % ALIGNMENT or not columns_start <= records_start <= len(view):
-        raise _no_batch(f"lengths do not fit: head {length}, records from {records_start}, body {len(view)} bytes")
-    try:
-        head = _head_decoder.decode(view[PREFIX.size : PREFIX.size + length])
-    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
-        raise _no_batch(f"the head does not decode: {error}") from error
-    return head, columns_start, records_start
+def _only(head: TrajectoryHead, number: int, rows: set[tuple[int, int]]) -> TrajectoryHead:
+    """A head in which only these rows are trained on."""
+    segments = [
+        msgspec.structs.replace(segment, train=segment.train and (not segment.turns or (number, position) in rows))
+        for position, segment in enumerate(head.segments)
+    ]
+    return msgspec.structs.replace(head, segments=segments)
 
 
-def _view_column(view: memoryview, column: Column, start: int, end: int) -> npt.NDArray[Any]:
-    begin = start + column.offset
-    if column.offset < 0 or column.offset % ALIGNMENT or column.length < 0 or begin + 8 * column.length > end:
-        raise _no_batch(f"column {column.name!r} lies outside its part of the body")
-    return np.frombuffer(view, column.dtype, column.length, begin)
+def _check(
+    manifest: Manifest, shard: Shard | None, columns: Mapping[str, npt.NDArray[Any]], records: memoryview
+) -> None:
+    """What can be seen without decoding a record. Raises InvalidRequest."""
+    whole = manifest.counts
+    if shard is not None and shard.number >= len(shard.parts):
+        raise _disagrees(manifest, f"it says that it is shard {shard.number} of {len(shard.parts)}")
+    here = whole if shard is None else shard.part
+    per_turn = [name for name in PER_TURN if name != "advantages" or manifest.estimator.name != "none"]
+    lengths = {
+        **dict.fromkeys(per_turn, here.turns),
+        **dict.fromkeys(PER_ROW, here.rows),
+        "row_turn_offsets": here.rows + 1,
+        "record_offsets": here.trajectories + 1,
+        **({} if shard is None else {"row_number": here.rows, "record_number": here.trajectories}),
+    }
+    for name, length in lengths.items():
+        if name not in columns or len(columns[name]) != length:
+            raise _disagrees(manifest, f"column {name!r} is missing or does not have {length} entries")
+    for name, end in (("row_turn_offsets", here.turns), ("record_offsets", len(records))):
+        offsets = columns[name]
+        if offsets[0] != 0 or offsets[-1] != end or np.any(np.diff(offsets) < 0):
+            raise _disagrees(manifest, f"column {name!r} does not rise from 0 to {end}")
+    for name, below in (
+        ("row_trajectory", whole.trajectories),
+        ("row_group", whole.groups),
+        ("row_segment", 1 << 31),
+        ("row_number", whole.rows),
+        ("record_number", whole.trajectories),
+    ):
+        if name in columns and np.any((columns[name] < 0) | (columns[name] >= below)):
+            raise _disagrees(manifest, f"column {name!r} points outside [0, {below})")
+    if shard is not None and not np.array_equal(np.unique(columns["row_trajectory"]), columns["record_number"]):
+        raise _disagrees(manifest, "its records are not those of its rows")
+    for what, stated, found in (
+        ("trajectories", whole.trajectories, len(manifest.trajectories)),
+        ("groups", whole.groups, len(manifest.groups)),
+        ("members of groups", whole.trajectories, sum(group.actual for group in manifest.groups)),
+        ("sampled tokens", here.sampled_tokens, int(columns["turn_tokens"].sum())),
+        ("tokens", here.tokens, int(columns["row_tokens"].sum())),
+    ):
+        if stated != found:
+            raise _disagrees(manifest, f"it counts {stated} {what}, there are {found}")
+    offsets = columns["record_offsets"]
+    sizes, stated_sizes = record_sizes(records, offsets[:-1]), np.diff(offsets)
+    for position in np.flatnonzero(sizes != stated_sizes)[:1]:
+        said = f"is {sizes[position]} bytes long" if sizes[position] >= 0 else "is no record"
+        raise _disagrees(manifest, f"record {position} {said}, not one of {stated_sizes[position]} bytes")
+    if shard is not None:
+        with np.errstate(all="ignore"):  # a damaged number may overflow; then it differs, and is refused
+            problem = sharding.disagreement(manifest, shard, columns)
+        if problem:
+            raise _disagrees(manifest, problem)
 
 
-def _no_batch(problem: str) -> InvalidRequest:
+def _disagrees(manifest: Manifest, problem: str) -> InvalidRequest:
     return InvalidRequest(
-        f"The bytes are no batch: {problem}.", hint="The body is damaged, cut short, or of another version of Headrace."
+        f"Batch {manifest.batch} disagrees with its manifest: {problem}.",
+        hint="Nothing of it can be trusted; give it back and pull again.",
+        batch=manifest.batch,
     )
 
 

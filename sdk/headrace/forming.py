@@ -3,29 +3,18 @@
 * The same groups give the same bytes.
 * Moments, baselines and counts are over rows, each (trajectory, agent) once; returns run through all its turns.
 
-Body, little-endian; every part starts at a multiple of 64 bytes::
-
-    "HRTB" | schema u16 | 0 u16 | head length u64 | start of the records u64
-    head: msgpack {manifest, columns: [{name, dtype, length, offset}]}, offsets from the end of the padded head
-    columns, each padded to 64
-    records, as they are stored
-
-Columns, per turn of rows (row by row): ``returns``, ``advantages`` (not with estimator ``none``), ``turn_weights``,
-``rewards`` f64, ``turn_tokens`` i64. Per row, i64: ``row_trajectory``, ``row_segment``, ``row_tokens``, ``row_group``;
-``row_turn_offsets`` i64[rows + 1]. ``record_offsets`` i64[trajectories + 1], from the start of the records.
+The layout of the body is in :mod:`headrace.body`.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from headrace.codec import ALIGNMENT
+from headrace.body import PER_ROW, pack_head
 from headrace.estimators import (
     F64,
     I64,
@@ -41,11 +30,6 @@ from headrace.manifest import Counts, EstimatorUsed, GroupEntry, Manifest, Momen
 from headrace.moments import Moments
 from headrace.strands import GroupInput, Strands, collect_strands
 from headrace.trajectory import SCHEMA, Version
-
-MAGIC = b"HRTB"
-PREFIX = struct.Struct("<4sHHQQ")
-PER_TURN = ("returns", "advantages", "turn_weights", "rewards", "turn_tokens")
-PER_ROW = ("row_trajectory", "row_segment", "row_tokens", "row_group")
 
 
 class Estimator(Protocol):
@@ -63,25 +47,6 @@ class Estimator(Protocol):
     def weighting(self) -> Weighting: ...
 
 
-class Column(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a column is: ``length`` numbers, ``offset`` bytes from the end of the padded head."""
-
-    name: str
-    dtype: Literal["<f8", "<i8"]
-    length: int
-    offset: int
-
-
-class BatchHead(msgspec.Struct, frozen=True, kw_only=True):
-    """The msgpack head of a batch."""
-
-    manifest: Manifest
-    columns: list[Column]
-
-
-_encoder = msgspec.msgpack.Encoder()
-
-
 class Computed(NamedTuple):
     """Everything in a batch that follows from its records."""
 
@@ -95,17 +60,7 @@ def build_head(*, batch: str, run: str, estimator: Estimator, version: Version, 
     ``version`` is the run's now. Raises InvalidRequest for a member that failed.
     """
     computed = compute(batch=batch, run=run, estimator=estimator, version=version, groups=groups)
-    table, parts, offset = [], [], 0
-    for name, column in computed.columns.items():
-        dtype: Literal["<f8", "<i8"] = "<f8" if column.dtype.kind == "f" else "<i8"
-        data = np.ascontiguousarray(column, dtype).tobytes()
-        table.append(Column(name=name, dtype=dtype, length=len(column), offset=offset))
-        parts.append(_pad(data))
-        offset += len(parts[-1])
-    head = _encoder.encode(BatchHead(manifest=computed.manifest, columns=table))
-    columns_start = padded(PREFIX.size + len(head))
-    prefix = PREFIX.pack(MAGIC, SCHEMA, 0, len(head), columns_start + offset)
-    return b"".join([_pad(prefix + head), *parts])
+    return pack_head(computed.manifest, computed.columns)
 
 
 def compute(*, batch: str, run: str, estimator: Estimator, version: Version, groups: Sequence[GroupInput]) -> Computed:
@@ -161,9 +116,20 @@ def _columns(
         "rewards": strands.experience.rewards[at],
         "turn_tokens": tokens,
         "row_turn_offsets": _offsets(strands.row_turn_counts),
-        **{name: getattr(strands, name) for name in PER_ROW},
+        **{name: getattr(strands, name) for name in PER_ROW if name not in ("row_reward", "row_leads")},
+        **_strand_columns(strands),
         "record_offsets": _offsets([size for group in groups for _, size in group.members]),
     }
+
+
+def _strand_columns(strands: Strands) -> dict[str, npt.NDArray[Any]]:
+    """What each row says of the whole of its strand."""
+    experience = strands.experience
+    first_turns = strands.row_turns[_offsets(strands.row_turn_counts)[:-1]]
+    strand = np.searchsorted(experience.offsets, first_turns, side="right") - 1
+    leads = np.zeros(len(strand), np.int64)
+    leads[np.unique(strand, return_index=True)[1]] = 1
+    return {"row_reward": episode_rewards(experience.rewards, experience.offsets)[strand], "row_leads": leads}
 
 
 def _estimate(estimator: Estimator, strands: Strands) -> Estimate:
@@ -233,12 +199,3 @@ def moment_set(strands: Strands, returns: F64, chosen: npt.NDArray[np.bool_] | N
 
 def _offsets(sizes: npt.ArrayLike) -> I64:
     return np.concatenate((np.zeros(1, np.int64), np.cumsum(np.asarray(sizes, np.int64), dtype=np.int64)))
-
-
-def _pad(data: bytes) -> bytes:
-    return data + bytes(-len(data) % ALIGNMENT)
-
-
-def padded(size: int) -> int:
-    """The next multiple of 64."""
-    return size + -size % ALIGNMENT

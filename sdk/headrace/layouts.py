@@ -3,6 +3,7 @@
 * A row's mask, logprobs and advantages stand at the row's own sampled positions and nowhere else.
 * Shifted, they stand one to the left: at the position whose output predicts the token.
 * A layout of one scalar per row refuses a row whose turns differ; ``split_turns`` makes rows of one turn each.
+* Filler rows are flagged, weigh nothing, count nowhere and are copies of nothing.
 
 ========================  ===================  ==============================
 learner                   layout               shift
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,9 +29,12 @@ import numpy.typing as npt
 from headrace.errors import InvalidRequest
 from headrace.trajectory import Turn
 
+if TYPE_CHECKING:
+    from headrace.batch import Row
+
 
 class RowLike(Protocol):
-    """What a layout reads of a row: a row of a batch, or one of ``split_turns``."""
+    """What a layout reads of a row: a row of a batch, one of ``split_turns``, or a filler."""
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32]: ...
@@ -50,7 +54,7 @@ class Layout(NamedTuple):
 
     ``token_ids`` i32; ``mask`` u8, 1 where there is something to train on; ``logprobs`` and ``advantages`` f32, 0
     elsewhere; ``position_ids`` i32, counted within the row (0 in padding); ``row_ids`` i32, the row that a position
-    belongs to (-1 in padding).
+    belongs to (-1 in padding and in fillers).
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -104,6 +108,8 @@ def scalar_advantages(rows: Sequence[RowLike]) -> npt.NDArray[np.float32]:
     scalars = np.zeros(len(rows), np.float32)
     for number, row in enumerate(rows):
         advantages = row.advantages
+        if isinstance(row, FillerRow):
+            continue
         if np.any(advantages != advantages[0]):
             raise InvalidRequest(
                 f"Row {number} has turns with different advantages ({advantages.min():g} to {advantages.max():g}), "
@@ -154,6 +160,55 @@ def split_turns(rows: Iterable[RowLike]) -> list[TurnRow]:
     return split
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class FillerRow:
+    """A row that is none: one padding token, nothing sampled, no turns, weight 0.
+
+    For learners that need as many rows on every rank. A loss that sums over sampled positions, and denominators from
+    the manifest, do not see it.
+    """
+
+    pad_token_id: int = 0
+
+    @property
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        """i32[1]."""
+        return np.array([self.pad_token_id], np.int32)
+
+    @property
+    def sampled(self) -> npt.NDArray[np.uint8]:
+        """u8[1], 0."""
+        return np.zeros(1, np.uint8)
+
+    @property
+    def logprobs(self) -> npt.NDArray[np.float32]:
+        """f32[1], 0."""
+        return np.zeros(1, np.float32)
+
+    @property
+    def turns(self) -> list[Turn]:
+        return []
+
+    @property
+    def advantages(self) -> npt.NDArray[np.float64]:
+        """f64[0], and so are ``returns``, ``rewards`` and ``weights``."""
+        return np.zeros(0)
+
+    returns = rewards = weights = advantages
+
+    def token_advantages(self) -> npt.NDArray[np.float32]:
+        """f32[1], 0."""
+        return np.zeros(1, np.float32)
+
+
+def filled(rows: Sequence[Row], count: int, *, pad_token_id: int = 0) -> list[Row | FillerRow]:
+    """The rows, and fillers behind them up to ``count``, such as ``batch.shard.most_rows``; a filler is known by its
+    type. Raises InvalidRequest where there are more rows already."""
+    if len(rows) > count:
+        raise InvalidRequest(f"There are {len(rows)} rows already, more than {count}.", hint="Fill up to more.")
+    return [*rows, *(FillerRow(pad_token_id) for _ in range(count - len(rows)))]
+
+
 def _empty(shape: tuple[int, ...], pad_token_id: int) -> Layout:
     return Layout(
         token_ids=np.full(shape, pad_token_id, np.int32),
@@ -174,7 +229,7 @@ def _place(layout: Layout, span: slice, number: int, row: RowLike, shift: bool) 
         )
     layout.token_ids[span] = row.token_ids
     layout.position_ids[span] = np.arange(len(row.token_ids))
-    layout.row_ids[span] = number
+    layout.row_ids[span] = -1 if isinstance(row, FillerRow) else number
     # The first token of a row is never sampled, so nothing leaves the row to the left.
     target = slice(span.start, span.stop - 1) if shift else span
     source = slice(1, None) if shift else slice(None)

@@ -1,6 +1,7 @@
 """The manifest: what a batch says about itself, computed over exactly the rows that it serves.
 
 * Counts are of the whole batch, whatever part of it a learner holds.
+* A shard says what every shard holds, so that one alone can be checked against the manifest.
 * γ names its unit, and σ its ddof and ε: nobody has to guess how an advantage was made.
 * Moments are float64 ``[n, mean, M2]``: of returns by turn and by token, and of episode rewards; overall, per
   environment, and (rewards) per group and agent.
@@ -93,3 +94,33 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     environments: dict[str, MomentSet]
     groups: list[GroupEntry]
     trajectories: list[str]
+
+
+class ShardPart(msgspec.Struct, frozen=True, kw_only=True):
+    """What one shard holds. The reward of a (trajectory, agent) counts in the shard of its first row; ``trajectories``
+    are the records that came with it, which other shards may hold too."""
+
+    rows: Count
+    trajectories: Count
+    turns: Count
+    sampled_tokens: Count
+    tokens: Count
+    moments: MomentSet
+    environments: dict[str, MomentSet]
+
+
+class Shard(msgspec.Struct, frozen=True, kw_only=True):
+    """Which part of a batch this is: ``number`` of ``parts``, which lists them all."""
+
+    number: Count
+    parts: list[ShardPart]
+
+    @property
+    def part(self) -> ShardPart:
+        """What this shard holds."""
+        return self.parts[self.number]
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the largest shard: what ``layouts.filled`` fills up to where all ranks need as many."""
+        return max(part.rows for part in self.parts)

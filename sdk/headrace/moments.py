@@ -66,6 +66,16 @@ class Moments(msgspec.Struct, frozen=True, array_like=True):
         mean = self.mean - delta * part.n / self.n
         return Moments(n, mean, max(self.m2 - part.m2 - delta * delta * n * part.n / self.n, 0.0))
 
+    def agrees(self, other: Moments, tolerance: float = ROUNDING_LEVEL) -> bool:
+        """Whether the two are the same up to rounding: relative to each number, and to the magnitude of the mean."""
+        scale = max(1.0, abs(self.mean), abs(other.mean))
+        spread = max(self.m2, other.m2)
+        return (
+            abs(self.n - other.n) <= tolerance * max(self.n, other.n)
+            and abs(self.mean - other.mean) <= tolerance * scale
+            and abs(self.m2 - other.m2) <= tolerance * spread + max(self.n, other.n) * (tolerance * scale) ** 2
+        )
+
     def variance(self, ddof: int = 0) -> float:
         """``m2 / (n - ddof)``; 0 where there are not more than ``ddof`` values."""
         return self.m2 / (self.n - ddof) if self.n > ddof else 0.0
