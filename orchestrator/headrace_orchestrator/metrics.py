@@ -11,7 +11,7 @@ from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from headrace.wire import ServiceStatus
@@ -135,9 +135,10 @@ class _StateCollector(Collector):
     def describe(self) -> Iterator[GaugeMetricFamily]:
         return iter(())  # nothing is known before the first scrape
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         status = self._status()
         yield from self._runs(status)
+        yield self._chosen(status)
         yield from self._workers(status)
         for name, value in status.store.items():
             yield GaugeMetricFamily(f"headrace_store_{_with_unit(name)}", f"Store: {name}.", value=value)
@@ -169,6 +170,17 @@ class _StateCollector(Collector):
             for key, value in series.items():
                 family.add_metric(list(key), value)
             yield family
+
+    def _chosen(self, status: ServiceStatus) -> CounterMetricFamily:
+        counts: Tally[tuple[str, str]] = Tally()
+        for run in status.runs:
+            for rule, count in run.chosen.items():
+                counts[self._run_label(run.name), rule] += count
+        text = "Groups put in batches, by the rules that had a part in it."
+        family = CounterMetricFamily("headrace_groups_chosen", text, labels=["run", "rule"])
+        for key, count in counts.items():
+            family.add_metric(list(key), count)
+        return family
 
     def _workers(self, status: ServiceStatus) -> Iterator[GaugeMetricFamily]:
         slots: dict[str, float] = {}

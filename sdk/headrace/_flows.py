@@ -294,6 +294,13 @@ class Flows:
         call = _version_call(run, "rewind", wire.RewindRequest(version=str(version)), repeatable=False)
         return (yield from self.call(call))
 
+    def set_priorities(self, run: str, priorities: Mapping[str, float]) -> Flow[wire.PrioritiesReply]:
+        body = wire.PrioritiesRequest(priorities={id: float(priority) for id, priority in priorities.items()})
+        call = Call(
+            request=request("POST", "runs", run, "priorities", body=body), read=json_reader(wire.PrioritiesReply)
+        )
+        return (yield from self.call(call))
+
     def doing(self, run: str, doing: wire.Doing) -> Flow[None]:
         self.leases.say(run, doing)
         yield from self.call(self._doing_call(run, doing))

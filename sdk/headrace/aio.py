@@ -176,6 +176,10 @@ class AsyncClient:
         """As ``Client.rewind``."""
         return await self._run(self._flows.rewind(run, version))
 
+    async def set_priorities(self, run: str, priorities: Mapping[str, float]) -> wire.PrioritiesReply:
+        """As ``Client.set_priorities``."""
+        return await self._run(self._flows.set_priorities(run, priorities))
+
     async def doing(self, run: str, doing: wire.Doing) -> None:
         """As ``Client.doing``."""
         await self._run(self._flows.doing(run, doing))

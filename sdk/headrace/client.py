@@ -167,6 +167,11 @@ class Client:
         """Go back to a checkpoint, named in full as in ``"0.12"``: opens a new lineage, which the reply names."""
         return self._run(self._flows.rewind(run, version))
 
+    def set_priorities(self, run: str, priorities: Mapping[str, float]) -> wire.PrioritiesReply:
+        """Set what a prioritized draw goes by, by group id, 1e-6 to 1e6. The reply names groups that are over. Raises
+        Conflict where the run's order knows no priorities."""
+        return self._run(self._flows.set_priorities(run, priorities))
+
     def doing(self, run: str, doing: wire.Doing) -> None:
         """Say what the learner is doing now; renews all its batch leases in the run."""
         self._run(self._flows.doing(run, doing))

@@ -25,6 +25,9 @@ MAX_INTEGER = (1 << 63) - 1
 MAX_COUNT = (1 << 31) - 1
 """Largest count of a spec: products of two are still numbers of 63 bits."""
 
+MAX_EXPONENT = 4.0
+"""Largest exponent of priorities: with priorities of 1e-6 to 1e6 weights are numbers that add up exactly."""
+
 MAX_NESTING = 64
 """Deepest nesting of data for an environment: far more than data has, and safe for every JSON reader."""
 
@@ -182,6 +185,17 @@ class RetrySpec(_Model):
     """Attempts that a task may kill (over all its episodes) before it is quarantined. Default 3."""
 
 
+class SelectionSpec(_Model):
+    """Which eligible groups a batch takes. ``docs/selection.md`` has the rules in full."""
+
+    order: Literal["fifo", "lifo", "uniform", "prioritized"] = "fifo"
+    """First or last dispatched first, or drawn without replacement: evenly, or by priority. Default fifo: by dispatch
+    order, since the order of completion would favour short episodes."""
+    exponent: float = Field(default=1.0, ge=0, le=MAX_EXPONENT)
+    """Prioritized only: a group is drawn in proportion to its priority to the power of this. Default 1; 0 is
+    uniform."""
+
+
 class RunSpec(_Model):
     """A run. Give ``environments`` (a mixture), ``tasks`` (a fixed list), or neither (the learner submits groups)."""
 
@@ -209,6 +223,8 @@ class RunSpec(_Model):
     """Most episodes dispatched at a time. Default 4096; admission is bounded by staleness, not by this."""
     max_bytes: int = Field(default=4 << 30, ge=1, le=MAX_INTEGER)
     """Bytes that groups in flight may hold, reservations included. Default 4 GiB."""
+    selection: SelectionSpec = SelectionSpec()
+    """Which eligible groups a batch takes."""
     partial_batches: bool = True
     """Whether the last batch of a fixed list may be smaller. Default yes, with its true size in the manifest."""
     short_groups: Literal["top_up", "serve"] = "top_up"

@@ -244,6 +244,20 @@ class DoingRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     doing: Doing
 
 
+class PrioritiesRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Priorities by group id, 1e-6 to 1e6: what a prioritized draw goes by from now on. A group starts with 1."""
+
+    priorities: dict[str, float]
+
+
+class PrioritiesReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How many were set. ``over``: the groups that are not in flight any more."""
+
+    epoch: int
+    set: int
+    over: list[str] = []
+
+
 class GroupRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A group that the learner wants. ``size`` defaults to the run's group size; ``id`` to a fresh one."""
 
@@ -332,6 +346,9 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A pull is waiting now."""
     reasons: list[Reason]
     """What it waits on (or would, if it pulled now)."""
+    chosen: dict[str, int] = {}
+    """Groups put in batches. ``fifo``, ``lifo``, ``uniform``, ``prioritized``: by that order; ``awaited``: by name. Of
+    them, ``reused``: not for the first time; ``short``: with fewer members than were asked for."""
     mean_reward: float | None = None
     """Mean episode reward over the last 256 terminal records with rewards."""
     quarantined: int = 0

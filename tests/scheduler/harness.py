@@ -251,6 +251,11 @@ class Harness:
         self.settle()
         return reply.version
 
+    def prioritize(self, priorities: dict[str, float], run: str = "r") -> wire.PrioritiesReply:
+        reply = self.core.set_priorities(run, wire.PrioritiesRequest(priorities=priorities), self.now)
+        self.settle()
+        return reply
+
     # What the log says
     def found(self, kind: type[Any], since: int = 0) -> list[Any]:
         return [record for record in self.log[since:] if isinstance(record, kind)]

@@ -146,9 +146,10 @@ def test_every_index_says_what_the_episodes_and_groups_say():
     kept = run.queue.pop()
     notices(harness, "it is queued in no queue")
     run.queue.append(kept)
-    run.eligible.append((99, "ghost"))
+    group = next(group for group in run.groups.values() if group.state == "eligible")
+    run.shelves.remove(group)
     notices(harness, "as eligible")
-    run.eligible.pop()
+    run.shelves.add(group, run.versions)
     run.leased += 1
     notices(harness, "miscounts leased")
     run.leased -= 1

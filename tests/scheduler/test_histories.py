@@ -32,6 +32,7 @@ SPECS = st.fixed_dictionaries(
         "batch_size": st.integers(1, 6),
         "batch_tokens": st.sampled_from([None, None, 250, 900]),
         "max_staleness": st.integers(0, 2),
+        "selection": st.sampled_from([{}, *({"order": order} for order in ("lifo", "uniform", "prioritized"))]),
         "max_uses": st.sampled_from([1, 1, 3]),
         "short_groups": st.sampled_from(["top_up", "serve"]),
         "zero_variance": st.sampled_from(["keep", "keep", "drop"]),
@@ -243,6 +244,11 @@ class Histories(RuleBasedStateMachine):
     def rewind(self, back, lineage):
         now = self.harness.core.version("r")
         self.attempt(self.harness.rewind, f"{max(0, now.lineage - lineage)}.{max(0, now.n - back)}")
+
+    @rule(index=INDEX, priority=st.sampled_from([0.25, 1.0, 1e6]))
+    def prioritize(self, index, priority):
+        groups = list(self.harness.core._book.runs["r"].groups) or ["nobody"]
+        self.attempt(self.harness.prioritize, {groups[index % len(groups)]: priority})
 
     @rule(session=SESSIONS)
     def doing(self, session):

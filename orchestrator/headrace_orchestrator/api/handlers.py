@@ -124,6 +124,10 @@ async def announce(service: Service, call: Call) -> Reply:
     return await service.announce(call.params["run"], call.read(wire.VersionRequest))
 
 
+async def set_priorities(service: Service, call: Call) -> Reply:
+    return await service.set_priorities(call.params["run"], call.read(wire.PrioritiesRequest))
+
+
 async def rewind(service: Service, call: Call) -> Reply:
     return await service.rewind(call.params["run"], call.read(wire.RewindRequest))
 

@@ -204,6 +204,16 @@ def _learner_routes() -> list[Route]:
         ),
         Route(
             method="POST",
+            path=f"{API}/runs/{{run}}/priorities",
+            summary="Set the priorities of groups; what a prioritized draw goes by.",
+            handler=handlers.set_priorities,
+            roles=LEARNER,
+            request=wire.PrioritiesRequest,
+            response=wire.PrioritiesReply,
+            errors=(*RUN_ERRORS, errors.Conflict),
+        ),
+        Route(
+            method="POST",
             path=f"{API}/runs/{{run}}/rewind",
             summary="Go back to a checkpoint: open a new lineage.",
             handler=handlers.rewind,

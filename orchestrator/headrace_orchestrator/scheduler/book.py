@@ -56,6 +56,7 @@ class Book:
             records.BatchDissolved: self._batch_dissolved,
             records.BatchAcked: self._batch_acked,
             records.VersionAnnounced: self._version_announced,
+            records.PrioritiesSet: self._priorities_set,
             records.EvaluationStarted: self._evaluation_started,
             records.EvaluationEnded: self._evaluation_ended,
             records.WorkerDraining: self._worker_draining,
@@ -211,7 +212,10 @@ class Book:
         taking.batch_acked(self.runs[record.run], record)
 
     def _version_announced(self, record: records.VersionAnnounced, now: float) -> None:
-        self.runs[record.run].versions.announce(record.version, record.fork)
+        self.runs[record.run].announce(record.version, record.fork)
+
+    def _priorities_set(self, record: records.PrioritiesSet, now: float) -> None:
+        taking.priorities_set(self.runs[record.run], record.priorities)
 
     def _evaluation_started(self, record: records.EvaluationStarted, now: float) -> None:
         taking.evaluation(

@@ -15,7 +15,9 @@ from typing import Any
 
 from headrace_orchestrator.scheduler.book import Book
 from headrace_orchestrator.scheduler.runs import ADMIT_AHEAD, Run
+from headrace_orchestrator.scheduler.shelves import Shelves
 from headrace_orchestrator.scheduler.states import AT_WORKER, Episode, Group
+from headrace_orchestrator.scheduler.weights import weigher
 
 
 def check(book: Book) -> None:
@@ -122,10 +124,12 @@ def _check_batches(run: Run) -> None:
         _require(
             (group.state == "leased") == (in_batches[group.id] == 1), f"group {group.id} is in no batch or several"
         )
-    eligible = sorted(
-        (group.order, group.id) for group in run.groups.values() if group.state == "eligible" and run.plain(group)
-    )
-    _require(run.eligible == eligible, f"run {run.name} lists {run.eligible} as eligible; {eligible} are")
+    fresh = Shelves(run.spec.max_staleness, weigher(run.spec.selection))
+    for group in run.groups.values():
+        if group.state == "eligible" and run.plain(group):
+            fresh.add(group, run.versions)
+    found, right = run.shelves.contents(), fresh.contents()
+    _require(found == right, f"run {run.name} has {found} on its shelves as eligible; {right} is right")
 
 
 def _require(holds: bool, story: str, episode: Episode | None = None) -> None:
@@ -158,7 +162,7 @@ def _durable_run(run: Run) -> dict[str, Any]:
         "groups": {id: _durable_group(group) for id, group in run.groups.items()},
         "queues": [[e.id for e in queue if e.state == "queued"] for queue in (run.queue, run.evaluation_queue)],
         "counts": (run.queued, run.evaluation_queued, run.leased, run.evaluation_leased, run.open),
-        "eligible": list(run.eligible),
+        "eligible": run.shelves.contents(),
         "batches": {
             batch.id: (
                 [group.id for group in batch.groups],
@@ -173,7 +177,9 @@ def _durable_run(run: Run) -> dict[str, Any]:
             for batch in run.batches.values()
         },
         "closed_batches": dict(run.closed_batches),
+        "batches_formed": run.batches_formed,
         "batches_acked": run.batches_acked,
+        "chosen": dict(run.chosen),
         "evaluations": {
             e.id: (e.version, e.wanted, e.left, e.done, e.reason, list(e.episodes)) for e in run.evaluations.values()
         },
@@ -192,6 +198,7 @@ def _durable_group(group: Group) -> dict[str, Any]:
     return {
         "state": group.state,
         "numbers": (group.size, group.extra, group.live, group.usable, group.order, group.uses, group.held_bytes),
+        "priority": group.priority,
         "batch": group.batch,
         "reason": group.reason,
         "members": [

@@ -7,9 +7,9 @@
   lease then has a full term.
 
 The parts: ``states`` (episodes, groups), ``runs`` (the state of a run), ``book`` (all of it; the one way to change it);
-``leasing`` and ``judging`` (workers), ``serving`` and ``announcing`` (learners), ``submitting`` and ``evaluating``;
-``settling`` (what follows from what happened); ``why`` and ``views`` (answers); ``check`` (invariants);
-``snapshot`` (all of it as bytes).
+``leasing`` and ``judging`` (workers), ``serving``, ``selection`` and ``announcing`` (learners), ``submitting``,
+``prioritizing`` and ``evaluating``; ``settling`` (what follows from what happened); ``why`` and ``views`` (answers);
+``check`` (invariants); ``snapshot`` (all of it as bytes).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from headrace_orchestrator.scheduler import (
     braking,
     evaluating,
     leasing,
+    prioritizing,
     records,
     serving,
     settling,
@@ -248,6 +249,11 @@ class Scheduler:
         book = self._ready(now)
         announcing.rewind(book, book.run(run), request.version, now)
         return wire.VersionReply(epoch=book.epoch, version=str(book.run(run).versions.now))
+
+    def set_priorities(self, run: str, request: wire.PrioritiesRequest, now: float) -> wire.PrioritiesReply:
+        """Set what a prioritized draw goes by."""
+        book = self._ready(now)
+        return prioritizing.set_priorities(book, book.run(run), request, now)
 
     def doing(self, run: str, request: wire.DoingRequest, now: float) -> None:
         """A learner says what it is doing; its batch leases are renewed."""

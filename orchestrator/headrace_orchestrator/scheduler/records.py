@@ -207,6 +207,13 @@ class VersionAnnounced(Record, frozen=True, kw_only=True):
     fork: Version | None = None
 
 
+class PrioritiesSet(Record, frozen=True, kw_only=True):
+    """What a prioritized draw goes by from now on, by group."""
+
+    run: str
+    priorities: dict[str, float]
+
+
 class EvaluationStarted(Record, frozen=True, kw_only=True):
     """Its groups follow as ``GroupAdmitted`` records."""
 
@@ -250,6 +257,7 @@ AnyRecord = (
     | BatchDissolved
     | BatchAcked
     | VersionAnnounced
+    | PrioritiesSet
     | EvaluationStarted
     | EvaluationEnded
     | WorkerDraining

@@ -9,14 +9,16 @@ from collections import Counter, deque
 from typing import Any
 
 from headrace.runspec import RunSpec
-from headrace.trajectory import Failure, Task
+from headrace.trajectory import Failure, Task, Version
 from headrace_orchestrator.scheduler.batches import Batch, Closed
 from headrace_orchestrator.scheduler.braking import Brake
 from headrace_orchestrator.scheduler.evaluations import Evaluation
 from headrace_orchestrator.scheduler.ledger import Ledger
+from headrace_orchestrator.scheduler.shelves import Shelves
 from headrace_orchestrator.scheduler.sources import source_of, task_key
 from headrace_orchestrator.scheduler.states import Episode, Group
-from headrace_orchestrator.scheduler.versions import Versions
+from headrace_orchestrator.scheduler.versions import Versions, span_of
+from headrace_orchestrator.scheduler.weights import weigher
 
 REMEMBERED = 4096
 """Closed batches and ended submitted groups that are remembered, so that a late repeat gets a typed answer."""
@@ -73,8 +75,8 @@ class Run:
         self.evaluation_queued = 0
         self.leased = 0
         self.evaluation_leased = 0
-        #: (order, id) of the eligible groups that a plain pull may take, oldest first.
-        self.eligible: list[tuple[int, str]] = []
+        #: The eligible groups that a plain pull may take.
+        self.shelves = Shelves(spec.max_staleness, weigher(spec.selection))
         #: Groups by state, evaluations left out; of the retired ones only ``retired`` below tells.
         self.states: Counter[str] = Counter()
         #: Open groups that a plain pull may take once they are complete.
@@ -82,7 +84,11 @@ class Run:
         self.next_order = 0
         self.batches: dict[str, Batch] = {}
         self.closed_batches: dict[str, Closed] = {}
+        #: Also numbers the draws: a batch is drawn with numbers of its own.
+        self.batches_formed = 0
         self.batches_acked = 0
+        #: Groups that were put in batches, by rules that had a part in it; see ``wire.RunStatus``.
+        self.chosen: Counter[str] = Counter()
         self.evaluations: dict[str, Evaluation] = {}
         #: Evaluations that are not over.
         self.active_evaluations: dict[str, Evaluation] = {}
@@ -135,21 +141,14 @@ class Run:
             return True
         if not self.exhausted or self.open or self.batches:
             return False
-        return not self.eligible or not self.spec.partial_batches
+        return not len(self.shelves) or not self.spec.partial_batches
 
     def is_quarantined(self, task: Task) -> bool:
         return bool(self.quarantined) and task_key(task) in self.quarantined
 
     def out_of_bound(self, group: Group) -> str:
         """``rewound`` or ``stale`` where its versions do not allow it to be served; else nothing."""
-        now = self.versions.now
-        bound = self.spec.max_staleness
-        for version in group.versions():
-            if version.lineage != now.lineage and self.versions.distance(version) is None:
-                return "rewound"
-            if now.n - version.n > bound:
-                return "stale"
-        return ""
+        return self.versions.left_behind(span_of(group.versions()), self.spec.max_staleness)
 
     def top_up_due(self, group: Group) -> bool:
         """Whether a fresh member has to take the place of one that failed for good."""
@@ -169,6 +168,11 @@ class Run:
         if self.spec.zero_variance == "drop" and group.zero_variance():
             return "zero-variance"
         return ""
+
+    def announce(self, version: Version, fork: Version | None) -> None:
+        """Take a version, and see what it leaves behind."""
+        self.versions.announce(version, fork)
+        self.shelves.turn_to(self.versions)
 
     def held_batches(self) -> list[Batch]:
         """Open batches of groups that a plain pull may take."""

@@ -8,7 +8,7 @@
 * An ack of an older generation is always superseded, be it of the same session.
 * A batch leased when its run was closed may still be acked; when its lease is over it is dissolved.
 * A batch that was given up is dissolved in any lease state; its groups are eligible again.
-* Only whole groups are served, oldest dispatch first.
+* Only whole groups are served; ``selection`` chooses them.
 * A pull that names groups is served exactly these, once complete.
 * A pull on an idle run admits one more group; unless the byte bound or a held batch blocks it.
 """
@@ -18,12 +18,12 @@ from __future__ import annotations
 from headrace import wire
 from headrace.errors import BatchAlreadyAcked, BatchSuperseded, Conflict, InvalidRequest, UnknownBatch, UnknownGroup
 from headrace.trajectory import Version
-from headrace_orchestrator.scheduler import announcing, records, settling, why
+from headrace_orchestrator.scheduler import announcing, records, selection, settling, why
 from headrace_orchestrator.scheduler.batches import Batch
 from headrace_orchestrator.scheduler.book import Book
 from headrace_orchestrator.scheduler.plans import Form, Plan, Redeliver
 from headrace_orchestrator.scheduler.runs import Learner, Run
-from headrace_orchestrator.scheduler.states import USABLE, Group
+from headrace_orchestrator.scheduler.states import USABLE
 
 MIN_WAITING_S = 5.0
 """Seconds that a learner counts as waiting after an empty answer, if it did not say how long it waits."""
@@ -144,7 +144,7 @@ def dissolve_if_out_of_bound(book: Book, run: Run, batch: Batch, now: float) -> 
 
 def _plan(book: Book, run: Run, awaited: list[str] | None) -> Form | None:
     if awaited is None:
-        groups = choose(run)
+        groups = selection.choose(run, lambda kind: True)
     else:
         groups = [run.groups[id] for id in awaited if id in run.groups]
         if len(groups) < len(awaited) or any(group.state != "eligible" for group in groups):
@@ -155,34 +155,6 @@ def _plan(book: Book, run: Run, awaited: list[str] | None) -> Form | None:
         book.new_id(),
         [(group.id, [e.trajectory for e in group.members if e.state in USABLE]) for group in groups],
     )
-
-
-def choose(run: Run) -> list[Group]:
-    """The groups of the next batch, oldest dispatch first; none where there are too few."""
-    groups = run.groups
-    budget = run.spec.batch_tokens
-    last = run.spec.partial_batches and _nothing_else_comes(run)
-    if budget is None:
-        need = run.spec.batch_groups
-        ready = run.eligible[:need]
-        return [groups[id] for _, id in ready] if len(ready) == need or last else []
-    taken: list[Group] = []
-    total = 0
-    for _, id in run.eligible:
-        group = groups[id]
-        tokens = max(1, group.row_tokens)
-        if taken and total + tokens > budget:
-            return taken
-        taken.append(group)
-        total += tokens
-        if total >= budget:
-            return taken
-    return taken if last else []
-
-
-def _nothing_else_comes(run: Run) -> bool:
-    """Whether what is eligible now is all that a list will ever give."""
-    return not run.open and run.exhausted and (run.spec.max_uses == 1 or not run.batches)
 
 
 def _admit_one_more(book: Book, run: Run, now: float) -> None:

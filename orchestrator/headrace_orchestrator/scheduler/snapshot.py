@@ -71,6 +71,7 @@ class GroupRow(Row, frozen=True):
     usable: int
     order: int
     uses: int
+    priority: float
     row_tokens: int
     held_bytes: int
     damaged: bool
@@ -125,12 +126,13 @@ class RunRow(Row, frozen=True):
     evaluation_queued: int
     leased: int
     evaluation_leased: int
-    eligible: list[tuple[int, str]]
     states: dict[str, int]
     open: int
     next_order: int
     closed_batches: dict[str, Closed]
+    batches_formed: int
     batches_acked: int
+    chosen: dict[str, int]
     submitted_ends: dict[str, str]
     retired: dict[str, int]
     stale_since_batch: int
@@ -280,6 +282,9 @@ def _restored_run(state: RunState, episodes: dict[str, Episode], now: float) -> 
             _fill(episode, member)
             group.members.append(episode)
             episodes[episode.id] = episode
+    for group in run.groups.values():
+        if group.state == "eligible" and run.plain(group):
+            run.shelves.add(group, run.versions)
     for batch_row, ids in state.batches:
         batch = Batch(batch_row.id, [run.groups[id] for id in ids], batch_row.version)
         _fill(batch, batch_row)

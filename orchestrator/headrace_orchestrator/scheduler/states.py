@@ -177,6 +177,7 @@ class Group:
         "members",
         "order",
         "position",
+        "priority",
         "reason",
         "row_tokens",
         "run",
@@ -216,6 +217,8 @@ class Group:
         #: Place in the order of dispatch; -1 until its first member is dispatched.
         self.order = -1
         self.uses = 0
+        #: What a prioritized draw goes by.
+        self.priority = 1.0
         self.row_tokens = 0
         self.held_bytes = 0
         #: Records of members were lost in the log: it is served with what is left of it, and never topped up.

@@ -15,7 +15,6 @@ is reviewed: it becomes eligible by itself, or is put in ``due`` where someone m
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Iterator
 
 from headrace.errors import InternalError
@@ -276,13 +275,23 @@ def batch_formed(run: Run, record: records.BatchFormed) -> list[Episode]:
         elif group.state == "leased":
             _batch_over(run, group, "its groups are in another batch")
     for group in groups:
+        _count_choice(run, group)
         run.due.pop(group.id, None)
         _not_eligible(run, group)
         group.move("leased", "BatchFormed")
         group.batch = record.batch
     run.batches[record.batch] = Batch(record.batch, groups, record.version)
+    run.batches_formed += 1
     run.stale_since_batch = 0
     return lost
+
+
+def _count_choice(run: Run, group: Group) -> None:
+    run.chosen[run.spec.selection.order if run.plain(group) else "awaited"] += 1
+    if group.uses:
+        run.chosen["reused"] += 1
+    if group.usable < group.size:
+        run.chosen["short"] += 1
 
 
 def _members_lost(run: Run, group: Group) -> list[Episode]:
@@ -312,7 +321,7 @@ def batch_dissolved(run: Run, record: records.BatchDissolved) -> None:
 def batch_acked(run: Run, record: records.BatchAcked) -> None:
     batch = run.batches.pop(record.batch, None)
     if record.version is not None:
-        run.versions.announce(record.version, None)
+        run.announce(record.version, None)
     if batch is None:
         # Its definition was lost in the log. The version stands, and its groups retire by records of their own.
         return
@@ -382,10 +391,22 @@ def _queued_in_quarantine(run: Run, group: Group) -> bool:
 
 
 def _eligible(run: Run, group: Group) -> None:
+    if group.order < 0:
+        # Its dispatches were lost in the log.
+        group.order = run.next_order
+        run.next_order += 1
     if run.plain(group):
-        insort(run.eligible, (group.order, group.id))
+        run.shelves.add(group, run.versions)
 
 
 def _not_eligible(run: Run, group: Group) -> None:
     if run.plain(group):
-        del run.eligible[bisect_left(run.eligible, (group.order, group.id))]
+        run.shelves.remove(group)
+
+
+def priorities_set(run: Run, priorities: dict[str, float]) -> None:
+    for id, priority in priorities.items():
+        group = run.groups.get(id)
+        if group is not None:
+            group.priority = priority
+            run.shelves.reweigh(group)

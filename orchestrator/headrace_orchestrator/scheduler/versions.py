@@ -7,8 +7,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from headrace.errors import InvalidRequest, VersionUnknown
 from headrace.trajectory import Version
+
+Span = tuple[tuple[int, int, int], ...]
+"""What of a group's versions decides whether it is out of bound: by lineage the lowest and the highest ``n``."""
 
 
 class Versions:
@@ -48,6 +53,18 @@ class Versions:
             lineage, top = fork
         return now.n - version.n if version.n <= top else None
 
+    def left_behind(self, span: Span, bound: int) -> str:
+        """``rewound`` where a version is off the path to now, ``stale`` where one is more than ``bound`` behind; else
+        nothing."""
+        now = self.now
+        stale = ""
+        for lineage, low, high in span:
+            if lineage != now.lineage and self.distance(Version(lineage, high)) is None:
+                return "rewound"
+            if now.n - low > bound:
+                stale = "stale"
+        return stale
+
     def require_known(self, version: Version) -> None:
         """Raise VersionUnknown for a version that no engine can have had."""
         if version.lineage < len(self.tops):
@@ -58,6 +75,15 @@ class Versions:
             f"Version {version} was never announced; the version now is {self.now}.",
             hint="Announce a version when its weights are loaded, before it is two ahead.",
         )
+
+
+def span_of(versions: Iterable[Version]) -> Span:
+    """The span of some versions."""
+    found: dict[int, tuple[int, int]] = {}
+    for lineage, n in versions:
+        low, high = found.get(lineage, (n, n))
+        found[lineage] = (min(low, n), max(high, n))
+    return tuple((lineage, *found[lineage]) for lineage in sorted(found))
 
 
 def parse_version(text: str) -> Version:

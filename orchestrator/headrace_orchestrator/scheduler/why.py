@@ -51,7 +51,7 @@ def _ended(run: Run, awaited: list[str]) -> list[Reason]:
 
 
 def _finished(run: Run) -> list[Reason]:
-    left, need = len(run.eligible), run.ledger.batch_groups
+    left, need = len(run.shelves), run.ledger.batch_groups
     if not left:
         return [Reason(code="tasks-exhausted", message="tasks exhausted", facts={"groups_left": 0})]
     facts = {"groups_left": left, "batch_groups": need}
@@ -103,7 +103,7 @@ def _blocked(run: Run, awaited: list[str] | None) -> list[Reason]:
                 },
             )
         )
-    if not run.own_source and not run.open and not run.eligible and not held and awaited is None:
+    if not run.own_source and not run.open and not len(run.shelves) and not held and awaited is None:
         reasons.append(Reason(code="no-tasks", message="No groups are submitted.", facts={}))
     return reasons
 
@@ -205,7 +205,7 @@ def _collecting(run: Run, awaited: list[str] | None) -> Reason:
         ready = sum(run.groups[id].state == "eligible" for id in awaited)
         need = len(awaited)
     else:
-        ready, need = len(run.eligible), run.ledger.batch_groups
+        ready, need = len(run.shelves), run.ledger.batch_groups
     return Reason(
         code="collecting",
         message=(f"{ready} of {_count(need, 'group')} ready; {_count(leased, 'episode')} at workers, {queued} queued."),

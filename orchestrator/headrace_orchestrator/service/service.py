@@ -173,6 +173,10 @@ class Service(Lifecycle):
         log.info("rewound", run=run, version=reply.version)
         return reply
 
+    async def set_priorities(self, run: str, request: wire.PrioritiesRequest) -> wire.PrioritiesReply:
+        """What a prioritized draw goes by."""
+        return await self._do(lambda core, now: core.set_priorities(run, request, now))
+
     async def doing(self, run: str, request: wire.DoingRequest) -> None:
         """The learner says what it does."""
         await self._do(lambda core, now: core.doing(run, request, now))

@@ -1,0 +1,155 @@
+"""The shelves against a plain list of what stands on them."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from types import SimpleNamespace
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.trajectory import Task, Version
+from headrace_orchestrator.scheduler.shelves import FANOUT_BITS, Shelf, Shelves, kind_of
+from headrace_orchestrator.scheduler.versions import Versions
+
+BOUND = 1
+
+PLACES = st.one_of(st.integers(0, 70), st.integers(0, 1 << 40))
+WEIGHTS = st.one_of(st.just(1), st.integers(1, 1 << 260))
+
+
+class Standing:
+    """A group as the shelves see it."""
+
+    def __init__(self, order: int, environment: str, versions: list[Version], weight: int = 1) -> None:
+        self.order = order
+        self.task = Task(environment=environment, seed=0)
+        self.weight = weight
+        self._versions = versions
+
+    def versions(self) -> list[Version]:
+        return self._versions
+
+
+def shelves_of(groups: list[Standing], versions: Versions) -> Shelves:
+    shelves = Shelves(BOUND, lambda group: group.weight)  # type: ignore[attr-defined]
+    for group in groups:
+        shelves.add(group, versions)  # type: ignore[arg-type]
+    return shelves
+
+
+def everything(kind: Any) -> bool:
+    return True
+
+
+@st.composite
+def crowds(draw) -> list[Standing]:
+    orders = draw(st.lists(PLACES, unique=True, max_size=40))
+    return [
+        Standing(
+            order,
+            draw(st.sampled_from(["a", "b"])),
+            [Version(0, n) for n in draw(st.lists(st.integers(0, 5), max_size=2))],
+            draw(WEIGHTS),
+        )
+        for order in orders
+    ]
+
+
+def now(n: int) -> Versions:
+    versions = Versions()
+    versions.announce(Version(0, n), None)
+    return versions
+
+
+def in_bound(group: Standing, versions: Versions) -> bool:
+    return all(versions.now.n - version.n <= BOUND for version in group.versions())
+
+
+@given(st.dictionaries(PLACES, WEIGHTS, max_size=60), st.data())
+def test_the_first_the_last_and_the_one_at_a_given_weight_are_found(weights, data):
+    shelf = Shelf()
+    for place, weight in weights.items():
+        shelf.put(place, weight)
+    ordered = sorted(weights)
+    assert list(shelf.places()) == ordered
+    assert list(shelf.places(backwards=True)) == ordered[::-1]
+    if weights:
+        wanted = data.draw(st.integers(0, sum(weights.values()) - 1))
+        below = 0
+        for place in ordered:
+            below += weights[place]
+            if wanted < below:
+                break
+        assert shelf.at(wanted) == place
+
+
+@given(st.dictionaries(PLACES, WEIGHTS, max_size=30), st.dictionaries(PLACES, WEIGHTS, max_size=30))
+def test_what_is_found_depends_on_what_stands_there_alone_never_on_how_it_came_there(kept, gone):
+    straight, roundabout = Shelf(), Shelf()
+    for place, weight in sorted(kept.items()):
+        straight.put(place, weight)
+    extra = {place: weight for place, weight in gone.items() if place not in kept}
+    for place, weight in (*extra.items(), *kept.items()):
+        roundabout.put(place, weight)
+    for place, weight in extra.items():
+        assert roundabout.take(place) == weight
+    assert roundabout.levels == straight.levels
+    assert roundabout.total == straight.total
+
+
+@given(crowds(), st.lists(st.integers(0, 7), max_size=4))
+def test_what_the_version_now_leaves_behind_is_set_aside_and_never_chosen(crowd, ns):
+    versions = now(0)
+    shelves = shelves_of(crowd, versions)
+    for n in ns:
+        versions.announce(Version(0, n), None)
+        shelves.turn_to(versions)
+        fresh = sorted(group.order for group in crowd if in_bound(group, versions))
+        assert [group.order for group in shelves.in_order(everything)] == fresh
+        assert len(shelves) == len(fresh)
+        assert {group.order for group in shelves.behind()} == {group.order for group in crowd} - set(fresh)
+        assert shelves.contents() == shelves_of(crowd, versions).contents()
+
+
+@given(crowds(), st.sampled_from([("a",), ("b",), ("a", "b"), ()]))
+def test_what_does_not_fit_is_never_chosen(crowd, environments):
+    shelves = shelves_of(crowd, now(0))
+
+    def fits(kind: Any) -> bool:
+        return kind[0] in environments
+
+    right = sorted(group.order for group in crowd if kind_of(group)[0] in environments)  # type: ignore[arg-type]
+    assert [group.order for group in shelves.in_order(fits)] == right
+    assert [group.order for group in shelves.in_order(fits, backwards=True)] == right[::-1]
+    assert shelves.count(fits) == len(right)
+
+
+@given(crowds(), st.integers(0, 1 << 300), st.integers(0, 40))
+def test_what_is_drawn_is_drawn_once_and_stands_there_again_after_the_draw(crowd, die, count):
+    shelves = shelves_of(crowd, now(0))
+    before = shelves.contents()
+    with closing(shelves.drawn(everything, lambda bound: die % bound)) as drawn:
+        found = [group.order for group, _ in zip(drawn, range(count), strict=False)]
+    assert len(set(found)) == len(found) == min(count, len(crowd))
+    assert shelves.contents() == before
+
+
+def test_choosing_a_few_looks_at_few():
+    """Of a million places, at most 32 sums are read on each level to find one."""
+    shelf = Shelf()
+    for place in range(0, 1 << 20, 64):
+        shelf.put(place, 1)
+    read = SimpleNamespace(count=0)
+
+    class Counted(dict[int, int]):
+        def get(self, key: int, default: Any = None) -> Any:
+            read.count += 1
+            return super().get(key, default)
+
+    shelf.levels = tuple(Counted(level) for level in shelf.levels)
+    for weight in range(0, shelf.total, 97):
+        read.count = 0
+        assert shelf.at(weight) == weight * 64
+        assert read.count <= len(shelf.levels) << FANOUT_BITS
