@@ -122,7 +122,7 @@ BY_REFERENCE = {
     Ledger: {"spec"},
     Versions: set(),
     Run: {"active_evaluations", "batches", "due", "evaluation_queue", "evaluations", "groups", "ledger", "queue"}
-    | {"capabilities", "given", "name", "own_source", "source", "spec", "versions"},
+    | {"capabilities", "given", "name", "own_source", "shelves", "source", "spec", "versions"},
 }
 ROWS = {
     Episode: snapshot.EpisodeRow,
