@@ -142,7 +142,11 @@ class _StateCollector(Collector):
         yield from self._workers(status)
         for name, value in status.store.items():
             yield GaugeMetricFamily(f"headrace_store_{_with_unit(name)}", f"Store: {name}.", value=value)
-        yield GaugeMetricFamily("headrace_epoch_count", "Starts of this data directory.", value=status.epoch)
+        yield GaugeMetricFamily(
+            "headrace_epoch_count",
+            "Grows by one at each start of this data directory, and jumps when it is restored.",
+            value=status.epoch,
+        )
         yield GaugeMetricFamily("headrace_uptime_seconds", "Time since start.", value=status.uptime_s)
 
     def _runs(self, status: ServiceStatus) -> Iterator[GaugeMetricFamily]:

@@ -97,6 +97,19 @@ def _next_epoch(path: Path, owner: dict[str, int]) -> int:
     return last + 1
 
 
+def last_epoch(path: Path) -> int:
+    """The highest epoch that this data directory is known to have had; 0 if none."""
+    try:
+        noted = int((path / "epoch").read_bytes())
+    except (FileNotFoundError, ValueError):
+        noted = 0
+    try:
+        owner = json.loads((path / "owner").read_bytes())["epoch"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        owner = 0
+    return max(noted, int(owner))
+
+
 def replace(file: Path, content: bytes) -> None:
     """Put a whole small file in place, durably: readers see the old one or the new one."""
     new = file.with_name(file.name + ".new")

@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from headrace.errors import HeadraceError, InternalError, InvalidRequest, MissingExtra
+from headrace_orchestrator.cli.backup import backup, restore
 from headrace_orchestrator.cli.close import close
 from headrace_orchestrator.cli.demo.command import demo
 from headrace_orchestrator.cli.doctor import doctor
@@ -126,5 +127,5 @@ def cli(ctx: click.Context, debug: bool) -> None:
     ctx.ensure_object(Shared).debug = debug
 
 
-for command in (close, demo, doctor, export, orchestrator, run, runs, top, trajectories, up, version):
+for command in (backup, close, demo, doctor, export, orchestrator, restore, run, runs, top, trajectories, up, version):
     cli.add_command(command)

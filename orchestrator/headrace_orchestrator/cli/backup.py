@@ -1,0 +1,67 @@
+"""``headrace backup`` and ``headrace restore``: copies of a data directory, and putting one back."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+
+from headrace_orchestrator.buffer.backup import back_up
+from headrace_orchestrator.buffer.backup import restore as put_back
+from headrace_orchestrator.cli.output import emit, json_option, note, shared
+from headrace_orchestrator.cli.progress import progress
+from headrace_orchestrator.console.render import size
+
+Folder = click.Path(path_type=Path, file_okay=False)
+
+
+@click.command(short_help="Copy a data directory, with the service running or not.")
+@click.argument("directory", metavar="DIR", type=Folder)
+@click.argument("destination", metavar="DEST", type=Folder)
+@json_option
+def backup(directory: Path, destination: Path) -> None:
+    """Copy the data directory DIR into the folder DEST, while its service runs.
+
+    DEST then holds everything that was acknowledged before the command began. Run it again, and only what is new is
+    copied. All of it is synced, read back and compared by digest. An interrupted run leaves the copy before it usable.
+
+    \b
+    Example:
+      headrace backup headrace-data /mnt/backup/headrace
+    """
+    with progress("Copying") as told:
+        report = back_up(directory, destination, now_ms=time.time_ns() // 1_000_000, on_progress=told)
+    if shared().json:
+        emit(report)
+    else:
+        note(
+            f"{destination} holds the log up to offset {report.offset} of {report.file or 'an empty log'}: "
+            f"{report.copied_files} of {report.files} files and {report.copied_assets} of {report.assets} assets were "
+            f"new, {size(report.copied_bytes)}."
+        )
+
+
+@click.command(short_help="Put a backup back into a new data directory.")
+@click.argument("source", metavar="BACKUP", type=Folder)
+@click.argument("directory", metavar="DIR", type=Folder)
+@json_option
+def restore(source: Path, directory: Path) -> None:
+    """Put what `headrace backup` wrote into BACKUP back into DIR, which must be missing or empty.
+
+    Every file is compared with its digest. The directory begins a new epoch: workers and learners that have talked to
+    a service on it refuse answers of the old one. What was acknowledged after the backup is not there any more.
+
+    \b
+    Example:
+      headrace restore /mnt/backup/headrace headrace-data && headrace orchestrator --data headrace-data
+    """
+    with progress("Restoring") as told:
+        restored = put_back(source, directory, now_s=int(time.time()), on_progress=told)
+    if shared().json:
+        emit(restored)
+    else:
+        note(
+            f"{directory} is ready for a service: {restored.files} files and {restored.assets} assets, "
+            f"{size(restored.size_bytes)}."
+        )
