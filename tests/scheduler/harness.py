@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from headrace import wire
 from headrace.runspec import RunSpec
 from headrace.trajectory import Failure, Status, Version
 from headrace_orchestrator.scheduler import records
+from headrace_orchestrator.scheduler.bounds import Bounds
 from headrace_orchestrator.scheduler.core import Form, Redeliver, Scheduler
 
 FLAKY = Failure(layer="environment", kind="step-timeout", message="The step took too long.", retryable=True)
@@ -32,7 +34,8 @@ class Served:
 class Harness:
     """One scheduler, its log, and a clock that only tests move."""
 
-    def __init__(self, *, checked: bool = True) -> None:
+    def __init__(self, *, checked: bool = True, bounds: Bounds | None = None) -> None:
+        self.bounds = bounds or Bounds()
         self.now = 1000.0
         self.log: list[records.AnyRecord] = []
         self.checked = checked
@@ -43,7 +46,12 @@ class Harness:
         self.tasks: dict[str, str] = {}
 
     def _scheduler(self) -> Scheduler:
-        return Scheduler(epoch=1, new_id=lambda: f"id{next(self._ids)}", new_nonce=lambda: f"nonce{next(self._ids)}")
+        return Scheduler(
+            epoch=1,
+            new_id=lambda: f"id{next(self._ids)}",
+            new_nonce=lambda: f"nonce{next(self._ids)}",
+            bounds=replace(self.bounds, holders=[]),
+        )
 
     def settle(self) -> list[records.AnyRecord]:
         """Take what the last command decided, and check the invariants."""

@@ -119,7 +119,7 @@ BY_REFERENCE = {
     Group: {"run", "evaluation", "members"},
     Batch: {"groups"},
     Evaluation: {"groups"},
-    Ledger: {"spec"},
+    Ledger: {"bounds", "spec"},
     Versions: set(),
     Run: {"active_evaluations", "batches", "due", "evaluation_queue", "evaluations", "groups", "ledger", "queue"}
     | {"capabilities", "given", "name", "own_source", "shelves", "source", "spec", "versions"},

@@ -13,6 +13,7 @@ from typing import Any
 from headrace.errors import InternalError, UnknownRun
 from headrace.runspec import RunSpec
 from headrace_orchestrator.scheduler import records, taking
+from headrace_orchestrator.scheduler.bounds import Bounds
 from headrace_orchestrator.scheduler.evaluations import Evaluation
 from headrace_orchestrator.scheduler.runs import Run
 from headrace_orchestrator.scheduler.states import AT_WORKER, Episode
@@ -26,7 +27,11 @@ nobody was there to take it."""
 class Book:
     """All runs, all live episodes by id, all workers."""
 
-    def __init__(self, epoch: int, new_id: Callable[[], str], new_nonce: Callable[[], str]) -> None:
+    def __init__(
+        self, epoch: int, new_id: Callable[[], str], new_nonce: Callable[[], str], bounds: Bounds | None = None
+    ) -> None:
+        #: What all runs share; soft.
+        self.bounds = bounds if bounds is not None else Bounds()
         self.epoch = epoch
         self.new_id = new_id
         self.new_nonce = new_nonce
@@ -108,11 +113,12 @@ class Book:
     # One method a fact ----------------------------------------------------------------------------------------
 
     def _run_created(self, record: records.RunCreated, now: float) -> None:
-        self.add_run(Run(RunSpec.model_validate(record.spec)))
+        self.add_run(Run(RunSpec.model_validate(record.spec), self.bounds))
 
     def add_run(self, run: Run) -> None:
         """Know a run from now on."""
         self.runs[run.name] = run
+        self.bounds.holders.append(run.ledger)
         self.pools.setdefault(run.spec.pool, []).append(run)
         self.shortest_term_s = min(self.shortest_term_s, run.spec.attempt_lease_s, run.spec.batch_lease_s)
 

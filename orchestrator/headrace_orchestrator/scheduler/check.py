@@ -14,7 +14,7 @@ from collections import Counter
 from typing import Any
 
 from headrace_orchestrator.scheduler.book import Book
-from headrace_orchestrator.scheduler.runs import ADMIT_AHEAD, Run
+from headrace_orchestrator.scheduler.runs import Run
 from headrace_orchestrator.scheduler.shelves import Shelves
 from headrace_orchestrator.scheduler.states import AT_WORKER, Episode, Group
 from headrace_orchestrator.scheduler.weights import weigher
@@ -84,7 +84,7 @@ def _check_ledger(run: Run) -> None:
     counted = Counter(group.state for group in flight)
     known = Counter({state: count for state, count in run.states.items() if state != "retired"})
     _require(+known == counted, f"run {run.name} counts groups {dict(known)}, has {dict(counted)}")
-    if not run.closed and ledger.free and not ledger.full and run.queued < ADMIT_AHEAD:
+    if run.admits and not ledger.bounds.exist:  # what another run gives back is taken up at the next tick
         _require(run.upcoming() is None, f"run {run.name} lets {ledger.free} groups of credit lie idle")
 
 

@@ -35,6 +35,7 @@ from headrace_orchestrator.scheduler import (
     views,
 )
 from headrace_orchestrator.scheduler.book import STALL_SHARE, Book
+from headrace_orchestrator.scheduler.bounds import RETRY_S, Bounds
 from headrace_orchestrator.scheduler.check import check, durable
 from headrace_orchestrator.scheduler.judging import judge
 from headrace_orchestrator.scheduler.plans import Form, Plan, Redeliver
@@ -51,8 +52,10 @@ class Scheduler:
     decided in ``drain()``; they have been applied already. A command that raises has changed nothing.
     """
 
-    def __init__(self, *, epoch: int, new_id: Callable[[], str], new_nonce: Callable[[], str]) -> None:
-        self._book = Book(epoch, new_id, new_nonce)
+    def __init__(
+        self, *, epoch: int, new_id: Callable[[], str], new_nonce: Callable[[], str], bounds: Bounds | None = None
+    ) -> None:
+        self._book = Book(epoch, new_id, new_nonce, bounds)
         self._replaying = False
         #: When the last command was taken; None until there was one.
         self._last: float | None = None
@@ -78,6 +81,11 @@ class Scheduler:
         snapshot.restore(self._book, data, now)
         self._replaying = True
 
+    @property
+    def bounds(self) -> Bounds:
+        """What all runs share; whoever has the store says in ``disk_bytes`` what is stored."""
+        return self._book.bounds
+
     def drain(self) -> list[AnyRecord]:
         """The records of the commands since the last call, in order."""
         out, self._book.out = self._book.out, []
@@ -101,6 +109,10 @@ class Scheduler:
                 serving.expire(book, run, now)
             if run.active_evaluations:
                 evaluating.expire(book, run, now)
+        if book.bounds.exist:
+            for run in book.runs.values():
+                if run.admits:
+                    settling.settle(book, run, now)
         for worker in book.workers.sweep(now):
             book.emit(records.WorkerDraining(worker=worker, over=True), now)
 
@@ -118,6 +130,8 @@ class Scheduler:
             due = braking.next_try(run)
             if due is not None and (self._last is None or due > self._last):
                 deadlines.append(due)
+            if self._last is not None and run.held_back:
+                deadlines.append(self._last + RETRY_S)
         return min(deadlines, default=None)
 
     def check(self) -> None:

@@ -14,6 +14,7 @@ import math
 from collections import deque
 
 from headrace.runspec import RunSpec
+from headrace_orchestrator.scheduler.bounds import Bounds
 
 MIN_EPISODE_BYTES = 4096
 """Least estimate of a record in bytes: no record is smaller than its head and one aligned array."""
@@ -25,10 +26,22 @@ RECENT = 32
 class Ledger:
     """Counts of one run."""
 
-    __slots__ = ("batch_groups", "estimate", "held_bytes", "in_flight", "sizes", "spec", "tokens", "unfinished")
+    __slots__ = (
+        "batch_groups",
+        "bounds",
+        "estimate",
+        "held_bytes",
+        "in_flight",
+        "sizes",
+        "spec",
+        "tokens",
+        "unfinished",
+    )
 
-    def __init__(self, spec: RunSpec) -> None:
+    def __init__(self, spec: RunSpec, bounds: Bounds) -> None:
         self.spec = spec
+        #: What it shares with all other runs.
+        self.bounds = bounds
         self.in_flight = 0
         #: Episodes of groups in flight, submitted ones included, that have no terminal record yet.
         self.unfinished = 0
@@ -54,9 +67,14 @@ class Ledger:
         return self.unfinished * self.estimate
 
     @property
-    def full(self) -> bool:
-        """Whether the byte bound stops admission."""
+    def own_full(self) -> bool:
+        """Whether the run's byte bound stops admission."""
         return self.held_bytes + self.unfinished * self.estimate >= self.spec.max_bytes
+
+    @property
+    def full(self) -> bool:
+        """Whether a byte bound stops admission, the run's or one that it shares."""
+        return self.own_full or self.bounds.full
 
     def saw_record(self, size_bytes: int) -> None:
         """Learn from the size of a record."""

@@ -11,6 +11,7 @@ from typing import Any
 from headrace.runspec import RunSpec
 from headrace.trajectory import Failure, Task, Version
 from headrace_orchestrator.scheduler.batches import Batch, Closed
+from headrace_orchestrator.scheduler.bounds import Bounds
 from headrace_orchestrator.scheduler.braking import Brake
 from headrace_orchestrator.scheduler.evaluations import Evaluation
 from headrace_orchestrator.scheduler.ledger import Ledger
@@ -51,7 +52,7 @@ class Learner:
 class Run:
     """One run."""
 
-    def __init__(self, spec: RunSpec) -> None:
+    def __init__(self, spec: RunSpec, bounds: Bounds) -> None:
         self.spec = spec
         #: The spec as plain values.
         self.given: dict[str, Any] = spec.model_dump(mode="json")
@@ -61,7 +62,7 @@ class Run:
         self.own_source = spec.source != "learner"
         self.closed = False
         self.versions = Versions()
-        self.ledger = Ledger(spec)
+        self.ledger = Ledger(spec, bounds)
         #: Position of the next group of the run's own source.
         self.position = 0
         #: Groups in flight, and retired ones of which a worker still holds attempts.
@@ -127,7 +128,16 @@ class Run:
     @property
     def admits(self) -> bool:
         """Whether credit, bytes and queue let another group in."""
-        return self.queued < ADMIT_AHEAD and not self.closed and self.ledger.free > 0 and not self.ledger.full
+        return self._wants and not self.ledger.bounds.full
+
+    @property
+    def _wants(self) -> bool:
+        return self.queued < ADMIT_AHEAD and not self.closed and self.ledger.free > 0 and not self.ledger.own_full
+
+    @property
+    def held_back(self) -> bool:
+        """Whether it would admit, but for a bound that it shares, or did not yet since that let go."""
+        return self.ledger.bounds.exist and self._wants and self.upcoming() is not None
 
     @property
     def exhausted(self) -> bool:

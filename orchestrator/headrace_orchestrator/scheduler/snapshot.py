@@ -23,6 +23,7 @@ from headrace.trajectory import Failure, Task, Version
 from headrace.wire import EvaluationEpisode
 from headrace_orchestrator.scheduler.batches import Batch, Closed
 from headrace_orchestrator.scheduler.book import Book
+from headrace_orchestrator.scheduler.bounds import Bounds
 from headrace_orchestrator.scheduler.evaluations import Evaluation
 from headrace_orchestrator.scheduler.runs import Run
 from headrace_orchestrator.scheduler.states import Episode, EpisodeState, Group, GroupState
@@ -236,7 +237,7 @@ def restore(book: Book, data: bytes, now: float) -> None:
     state = _decode(data)
     episodes: dict[str, Episode] = {}
     try:
-        runs = [_restored_run(row, episodes, now) for row in state.runs]
+        runs = [_restored_run(row, book.bounds, episodes, now) for row in state.runs]
         held = [(row, [episodes[id] for id in row.attempts]) for row in state.workers]
     except (KeyError, ValueError) as error:
         raise CorruptRecord(f"A snapshot of the scheduler does not fit together: {error!r}.", hint=_HINT) from error
@@ -264,8 +265,8 @@ def _decode(data: bytes) -> State:
         raise CorruptRecord(f"A snapshot of the scheduler does not decode: {error}.", hint=_HINT) from error
 
 
-def _restored_run(state: RunState, episodes: dict[str, Episode], now: float) -> Run:
-    run = Run(RunSpec.model_validate(state.given))
+def _restored_run(state: RunState, bounds: Bounds, episodes: dict[str, Episode], now: float) -> Run:
+    run = Run(RunSpec.model_validate(state.given), bounds)
     _fill(run, state.run)
     _fill(run.versions, state.versions)
     _fill(run.ledger, state.ledger)

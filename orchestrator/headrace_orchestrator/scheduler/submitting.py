@@ -67,6 +67,11 @@ def submit(book: Book, run: Run, groups: list[wire.GroupRequest], now: float) ->
             f"{episodes} episodes are taken to need {new}. The bound is {run.spec.max_bytes}.",
             hint="Ack batches first, or give the run a larger max_bytes.",
         )
+    if not ledger.bounds.takes(new):
+        raise Conflict(
+            f"These {episodes} episodes are taken to need {new} bytes, and the bounds of the service leave no room.",
+            hint="Ack batches first, or start the service with larger bounds; an empty pull says which is full.",
+        )
     for id, (task, size) in wanted.items():
         settling.admit_group(book, run, id, task, size, now, submitted=True)
     return list(wanted)

@@ -10,6 +10,7 @@ from collections import Counter
 from headrace.wire import Reason
 from headrace_orchestrator.scheduler import braking
 from headrace_orchestrator.scheduler.book import Book
+from headrace_orchestrator.scheduler.bounds import Bounds
 from headrace_orchestrator.scheduler.runs import Run
 
 FAILING_SHARE = 0.5
@@ -88,7 +89,7 @@ def _blocked(run: Run, awaited: list[str] | None) -> list[Reason]:
                 facts={"held": len(held), "max_staleness": bound, "needed": len(held)},
             )
         )
-    if ledger.full:
+    if ledger.own_full:
         reasons.append(
             Reason(
                 code="byte-bound",
@@ -103,8 +104,47 @@ def _blocked(run: Run, awaited: list[str] | None) -> list[Reason]:
                 },
             )
         )
+    reasons += _shared(ledger.bounds)
     if not run.own_source and not run.open and not len(run.shelves) and not held and awaited is None:
         reasons.append(Reason(code="no-tasks", message="No groups are submitted.", facts={}))
+    return reasons
+
+
+def _shared(bounds: Bounds) -> list[Reason]:
+    """Bounds of the service that stop admission."""
+    reasons: list[Reason] = []
+    reserved = bounds.reserved_bytes
+    if bounds.held_full:
+        reasons.append(
+            Reason(
+                code="service-byte-bound",
+                message=(
+                    f"Groups in flight of all runs hold {bounds.held_bytes} bytes and {reserved} more are reserved; "
+                    f"the bound of the service is {bounds.max_held_bytes}. Admission stops until groups retire."
+                ),
+                facts={
+                    "held_bytes": bounds.held_bytes,
+                    "reserved_bytes": reserved,
+                    "max_held_bytes": bounds.max_held_bytes,
+                },
+            )
+        )
+    if bounds.disk_full:
+        reasons.append(
+            Reason(
+                code="disk-bound",
+                message=(
+                    f"{bounds.disk_bytes} bytes are stored and {reserved} more are reserved; the bound of the disk is "
+                    f"{bounds.max_disk_bytes}. Admission stops until retention deletes files: give it a rule, or raise "
+                    f"the bound."
+                ),
+                facts={
+                    "disk_bytes": bounds.disk_bytes,
+                    "reserved_bytes": reserved,
+                    "max_disk_bytes": bounds.max_disk_bytes,
+                },
+            )
+        )
     return reasons
 
 

@@ -1,0 +1,57 @@
+"""Which files of the log may be deleted: the oldest, whole, as soon as a rule of retention says so.
+
+* Nothing is deleted unless a rule says so; each rule counts alone.
+* A file that a live record lies in, or that a start needs, stays; and so do all files behind it.
+* By age: a file goes when its newest record is older. By count and by bytes: when what stays still reaches the number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """What is kept at least; None: this rule deletes nothing."""
+
+    age_s: float | None = None
+    """Records younger than this, in seconds."""
+    trajectories: int | None = None
+    """So many trajectories, the newest."""
+    size_bytes: int | None = None
+    """So many bytes of the log, the newest."""
+
+    @property
+    def deletes(self) -> bool:
+        """Whether any rule is given."""
+        return (self.age_s, self.trajectories, self.size_bytes) != (None, None, None)
+
+
+class FileUse(NamedTuple):
+    """A file of the log: its number, size, trajectories, and when it was last written (Unix time in seconds)."""
+
+    number: int
+    size_bytes: int
+    trajectories: int
+    written_at: float
+
+
+def removable(files: Sequence[FileUse], retention: Retention, *, now_s: float, needed: int) -> list[int]:
+    """Numbers of the files that may be deleted now, oldest first. ``files`` are all files in order, the one that is
+    written last; from file ``needed`` on all have to stay."""
+    trajectories = sum(file.trajectories for file in files)
+    size_bytes = sum(file.size_bytes for file in files)
+    gone: list[int] = []
+    for file in takewhile(lambda file: file.number < needed, files[:-1]):
+        trajectories -= file.trajectories
+        size_bytes -= file.size_bytes
+        old = retention.age_s is not None and now_s - file.written_at > retention.age_s
+        many = retention.trajectories is not None and trajectories >= retention.trajectories
+        large = retention.size_bytes is not None and size_bytes >= retention.size_bytes
+        if not (old or many or large):
+            break
+        gone.append(file.number)
+    return gone
