@@ -41,6 +41,9 @@ class Settings:
     """Largest request body that is read, in bytes. Default 256 MiB: a worker's spool of long trajectories."""
     log_file_bytes: int = 1 << 30
     """Size at which the log goes on in a new file, in bytes. Default 1 GiB."""
+    asset_promise_s: float = 300.0
+    """Seconds for which an image or array is kept for a record that is to refer to it. Default 300: most outages are
+    shorter, and a worker that is later only has to send it again."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severity that is logged."""
     log_format: Literal["auto", "json", "text"] = "auto"

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -17,6 +17,7 @@ API = "/v1"
 """Prefix of every route of the service."""
 
 BATCH_MEDIA_TYPE = "application/vnd.headrace.batch"
+ASSET_MEDIA_TYPE = "application/octet-stream"
 RECORDS_MEDIA_TYPE = "application/vnd.headrace.records"
 PROBLEM_MEDIA_TYPE = "application/problem+json"
 
@@ -133,11 +134,12 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     size_bytes: int
 
 
-SubmitVerdict = Literal["accepted", "duplicate", "retrying", "superseded", "not-yours", "refused"]
+SubmitVerdict = Literal["accepted", "duplicate", "retrying", "superseded", "not-yours", "refused", "assets-missing"]
 """accepted: stored, on disk. duplicate: was accepted before (the first result stands). retrying: the failure was
 retryable and the episode is queued again. superseded: a newer attempt exists or the episode is over; the record is
-not wanted. not-yours: another worker's attempt or a wrong nonce. refused: not a valid record. The
-last three carry the error in ``problem``."""
+not wanted. not-yours: another worker's attempt or a wrong nonce. refused: not a valid record. assets-missing: nothing
+was stored, since assets of the record are not there; send those and submit it again. The last four carry the error in
+``problem``."""
 
 
 class SubmitResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -149,6 +151,25 @@ class SubmitResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 class SubmitReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     epoch: int
     results: list[SubmitResult]
+
+
+MAX_ASSET_NAMES = 4096
+"""Names of one request."""
+
+
+class AssetsRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A worker has records that refer to these assets, and asks which of them are there already."""
+
+    names: Annotated[list[str], msgspec.Meta(max_length=MAX_ASSET_NAMES)]
+
+
+class AssetsReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """``missing``: to be sent, each with ``PUT /v1/assets/{name}``. The others are kept for ``keep_s`` from now on, and
+    for as long as a record refers to them that is submitted within that time."""
+
+    epoch: int
+    missing: list[str]
+    keep_s: float
 
 
 # Learners -----------------------------------------------------------------------------------------------------

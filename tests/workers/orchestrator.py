@@ -12,7 +12,16 @@ import msgspec
 from aiohttp import web
 
 from headrace import codec, wire
-from headrace.errors import HeadraceError, InternalError, InvalidTrajectory, Unavailable, UnknownRun
+from headrace.assets import check_asset
+from headrace.errors import (
+    AssetsMissing,
+    HeadraceError,
+    InternalError,
+    InvalidTrajectory,
+    RequestTooLarge,
+    Unavailable,
+    UnknownRun,
+)
 from headrace.runspec import RunSpec
 from headrace.trajectory import Trajectory
 from headrace.validation import validate
@@ -34,6 +43,10 @@ class Orchestrator:
         self.returned: list[wire.AttemptKey] = []
         self.cancels: list[wire.Cancel] = []
         self.submissions: list[int] = []
+        self.assets: dict[str, bytes] = {}
+        self.sent_assets: list[str] = []
+        self.forgets: set[str] = set()
+        self.refused_assets: set[str] = set()
         self.spec_requests = 0
         self.spec = RunSpec(name="r")
         self.interval_s = 0.02
@@ -103,12 +116,33 @@ class Orchestrator:
     def _judge(self, head: wire.Submission, data: bytes) -> wire.SubmitResult:
         record = codec.decode(data)
         validate(record)
+        missing = [asset.name for asset in record.assets if asset.name not in self.assets]
+        if missing:
+            problem = AssetsMissing("Not here.", assets=missing).problem()
+            return wire.SubmitResult(episode=head.episode, verdict="assets-missing", problem=problem)
         verdict = self.verdicts.pop(record.episode, "accepted")
         if verdict == "refused":
             problem = InvalidTrajectory("It is not liked.").problem()
             return wire.SubmitResult(episode=head.episode, verdict=verdict, problem=problem)
         self.records.append(record)
         return wire.SubmitResult(episode=head.episode, verdict=verdict)
+
+    async def _claim_assets(self, request: web.Request) -> wire.AssetsReply:
+        names = msgspec.json.decode(await request.read(), type=wire.AssetsRequest).names
+        missing = [name for name in names if name not in self.assets]
+        for name in self.forgets:
+            self.assets.pop(name, None)
+        self.forgets.clear()
+        return wire.AssetsReply(epoch=self.epoch, missing=missing, keep_s=60)
+
+    async def _add_asset(self, request: web.Request) -> wire.AssetsReply:
+        name, data = request.match_info["asset"], await request.read()
+        if name in self.refused_assets:
+            raise RequestTooLarge("Too large.")
+        check_asset(name, data)
+        self.sent_assets.append(name)
+        self.assets[name] = data
+        return wire.AssetsReply(epoch=self.epoch, missing=[], keep_s=60)
 
     async def _return(self, request: web.Request) -> dict[str, int]:
         self.returned += msgspec.json.decode(await request.read(), type=wire.ReturnRequest).attempts
@@ -158,6 +192,8 @@ async def orchestrating() -> AsyncIterator[Orchestrator]:
     application.router.add_post("/v1/worker/lease", stub._lease)  # type: ignore[arg-type]
     application.router.add_post("/v1/worker/heartbeat", stub._heartbeat)  # type: ignore[arg-type]
     application.router.add_post("/v1/worker/submit", stub._submit)  # type: ignore[arg-type]
+    application.router.add_post("/v1/worker/assets", stub._claim_assets)  # type: ignore[arg-type]
+    application.router.add_put("/v1/assets/{asset}", stub._add_asset)  # type: ignore[arg-type]
     application.router.add_post("/v1/worker/return", stub._return)  # type: ignore[arg-type]
     application.router.add_get("/v1/runs/{run}", stub._run)  # type: ignore[arg-type]
     runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=0.1)

@@ -48,6 +48,14 @@ async def submit(service: Service, call: Call) -> Reply:
     return await service.submit(worker, call.body)
 
 
+async def claim_assets(service: Service, call: Call) -> Reply:
+    return service.claim_assets(call.read(wire.AssetsRequest))
+
+
+async def add_asset(service: Service, call: Call) -> Reply:
+    return await service.add_asset(call.params["asset"], call.body)
+
+
 async def hand_back(service: Service, call: Call) -> Reply:
     await service.hand_back(call.read(wire.ReturnRequest))
     return _done(service)
@@ -165,6 +173,10 @@ async def trajectories(service: Service, call: Call) -> Reply:
 
 async def trajectory(service: Service, call: Call) -> Reply:
     return Answer(await service.trajectory(call.params["trajectory"]), media_type=wire.RECORDS_MEDIA_TYPE)
+
+
+async def asset(service: Service, call: Call) -> Reply:
+    return Answer(await service.asset(call.params["asset"]), media_type=wire.ASSET_MEDIA_TYPE)
 
 
 async def advantages(service: Service, call: Call) -> Reply:

@@ -226,6 +226,10 @@ class Log:
         self.failure = error.strerror or str(error)
         return self._closed()
 
+    def files(self) -> set[int]:
+        """The numbers of all files that there are. Blocking."""
+        return {_number(path) for path in self._directory.glob("*.log")}
+
     # Reading --------------------------------------------------------------------------------------------------
 
     def read(self, location: Location) -> bytes:

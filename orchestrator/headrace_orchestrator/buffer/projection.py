@@ -26,7 +26,7 @@ from headrace.trajectory import Failure, Provenance, StopReason
 from headrace_orchestrator.buffer.log import Location
 from headrace_orchestrator.scheduler.records import EpisodeEnded
 
-SCHEMA = 2
+SCHEMA = 3
 """Version of the tables; another one on disk is thrown away and built again."""
 
 WAL_LIMIT_BYTES = 16 << 20
@@ -53,6 +53,10 @@ CREATE TABLE batch_members (
     run TEXT NOT NULL, group_id TEXT NOT NULL, position INTEGER NOT NULL, length INTEGER NOT NULL,
     PRIMARY KEY (run, group_id)
 ) WITHOUT ROWID;
+CREATE TABLE asset_references (
+    asset BLOB NOT NULL, file INTEGER NOT NULL, PRIMARY KEY (asset, file)
+) WITHOUT ROWID;
+CREATE INDEX asset_references_by_file ON asset_references (file);
 CREATE TABLE cursor (schema INTEGER NOT NULL, log TEXT NOT NULL, position INTEGER NOT NULL);
 """
 
@@ -64,6 +68,8 @@ _INSERT_TRAJECTORY = f"INSERT OR REPLACE INTO trajectories ({_COLUMNS}) VALUES (
 _INSERT_BATCH = "INSERT OR REPLACE INTO batches VALUES (?, ?, ?, ?, ?, 'open', '')"
 _INSERT_MEMBER = "INSERT OR REPLACE INTO batch_members VALUES (?, ?, ?, ?)"
 _SETTLE_BATCH = "UPDATE batches SET state = ?, made = ? WHERE id = ?"
+_INSERT_REFERENCE = "INSERT OR IGNORE INTO asset_references VALUES (?, ?)"
+_DELETE_REFERENCES = "DELETE FROM asset_references WHERE file = ?"
 
 FILTERS = ("status", "environment", "evaluation")
 """Columns that a listing can be narrowed by."""
@@ -128,6 +134,16 @@ def batch_row(batch: str, run: str, version: str, location: Location) -> Stateme
 def member_row(run: str, group: str, head: Location) -> Statement:
     """A group was frozen into a batch; the last one counts."""
     return Statement(_INSERT_MEMBER, (run, group, head.position, head.length))
+
+
+def asset_reference(asset: str, file: int) -> Statement:
+    """A trajectory in this file of the log refers to an asset."""
+    return Statement(_INSERT_REFERENCE, (bytes.fromhex(asset), file))
+
+
+def references_gone(file: int) -> Statement:
+    """A file of the log was deleted, and so was all in it that referred to assets."""
+    return Statement(_DELETE_REFERENCES, (file,))
 
 
 def batch_settled(batch: str, state: str, made: str = "") -> Statement:
@@ -242,6 +258,33 @@ class Projection:
                 tuple(trajectories),
             ).fetchall()
         return {str(id): str(episode) for id, episode in rows}
+
+    def referred(self, assets: Sequence[str]) -> set[str]:
+        """Of these assets those that a trajectory refers to. For one thread: the event loop's."""
+        marks = ",".join("?" * len(assets))
+        with self._told():
+            rows = self._lookups.execute(
+                f"SELECT DISTINCT asset FROM asset_references WHERE asset IN ({marks})", [*map(bytes.fromhex, assets)]
+            ).fetchall()
+        return {bytes(asset).hex() for (asset,) in rows}
+
+    def all_referred(self) -> set[str]:
+        """All assets that a trajectory refers to."""
+        with self._locked() as connection:
+            rows = connection.execute("SELECT DISTINCT asset FROM asset_references").fetchall()
+        return {bytes(asset).hex() for (asset,) in rows}
+
+    def assets_of(self, file: int) -> list[str]:
+        """The assets that trajectories in a file of the log refer to."""
+        with self._locked() as connection:
+            rows = connection.execute("SELECT asset FROM asset_references WHERE file = ?", (file,)).fetchall()
+        return [bytes(asset).hex() for (asset,) in rows]
+
+    def files_with_assets(self) -> list[int]:
+        """The files of the log that hold references to assets."""
+        with self._locked() as connection:
+            rows = connection.execute("SELECT DISTINCT file FROM asset_references").fetchall()
+        return [int(file) for (file,) in rows]
 
     def batch_of(self, run: str, group: str) -> Location | None:
         """Where the head of the batch is that a group was last frozen into."""

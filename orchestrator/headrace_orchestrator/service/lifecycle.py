@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
 
+from headrace.assets import FOLDER
 from headrace.errors import StoreError, Unavailable
 from headrace.ids import new_id, random_pool
 from headrace_orchestrator import logs
+from headrace_orchestrator.buffer.assets import COLLECT_EVERY_S, Assets
 from headrace_orchestrator.buffer.directory import DataDirectory
 from headrace_orchestrator.buffer.log import Log
 from headrace_orchestrator.buffer.projection import Projection
@@ -51,6 +53,7 @@ class Running(NamedTuple):
 
     shell: Shell
     pulls: Pulls
+    assets: Assets
 
 
 class Lifecycle:
@@ -80,10 +83,14 @@ class Lifecycle:
         self._phase = "reading the log"
         self._log = Log(self._directory.path / "log", file_bytes=self._settings.log_file_bytes, on_sync=self._synced)
         store = Store(self._log, Projection(self._directory.path / "projection.sqlite", self._log.id))
+        assets = Assets(
+            self._directory.path / FOLDER, store.referred, clock=self._clock, promise_s=self._settings.asset_promise_s
+        )
         core = Scheduler(epoch=self.epoch, new_id=new_id, new_nonce=lambda: random_pool(8).hex())
         # The core's clock stands still while the log is read, so that every lease in it has its full term after.
         begun = self._clock()
         try:
+            await asyncio.to_thread(assets.open)
             await asyncio.to_thread(
                 replay, core, store, begun, damaged=self.metrics.damaged.inc, stopping=lambda: self.draining
             )
@@ -95,8 +102,8 @@ class Lifecycle:
             return
         self._replayed_s = self._clock() - begun
         shell = Shell(core, store, self.metrics, lambda: self._clock() - self._replayed_s)
-        self._running = Running(shell, Pulls(shell, Bodies(store), self.metrics, self.epoch))
-        self._tasks = [asyncio.create_task(self._project()), asyncio.create_task(self._watch_lag())]
+        self._running = Running(shell, Pulls(shell, Bodies(store), self.metrics, self.epoch), assets)
+        self._tasks = [asyncio.create_task(task()) for task in (self._project, self._watch_lag, self._collect)]
         shell.commit()
         await store.log.synced()
         self._phase = "ready"
@@ -122,6 +129,7 @@ class Lifecycle:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._running is not None:
             self._running.shell.stop_timer()
+            await self._running.assets.close()
             await self._running.shell.store.close()
 
     async def _project(self) -> None:
@@ -133,6 +141,32 @@ class Lifecycle:
             except StoreError as error:
                 self._failed(error.detail)
                 return
+
+    async def files_gone(self, numbers: Sequence[int]) -> None:
+        """These files of the log were deleted, durably: what only they referred to goes as well. None of them may be in
+        use (``Store.files_in_use``). Raises StoreError."""
+        running = self._require()
+        running.assets.doubt(await running.shell.store.files_gone(numbers))
+
+    async def _collect(self) -> None:
+        """Delete assets that nobody needs. What was there at the start may be promised to somebody since before it."""
+        running = self._require()
+        every_s = min(COLLECT_EVERY_S, running.assets.promise_s)
+        try:
+            await self._forget_deleted_files(running.shell.store)
+            await asyncio.sleep(running.assets.promise_s)
+            await running.assets.doubt_all()
+            while True:
+                await running.assets.collect()
+                await asyncio.sleep(every_s)
+        except StoreError as error:
+            self._failed(error.detail)
+
+    async def _forget_deleted_files(self, store: Store) -> None:
+        """A crash may have come between the deletion of a file and what follows from it."""
+        referring = await asyncio.to_thread(store.projection.files_with_assets)
+        there = await asyncio.to_thread(store.log.files)
+        await store.files_gone([number for number in referring if number not in there])
 
     async def _watch_lag(self) -> None:
         loop = asyncio.get_running_loop()

@@ -90,9 +90,10 @@ class Service(Lifecycle):
 
     async def submit(self, worker: str, body: bytes) -> wire.SubmitReply:
         """Judge submitted records; returns when the accepted ones are on disk. Raises InvalidRequest."""
-        shell = self._require().shell
+        running = self._require()
+        shell = running.shell
         submitted = parse_submission(body)
-        intake = Intake(shell.core, shell.store, worker, shell.now())
+        intake = Intake(shell.core, shell.store, running.assets, worker, shell.now())
         try:
             results = intake.judge(submitted)
         finally:
@@ -106,6 +107,21 @@ class Service(Lifecycle):
         for verdict, count in Counter(result.verdict for result in results).items():
             self.metrics.submissions.labels(verdict).inc(count)
         return wire.SubmitReply(epoch=self.epoch, results=results)
+
+    def claim_assets(self, request: wire.AssetsRequest) -> wire.AssetsReply:
+        """Keep assets for a worker's records, and say which of them it is to send."""
+        assets = self._require().assets
+        return wire.AssetsReply(epoch=self.epoch, missing=assets.claim(request.names), keep_s=assets.promise_s)
+
+    async def add_asset(self, name: str, data: bytes) -> wire.AssetsReply:
+        """Store an asset; returns when it is on disk. Raises InvalidAsset, StoreError."""
+        assets = self._require().assets
+        await assets.add(name, data)
+        return wire.AssetsReply(epoch=self.epoch, missing=[], keep_s=assets.promise_s)
+
+    async def asset(self, name: str) -> bytes:
+        """An asset, checked. Raises UnknownAsset, CorruptAsset."""
+        return await self._require().assets.read(name)
 
     async def _was_accepted(self, store: Store, head: wire.Submission) -> bool:
         """Whether this very attempt gave the episode its record; the core forgets an episode with its group."""
@@ -261,8 +277,10 @@ class Service(Lifecycle):
     def _store_status(self) -> dict[str, float]:
         found: dict[str, float] = {"sync_p50_s": statistics.median(self._syncs) if self._syncs else 0.0}
         if self._running is not None:
-            store = self._running.shell.store
+            store, assets = self._running.shell.store, self._running.assets
             found |= {
+                "assets": assets.count,
+                "asset_bytes": assets.size_bytes,
                 "log_bytes": store.log.size_bytes,
                 "trajectories": store.trajectories,
                 "batches_open": len(store.batches),

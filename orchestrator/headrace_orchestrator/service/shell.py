@@ -92,7 +92,7 @@ class Shell:
             return Ended(fact, *accepted[fact.episode])
         trajectory = record_of(fact, new_id=new_id, headrace_version=HEADRACE_VERSION)
         record = codec.encode(trajectory)
-        return Ended(outcome_of(trajectory, len(record)), record, trajectory.stop_reason, trajectory.provenance)
+        return Ended(outcome_of(trajectory, len(record)), record, trajectory.stop_reason, trajectory.provenance, ())
 
     def _stop(self, error: Exception) -> InternalError:
         """Nothing more is decided or stored: a restart goes back to what the log says."""

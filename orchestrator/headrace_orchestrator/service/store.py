@@ -6,12 +6,13 @@
 * A trajectory id belongs to one episode, stored or on its way to the disk.
 * The index is the same whether facts come from commands or from the log.
 * Rows for the projection are written only when their frames are on disk.
+* An asset is referred to from the moment at which a record that names it is appended, until the record's file is gone.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from itertools import islice
 from typing import NamedTuple
 
@@ -29,9 +30,11 @@ from headrace_orchestrator.buffer.log import Location, Log
 from headrace_orchestrator.buffer.projection import (
     Projection,
     Statement,
+    asset_reference,
     batch_row,
     batch_settled,
     member_row,
+    references_gone,
     trajectory_row,
 )
 from headrace_orchestrator.scheduler.records import (
@@ -86,6 +89,7 @@ class Ended(NamedTuple):
     record: bytes
     stop_reason: StopReason
     provenance: Provenance
+    assets: Sequence[str]
 
 
 class Frozen(NamedTuple):
@@ -112,6 +116,7 @@ class Store:
         self.trajectories = 0
         self._rows: list[Statement] = []
         self._unprojected_ids: dict[str, str] = {}
+        self._unprojected_assets: dict[str, int] = {}
         self._projecting = asyncio.Lock()
 
     # Facts of commands ----------------------------------------------------------------------------------------
@@ -123,7 +128,7 @@ class Store:
             location = self.log.append(kind, payload)
             for entry in entries:
                 if isinstance(entry, Ended):
-                    self._note_trajectory(entry.outcome, entry.stop_reason, entry.provenance, location)
+                    self._note_trajectory(entry.outcome, entry.stop_reason, entry.provenance, entry.assets, location)
                 elif isinstance(entry, Frozen):
                     self._note_batch(entry.formed, location, entry.groups)
                 else:
@@ -145,7 +150,8 @@ class Store:
     def note(self, fact: AnyRecord, source: TrajectoryHead | Manifest | None, location: Location) -> None:
         """Take a fact of the log into the index. Raises KeyError where it builds on a lost one."""
         if isinstance(fact, EpisodeEnded) and isinstance(source, TrajectoryHead):
-            self._note_trajectory(fact, source.stop_reason, source.provenance, location)
+            names = [asset.name for asset in source.assets]
+            self._note_trajectory(fact, source.stop_reason, source.provenance, names, location)
         elif isinstance(fact, BatchFormed) and isinstance(source, Manifest):
             self._note_batch(fact, location, _members_of(source))
         else:
@@ -170,7 +176,12 @@ class Store:
                 pass  # of no concern to batches or listings
 
     def _note_trajectory(
-        self, outcome: EpisodeEnded, stop_reason: StopReason, provenance: Provenance, location: Location
+        self,
+        outcome: EpisodeEnded,
+        stop_reason: StopReason,
+        provenance: Provenance,
+        assets: Sequence[str],
+        location: Location,
     ) -> None:
         group = self.groups.get((outcome.run, outcome.group))
         if group is not None and outcome.status in SCORED:
@@ -178,6 +189,9 @@ class Store:
         self.trajectories += 1
         self._rows.append(trajectory_row(outcome, stop_reason, provenance, location))
         self._unprojected_ids.setdefault(outcome.trajectory, outcome.episode)
+        for name in assets:
+            self._rows.append(asset_reference(name, location.file))
+            self._unprojected_assets[name] = location.position
 
     def _note_batch(self, formed: BatchFormed, head: Location, groups: Sequence[tuple[str, Sequence[str]]]) -> None:
         members = tuple(self.groups[formed.run, group].members[id].location for group, ids in groups for id in ids)
@@ -208,6 +222,26 @@ class Store:
         at = self.groups[run, group]
         return GroupInput(group, at.task, at.expected, [(codec.decode_head(record), len(record)) for record in records])
 
+    # Assets ---------------------------------------------------------------------------------------------------
+
+    def referred(self, assets: Sequence[str]) -> Set[str]:
+        """Of these assets those that a record refers to, one on its way to the disk included. Raises StoreError."""
+        return self.projection.referred(assets) | (self._unprojected_assets.keys() & assets)
+
+    def files_in_use(self) -> set[int]:
+        """The files of the log that a group in flight or an open batch needs: they must not be deleted."""
+        groups = {member.location.file for group in self.groups.values() for member in group.members.values()}
+        return groups.union(*({at.head.file, *(m.file for m in at.members)} for at in self.batches.values()))
+
+    async def files_gone(self, numbers: Sequence[int]) -> list[str]:
+        """Forget what files of the log referred to, which are deleted, durably; gives the assets that may be needed by
+        nobody now. Raises StoreError."""
+        await self.project()
+        doubtful = [name for number in numbers for name in await asyncio.to_thread(self.projection.assets_of, number)]
+        self._rows += map(references_gone, numbers)
+        await self.project()
+        return doubtful
+
     # The projection -------------------------------------------------------------------------------------------
 
     @property
@@ -219,11 +253,13 @@ class Store:
         """Forget rows of frames that the projection has already."""
         self._take_rows()
         self._unprojected_ids.clear()
+        self._unprojected_assets.clear()
 
     def project_now(self, cursor: int) -> None:
         """Write waiting rows, whose frames are on disk. Blocking."""
         self.projection.write(self._take_rows(), cursor)
         self._unprojected_ids.clear()
+        self._unprojected_assets.clear()
 
     async def project(self) -> None:
         """Write waiting rows once their frames are on disk. Raises StoreError."""
@@ -235,6 +271,9 @@ class Store:
                 await asyncio.to_thread(self.projection.write, rows, cursor)
                 for id in ids:
                     del self._unprojected_ids[id]
+                for name, position in list(self._unprojected_assets.items()):
+                    if position < cursor:
+                        del self._unprojected_assets[name]
 
     def _take_rows(self) -> list[Statement]:
         rows, self._rows = self._rows, []

@@ -3,6 +3,7 @@
 * A body that is not readable as a whole is refused whole; a bad record costs itself only.
 * Only what ``validate`` accepts reaches the scheduler.
 * A record that contradicts who submits it, or what its run trains, is refused.
+* A record that refers to an asset which is not there is not stored; its worker is told which to send.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import msgspec
 from headrace import codec
 from headrace.codec import ALIGNMENT
 from headrace.errors import (
+    AssetsMissing,
     AttemptNotYours,
     AttemptSuperseded,
     HeadraceError,
@@ -30,6 +32,7 @@ from headrace.trajectory import Provenance, StopReason, Trajectory
 from headrace.validation import validate
 from headrace.wire import Submission, SubmitResult
 from headrace_orchestrator import logs
+from headrace_orchestrator.buffer.assets import Assets
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.service.outcomes import outcome_of
 from headrace_orchestrator.service.store import Store
@@ -66,6 +69,7 @@ class Accepted(NamedTuple):
     record: bytes
     stop_reason: StopReason
     provenance: Provenance
+    assets: Sequence[str]
 
 
 def parse_submission(body: bytes) -> list[Submitted]:
@@ -117,10 +121,11 @@ def unwanted(head: Submission, result: SubmitResult, worker: str) -> SubmitResul
 class Intake:
     """Judges the records of one request; ``accepted`` are those that the scheduler took, by episode."""
 
-    def __init__(self, core: Scheduler, store: Store, worker: str, now: float) -> None:
+    def __init__(self, core: Scheduler, store: Store, assets: Assets, worker: str, now: float) -> None:
         self.accepted: dict[str, Accepted] = {}
         self._core = core
         self._store = store
+        self._assets = assets
         self._worker = worker
         self._now = now
         #: Episodes by the ids of trajectories that are stored, or accepted here.
@@ -139,6 +144,8 @@ class Intake:
             return step()
         except StoreError:
             raise  # the disk's fault, not the record's: it is submitted again
+        except AssetsMissing as error:
+            return SubmitResult(episode=head.episode, verdict="assets-missing", problem=error.problem())
         except HeadraceError as error:
             return SubmitResult(episode=head.episode, verdict="refused", problem=error.problem())
         except Exception as error:
@@ -152,9 +159,10 @@ class Intake:
         head, record, trajectory = item
         self._check_owner(trajectory)
         self._check_making(trajectory)
+        assets = self._check_assets(trajectory)
         verdict = self._core.judge(self._worker, head.nonce, outcome_of(trajectory, len(record)), self._now)
         if verdict == "accepted":
-            self.accepted[head.episode] = Accepted(record, trajectory.stop_reason, trajectory.provenance)
+            self.accepted[head.episode] = Accepted(record, trajectory.stop_reason, trajectory.provenance, assets)
             self._owners[trajectory.id] = head.episode
         return SubmitResult(episode=head.episode, verdict=verdict)
 
@@ -166,6 +174,19 @@ class Intake:
                 f"The trajectory id {trajectory.id} is that of episode {owner}.",
                 hint="Make a fresh id for each record.",
             )
+
+    def _check_assets(self, trajectory: Trajectory) -> list[str]:
+        """All that it refers to is there, and stays from now on: nothing is deleted before it is stored."""
+        names = [asset.name for asset in trajectory.assets]
+        missing = [name for name in names if not self._assets.is_there(name)]
+        if missing:
+            raise AssetsMissing(
+                f"The record refers to {len(missing)} of {len(names)} assets that are not here: "
+                f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}.",
+                hint="Send them, then submit the record again.",
+                assets=missing,
+            )
+        return names
 
     def _check_making(self, trajectory: Trajectory) -> None:
         """The record is by the worker that submits it, and trains what its run trains."""

@@ -17,6 +17,7 @@ import aiohttp
 import msgspec
 
 from headrace import wire
+from headrace.assets import AssetData
 from headrace.codec import ALIGNMENT
 from headrace.errors import HeadraceError, Unavailable
 from headrace.problems import read_problem
@@ -32,7 +33,7 @@ _LENGTH = struct.Struct("<I")
 _encode = msgspec.json.Encoder().encode
 
 T = TypeVar("T")
-Reply = TypeVar("Reply", wire.LeaseReply, wire.HeartbeatReply, wire.SubmitReply)
+Reply = TypeVar("Reply", wire.LeaseReply, wire.HeartbeatReply, wire.SubmitReply, wire.AssetsReply)
 
 
 class EpochFence:
@@ -79,6 +80,19 @@ class OrchestratorConnection:
         if [result.episode for result in results] != [key.episode for key, _ in entries]:
             raise Unavailable("The answer to a submission does not list its records.")
         return results
+
+    async def missing_assets(self, names: list[str]) -> list[str]:
+        """Of these assets those that are to be sent; the others are kept for a while."""
+        body = await self._post("/worker/assets", _encode(wire.AssetsRequest(names=names)))
+        missing = self._fenced(_decoded(body, wire.AssetsReply)).missing
+        if not set(missing) <= set(names):
+            raise Unavailable("The answer names assets that nobody asked about.")
+        return missing
+
+    async def send_asset(self, asset: AssetData) -> None:
+        """Send an asset; returns when it is on disk. Raises InvalidAsset, RequestTooLarge."""
+        body = await self._request("PUT", f"/assets/{asset.name}", asset.data, wire.ASSET_MEDIA_TYPE, ANSWER_S)
+        self._fenced(_decoded(body, wire.AssetsReply))
 
     async def hand_back(self, attempts: list[wire.AttemptKey]) -> None:
         """Give attempts back that will not be finished."""

@@ -1,17 +1,19 @@
 """Finished episodes that the orchestrator has not answered for yet.
 
 * A record stays until its submission is answered: an outage reruns nothing.
-* The spool is bounded in bytes; when it is full, no new work is asked for.
+* The spool is bounded in bytes, those of images included; when it is full, no new work is asked for.
 * Records leave in the order they came.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import islice
+from types import MappingProxyType
 from typing import NamedTuple
 
+from headrace.assets import AssetData
 from headrace.wire import Assignment, AttemptKey
 
 AttemptName = tuple[str, int]
@@ -19,10 +21,12 @@ AttemptName = tuple[str, int]
 
 
 class Entry(NamedTuple):
-    """One finished attempt. ``is_substitute``: a failed record in place of one that was refused."""
+    """One finished attempt. ``assets`` are what the record refers to, by name. ``is_substitute``: a failed record in
+    place of one that was refused."""
 
     assignment: Assignment
     record: bytes
+    assets: Mapping[str, AssetData] = MappingProxyType({})
     is_substitute: bool = False
 
     @property
@@ -32,6 +36,10 @@ class Entry(NamedTuple):
     @property
     def key(self) -> AttemptKey:
         return key_of(self.assignment)
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.record) + sum(len(asset.data) for asset in self.assets.values())
 
 
 def key_of(assignment: Assignment) -> AttemptKey:
@@ -67,7 +75,7 @@ class Spool:
         """Take a finished attempt."""
         self.remove(entry.name)
         self._entries[entry.name] = entry
-        self.size_bytes += len(entry.record)
+        self.size_bytes += entry.size_bytes
         self.filled.set()
         self.emptied.clear()
 
@@ -76,7 +84,7 @@ class Spool:
         entry = self._entries.pop(name, None)
         if entry is None:
             return
-        self.size_bytes -= len(entry.record)
+        self.size_bytes -= entry.size_bytes
         if not self._entries:
             self.filled.clear()
             self.emptied.set()
@@ -86,7 +94,7 @@ class Spool:
         batch: list[Entry] = []
         size_bytes = 0
         for entry in islice(self._entries.values(), max_records):
-            size_bytes += len(entry.record)
+            size_bytes += entry.size_bytes
             if batch and size_bytes > max_bytes:
                 break
             batch.append(entry)

@@ -5,14 +5,19 @@
 * A refused record is logged, and a failed record goes in its place: the episode still ends in exactly one.
 * A body that is refused whole is sent again record by record, so that one bad record costs only itself.
 * A record that the orchestrator fails at again and again is replaced as well, so that it does not block the others.
+* Images go ahead of the records that refer to them, those only that are not there; what the orchestrator has let go
+  meanwhile is sent again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Protocol
 
 from headrace import wire
+from headrace.assets import AssetData
 from headrace.errors import Forbidden, HeadraceError, InternalError, RequestError, Unauthorized, from_problem
 from headrace_workers.worker.backoff import Backoff
 from headrace_workers.worker.logs import logger
@@ -22,7 +27,11 @@ MAX_RECORDS = 1024
 """Records of one submission: some 50 ms of the orchestrator's time."""
 
 MAX_BYTES = 32 << 20
-"""Bytes of one submission: far below what the orchestrator takes, and sent in a fraction of a second."""
+"""Bytes of one submission, images included: far below what the orchestrator takes, and sent in a fraction of a
+second."""
+
+UPLOADS = 8
+"""Images that are sent side by side: the orchestrator brings them to disk together."""
 
 
 INTERNAL_ERRORS = 3
@@ -35,6 +44,14 @@ class Submits(Protocol):
 
     async def submit(self, entries: list[tuple[wire.AttemptKey, bytes]]) -> list[wire.SubmitResult]:
         """One result for each record, in their order."""
+        ...
+
+    async def missing_assets(self, names: list[str]) -> list[str]:
+        """Of these assets those that are to be sent."""
+        ...
+
+    async def send_asset(self, asset: AssetData) -> None:
+        """Returns when it is on the orchestrator's disk."""
         ...
 
 
@@ -57,6 +74,7 @@ class Submitter:
             await self._spool.filled.wait()
             batch = self._spool.oldest(1 if self._singly else MAX_RECORDS, MAX_BYTES)
             try:
+                await self._send_assets(batch)
                 results = await self._connection.submit([(entry.key, entry.record) for entry in batch])
             except (Unauthorized, Forbidden) as error:
                 await backoff.pause(error)
@@ -72,6 +90,20 @@ class Submitter:
                 self._next_single()
                 for entry, result in zip(batch, results, strict=True):
                     self._settle(entry, result)
+                for result in islice((result for result in results if result.verdict == "assets-missing"), 1):
+                    await backoff.pause(from_problem(result.problem or {}))
+
+    async def _send_assets(self, batch: Sequence[Entry]) -> None:
+        """See that all is there that these records refer to."""
+        assets = {name: asset for entry in batch for name, asset in entry.assets.items()}
+        names = list(assets)
+        for start in range(0, len(names), wire.MAX_ASSET_NAMES):
+            missing = await self._connection.missing_assets(names[start : start + wire.MAX_ASSET_NAMES])
+            for first in range(0, len(missing), UPLOADS):
+                sending = (self._connection.send_asset(assets[name]) for name in missing[first : first + UPLOADS])
+                for error in await asyncio.gather(*sending, return_exceptions=True):
+                    if error is not None:
+                        raise error
 
     def _turned_down(self, batch: list[Entry], error: HeadraceError) -> None:
         """A body was refused whole: send its records one by one, and replace the one that is refused alone."""
@@ -96,6 +128,8 @@ class Submitter:
         if result.verdict == "refused":
             self._refused(entry, from_problem(result.problem or {}))
             return
+        if result.verdict == "assets-missing":
+            return  # it stays, and its images go with it again
         if result.verdict not in ("accepted", "duplicate"):
             logger(entry.assignment).info("submission answered", verdict=result.verdict)
         self._spool.remove(entry.name)

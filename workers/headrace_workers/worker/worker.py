@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from headrace import codec, wire
+from headrace.assets import AssetData
 from headrace.errors import EpisodeFailure, HeadraceError, InfrastructureFailure, InvalidTrajectory
 from headrace.trajectory import Failure, Trajectory
 from headrace_workers.episode import Episode, EpisodeTools, Outcome, failed, record_of
@@ -259,7 +261,7 @@ class Worker:
             self._finish(running, self._bare_record(assignment, failed(error)))
             return
         episode = running.episode = Episode(self._tools, assignment, plan)
-        self._finish(running, await episode.run())
+        self._finish(running, await episode.run(), episode.assets)
         try:
             await episode.close()
         except EpisodeFailure as error:
@@ -284,7 +286,9 @@ class Worker:
         if not running.recorded:
             self._finish(running, self._bare_record(running.assignment, outcome))
 
-    def _finish(self, running: Running, trajectory: Trajectory) -> None:
+    def _finish(
+        self, running: Running, trajectory: Trajectory, assets: Mapping[str, AssetData] = MappingProxyType({})
+    ) -> None:
         running.recorded = True
         if not running.wanted:
             return
@@ -298,7 +302,8 @@ class Worker:
         except InvalidTrajectory as error:
             self._spool.add(self._substitute(Entry(running.assignment, b""), error))
             return
-        self._spool.add(Entry(running.assignment, record))
+        shown = {asset.name: assets[asset.name] for asset in trajectory.assets}
+        self._spool.add(Entry(running.assignment, record, shown))
 
     def _substitute(self, entry: Entry, error: HeadraceError) -> Entry:
         failure = InfrastructureFailure(

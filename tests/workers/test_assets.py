@@ -1,0 +1,133 @@
+"""Images on their way from a worker's environments to the orchestrator."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from msgspec.structs import replace
+
+from headrace.assets import Image
+from headrace.batch import Batch
+from headrace.environment import Step
+from headrace.trajectory import Task, Trajectory
+from headrace_workers.worker.spool import Entry, Spool
+from tests.orchestrator.serving import Api
+from tests.orchestrator.serving import orchestrator as service
+from tests.workers.fakes import OneTurn, assignment
+from tests.workers.orchestrator import Orchestrator, orchestrating
+from tests.workers.test_worker import attempts, quick, working
+
+__all__ = ["quick"]
+
+
+def pixels(value: int) -> Any:
+    return np.full((4, 6, 3), value, np.uint8)
+
+
+class Draws(OneTurn):
+    """Draws into one buffer and returns it each turn; its pixels are 1, 2, 3."""
+
+    def __init__(self) -> None:
+        self.buffer = pixels(0)
+
+    def reset(self, seed: int | None = None) -> Any:
+        self.buffer[:] = 0
+        return "Look.", {}
+
+    def step(self, action: str) -> Any:
+        self.buffer += 1
+        drawn = int(self.buffer[0, 0, 0])
+        return Step([Image(data=self.buffer, text="<image>")], 1.0, drawn == 3, False, {})
+
+
+NAMES = [Image(data=pixels(value)).encoded().name for value in (1, 2, 3)]
+
+
+def shown(record: Trajectory) -> list[str]:
+    return [message.content[0].asset for message in record.messages if isinstance(message.content, list)]
+
+
+async def test_images_go_ahead_of_the_records_that_refer_to_them_and_once_each() -> None:
+    async with orchestrating() as stub:
+        stub.queue = attempts(4)
+        async with working(stub, Draws):
+            await stub.until(lambda: len(stub.records) == 4)
+    assert all(shown(record) == NAMES for record in stub.records)
+    assert sorted(stub.sent_assets) == sorted(NAMES)
+
+
+async def test_what_the_orchestrator_has_let_go_meanwhile_is_sent_again() -> None:
+    async with orchestrating() as stub:
+        stub.queue = attempts(1)
+        stub.assets = dict.fromkeys(NAMES, b"there")
+        stub.forgets = set(NAMES[:1])
+        async with working(stub, Draws):
+            await stub.until(lambda: stub.records)
+    assert stub.submissions == [1, 1]
+    assert stub.sent_assets == NAMES[:1]
+
+
+async def test_an_outage_between_images_and_record_loses_nothing() -> None:
+    async with orchestrating() as stub:
+        stub.queue = attempts(1)
+        stub.takes_records = False
+        async with working(stub, Draws):
+            await stub.until(lambda: stub.turned_away > 2)
+            stub.takes_records = True
+            await stub.until(lambda: stub.records)
+    assert shown(stub.records[0]) == NAMES
+    assert sorted(stub.sent_assets) == sorted(NAMES)
+
+
+async def test_an_image_that_is_refused_costs_its_own_record_only() -> None:
+    class Shows(OneTurn):
+        def reset(self, seed: int | None = None) -> Any:
+            return [Image(data=pixels(seed or 0), text="<image>")], {}
+
+    async with orchestrating() as stub:
+        tasks = [Task(environment="test:env", seed=seed) for seed in range(4)]
+        stub.queue = [replace(asked, task=task) for asked, task in zip(attempts(4), tasks, strict=True)]
+        stub.refused_assets = {Image(data=pixels(2)).encoded().name}
+        async with working(stub, Shows):
+            await stub.until(lambda: len(stub.records) == 4)
+    by_status = {record.task.seed: record.status for record in stub.records}
+    assert by_status == {0: "finished", 1: "finished", 2: "failed", 3: "finished"}
+    (failed,) = (record for record in stub.records if record.status == "failed")
+    assert failed.failure is not None
+    assert failed.failure.kind == "record-refused"
+    assert not failed.assets
+
+
+def test_the_spool_counts_the_bytes_of_images() -> None:
+    image = Image(data=pixels(1)).encoded()
+    spool = Spool(max_bytes=200)
+    spool.add(Entry(assignment(), b"x" * 64, {image.name: image}))
+    assert spool.size_bytes == 64 + len(image.data)
+    assert spool.is_full
+    spool.remove((assignment().episode, 1))
+    assert spool.size_bytes == 0
+
+
+async def test_G19_a_worker_stores_three_images_of_one_buffer_under_three_hashes(tmp_path: Path) -> None:  # noqa: N802
+    async with service(tmp_path / "data") as api:
+        await api.create_run(group_size=1, batch_size=1)
+        stub = Orchestrator()
+        stub.url = str(api.session._base_url)
+        async with working(stub, Draws):
+            batch = await api.pull(wait_s=20)
+            assert isinstance(batch, Batch)
+            names = shown(batch.trajectories[0])
+            assert names == NAMES
+            for value, name in enumerate(names, start=1):
+                data = await _fetched(api, name)
+                assert hashlib.sha256(data).hexdigest() == name
+                assert np.frombuffer(data[-72:], np.uint8).tolist() == [value] * 72
+
+
+async def _fetched(api: Api, name: str) -> bytes:
+    async with api.session.get(f"/v1/assets/{name}") as answer:
+        assert answer.status == 200
+        return await answer.read()
