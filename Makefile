@@ -4,7 +4,7 @@ BIN := .venv/bin
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench lock parts clean
+.PHONY: help setup demo test check bench chaos lock parts clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -27,6 +27,9 @@ check: setup ## lint, format, types, import direction, addresses and paths in th
 
 bench: setup ## every benchmark that needs no GPU
 	@for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python -m "benchmarks.$$(basename $$file .py)" || exit 1; done
+
+chaos: setup ## kill every process again and again and cut the power, with a checker (some minutes)
+	@$(BIN)/python -m tests.chaos
 
 lock: ## write requirements/ anew from pyproject.toml
 	@sh scripts/lock.sh

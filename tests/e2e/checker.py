@@ -19,12 +19,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import msgspec
 
 from headrace import Client
 from tests.e2e.recorder import Acknowledged
 
 HEADER_BYTES = 64
+ALIGNMENT = 64
 CONTROL = 2
 
 
@@ -77,6 +79,9 @@ def _check_batches(seen: Acknowledged, found: Findings) -> None:
 def _check_acks(data: Path, seen: Acknowledged, found: Findings) -> None:
     logged = Counter(record["batch"] for record in control_records(data) if record["type"] == "BatchAcked")
     found.wrong += [f"batch {batch} was acked {count} times" for batch, count in logged.items() if count > 1]
+    found.wrong += [
+        f"batch {batch} was acked under {len(acks)} leases" for batch, acks in seen.acks.items() if len(acks) > 1
+    ]
     found.wrong += [f"the ack of batch {batch} was answered and is lost" for batch in seen.acks if not logged[batch]]
 
 
@@ -86,17 +91,33 @@ def _check_uses(seen: Acknowledged, found: Findings) -> None:
 
 
 def control_records(data: Path) -> Iterator[dict[str, Any]]:
-    """Control records of the log, read by their frames' lengths alone; second copies are passed over."""
+    """Control records of the log. What is no whole frame is passed over, and a second copy where the first is whole."""
     for file in sorted((data / "log").glob("*.log")):
-        content, offset = file.read_bytes(), 0
+        content, offset, first = file.read_bytes(), 0, -1
         while offset + HEADER_BYTES <= len(content):
-            magic, kind, copy, length = struct.unpack_from("<8sHHQ", content, offset)
-            assert magic == b"HRLOGFRM", f"{file.name}: no frame at {offset}"
-            start = offset + HEADER_BYTES
-            if kind == CONTROL and copy == 0:
-                decoded = msgspec.msgpack.decode(content[start : start + length])
+            frame = _frame(content, offset)
+            if frame is None:
+                offset += ALIGNMENT
+                continue
+            kind, copy, payload = frame
+            size = HEADER_BYTES + -(-len(payload) // ALIGNMENT) * ALIGNMENT
+            if kind == CONTROL and (copy == 0 or first != offset - size):
+                decoded = msgspec.msgpack.decode(payload)
                 yield from decoded if isinstance(decoded, list) else [decoded]
-            offset = start + -(-length // 64) * 64
+            first = offset if copy == 0 else -1
+            offset += size
+
+
+def _frame(content: bytes, offset: int) -> tuple[int, int, bytes] | None:
+    """Type, copy and payload of the frame that begins here, if both its checksums match."""
+    magic, kind, copy, length = struct.unpack_from("<8sHHQ", content, offset)
+    header_crc, payload_crc = struct.unpack_from("<II", content, offset + 20)
+    payload = content[offset + HEADER_BYTES : offset + HEADER_BYTES + length]
+    if magic != b"HRLOGFRM" or google_crc32c.value(content[offset : offset + 20]) != header_crc:
+        return None
+    if len(payload) != length or google_crc32c.value(payload) != payload_crc:
+        return None
+    return kind, copy, payload
 
 
 def fetch(url: str) -> bytes:

@@ -37,6 +37,8 @@ class Acknowledged:
     """Batch → generations whose ack was answered with 200."""
     members: dict[str, list[str]] = field(default_factory=dict)
     """Batch → ids of its trajectories."""
+    granted: set[str] = field(default_factory=set)
+    """Episodes that were granted to a worker."""
     epochs: set[int] = field(default_factory=set)
 
 
@@ -80,7 +82,10 @@ class Recorder:
         await self._session.close()
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
-        body = await request.read()
+        try:
+            body = await request.read()
+        except ConnectionResetError:  # whoever asked was killed
+            raise asyncio.CancelledError from None
         headers = {k: v for k, v in request.headers.items() if k.lower() not in HOP_HEADERS}
         try:
             async with self._session.request(
@@ -106,6 +111,8 @@ class Recorder:
             for episode, record in split_submission(sent):
                 if verdicts.get(episode) == "accepted":
                     self.seen.records[episode].append(hashlib.sha256(record).hexdigest())
+        elif parts[1:] == ["worker", "lease"]:
+            self.seen.granted.update(attempt["episode"] for attempt in json.loads(got).get("attempts", []))
         elif parts[-1] == "pull" and "batch" in headers.get("Content-Type", ""):
             manifest = Batch.parse(memoryview(got)).manifest
             batch = manifest.batch

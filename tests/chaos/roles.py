@@ -1,0 +1,326 @@
+"""What the child processes run: the real orchestrator, worker and learner, with points to die at.
+
+* Nothing of the code under test is changed; its functions and a few system calls are watched from outside.
+* A process ends when whoever started it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace import Client, logformat
+from headrace._http import Connections
+from headrace.errors import BatchAlreadyAcked, BatchSuperseded, HeadraceError
+from headrace_orchestrator import server
+from headrace_orchestrator.api import app
+from headrace_orchestrator.buffer.directory import DataDirectory
+from headrace_orchestrator.buffer.log import Log
+from headrace_orchestrator.buffer.projection import Projection
+from headrace_orchestrator.scheduler.core import Scheduler
+from headrace_orchestrator.service import Service, pulling
+from headrace_orchestrator.service.serving import Bodies
+from headrace_orchestrator.service.store import Store
+from headrace_orchestrator.service.submission import Intake
+from headrace_orchestrator.settings import Settings
+from headrace_workers.worker.connection import OrchestratorConnection
+from headrace_workers.worker.process import run_worker
+from headrace_workers.worker.worker import WorkerSettings
+from tests.chaos.disk import Disk
+from tests.chaos.mutants import MUTANTS
+from tests.chaos.points import Points, die
+
+PR_SET_PDEATHSIG = 1
+
+PHASES: dict[str, dict[str, int]] = {
+    "orchestrator": {
+        "claiming": 2,
+        "replaying": 12,
+        "appending": 60,
+        "syncing": 120,
+        "syncing an ack": 6,
+        "rotating": 6,
+        "naming": 8,
+        "submitting": 80,
+        "leasing": 80,
+        "forming": 16,
+        "serving": 12,
+        "acking": 12,
+        "nacking": 4,
+        "projecting": 8,
+        "answering": 100,
+        "closing": 4,
+    },
+    "worker": {"leasing": 20, "running": 150, "uploading": 40, "answered": 40, "renewing": 2},
+    "learner": {"pulling": 12, "holding": 12, "acking": 8, "acked": 10, "nacking": 3},
+}
+"""By role and phase: at most at this pass of its points a process dies; so many come within about a second of work.
+
+Of the orchestrator, ``naming`` syncs a directory, ``answering`` has stored and told nobody, ``closing`` ends in order.
+Of the worker, ``leasing`` was granted something, ``answered`` was told that its records are stored. Of the learner,
+``holding`` has a batch, ``acked`` was told so and has not stored what it learned.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One life of a process: where it runs, and where it is to die."""
+
+    folder: Path
+    """Holds ``data``, ``vault``, ``version`` and the processes' output."""
+    url: str
+    port: int = 0
+    name: str = ""
+    phase: str = ""
+    passes: int = 1
+    seed: int = 0
+    log_file_bytes: int = 128 << 10
+    sync_s: float = 0.0
+    mutant: str = ""
+    slots: int = 8
+    turn_s: float = 0.03
+
+    @property
+    def data(self) -> Path:
+        return self.folder / "data"
+
+    @property
+    def vault(self) -> Path:
+        return self.folder / "vault"
+
+
+def settle(plan: Plan) -> Points:
+    """Output to a file, no life without a parent, no keyboard."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    output = os.open(plan.folder / f"{plan.name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    random.seed(plan.seed)
+    return Points(plan.phase, plan.passes)
+
+
+# The orchestrator ---------------------------------------------------------------------------------------------
+
+
+def orchestrator(plan: Plan) -> None:
+    points = settle(plan)
+    syncs = _Syncs(points)
+    Disk(plan.data, plan.vault, syncs, sync_s=plan.sync_s).install()
+    if plan.mutant:
+        MUTANTS[plan.mutant]()
+    _watch_writes(points)
+    _watch_service(points)
+    _watch_acks(points, syncs)
+    if plan.phase == "closing":
+        threading.Timer(0.3 + 0.02 * plan.passes, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    server.run(Settings(data=plan.data, port=plan.port, log_file_bytes=plan.log_file_bytes, shutdown_timeout_s=1))
+
+
+class _Syncs:
+    """Points in each sync, named by what is synced."""
+
+    def __init__(self, points: Points) -> None:
+        self._points = points
+        self._has_ack = False
+
+    def ack_decided(self) -> None:
+        """The next sync of the log is one of an ack."""
+        self._has_ack = True
+
+    def starts(self, path: Path) -> None:
+        self._points.here("syncing" if path.suffix == ".log" else "naming")
+
+    def still_unsafe(self, path: Path) -> None:
+        self.starts(path)
+        if self._has_ack and path.suffix == ".log":
+            self._points.here("syncing an ack")
+
+    def safe(self, path: Path) -> None:
+        self._has_ack = self._has_ack and path.suffix != ".log"
+        self.starts(path)
+
+
+def _watch_writes(points: Points) -> None:
+    """Appends of the log, of which the last one before the end may be a part only; new files of it."""
+    write, writev, opened = os.write, os.writev, os.open
+
+    def is_log(descriptor: int) -> bool:
+        return os.readlink(f"/proc/self/fd/{descriptor}").endswith(".log")
+
+    def torn(descriptor: int, data: Any) -> int:
+        if is_log(descriptor) and points.is_due("appending"):
+            write(descriptor, memoryview(data)[: random.randrange(len(data) + 1)])
+            die()
+        return write(descriptor, data)
+
+    def torn_vector(descriptor: int, buffers: Any) -> int:
+        if is_log(descriptor) and points.is_due("appending"):
+            data = b"".join(buffers)
+            write(descriptor, data[: random.randrange(len(data) + 1)])
+            die()
+        return writev(descriptor, buffers)
+
+    def made(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        is_new = bool(flags & os.O_CREAT) and str(path).endswith(".log") and not Path(path).exists()
+        if is_new:
+            points.here("rotating")
+        descriptor = opened(path, flags, *args, **kwargs)
+        if is_new:
+            points.here("rotating")
+        return descriptor
+
+    os.write, os.writev, os.open = torn, torn_vector, made
+
+
+def _watch_service(points: Points) -> None:
+    scan = logformat.scan
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        for item in scan(*args, **kwargs):
+            points.here("replaying")
+            yield item
+
+    logformat.scan = watched
+    claim = DataDirectory.claim.__func__  # type: ignore[attr-defined]
+
+    def claimed(kind: type[DataDirectory], path: Path) -> DataDirectory:
+        points.here("claiming")
+        directory = claim(kind, path)
+        points.here("claiming")
+        return directory
+
+    DataDirectory.claim = classmethod(claimed)  # type: ignore[assignment, method-assign]
+    points.around(Intake, "judge", "submitting")
+    points.around(Scheduler, "lease", "leasing")
+    points.around(Scheduler, "nack", "nacking")
+    points.around(pulling, "compose", "forming")
+    points.around(Scheduler, "form", "forming")
+    points.around_async(Bodies, "serve", "serving")
+    points.around(Projection, "write", "projecting")
+    points.around_async(Store, "close", "closing")
+    points.around_async(Log, "close", "closing")
+    if hasattr(Scheduler, "snapshot"):
+        points.around(Scheduler, "snapshot", "snapshotting")
+    for name in ("submit", "pull", "ack", "lease"):
+        _after(points, Service, name, "answering")
+
+
+def _watch_acks(points: Points, syncs: _Syncs) -> None:
+    ack = Scheduler.ack
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        points.here("acking")
+        reply = ack(*args, **kwargs)
+        syncs.ack_decided()
+        points.here("acking")
+        return reply
+
+    Scheduler.ack = watched  # type: ignore[method-assign]
+
+
+def _after(points: Points, owner: Any, name: str, phase: str) -> None:
+    """What rests on it is on disk, and nobody was told."""
+    original: Callable[..., Any] = getattr(owner, name)
+
+    async def watched(*args: Any, **kwargs: Any) -> Any:
+        result = await original(*args, **kwargs)
+        points.here(phase)
+        return result
+
+    setattr(owner, name, watched)
+
+
+# The worker ---------------------------------------------------------------------------------------------------
+
+
+def worker(plan: Plan) -> None:
+    points = settle(plan)
+    os.environ["CHAOS_VERSION"] = str(plan.folder / "version")
+    os.environ["CHAOS_TURN_S"] = str(plan.turn_s)
+    _after(points, OrchestratorConnection, "lease", "leasing")
+    _after(points, OrchestratorConnection, "submit", "answered")
+    _under_way(points, "submit", "uploading")
+    _under_way(points, "heartbeat", "renewing")
+    from tests.chaos import policy
+
+    points.around(policy.Policy, "sample", "running")
+    settings = WorkerSettings(name=plan.name, orchestrator=plan.url, slots=plan.slots, grace_s=2)
+    raise SystemExit(run_worker(settings, policy="tests.chaos.policy:make"))
+
+
+def _under_way(points: Points, name: str, phase: str) -> None:
+    """Some time after the request was begun, with or without its answer."""
+    original: Callable[..., Any] = getattr(OrchestratorConnection, name)
+
+    async def watched(*args: Any, **kwargs: Any) -> Any:
+        if points.is_due(phase):
+            asyncio.get_running_loop().call_later(random.uniform(0, 0.004), die)
+        return await original(*args, **kwargs)
+
+    setattr(OrchestratorConnection, name, watched)
+
+
+# The learner --------------------------------------------------------------------------------------------------
+
+
+def learner(plan: Plan) -> None:
+    points = settle(plan)
+    _watch_requests(points)
+    version = plan.folder / "version"
+    with Client(plan.url, learner="learner", retry_for_s=120, poll_s=2, keepalive=False) as client:
+        while True:
+            try:
+                batch = client.pull("run", timeout_s=120)
+                points.here("holding")
+                batch.verify()
+                time.sleep(random.uniform(0, 0.02))
+                if random.random() < 0.25:
+                    client.nack(batch, "by chance")
+                    continue
+                number = int(client.run("run").version.split(".")[1]) + 1
+                made = client.ack(batch, f"0.{number}").version
+                points.here("acked")
+                _replace(version, made)
+            except (BatchSuperseded, BatchAlreadyAcked):
+                continue  # its lease ended while it trained, or the ack before this one got through
+            except HeadraceError as error:
+                with (plan.folder / "surprises").open("a") as file:
+                    file.write(f"the learner was told {error.code}: {error.detail}\n")
+                time.sleep(0.05)
+
+
+def _watch_requests(points: Points) -> None:
+    """Some time after a request was begun, with or without its answer."""
+    send = Connections.send
+    phases = {"pull": "pulling", "ack": "acking", "nack": "nacking"}
+
+    def watched(self: Connections, request: Any) -> Any:
+        phase = phases.get(request.target.rpartition("/")[2], "")
+        if phase and points.is_due(phase):
+            threading.Timer(random.uniform(0, 0.01), die).start()
+        return send(self, request)
+
+    Connections.send = watched  # type: ignore[method-assign]
+
+
+def _replace(file: Path, text: str) -> None:
+    new = file.with_suffix(".new")
+    new.write_text(text)
+    with suppress(FileNotFoundError):
+        os.replace(new, file)
+
+
+ROLES = {"orchestrator": orchestrator, "worker": worker, "learner": learner}
+
+_ = app  # loaded before any fork, like all else

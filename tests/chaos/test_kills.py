@@ -1,0 +1,66 @@
+"""Everything dies in every phase, and the power is cut: nothing acknowledged is lost, doubled or changed.
+
+The long form is ``make chaos``. Each campaign is a process of its own, for it forks all others.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.chaos.campaign import ANY_MOMENT
+from tests.chaos.roles import PHASES
+from tests.e2e.processes import ROOT
+
+
+def campaign(folder: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    """Exit code and report."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.chaos", "--json", "--folder", str(folder), *options],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=150,
+        cwd=ROOT,
+    )
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+@pytest.mark.timeout(180)
+def test_kills_and_power_cuts_in_every_phase_lose_nothing_and_double_nothing(tmp_path: Path) -> None:
+    code, report = campaign(tmp_path / "chaos", "--kills", "24", "--seed", "1", "--within-s", "100")
+    assert report["wrong"] == []
+    assert code == 0
+    for role, phases in PHASES.items():
+        for phase in phases:
+            assert report["kills"][f"{role} {phase}"] >= 1, phase
+    assert sum(count for name, count in report["kills"].items() if name.endswith(ANY_MOMENT)) >= 1
+    assert sum(report["kills"].values()) >= 24
+    # What happened in between: a campaign in which nothing was going on would prove nothing.
+    assert report["cuts"] >= 5
+    assert report["cut_bytes"] > 0
+    assert report["records"] > 100
+    assert report["acks"] > 5
+    assert report["redelivered"] >= 1
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("mutant", "finding"),
+    [
+        ("answers-before-sync", "lost|other bytes|accepted 2 times"),
+        ("acks-before-sync", "the ack of batch .* was answered and is lost"),
+        ("names-not-synced", "lost"),
+    ],
+)
+def test_the_checker_finds_what_is_said_before_it_is_on_disk(tmp_path: Path, mutant: str, finding: str) -> None:
+    code, report = campaign(tmp_path / "chaos", "--mutant", mutant, "--kills", "4", "--within-s", "40")
+    assert code == 1
+    assert any(re.search(finding, line) for line in report["wrong"]), report
