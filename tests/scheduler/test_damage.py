@@ -110,12 +110,13 @@ def assert_goes_on(harness: Harness) -> None:
 
 def test_a_fact_that_does_not_fit_changes_nothing_and_raises(harness):
     harness.run(group_size=2, batch_size=2)
-    for attempt in harness.lease(2):
+    complete = harness.lease(2)
+    for attempt in complete:
         harness.finish(attempt)
     batch = harness.batch()
     (attempt, *_) = harness.lease(2, "v")
     run, group, now = "r", batch.groups[0], harness.now
-    member = harness.core.groups("r")[0]["members"][0]["episode"]
+    member = complete[0].episode
     retired = records.GroupRetired(run=run, group=group, reason="acked")
     facts = [
         records.AttemptEnded(run=run, episode=member, attempt=1, reason="late", counts=True),

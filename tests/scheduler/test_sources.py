@@ -232,9 +232,9 @@ def test_a_status_counts_groups_episodes_and_rewards(harness):
     assert (status.groups.open, status.groups.eligible, status.episodes) == (1, 1, {"finished": 3})
     assert (status.mean_reward, status.leased, status.queued) == (2.0, 1, 0)
     pages = harness.core.groups("r")
-    assert [(page["state"], len(page["members"]), page["low"]) for page in pages] == [
-        ("eligible", 2, "0.0"),
-        ("open", 2, "0.0"),
+    assert [(p["state"], len(p["members"]), len(p["trajectories"]), p["low"]) for p in pages] == [
+        ("eligible", 0, 2, "0.0"),
+        ("open", 2, 0, "0.0"),
     ]
 
 

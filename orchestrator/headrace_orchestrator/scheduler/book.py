@@ -25,7 +25,7 @@ nobody was there to take it."""
 
 
 class Book:
-    """All runs, all live episodes by id, all workers."""
+    """All runs, the episodes of their open groups by id, all workers."""
 
     def __init__(
         self, epoch: int, new_id: Callable[[], str], new_nonce: Callable[[], str], bounds: Bounds | None = None
@@ -38,7 +38,7 @@ class Book:
         self.runs: dict[str, Run] = {}
         #: Runs that a worker of the pool may work for.
         self.pools: dict[str, list[Run]] = {}
-        #: Episodes of the groups that the runs hold.
+        #: Episodes of the groups that are not complete.
         self.episodes: dict[str, Episode] = {}
         self.workers = Workers()
         #: The shortest term of any lease.
@@ -113,7 +113,7 @@ class Book:
     # One method a fact ----------------------------------------------------------------------------------------
 
     def _run_created(self, record: records.RunCreated, now: float) -> None:
-        self.add_run(Run(RunSpec.model_validate(record.spec), self.bounds))
+        self.add_run(Run(RunSpec.model_validate(record.spec), self.bounds, self.episodes))
 
     def add_run(self, run: Run) -> None:
         """Know a run from now on."""
@@ -126,12 +126,10 @@ class Book:
         self.runs[record.run].closed = True
 
     def _group_admitted(self, record: records.GroupAdmitted, now: float) -> None:
-        for episode in taking.admitted(self.runs[record.run], record):
-            self.episodes[episode.id] = episode
+        taking.admitted(self.runs[record.run], record)
 
     def _member_added(self, record: records.MemberAdded, now: float) -> None:
-        episode = taking.member(self.runs[record.run], record)
-        self.episodes[episode.id] = episode
+        taking.member(self.runs[record.run], record)
 
     def _dispatched(self, record: records.Dispatched, now: float) -> None:
         run = self.runs[record.run]
@@ -176,22 +174,10 @@ class Book:
         episode.require(record.status, "EpisodeEnded")
         if episode.state in AT_WORKER:
             self._holder(episode).attempts.pop(episode.id, None)
-        run = self.runs[record.run]
-        taking.episode_ended(run, episode, record)
-        self._forget(run, episode)
+        taking.episode_ended(self.runs[record.run], episode, record)
 
     def _group_retired(self, record: records.GroupRetired, now: float) -> None:
-        run = self.runs[record.run]
-        group = run.groups[record.group]
-        taking.retired(run, record)
-        if group.members:
-            self._forget(run, group.members[0])
-
-    def _forget(self, run: Run, episode: Episode) -> None:
-        """Drop the episodes of a group that the run holds no more."""
-        if episode.group.id not in run.groups:
-            for member in episode.group.members:
-                self.episodes.pop(member.id, None)
+        taking.retired(self.runs[record.run], record)
 
     def _task_quarantined(self, record: records.TaskQuarantined, now: float) -> None:
         taking.quarantined(self.runs[record.run], record)

@@ -1,7 +1,8 @@
 """Invariants of the core, and its durable state as plain values.
 
 * Groups in flight are exactly the run's own groups that are not retired.
-* Each group's state agrees with its members' states; no group waits for a decision between commands.
+* Each group's state agrees with its members' states; a complete group has let its members go.
+* No group waits for a decision between commands.
 * An attempt is held by exactly the worker that it was granted to.
 * A group in a batch is in exactly one and is leased; what is in no batch is not.
 * Bytes held and episodes reserved are those of the groups in flight.
@@ -16,7 +17,7 @@ from typing import Any
 from headrace_orchestrator.scheduler.book import Book
 from headrace_orchestrator.scheduler.runs import Run
 from headrace_orchestrator.scheduler.shelves import Shelves
-from headrace_orchestrator.scheduler.states import AT_WORKER, Episode, Group
+from headrace_orchestrator.scheduler.states import AT_WORKER, COMPLETE, Episode, Group
 from headrace_orchestrator.scheduler.weights import weigher
 
 
@@ -91,7 +92,7 @@ def _check_ledger(run: Run) -> None:
 def _check_group(run: Run, group: Group) -> None:
     members = Counter(episode.state for episode in group.members)
     live = members["queued"] + members["leased"] + members["cancelling"]
-    usable = members["finished"] + members["truncated"]
+    usable = len(group.trajectories) if group.state in COMPLETE else members["finished"] + members["truncated"]
     story = f"group {group.id} is {group.state} with {dict(members)}; its story: {group.story}"
     _require(group.live == live, f"it counts {group.live} live members: {story}")
     _require(len({episode.id for episode in group.members}) == len(group.members), f"a member is there twice: {story}")
@@ -99,10 +100,11 @@ def _check_group(run: Run, group: Group) -> None:
         _require(live > 0, f"it should be forgotten: {story}")
         _require(not members["queued"] and not members["leased"], f"members of a retired group go on: {story}")
         return
+    _require((group.state == "open") == (live > 0), f"complete and open at once, or neither: {story}")
     _require(group.usable == usable, f"it counts {group.usable} usable members: {story}")
+    _require(not group.members or group.state not in COMPLETE, f"its members should be put away: {story}")
     _require(group.state != "acked", f"it should be retired: {story}")
     _require(not members["cancelling"], f"a member of a group in flight is told to stop: {story}")
-    _require((group.state == "open") == (live > 0), f"complete and open at once, or neither: {story}")
     if group.evaluation is None and run.spec.short_groups == "top_up" and group.extra < group.size and not run.closed:
         whole = live + usable >= group.size or run.is_quarantined(group.task) or group.damaged
         _require(whole, f"it has fewer members than it waits for: {story}")
@@ -201,6 +203,8 @@ def _durable_group(group: Group) -> dict[str, Any]:
         "priority": group.priority,
         "batch": group.batch,
         "reason": group.reason,
+        "trajectories": group.trajectories,
+        "kept": group.kept,
         "members": [
             (
                 e.id,

@@ -3,7 +3,7 @@
 =================================================================  ==========================================
 the episode is                                                     verdict
 =================================================================  ==========================================
-not known (its group is over)                                      superseded; the store may know better
+not known (its group is complete or over)                          superseded; the store may know better
 over, by this very attempt of this worker                          duplicate: the first result stands
 over otherwise                                                     superseded
 on a newer attempt                                                 superseded

@@ -52,8 +52,10 @@ class Learner:
 class Run:
     """One run."""
 
-    def __init__(self, spec: RunSpec, bounds: Bounds) -> None:
+    def __init__(self, spec: RunSpec, bounds: Bounds, episodes: dict[str, Episode]) -> None:
         self.spec = spec
+        #: Episodes of all runs by id, of the groups that are not complete.
+        self.episodes = episodes
         #: The spec as plain values.
         self.given: dict[str, Any] = spec.model_dump(mode="json")
         self.name = spec.name

@@ -23,7 +23,6 @@ from headrace_orchestrator.scheduler.batches import Batch
 from headrace_orchestrator.scheduler.book import Book
 from headrace_orchestrator.scheduler.plans import Form, Plan, Redeliver
 from headrace_orchestrator.scheduler.runs import Learner, Run
-from headrace_orchestrator.scheduler.states import USABLE
 
 MIN_WAITING_S = 5.0
 """Seconds that a learner counts as waiting after an empty answer, if it did not say how long it waits."""
@@ -153,7 +152,7 @@ def _plan(book: Book, run: Run, awaited: list[str] | None) -> Form | None:
         return None
     return Form(
         book.new_id(),
-        [(group.id, [e.trajectory for e in group.members if e.state in USABLE]) for group in groups],
+        [(group.id, group.trajectories) for group in groups],
     )
 
 

@@ -23,7 +23,6 @@ from headrace.trajectory import Failure, Task, Version
 from headrace.wire import EvaluationEpisode
 from headrace_orchestrator.scheduler.batches import Batch, Closed
 from headrace_orchestrator.scheduler.book import Book
-from headrace_orchestrator.scheduler.bounds import Bounds
 from headrace_orchestrator.scheduler.evaluations import Evaluation
 from headrace_orchestrator.scheduler.runs import Run
 from headrace_orchestrator.scheduler.states import Episode, EpisodeState, Group, GroupState
@@ -73,6 +72,8 @@ class GroupRow(Row, frozen=True):
     order: int
     uses: int
     priority: float
+    records: str
+    kept: tuple[Version, ...]
     row_tokens: int
     held_bytes: int
     damaged: bool
@@ -145,15 +146,22 @@ class RunRow(Row, frozen=True):
     quarantined: dict[bytes, Task]
 
 
+class GroupWhole(Row, frozen=True):
+    group: GroupRow
+    evaluation: str
+    members: list[EpisodeRow]
+
+
 class RunState(Row, frozen=True):
-    """A run, with what refers to groups and episodes by id. ``groups`` are (group, its evaluation, its members)."""
+    """A run, with what refers to groups and episodes by id. A group is a ``GroupWhole`` encoded by itself: the garbage
+    collector would go through a tree of a million rows again and again."""
 
     given: dict[str, Any]
     run: RunRow
     versions: VersionsRow
     ledger: LedgerRow
     evaluations: list[EvaluationRow]
-    groups: list[tuple[GroupRow, str, list[EpisodeRow]]]
+    groups: list[msgspec.Raw]
     batches: list[tuple[BatchRow, list[str]]]
     due: list[str]
     queue: list[str]
@@ -192,6 +200,7 @@ def _plain(value: Any) -> Any:
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
 _decoder = msgspec.msgpack.Decoder(State)
+_group_decoder = msgspec.msgpack.Decoder(GroupWhole)
 
 
 def snapshot(book: Book) -> bytes:
@@ -217,14 +226,7 @@ def _run_state(run: Run) -> tuple[Any, ...]:
         _versions(run.versions),
         _ledger(run.ledger),
         [_evaluation(evaluation) for evaluation in run.evaluations.values()],
-        [
-            (
-                _group(group),
-                "" if group.evaluation is None else group.evaluation.id,
-                [_episode(episode) for episode in group.members],
-            )
-            for group in run.groups.values()
-        ],
+        [msgspec.Raw(_encoder.encode(_whole(group))) for group in run.groups.values()],
         [(_batch(batch), [group.id for group in batch.groups]) for batch in run.batches.values()],
         list(run.due),
         [episode.id for episode in run.queue if episode.state == "queued"],
@@ -232,16 +234,30 @@ def _run_state(run: Run) -> tuple[Any, ...]:
     )
 
 
+def _whole(group: Group) -> tuple[Any, ...]:
+    evaluation = "" if group.evaluation is None else group.evaluation.id
+    return _group(group), evaluation, [_episode(episode) for episode in group.members]
+
+
 def restore(book: Book, data: bytes, now: float) -> None:
     """Bring a snapshot into a book that knows nothing yet. Raises CorruptRecord."""
-    state = _decode(data)
-    episodes: dict[str, Episode] = {}
+    found = int.from_bytes(data[:_PREFIX_BYTES], "little")
+    if found != FORMAT:
+        raise CorruptRecord(
+            f"A snapshot of the scheduler is of format {found}; this version of Headrace reads format {FORMAT}.",
+            hint="Start the version that wrote it.",
+        )
+    episodes = book.episodes
     try:
-        runs = [_restored_run(row, book.bounds, episodes, now) for row in state.runs]
+        state = _decoder.decode(memoryview(data)[_PREFIX_BYTES:])
+        runs = [_restored_run(row, book, now) for row in state.runs]
         held = [(row, [episodes[id] for id in row.attempts]) for row in state.workers]
-    except (KeyError, ValueError) as error:
-        raise CorruptRecord(f"A snapshot of the scheduler does not fit together: {error!r}.", hint=_HINT) from error
-    book.episodes.update(episodes)
+    except (KeyError, ValueError, RecursionError, msgspec.MsgspecError) as error:
+        episodes.clear()
+        raise CorruptRecord(
+            f"A snapshot of the scheduler is damaged: {error!r}.",
+            hint="The files of the log before it say the same; `headrace fsck` lists all damage.",
+        ) from error
     for run in runs:
         book.add_run(run)
     for row, attempts in held:
@@ -249,24 +265,9 @@ def restore(book: Book, data: bytes, now: float) -> None:
     book.workers.draining.update(state.draining)
 
 
-_HINT = "The files of the log before it say the same; `headrace fsck` lists all damage."
-
-
-def _decode(data: bytes) -> State:
-    found = int.from_bytes(data[:_PREFIX_BYTES], "little")
-    if found != FORMAT:
-        raise CorruptRecord(
-            f"A snapshot of the scheduler is of format {found}; this version of Headrace reads format {FORMAT}.",
-            hint="Start the version that wrote it.",
-        )
-    try:
-        return _decoder.decode(memoryview(data)[_PREFIX_BYTES:])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise CorruptRecord(f"A snapshot of the scheduler does not decode: {error}.", hint=_HINT) from error
-
-
-def _restored_run(state: RunState, bounds: Bounds, episodes: dict[str, Episode], now: float) -> Run:
-    run = Run(RunSpec.model_validate(state.given), bounds)
+def _restored_run(state: RunState, book: Book, now: float) -> Run:
+    run = Run(RunSpec.model_validate(state.given), book.bounds, book.episodes)
+    episodes = book.episodes
     _fill(run, state.run)
     _fill(run.versions, state.versions)
     _fill(run.ledger, state.ledger)
@@ -276,13 +277,8 @@ def _restored_run(state: RunState, bounds: Bounds, episodes: dict[str, Episode],
         run.evaluations[row.id] = evaluation
         if not row.reason:
             run.active_evaluations[row.id] = evaluation
-    for group_row, evaluation_id, members in state.groups:
-        group = _restored_group(run, group_row, evaluation_id)
-        for member in members:
-            episode = Episode(group, member.id, member.member, member.sampling_seed)
-            _fill(episode, member)
-            group.members.append(episode)
-            episodes[episode.id] = episode
+    for raw in state.groups:
+        _restore_group(run, _group_decoder.decode(raw))
     for group in run.groups.values():
         if group.state == "eligible" and run.plain(group):
             run.shelves.add(group, run.versions)
@@ -297,14 +293,19 @@ def _restored_run(state: RunState, bounds: Bounds, episodes: dict[str, Episode],
     return run
 
 
-def _restored_group(run: Run, row: GroupRow, evaluation_id: str) -> Group:
-    evaluation = run.evaluations[evaluation_id] if evaluation_id else None
+def _restore_group(run: Run, whole: GroupWhole) -> None:
+    row = whole.group
+    evaluation = run.evaluations[whole.evaluation] if whole.evaluation else None
     group = Group(run, row.id, row.task, row.position, row.submitted, evaluation)
     _fill(group, row)
     run.groups[group.id] = group
     if evaluation is not None:
         evaluation.groups.append(group)
-    return group
+    for member in whole.members:
+        episode = Episode(group, member.id, member.member, member.sampling_seed)
+        _fill(episode, member)
+        group.members.append(episode)
+        run.episodes[episode.id] = episode
 
 
 def _restore_worker(book: Book, row: WorkerState, attempts: Iterable[Episode], now: float) -> None:

@@ -2,6 +2,8 @@
 
 * An illegal move raises with the story of what led there.
 * Terminal is terminal: no state leads out of ``finished``, ``truncated``, ``failed``, ``cancelled`` or ``vanished``.
+* Of the members of a complete group only what batches are made of is kept; memory grows little with what is stored.
+* A story keeps its last steps.
 
 Episodes:
 
@@ -63,6 +65,12 @@ USABLE: frozenset[EpisodeState] = frozenset({"finished", "truncated"})
 
 AT_WORKER: frozenset[EpisodeState] = frozenset({"leased", "cancelling"})
 """States in which a worker holds an attempt."""
+
+COMPLETE: frozenset[GroupState] = frozenset({"eligible", "leased", "acked"})
+"""States of a group whose members are all over and that is not retired."""
+
+STORY_STEPS = 24
+"""Steps of a story that are kept: more than an error message needs."""
 
 _ENDS: frozenset[EpisodeState] = frozenset({"finished", "truncated", "failed", "cancelled"})
 _NONE: frozenset[EpisodeState] = frozenset()
@@ -149,7 +157,7 @@ class Episode:
     def move(self, to: EpisodeState, cause: str) -> None:
         """Change the state; raises as ``require`` does."""
         self.require(to, cause)
-        self.story.append((to, cause))
+        _tell(self.story, to, cause)
         self.state = to
 
     def end(self, record: EpisodeEnded) -> None:
@@ -163,6 +171,12 @@ class Episode:
         self.worker_wrote = record.by_worker
 
 
+def _tell(story: list[tuple[str, str]], to: str, cause: str) -> None:
+    story.append((to, cause))
+    if len(story) > STORY_STEPS:
+        del story[0]
+
+
 class Group:
     """Episodes of one task whose returns are compared."""
 
@@ -173,12 +187,14 @@ class Group:
         "extra",
         "held_bytes",
         "id",
+        "kept",
         "live",
         "members",
         "order",
         "position",
         "priority",
         "reason",
+        "records",
         "row_tokens",
         "run",
         "size",
@@ -205,7 +221,11 @@ class Group:
         self.position = position
         self.submitted = submitted
         self.evaluation = evaluation
+        #: Its episodes; none once it is complete. Then ``records`` has the ids of its usable trajectories in the order
+        #: of its members, each ended by a line feed, and ``kept`` their versions, each once.
         self.members: list[Episode] = []
+        self.records = ""
+        self.kept: tuple[Version, ...] = ()
         self.state: GroupState = "open"
         self.story: list[tuple[str, str]] = []
         #: Members that it was admitted with; ``extra`` counts those that were added.
@@ -237,7 +257,7 @@ class Group:
     def move(self, to: GroupState, cause: str) -> None:
         """Change the state; raises as ``require`` does."""
         self.require(to, cause)
-        self.story.append((to, cause))
+        _tell(self.story, to, cause)
         if self.evaluation is None:
             self.run.states[self.state] -= 1
             self.run.states[to] += 1
@@ -245,7 +265,7 @@ class Group:
 
     def versions(self) -> list[Version]:
         """Versions that count for its staleness: those of its usable rows, and those that live attempts began with."""
-        found: list[Version] = []
+        found = list(self.kept)
         for episode in self.members:
             if episode.state in USABLE:
                 if episode.low is not None:
@@ -255,6 +275,17 @@ class Group:
             elif episode.state == "leased" and episode.version is not None:
                 found.append(episode.version)
         return found
+
+    @property
+    def trajectories(self) -> list[str]:
+        """Ids of the usable trajectories of a complete group, in the order of its members."""
+        return self.records.split("\n")[:-1]
+
+    def put_away(self) -> None:
+        """Let the members of a complete group go; what batches are made of is kept."""
+        self.kept = tuple(dict.fromkeys(self.versions()))
+        self.records = "".join(f"{episode.trajectory}\n" for episode in self.members if episode.state in USABLE)
+        self.members = []
 
     def zero_variance(self) -> bool:
         """Whether at least two usable members have the same rewards, agent by agent."""

@@ -15,8 +15,6 @@ is reviewed: it becomes eligible by itself, or is put in ``due`` where someone m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from headrace.errors import InternalError
 from headrace.trajectory import Failure, Version
 from headrace_orchestrator.scheduler import records
@@ -36,7 +34,7 @@ UNCOUNTED_KINDS = frozenset({"drained", "cancelled", "quarantined"})
 """Kinds of infrastructure failure that the task has no part in."""
 
 
-def admitted(run: Run, record: records.GroupAdmitted) -> Iterator[Episode]:
+def admitted(run: Run, record: records.GroupAdmitted) -> None:
     evaluation = run.evaluations[record.evaluation] if record.evaluation else None
     group = Group(run, record.group, record.task, record.position, record.submitted, evaluation)
     run.groups[group.id] = group
@@ -51,22 +49,22 @@ def admitted(run: Run, record: records.GroupAdmitted) -> Iterator[Episode]:
     if evaluation is not None:
         evaluation.groups.append(group)
     for member in record.members:
-        yield _enqueue(run, group, member, first=False)
+        _enqueue(run, group, member, first=False)
 
 
-def member(run: Run, record: records.MemberAdded) -> Episode:
+def member(run: Run, record: records.MemberAdded) -> None:
     group = run.groups[record.group]
     if group.state != "open":
         raise InternalError(f"A member is added to group {group.id}, which is {group.state}.")
     group.extra += 1
     # The rest of its group is ahead of all that is queued.
-    episode = _enqueue(run, group, record.member, first=True)
+    _enqueue(run, group, record.member, first=True)
     review(run, group)
-    return episode
 
 
-def _enqueue(run: Run, group: Group, member: records.Member, *, first: bool) -> Episode:
+def _enqueue(run: Run, group: Group, member: records.Member, *, first: bool) -> None:
     episode = Episode(group, member.episode, member.member, member.sampling_seed)
+    run.episodes[episode.id] = episode
     group.members.append(episode)
     group.live += 1
     if group.evaluation is None:
@@ -79,7 +77,6 @@ def _enqueue(run: Run, group: Group, member: records.Member, *, first: bool) -> 
         queue.appendleft(episode)
     else:
         queue.append(episode)
-    return episode
 
 
 def dispatched(run: Run, episode: Episode, grant: records.Grant, worker: str, version: Version) -> None:
@@ -360,6 +357,7 @@ def review(run: Run, group: Group) -> None:
     run.due.pop(group.id, None)
     if group.state == "retired":
         if not group.live:
+            _forget_members(run, group)
             del run.groups[group.id]
         elif any(episode.state in ("queued", "leased") for episode in group.members):
             run.due[group.id] = group
@@ -375,7 +373,14 @@ def _complete(run: Run, group: Group) -> None:
     run.ledger.saw_group(group.row_tokens)
     if run.plain(group):
         run.open -= 1
+    _forget_members(run, group)
+    group.put_away()
     _eligible(run, group)
+
+
+def _forget_members(run: Run, group: Group) -> None:
+    for episode in group.members:
+        run.episodes.pop(episode.id, None)
 
 
 def _needs_decision(run: Run, group: Group) -> bool:

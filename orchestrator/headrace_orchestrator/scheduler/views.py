@@ -61,7 +61,7 @@ def worker_statuses(book: Book, now: float) -> list[wire.WorkerStatus]:
 
 
 def groups(run: Run) -> list[dict[str, Any]]:
-    """Groups in flight, oldest admission first."""
+    """Groups in flight, oldest admission first; of a complete one its usable trajectories are told, not its members."""
     return [_group(group) for group in run.groups.values() if group.state != "retired"]
 
 
@@ -81,6 +81,7 @@ def _group(group: Group) -> dict[str, Any]:
             }
             for episode in group.members
         ],
+        "trajectories": group.trajectories,
         "low": str(low) if low is not None else "",
         "batch": group.batch,
         "uses": group.uses,

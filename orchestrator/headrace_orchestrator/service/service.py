@@ -100,7 +100,7 @@ class Service(Lifecycle):
             shell.commit(intake.accepted)
             await shell.store.log.synced()
         for number, (item, result) in enumerate(zip(submitted, results, strict=True)):
-            if result.verdict == "superseded" and await self._was_accepted(shell.store, item.head):
+            if result.verdict == "superseded" and await self._was_accepted(shell.store, item.head, worker):
                 results[number] = wire.SubmitResult(episode=result.episode, verdict="duplicate")
             elif result.verdict in UNWANTED:
                 results[number] = unwanted(item.head, result, worker)
@@ -123,11 +123,12 @@ class Service(Lifecycle):
         """An asset, checked. Raises UnknownAsset, CorruptAsset."""
         return await self._require().assets.read(name)
 
-    async def _was_accepted(self, store: Store, head: wire.Submission) -> bool:
-        """Whether this very attempt gave the episode its record; the core forgets an episode with its group."""
+    async def _was_accepted(self, store: Store, head: wire.Submission, worker: str) -> bool:
+        """Whether this very attempt gave the episode its record; the core forgets an episode once its group is
+        complete."""
         await store.project()
         found = await asyncio.to_thread(store.projection.find_episode, head.episode)
-        return found is not None and found.attempt == head.attempt and bool(found.worker)
+        return found is not None and (found.attempt, found.worker) == (head.attempt, worker)
 
     # Runs -----------------------------------------------------------------------------------------------------
 
