@@ -25,6 +25,8 @@ The tree::
     │   │   ├── GroupExists
     │   │   ├── BatchAlreadyAcked
     │   │   ├── BatchSuperseded             an old generation, or a lease that ran out
+    │   │   ├── ShardsNotFetched            an ack came before every rank had its shard
+    │   │   ├── SessionSuperseded           a newer process of the learner took its place
     │   │   ├── AttemptSuperseded           a newer attempt of the episode exists
     │   │   ├── AttemptNotYours             the attempt belongs to another worker, or the nonce is wrong
     │   │   ├── AssetsMissing               a record refers to assets that are not there: send them again
@@ -232,6 +234,18 @@ class BatchAlreadyAcked(Conflict):
 class BatchSuperseded(Conflict):
     code = "batch-superseded"
     title = "The batch lease is of an old generation or ran out"
+
+
+class ShardsNotFetched(Conflict):
+    """``extra["missing"]`` lists the shards that nobody has fetched."""
+
+    code = "shards-not-fetched"
+    title = "Not every shard of the batch was fetched"
+
+
+class SessionSuperseded(Conflict):
+    code = "session-superseded"
+    title = "A newer session of the learner took over its batches"
 
 
 class AttemptSuperseded(Conflict):

@@ -184,6 +184,9 @@ class PullRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     ``learner`` is a name that survives its restart, ``session`` one process of it: leases of another session of the
     same learner are released at once. ``request`` makes a retry safe: the same request of a session is answered with
     the same batch until that is acked. ``groups`` awaits submitted groups by id.
+
+    The ranks of a data-parallel learner share a session. Each asks for its ``shard`` of ``shards``, and names its k-th
+    request as the others do: so it gets its shard of the same batch.
     """
 
     learner: str
@@ -191,13 +194,16 @@ class PullRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     request: str
     wait_s: float = 0.0
     groups: list[str] | None = None
+    shard: int = 0
+    shards: int = 1
 
 
 class Reason(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One reason why nothing can be served. ``code`` is one of: collecting, no-workers, all-stale, batches-held,
-    byte-bound, tasks-exhausted, groups-left, group-ended, evaluation-hold, quarantined, no-tasks, draining, closed.
-    Where a layer keeps failing it is LAYER-failing, such as policy-failing. ``group-ended``: an awaited group was
-    retired unserved, ``facts["reason"]`` says why."""
+    shards-not-fetched, byte-bound, tasks-exhausted, groups-left, group-ended, evaluation-hold, quarantined, no-tasks,
+    draining, closed. Where a layer keeps failing it is LAYER-failing, such as policy-failing. ``group-ended``: an
+    awaited group was retired unserved, ``facts["reason"]`` says why. ``shards-not-fetched``: a batch is held for ranks
+    that did not pull, ``facts["missing"]`` lists them."""
 
     code: str
     message: str
@@ -211,6 +217,24 @@ class EmptyReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reasons: list[Reason]
     finished: bool = False
     waited_s: float = 0.0
+
+
+class ResumeRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A learner that was started again asks for what it had. All ranks that share the session may ask; the batches are
+    leased to it once."""
+
+    learner: str
+    session: str
+    shards: int = 1
+
+
+class ResumeReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """``requests`` gets the batches that earlier sessions leased and never acked, oldest first: a pull under each name
+    is answered with one of them. ``lost``: those that are not served to this learner again, and why."""
+
+    epoch: int
+    requests: list[str]
+    lost: dict[str, str] = {}
 
 
 class AckRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -224,6 +224,12 @@ class Harness:
     def groups_of(self, batch: str) -> list[str]:
         return next(r.groups for r in self.log if isinstance(r, records.BatchFormed) and r.batch == batch)
 
+    def resume(self, session: str = "s", run: str = "r", learner: str = "l", shards: int = 1) -> wire.ResumeReply:
+        request = wire.ResumeRequest(learner=learner, session=session, shards=shards)
+        reply = self.core.resume(run, request, self.now)
+        self.settle()
+        return reply
+
     def batch(self, session: str = "s", **fields: Any) -> Served:
         served = self.pull(session, **fields)
         assert isinstance(served, Served), served

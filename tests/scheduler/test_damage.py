@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace import wire
 from headrace.errors import InternalError, RequestError
 from headrace_orchestrator.scheduler import records
 from headrace_orchestrator.scheduler.core import Scheduler
@@ -32,6 +33,7 @@ def history(seed: int) -> Harness:
     )
     harness.evaluate(2, deadline_s=80.0)
     harness.submit("g0", "g1")
+    session = 0
     for step in range(24):
         worker = draw.choice(["w0", "w1"])
         for attempt in harness.lease(draw.randrange(1, 8), worker, slots=8):
@@ -45,7 +47,8 @@ def history(seed: int) -> Harness:
             elif how == "finished":
                 low = version(attempt.pinned_version) if attempt.pinned_version else harness.core.version("r")
                 harness.finish(attempt, worker=worker, low=low)
-        found = harness.pull(draw.choice(["s", "t"]))
+        session += draw.random() < 0.4
+        found = pull_some(harness, f"s{session}", draw)
         now = harness.core.version("r")
         if isinstance(found, Served) and draw.random() < 0.7:
             harness.ack(found, f"{now.lineage}.{now.n + 1}")
@@ -58,6 +61,17 @@ def history(seed: int) -> Harness:
             harness.core.drain_worker("w1", harness.now)
             harness.settle()
     return harness
+
+
+def pull_some(harness: Harness, session: str, draw: random.Random) -> Served | wire.EmptyReply:
+    """Of one learner, as one process or as two ranks."""
+    if draw.random() < 0.2:
+        harness.resume(session)
+    if draw.random() < 0.7:
+        return harness.pull(session)
+    name = f"both {draw.randrange(1 << 30)}"
+    harness.pull(session, name, shard=0, shards=2)
+    return harness.pull(session, name, shard=1, shards=2)
 
 
 def replay(harness: Harness, log: list[records.AnyRecord]) -> Scheduler:

@@ -22,7 +22,8 @@ from headrace_orchestrator.scheduler import records
 from tests.scheduler.harness import BROKEN, FLAKY, NO_POLICY, Harness, Served
 
 WORKERS = st.sampled_from(["w0", "w1", "w2"])
-SESSIONS = st.sampled_from(["s0", "s1"])
+SESSIONS = st.sampled_from([0, 0, 0, 1])
+"""How many processes of the learner came after it."""
 INDEX = st.integers(0, 1 << 16)
 
 SPECS = st.fixed_dictionaries(
@@ -71,6 +72,7 @@ class Histories(RuleBasedStateMachine):
         self.accepted: set[tuple[str, int]] = set()
         self.closed = False
         self.submitted = 0
+        self.processes = 0
         #: A snapshot, and how many facts are in it.
         self.snapshot: tuple[bytes, int] | None = None
 
@@ -144,7 +146,7 @@ class Histories(RuleBasedStateMachine):
     @rule(session=SESSIONS, request=st.sampled_from(["a", "b"]))
     def work_and_pull(self, session, request):
         self.work("w0", 12, None)
-        self.pull(session, "l0", request)
+        self.pull(session, "l0", request, None)
 
     @rule(worker=WORKERS)
     def heartbeat(self, worker):
@@ -199,15 +201,39 @@ class Histories(RuleBasedStateMachine):
         self.harness.restart(self.harness.restored(*self.snapshot))
 
     # Learners
-    @rule(session=SESSIONS, learner=st.sampled_from(["l0", "l0", "l1"]), request=st.sampled_from(["a", "b", "c", "d"]))
-    def pull(self, session, learner, request):
-        self.take(self.harness.pull(session, request, learner=learner))
+    @rule()
+    def start_a_learner_again(self):
+        self.processes += 1
+
+    def session(self, back: int) -> str:
+        return f"s{max(0, self.processes - back)}"
+
+    @rule(
+        session=SESSIONS,
+        learner=st.sampled_from(["l0", "l0", "l1"]),
+        request=st.sampled_from(["a", "b", "c", "d"]),
+        shard=st.sampled_from([None, None, 0, 1]),
+    )
+    def pull(self, session, learner, request, shard):
+        fields = {} if shard is None else {"shard": shard, "shards": 2}
+        found = self.attempt(self.harness.pull, self.session(session), request, learner=learner, **fields)
+        if found is not None:
+            self.take(found)
+
+    @rule(session=SESSIONS, learner=st.sampled_from(["l0", "l0", "l1"]), shards=st.integers(1, 2))
+    def resume(self, session, learner, shards):
+        reply = self.attempt(self.harness.resume, self.session(session), learner=learner, shards=shards)
+        for request in reply.requests if reply is not None else ():
+            found = self.attempt(self.harness.pull, self.session(session), request, learner=learner, shards=shards)
+            if found is not None:
+                assert found.id not in reply.lost
+                self.served.append(found)
 
     @precondition(lambda self: self.submitted)
     @rule(session=SESSIONS, index=INDEX, count=st.integers(1, 2))
     def pull_awaited(self, session, index, count):
         ids = {f"g{(index + number) % self.submitted}" for number in range(count)}
-        found = self.attempt(self.harness.pull, session, groups=sorted(ids), learner="l0")
+        found = self.attempt(self.harness.pull, self.session(session), groups=sorted(ids), learner="l0")
         if isinstance(found, Served):
             assert sorted(found.groups) == sorted(ids)
         if found is not None:
@@ -252,7 +278,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(session=SESSIONS)
     def doing(self, session):
-        request = wire.DoingRequest(learner="l0", session=session, doing="training")
+        request = wire.DoingRequest(learner="l0", session=self.session(session), doing="training")
         self.harness.core.doing("r", request, self.harness.now)
         self.harness.settle()
 

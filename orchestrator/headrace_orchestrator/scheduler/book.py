@@ -57,6 +57,7 @@ class Book:
             records.TaskQuarantined: self._task_quarantined,
             records.BatchFormed: self._batch_formed,
             records.BatchLeased: self._batch_leased,
+            records.ShardFetched: self._shard_fetched,
             records.BatchReleased: self._batch_released,
             records.BatchDissolved: self._batch_dissolved,
             records.BatchAcked: self._batch_acked,
@@ -189,13 +190,19 @@ class Book:
 
     def _batch_leased(self, record: records.BatchLeased, now: float) -> None:
         run = self.runs[record.run]
-        deadline = now + run.spec.batch_lease_s
-        run.batches[record.batch].lease(record.generation, record.learner, record.session, record.request, deadline)
+        taking.batch_leased(run, record)
+        run.batches[record.batch].deadline = now + run.spec.batch_lease_s
+
+    def _shard_fetched(self, record: records.ShardFetched, now: float) -> None:
+        run = self.runs[record.run]
+        batch = run.batches[record.batch]
+        batch.fetch(record.generation, record.shard)
+        batch.deadline = now + run.spec.batch_lease_s
 
     def _batch_released(self, record: records.BatchReleased, now: float) -> None:
         batch = self.runs[record.run].batches[record.batch]
         batch.generation = max(batch.generation, record.generation)  # its lease may be lost in the log
-        batch.release(record.reason == "expired")
+        batch.release(record.reason, lapsed=record.reason == records.EXPIRED)
 
     def _batch_dissolved(self, record: records.BatchDissolved, now: float) -> None:
         taking.batch_dissolved(self.runs[record.run], record)

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import msgspec
+
 from headrace_orchestrator.scheduler.book import Book
 from headrace_orchestrator.scheduler.runs import Run
 from headrace_orchestrator.scheduler.shelves import Shelves
@@ -175,9 +177,14 @@ def _durable_run(run: Run) -> dict[str, Any]:
                 batch.learner,
                 batch.session,
                 batch.request,
+                batch.shards,
+                batch.fetched,
+                batch.released,
+                batch.before,
             )
             for batch in run.batches.values()
         },
+        "sessions": {name: msgspec.to_builtins(sessions) for name, sessions in run.sessions.items()},
         "closed_batches": dict(run.closed_batches),
         "batches_formed": run.batches_formed,
         "batches_acked": run.batches_acked,

@@ -7,9 +7,9 @@
   lease then has a full term.
 
 The parts: ``states`` (episodes, groups), ``runs`` (the state of a run), ``book`` (all of it; the one way to change it);
-``leasing`` and ``judging`` (workers), ``serving``, ``selection`` and ``announcing`` (learners), ``submitting``,
-``prioritizing`` and ``evaluating``; ``settling`` (what follows from what happened); ``why`` and ``views`` (answers);
-``check`` (invariants); ``snapshot`` (all of it as bytes).
+``leasing`` and ``judging`` (workers), ``serving``, ``resuming``, ``selection`` and ``announcing`` (learners),
+``submitting``, ``prioritizing`` and ``evaluating``; ``settling`` (what follows from what happened); ``why`` and
+``views`` (answers); ``check`` (invariants); ``snapshot`` (all of it as bytes).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from headrace_orchestrator.scheduler import (
     leasing,
     prioritizing,
     records,
+    resuming,
     serving,
     settling,
     snapshot,
@@ -251,6 +252,11 @@ class Scheduler:
         """Take a batch back, to be redelivered."""
         book = self._ready(now)
         serving.nack(book, book.run(run), batch, request, now)
+
+    def resume(self, run: str, request: wire.ResumeRequest, now: float) -> wire.ResumeReply:
+        """Lease to a new session of a learner what its earlier ones left unacked."""
+        book = self._ready(now)
+        return resuming.resume(book, book.run(run), request, now)
 
     def announce(self, run: str, request: wire.VersionRequest, now: float) -> wire.VersionReply:
         """Take a new version of the lineage now."""

@@ -13,6 +13,8 @@ class Redeliver(msgspec.Struct, frozen=True):
     batch: str
     generation: int
     lease_s: float
+    shard: int = 0
+    shards: int = 1
 
 
 class Form(msgspec.Struct, frozen=True):

@@ -163,7 +163,8 @@ class BatchFormed(Record, frozen=True, kw_only=True):
 
 
 class BatchLeased(Record, frozen=True, kw_only=True):
-    """A batch lease. ``generation`` counts from 1."""
+    """A batch lease. ``generation`` counts from 1. ``shards``: how many ranks share it; ``fetched``: the shards that
+    were served with it."""
 
     run: str
     batch: str
@@ -171,6 +172,21 @@ class BatchLeased(Record, frozen=True, kw_only=True):
     learner: str
     session: str
     request: str
+    shards: int = 1
+    fetched: tuple[int, ...] = (0,)
+
+
+class ShardFetched(Record, frozen=True, kw_only=True):
+    """Another shard of a leased batch was served. A lease that had run out lives again: its holder is there."""
+
+    run: str
+    batch: str
+    generation: int
+    shard: int
+
+
+EXPIRED = "expired"
+"""Reason of a batch lease that ran out."""
 
 
 class BatchReleased(Record, frozen=True, kw_only=True):
@@ -253,6 +269,7 @@ AnyRecord = (
     | TaskQuarantined
     | BatchFormed
     | BatchLeased
+    | ShardFetched
     | BatchReleased
     | BatchDissolved
     | BatchAcked

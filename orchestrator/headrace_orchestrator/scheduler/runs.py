@@ -10,7 +10,7 @@ from typing import Any
 
 from headrace.runspec import RunSpec
 from headrace.trajectory import Failure, Task, Version
-from headrace_orchestrator.scheduler.batches import Batch, Closed
+from headrace_orchestrator.scheduler.batches import Batch, Closed, Sessions
 from headrace_orchestrator.scheduler.bounds import Bounds
 from headrace_orchestrator.scheduler.braking import Brake
 from headrace_orchestrator.scheduler.evaluations import Evaluation
@@ -92,6 +92,8 @@ class Run:
         self.batches_acked = 0
         #: Groups that were put in batches, by rules that had a part in it; see ``wire.RunStatus``.
         self.chosen: Counter[str] = Counter()
+        #: By learner, of those that leased batches.
+        self.sessions: dict[str, Sessions] = {}
         self.evaluations: dict[str, Evaluation] = {}
         #: Evaluations that are not over.
         self.active_evaluations: dict[str, Evaluation] = {}

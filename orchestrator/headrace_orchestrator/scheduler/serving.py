@@ -1,9 +1,14 @@
-"""Serving batches: pull, form, ack, nack.
+"""Serving batches: pull, form, ack, nack, resume.
 
 * The same request of a session is answered with the same batch; in the same generation, until that is acked.
 * Batches that another session of the learner left open are released and served first; oldest first.
 * A batch whose lease ran out is redelivered whole while within bound; else it is dissolved.
 * Until it is redelivered its holder may ack a batch whose lease ran out.
+* The same request of the ranks that share a session is answered with shards of one batch, under one lease.
+* An ack before every shard was fetched is refused, and names those that are missing.
+* A rank that comes late takes up the lease of its session; one that asks for a batch that is over is told so.
+* An earlier session of a learner is told that a newer one took its place.
+* A learner that resumes gets what its earlier sessions leased and never acked, and the names of what is lost.
 * A repeated ack of the same session and generation gets the same answer; any other ack of a closed batch is refused.
 * An ack of an older generation is always superseded, be it of the same session.
 * A batch leased when its run was closed may still be acked; when its lease is over it is dissolved.
@@ -16,10 +21,19 @@
 from __future__ import annotations
 
 from headrace import wire
-from headrace.errors import BatchAlreadyAcked, BatchSuperseded, Conflict, InvalidRequest, UnknownBatch, UnknownGroup
+from headrace.errors import (
+    BatchAlreadyAcked,
+    BatchSuperseded,
+    Conflict,
+    InvalidRequest,
+    SessionSuperseded,
+    ShardsNotFetched,
+    UnknownBatch,
+    UnknownGroup,
+)
 from headrace.trajectory import Version
 from headrace_orchestrator.scheduler import announcing, records, selection, settling, why
-from headrace_orchestrator.scheduler.batches import Batch
+from headrace_orchestrator.scheduler.batches import NACKED, Batch
 from headrace_orchestrator.scheduler.book import Book
 from headrace_orchestrator.scheduler.plans import Form, Plan, Redeliver
 from headrace_orchestrator.scheduler.runs import Learner, Run
@@ -27,14 +41,19 @@ from headrace_orchestrator.scheduler.runs import Learner, Run
 MIN_WAITING_S = 5.0
 """Seconds that a learner counts as waiting after an empty answer, if it did not say how long it waits."""
 
+MAX_SHARDS = 4096
+"""Ranks of the largest learner that is expected; more is a mistake."""
+
 
 def pull(book: Book, run: Run, request: wire.PullRequest, now: float) -> Plan:
     """A batch, a plan to form one, or why there is none."""
     if request.groups is not None:
         _require_groups(run, request.groups)
-    learner = _meet(run, request.learner, now)
-    _release_other_sessions(book, run, request, now)
-    plan: Plan | None = _again(run, request, now) or _redeliver(book, run, request, now)
+    require_session(run, request.learner, request.session, request.shard, request.shards)
+    held = _held_by(run, request)
+    learner = meet(run, request.learner, now)
+    release_other_sessions(book, run, request.learner, request.session, now)
+    plan: Plan | None = _again(book, run, held, request, now) or _redeliver(book, run, request, now)
     if plan is None:
         settling.settle(book, run, now)  # dissolved batches may have left groups of which nothing can be served
         plan = _plan(book, run, request.groups)
@@ -49,7 +68,7 @@ def pull(book: Book, run: Run, request: wire.PullRequest, now: float) -> Plan:
     return wire.EmptyReply(epoch=book.epoch, reasons=reasons, finished=finished)
 
 
-def _meet(run: Run, name: str, now: float) -> Learner:
+def meet(run: Run, name: str, now: float) -> Learner:
     learner = run.learners.get(name)
     if learner is None:
         learner = run.learners[name] = Learner()
@@ -67,9 +86,24 @@ def _require_groups(run: Run, ids: list[str]) -> None:
             raise UnknownGroup(f"Run {run.name} has no submitted group {id!r}.", hint="Submit it first.")
 
 
-def _release_other_sessions(book: Book, run: Run, request: wire.PullRequest, now: float) -> None:
+def require_session(run: Run, learner: str, session: str, shard: int, shards: int) -> None:
+    """Raises SessionSuperseded for an earlier session of the learner, InvalidRequest for a shard that cannot be."""
+    if not 0 <= shard < shards <= MAX_SHARDS:
+        raise InvalidRequest(
+            f"There is no shard {shard} of {shards}.", hint=f"Shards count from 0; there are 1 to {MAX_SHARDS}."
+        )
+    sessions = run.sessions.get(learner)
+    if sessions is not None and session != sessions.now and session in sessions.earlier:
+        raise SessionSuperseded(
+            f"Session {session!r} of learner {learner!r} is over: session {sessions.now!r} took over its batches.",
+            hint="If this process is no leftover, two learners run under one name: give each its own, as in "
+            "Client(learner='a').",
+        )
+
+
+def release_other_sessions(book: Book, run: Run, learner: str, session: str, now: float) -> None:
     for batch in run.batches.values():
-        if batch.learner == request.learner and batch.session != request.session and (batch.leased or batch.lapsed):
+        if batch.learner == learner and batch.session != session and (batch.leased or batch.lapsed):
             _release(book, run, batch, "its learner has a new session", now)
 
 
@@ -78,17 +112,52 @@ def _release(book: Book, run: Run, batch: Batch, reason: str, now: float) -> Non
     book.emit(record, now)
 
 
-def _again(run: Run, request: wire.PullRequest, now: float) -> Redeliver | None:
-    """The batch that this very request holds already."""
+def _held_by(run: Run, request: wire.PullRequest) -> Batch | None:
+    """The batch that this very request of the session holds. Raises BatchSuperseded where another rank's share of it
+    is over, InvalidRequest where the ranks disagree on their number."""
+    named = (request.learner, request.session, request.request)
     for batch in run.batches.values():
-        if batch.leased and (batch.learner, batch.session, batch.request) == (
-            request.learner,
-            request.session,
-            request.request,
-        ):
-            batch.deadline = now + run.spec.batch_lease_s
-            return Redeliver(batch.id, batch.generation, run.spec.batch_lease_s)
+        alive = batch.leased or (batch.lapsed and batch.shards > 1)
+        if alive and (batch.learner, batch.session, batch.request) == named:
+            if batch.shards != request.shards:
+                raise InvalidRequest(
+                    f"Session {request.session!r} pulled batch {batch.id} in {batch.shards} shards; this pull asks for "
+                    f"shard {request.shard} of {request.shards}.",
+                    hint="All ranks give the same number of shards; with another number, start a new session.",
+                )
+            return batch
+    sessions = run.sessions.get(request.learner)
+    if request.shards > 1 and sessions is not None and sessions.now == request.session:
+        over = sessions.pulls.get(request.request)
+        if over is not None:
+            raise BatchSuperseded(
+                f"Pull {request.request!r} of session {request.session!r} got batch {over}, which "
+                f"{_end_of(run, over)}.",
+                hint="Pull on, as the other ranks do. A learner that was started again takes a new session.",
+                batch=over,
+            )
     return None
+
+
+def _end_of(run: Run, id: str) -> str:
+    """What became of a batch that a session held once."""
+    batch, closed = run.batches.get(id), run.closed_batches.get(id)
+    if batch is not None:
+        return f"was released ({batch.released})" if not batch.leased else "is leased anew"
+    if closed is None:
+        return "is over"
+    return "was acked" if closed.end == "acked" else f"was dissolved ({closed.reason})"
+
+
+def _again(book: Book, run: Run, batch: Batch | None, request: wire.PullRequest, now: float) -> Redeliver | None:
+    """What this very request holds already."""
+    if batch is None:
+        return None
+    if batch.lapsed or request.shard not in batch.fetched:
+        fetched = records.ShardFetched(run=run.name, batch=batch.id, generation=batch.generation, shard=request.shard)
+        book.emit(fetched, now)
+    batch.deadline = now + run.spec.batch_lease_s
+    return Redeliver(batch.id, batch.generation, run.spec.batch_lease_s, request.shard, request.shards)
 
 
 def _redeliver(book: Book, run: Run, request: wire.PullRequest, now: float) -> Redeliver | None:
@@ -108,11 +177,21 @@ def _redeliver(book: Book, run: Run, request: wire.PullRequest, now: float) -> R
                 # Awaited groups must not hang in a batch that nobody pulls.
                 book.emit(records.BatchDissolved(run=run.name, batch=batch.id, reason="its groups are awaited"), now)
         if fits:
-            return _lease(book, run, batch, request, now)
+            return lease(book, run, batch, request, now)
     return None
 
 
-def _lease(book: Book, run: Run, batch: Batch, request: wire.PullRequest, now: float) -> Redeliver:
+def lease(
+    book: Book,
+    run: Run,
+    batch: Batch,
+    request: wire.PullRequest,
+    now: float,
+    *,
+    fetched: tuple[int, ...] | None = None,
+) -> Redeliver:
+    """Lease a released batch to whoever asks; ``fetched``: the shards that are served with it, default the one that
+    was asked for."""
     book.emit(
         records.BatchLeased(
             run=run.name,
@@ -121,12 +200,14 @@ def _lease(book: Book, run: Run, batch: Batch, request: wire.PullRequest, now: f
             learner=request.learner,
             session=request.session,
             request=request.request,
+            shards=request.shards,
+            fetched=(request.shard,) if fetched is None else fetched,
         ),
         now,
     )
     learner = run.learners[request.learner]
     learner.doing, learner.said_at = "training", now  # it may say otherwise
-    return Redeliver(batch.id, batch.generation, run.spec.batch_lease_s)
+    return Redeliver(batch.id, batch.generation, run.spec.batch_lease_s, request.shard, request.shards)
 
 
 def dissolve_if_out_of_bound(book: Book, run: Run, batch: Batch, now: float) -> bool:
@@ -171,7 +252,7 @@ def form(book: Book, run: Run, plan: Form, request: wire.PullRequest, now: float
             raise Conflict(f"Group {id} is not eligible any more; the batch cannot be formed.", hint="Pull again.")
     ids = [id for id, _ in plan.groups]
     book.emit(records.BatchFormed(run=run.name, batch=plan.batch, groups=ids, version=run.versions.now), now)
-    leased = _lease(book, run, run.batches[plan.batch], request, now)
+    leased = lease(book, run, run.batches[plan.batch], request, now)
     settling.settle(book, run, now)
     return leased
 
@@ -182,6 +263,7 @@ def ack(book: Book, run: Run, id: str, request: wire.AckRequest, now: float) -> 
     if batch is None:
         return _ack_closed(book, run, id, request)
     _require_lease(batch, request.learner, request.session, request.generation)
+    _require_fetched(batch)
     version: Version | None = None
     if request.version:
         version = announcing.checked(run, request.version)
@@ -208,17 +290,33 @@ def _ack_closed(book: Book, run: Run, id: str, request: wire.AckRequest) -> wire
             f"Batch {id} was acked by session {closed.session!r} in generation {closed.generation}.",
             hint="Pull the next batch.",
         )
-    raise BatchSuperseded(f"Batch {id} was dissolved; it will not be served again.", hint="Pull the next batch.")
+    raise BatchSuperseded(
+        f"Batch {id} was dissolved ({closed.reason}); it will not be served again.", hint="Pull the next batch."
+    )
 
 
 def _require_lease(batch: Batch, learner: str, session: str, generation: int) -> None:
     mine = (batch.learner, batch.session, batch.generation) == (learner, session, generation)
-    if not mine or not (batch.leased or batch.lapsed):
+    if mine and not (batch.leased or batch.lapsed):
+        raise BatchSuperseded(
+            f"The lease of batch {batch.id} is over: {batch.released}.", hint="Pull again: it is served again."
+        )
+    if not mine:
         raise BatchSuperseded(
             f"Batch {batch.id} is in generation {batch.generation}, "
             f"{'held by' if batch.leased else 'last held by'} session {batch.session!r} of learner {batch.learner!r}; "
             f"this was generation {generation} of session {session!r}.",
             hint="Pull again: the batch is redelivered to whoever pulls.",
+        )
+
+
+def _require_fetched(batch: Batch) -> None:
+    if missing := batch.missing:
+        raise ShardsNotFetched(
+            f"Batch {batch.id} cannot be acked: {why.shards(missing, batch.shards)} not fetched.",
+            hint="Every rank pulls its shard; ack when all have trained on theirs.",
+            batch=batch.id,
+            missing=missing,
         )
 
 
@@ -228,7 +326,7 @@ def nack(book: Book, run: Run, id: str, request: wire.NackRequest, now: float) -
     if batch is None:
         return
     _require_lease(batch, request.learner, request.session, request.generation)
-    _release(book, run, batch, f"nacked: {request.reason}", now)
+    _release(book, run, batch, f"{NACKED}{request.reason}", now)
     dissolve_if_out_of_bound(book, run, batch, now)
     settling.settle(book, run, now)
 
@@ -255,7 +353,7 @@ def dissolve(book: Book, run: Run, id: str, reason: str, now: float) -> None:
 
 def doing(run: Run, request: wire.DoingRequest, now: float) -> None:
     """A learner says what it is doing: all its batch leases are renewed."""
-    learner = _meet(run, request.learner, now)
+    learner = meet(run, request.learner, now)
     learner.doing = request.doing
     learner.said_at = now
     for batch in run.batches.values():
@@ -267,7 +365,7 @@ def expire(book: Book, run: Run, now: float) -> None:
     """Release the batches whose leases ran out, and dissolve those out of bound."""
     late = [batch for batch in run.batches.values() if batch.leased and batch.deadline <= now]
     for batch in late:
-        _release(book, run, batch, "expired", now)
+        _release(book, run, batch, records.EXPIRED, now)
         dissolve_if_out_of_bound(book, run, batch, now)
     if late:
         settling.settle(book, run, now)

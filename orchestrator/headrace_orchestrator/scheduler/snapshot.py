@@ -21,7 +21,7 @@ from headrace.errors import CorruptRecord
 from headrace.runspec import RunSpec
 from headrace.trajectory import Failure, Task, Version
 from headrace.wire import EvaluationEpisode
-from headrace_orchestrator.scheduler.batches import Batch, Closed
+from headrace_orchestrator.scheduler.batches import Batch, Closed, Sessions
 from headrace_orchestrator.scheduler.book import Book
 from headrace_orchestrator.scheduler.evaluations import Evaluation
 from headrace_orchestrator.scheduler.runs import Run
@@ -90,6 +90,10 @@ class BatchRow(Row, frozen=True):
     learner: str
     session: str
     request: str
+    shards: int
+    fetched: list[int]
+    released: str
+    before: str
 
 
 class EvaluationRow(Row, frozen=True):
@@ -133,6 +137,7 @@ class RunRow(Row, frozen=True):
     next_order: int
     closed_batches: dict[str, Closed]
     batches_formed: int
+    sessions: dict[str, Sessions]
     batches_acked: int
     chosen: dict[str, int]
     submitted_ends: dict[str, str]

@@ -18,7 +18,7 @@ from __future__ import annotations
 from headrace.errors import InternalError
 from headrace.trajectory import Failure, Version
 from headrace_orchestrator.scheduler import records
-from headrace_orchestrator.scheduler.batches import Batch, Closed
+from headrace_orchestrator.scheduler.batches import EARLIER_SESSIONS, Batch, Sessions
 from headrace_orchestrator.scheduler.evaluations import Evaluation
 from headrace_orchestrator.scheduler.runs import REMEMBERED_EVALUATIONS, Run, remember
 from headrace_orchestrator.scheduler.sources import task_key
@@ -305,9 +305,19 @@ def _members_lost(run: Run, group: Group) -> list[Episode]:
     return lost
 
 
+def batch_leased(run: Run, record: records.BatchLeased) -> None:
+    run.batches[record.batch].lease(record)
+    sessions = run.sessions.setdefault(record.learner, Sessions(record.session))
+    if sessions.now != record.session:
+        earlier = [*sessions.earlier, sessions.now][-EARLIER_SESSIONS:]
+        sessions = run.sessions[record.learner] = Sessions(record.session, earlier)
+    if record.shards > 1:
+        remember(sessions.pulls, record.request, record.batch)
+
+
 def batch_dissolved(run: Run, record: records.BatchDissolved) -> None:
     batch = run.batches.pop(record.batch)
-    remember(run.closed_batches, batch.id, Closed("dissolved", batch.session, batch.generation, ""))
+    remember(run.closed_batches, batch.id, batch.closed("dissolved", reason=record.reason))
     for group in batch.groups:
         group.batch = ""
         group.move("eligible", "BatchDissolved")
@@ -323,7 +333,7 @@ def batch_acked(run: Run, record: records.BatchAcked) -> None:
         # Its definition was lost in the log. The version stands, and its groups retire by records of their own.
         return
     version = str(record.version) if record.version is not None else ""
-    remember(run.closed_batches, batch.id, Closed("acked", batch.session, batch.generation, version))
+    remember(run.closed_batches, batch.id, batch.closed("acked", version))
     run.batches_acked += 1
     for group in batch.groups:
         group.uses += 1

@@ -16,6 +16,9 @@ from headrace_orchestrator.scheduler.runs import Run
 FAILING_SHARE = 0.5
 """Share of the last attempts that failed in the policy layer, from which on the policy is said to be failing."""
 
+NAMED_SHARDS = 8
+"""Missing shards that a message names one by one."""
+
 FAILING_LEAST = 4
 """Fewer policy failures than this say nothing."""
 
@@ -89,6 +92,18 @@ def _blocked(run: Run, awaited: list[str] | None) -> list[Reason]:
                 facts={"held": len(held), "max_staleness": bound, "needed": len(held)},
             )
         )
+    reasons += [
+        Reason(
+            code="shards-not-fetched",
+            message=(
+                f"Batch {batch.id} waits for learner {batch.learner!r}: "
+                f"{shards(batch.missing, batch.shards)} not fetched."
+            ),
+            facts={"batch": batch.id, "learner": batch.learner, "missing": batch.missing, "shards": batch.shards},
+        )
+        for batch in run.batches.values()
+        if batch.leased and batch.missing
+    ]
     if ledger.own_full:
         reasons.append(
             Reason(
@@ -146,6 +161,13 @@ def _shared(bounds: Bounds) -> list[Reason]:
             )
         )
     return reasons
+
+
+def shards(missing: list[int], of: int) -> str:
+    """Says which shards are missing, as the head of a sentence that ends in "not fetched"."""
+    named = ", ".join(map(str, missing[:NAMED_SHARDS]))
+    more = f" and {len(missing) - NAMED_SHARDS} more" if len(missing) > NAMED_SHARDS else ""
+    return f"shard{'s' if len(missing) > 1 else ''} {named}{more} of {of} {'were' if len(missing) > 1 else 'was'}"
 
 
 def _starved(book: Book, run: Run, now: float) -> list[Reason]:
