@@ -39,8 +39,8 @@ class Settings:
     unknown, so that a wrong id shows up as failed episodes of kind ``unknown-environment``."""
     max_body_bytes: int = 256 << 20
     """Largest request body that is read, in bytes. Default 256 MiB: a worker's spool of long trajectories."""
-    log_file_bytes: int = 1 << 30
-    """Size at which the log goes on in a new file, in bytes. Default 1 GiB."""
+    log_file_bytes: int = 256 << 20
+    """Size at which the log goes on in a new file, in bytes. Default 256 MiB."""
     asset_promise_s: float = 300.0
     """Seconds for which an image or array is kept for a record that is to refer to it. Default 300: most outages are
     shorter, and a worker that is later only has to send it again."""

@@ -58,6 +58,7 @@ The tree::
     ├── SetupError                          this process cannot start as it was asked to
     │   ├── PortInUse
     │   ├── DataDirectoryInUse
+    │   ├── UnknownLogFormat                the data was written in a format that this version does not read
     │   └── MissingExtra
     └── EpisodeFailure                      one layer each; becomes a stored ``Failure``
         ├── PolicyFailure
@@ -437,6 +438,11 @@ class PortInUse(SetupError):
 class DataDirectoryInUse(SetupError):
     code = "data-directory-in-use"
     title = "Another orchestrator owns the data directory"
+
+
+class UnknownLogFormat(SetupError):
+    code = "unknown-log-format"
+    title = "The log is of a format that this version does not read"
 
 
 class MissingExtra(SetupError):

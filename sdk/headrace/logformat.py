@@ -5,27 +5,37 @@
 * A control frame is stored twice and survives damage to either copy.
 * A torn tail, an append that never finished, is told from damage inside.
 * A read is checked against its checksum, and a mismatch names file and offset.
+* A file opens with its head: what log it belongs to, where it goes on from, and the live control state at that point.
+* A file that was sealed ends with its footer, whose digest covers every frame before it.
+* A file of a format that this code does not know is refused, and the format is named.
 
 A frame, little-endian, padded with zeros to a multiple of 64 bytes after the header and after the payload::
 
     [ "HRLOGFRM" | type u16, copy u16, length u64 | header crc32c u32 | payload crc32c u32 | payload ]
 
-The header's checksum covers the bytes before it. ``control`` and ``file_head`` frames are two such frames back to
-back, of copy 0 and 1. That mends flipped bytes; a bad block of the disk that holds both copies of a short frame loses
-it, and is reported as damage. Checksums need the package google-crc32c (``headrace[offline]``).
+The header's checksum covers the bytes before it. ``control``, ``file_head`` and ``footer`` frames are two such frames
+back to back, of copy 0 and 1. That mends flipped bytes; a bad block of the disk that holds both copies of a short frame
+loses it, and is reported as damage. Checksums need the package google-crc32c (``headrace[offline]``).
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import struct
+from array import array
 from collections.abc import Callable, Iterator
 from enum import IntEnum
 from typing import BinaryIO, NamedTuple, cast
 
+import msgspec
+
 from headrace.codec import ALIGNMENT
-from headrace.errors import CorruptRecord, MissingExtra
+from headrace.errors import CorruptRecord, MissingExtra, UnknownLogFormat
+
+FORMAT = 1
+"""The version of the format that this code writes, and the only one that it reads."""
 
 HEADER_BYTES = 64
 """Bytes from the start of a frame to its payload."""
@@ -41,26 +51,69 @@ class FrameType(IntEnum):
     """What a payload is."""
 
     FILE_HEAD = 1
-    """Who writes the file, and the live control state at its start. Stored twice."""
+    """A ``FileHead``. Stored twice."""
     CONTROL = 2
     """Control records. Stored twice."""
     TRAJECTORY = 3
     """One trajectory record, as it was submitted."""
     BATCH = 4
     """A batch's body up to its records."""
+    FOOTER = 5
+    """A ``Footer``. Stored twice."""
 
 
-_TWICE = frozenset((FrameType.FILE_HEAD, FrameType.CONTROL))
+_TWICE = frozenset((FrameType.FILE_HEAD, FrameType.CONTROL, FrameType.FOOTER))
+
+
+class FileHead(msgspec.Struct, frozen=True, kw_only=True):
+    """How a file begins.
+
+    ``log``: id of the log, the same in all of its files. ``number``: of this file. ``epoch``: of its writer.
+    ``before_bytes``: how much of the file before this one counts; what lies behind that was never acknowledged, and may
+    be stored again in this one. ``state``: the live control state at this point; None: the file goes on from the one
+    before.
+    """
+
+    format: int = FORMAT
+    log: str
+    number: int
+    epoch: int
+    before_bytes: int
+    state: bytes | None
+
+
+class Footer(msgspec.Struct, frozen=True, kw_only=True):
+    """How a sealed file ends: what is in it, so that nothing of it can be missing unseen.
+
+    ``places``: by frame type, the offsets of its frames in units of 64 bytes, u32 little-endian. ``digest``: SHA-256
+    over the headers (of copy 0) of all frames before this one, in order; a header holds its payload's checksum.
+    ``opened_ms``, ``sealed_ms``: Unix times in milliseconds at which the file was opened for writing, last, and sealed.
+    """
+
+    places: dict[int, bytes]
+    digest: bytes
+    opened_ms: int
+    sealed_ms: int
+
+    def count(self, kind: FrameType) -> int:
+        """Frames of that type."""
+        return len(self.places.get(kind, b"")) // _PLACE_BYTES
+
+    def offsets(self, kind: FrameType) -> list[int]:
+        """Offsets in the file of the frames of that type, in bytes, ascending."""
+        places = array("I", self.places.get(kind, b""))
+        return [place * ALIGNMENT for place in places]
 
 
 class Frame(NamedTuple):
-    """A whole frame. ``offset`` and ``size`` are in bytes of the file, both copies included. ``recovered``: one copy
-    was damaged."""
+    """A whole frame. ``offset`` and ``size`` are in bytes of the file, both copies included; ``checksum`` is the
+    payload's. ``recovered``: one copy was damaged."""
 
     type: FrameType
     offset: int
     size: int
     payload: bytes
+    checksum: int
     recovered: bool = False
 
 
@@ -90,24 +143,85 @@ class _Header(NamedTuple):
         return self.copy_size * (2 if self.type in _TWICE else 1)
 
 
+class Tally:
+    """What a footer says, gathered while the frames are written or read in order."""
+
+    def __init__(self, opened_ms: int) -> None:
+        self._opened_ms = opened_ms
+        self._places: dict[int, array[int]] = {}
+        self._digest = hashlib.sha256()
+
+    def add(self, kind: FrameType, offset: int, header: bytes | memoryview) -> None:
+        """The next frame, with the 64 bytes of its first header."""
+        self._places.setdefault(kind, array("I")).append(offset // ALIGNMENT)
+        self._digest.update(header)
+
+    def add_read(self, frame: Frame) -> None:
+        """The next frame, as it was read."""
+        self.add(frame.type, frame.offset, _pack_header(frame.type, 0, len(frame.payload), frame.checksum))
+
+    def footer(self, sealed_ms: int) -> Footer:
+        """The footer of the frames so far."""
+        return Footer(
+            places={kind: places.tobytes() for kind, places in self._places.items()},
+            digest=self._digest.digest(),
+            opened_ms=self._opened_ms,
+            sealed_ms=sealed_ms,
+        )
+
+    def matches(self, footer: Footer) -> bool:
+        """Whether the frames so far are those that the footer speaks of."""
+        return self.footer(footer.sealed_ms) == msgspec.structs.replace(footer, opened_ms=self._opened_ms)
+
+
 def pack_frame(kind: FrameType, payload: bytes | memoryview) -> list[bytes | memoryview]:
-    """The buffers of a frame, in order, for ``writev``. Raises MissingExtra."""
+    """The buffers of a frame, in order, for ``writev``; the first is its header. Raises MissingExtra."""
     checksum = crc32c(bytes(payload))
     padding = bytes(-len(payload) % ALIGNMENT)
     buffers: list[bytes | memoryview] = []
     for copy in range(2 if kind in _TWICE else 1):
-        fields = _FIELDS.pack(_MAGIC, kind, copy, len(payload))
-        header = fields + _CHECKSUMS.pack(crc32c(fields), checksum)
-        buffers += [header.ljust(HEADER_BYTES, b"\0"), payload]
+        buffers += [_pack_header(kind, copy, len(payload), checksum), payload]
         if padding:
             buffers.append(padding)
     return buffers
 
 
-def scan(stream: BinaryIO) -> Iterator[Frame | Damage]:
-    """Everything in a log file, in order, from its start to its end. The stream must be seekable."""
-    end = stream.seek(0, os.SEEK_END)
-    offset = 0
+def frame_bytes(kind: FrameType, length: int) -> int:
+    """Size in the file of a frame whose payload is that long."""
+    return _Header(kind, 0, length, 0).size
+
+
+def parse_head(payload: bytes) -> FileHead:
+    """A file's head. Raises UnknownLogFormat, or msgspec.MsgspecError if it is none."""
+    found = _format_decoder.decode(payload).format
+    if found != FORMAT:
+        raise UnknownLogFormat(
+            f"The log is of format {found}; this version of Headrace reads format {FORMAT}.",
+            hint="Use the version of Headrace that wrote it.",
+            format=found,
+        )
+    return _head_decoder.decode(payload)
+
+
+def parse_footer(payload: bytes) -> Footer:
+    """A file's footer. Raises msgspec.MsgspecError if it is none."""
+    return _footer_decoder.decode(payload)
+
+
+def read_head(stream: BinaryIO) -> FileHead | None:
+    """The head of a file, or None where it is damaged or missing. Raises UnknownLogFormat."""
+    found = next(scan(stream), None)
+    if not isinstance(found, Frame) or found.type is not FrameType.FILE_HEAD or found.offset:
+        return None
+    return parse_head(found.payload)
+
+
+def scan(stream: BinaryIO, *, start: int = 0, end: int | None = None) -> Iterator[Frame | Damage]:
+    """Everything in a log file, in order: all of it, or from the frame that starts at ``start``, or up to ``end``; both
+    are offsets in bytes. The stream must be seekable."""
+    size = stream.seek(0, os.SEEK_END)
+    end = size if end is None else min(end, size)
+    offset = start
     while offset < end:
         header = _header_at(stream, offset)
         if header is None or header.copy:
@@ -141,6 +255,18 @@ def read_payload(descriptor: int, offset: int, length: int, *, name: str) -> byt
     return payload
 
 
+class _Format(msgspec.Struct, frozen=True):
+    """What heads of all formats have."""
+
+    format: int
+
+
+_PLACE_BYTES = array("I").itemsize
+_format_decoder = msgspec.msgpack.Decoder(_Format)
+_head_decoder = msgspec.msgpack.Decoder(FileHead)
+_footer_decoder = msgspec.msgpack.Decoder(Footer)
+
+
 def crc32c(data: bytes) -> int:
     """CRC-32C of the bytes. Raises MissingExtra."""
     return _checksum()(data)
@@ -157,17 +283,23 @@ def _checksum() -> Callable[[bytes], int]:
     return cast("Callable[[bytes], int]", google_crc32c.value)
 
 
+def _pack_header(kind: FrameType, copy: int, length: int, checksum: int) -> bytes:
+    fields = _FIELDS.pack(_MAGIC, kind, copy, length)
+    return (fields + _CHECKSUMS.pack(crc32c(fields), checksum)).ljust(HEADER_BYTES, b"\0")
+
+
 def _frame_at(stream: BinaryIO, offset: int, header: _Header, end: int) -> Frame | Damage:
     """The frame whose intact first header is at ``offset``."""
     if offset + header.size > end:
         return Damage(offset, end - offset, "the file ends inside a frame", torn=True, type=header.type)
     payload = _payload_at(stream, offset, header)
     if payload is not None:
-        return Frame(header.type, offset, header.size, payload, recovered=not _second_is_intact(stream, offset, header))
+        recovered = not _second_is_intact(stream, offset, header)
+        return Frame(header.type, offset, header.size, payload, header.payload_crc, recovered)
     if header.type in _TWICE:
         second = _header_at(stream, offset + header.copy_size)
         if second is not None and (payload := _payload_at(stream, offset + header.copy_size, second)) is not None:
-            return Frame(header.type, offset, header.size, payload, recovered=True)
+            return Frame(header.type, offset, header.size, payload, second.payload_crc, recovered=True)
     return Damage(offset, header.size, "the payload's checksum does not match", type=header.type)
 
 
@@ -190,7 +322,7 @@ def _resynchronize(stream: BinaryIO, start: int, end: int) -> list[Frame | Damag
         first = offset - header.copy_size
         payload = _payload_at(stream, offset, header) if first >= start else None
         if payload is not None:
-            frame = Frame(header.type, first, header.size, payload, recovered=True)
+            frame = Frame(header.type, first, header.size, payload, header.payload_crc, recovered=True)
             return [frame] if first == start else [Damage(start, first - start, "there is no frame header"), frame]
     # An append writes whole frames of whole blocks: an odd length or nothing but zeros is one that never finished.
     torn = end % ALIGNMENT != 0 or not any(any(block) for block in _blocks(stream, start, end))

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.errors import CorruptRecord, SetupError, StoreError
-from headrace.logformat import FrameType
-from headrace_orchestrator.buffer.log import Location, Log, Lost, Placed
+from headrace import logfiles, logformat
+from headrace.errors import CorruptRecord, SetupError, StoreError, UnknownLogFormat
+from headrace.logformat import FileHead, Frame, FrameType, Tally
+from headrace_orchestrator.buffer.log import Location, Log, Lost, Moves, Placed
 
 FILE_BYTES = 1 << 30
 
@@ -23,8 +27,10 @@ FILE_BYTES = 1 << 30
 async def opened(path: Path, *, file_bytes: int = FILE_BYTES) -> AsyncIterator[tuple[Log, list[Placed | Lost]]]:
     """A log that was read through, and what was in it."""
     log = Log(path, file_bytes=file_bytes)
+    found = list(log.scan())
+    log.begin(lambda: None)
     try:
-        yield log, list(log.scan())
+        yield log, found
     finally:
         if log.failure:
             with pytest.raises(StoreError):
@@ -33,7 +39,9 @@ async def opened(path: Path, *, file_bytes: int = FILE_BYTES) -> AsyncIterator[t
 
 
 def payloads(found: list[Placed | Lost]) -> list[bytes]:
-    return [item.frame.payload for item in found if isinstance(item, Placed)]
+    """What was appended."""
+    placed = [item for item in found if isinstance(item, Placed)]
+    return [item.frame.payload for item in placed if item.frame.type not in (FrameType.FILE_HEAD, FrameType.FOOTER)]
 
 
 async def test_acknowledged_means_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -56,11 +64,13 @@ async def test_one_sync_covers_all_frames_that_are_waiting(tmp_path: Path):
     rounds: list[int] = []
     log = Log(tmp_path, file_bytes=FILE_BYTES, on_sync=lambda duration_s, size: rounds.append(size))
     list(log.scan())
+    log.begin(lambda: None)
+    head_bytes = log.size_bytes
     for number in range(100):
         log.append(FrameType.TRAJECTORY, b"%d" % number)
     await asyncio.gather(*(log.synced() for _ in range(50)))
     assert len(rounds) == 1
-    assert rounds[0] == log.size_bytes
+    assert rounds[0] == log.size_bytes - head_bytes
     await log.close()
 
 
@@ -83,62 +93,261 @@ async def test_a_record_is_readable_before_and_after_it_is_written(tmp_path: Pat
         assert log.read(location) == b"record"
 
 
-async def test_the_log_goes_on_in_a_new_file_when_one_is_full(tmp_path: Path):
-    async with opened(tmp_path, file_bytes=1000) as (log, _):
-        places = [log.append(FrameType.TRAJECTORY, bytes([number]) * 100) for number in range(20)]
-        await log.synced()
-        assert [log.read(place)[0] for place in places] == list(range(20))
-        assert sorted(place.position for place in places) == [place.position for place in places]
-        total = log.size_bytes
-    files = sorted(tmp_path.glob("*.log"))
-    assert len(files) > 1
-    assert sum(file.stat().st_size for file in files) == total
-    async with opened(tmp_path, file_bytes=1000) as (log, found):
-        assert [payload[0] for payload in payloads(found)] == list(range(20))
-        assert log.size_bytes == total
+async def test_a_file_that_is_full_is_sealed_with_its_footer_and_never_changed_again(tmp_path: Path):
+    def sealed() -> dict[str, tuple[bytes, int]]:
+        files = sorted(tmp_path.glob("*.log"))[:-1]
+        return {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in files}
+
+    before: dict[str, tuple[bytes, int]] = {}
+    places: list[Location] = []
+    for _ in range(3):
+        async with opened(tmp_path, file_bytes=1000) as (log, _):
+            for _ in range(20):
+                places.append(log.append(FrameType.TRAJECTORY, bytes([len(places)]) * 100))
+                if log.full:
+                    log.rotate(b"state behind %d" % len(places))
+            await log.synced()
+            assert [log.read(place)[0] for place in places] == list(range(len(places)))
+            assert log.size_bytes == sum(file.stat().st_size for file in tmp_path.glob("*.log"))
+            after = sealed()
+            assert {name: after[name] for name in before} == before
+            before = after
+    assert len(before) == 10
+    assert sorted(place.position for place in places) == [place.position for place in places]
+    for file in logfiles.newest_first(tmp_path, list(range(1, 11))):
+        assert file.head is not None
+        assert file.head.state == (b"state behind %d" % (6 * (file.number - 1)) if file.number > 1 else None)
+        *frames, last = file.scan()
+        assert isinstance(last, Frame)
+        assert last.type is FrameType.FOOTER
+        footer, tally = logformat.parse_footer(last.payload), Tally(0)
+        assert [footer.count(kind) for kind in FrameType] == [1, 0, 6, 0, 0]
+        for frame in frames:
+            assert isinstance(frame, Frame)
+            tally.add_read(frame)
+            assert frame.offset in footer.offsets(frame.type)
+        assert tally.matches(footer)
 
 
-async def test_a_failed_write_or_sync_seals_the_file_and_every_waiter_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    attempts = []
+async def test_the_next_file_opens_with_the_live_control_state(tmp_path: Path):
+    async with opened(tmp_path) as (log, _):
+        log.append(FrameType.CONTROL, b"one")
+        log.rotate(b"state behind one")
+        log.append(FrameType.CONTROL, b"two")
+    async with opened(tmp_path) as (log, found):
+        assert payloads(found) == [b"one", b"two"]
+        assert log.state == b"state behind one"
+        assert [item.frame.payload for item in found if isinstance(item, Placed) and item.location.position > log.base]
+        log.append(FrameType.CONTROL, b"three")
+    log = Log(tmp_path, file_bytes=FILE_BYTES)
+    assert payloads(list(log.scan(log.base))) == [b"two", b"three"]
+    await log.close()
 
-    def refuse(descriptor: int) -> None:
-        attempts.append(descriptor)
-        raise OSError(5, "Input/output error")
 
+async def test_a_damaged_head_leaves_the_state_before_it(tmp_path: Path):
+    async with opened(tmp_path) as (log, _):
+        for number in range(3):
+            log.append(FrameType.CONTROL, b"%d" % number)
+            log.rotate(b"state behind %d" % number)
+    file = tmp_path / "00000004.log"
+    for offset in (64, 64 + file.stat().st_size // 2):
+        flip(file, offset)
+    async with opened(tmp_path) as (log, found):
+        assert log.state == b"state behind 1"
+        assert [item.file for item in found if isinstance(item, Lost)] == ["00000004.log"]
+        assert payloads(found) == [b"0", b"1", b"2"]
+        log.append(FrameType.CONTROL, b"after")
+    # What cannot be gone on with is left as it is.
+    assert len(list(tmp_path.glob("*.log"))) == 5
+    async with opened(tmp_path) as (_, found):
+        assert payloads(found) == [b"0", b"1", b"2", b"after"]
+
+
+async def test_a_damaged_footer_costs_no_record(tmp_path: Path):
+    async with opened(tmp_path) as (log, _):
+        log.append(FrameType.CONTROL, b"one")
+        end = log.size_bytes
+        log.rotate(None)
+        log.append(FrameType.CONTROL, b"two")
+    file = tmp_path / "00000001.log"
+    for offset in (end + 64, file.stat().st_size - 1):
+        flip(file, offset)
+    async with opened(tmp_path) as (_, found):
+        assert payloads(found) == [b"one", b"two"]
+
+
+@pytest.mark.parametrize("left", [b"", bytes(100), b"HRLOGFRM"])
+async def test_a_file_that_was_made_and_never_written_is_as_good_as_none(tmp_path: Path, left: bytes):
+    async with opened(tmp_path) as (log, _):
+        log.append(FrameType.CONTROL, b"one")
+    (tmp_path / "00000002.log").write_bytes(left)
+    async with opened(tmp_path) as (log, found):
+        assert payloads(found) == [b"one"]
+        log.append(FrameType.CONTROL, b"two")
+    async with opened(tmp_path) as (_, found):
+        assert payloads(found) == [b"one", b"two"]
+        assert not [item for item in found if isinstance(item, Lost)]
+
+
+async def test_a_file_of_another_log_is_refused_by_its_name(tmp_path: Path):
+    for name in ("one", "two"):
+        async with opened(tmp_path / name):
+            pass
+    os.rename(tmp_path / "two" / "00000001.log", tmp_path / "one" / "00000002.log")
+    with pytest.raises(SetupError, match=r"00000002\.log"):
+        Log(tmp_path / "one", file_bytes=FILE_BYTES)
+
+
+def test_a_file_of_a_format_that_is_not_known_is_refused(tmp_path: Path):
+    head = FileHead(format=7, log="log", number=1, epoch=1, before_bytes=0, state=None)
+    frame = logformat.pack_frame(FrameType.FILE_HEAD, msgspec.msgpack.encode(head))
+    (tmp_path / "00000001.log").write_bytes(b"".join(frame))
+    with pytest.raises(UnknownLogFormat, match="format 7"):
+        Log(tmp_path, file_bytes=FILE_BYTES)
+
+
+class Disk:
+    """Refuses writes or syncs while ``refuses`` names an errno."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+        self.refuses = 0
+        self.refused: list[int] = []
+        self.after = 0
+        real: Callable[..., Any] = getattr(os, call)
+
+        def wrapped(descriptor: int, *args: Any) -> Any:
+            if self.refuses and self.after <= 0:
+                self.refused.append(os.fstat(descriptor).st_ino)
+                raise OSError(self.refuses, os.strerror(self.refuses))
+            self.after -= 1
+            return real(descriptor, *args)
+
+        monkeypatch.setattr(os, call, wrapped)
+
+
+@pytest.fixture(params=["writev", "fdatasync"])
+def disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Disk:
+    monkeypatch.setattr("headrace_orchestrator.buffer.log.PROBE_FIRST_S", 3600.0)
+    return Disk(monkeypatch, request.param)
+
+
+@pytest.mark.parametrize("reason", [errno.ENOSPC, errno.EIO, errno.EROFS])
+async def test_a_failed_write_or_sync_seals_the_file_and_every_waiter_is_told(tmp_path: Path, disk: Disk, reason: int):
     async with opened(tmp_path) as (log, _):
         log.append(FrameType.CONTROL, b"safe")
         await log.synced()
-        monkeypatch.setattr(os, "fdatasync", refuse)
+        size = log.size_bytes
+        disk.refuses = reason
         log.append(FrameType.CONTROL, b"lost")
         waiters = await asyncio.gather(*(log.synced() for _ in range(3)), return_exceptions=True)
         assert [type(waiter) for waiter in waiters] == [StoreError] * 3
-        assert all("Input/output error" in str(waiter) for waiter in waiters)
+        assert all(os.strerror(reason) in str(waiter) for waiter in waiters)
         with pytest.raises(StoreError):
-            log.append(FrameType.CONTROL, b"never")
-        assert len(attempts) == 1
-        monkeypatch.undo()
-
-    # What was never acknowledged is gone, also where the page cache still shows it; a new file goes on.
+            await log.synced()
+        assert len(disk.refused) == 1
+        assert (tmp_path / "00000001.log").stat().st_size == size
+    # What was never acknowledged is gone, also where the page cache still showed it.
+    disk.refuses = 0
     async with opened(tmp_path) as (log, found):
         assert payloads(found) == [b"safe"]
-        log.append(FrameType.CONTROL, b"after")
-    assert [file.name for file in sorted(tmp_path.glob("*.log"))] == ["00000001.log", "00000002.log"]
+
+
+async def test_what_was_appended_and_not_stored_goes_to_a_new_file_as_soon_as_the_disk_takes_one(
+    tmp_path: Path, disk: Disk
+):
+    moved: list[Moves] = []
+    told: list[str] = []
+    log = Log(
+        tmp_path,
+        file_bytes=FILE_BYTES,
+        on_failure=lambda: told.append(log.phase),
+        on_recovery=lambda: told.append("recovered"),
+    )
+    list(log.scan())
+    log.begin(lambda: None)
+    log.on_moved = moved.append
+    log.append(FrameType.CONTROL, b"safe")
+    await log.synced()
+    disk.refuses = errno.ENOSPC
+    places = [log.append(FrameType.CONTROL, b"one")]
+    with pytest.raises(StoreError):
+        await log.synced()
+    places.append(log.append(FrameType.CONTROL, b"two"))  # decided before everybody knew
+    for _ in range(3):
+        log.try_again()
+        await settled(log)
+        assert log.failure
+        assert [log.read(place) for place in places] == [b"one", b"two"]
+    assert len(disk.refused) == len(set(disk.refused)) or not len(list(tmp_path.iterdir())) > 1
+    disk.refuses = 0
+    log.try_again()
+    await settled(log)
+    await log.synced()
+    assert told == ["disk full", "recovered"]
+    places = [moved[0][place.position] for place in places]
+    assert [log.read(place) for place in places] == [b"one", b"two"]
+    log.append(FrameType.CONTROL, b"three")
+    await log.synced()
+    assert log.size_bytes == sum(file.stat().st_size for file in tmp_path.glob("*.log"))
+    await log.close()
+    assert [file.name for file in sorted(tmp_path.iterdir())] == ["00000001.log", "00000002.log"]
     async with opened(tmp_path) as (_, found):
-        assert payloads(found) == [b"safe", b"after"]
+        assert payloads(found) == [b"safe", b"one", b"two", b"three"]
 
 
-async def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def full(descriptor: int, data: object) -> int:
-        raise OSError(28, "No space left on device")
-
-    async with opened(tmp_path) as (log, _):
-        monkeypatch.setattr(os, "write", full)
-        log.append(FrameType.CONTROL, b"x")
-        with pytest.raises(StoreError, match="No space left on device"):
+async def test_a_disk_that_refuses_at_a_rotation_costs_nothing(tmp_path: Path, disk: Disk):
+    for after in range(3):
+        path = tmp_path / str(after)
+        async with opened(path) as (log, _):
+            log.append(FrameType.CONTROL, b"one")
+            log.rotate(b"state")
+            places = [log.append(FrameType.CONTROL, b"two")]
+            moved: list[Moves] = []
+            log.on_moved = moved.append
+            disk.refuses, disk.after = errno.ENOSPC, after
+            if after < 2:  # two files are written and synced
+                with pytest.raises(StoreError):
+                    await log.synced()
+                disk.refuses = 0
+                log.try_again()
+                await settled(log)
+                places = [moved[0].get(place.position, place) for place in places]
             await log.synced()
-        monkeypatch.undo()
+            disk.refuses = 0
+            assert [log.read(place) for place in places] == [b"two"]
+            log.append(FrameType.CONTROL, b"three")
+        async with opened(path) as (_, found):
+            assert payloads(found) == [b"one", b"two", b"three"]
+            assert not [item for item in found if isinstance(item, Lost)]
+
+
+async def test_what_a_failed_file_still_shows_does_not_count_twice(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(descriptor: int, length: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "ftruncate", refuse)
+    async with opened(tmp_path) as (log, _):
+        log.append(FrameType.CONTROL, b"one")
+        await log.synced()
+        disk.refuses = errno.EIO
+        log.append(FrameType.CONTROL, b"two")
+        with pytest.raises(StoreError):
+            await log.synced()
+        disk.refuses = 0
+        log.try_again()
+        await settled(log)
+        await log.synced()
+    async with opened(tmp_path) as (_, found):
+        assert payloads(found) == [b"one", b"two"]
+
+
+async def settled(log: Log) -> None:
+    """The log's thread has done what it was asked to, and the event loop knows."""
+    await asyncio.get_running_loop().run_in_executor(log._thread, lambda: None)
+    for _ in range(3):
+        await asyncio.sleep(0)
 
 
 async def test_damage_in_the_middle_is_reported_and_costs_that_record_only(tmp_path: Path):
@@ -206,12 +415,3 @@ def test_a_directory_that_holds_something_else_than_a_log_is_refused_and_the_fil
     (tmp_path / "notes.log").write_text("mine")
     with pytest.raises(SetupError, match=r"notes\.log"):
         Log(tmp_path, file_bytes=1 << 20)
-
-
-async def test_a_seal_that_holds_no_number_is_named(tmp_path: Path):
-    (tmp_path / "00000001.log").write_bytes(b"")
-    (tmp_path / "00000001.sealed").write_bytes(b"")
-    log = Log(tmp_path, file_bytes=1 << 20)
-    with pytest.raises(SetupError, match=r"00000001\.sealed"):
-        list(log.scan())
-    await log.close()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from headrace import logfiles
 from headrace.errors import StoreError
 from headrace.trajectory import Failure
 from headrace_orchestrator.buffer.log import Location
@@ -83,11 +84,17 @@ async def test_a_projection_of_another_log_is_built_anew(data_dir: Path, tmp_pat
         assert (await api.ask("GET", "/v1/runs/run/trajectories"))["trajectories"] == []
 
 
+def log_id(data: Path) -> str:
+    (file,) = logfiles.newest_first(data / "log", [1])
+    assert file.head is not None
+    return file.head.log
+
+
 async def test_it_never_runs_ahead_of_the_disk(data_dir: Path):
     async with orchestrator(data_dir) as api:
         await a_little_history(api)
         await api.ask("GET", "/v1/runs/run/trajectories")
-        cursor = Projection(data_dir / "projection.sqlite", (data_dir / "log" / "id").read_text().strip())
+        cursor = Projection(data_dir / "projection.sqlite", log_id(data_dir))
         size = sum(file.stat().st_size for file in (data_dir / "log").glob("*.log"))
         assert 0 < Location.at(cursor.cursor, 0).offset <= size
         cursor.close()

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
 from headrace import wire
 from headrace.batch import Batch
 from headrace.errors import PortInUse
 from headrace.trajectory import Provenance
+from headrace_orchestrator.buffer import log
 from headrace_orchestrator.service import serving
 from headrace_orchestrator.settings import Settings
 from tests.orchestrator.serving import Api, Process, orchestrator, record_for, submission, until
@@ -241,29 +244,37 @@ async def test_a_damaged_batch_that_is_streamed_is_dissolved_for_the_next_pull(
         assert episode not in {trajectory.episode for trajectory in batch.trajectories}
 
 
-async def test_a_disk_that_refuses_makes_the_service_not_ready_and_is_named(
+async def test_a_disk_that_refuses_makes_the_service_not_ready_until_it_takes_data_again(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def refuse(descriptor: int) -> None:
-        raise OSError(5, "Input/output error")
+        raise OSError(errno.EIO, "Input/output error")
 
+    monkeypatch.setattr(log, "PROBE_FIRST_S", 0.01)
     async with orchestrator(data_dir) as api:
         await api.create_run()
         attempts = await api.lease(free=1)
-        monkeypatch.setattr(os, "fdatasync", refuse)
-        body = submission([(attempts[0], record_for(attempts[0]))])
-        problem = await api.ask("POST", "/v1/worker/submit?worker=worker-1", body, status=507)
-        assert "Input/output error" in problem["detail"]
-        problem = await api.ask("GET", "/readyz", status=503)
-        assert problem["phase"] == "failed"
-        assert "Input/output error" in problem["detail"]
-        await api.ask("GET", "/healthz")
-        await api.ask("POST", "/v1/worker/lease", lease_of("w"), status=503)
-    monkeypatch.undo()
-
+        waiting = asyncio.create_task(api.session.post("/v1/worker/lease", data=msgspec.json.encode(lease_of("w"))))
+        pulling = asyncio.create_task(api.session.post("/v1/runs/run/pull", data=PULL))
+        await until(lambda: waits(api))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "fdatasync", refuse)
+            body = submission([(attempts[0], record_for(attempts[0]))])
+            problem = await api.ask("POST", "/v1/worker/submit?worker=worker-1", body, status=507)
+            assert "Input/output error" in problem["detail"]
+            problem = await api.ask("GET", "/readyz", status=503)
+            assert problem["phase"] == "input/output error"
+            await api.ask("GET", "/healthz")
+            # Who waited is told, and nobody begins to wait.
+            assert {(await waiting).status, (await pulling).status} <= {503, 507}
+            await api.ask("POST", "/v1/worker/lease", lease_of("w"), status=503)
+            await api.ask("POST", "/v1/runs", {"name": "other"}, status=503)
+        await until(lambda: ready(api))
+        assert [result.verdict for result in await api.submit(body)] == ["duplicate"]
+        assert [file.name for file in sorted((data_dir / "log").iterdir())] == ["00000001.log", "00000002.log"]
     async with orchestrator(data_dir) as api:
-        results = await api.submit(body)
-        assert [result.verdict for result in results] == ["accepted"]
+        assert [result.verdict for result in await api.submit(body)] == ["duplicate"]
+        assert len((await api.ask("GET", "/v1/runs/run/trajectories"))["trajectories"]) == 1
 
 
 def test_settings_give_an_address_that_clients_can_use():
@@ -280,6 +291,14 @@ def lease_of(worker: str) -> wire.LeaseRequest:
 
 def ack_of(headers: Any) -> wire.AckRequest:
     return wire.AckRequest(learner="learner", session="one", generation=int(headers[wire.HEADER_GENERATION]))
+
+
+async def ready(api: Api) -> bool:
+    async with api.session.get("/readyz") as answer:
+        return answer.status == 200
+
+
+PULL = msgspec.json.encode({"learner": "learner", "session": "one", "request": "r", "wait_s": 60})
 
 
 async def waits(api: Api) -> bool:

@@ -13,7 +13,7 @@ from headrace import logformat
 from headrace.errors import CorruptRecord, MissingExtra
 from headrace.logformat import Damage, Frame, FrameType, pack_frame, read_payload, scan
 
-TWICE = (FrameType.FILE_HEAD, FrameType.CONTROL)
+TWICE = (FrameType.FILE_HEAD, FrameType.CONTROL, FrameType.FOOTER)
 FRAMES = [
     (FrameType.FILE_HEAD, b"head"),
     (FrameType.CONTROL, b"c" * 70),

@@ -2,7 +2,10 @@
 
 * Acknowledged means on disk: ``synced`` returns when all that was appended before the call is.
 * One sync covers all frames that are waiting; the event loop never waits for the disk.
-* A failed write or sync seals the file; it is never tried on that file again, and every waiter is told.
+* A file that is full is sealed with its footer and never changed again; the next one opens with the live control state.
+* A failed write or sync seals the file as far as it is durable; it is never tried on that file again, and every waiter
+  is told.
+* What was appended and not stored is kept, and goes to a new file as soon as the disk takes one.
 * A torn tail is cut when the log is opened; damage in the middle is reported and costs that record only.
 * Every read is checked against its checksum.
 * A directory that holds something else than a log is refused, and the file is named.
@@ -11,24 +14,31 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import errno
 import os
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from headrace import logformat
-from headrace.errors import CorruptRecord, SetupError, StoreError
+import msgspec
+
+from headrace import logfiles, logformat
+from headrace.errors import CorruptRecord, StoreError
 from headrace.ids import new_id
-from headrace.logformat import Frame, FrameType
-from headrace_orchestrator.buffer.directory import replace, sync_directory
+from headrace.logfiles import LogFile, path_of
+from headrace.logformat import Damage, FileHead, Frame, FrameType, Tally
+from headrace_orchestrator.buffer.directory import sync_directory
+from headrace_orchestrator.buffer.writer import Failed, Queued, Writer
 
 _OFFSET_BITS = 40
 """Bits of a position that hold the offset in its file: files are far smaller than a tebibyte."""
+
+PROBE_FIRST_S, PROBE_LONGEST_S = 1.0, 8.0
+"""How soon after a failure the disk is tried again; the wait doubles up to the second."""
 
 OnSync = Callable[[float, int], None]
 """Called after each group commit with its duration in seconds and its bytes."""
@@ -57,6 +67,11 @@ class Placed(NamedTuple):
     frame: Frame
     location: Location
 
+    @property
+    def end(self) -> int:
+        """Position behind it."""
+        return self.location.position + self.frame.size
+
 
 class Lost(NamedTuple):
     """Damage that was found in the log: so many bytes at an offset of a file."""
@@ -67,114 +82,260 @@ class Lost(NamedTuple):
     problem: str
 
 
-class Log:
-    """The files ``<directory>/NNNNNNNN.log``. Use ``scan`` to its end once, then append."""
+Moves = Mapping[int, Location]
+"""New places by old positions, of frames that had to be stored elsewhere than was meant."""
 
-    def __init__(self, directory: Path, *, file_bytes: int, on_sync: OnSync = lambda duration_s, size: None) -> None:
+
+_OF_FILES = frozenset((FrameType.FILE_HEAD, FrameType.FOOTER))
+_PHASES = {errno.ENOSPC: "disk full", errno.EDQUOT: "disk quota used up", errno.EROFS: "disk is read-only"}
+_encoder = msgspec.msgpack.Encoder()
+
+
+class _Filling:
+    """The file that frames are placed in: where the next one goes, and what its footer will say."""
+
+    def __init__(self, number: int, opened_ms: int) -> None:
+        self.number = number
+        self.tally = Tally(opened_ms)
+        self.offset = 0
+        self.head_bytes = 0
+        self.intact = True
+        """Whether it can be gone on with."""
+
+    def place(self, kind: FrameType, payload: bytes) -> Queued:
+        """A frame behind the last one."""
+        buffers = logformat.pack_frame(kind, payload)
+        frame = Queued(self.number, self.offset, kind, payload, buffers)
+        self.tally.add(kind, self.offset, buffers[0])
+        self.offset += sum(map(len, buffers))
+        self.head_bytes = self.head_bytes or self.offset
+        return frame
+
+    def found(self, item: Frame | Damage) -> None:
+        """What was read in it, in order."""
+        if isinstance(item, Frame):
+            self.tally.add_read(item)
+            self.offset = item.offset + item.size
+            self.head_bytes = self.head_bytes or self.offset
+            self.intact = self.intact and item.type is not FrameType.FOOTER
+        elif not item.torn:
+            self.intact = False
+
+
+class Log:
+    """The files of ``directory``. Use ``scan`` to its end once, then ``begin``, then append.
+
+    ``on_failure`` is called when the disk refuses, ``on_recovery`` when it takes again what waits.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        file_bytes: int,
+        epoch: int = 0,
+        on_sync: OnSync = lambda duration_s, size: None,
+        on_failure: Callable[[], None] = lambda: None,
+        on_recovery: Callable[[], None] = lambda: None,
+        clock_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
+    ) -> None:
+        self.on_moved: Callable[[Moves], None] = lambda moves: None
+        """Called with what moved, before anything else is told of a recovery."""
+        self.failure = ""
+        """Why nothing can be stored now; empty when all is well."""
+        self.phase = ""
+        """The same in a word or two."""
+        self.stopped = False
+        """Whether only a restart helps."""
         self._directory = directory
         self._file_bytes = file_bytes
-        self._on_sync = on_sync
+        self._epoch = epoch
+        self._on_sync, self._on_failure, self._on_recovery = on_sync, on_failure, on_recovery
+        self._clock_ms = clock_ms
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="log")
-        self._writer = _Writer(directory)
+        self._writer = Writer(directory)
         self._descriptors: dict[int, int] = {}
-        self._file, self._offset = 0, 0
+        self._at = _Filling(0, 0)
         self._bytes_before = 0  # in files before the current one
         self._appended, self._durable = 0, 0  # counts of frames
-        self._queue: list[tuple[int, bytes]] = []
-        self._unwritten: dict[tuple[int, int], bytes] = {}
-        self._flushing = False
+        self._queue: deque[Queued] = deque()
+        self._lock = threading.Lock()  # of the queue's end: either the writer sees a frame, or it is woken again
+        self._awake = False
+        self._begun = False
+        self._unwritten: dict[int, bytes] = {}
         self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
-        self.failure = ""
-        self.scanned_bytes = 0
+        self._probe: asyncio.TimerHandle | None = None
+        self._probe_s = PROBE_FIRST_S
         directory.mkdir(parents=True, exist_ok=True)
-        self.id = _identity(directory / "id")
-        """Made once and kept beside the files: tells what belongs to this log from what belongs to another."""
-        self._found = sorted(_number(path) for path in directory.glob("*.log"))
-        sizes = [_path(directory, number).stat().st_size for number in self._found]
-        self.found_bytes = sum(sizes)
-        self.found_end = Location(self._found[-1], sizes[-1], 0).position if sizes else 0
+        self._numbers = logfiles.numbers_in(directory)
+        self._last: _Filling | None = None
+        self.id = ""
+        """Made once and kept in every file: tells what belongs to this log from what belongs to another."""
+        self.state: bytes | None = None
+        """The newest control state that is intact. Everything from ``base`` on comes on top of it."""
+        self.base = 0
+        """Position of the file that opens with it."""
+        self._find_state()
+        self.scanned_bytes, self.found_bytes = 0, 0
 
     # Opening --------------------------------------------------------------------------------------------------
 
-    def scan(self) -> Iterator[Placed | Lost]:
-        """Everything in the log, in order; at the end the torn tail is cut and the log is open for appending.
+    def _find_state(self) -> None:
+        for file in logfiles.newest_first(self._directory, self._numbers):
+            if file.head is None:
+                continue
+            self.id = self.id or file.head.log
+            if file.head.state is not None:
+                self.state, self.base = file.head.state, Location(file.number, 0, 0).position
+                break
+        self.id = self.id or new_id()
 
-        Blocking: run it in a thread. ``scanned_bytes`` grows up to ``found_bytes`` meanwhile.
-        """
-        for number in self._found:
-            path = _path(self._directory, number)
-            sealed = path.with_suffix(".sealed")
-            if sealed.exists():
-                # Frames behind the last good sync were never acknowledged, and may exist in the page cache only.
-                os.truncate(path, min(_sealed_bytes(sealed), path.stat().st_size))
-            yield from self._scan_file(number, path, last=number == self._found[-1])
-            self._bytes_before += path.stat().st_size
-        self._begin()
+    @property
+    def found_end(self) -> int:
+        """Position behind all that was found in the directory."""
+        if not self._numbers:
+            return 0
+        return Location(self._numbers[-1], path_of(self._directory, self._numbers[-1]).stat().st_size, 0).position
 
-    def _scan_file(self, number: int, path: Path, *, last: bool) -> Iterator[Placed | Lost]:
-        size = path.stat().st_size
-        base = self.scanned_bytes
-        with open(path, "rb") as stream:
-            for item in logformat.scan(stream):
+    def scan(self, since: int = 0) -> Iterator[Placed | Lost]:
+        """Everything in the log from a frame's position on, in order; a torn tail is cut at the end. Blocking: run it
+        in a thread. ``scanned_bytes`` grows up to ``found_bytes`` meanwhile. Raises SetupError."""
+        start = Location.at(since, 0)
+        wanted = [number for number in self._numbers if number >= start.file]
+        # The states are large, and none is needed here.
+        files = [file.without_state() for file in logfiles.newest_first(self._directory, wanted)][::-1]
+        skipped = start.offset if files and files[0].number == start.file else 0
+        self.scanned_bytes, self.found_bytes = 0, sum(file.size_bytes for file in files) - skipped
+        for file in files:
+            last = _Filling(file.number, self._clock_ms()) if file.number == self._numbers[-1] else None
+            # The last file may be gone on with: its footer will speak of all of its frames.
+            start_at = 0 if last is not None else skipped
+            base, skipped = self.scanned_bytes - skipped, 0
+            for item in file.scan(start_at):
                 self.scanned_bytes = base + item.offset
-                if isinstance(item, Frame):
-                    yield Placed(item, Location(number, item.offset, len(item.payload)))
-                elif item.torn and last:
-                    os.truncate(path, item.offset)
-                else:
-                    yield Lost(path.name, item.offset, item.size, item.problem)
-        self.scanned_bytes = base + size
+                if last is not None:
+                    last.found(item)
+                    if isinstance(item, Damage) and item.torn:
+                        os.truncate(file.path, item.offset)
+                        continue
+                yield _placed(file, item)
+            self.scanned_bytes = base + file.size_bytes
+            if last is not None:
+                last.intact = last.intact and file.head is not None
+                self._last = last
 
-    def _begin(self) -> None:
-        """Go on behind what was found; what was read is made durable first, for it will be built upon."""
+    def begin(self, state: Callable[[], bytes | None], *, anew: bool = False) -> None:
+        """Be open for appending behind what was scanned; in a new file where the last one cannot be gone on with, or
+        ``anew`` says so. What was read is made durable first, for it will be built upon. ``state`` gives the control
+        state there. Blocking. Raises StoreError."""
+        last, self._last = self._last, None
         try:
-            if self._found and not _path(self._directory, self._found[-1]).with_suffix(".sealed").exists():
-                self._file = self._found[-1]
-                self._offset = self._writer.open(self._file)
-                self._bytes_before -= self._offset
-            else:
-                self._file = self._found[-1] + 1 if self._found else 1
-                self._offset = self._writer.open(self._file)
+            if last is not None and not last.offset and self._drop_empty(last.number):
+                last = None
+            self._bytes_before = sum(path_of(self._directory, number).stat().st_size for number in self._numbers)
+            if self._numbers:
+                self._at = last or _Filling(self._numbers[-1], self._clock_ms())
+                self._at.offset = self._writer.go_on(self._numbers[-1], self._bytes_before)
+                self._bytes_before -= self._at.offset
+            if last is None or not last.intact:
+                self._open_next(state())
+            elif anew or self.full:
+                self.rotate(state())
+            self._write_queue()
         except OSError as error:
-            raise self._refused(error) from error
+            self.failure = error.strerror or str(error)
+            raise self._closed() from error
+
+    def _drop_empty(self, number: int) -> bool:
+        """A last file that was made and never written is as good as none."""
+        path = path_of(self._directory, number)
+        if path.stat().st_size:
+            return False
+        path.unlink()
+        sync_directory(self._directory)
+        self._numbers.pop()
+        return True
+
+    def _write_queue(self) -> None:
+        """Write what waits now."""
+        try:
+            self._writer.write(self._queue)
+        except Failed as error:
+            raise error.error from error
+        self._durable = self._appended
+        self._queue.clear()
+        self._begun = True
 
     # Writing --------------------------------------------------------------------------------------------------
 
     @property
     def size_bytes(self) -> int:
         """Bytes of all files, what is still to be written included."""
-        return self._bytes_before + self._offset
+        return self._bytes_before + self._at.offset
 
     @property
     def tail(self) -> int:
         """Position where the next frame will be."""
-        return Location(self._file, self._offset, 0).position
+        return Location(self._at.number, self._at.offset, 0).position
+
+    @property
+    def full(self) -> bool:
+        """Whether the file is as long as a file may be, its head not counted."""
+        return self._at.offset - self._at.head_bytes >= self._file_bytes
 
     def append(self, kind: FrameType, payload: bytes) -> Location:
-        """Queue a frame. It is on disk once a later ``synced`` returns. Raises StoreError after a failure."""
-        if self.failure:
+        """Queue a frame. It is on disk once a later ``synced`` returns; while the disk refuses, it is kept. Raises
+        StoreError once the log is stopped."""
+        if self.stopped:
             raise self._closed()
-        frame = b"".join(logformat.pack_frame(kind, payload))
-        if self._offset and self._offset + len(frame) > self._file_bytes:
-            self._bytes_before += self._offset
-            self._file, self._offset = self._file + 1, 0
-        location = Location(self._file, self._offset, len(payload))
-        self._offset += len(frame)
-        self._appended += 1
-        self._queue.append((self._file, frame))
-        self._unwritten[self._file, location.offset] = payload
-        if not self._flushing:
-            self._flushing = True
-            asyncio.get_running_loop().call_soon(self._flush)
+        frame = self._enqueue(kind, payload)
+        location = Location(frame.file, frame.offset, len(payload))
+        self._unwritten[location.position] = payload
+        self._wake()
         return location
+
+    def rotate(self, state: bytes | None) -> None:
+        """Seal the file with its footer and go on in a new one, which opens with the control state as it is behind all
+        that was appended. Not while the disk refuses."""
+        self._enqueue(FrameType.FOOTER, _encoder.encode(self._at.tally.footer(self._clock_ms())))
+        self._open_next(state)
+        self._wake()
+
+    def _open_next(self, state: bytes | None) -> None:
+        before = self._at
+        self._bytes_before += before.offset
+        self._at = _Filling(before.number + 1, self._clock_ms())
+        self._enqueue(FrameType.FILE_HEAD, self._head(self._at.number, before.offset, state))
+
+    def _head(self, number: int, before_bytes: int, state: bytes | None) -> bytes:
+        head = FileHead(log=self.id, number=number, epoch=self._epoch, before_bytes=before_bytes, state=state)
+        return _encoder.encode(head)
+
+    def _enqueue(self, kind: FrameType, payload: bytes) -> Queued:
+        frame = self._at.place(kind, payload)
+        self._appended += 1
+        with self._lock:
+            self._queue.append(frame)
+        return frame
+
+    def _wake(self) -> None:
+        """See that the thread writes what waits, all that this turn of the event loop appends at once."""
+        if self._awake or self.failure or not self._begun:
+            return
+        self._awake = True
+        loop = asyncio.get_running_loop()
+        loop.call_soon(self._thread.submit, self._write_all, loop)
 
     def stop(self, problem: str) -> None:
         """Take nothing more, and tell every waiter: what was decided and what is stored are not the same any more."""
+        self.stopped = True
         self.failure = self.failure or problem
+        self.phase = self.phase or "failed"
         self._tell_waiters()
+        self._on_failure()
 
     async def synced(self) -> None:
-        """Returns when everything appended so far is on disk. Raises StoreError if it will never be."""
+        """Returns when everything appended so far is on disk. Raises StoreError if that is not so now."""
         if self.failure:
             raise self._closed()
         if self._durable == self._appended:
@@ -182,62 +343,124 @@ class Log:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.append((self._appended, waiter))
         await waiter
-        if self.failure:
-            raise self._closed()
 
-    def _flush(self) -> None:
-        """Hand all that waits to the thread; what is appended meanwhile goes with the next round."""
-        batch, self._queue = self._queue, []
-        upto = self._appended
-        done = asyncio.get_running_loop().run_in_executor(self._thread, self._writer.write, batch)
-        done.add_done_callback(lambda future: self._flushed(future, batch, upto))
+    def _write_all(self, loop: asyncio.AbstractEventLoop) -> None:
+        """In the log's thread: write what waits, round after round, until nothing does or the disk refuses."""
+        while True:
+            with self._lock:
+                batch = list(self._queue)
+                self._queue.clear()
+                if not batch:
+                    self._awake = False
+                    return
+            begun = time.perf_counter()
+            failed: Failed | None = None
+            try:
+                self._writer.write(batch)
+            except Failed as error:
+                failed = error
+            took_s = time.perf_counter() - begun
+            loop.call_soon_threadsafe(self._written, batch, took_s, failed)
+            if failed is not None:
+                return
 
-    def _flushed(self, done: asyncio.Future[float], batch: list[tuple[int, bytes]], upto: int) -> None:
-        self._flushing = False
-        error = done.exception()
-        if error is not None:
-            self.failure = f"{error.strerror or error}" if isinstance(error, OSError) else repr(error)
+    def _written(self, batch: Sequence[Queued], took_s: float, failed: Failed | None) -> None:
+        done = batch if failed is None else batch[: failed.written]
+        self._durable += len(done)
+        for frame in done:
+            self._unwritten.pop(Location(frame.file, frame.offset, 0).position, None)
+        if failed is not None:
+            self._fail(failed.error, batch[failed.written :])
         else:
-            self._durable = upto
-            self._on_sync(done.result(), sum(len(frame) for _, frame in batch))
-            self._forget_written(len(batch))
+            self._on_sync(took_s, sum(len(buffer) for frame in batch for buffer in frame.buffers))
         self._tell_waiters()
-        if self._queue and not self.failure:
-            self._flushing = True
-            self._flush()
 
     def _tell_waiters(self) -> None:
         while self._waiters and (self.failure or self._waiters[0][0] <= self._durable):
-            waiter = self._waiters.popleft()[1]
-            if not waiter.done():
+            upto, waiter = self._waiters.popleft()
+            if waiter.done():
+                continue
+            if upto <= self._durable:
                 waiter.set_result(None)
+            else:
+                waiter.set_exception(self._closed())
 
-    def _forget_written(self, frames: int) -> None:
-        for key in list(islice(self._unwritten, frames)):  # in the order in which they were appended
-            del self._unwritten[key]
+    # A disk that refuses --------------------------------------------------------------------------------------
+
+    def _fail(self, error: OSError, left: Sequence[Queued]) -> None:
+        """Keep what is not on disk, tell everybody, and try again later."""
+        with self._lock:
+            # A footer is of a file that will not be sealed, a state was to open one that was not made.
+            kept = [frame for frame in (*left, *self._queue) if frame.kind not in _OF_FILES]
+            self._appended -= len(left) + len(self._queue) - len(kept)
+            self._queue = deque(kept)
+            self._awake = False
+        self.failure = error.strerror or str(error)
+        self.phase = _PHASES.get(error.errno or 0, self.failure.lower())
+        self._probe_s = PROBE_FIRST_S
+        self._probe_later()
+        self._on_failure()
+
+    def _probe_later(self) -> None:
+        self._probe = asyncio.get_running_loop().call_later(self._probe_s, self.try_again)
+        self._probe_s = min(2 * self._probe_s, PROBE_LONGEST_S)
+
+    def try_again(self) -> None:
+        """Write what waits to a new file, if the disk takes it now. Happens in its own time after a failure."""
+        if self._probe is None or self.stopped:
+            return
+        self._probe.cancel()
+        self._probe = None
+        file = _Filling(self._writer.number + 1, self._clock_ms())
+        head = file.place(FrameType.FILE_HEAD, self._head(file.number, self._writer.durable_bytes, None))
+        moved = [file.place(frame.kind, frame.payload) for frame in self._queue]
+        done = asyncio.get_running_loop().run_in_executor(self._thread, self._writer.start_over, [head, *moved])
+        done.add_done_callback(lambda done: self._tried(done, file, moved))
+
+    def _tried(self, done: asyncio.Future[None], file: _Filling, moved: list[Queued]) -> None:
+        error = done.exception()
+        if isinstance(error, OSError):
+            self._probe_later()
+            return
+        if error is not None:
+            raise error
+        meant = list(self._queue)
+        self._bytes_before = self._writer.total_bytes - file.offset
+        self._at = file
+        late = [file.place(frame.kind, frame.payload) for frame in meant[len(moved) :]]  # appended meanwhile
+        self._queue = deque(late)
+        self._appended += 1  # the head
+        self._durable = self._appended - len(late)
+        self._unwritten = {_location(frame).position: frame.payload for frame in late}
+        self._forget_descriptor(file.number)
+        self.on_moved(
+            {_location(old).position: _location(new) for old, new in zip(meant, (*moved, *late), strict=True)}
+        )
+        if not self.stopped:
+            self.failure = self.phase = ""
+            self._on_recovery()
+        if late:
+            self._wake()
 
     def _closed(self) -> StoreError:
-        return StoreError(
-            f"The log in {self._directory} cannot be written: {self.failure}.",
-            hint="This request may not be stored. Mend what failed, then restart the orchestrator and ask again.",
-        )
-
-    def _refused(self, error: OSError) -> StoreError:
-        self.failure = error.strerror or str(error)
-        return self._closed()
+        if self.stopped:
+            hint = "This request may not be stored. Mend what failed, then restart the orchestrator and ask again."
+        else:
+            hint = "This request may not be stored. The orchestrator goes on once the disk takes data; ask again."
+        return StoreError(f"The log in {self._directory} cannot be written: {self.failure}.", hint=hint)
 
     def files(self) -> set[int]:
         """The numbers of all files that there are. Blocking."""
-        return {_number(path) for path in self._directory.glob("*.log")}
+        return set(logfiles.numbers_in(self._directory))
 
     # Reading --------------------------------------------------------------------------------------------------
 
     def read(self, location: Location) -> bytes:
         """A payload, checked. Raises CorruptRecord that names file and offset. May be called from any thread."""
-        waiting = self._unwritten.get((location.file, location.offset))
+        waiting = self._unwritten.get(location.position)
         if waiting is not None:
             return waiting
-        name = _path(self._directory, location.file).name
+        name = path_of(self._directory, location.file).name
         try:
             descriptor = self._descriptor(location.file)
             return logformat.read_payload(descriptor, location.offset, location.length, name=name)
@@ -252,106 +475,35 @@ class Log:
     def _descriptor(self, number: int) -> int:
         descriptor = self._descriptors.get(number)
         if descriptor is None:
-            descriptor = os.open(_path(self._directory, number), os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(path_of(self._directory, number), os.O_RDONLY | os.O_CLOEXEC)
             descriptor = self._descriptors.setdefault(number, descriptor)
         return descriptor
 
+    def _forget_descriptor(self, number: int) -> None:
+        descriptor = self._descriptors.pop(number, None)
+        if descriptor is not None:
+            os.close(descriptor)
+
     async def close(self) -> None:
         """Write what waits, and close all files."""
+        if self._probe is not None:
+            self._probe.cancel()
+            self._probe = None
         try:
             if not self.failure:
                 await self.synced()
         finally:
             self._thread.shutdown()
             self._writer.close()
-            for descriptor in self._descriptors.values():
-                os.close(descriptor)
-            self._descriptors.clear()
+            for number in list(self._descriptors):
+                self._forget_descriptor(number)
 
 
-class _Writer:
-    """The file that is written. Used by the log's thread only, once the log is open."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._number = 0
-        self._descriptor = -1
-        self._synced_bytes = 0
-
-    def open(self, number: int) -> int:
-        """Open or make a file; returns its size, durable."""
-        path = _path(self._directory, number)
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        self._number = number
-        _sync(self._descriptor)
-        sync_directory(self._directory)
-        self._synced_bytes = os.fstat(self._descriptor).st_size
-        return self._synced_bytes
-
-    def write(self, batch: list[tuple[int, bytes]]) -> float:
-        """Append frames to their files and sync; returns the seconds that it took. Raises OSError, once."""
-        begun = time.perf_counter()
-        try:
-            first = 0
-            while first < len(batch):
-                number = batch[first][0]
-                last = next((i for i in range(first, len(batch)) if batch[i][0] != number), len(batch))
-                if number != self._number:
-                    os.close(self._descriptor)
-                    self.open(number)
-                self._append(b"".join(frame for _, frame in batch[first:last]))
-                first = last
-        except OSError:
-            self._seal()
-            raise
-        return time.perf_counter() - begun
-
-    def _append(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(self._descriptor, view) :]
-        _sync(self._descriptor)
-        self._synced_bytes += len(data)
-
-    def _seal(self) -> None:
-        """Note beside the file how much of it is good. After a failed sync the kernel may show the rest as written."""
-        path = _path(self._directory, self._number).with_suffix(".sealed")
-        with contextlib.suppress(OSError):  # the disk is failing; then the next start has to trust what it reads
-            replace(path, b"%d\n" % self._synced_bytes)
-
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+def _placed(file: LogFile, item: Frame | Damage) -> Placed | Lost:
+    if isinstance(item, Frame):
+        return Placed(item, Location(file.number, item.offset, len(item.payload)))
+    return Lost(file.path.name, item.offset, item.size, item.problem)
 
 
-def _path(directory: Path, number: int) -> Path:
-    return directory / f"{number:08d}.log"
-
-
-def _number(path: Path) -> int:
-    if not (path.stem.isascii() and path.stem.isdigit() and len(path.stem) == 8):
-        raise SetupError(
-            f"The file {path} is no file of this log.", hint="Move it away: a log's files are named by eight digits."
-        )
-    return int(path.stem)
-
-
-def _sealed_bytes(path: Path) -> int:
-    try:
-        return int(path.read_bytes())
-    except ValueError as error:
-        raise SetupError(
-            f"The file {path} is damaged: it does not hold a number.",
-            hint="Delete it to trust all that reads well in the file of the same number.",
-        ) from error
-
-
-def _identity(path: Path) -> str:
-    if not path.exists():
-        replace(path, f"{new_id()}\n".encode())
-    return path.read_text().strip()
-
-
-def _sync(descriptor: int) -> None:
-    getattr(os, "fdatasync", os.fsync)(descriptor)
+def _location(frame: Queued) -> Location:
+    return Location(frame.file, frame.offset, len(frame.payload))

@@ -1,7 +1,8 @@
 """How a service starts, becomes ready, and ends.
 
-* Until the log is read, everything is answered ``unavailable``, with the phase and how far it is.
-* A store that fails makes the service not ready; it says which error it was.
+* Until the log is read, everything is answered ``unavailable``, with the phase, how far it is and how long it may take.
+* A store that fails makes the service not ready; it says which error it was, and is ready again once the disk takes
+  what waits.
 * When it drains, long polls are answered at once.
 """
 
@@ -41,11 +42,13 @@ RECENT_SYNCS = 512
 
 
 class Phase(msgspec.Struct, frozen=True):
-    """What the service is busy with. ``done`` of ``total`` bytes, while it starts."""
+    """What the service is busy with. ``done`` of ``total`` bytes, while it starts, and the seconds that the rest may
+    take by the pace so far."""
 
     name: str
     done: int = 0
     total: int = 0
+    estimate_s: float | None = None
 
 
 class Running(NamedTuple):
@@ -67,10 +70,10 @@ class Lifecycle:
         self._settings = settings
         self._directory = directory
         self._clock = clock
-        self._started_at = clock()
+        self._started_at = self._reading_since = clock()
         self._replayed_s = 0.0
         self._phase = "starting"
-        self._failure = ""
+        self._projection_failure = ""
         self._log: Log | None = None
         self._running: Running | None = None
         self._syncs: deque[float] = deque(maxlen=RECENT_SYNCS)
@@ -81,14 +84,15 @@ class Lifecycle:
     async def start(self) -> None:
         """Read the log and become ready. Requests may come meanwhile. Raises StoreError."""
         self._phase = "reading the log"
-        self._log = Log(self._directory.path / "log", file_bytes=self._settings.log_file_bytes, on_sync=self._synced)
+        begun = self._reading_since = self._clock()
+        # Heads of files may be large: the event loop answers meanwhile.
+        self._log = await asyncio.to_thread(self._open_log)
         store = Store(self._log, Projection(self._directory.path / "projection.sqlite", self._log.id))
         assets = Assets(
             self._directory.path / FOLDER, store.referred, clock=self._clock, promise_s=self._settings.asset_promise_s
         )
         core = Scheduler(epoch=self.epoch, new_id=new_id, new_nonce=lambda: random_pool(8).hex())
         # The core's clock stands still while the log is read, so that every lease in it has its full term after.
-        begun = self._clock()
         try:
             await asyncio.to_thread(assets.open)
             await asyncio.to_thread(
@@ -108,7 +112,18 @@ class Lifecycle:
         await store.log.synced()
         self._phase = "ready"
         self.metrics.ready.set(1)
-        log.info("ready", epoch=self.epoch, trajectories=store.trajectories, replayed_s=round(self._replayed_s, 3))
+        trajectories, replayed_s = store.index.trajectories, round(self._replayed_s, 3)
+        log.info("ready", epoch=self.epoch, trajectories=trajectories, replayed_s=replayed_s)
+
+    def _open_log(self) -> Log:
+        return Log(
+            self._directory.path / "log",
+            file_bytes=self._settings.log_file_bytes,
+            epoch=self.epoch,
+            on_sync=self._synced,
+            on_failure=self._disk_refuses,
+            on_recovery=self._disk_takes,
+        )
 
     def drain(self) -> None:
         """Take nothing new, and answer all long polls."""
@@ -139,28 +154,37 @@ class Lifecycle:
             try:
                 await store.project()
             except StoreError as error:
-                self._failed(error.detail)
-                return
+                if not store.log.failure and not self._projection_failure:
+                    log.error("the projection failed; not ready until it is written", problem=error.detail)
+                    self._projection_failure = error.detail
+            else:
+                self._projection_failure = ""
+            self._show_ready()
 
     async def files_gone(self, numbers: Sequence[int]) -> None:
         """These files of the log were deleted, durably: what only they referred to goes as well. None of them may be in
-        use (``Store.files_in_use``). Raises StoreError."""
+        use (``Index.files``). Raises StoreError."""
         running = self._require()
         running.assets.doubt(await running.shell.store.files_gone(numbers))
 
     async def _collect(self) -> None:
+        """See that assets which nobody needs go; again from the beginning where the disk refused."""
+        while True:
+            try:
+                await self._collect_assets()
+            except StoreError as error:
+                log.error("assets could not be collected; tried again", problem=error.detail)
+                await asyncio.sleep(COLLECT_EVERY_S)
+
+    async def _collect_assets(self) -> None:
         """Delete assets that nobody needs. What was there at the start may be promised to somebody since before it."""
         running = self._require()
-        every_s = min(COLLECT_EVERY_S, running.assets.promise_s)
-        try:
-            await self._forget_deleted_files(running.shell.store)
-            await asyncio.sleep(running.assets.promise_s)
-            await running.assets.doubt_all()
-            while True:
-                await running.assets.collect()
-                await asyncio.sleep(every_s)
-        except StoreError as error:
-            self._failed(error.detail)
+        await self._forget_deleted_files(running.shell.store)
+        await asyncio.sleep(running.assets.promise_s)
+        await running.assets.doubt_all()
+        while True:
+            await running.assets.collect()
+            await asyncio.sleep(min(COLLECT_EVERY_S, running.assets.promise_s))
 
     async def _forget_deleted_files(self, store: Store) -> None:
         """A crash may have come between the deletion of a file and what follows from it."""
@@ -180,18 +204,38 @@ class Lifecycle:
         self.metrics.sync.observe(duration_s)
         self.metrics.log_written.inc(size_bytes)
 
-    def _failed(self, problem: str) -> None:
-        if not self._failure:
-            log.error("the store failed; not ready until a restart", problem=problem)
-        self._failure = problem
-        self.metrics.ready.set(0)
+    def _disk_refuses(self) -> None:
+        """Time stands still and everybody is told, until the disk takes what waits."""
+        if self._log is not None:
+            hint = "restart the orchestrator" if self._log.stopped else "tried again until it does"
+            log.error("the disk refuses", problem=self._log.failure, what_next=hint)
+        self._show_ready()
+        if self._running is not None:
+            self._running.shell.stop_timer()
+            self._running.shell.bells.ring_all()
+
+    def _disk_takes(self) -> None:
+        log.info("the disk takes data again")
+        self._show_ready()
+        if self._running is not None:
+            self._running.shell.set_timer()
+
+    def _show_ready(self) -> None:
+        self.metrics.ready.set(1 if self._phase == "ready" and not self._failure else 0)
+
+    @property
+    def _failure(self) -> str:
+        """Why nothing can be stored now; empty when all is well."""
+        return (self._log.failure if self._log is not None else "") or self._projection_failure
 
     # Readiness ------------------------------------------------------------------------------------------------
 
     def phase(self) -> Phase:
         """What it is busy with."""
         if self._log is not None and self._running is None:
-            return Phase(self._phase, self._log.scanned_bytes, self._log.found_bytes)
+            done, total = self._log.scanned_bytes, self._log.found_bytes
+            passed_s = self._clock() - self._reading_since
+            return Phase(self._phase, done, total, passed_s / done * (total - done) if done else None)
         return Phase(self._phase)
 
     def require_ready(self) -> None:
@@ -214,17 +258,19 @@ class Lifecycle:
             phase=phase.name,
             done=phase.done,
             total=phase.total,
+            estimate_s=None if phase.estimate_s is None else round(phase.estimate_s, 1),
         )
 
     def _require(self) -> Running:
         if self._running is None:
             raise self._busy()
-        if self._running.shell.store.log.failure:
-            self._failed(self._running.shell.store.log.failure)
         if self._failure:
-            raise Unavailable(
-                f"The store failed: {self._failure}.",
-                hint="Mend what failed, then restart the orchestrator.",
-                phase="failed",
-            )
+            raise self._refusing(self._running.shell.store.log)
         return self._running
+
+    def _refusing(self, store_log: Log) -> Unavailable:
+        if store_log.stopped:
+            hint = "Mend what failed, then restart the orchestrator."
+        else:
+            hint = "Mend what failed: the orchestrator goes on by itself. Then try again."
+        return Unavailable(f"The store failed: {self._failure}.", hint=hint, phase=store_log.phase or "failed")

@@ -84,6 +84,8 @@ class Pulls:
     ) -> Redeliver | wire.EmptyReply:
         shell = self._shell
         while True:
+            if shell.store.log.failure:
+                await shell.store.log.synced()  # raises StoreError, which says what the disk says
             plan = self._try(run, request)
             if isinstance(plan, Redeliver) or plan.finished or shell.draining or shell.now() >= deadline:
                 return plan

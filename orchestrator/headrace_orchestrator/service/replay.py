@@ -1,9 +1,10 @@
-"""Starting: the log is read through, and gives scheduler, index and projection back.
+"""Starting: the newest control state and the log behind it give scheduler and index back, and bring the projection up.
 
-* Nothing acknowledged is lost: every fact is taken in the order in which it was decided.
+* Nothing acknowledged is lost: every fact behind the state is taken in the order in which it was decided.
 * The first terminal record of an episode wins.
 * Damage costs the damaged record only; it is logged with file and offset, and counted.
-* The projection is brought up to the log, or built anew if it is not of this log.
+* A damaged state costs nothing: the one before it and more of the log give the same.
+* The projection is brought up to the log from where it is, or built anew if it is not of this log.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from headrace.errors import HeadraceError
+from headrace.logformat import FrameType
 from headrace_orchestrator import logs
 from headrace_orchestrator.buffer.log import Lost, Placed
 from headrace_orchestrator.scheduler.core import Scheduler
@@ -23,45 +25,57 @@ log = logs.logger(__name__)
 _UNUSABLE = (HeadraceError, msgspec.MsgspecError, ValueError, KeyError)
 """A record is damaged in a way that its checksum does not see, or builds on one that is lost."""
 
+_OF_FILES = frozenset((FrameType.FILE_HEAD, FrameType.FOOTER))
+
 PROJECT_ROWS = 5000
-"""Rows of one transaction while the projection catches up: large enough to be fast, small enough for memory."""
+"""Frames of one transaction while the projection catches up: large enough to be fast, small enough for memory."""
 
 
 def replay(
     core: Scheduler, store: Store, now: float, *, damaged: Callable[[], None], stopping: Callable[[], bool]
 ) -> None:
-    """Read the log through; blocking. ``damaged`` is called for each record that is lost. Ends early, with the log not
-    open for appending, once ``stopping`` says so."""
+    """Read what a start needs of the log; blocking. ``damaged`` is called for each record that is lost. Ends early,
+    with the log not open for appending, once ``stopping`` says so. Raises StoreError or SetupError."""
     cursor = store.projection.cursor
     if cursor > store.log.found_end:
         log.warning("the projection is ahead of the log, building it anew")
         store.projection.reset()
         cursor = 0
-    for item in store.log.scan():
+    base = store.log.base
+    if store.log.state is not None:
+        store.restore(store.log.state, core, now)
+        store.log.state = None
+    for item in store.log.scan(min(cursor, base)):
         if stopping():
             return
         if isinstance(item, Lost):
             log.error("log damaged", file=item.file, offset=item.offset, bytes=item.length, problem=item.problem)
             damaged()
             continue
-        for error in _take(core, store, item, now):
+        position = item.location.position
+        for error in _take(core, store, item, now, apply=position >= base, project=position >= cursor):
             log.error("record passed over", position=item.location, error=repr(error))
             damaged()
-        if item.location.position < cursor:
-            store.skip_projected()
-        elif store.unprojected >= PROJECT_ROWS:
-            store.project_now(item.location.position + 1)
+        if store.unprojected >= PROJECT_ROWS:
+            store.project_now(item.end)
+    store.log.begin(lambda: store.state(core), anew=store.state_due)
     store.project_now(store.log.tail)
 
 
-def _take(core: Scheduler, store: Store, placed: Placed, now: float) -> Iterator[Exception]:
+def _take(
+    core: Scheduler, store: Store, placed: Placed, now: float, *, apply: bool, project: bool
+) -> Iterator[Exception]:
     """Take the facts of a frame; gives the reason for each that had to be passed over."""
+    if placed.frame.type in _OF_FILES:
+        return
     try:
         facts, source = store.facts_of(placed.frame)
     except _UNUSABLE as error:
         yield error
         return
-    for fact in facts:
+    if project:
+        store.list_frame(facts, source, placed.location)
+    for fact in facts if apply else ():
         try:
             core.apply(fact, now)
             store.note(fact, source, placed.location)

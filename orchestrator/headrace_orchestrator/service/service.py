@@ -60,6 +60,7 @@ class Service(Lifecycle):
         while True:
             if self.draining:
                 raise self._busy()
+            self._require()
             reply = shell.core.lease(request, shell.now())
             shell.commit()
             remaining_s = deadline - shell.now()
@@ -238,6 +239,7 @@ class Service(Lifecycle):
         deadline = shell.now() + granted_wait(wait_s)
         try:
             while True:
+                self._require()
                 reply = ask(shell.core, shell.now())
                 shell.commit()
                 if enough(reply) or self.draining or shell.now() >= deadline:
@@ -283,8 +285,8 @@ class Service(Lifecycle):
                 "assets": assets.count,
                 "asset_bytes": assets.size_bytes,
                 "log_bytes": store.log.size_bytes,
-                "trajectories": store.trajectories,
-                "batches_open": len(store.batches),
+                "trajectories": store.index.trajectories,
+                "batches_open": len(store.index.batches),
                 "unprojected_rows": store.unprojected,
                 "projection_wal_bytes": store.projection.wal_bytes(),
             }

@@ -19,7 +19,8 @@ from headrace.trajectory import Version
 from headrace_orchestrator import logs
 from headrace_orchestrator.buffer.log import Location
 from headrace_orchestrator.scheduler.core import Form, Redeliver
-from headrace_orchestrator.service.store import BatchAt, Store
+from headrace_orchestrator.service.index import BatchAt
+from headrace_orchestrator.service.store import Store
 
 log = logs.logger(__name__)
 
@@ -107,7 +108,7 @@ class Bodies:
     async def serve(self, lease: Redeliver, damaged: Callable[[CorruptRecord], None]) -> Served:
         """A batch on its lease. Raises CorruptRecord where its bytes are damaged; ``damaged`` is called where that
         shows only when a part of it is under way."""
-        at = self._store.batches.get(lease.batch)
+        at = self._store.index.batches.get(lease.batch)
         if at is None:
             raise CorruptRecord(
                 f"Batch {lease.batch} cannot be served again: a record that it needs was lost in the log.",

@@ -2,7 +2,7 @@
 
 * A command is decided and appended without giving the event loop away in between.
 * No answer leaves before everything that it rests on is on disk, errors included.
-* Time passes by a timer that is set for the core's next deadline.
+* Time passes by a timer that is set for the core's next deadline; while the disk refuses, it does not pass.
 * Memory never goes on without the log: a decision that cannot be stored stops the service until a restart.
 """
 
@@ -70,6 +70,7 @@ class Shell:
         try:
             facts = self.core.drain()
             self.store.put([self._decided(fact, accepted or {}, formed) for fact in facts])
+            self.store.keep_state(self.core)
             for fact in facts:
                 _log(fact)
             self._metrics.observe(facts)
@@ -105,7 +106,11 @@ class Shell:
     # Time -----------------------------------------------------------------------------------------------------
 
     def set_timer(self) -> None:
-        """See that ``tick`` runs at the core's next deadline. A timer that is early only looks once too often."""
+        """See that ``tick`` runs at the core's next deadline. A timer that is early only looks once too often.
+
+        While the disk refuses, time stands still: who holds a lease cannot renew it."""
+        if self.store.log.failure:
+            return
         deadline = self.core.next_deadline()
         if deadline is None or (self._timer is not None and self._timer_at <= deadline):
             return

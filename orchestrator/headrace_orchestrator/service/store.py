@@ -1,11 +1,10 @@
 """Where the scheduler's facts go: to the log, to an index of what batches are made of, to the projection.
 
-* The index holds locations, not records: memory grows with groups in flight, not with what is stored.
 * Control records that are decided together share frames, in the order in which they were decided.
 * Everything that was decided together is encoded before anything of it is stored.
 * A trajectory id belongs to one episode, stored or on its way to the disk.
-* The index is the same whether facts come from commands or from the log.
-* Rows for the projection are written only when their frames are on disk.
+* A file of the log opens with the control state as it is behind exactly the frames before it.
+* Rows for the projection are written only when their frames are on disk; a disk that refuses costs none of them.
 * An asset is referred to from the moment at which a record that names it is appended, until the record's file is gone.
 """
 
@@ -21,32 +20,31 @@ import msgspec
 from headrace import codec
 from headrace.batch import read_manifest
 from headrace.codec import TrajectoryHead
-from headrace.errors import CorruptRecord
 from headrace.logformat import Frame, FrameType
 from headrace.manifest import Manifest
 from headrace.strands import GroupInput
-from headrace.trajectory import Provenance, StopReason, Task
-from headrace_orchestrator.buffer.log import Location, Log
-from headrace_orchestrator.buffer.projection import (
-    Projection,
-    Statement,
-    asset_reference,
-    batch_row,
-    batch_settled,
-    member_row,
-    references_gone,
-    trajectory_row,
-)
+from headrace.trajectory import Provenance, StopReason
+from headrace_orchestrator.buffer.log import Location, Log, Moves
+from headrace_orchestrator.buffer.projection import Projection
+from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.scheduler.records import (
     AnyRecord,
     BatchAcked,
     BatchDissolved,
     BatchFormed,
     EpisodeEnded,
-    GroupAdmitted,
-    GroupRetired,
 )
-from headrace_orchestrator.service.outcomes import SCORED, outcome_of
+from headrace_orchestrator.service.index import Index
+from headrace_orchestrator.service.listing import (
+    BatchListed,
+    FileGone,
+    Listed,
+    TrajectoryListed,
+    Unprojected,
+    listed_of,
+    rows,
+)
+from headrace_orchestrator.service.outcomes import outcome_of
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[AnyRecord])
@@ -54,32 +52,12 @@ _decoder = msgspec.msgpack.Decoder(list[AnyRecord])
 FACTS_A_FRAME = 64
 """Control records that share a frame: enough that its header and checksums cost little, few enough to lose at once."""
 
+FACTS_A_STATE = 20_000
+"""Facts behind a control state from which on a new one is due: what a start has to take in at most, some 0.3 s."""
 
-class MemberAt(NamedTuple):
-    """A usable record: whose it is, and where."""
-
-    episode: str
-    location: Location
-
-
-class GroupAt(NamedTuple):
-    """A group in flight: its task, its size at admission, and its usable records by trajectory id."""
-
-    task: Task
-    expected: int
-    members: dict[str, MemberAt]
-
-
-class BatchAt(NamedTuple):
-    """A frozen batch: where its head and its records are, in the order of the body."""
-
-    run: str
-    head: Location
-    members: tuple[Location, ...]
-
-    @property
-    def size_bytes(self) -> int:
-        return self.head.length + sum(member.length for member in self.members)
+GROUPS_A_FACT = 0.5
+"""Groups of a control state for which one fact more may come behind it: writing it and taking it in stay in
+proportion to what it saves."""
 
 
 class Ended(NamedTuple):
@@ -104,20 +82,30 @@ Decided = AnyRecord | Ended | Frozen
 """What is stored: a control record as it is, the others with the bytes of their frames."""
 
 
+class ControlState(msgspec.Struct, frozen=True, array_like=True):
+    """What a file of the log opens with: the scheduler's snapshot and the index's."""
+
+    core: bytes
+    index: bytes
+
+
+_state_decoder = msgspec.msgpack.Decoder(ControlState)
+
+
 class Store:
     """Log, index and projection of one data directory."""
 
     def __init__(self, log: Log, projection: Projection) -> None:
         self.log = log
         self.projection = projection
-        self.groups: dict[tuple[str, str], GroupAt] = {}
-        """By run and group id: ids that learners choose are unique in a run only."""
-        self.batches: dict[str, BatchAt] = {}
-        self.trajectories = 0
-        self._rows: list[Statement] = []
+        self.index = Index()
+        self._facts = 0  # since the last control state
+        self._facts_a_state = FACTS_A_STATE
+        self._unprojected: list[Unprojected] = []
         self._unprojected_ids: dict[str, str] = {}
         self._unprojected_assets: dict[str, int] = {}
         self._projecting = asyncio.Lock()
+        log.on_moved = self._move
 
     # Facts of commands ----------------------------------------------------------------------------------------
 
@@ -128,13 +116,47 @@ class Store:
             location = self.log.append(kind, payload)
             for entry in entries:
                 if isinstance(entry, Ended):
-                    self._note_trajectory(entry.outcome, entry.stop_reason, entry.provenance, entry.assets, location)
+                    self.index.note_trajectory(entry.outcome, location)
+                    self._list(
+                        TrajectoryListed(entry.outcome, entry.stop_reason, entry.provenance, entry.assets), location
+                    )
                 elif isinstance(entry, Frozen):
-                    self._note_batch(entry.formed, location, entry.groups)
+                    self.index.note_batch(entry.formed, location, entry.groups)
+                    self._list(_listed(entry), location)
                 else:
-                    self._note(entry)
+                    self.index.note(entry)
+                    if isinstance(entry, (BatchAcked, BatchDissolved)):
+                        self._list(entry, location)
+        self._facts += len(decided)
+
+    def keep_state(self, core: Scheduler) -> None:
+        """Go on in a new file, which opens with the control state, where it is time. To be called when everything that
+        was decided is stored."""
+        if (self._facts >= self._facts_a_state or self.log.full) and not self.log.failure:
+            self.log.rotate(self.state(core))
+
+    @property
+    def state_due(self) -> bool:
+        """Whether a start has enough to take in behind the last control state."""
+        return self._facts >= self._facts_a_state
+
+    def state(self, core: Scheduler) -> bytes:
+        """The control state now; facts are counted from here on."""
+        self._expect(self.index.entries())
+        return _encoder.encode(ControlState(core.snapshot(), self.index.snapshot()))
+
+    def _expect(self, groups: int) -> None:
+        self._facts, self._facts_a_state = 0, max(FACTS_A_STATE, int(groups * GROUPS_A_FACT))
 
     # Facts of the log -----------------------------------------------------------------------------------------
+
+    def restore(self, state: bytes, core: Scheduler, now: float) -> None:
+        """Take a control state, into a core and a store that know nothing yet. Raises CorruptRecord or
+        msgspec.MsgspecError."""
+        found = _state_decoder.decode(state)
+        core.restore(found.core, now)
+        self.index.restore(found.index)
+        self._expect(self.index.entries())
 
     def facts_of(self, frame: Frame) -> tuple[list[AnyRecord], TrajectoryHead | Manifest | None]:
         """The facts that a frame carries, and what one is read from that has a frame of its own. Raises ValueError,
@@ -149,55 +171,20 @@ class Store:
 
     def note(self, fact: AnyRecord, source: TrajectoryHead | Manifest | None, location: Location) -> None:
         """Take a fact of the log into the index. Raises KeyError where it builds on a lost one."""
-        if isinstance(fact, EpisodeEnded) and isinstance(source, TrajectoryHead):
-            names = [asset.name for asset in source.assets]
-            self._note_trajectory(fact, source.stop_reason, source.provenance, names, location)
+        self._facts += 1
+        if isinstance(fact, EpisodeEnded):
+            self.index.note_trajectory(fact, location)
         elif isinstance(fact, BatchFormed) and isinstance(source, Manifest):
-            self._note_batch(fact, location, _members_of(source))
+            self.index.note_batch(fact, location, _members_of(source))
         else:
-            self._note(fact)
+            self.index.note(fact)
 
-    # The index ------------------------------------------------------------------------------------------------
-
-    def _note(self, record: AnyRecord) -> None:
-        match record:
-            case GroupAdmitted() if not record.evaluation:
-                self.groups[record.run, record.group] = GroupAt(record.task, len(record.members), {})
-            case GroupRetired():
-                self.groups.pop((record.run, record.group), None)
-            case BatchAcked():
-                self.batches.pop(record.batch, None)
-                made = str(record.version) if record.version is not None else ""
-                self._rows.append(batch_settled(record.batch, "acked", made))
-            case BatchDissolved():
-                self.batches.pop(record.batch, None)
-                self._rows.append(batch_settled(record.batch, "dissolved"))
-            case _:
-                pass  # of no concern to batches or listings
-
-    def _note_trajectory(
-        self,
-        outcome: EpisodeEnded,
-        stop_reason: StopReason,
-        provenance: Provenance,
-        assets: Sequence[str],
-        location: Location,
+    def list_frame(
+        self, facts: Sequence[AnyRecord], source: TrajectoryHead | Manifest | None, location: Location
     ) -> None:
-        group = self.groups.get((outcome.run, outcome.group))
-        if group is not None and outcome.status in SCORED:
-            group.members[outcome.trajectory] = MemberAt(outcome.episode, location)
-        self.trajectories += 1
-        self._rows.append(trajectory_row(outcome, stop_reason, provenance, location))
-        self._unprojected_ids.setdefault(outcome.trajectory, outcome.episode)
-        for name in assets:
-            self._rows.append(asset_reference(name, location.file))
-            self._unprojected_assets[name] = location.position
-
-    def _note_batch(self, formed: BatchFormed, head: Location, groups: Sequence[tuple[str, Sequence[str]]]) -> None:
-        members = tuple(self.groups[formed.run, group].members[id].location for group, ids in groups for id in ids)
-        self.batches[formed.batch] = BatchAt(formed.run, head, members)
-        self._rows.append(batch_row(formed.batch, formed.run, str(formed.version), head))
-        self._rows += [member_row(formed.run, group, head) for group, _ in groups]
+        """Have the projection told of a frame of the log."""
+        for listed in listed_of(facts, source):
+            self._list(listed, location)
 
     # Reading --------------------------------------------------------------------------------------------------
 
@@ -208,19 +195,12 @@ class Store:
 
     def record(self, run: str, group: str, trajectory: str) -> bytes:
         """A usable record of a group in flight. Raises CorruptRecord."""
-        at = self.groups.get((run, group))
-        member = at.members.get(trajectory) if at is not None else None
-        if member is None:
-            raise CorruptRecord(
-                f"The record {trajectory} of group {group} was lost in the log.",
-                hint="Only this record is lost. `headrace fsck` lists all damage.",
-            )
-        return self.log.read(member.location)
+        return self.log.read(self.index.place(run, group, trajectory))
 
     def group_input(self, run: str, group: str, records: Iterable[bytes]) -> GroupInput:
-        """What forming a batch needs to know of a group and its records."""
-        at = self.groups[run, group]
-        return GroupInput(group, at.task, at.expected, [(codec.decode_head(record), len(record)) for record in records])
+        """What forming a batch needs to know of a group and its records, one at least."""
+        members = [(codec.decode_head(record), len(record)) for record in records]
+        return GroupInput(group, members[0][0].task, self.index.groups[run][group].expected, members)
 
     # Assets ---------------------------------------------------------------------------------------------------
 
@@ -228,17 +208,13 @@ class Store:
         """Of these assets those that a record refers to, one on its way to the disk included. Raises StoreError."""
         return self.projection.referred(assets) | (self._unprojected_assets.keys() & assets)
 
-    def files_in_use(self) -> set[int]:
-        """The files of the log that a group in flight or an open batch needs: they must not be deleted."""
-        groups = {member.location.file for group in self.groups.values() for member in group.members.values()}
-        return groups.union(*({at.head.file, *(m.file for m in at.members)} for at in self.batches.values()))
-
     async def files_gone(self, numbers: Sequence[int]) -> list[str]:
         """Forget what files of the log referred to, which are deleted, durably; gives the assets that may be needed by
         nobody now. Raises StoreError."""
         await self.project()
         doubtful = [name for number in numbers for name in await asyncio.to_thread(self.projection.assets_of, number)]
-        self._rows += map(references_gone, numbers)
+        for number in numbers:
+            self._list(FileGone(number), Location(number, 0, 0))
         await self.project()
         return doubtful
 
@@ -246,38 +222,51 @@ class Store:
 
     @property
     def unprojected(self) -> int:
-        """Rows that wait to be written."""
-        return len(self._rows)
+        """Frames that the projection was not told of yet."""
+        return len(self._unprojected)
 
-    def skip_projected(self) -> None:
-        """Forget rows of frames that the projection has already."""
-        self._take_rows()
-        self._unprojected_ids.clear()
-        self._unprojected_assets.clear()
+    def _list(self, listed: Listed, location: Location) -> None:
+        self._unprojected.append(Unprojected(listed, location))
+        if isinstance(listed, TrajectoryListed):
+            self._unprojected_ids.setdefault(listed.outcome.trajectory, listed.outcome.episode)
+            self._unprojected_assets.update(dict.fromkeys(listed.assets, location.position))
 
     def project_now(self, cursor: int) -> None:
-        """Write waiting rows, whose frames are on disk. Blocking."""
-        self.projection.write(self._take_rows(), cursor)
+        """Write the rows of what waits, whose frames are on disk. Blocking. Raises StoreError."""
+        waiting, self._unprojected = self._unprojected, []
         self._unprojected_ids.clear()
         self._unprojected_assets.clear()
+        self.projection.write(list(rows(waiting)), cursor)
 
     async def project(self) -> None:
-        """Write waiting rows once their frames are on disk. Raises StoreError."""
+        """Write the rows of what waits now, once its frames are on disk. Raises StoreError."""
         async with self._projecting:
-            rows, ids = self._take_rows(), list(self._unprojected_ids)
-            cursor = self.log.tail
-            if rows:
-                await self.log.synced()
-                await asyncio.to_thread(self.projection.write, rows, cursor)
-                for id in ids:
-                    del self._unprojected_ids[id]
-                for name, position in list(self._unprojected_assets.items()):
-                    if position < cursor:
-                        del self._unprojected_assets[name]
+            count, cursor = len(self._unprojected), self.log.tail
+            if not count:
+                return
+            await self.log.synced()
+            waiting = self._unprojected[:count]
+            await asyncio.to_thread(self._write, waiting, cursor)
+            del self._unprojected[:count]
+            for listed, location in waiting:
+                if isinstance(listed, TrajectoryListed):
+                    self._unprojected_ids.pop(listed.outcome.trajectory, None)
+                    for name in listed.assets:
+                        if self._unprojected_assets.get(name) == location.position:
+                            del self._unprojected_assets[name]
 
-    def _take_rows(self) -> list[Statement]:
-        rows, self._rows = self._rows, []
-        return rows
+    def _write(self, waiting: Sequence[Unprojected], cursor: int) -> None:
+        self.projection.write(list(rows(waiting)), cursor)
+
+    def _move(self, moves: Moves) -> None:
+        """Frames were stored elsewhere than was meant, and nobody was told yet where they are."""
+        self.index.move(moves)
+        self._unprojected = [
+            Unprojected(listed, moves.get(location.position, location)) for listed, location in self._unprojected
+        ]
+        for name, position in self._unprojected_assets.items():
+            if position in moves:
+                self._unprojected_assets[name] = moves[position].position
 
     async def abandon(self) -> None:
         """Close both as they are: the log was not read to its end."""
@@ -294,6 +283,11 @@ class Store:
                 await self.log.close()
             finally:
                 self.projection.close()
+
+
+def _listed(entry: Frozen) -> BatchListed:
+    formed = entry.formed
+    return BatchListed(formed.batch, formed.run, str(formed.version), tuple(group for group, _ in entry.groups))
 
 
 def _formed(manifest: Manifest) -> BatchFormed:

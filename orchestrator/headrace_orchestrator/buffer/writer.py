@@ -1,0 +1,146 @@
+"""The one that writes: appends frames to the newest file of a log, and makes them durable. Used by one thread.
+
+* What is reported as written is on disk, and so is the name of its file.
+* A file on which a write or a sync failed is cut back to what is durable, and never written again.
+* A file that nothing durable is in may be made anew; one with a footer is never touched again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from itertools import groupby
+from operator import attrgetter
+from pathlib import Path
+from typing import NamedTuple
+
+from headrace.logfiles import path_of
+from headrace.logformat import FrameType
+from headrace_orchestrator.buffer.directory import sync_directory
+
+_MAX_BUFFERS = 1024
+"""Buffers that one ``writev`` takes, by POSIX's least."""
+
+
+class Queued(NamedTuple):
+    """A frame on its way to the disk: the file and the offset that it is meant for, and its buffers."""
+
+    file: int
+    offset: int
+    kind: FrameType
+    payload: bytes
+    buffers: list[bytes | memoryview]
+
+
+class Failed(Exception):
+    """The disk refused; ``written`` frames of the batch are durable all the same."""
+
+    def __init__(self, error: OSError, written: int) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.written = written
+
+
+class Writer:
+    """The file that is written. ``number`` of it, ``durable_bytes`` in it, and bytes of all files up to it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.number = 0
+        self.durable_bytes = 0
+        self.total_bytes = 0
+        self._before_bytes = 0  # durable in the file before
+        self._directory = directory
+        self._descriptor = -1
+
+    def go_on(self, number: int, total_bytes: int) -> int:
+        """Open a file to append to it; returns its size, durable. ``total_bytes``: of all files, it included. Raises
+        OSError."""
+        self._descriptor = os.open(path_of(self._directory, number), os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        sync(self._descriptor)
+        sync_directory(self._directory)
+        self.number, self.durable_bytes = number, os.fstat(self._descriptor).st_size
+        self.total_bytes = total_bytes
+        return self.durable_bytes
+
+    def write(self, batch: Sequence[Queued]) -> None:
+        """Append frames to their files and sync; a new number opens a new file. Raises Failed, and then writes no more
+        until ``start_over``."""
+        written = 0
+        try:
+            for number, frames in groupby(batch, key=attrgetter("file")):
+                share = list(frames)
+                if number != self.number:
+                    self._make(number)
+                self._append([buffer for frame in share for buffer in frame.buffers])
+                written += len(share)
+        except OSError as error:
+            self._give_up()
+            raise Failed(error, written) from error
+
+    def start_over(self, batch: Sequence[Queued]) -> None:
+        """Write frames to a new file after a failure, if the disk takes them now. Raises OSError, and then nothing has
+        changed."""
+        try:
+            self._make(batch[0].file)
+            self._append([buffer for frame in batch for buffer in frame.buffers])
+        except OSError:
+            self._give_up()
+            raise
+
+    def _make(self, number: int) -> None:
+        """Open a new file in place of the one before. Nothing that may be under its name was ever acknowledged."""
+        self._close()
+        path = path_of(self._directory, number)
+        path.unlink(missing_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        self._descriptor = os.open(path, flags, 0o644)
+        self._before_bytes = self.durable_bytes
+        self.number, self.durable_bytes = number, 0
+        sync_directory(self._directory)
+
+    def _append(self, buffers: list[bytes | memoryview]) -> None:
+        size = 0
+        for start in range(0, len(buffers), _MAX_BUFFERS):
+            size += _write_all(self._descriptor, buffers[start : start + _MAX_BUFFERS])
+        sync(self._descriptor)
+        self.durable_bytes += size
+        self.total_bytes += size
+
+    def _give_up(self) -> None:
+        """Cut the file back: after a failed sync the kernel may show what is not on disk as if it were."""
+        if self._descriptor < 0:
+            return  # not even a new file could be made
+        with contextlib.suppress(OSError):  # the head of the next file says it as well
+            os.ftruncate(self._descriptor, self.durable_bytes)
+        self._close()
+        if not self.durable_bytes:
+            # A file that nothing is in is as good as none: its number is free for the next one.
+            with contextlib.suppress(OSError):
+                path_of(self._directory, self.number).unlink(missing_ok=True)
+            self.number, self.durable_bytes = self.number - 1, self._before_bytes
+
+    def close(self) -> None:
+        """Close the file."""
+        self._close()
+
+    def _close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            with contextlib.suppress(OSError):  # all that counts of it was synced before
+                os.close(descriptor)
+
+
+def _write_all(descriptor: int, buffers: list[bytes | memoryview]) -> int:
+    size = sum(map(len, buffers))
+    written = os.writev(descriptor, buffers)
+    if written < size:  # rare: the rest in one piece
+        rest = memoryview(b"".join(buffers))[written:]
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+    return size
+
+
+def sync(descriptor: int) -> None:
+    """Make a file's content durable."""
+    getattr(os, "fdatasync", os.fsync)(descriptor)

@@ -1,0 +1,85 @@
+"""The files of a log directory: ``NNNNNNNN.log``, numbered in the order in which they were written.
+
+* The directory listing is the manifest: there is no other list of what belongs to the log.
+* A file counts as far as the head of the next one says; what a failed write left behind that is passed over.
+* A file that is named otherwise, or that belongs to another log, is refused by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from headrace import logformat
+from headrace.errors import SetupError
+from headrace.logformat import Damage, FileHead, Frame
+
+
+class LogFile(NamedTuple):
+    """A file of a log. ``size_bytes`` is how much of it counts; ``head`` is None where it is damaged."""
+
+    number: int
+    path: Path
+    size_bytes: int
+    head: FileHead | None
+
+    def scan(self, start: int = 0) -> Iterator[Frame | Damage]:
+        """Everything in it that counts, in order, from the frame on that starts at that offset in bytes."""
+        with open(self.path, "rb") as stream:
+            yield from logformat.scan(stream, start=start, end=self.size_bytes)
+
+    def without_state(self) -> LogFile:
+        """The same with a head that is small."""
+        if self.head is None or self.head.state is None:
+            return self
+        return self._replace(head=msgspec.structs.replace(self.head, state=None))
+
+
+def path_of(directory: Path, number: int) -> Path:
+    """Where a file of a log is."""
+    return directory / f"{number:08d}.log"
+
+
+def numbers_in(directory: Path) -> list[int]:
+    """The numbers of the files in a log's directory, ascending. Raises SetupError."""
+    return sorted(_number(path) for path in directory.glob("*.log"))
+
+
+def newest_first(directory: Path, numbers: Sequence[int]) -> Iterator[LogFile]:
+    """The files of a log from the newest back, each read when it is asked for. Raises SetupError."""
+    following: FileHead | None = None
+    log = ""
+    for number in reversed(numbers):
+        path = path_of(directory, number)
+        size_bytes = path.stat().st_size
+        if following is not None and following.number == number + 1:
+            size_bytes = min(size_bytes, following.before_bytes)
+        head = _head_of(path)
+        if head is not None:
+            log = log or head.log
+            if (head.log, head.number) != (log, number):
+                raise SetupError(
+                    f"The file {path} is number {head.number} of log {head.log}, not number {number} of log {log}.",
+                    hint="Move it away: each log has a directory of its own, and its files keep their names.",
+                )
+        yield LogFile(number, path, size_bytes, head)
+        following = head
+
+
+def _head_of(path: Path) -> FileHead | None:
+    with open(path, "rb") as stream:
+        try:
+            return logformat.read_head(stream)
+        except msgspec.MsgspecError:
+            return None  # its checksum is right and its content is not: as good as damaged
+
+
+def _number(path: Path) -> int:
+    if not (path.stem.isascii() and path.stem.isdigit() and len(path.stem) == 8):
+        raise SetupError(
+            f"The file {path} is no file of this log.", hint="Move it away: a log's files are named by eight digits."
+        )
+    return int(path.stem)
