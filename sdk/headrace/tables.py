@@ -73,7 +73,7 @@ def table_schema() -> pa.Schema:
         tokenizer=struct(name=text, fingerprint=text, vocab_size=count),
         messages=pa.list_(struct(role=text, content=text, images=pa.list_(text), agent=text, turn=count)),
         segments=pa.list_(segment), infos=text,
-        assets=pa.list_(struct(name=text, sha256=text, media_type=text, size_bytes=count)),
+        assets=pa.list_(struct(name=text, media_type=text, size_bytes=count)),
         timing=struct(wall_s=real, working_s=real, policy_s=real, environment_s=real, waiting_s=real),
         provenance=struct(
             worker=text, endpoint=text, environment_version=text, headrace_version=text, evaluation=text,
@@ -105,7 +105,7 @@ def _row(trajectory: Trajectory) -> dict[str, Any]:
         "messages": [_message(message) for message in trajectory.messages],
         "segments": [_segment(segment) for segment in trajectory.segments],
         "infos": _json(trajectory.infos),
-        "assets": [_fields(asset, "name", "sha256", "media_type", "size_bytes") for asset in trajectory.assets],
+        "assets": [_fields(asset, "name", "media_type", "size_bytes") for asset in trajectory.assets],
         "timing": _fields(trajectory.timing, "wall_s", "working_s", "policy_s", "environment_s", "waiting_s"),
         "provenance": {
             **_all_fields(trajectory.provenance),

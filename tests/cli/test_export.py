@@ -31,10 +31,10 @@ STORED = [
         messages=[
             Message(
                 role="user",
-                content=[ContentPart(type="text", text="see "), ContentPart(type="image", asset="a")],
+                content=[ContentPart(type="text", text="see "), ContentPart(type="image", asset="a" * 64)],
             )
         ],
-        assets=[Asset(name="a", sha256="0" * 64, media_type="image/png", size_bytes=7)],
+        assets=[Asset(name="a" * 64, media_type="image/png", size_bytes=7)],
     ),
 ]
 
@@ -74,7 +74,7 @@ def test_a_table_has_tokens_logprobs_and_rewards_of_the_record(stored: Path, tmp
     assert (found[0]["version_min"], found[3]["version_max"]) == ("0.1", "0.2")
     assert json.loads(found[4]["example"]) == {"question": "?"}
     assert found[5]["messages"][0]["content"] == "see "
-    assert found[5]["messages"][0]["images"] == ["a"]
+    assert found[5]["messages"][0]["images"] == ["a" * 64]
 
 
 def test_a_failed_trajectory_has_no_reward(stored: Path, tmp_path: Path):
