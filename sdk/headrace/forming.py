@@ -26,7 +26,7 @@ from headrace.estimators import (
     group_statistics,
     returns_to_go,
 )
-from headrace.manifest import Counts, EstimatorUsed, GroupEntry, Manifest, MomentSet
+from headrace.manifest import IN_ORDER, Counts, EstimatorUsed, GroupEntry, Manifest, MomentSet, SelectionUsed
 from headrace.moments import Moments
 from headrace.strands import GroupInput, Strands, collect_strands
 from headrace.trajectory import SCHEMA, Version
@@ -54,16 +54,32 @@ class Computed(NamedTuple):
     columns: dict[str, npt.NDArray[Any]]
 
 
-def build_head(*, batch: str, run: str, estimator: Estimator, version: Version, groups: Sequence[GroupInput]) -> bytes:
+def build_head(
+    *,
+    batch: str,
+    run: str,
+    estimator: Estimator,
+    version: Version,
+    groups: Sequence[GroupInput],
+    selection: SelectionUsed = IN_ORDER,
+) -> bytes:
     """The body of a batch up to its records; append the members' records in the order given.
 
     ``version`` is the run's now. Raises InvalidRequest for a member that failed.
     """
-    computed = compute(batch=batch, run=run, estimator=estimator, version=version, groups=groups)
+    computed = compute(batch=batch, run=run, estimator=estimator, version=version, groups=groups, selection=selection)
     return pack_head(computed.manifest, computed.columns)
 
 
-def compute(*, batch: str, run: str, estimator: Estimator, version: Version, groups: Sequence[GroupInput]) -> Computed:
+def compute(
+    *,
+    batch: str,
+    run: str,
+    estimator: Estimator,
+    version: Version,
+    groups: Sequence[GroupInput],
+    selection: SelectionUsed = IN_ORDER,
+) -> Computed:
     """Manifest and columns of these groups. Raises InvalidRequest for a member that failed."""
     strands = collect_strands(groups)
     estimate = _estimate(estimator, strands)
@@ -81,6 +97,7 @@ def compute(*, batch: str, run: str, estimator: Estimator, version: Version, gro
         version_max=max((high for _, high in ranges), default=None),
         staleness_min=min(stale, default=0),
         staleness_max=max(stale, default=0),
+        selection=selection,
         estimator=EstimatorUsed(
             name=estimator.name, gamma=estimator.gamma, ddof=estimator.ddof, eps=estimator.eps, weighting=weighting
         ),

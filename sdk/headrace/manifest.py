@@ -32,6 +32,23 @@ class EstimatorUsed(msgspec.Struct, frozen=True, kw_only=True):
     weighting: Weighting
 
 
+class SelectionUsed(msgspec.Struct, frozen=True, kw_only=True):
+    """How the groups were chosen: the order (``awaited``: by name), and what the pull asked for; empty: anything."""
+
+    order: str = "fifo"
+    environments: list[str] = []
+    tags: list[str] = []
+
+    @property
+    def filtered(self) -> bool:
+        """Whether the pull asked for some kinds only."""
+        return bool(self.environments or self.tags)
+
+
+IN_ORDER = SelectionUsed()
+"""Nothing but the order of dispatch chose."""
+
+
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
     """Of the whole batch. ``turns`` and tokens are those of rows; ``tokens`` counts prompts and observations too."""
 
@@ -87,6 +104,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     version_max: Version | None
     staleness_min: int
     staleness_max: int
+    selection: SelectionUsed
     estimator: EstimatorUsed
     whitening: Moments | None
     counts: Counts

@@ -19,6 +19,9 @@ from headrace.errors import InvalidRunSpec
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 """Names that are safe in paths, URLs and metric labels."""
 
+MAX_TAGS = 16
+"""Most tags of a task. Tags are for sorting tasks into kinds; what tells every task apart is its id."""
+
 MAX_INTEGER = (1 << 63) - 1
 """Largest number of a spec: what the log, and a reader in any language, can hold."""
 
@@ -52,6 +55,9 @@ def _storable(value: dict[str, Any]) -> dict[str, Any]:
 Json = Annotated[dict[str, Any], AfterValidator(_storable)]
 """Data for an environment: plain JSON, integers within 64 bits, at most ``MAX_NESTING`` levels deep."""
 
+Tags = Annotated[list[Name], Field(max_length=MAX_TAGS)]
+"""Words that sort tasks into kinds."""
+
 ESTIMATORS = ("none", "reinforce", "rebn", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
 """Estimators that the service computes; GAE needs the learner's values and is a client helper."""
 
@@ -69,6 +75,8 @@ class EnvironmentSpec(_Model):
     """Passed to the environment's constructor."""
     weight: float = Field(default=1.0, gt=0)
     """Relative share of groups, a plain number. Default 1: equal shares."""
+    tags: Tags = []
+    """Words that a pull may ask for, such as ``["hard"]``. Default: none."""
 
 
 class TaskSpec(_Model):
@@ -84,6 +92,8 @@ class TaskSpec(_Model):
     """A dataset row, passed to the constructor as ``example=``. Default: none."""
     id: str = ""
     """The submitter's name for the task. Default: its position in the list."""
+    tags: Tags = []
+    """Words that a pull may ask for, such as ``["hard"]``. Default: none."""
 
 
 class EstimatorSpec(_Model):

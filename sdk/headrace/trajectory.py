@@ -84,7 +84,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One problem instance. The seed fixes the environment whole; sampling is seeded per episode.
 
     ``example`` is a dataset row that goes to the environment's constructor as ``example=``, if there is one.
-    ``id`` is the submitter's own name for it (the position, for a list or a mixture).
+    ``id`` is the submitter's own name for it (the position, for a list or a mixture). ``tags`` are words that a pull
+    may ask for; like ``id`` they change nothing about the problem.
     """
 
     environment: str
@@ -92,6 +93,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kwargs: dict[str, Any] = {}
     example: dict[str, Any] | None = None
     id: str = ""
+    tags: list[str] = []
 
 
 class PolicyRef(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

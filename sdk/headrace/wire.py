@@ -187,6 +187,9 @@ class PullRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     The ranks of a data-parallel learner share a session. Each asks for its ``shard`` of ``shards``, and names its k-th
     request as the others do: so it gets its shard of the same batch.
+
+    ``environments`` and ``tags`` ask for groups of one of these environments that carry all of these tags. Empty: any.
+    A batch is redelivered to a pull only if all its groups are what that asks for.
     """
 
     learner: str
@@ -196,6 +199,8 @@ class PullRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     groups: list[str] | None = None
     shard: int = 0
     shards: int = 1
+    environments: list[str] = []
+    tags: list[str] = []
 
 
 class Reason(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -203,7 +208,7 @@ class Reason(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     shards-not-fetched, byte-bound, tasks-exhausted, groups-left, group-ended, evaluation-hold, quarantined, no-tasks,
     draining, closed. Where a layer keeps failing it is LAYER-failing, such as policy-failing. ``group-ended``: an
     awaited group was retired unserved, ``facts["reason"]`` says why. ``shards-not-fetched``: a batch is held for ranks
-    that did not pull, ``facts["missing"]`` lists them."""
+    that did not pull, ``facts["missing"]`` lists them. ``filtered``: what is ready is not what the pull asks for."""
 
     code: str
     message: str
@@ -393,7 +398,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What it waits on (or would, if it pulled now)."""
     chosen: dict[str, int] = {}
     """Groups put in batches. ``fifo``, ``lifo``, ``uniform``, ``prioritized``: by that order; ``awaited``: by name. Of
-    them, ``reused``: not for the first time; ``short``: with fewer members than were asked for."""
+    them, ``filtered``: by a pull that asked for some kinds only; ``reused``: not for the first time; ``short``: with
+    fewer members than were asked for."""
     mean_reward: float | None = None
     """Mean episode reward over the last 256 terminal records with rewards."""
     quarantined: int = 0

@@ -49,7 +49,7 @@ def make_run(harness: Harness, spec: dict[str, Any]) -> None:
     fields = dict(spec)
     kind = fields.pop("kind")
     if kind == "mixture":
-        fields["environments"] = [{"id": "game:A"}, {"id": "game:B", "weight": 3.0}]
+        fields["environments"] = [{"id": "game:A", "tags": ["a"]}, {"id": "game:B", "weight": 3.0}]
     elif kind == "list":
         fields["tasks"] = [{"environment": "game:A", "seed": seed} for seed in range(5)]
         fields["epochs"] = 2
@@ -213,10 +213,16 @@ class Histories(RuleBasedStateMachine):
         learner=st.sampled_from(["l0", "l0", "l1"]),
         request=st.sampled_from(["a", "b", "c", "d"]),
         shard=st.sampled_from([None, None, 0, 1]),
+        asked=st.sampled_from([{}, {}, {"environments": ["game:A"]}, {"tags": ["a"]}, {"environments": ["game:B"]}]),
     )
-    def pull(self, session, learner, request, shard):
-        fields = {} if shard is None else {"shard": shard, "shards": 2}
+    def pull(self, session, learner, request, shard, asked):
+        fields = asked if shard is None else asked | {"shard": shard, "shards": 2}
+        formed = len(self.harness.found(records.BatchFormed))
         found = self.attempt(self.harness.pull, self.session(session), request, learner=learner, **fields)
+        if isinstance(found, Served) and asked and len(self.harness.found(records.BatchFormed)) > formed:
+            wanted = "game:B" if "game:B" in asked.get("environments", ()) else "game:A"
+            groups = self.harness.core._book.runs["r"].groups
+            assert {groups[id].task.environment for id in found.groups} == {wanted}
         if found is not None:
             self.take(found)
 

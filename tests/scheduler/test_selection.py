@@ -7,14 +7,11 @@ from itertools import permutations
 
 import pytest
 
+from headrace import wire
 from headrace.errors import Conflict, InvalidRequest
 from headrace_orchestrator.scheduler import records, selection
-from headrace_orchestrator.scheduler.shelves import Kind
-from tests.scheduler.harness import Harness
-
-
-def everything(kind: Kind) -> bool:
-    return True
+from headrace_orchestrator.scheduler.filters import EVERYTHING, Filter
+from tests.scheduler.harness import Harness, Served
 
 
 def stocked(order: str, groups: int = 6, **spec: object) -> Harness:
@@ -50,7 +47,7 @@ def drawn(harness: Harness, times: int) -> list[tuple[str, ...]]:
     found, formed = [], run.batches_formed
     for number in range(times):
         run.batches_formed = number
-        found.append(tuple(group.id for group in selection.choose(run, everything)))
+        found.append(tuple(group.id for group in selection.choose(run, EVERYTHING)))
     run.batches_formed = formed
     return found
 
@@ -155,3 +152,114 @@ def test_priorities_come_back_after_a_replay():
     harness = stocked("prioritized", batch_size=2)
     harness.prioritize({"g3": 7.5})
     assert harness.replayed().durable() == harness.core.durable()
+
+
+# Filters ------------------------------------------------------------------------------------------------------
+
+MIXED = [
+    {"id": "game:A", "tags": ["easy"]},
+    {"id": "game:A", "tags": ["hard", "new"]},
+    {"id": "game:B", "tags": ["hard"]},
+]
+
+
+def mixed(**spec: object) -> Harness:
+    harness = Harness()
+    harness.run(environments=MIXED, batch_size=2, max_staleness=9, **spec)
+    harness.work()
+    return harness
+
+
+def kinds(harness: Harness, batch: Served) -> set[tuple[str, ...]]:
+    admitted = {record.group: record.task for record in harness.found(records.GroupAdmitted)}
+    return {(admitted[id].environment, *sorted(admitted[id].tags)) for id in batch.groups}
+
+
+@pytest.mark.parametrize("order", ["fifo", "lifo", "uniform", "prioritized"])
+@pytest.mark.parametrize(
+    ("asked", "fitting"),
+    [
+        ({"environments": ["game:B"]}, {("game:B", "hard")}),
+        ({"environments": ["game:A", "game:C"], "tags": ["hard"]}, {("game:A", "hard", "new")}),
+        ({"tags": ["hard"]}, {("game:A", "hard", "new"), ("game:B", "hard")}),
+        ({"tags": ["new", "hard"]}, {("game:A", "hard", "new")}),
+    ],
+)
+def test_a_pull_may_ask_for_some_kinds_of_groups(order, asked, fitting):
+    harness = mixed(selection={"order": order})
+    found = set()
+    while isinstance(batch := harness.pull(**asked), Served):
+        found |= kinds(harness, batch)
+    assert found == fitting
+    assert harness.status().chosen["filtered"] == harness.status().chosen[order]
+
+
+def test_pulls_that_ask_for_different_kinds_or_for_any_go_on_side_by_side():
+    harness = mixed()
+    taken: Counter[str] = Counter()
+    for _ in range(8):
+        for asked in ({"environments": ["game:B"]}, {"tags": ["easy"]}, {}):
+            batch = harness.pull(session="s", **asked)
+            if isinstance(batch, Served):
+                taken.update(batch.groups)
+                harness.ack(batch)
+                harness.work()
+    assert set(taken.values()) == {1}
+    assert len(taken) >= 40
+
+
+def test_a_batch_is_redelivered_only_to_a_pull_that_asks_for_nothing_else_than_what_it_holds():
+    harness = mixed()
+    anything, hard = harness.batch(), harness.batch(environments=["game:B"])
+    assert len(kinds(harness, anything)) > 1
+    harness.nack(anything)
+    harness.nack(hard)
+    assert harness.batch(environments=["game:B"], request="1").id == hard.id
+    other = harness.batch(tags=["easy"])
+    assert other.id not in (anything.id, hard.id)
+    harness.nack(harness.batch(environments=["game:B"], request="1"))
+    assert harness.batch(environments=["game:A", "game:B"]).id == anything.id
+    assert harness.batch().id == hard.id, "a pull that asks for nothing takes any"
+
+
+def test_a_pull_whose_kind_is_not_ready_is_told_what_is():
+    harness = mixed()
+    while isinstance(harness.pull(tags=["new"]), Served):
+        pass
+    reply = harness.empty(tags=["new"])
+    reason = next(reason for reason in reply.reasons if reason.code == "filtered")
+    fitting = harness.core._book.runs["r"].shelves.count(Filter.of((), ["new"]))
+    assert reason.facts == {"groups": harness.status().groups.eligible - fitting, "batches": 0}
+    assert reason.message.endswith("that are not what this pull asks for: tags ['new'].")
+    assert not reply.finished
+
+
+def test_what_no_task_of_the_run_ever_is_cannot_be_asked_for():
+    harness = mixed()
+    with pytest.raises(InvalidRequest, match=r"no task of environments \['game:A'\] and tags \['soft'\]"):
+        harness.pull(environments=["game:A"], tags=["soft"])
+    harness.submit("g")
+    with pytest.raises(InvalidRequest, match="not both"):
+        harness.pull(groups=["g"], tags=["hard"])
+
+
+def test_submitted_tasks_carry_tags_too():
+    harness = Harness()
+    harness.run(source="learner", batch_size=1)
+    groups = [
+        wire.GroupRequest(id=tag, task={"environment": "game:A", "seed": 1, "tags": [tag]}) for tag in ("hard", "easy")
+    ]
+    harness.core.submit_groups("r", groups, harness.now)
+    harness.work()
+    assert harness.batch(tags=["easy"]).groups == ["easy"]
+
+
+def test_the_end_of_a_list_is_the_end_for_what_fits():
+    tasks = [{"environment": "game:A", "tags": ["odd" if seed % 2 else "even"], "seed": seed} for seed in range(5)]
+    harness = Harness()
+    harness.run(tasks=tasks, batch_size=2, max_staleness=9)
+    harness.work()
+    harness.ack(harness.batch(tags=["odd"]))
+    reply = harness.empty(tags=["odd"])
+    assert ([reason.code for reason in reply.reasons], reply.finished) == (["tasks-exhausted"], True)
+    assert [len(harness.batch(tags=["even"]).groups) for _ in range(2)] == [2, 1]

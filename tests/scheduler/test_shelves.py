@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.trajectory import Task, Version
-from headrace_orchestrator.scheduler.shelves import FANOUT_BITS, Shelf, Shelves, kind_of
+from headrace_orchestrator.scheduler.filters import EVERYTHING, Filter
+from headrace_orchestrator.scheduler.shelves import FANOUT_BITS, Shelf, Shelves
 from headrace_orchestrator.scheduler.versions import Versions
 
 BOUND = 1
@@ -22,9 +23,9 @@ WEIGHTS = st.one_of(st.just(1), st.integers(1, 1 << 260))
 class Standing:
     """A group as the shelves see it."""
 
-    def __init__(self, order: int, environment: str, versions: list[Version], weight: int = 1) -> None:
+    def __init__(self, order: int, task: Task, versions: list[Version], weight: int = 1) -> None:
         self.order = order
-        self.task = Task(environment=environment, seed=0)
+        self.task = task
         self.weight = weight
         self._versions = versions
 
@@ -39,17 +40,13 @@ def shelves_of(groups: list[Standing], versions: Versions) -> Shelves:
     return shelves
 
 
-def everything(kind: Any) -> bool:
-    return True
-
-
 @st.composite
 def crowds(draw) -> list[Standing]:
     orders = draw(st.lists(PLACES, unique=True, max_size=40))
     return [
         Standing(
             order,
-            draw(st.sampled_from(["a", "b"])),
+            Task(environment=draw(st.sampled_from("ab")), seed=0, tags=draw(st.lists(st.sampled_from("xy")))),
             [Version(0, n) for n in draw(st.lists(st.integers(0, 5), max_size=2))],
             draw(WEIGHTS),
         )
@@ -107,30 +104,33 @@ def test_what_the_version_now_leaves_behind_is_set_aside_and_never_chosen(crowd,
         versions.announce(Version(0, n), None)
         shelves.turn_to(versions)
         fresh = sorted(group.order for group in crowd if in_bound(group, versions))
-        assert [group.order for group in shelves.in_order(everything)] == fresh
+        assert [group.order for group in shelves.in_order(EVERYTHING)] == fresh
         assert len(shelves) == len(fresh)
         assert {group.order for group in shelves.behind()} == {group.order for group in crowd} - set(fresh)
         assert shelves.contents() == shelves_of(crowd, versions).contents()
 
 
-@given(crowds(), st.sampled_from([("a",), ("b",), ("a", "b"), ()]))
-def test_what_does_not_fit_is_never_chosen(crowd, environments):
+@given(crowds(), st.sets(st.sampled_from("ab")), st.sets(st.sampled_from("xy")))
+def test_what_does_not_fit_is_never_chosen(crowd, environments, tags):
     shelves = shelves_of(crowd, now(0))
-
-    def fits(kind: Any) -> bool:
-        return kind[0] in environments
-
-    right = sorted(group.order for group in crowd if kind_of(group)[0] in environments)  # type: ignore[arg-type]
-    assert [group.order for group in shelves.in_order(fits)] == right
-    assert [group.order for group in shelves.in_order(fits, backwards=True)] == right[::-1]
-    assert shelves.count(fits) == len(right)
+    filter = Filter.of(environments, tags)
+    right = sorted(
+        group.order
+        for group in crowd
+        if (not environments or group.task.environment in environments) and tags <= set(group.task.tags)
+    )
+    assert [group.order for group in shelves.in_order(filter)] == right
+    assert [group.order for group in shelves.in_order(filter, backwards=True)] == right[::-1]
+    assert shelves.count(filter) == len(right)
+    with closing(shelves.drawn(filter, lambda bound: 0)) as drawn:
+        assert sorted(group.order for group in drawn) == right
 
 
 @given(crowds(), st.integers(0, 1 << 300), st.integers(0, 40))
 def test_what_is_drawn_is_drawn_once_and_stands_there_again_after_the_draw(crowd, die, count):
     shelves = shelves_of(crowd, now(0))
     before = shelves.contents()
-    with closing(shelves.drawn(everything, lambda bound: die % bound)) as drawn:
+    with closing(shelves.drawn(EVERYTHING, lambda bound: die % bound)) as drawn:
         found = [group.order for group, _ in zip(drawn, range(count), strict=False)]
     assert len(set(found)) == len(found) == min(count, len(crowd))
     assert shelves.contents() == before

@@ -122,7 +122,7 @@ BY_REFERENCE = {
     Ledger: {"bounds", "spec"},
     Versions: set(),
     Run: {"active_evaluations", "batches", "due", "evaluation_queue", "evaluations", "groups", "ledger", "queue"}
-    | {"capabilities", "episodes", "given", "name", "own_source", "shelves", "source", "spec", "versions"},
+    | {"capabilities", "episodes", "given", "kinds", "name", "own_source", "shelves", "source", "spec", "versions"},
 }
 ROWS = {
     Episode: snapshot.EpisodeRow,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from headrace import wire
+from headrace.manifest import SelectionUsed
 
 
 class Redeliver(msgspec.Struct, frozen=True):
@@ -24,6 +25,7 @@ class Form(msgspec.Struct, frozen=True):
 
     batch: str
     groups: list[tuple[str, list[str]]]
+    selection: SelectionUsed
 
 
 Plan = Redeliver | Form | wire.EmptyReply

@@ -154,12 +154,13 @@ class TaskQuarantined(Record, frozen=True, kw_only=True):
 
 
 class BatchFormed(Record, frozen=True, kw_only=True):
-    """A batch is frozen. Carried by the batch head's own frame."""
+    """A batch is frozen. Carried by the batch head's own frame. ``filtered``: the pull asked for some kinds only."""
 
     run: str
     batch: str
     groups: list[str]
     version: Version
+    filtered: bool = False
 
 
 class BatchLeased(Record, frozen=True, kw_only=True):

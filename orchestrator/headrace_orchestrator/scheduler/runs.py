@@ -14,6 +14,7 @@ from headrace_orchestrator.scheduler.batches import Batch, Closed, Sessions
 from headrace_orchestrator.scheduler.bounds import Bounds
 from headrace_orchestrator.scheduler.braking import Brake
 from headrace_orchestrator.scheduler.evaluations import Evaluation
+from headrace_orchestrator.scheduler.filters import EVERYTHING, Filter, kinds_of
 from headrace_orchestrator.scheduler.ledger import Ledger
 from headrace_orchestrator.scheduler.shelves import Shelves
 from headrace_orchestrator.scheduler.sources import source_of, task_key
@@ -62,6 +63,7 @@ class Run:
         self.capabilities = frozenset(spec.capabilities)
         self.source = source_of(spec)
         self.own_source = spec.source != "learner"
+        self.kinds = kinds_of(spec)
         self.closed = False
         self.versions = Versions()
         self.ledger = Ledger(spec, bounds)
@@ -150,12 +152,16 @@ class Run:
 
     @property
     def done(self) -> bool:
-        """Whether nothing will ever be served: closed, or a list at its end with too little left."""
+        """Whether nothing will ever be served."""
+        return self.over(EVERYTHING)
+
+    def over(self, filter: Filter) -> bool:
+        """Whether nothing that fits will ever be served: closed, or a list at its end with too little left."""
         if self.closed:
             return True
         if not self.exhausted or self.open or self.batches:
             return False
-        return not len(self.shelves) or not self.spec.partial_batches
+        return not self.shelves.count(filter) or not self.spec.partial_batches
 
     def is_quarantined(self, task: Task) -> bool:
         return bool(self.quarantined) and task_key(task) in self.quarantined

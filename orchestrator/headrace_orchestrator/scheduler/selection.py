@@ -3,38 +3,39 @@
 * A batch takes whole groups: as many as the run says, or up to its budget of tokens.
 * Fifo and lifo go by dispatch order; uniform and prioritized draw without replacement, by exact weights.
 * A draw hangs on the run's seed, the batches formed so far and the eligible groups alone, so that a replay draws alike.
+* What does not fit the filter of a pull is not taken.
 * Choosing looks at the groups that it takes, not at those that it leaves.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 
 from headrace.runspec import RunSpec
+from headrace_orchestrator.scheduler.filters import Filter
 from headrace_orchestrator.scheduler.runs import Run
-from headrace_orchestrator.scheduler.shelves import Kind
 from headrace_orchestrator.scheduler.states import Group
 
 
-def choose(run: Run, fits: Callable[[Kind], bool]) -> list[Group]:
+def choose(run: Run, filter: Filter) -> list[Group]:
     """The groups of the next batch, in its order; none where there are too few."""
     last = run.spec.partial_batches and nothing_else_comes(run)
     need = run.spec.batch_groups
-    if not last and run.shelves.count(fits) < need:
+    if not last and run.shelves.count(filter) < need:
         return []
-    with closing(_in_turn(run, fits)) as groups:
+    with closing(_in_turn(run, filter)) as groups:
         taken, enough = _fill(run.spec, groups)
     return taken if enough or last else []
 
 
-def _in_turn(run: Run, fits: Callable[[Kind], bool]) -> Generator[Group, None, None]:
+def _in_turn(run: Run, filter: Filter) -> Generator[Group, None, None]:
     order = run.spec.selection.order
     if order in ("fifo", "lifo"):
-        yield from run.shelves.in_order(fits, backwards=order == "lifo")
+        yield from run.shelves.in_order(filter, backwards=order == "lifo")
     else:
-        with closing(run.shelves.drawn(fits, _Dice(run.spec.seed, run.batches_formed).below)) as drawn:
+        with closing(run.shelves.drawn(filter, _Dice(run.spec.seed, run.batches_formed).below)) as drawn:
             yield from drawn
 
 

@@ -14,6 +14,8 @@
 * A batch leased when its run was closed may still be acked; when its lease is over it is dissolved.
 * A batch that was given up is dissolved in any lease state; its groups are eligible again.
 * Only whole groups are served; ``selection`` chooses them.
+* A pull may ask for some kinds of groups; pulls that ask for different ones, or for any, go on side by side.
+* A batch is redelivered only to a pull that asks for nothing else than what it holds.
 * A pull that names groups is served exactly these, once complete.
 * A pull on an idle run admits one more group; unless the byte bound or a held batch blocks it.
 """
@@ -31,10 +33,12 @@ from headrace.errors import (
     UnknownBatch,
     UnknownGroup,
 )
+from headrace.manifest import SelectionUsed
 from headrace.trajectory import Version
 from headrace_orchestrator.scheduler import announcing, records, selection, settling, why
 from headrace_orchestrator.scheduler.batches import NACKED, Batch
 from headrace_orchestrator.scheduler.book import Book
+from headrace_orchestrator.scheduler.filters import EVERYTHING, Filter, kind_of
 from headrace_orchestrator.scheduler.plans import Form, Plan, Redeliver
 from headrace_orchestrator.scheduler.runs import Learner, Run
 
@@ -49,14 +53,15 @@ def pull(book: Book, run: Run, request: wire.PullRequest, now: float) -> Plan:
     """A batch, a plan to form one, or why there is none."""
     if request.groups is not None:
         _require_groups(run, request.groups)
+    filter = _filter(run, request)
     require_session(run, request.learner, request.session, request.shard, request.shards)
     held = _held_by(run, request)
     learner = meet(run, request.learner, now)
     release_other_sessions(book, run, request.learner, request.session, now)
-    plan: Plan | None = _again(book, run, held, request, now) or _redeliver(book, run, request, now)
+    plan: Plan | None = _again(book, run, held, request, now) or _redeliver(book, run, request, filter, now)
     if plan is None:
         settling.settle(book, run, now)  # dissolved batches may have left groups of which nothing can be served
-        plan = _plan(book, run, request.groups)
+        plan = _plan(book, run, request.groups, filter)
     if plan is None and request.groups is None:
         _admit_one_more(book, run, now)
     settling.settle(book, run, now)
@@ -64,7 +69,7 @@ def pull(book: Book, run: Run, request: wire.PullRequest, now: float) -> Plan:
         learner.waiting_until = 0.0
         return plan
     learner.waiting_until = now + max(request.wait_s, MIN_WAITING_S)
-    reasons, finished = why.empty(book, run, now, request.groups)
+    reasons, finished = why.empty(book, run, now, request.groups, filter)
     return wire.EmptyReply(epoch=book.epoch, reasons=reasons, finished=finished)
 
 
@@ -84,6 +89,19 @@ def _require_groups(run: Run, ids: list[str]) -> None:
         group = run.groups.get(id)
         if id not in run.submitted_ends and (group is None or not group.submitted):
             raise UnknownGroup(f"Run {run.name} has no submitted group {id!r}.", hint="Submit it first.")
+
+
+def _filter(run: Run, request: wire.PullRequest) -> Filter:
+    """What the pull asks for; raises InvalidRequest where no group could ever be that."""
+    filter = Filter.of(request.environments, request.tags)
+    if filter != EVERYTHING and request.groups is not None:
+        raise InvalidRequest("A pull names the groups that it awaits, or says of which kind they are to be; not both.")
+    if run.kinds is not None and not any(map(filter.fits, run.kinds)) and run.kinds:
+        raise InvalidRequest(
+            f"Run {run.name} has no task of {filter}; it would be waited for without end.",
+            hint="The run spec lists its environments and tasks with their tags.",
+        )
+    return filter
 
 
 def require_session(run: Run, learner: str, session: str, shard: int, shards: int) -> None:
@@ -160,7 +178,7 @@ def _again(book: Book, run: Run, batch: Batch | None, request: wire.PullRequest,
     return Redeliver(batch.id, batch.generation, run.spec.batch_lease_s, request.shard, request.shards)
 
 
-def _redeliver(book: Book, run: Run, request: wire.PullRequest, now: float) -> Redeliver | None:
+def _redeliver(book: Book, run: Run, request: wire.PullRequest, filter: Filter, now: float) -> Redeliver | None:
     """The oldest batch that waits to be pulled again. On the way, those that are out of bound are dissolved."""
     wanted = None if request.groups is None else set(request.groups)
     for batch in list(run.batches.values()):
@@ -170,7 +188,7 @@ def _redeliver(book: Book, run: Run, request: wire.PullRequest, now: float) -> R
             continue
         ids = {group.id for group in batch.groups}
         if wanted is None:
-            fits = run.plain(batch.groups[0])
+            fits = run.plain(batch.groups[0]) and all(filter.fits(kind_of(group.task)) for group in batch.groups)
         else:
             fits = ids == wanted
             if not fits and ids & wanted:
@@ -222,10 +240,12 @@ def dissolve_if_out_of_bound(book: Book, run: Run, batch: Batch, now: float) -> 
     return True
 
 
-def _plan(book: Book, run: Run, awaited: list[str] | None) -> Form | None:
+def _plan(book: Book, run: Run, awaited: list[str] | None, filter: Filter) -> Form | None:
+    order: str = run.spec.selection.order
     if awaited is None:
-        groups = selection.choose(run, lambda kind: True)
+        groups = selection.choose(run, filter)
     else:
+        order = "awaited"
         groups = [run.groups[id] for id in awaited if id in run.groups]
         if len(groups) < len(awaited) or any(group.state != "eligible" for group in groups):
             return None
@@ -234,6 +254,7 @@ def _plan(book: Book, run: Run, awaited: list[str] | None) -> Form | None:
     return Form(
         book.new_id(),
         [(group.id, group.trajectories) for group in groups],
+        SelectionUsed(order=order, environments=sorted(filter.environments), tags=sorted(filter.tags)),
     )
 
 
@@ -251,7 +272,16 @@ def form(book: Book, run: Run, plan: Form, request: wire.PullRequest, now: float
         if group is None or group.state != "eligible":
             raise Conflict(f"Group {id} is not eligible any more; the batch cannot be formed.", hint="Pull again.")
     ids = [id for id, _ in plan.groups]
-    book.emit(records.BatchFormed(run=run.name, batch=plan.batch, groups=ids, version=run.versions.now), now)
+    book.emit(
+        records.BatchFormed(
+            run=run.name,
+            batch=plan.batch,
+            groups=ids,
+            version=run.versions.now,
+            filtered=plan.selection.filtered,
+        ),
+        now,
+    )
     leased = lease(book, run, run.batches[plan.batch], request, now)
     settling.settle(book, run, now)
     return leased

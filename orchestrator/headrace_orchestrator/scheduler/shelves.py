@@ -13,13 +13,11 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
+from headrace_orchestrator.scheduler.filters import Filter, Kind, kind_of
 from headrace_orchestrator.scheduler.versions import Span, Versions, span_of
 
 if TYPE_CHECKING:
     from headrace_orchestrator.scheduler.states import Group
-
-Kind = tuple[str, tuple[str, ...]]
-"""What filters ask for: a task's environment and its tags, sorted."""
 
 FANOUT_BITS = 5
 """A sum covers 32 of the level below: few enough to look through, enough that sums take a thirtieth of the memory."""
@@ -107,13 +105,13 @@ class Shelves:
         """Groups that may be chosen."""
         return sum(map(len, self._fresh.values()))
 
-    def count(self, fits: Callable[[Kind], bool]) -> int:
+    def count(self, filter: Filter) -> int:
         """Groups of fitting kinds that may be chosen."""
-        return sum(len(shelf) for (kind, _), shelf in self._fresh.items() if fits(kind))
+        return sum(len(shelf) for (kind, _), shelf in self._fresh.items() if filter.fits(kind))
 
     def add(self, group: Group, versions: Versions) -> None:
         """Put up an eligible group."""
-        key = (kind_of(group), span_of(group.versions()))
+        key = (kind_of(group.task), span_of(group.versions()))
         shelf = self._fresh.get(key)
         if shelf is None:
             shelves = self._behind if versions.left_behind(key[1], self._bound) else self._fresh
@@ -124,7 +122,7 @@ class Shelves:
     def remove(self, group: Group) -> None:
         """Take a group down."""
         del self._groups[group.order]
-        key = (kind_of(group), span_of(group.versions()))
+        key = (kind_of(group.task), span_of(group.versions()))
         shelves = self._fresh if key in self._fresh else self._behind
         shelf = shelves[key]
         shelf.take(group.order)
@@ -134,7 +132,7 @@ class Shelves:
     def reweigh(self, group: Group) -> None:
         """Take note of a group's new weight, if it stands here."""
         if group.order in self._groups:
-            key = (kind_of(group), span_of(group.versions()))
+            key = (kind_of(group.task), span_of(group.versions()))
             shelf = self._fresh[key] if key in self._fresh else self._behind[key]
             shelf.take(group.order)
             shelf.put(group.order, self._weigh(group))
@@ -151,16 +149,16 @@ class Shelves:
         places = chain.from_iterable(self._behind[key].places() for key in sorted(self._behind))
         return [self._groups[place] for place in islice(places, limit)]
 
-    def in_order(self, fits: Callable[[Kind], bool], *, backwards: bool = False) -> Iterator[Group]:
+    def in_order(self, filter: Filter, *, backwards: bool = False) -> Iterator[Group]:
         """Groups by dispatch order."""
-        places = [shelf.places(backwards) for _, shelf in self._fitting(fits)]
+        places = [shelf.places(backwards) for _, shelf in self._fitting(filter)]
         ordered = places[0] if len(places) == 1 else heapq.merge(*places, reverse=backwards)
         return (self._groups[place] for place in ordered)
 
-    def drawn(self, fits: Callable[[Kind], bool], draw: Callable[[int], int]) -> Generator[Group, None, None]:
+    def drawn(self, filter: Filter, draw: Callable[[int], int]) -> Generator[Group, None, None]:
         """Groups drawn by weight without replacement; ``draw`` gives a number below its argument. Close it after use:
         until then what was drawn is missing here."""
-        shelves = [shelf for _, shelf in self._fitting(fits)]
+        shelves = [shelf for _, shelf in self._fitting(filter)]
         taken: list[tuple[Shelf, int, int]] = []
         try:
             while total := sum(shelf.total for shelf in shelves):
@@ -172,9 +170,9 @@ class Shelves:
             for shelf, place, weight in taken:
                 shelf.put(place, weight)
 
-    def _fitting(self, fits: Callable[[Kind], bool]) -> list[tuple[tuple[Kind, Span], Shelf]]:
+    def _fitting(self, filter: Filter) -> list[tuple[tuple[Kind, Span], Shelf]]:
         """Fresh shelves in an order of their own, so that nothing hangs on which was there first."""
-        return sorted((item for item in self._fresh.items() if fits(item[0][0])), key=lambda item: item[0])
+        return sorted((item for item in self._fresh.items() if filter.fits(item[0][0])), key=lambda item: item[0])
 
     def contents(self) -> list[Any]:
         """What stands where, as plain values."""
@@ -194,8 +192,3 @@ def _shelf_at(shelves: Sequence[Shelf], weight: int) -> tuple[Shelf, int]:
             return shelf, weight
         weight -= shelf.total
     raise ValueError("The weight is not below the total of the shelves.")
-
-
-def kind_of(group: Group) -> Kind:
-    """What filters see of a group."""
-    return group.task.environment, ()

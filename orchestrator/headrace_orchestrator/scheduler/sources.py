@@ -35,7 +35,7 @@ def sampling_seed(seed: int, group: int | str, member: int) -> int:
 
 
 def task_key(task: Task) -> bytes:
-    """What makes two tasks the same: all but the submitter's name for them."""
+    """What makes two tasks the same: all but the submitter's name and tags for them."""
     return msgspec.json.encode((task.environment, task.seed, task.kwargs, task.example), order="deterministic")
 
 
@@ -60,6 +60,7 @@ class MixtureSource:
             seed=draw(f"environment/{self._spec.seed}/{position}") >> (64 - _SEED_BITS),
             kwargs=entry.kwargs,
             id=str(position),
+            tags=entry.tags,
         )
 
     def _entry(self, position: int) -> EnvironmentSpec:
@@ -81,6 +82,7 @@ class ListSource:
                 kwargs=task.kwargs,
                 example=task.example,
                 id=task.id or str(index),
+                tags=task.tags,
             )
             for index, task in enumerate(spec.tasks or [])
         ]

@@ -33,7 +33,12 @@ def parse_task(value: dict[str, Any], name: str) -> Task:
         problems = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
         raise InvalidRequest(f"This is no task: {problems}.", hint="A task names its environment and seed.") from error
     return Task(
-        environment=spec.environment, seed=spec.seed, kwargs=spec.kwargs, example=spec.example, id=spec.id or name
+        environment=spec.environment,
+        seed=spec.seed,
+        kwargs=spec.kwargs,
+        example=spec.example,
+        id=spec.id or name,
+        tags=spec.tags,
     )
 
 

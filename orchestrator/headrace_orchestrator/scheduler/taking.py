@@ -272,7 +272,7 @@ def batch_formed(run: Run, record: records.BatchFormed) -> list[Episode]:
         elif group.state == "leased":
             _batch_over(run, group, "its groups are in another batch")
     for group in groups:
-        _count_choice(run, group)
+        _count_choice(run, group, record.filtered)
         run.due.pop(group.id, None)
         _not_eligible(run, group)
         group.move("leased", "BatchFormed")
@@ -283,8 +283,10 @@ def batch_formed(run: Run, record: records.BatchFormed) -> list[Episode]:
     return lost
 
 
-def _count_choice(run: Run, group: Group) -> None:
+def _count_choice(run: Run, group: Group, filtered: bool) -> None:
     run.chosen[run.spec.selection.order if run.plain(group) else "awaited"] += 1
+    if filtered:
+        run.chosen["filtered"] += 1
     if group.uses:
         run.chosen["reused"] += 1
     if group.usable < group.size:

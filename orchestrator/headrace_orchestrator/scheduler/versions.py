@@ -79,8 +79,12 @@ class Versions:
 
 def span_of(versions: Iterable[Version]) -> Span:
     """The span of some versions."""
+    distinct = set(versions)
+    if len(distinct) == 1:
+        ((lineage, n),) = distinct
+        return ((lineage, n, n),)
     found: dict[int, tuple[int, int]] = {}
-    for lineage, n in versions:
+    for lineage, n in distinct:
         low, high = found.get(lineage, (n, n))
         found[lineage] = (min(low, n), max(high, n))
     return tuple((lineage, *found[lineage]) for lineage in sorted(found))

@@ -14,7 +14,7 @@ from headrace_orchestrator.scheduler.states import Group
 def run_status(book: Book, run: Run, now: float) -> wire.RunStatus:
     """One run."""
     said = max(run.learners.values(), key=lambda learner: learner.said_at, default=None)
-    reasons, _ = why.empty(book, run, now, None)
+    reasons, _ = why.empty(book, run, now)
     return wire.RunStatus(
         name=run.name,
         state="closed" if run.closed else "finished" if run.done else "active",

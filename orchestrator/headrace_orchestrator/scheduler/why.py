@@ -11,6 +11,7 @@ from headrace.wire import Reason
 from headrace_orchestrator.scheduler import braking
 from headrace_orchestrator.scheduler.book import Book
 from headrace_orchestrator.scheduler.bounds import Bounds
+from headrace_orchestrator.scheduler.filters import EVERYTHING, Filter, kind_of
 from headrace_orchestrator.scheduler.runs import Run
 
 FAILING_SHARE = 0.5
@@ -23,7 +24,9 @@ FAILING_LEAST = 4
 """Fewer policy failures than this say nothing."""
 
 
-def empty(book: Book, run: Run, now: float, awaited: list[str] | None) -> tuple[list[Reason], bool]:
+def empty(
+    book: Book, run: Run, now: float, awaited: list[str] | None = None, filter: Filter = EVERYTHING
+) -> tuple[list[Reason], bool]:
     """Why nothing is served, and whether nothing ever will be (to this pull)."""
     if run.closed:
         return [Reason(code="closed", message=f"Run {run.name} was closed.")], True
@@ -31,13 +34,13 @@ def empty(book: Book, run: Run, now: float, awaited: list[str] | None) -> tuple[
         ended = _ended(run, awaited)
         if ended:
             return ended, True
-    elif run.done:
-        return _finished(run), True
-    reasons = _blocked(run, awaited) + _starved(book, run, now)
+    elif run.over(filter):
+        return _finished(run, filter), True
+    reasons = _blocked(run, awaited) + _filtered(run, filter) + _starved(book, run, now)
     if awaited is None and run.exhausted:
-        reasons += _finished(run)
+        reasons += _finished(run, filter)
     if not reasons or run.ledger.unfinished or run.evaluation_leased:
-        reasons.append(_collecting(run, awaited))
+        reasons.append(_collecting(run, awaited, filter))
     return reasons, False
 
 
@@ -54,8 +57,8 @@ def _ended(run: Run, awaited: list[str]) -> list[Reason]:
     ]
 
 
-def _finished(run: Run) -> list[Reason]:
-    left, need = len(run.shelves), run.ledger.batch_groups
+def _finished(run: Run, filter: Filter) -> list[Reason]:
+    left, need = run.shelves.count(filter), run.ledger.batch_groups
     if not left:
         return [Reason(code="tasks-exhausted", message="tasks exhausted", facts={"groups_left": 0})]
     facts = {"groups_left": left, "batch_groups": need}
@@ -170,6 +173,27 @@ def shards(missing: list[int], of: int) -> str:
     return f"shard{'s' if len(missing) > 1 else ''} {named}{more} of {of} {'were' if len(missing) > 1 else 'was'}"
 
 
+def _filtered(run: Run, filter: Filter) -> list[Reason]:
+    """What is ready, and not what the pull asks for."""
+    if filter == EVERYTHING:
+        return []
+    others = len(run.shelves) - run.shelves.count(filter)
+    batches = sum(
+        not batch.leased and not all(filter.fits(kind_of(group.task)) for group in batch.groups)
+        for batch in run.held_batches()
+    )
+    if not others and not batches:
+        return []
+    waiting = f"{_count(others, 'group')} and {_count(batches, 'released batch', 'released batches')}"
+    return [
+        Reason(
+            code="filtered",
+            message=f"{waiting} are ready that are not what this pull asks for: {filter}.",
+            facts={"groups": others, "batches": batches},
+        )
+    ]
+
+
 def _starved(book: Book, run: Run, now: float) -> list[Reason]:
     """What keeps admitted groups from becoming complete."""
     reasons: list[Reason] = []
@@ -260,14 +284,14 @@ def _failing(run: Run, now: float) -> list[Reason]:
     ]
 
 
-def _collecting(run: Run, awaited: list[str] | None) -> Reason:
+def _collecting(run: Run, awaited: list[str] | None, filter: Filter) -> Reason:
     leased = run.leased + run.evaluation_leased
     queued = run.queued + run.evaluation_queued
     if awaited is not None:
         ready = sum(run.groups[id].state == "eligible" for id in awaited)
         need = len(awaited)
     else:
-        ready, need = len(run.shelves), run.ledger.batch_groups
+        ready, need = run.shelves.count(filter), run.ledger.batch_groups
     return Reason(
         code="collecting",
         message=(f"{ready} of {_count(need, 'group')} ready; {_count(leased, 'episode')} at workers, {queued} queued."),

@@ -70,11 +70,18 @@ def compose(store: Store, plan: Form, spec: RunSpec, version: Version) -> Formed
             groups.append((group, list(sound)))
             inputs.append(store.group_input(spec.name, group, sound.values()))
             records += sound.values()
-    head = build_head(batch=plan.batch, run=spec.name, estimator=spec.estimator, version=version, groups=inputs)
+    head = build_head(
+        batch=plan.batch,
+        run=spec.name,
+        estimator=spec.estimator,
+        version=version,
+        groups=inputs,
+        selection=plan.selection,
+    )
     whole = {group for group, _ in groups}
     lost = [group for group, _ in plan.groups if group not in whole]
     damaged = sum(len(trajectories) for _, trajectories in plan.groups) - len(records)
-    return Formed(Form(plan.batch, groups), head, records, lost, damaged)
+    return Formed(Form(plan.batch, groups, plan.selection), head, records, lost, damaged)
 
 
 def _read_group(store: Store, run: str, group: str, trajectories: list[str]) -> dict[str, bytes]:

@@ -296,6 +296,7 @@ def _formed(manifest: Manifest) -> BatchFormed:
         batch=manifest.batch,
         groups=[group.id for group in manifest.groups],
         version=manifest.version,
+        filtered=manifest.selection.filtered,
     )
 
 
