@@ -146,7 +146,7 @@ class Histories(RuleBasedStateMachine):
     @rule(session=SESSIONS, request=st.sampled_from(["a", "b"]))
     def work_and_pull(self, session, request):
         self.work("w0", 12, None)
-        self.pull(session, "l0", request, None)
+        self.pull(session, "l0", request, None, {})
 
     @rule(worker=WORKERS)
     def heartbeat(self, worker):
