@@ -18,9 +18,9 @@ import random
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from pydantic import BaseModel
@@ -37,13 +37,16 @@ from headrace._protocol import (
     request,
     unexpected_body,
 )
+from headrace.assets import check_asset, unpack_assets
 from headrace.batch import Batch
 from headrace.errors import (
     BatchAlreadyAcked,
     BatchSuperseded,
     Conflict,
+    CorruptAsset,
     GroupEnded,
     GroupExists,
+    HeadraceError,
     InvalidRequest,
     NothingToServe,
     RunExists,
@@ -77,6 +80,9 @@ PAGE = 200
 
 OnWait = Callable[[str, list[wire.Reason]], None]
 """Called while a pull waits, with the run and why nothing can be served."""
+
+PullField = Literal["assets"]
+"""What a pull can bring beside the batch: the images and large arrays that its trajectories refer to."""
 
 VersionLike = Version | str | int
 """A version: ``Version(0, 12)``, ``"0.12"``, or 12 of the lineage that is current."""
@@ -174,14 +180,23 @@ class Flows:
     # Batches -------------------------------------------------------------------------------------------------
 
     def pull(
-        self, run: str, timeout_s: float | None, groups: Sequence[str] | None, on_wait: OnWait | None
+        self,
+        run: str,
+        timeout_s: float | None,
+        groups: Sequence[str] | None,
+        on_wait: OnWait | None,
+        fields: Collection[PullField] = (),
     ) -> Flow[Batch]:
+        if not set(fields) <= {"assets"}:
+            raise InvalidRequest(f"A pull brings no {sorted(set(fields) - {'assets'})}.", hint='It brings "assets".')
         key = (run, tuple(groups) if groups is not None else None)
         with self._lock:
             name = self._unserved.pop(key, None) or uuid.uuid4().hex
         served = False
         try:
             batch = yield from self._poll_batch(run, key[1], name, timeout_s, on_wait or self.on_wait)
+            if "assets" in fields:
+                batch.assets.update((yield from self.assets(batch.asset_names())))
             served = True
             return batch
         finally:
@@ -374,6 +389,25 @@ class Flows:
         call = Call(request=request("GET", "trajectories", trajectory), read=_trajectory)
         return (yield from self.call(call))
 
+    def asset(self, name: str) -> Flow[memoryview]:
+        (found,) = (yield from self.assets([name])).values()
+        if isinstance(found, HeadraceError):
+            raise found
+        return found
+
+    def assets(self, names: Sequence[str]) -> Flow[dict[str, memoryview | HeadraceError]]:
+        """Each of these assets, or what is wrong with it."""
+        found: dict[str, memoryview | HeadraceError] = {}
+        left = list(dict.fromkeys(names))
+        while left:
+            asked = left[: wire.MAX_ASSET_NAMES]
+            body = wire.AssetsRequest(names=asked)
+            items = yield from self.call(Call(request=request("POST", "assets", body=body), read=_assets))
+            for name, item in zip(asked, items, strict=False):
+                found[name] = _checked_asset(name, item)
+            left = left[len(items) :]
+        return found
+
     def advantages(self, trajectory: str) -> Flow[wire.TrajectoryAdvantages]:
         call = Call(request=request("GET", "trajectories", trajectory, "advantages"), read=_advantages)
         return (yield from self.call(call))
@@ -392,6 +426,24 @@ def _trajectory(answer: Answer) -> Trajectory:
     if answer.media_type != wire.RECORDS_MEDIA_TYPE:
         raise unexpected_body(answer, "a trajectory record")
     return codec.decode(answer.body)
+
+
+def _assets(answer: Answer) -> list[memoryview | HeadraceError]:
+    if answer.media_type != wire.ASSETS_MEDIA_TYPE:
+        raise unexpected_body(answer, "assets")
+    found = unpack_assets(answer.body)
+    if not found:
+        raise unexpected_body(answer, "any of the assets that were asked for")
+    return found
+
+
+def _checked_asset(name: str, item: memoryview | HeadraceError) -> memoryview | HeadraceError:
+    if isinstance(item, memoryview):
+        try:
+            check_asset(name, item)
+        except CorruptAsset as error:
+            return error
+    return item
 
 
 def _version_call(run: str, what: str, body: msgspec.Struct, *, repeatable: bool = True) -> Call[wire.VersionReply]:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from headrace import wire
-from headrace._flows import PAGE, Flows, OnWait, TaskLike, VersionLike, plain_task
+from headrace._flows import PAGE, Flows, OnWait, PullField, TaskLike, VersionLike, plain_task
 from headrace._http import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, Origin
 from headrace._protocol import Answer, Flow, Lost, Request, Sleep, aligned_buffer, headers
 from headrace.batch import Batch
@@ -138,9 +138,10 @@ class AsyncClient:
         timeout_s: float | None = None,
         groups: Sequence[str] | None = None,
         on_wait: OnWait | None = None,
+        fields: Collection[PullField] = (),
     ) -> Batch:
         """As ``Client.pull``. Cancelled, it leaves the batch to the next pull."""
-        batch = await self._run(self._flows.pull(run, timeout_s, groups, on_wait))
+        batch = await self._run(self._flows.pull(run, timeout_s, groups, on_wait, fields))
         if self._keepalive:
             if self._renewals is None:
                 self._renewals = asyncio.create_task(self._renew_leases(), name="headrace-keepalive")
@@ -148,12 +149,17 @@ class AsyncClient:
         return batch
 
     async def batches(
-        self, run: str, *, timeout_s: float | None = None, on_wait: OnWait | None = None
+        self,
+        run: str,
+        *,
+        timeout_s: float | None = None,
+        on_wait: OnWait | None = None,
+        fields: Collection[PullField] = (),
     ) -> AsyncIterator[Batch]:
         """As ``Client.batches``."""
         while True:
             try:
-                batch = await self.pull(run, timeout_s=timeout_s, on_wait=on_wait)
+                batch = await self.pull(run, timeout_s=timeout_s, on_wait=on_wait, fields=fields)
             except RunFinished:
                 return
             yield batch
@@ -245,6 +251,10 @@ class AsyncClient:
     async def trajectory(self, trajectory: str) -> Trajectory:
         """As ``Client.trajectory``."""
         return await self._run(self._flows.trajectory(trajectory))
+
+    async def asset(self, name: str) -> memoryview:
+        """As ``Client.asset``."""
+        return await self._run(self._flows.asset(name))
 
     async def advantages(self, trajectory: str) -> wire.TrajectoryAdvantages:
         """As ``Client.advantages``."""

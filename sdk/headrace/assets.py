@@ -19,14 +19,27 @@ import hashlib
 import io
 import math
 import re
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from headrace.errors import CorruptAsset, HeadraceError, InvalidAsset, UnknownAsset, WrongDtype, WrongShape
+from headrace import wire
+from headrace.errors import (
+    CorruptAsset,
+    HeadraceError,
+    InvalidAsset,
+    InvalidRequest,
+    UnknownAsset,
+    WrongDtype,
+    WrongShape,
+    from_problem,
+)
 from headrace.trajectory import Asset
 
 ARRAY_MEDIA_TYPE = "application/x-npy"
@@ -35,6 +48,10 @@ ARRAY_MEDIA_TYPE = "application/x-npy"
 FOLDER = "assets"
 """Where assets are in a data directory."""
 
+ALIGNMENT = 64
+"""Bytes. Each asset of a body with several starts at a multiple of it, so that an array in it is aligned as well."""
+
+_LENGTH = struct.Struct("<I")
 _NAME = re.compile(r"[0-9a-f]{64}")
 _NUMBERS = "biuf"
 _NPY_HEAD = re.compile(
@@ -144,6 +161,41 @@ def decode_array(data: bytes | bytearray | memoryview) -> npt.NDArray[Any]:
     if there != needed or len(shape) > _MAX_DIMENSIONS:
         raise _no_array(f"an array {dtype}{list(shape)} takes {needed} bytes, there are {there}")
     return np.ndarray(shape, dtype, view, head.end())
+
+
+def pack_assets(found: Sequence[bytes | HeadraceError]) -> bytes:
+    """Several assets as one body, see ``wire.AssetHead``."""
+    heads: list[wire.AssetHead] = []
+    parts: list[bytes] = []
+    for item in found:
+        if isinstance(item, HeadraceError):
+            heads.append(wire.AssetHead(problem=item.problem()))
+        else:
+            heads.append(wire.AssetHead(size_bytes=len(item)))
+            parts += [item, bytes(-len(item) % ALIGNMENT)]
+    text = msgspec.json.encode(heads)
+    return b"".join([_LENGTH.pack(len(text)), text, bytes(-(_LENGTH.size + len(text)) % ALIGNMENT), *parts])
+
+
+def unpack_assets(body: bytes | memoryview) -> list[memoryview | HeadraceError]:
+    """The assets of such a body, or the errors in their place; views of it. Raises InvalidRequest if it is none."""
+    view = memoryview(body).toreadonly()
+    try:
+        end = _LENGTH.size + _LENGTH.unpack_from(view)[0]
+        heads = msgspec.json.decode(view[_LENGTH.size : end], type=list[wire.AssetHead])
+    except (struct.error, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"The bytes are no assets: {error}.", hint="Is there a proxy in between?") from error
+    found: list[memoryview | HeadraceError] = []
+    start = end + -end % ALIGNMENT
+    for head in heads:
+        if head.problem is not None:
+            found.append(from_problem(head.problem))
+            continue
+        if head.size_bytes < 0 or start + head.size_bytes > len(view):
+            raise InvalidRequest("The bytes are no assets: they end too early.", hint="They were cut on the way.")
+        found.append(view[start : start + head.size_bytes])
+        start += head.size_bytes + -head.size_bytes % ALIGNMENT
+    return found
 
 
 def asset_path(folder: Path, name: str) -> Path:

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from headrace import sharding
 from headrace.body import PER_ROW, PER_TURN, BatchHead, read_head
 from headrace.codec import Buffer, TrajectoryHead, decode, decode_head, record_sizes
-from headrace.errors import InvalidRequest
+from headrace.errors import HeadraceError, InvalidRequest
 from headrace.estimators import F64, returns_to_go
 from headrace.forming import build_head, compute, moment_set
 from headrace.manifest import GroupEntry, Manifest, MomentSet, Shard, ShardPart
@@ -163,6 +163,8 @@ class Batch:
         self.generation = generation
         self.lease_s = lease_s
         self.shard = shard
+        self.assets: dict[str, memoryview | HeadraceError] = {}
+        """The assets that were pulled with it, by name, or what is wrong with them."""
         self._spans = list(itertools.pairwise(columns["record_offsets"].tolist()))
         self._recut = False
 
@@ -193,6 +195,24 @@ class Batch:
         """All trajectories that came, in the order of the records: a shard has those of its rows. Raises
         UnreadableRecord."""
         return [decode(record) for record in self._record_views()]
+
+    def asset_names(self) -> list[str]:
+        """The assets that the trajectories refer to, once each."""
+        heads = map(decode_head, self._record_views())
+        return list(dict.fromkeys(asset.name for head in heads for asset in head.assets))
+
+    def asset(self, name: str) -> memoryview:
+        """The bytes of an asset that was pulled with the batch. Raises UnknownAsset or CorruptAsset where there was
+        none, InvalidRequest for one that was not asked for."""
+        found = self.assets.get(name)
+        if isinstance(found, HeadraceError):
+            raise found
+        if found is None:
+            raise InvalidRequest(
+                f"The asset {name[:80]!r} was not pulled with batch {self.id}.",
+                hint='Pull with fields=["assets"], or ask client.asset for this one.',
+            )
+        return found
 
     @cached_property
     def rows(self) -> list[Row]:
@@ -267,7 +287,7 @@ class Batch:
         for column in computed.columns.values():
             column.flags.writeable = False
         cut = Batch(computed.manifest, computed.columns, self.records, self.generation, self.lease_s)
-        cut._spans, cut._recut = spans, True
+        cut._spans, cut._recut, cut.assets = spans, True, self.assets
         return cut
 
     def verify(self) -> None:

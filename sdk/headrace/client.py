@@ -18,12 +18,12 @@ It needs nothing beyond the base dependencies.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from headrace import wire
-from headrace._flows import PAGE, Flows, OnWait, TaskLike, VersionLike, plain_task
+from headrace._flows import PAGE, Flows, OnWait, PullField, TaskLike, VersionLike, plain_task
 from headrace._http import Connections, Origin
 from headrace._keepalive import Keepalive, drive
 from headrace._protocol import Flow
@@ -127,23 +127,32 @@ class Client:
         timeout_s: float | None = None,
         groups: Sequence[str] | None = None,
         on_wait: OnWait | None = None,
+        fields: Collection[PullField] = (),
     ) -> Batch:
         """The next batch; waits for it, across restarts of the orchestrator.
 
-        ``timeout_s`` None waits without end. ``groups`` awaits submitted groups by id. Raises RunFinished when no
+        ``timeout_s`` None waits without end. ``groups`` awaits submitted groups by id. ``fields=["assets"]`` brings
+        the images and large arrays that its trajectories refer to, for ``batch.asset``. Raises RunFinished when no
         batch will come, NothingToServe with ``extra["reasons"]`` at the timeout, Unavailable after an outage.
         """
-        batch = self._run(self._flows.pull(run, timeout_s, groups, on_wait))
+        batch = self._run(self._flows.pull(run, timeout_s, groups, on_wait, fields))
         if self._keepalive is not None:
             self._keepalive.wake()
         return batch
 
-    def batches(self, run: str, *, timeout_s: float | None = None, on_wait: OnWait | None = None) -> Iterator[Batch]:
+    def batches(
+        self,
+        run: str,
+        *,
+        timeout_s: float | None = None,
+        on_wait: OnWait | None = None,
+        fields: Collection[PullField] = (),
+    ) -> Iterator[Batch]:
         """Batches until the run is finished. Each is to be acked (or given back) before the next is asked for, unless
         the run's staleness leaves room to hold several."""
         while True:
             try:
-                batch = self.pull(run, timeout_s=timeout_s, on_wait=on_wait)
+                batch = self.pull(run, timeout_s=timeout_s, on_wait=on_wait, fields=fields)
             except RunFinished:
                 return
             yield batch
@@ -240,6 +249,10 @@ class Client:
     def trajectory(self, trajectory: str) -> Trajectory:
         """One stored trajectory. Raises UnknownTrajectory."""
         return self._run(self._flows.trajectory(trajectory))
+
+    def asset(self, name: str) -> memoryview:
+        """The bytes of an image or a large array, checked against its name. Raises UnknownAsset, CorruptAsset."""
+        return self._run(self._flows.asset(name))
 
     def advantages(self, trajectory: str) -> wire.TrajectoryAdvantages:
         """What the batch that it was last frozen into says of its turns. Raises UnknownTrajectory, and UnknownBatch

@@ -18,6 +18,7 @@ API = "/v1"
 
 BATCH_MEDIA_TYPE = "application/vnd.headrace.batch"
 ASSET_MEDIA_TYPE = "application/octet-stream"
+ASSETS_MEDIA_TYPE = "application/vnd.headrace.assets"
 RECORDS_MEDIA_TYPE = "application/vnd.headrace.records"
 PROBLEM_MEDIA_TYPE = "application/problem+json"
 
@@ -158,9 +159,21 @@ MAX_ASSET_NAMES = 4096
 
 
 class AssetsRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A worker has records that refer to these assets, and asks which of them are there already."""
+    """Names of assets. A worker that has records which refer to them asks which are there already; a learner asks for
+    their bytes."""
 
     names: Annotated[list[str], msgspec.Meta(max_length=MAX_ASSET_NAMES)]
+
+
+class AssetHead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Head of one asset in the answer to ``POST /v1/assets``, or the error that stands in its place.
+
+    The body is ``u32 little-endian length of the JSON | JSON (list of these) | padding to 64 bytes | assets, each
+    padded to 64 bytes``. It answers the first names of the request only, where all together would be too long.
+    """
+
+    size_bytes: int = 0
+    problem: dict[str, Any] | None = None
 
 
 class AssetsReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

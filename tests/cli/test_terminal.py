@@ -11,7 +11,7 @@ from rich.console import Console
 from headrace import wire
 from headrace.client import Client
 from headrace.errors import UnknownRun
-from headrace.trajectory import Message
+from headrace.trajectory import ContentPart, Message
 from headrace_orchestrator.cli import runs, top, trajectories
 from headrace_orchestrator.cli.output import fitting, rich_table
 from tests import builders
@@ -99,6 +99,12 @@ def test_ctrl_c_is_an_ordinary_end_of_watching(headrace: Headrace, stub: Stub, m
 
 
 # transcripts
+
+
+def test_a_transcript_names_images() -> None:
+    parts = [ContentPart(type="text", text="Look:"), ContentPart(type="image", asset="ab" * 32, text="<board>")]
+    lines = trajectories.transcript(builders.make_trajectory(messages=[Message(role="user", content=parts)]), 1.0, None)
+    assert f"Look:\n<image {'ab' * 32}>" in list(lines)
 
 
 def test_a_transcript_of_several_agents_names_whom_a_message_addresses() -> None:

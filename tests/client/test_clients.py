@@ -16,11 +16,15 @@ import pytest
 
 from headrace import codec, wire
 from headrace.aio import AsyncClient
+from headrace.assets import asset_of, decode_array, encode_array, pack_assets
+from headrace.batch import build_head
 from headrace.client import Client
 from headrace.errors import (
     BatchAlreadyAcked,
     BatchSuperseded,
+    CorruptAsset,
     GroupExists,
+    HeadraceError,
     InvalidRequest,
     InvalidRunSpec,
     MissingExtra,
@@ -30,10 +34,12 @@ from headrace.errors import (
     RunFinished,
     ServiceError,
     Unavailable,
+    UnknownAsset,
     UnknownRun,
     VersionConflict,
 )
-from headrace.runspec import RunSpec, TaskSpec
+from headrace.runspec import EstimatorSpec, RunSpec, TaskSpec
+from headrace.strands import GroupInput
 from headrace.trajectory import Task, Version
 from tests import builders
 from tests.client.both import CLIENTS, Driven
@@ -81,6 +87,23 @@ def connect(request: pytest.FixtureRequest, stub: Stub) -> Connect:
         return kind(stub.url, **{"retry_for_s": 5.0, "keepalive": False, **options})
 
     return make
+
+
+PICTURE, EXPERTS = asset_of(b"pixels", "image/png"), encode_array(np.arange(12, dtype=np.uint8).reshape(3, 4))
+ASSETS = "POST /v1/assets"
+
+
+def assets_reply(found: list[bytes | HeadraceError]) -> Reply:
+    return Reply(200, pack_assets(found), wire.ASSETS_MEDIA_TYPE, {wire.HEADER_EPOCH: "1"})
+
+
+def body_with_assets() -> bytes:
+    """A batch of one trajectory that refers to two assets."""
+    trajectory = builders.make_trajectory(assets=[PICTURE.entry, EXPERTS.entry])
+    record = codec.encode(trajectory)
+    group = GroupInput("g", trajectory.task, 1, [(codec.decode_head(record), len(record))])
+    head = build_head(batch="batch-1", run="guess", estimator=EstimatorSpec(), version=Version(0, 3), groups=[group])
+    return head + record
 
 
 # Requests and answers
@@ -586,3 +609,63 @@ def test_without_aiohttp_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(MissingExtra, match=r"pip install 'headrace\[async\]'"):
         AsyncClient()
+
+
+# Assets
+
+
+def test_an_asset_comes_by_its_name_and_is_checked(stub: Stub, connect: Connect) -> None:
+    stub.on(ASSETS, assets_reply([PICTURE.data]))
+    with connect() as client:
+        assert bytes(client.asset(PICTURE.name)) == PICTURE.data
+        with pytest.raises(CorruptAsset, match=EXPERTS.name):
+            client.asset(EXPERTS.name)  # the stub answers with other bytes
+    stub.on(ASSETS, assets_reply([UnknownAsset("Not here.")]))
+    with connect() as client:
+        with pytest.raises((CorruptAsset, UnknownAsset)):
+            client.asset(EXPERTS.name)
+        with pytest.raises(UnknownAsset, match="Not here"):
+            client.asset(PICTURE.name)
+
+
+def test_assets_come_with_a_batch_in_as_many_answers_as_they_take(stub: Stub, connect: Connect) -> None:
+    stub.on(PULL, batch(body_with_assets()))
+    stub.on(ASSETS, assets_reply([PICTURE.data]), assets_reply([EXPERTS.data]))
+    with connect() as client:
+        pulled = client.pull("guess", fields=["assets"])
+    assert [asked.json["names"] for asked in stub.asked(ASSETS)] == [[PICTURE.name, EXPERTS.name], [EXPERTS.name]]
+    assert bytes(pulled.asset(PICTURE.name)) == PICTURE.data
+    experts = decode_array(pulled.asset(EXPERTS.name))
+    assert experts.tolist() == np.arange(12).reshape(3, 4).tolist()
+    assert experts.ctypes.data % 64 == 0
+    assert pulled.recut(np.array([True])).asset(PICTURE.name) == pulled.asset(PICTURE.name)
+
+
+def test_a_damaged_asset_costs_itself_only(stub: Stub, connect: Connect) -> None:
+    stub.on(PULL, batch(body_with_assets()))
+    stub.on(ASSETS, assets_reply([CorruptAsset("Damaged.", asset=PICTURE.name), EXPERTS.data]))
+    with connect() as client:
+        pulled = client.pull("guess", fields=["assets"])
+    with pytest.raises(CorruptAsset, match="Damaged"):
+        pulled.asset(PICTURE.name)
+    assert bytes(pulled.asset(EXPERTS.name)) == EXPERTS.data
+
+
+def test_an_asset_that_was_not_pulled_says_how_it_is(stub: Stub, connect: Connect) -> None:
+    stub.on(PULL, batch(body_with_assets()))
+    with connect() as client:
+        pulled = client.pull("guess")
+        with pytest.raises(InvalidRequest, match="A pull brings no"):
+            client.pull("guess", fields=["images"])
+    assert pulled.asset_names() == [PICTURE.name, EXPERTS.name]
+    with pytest.raises(InvalidRequest, match="fields=") as refused:
+        pulled.asset(PICTURE.name)
+    assert "client.asset" in str(refused.value)
+
+
+def test_bytes_that_are_no_assets_are_an_error_of_the_service(stub: Stub, connect: Connect) -> None:
+    stub.on(ASSETS, good([]), Reply(200, b"\xff\xff", wire.ASSETS_MEDIA_TYPE), assets_reply([]))
+    with connect() as client:
+        for error in (ServiceError, InvalidRequest, ServiceError):
+            with pytest.raises(error):
+                client.asset(PICTURE.name)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from headrace import wire
-from headrace.assets import AssetData, asset_of, asset_path
+from headrace.assets import AssetData, asset_of, asset_path, unpack_assets
 from headrace.errors import CorruptAsset, InvalidAsset, StoreError, UnknownAsset
 from headrace.trajectory import ContentPart, Message
 from headrace_orchestrator.buffer import assets as module
@@ -248,6 +248,23 @@ async def test_assets_over_http_are_refused_and_missed_by_name(data_dir: Path) -
         problem = await api.ask("GET", f"/v1/assets/{ONE.name}", status=500)
         assert (problem["code"], problem["asset"]) == ("corrupt-asset", ONE.name)
         await api.ask("POST", "/v1/worker/assets", {"names": [ONE.name] * 5000}, status=400)
+
+
+async def test_several_assets_come_in_one_answer_as_far_as_it_takes_them(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace_orchestrator.service.service.ASSETS_BYTES", 2500)
+    async with orchestrator(data_dir) as api:
+        for asset in (ONE, TWO, THREE):
+            await send(api, asset)
+        names = [ONE.name, "0" * 64, TWO.name, THREE.name]
+        async with api.session.post("/v1/assets", json={"names": names}) as answer:
+            found = unpack_assets(await answer.read())
+        assert [bytes(item) if isinstance(item, memoryview) else item.code for item in found] == [
+            ONE.data,
+            "unknown-asset",
+            TWO.data,
+        ]
 
 
 async def test_references_survive_a_restart_and_a_lost_projection(data_dir: Path) -> None:

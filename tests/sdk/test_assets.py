@@ -19,10 +19,12 @@ from headrace.assets import (
     check_asset,
     decode_array,
     encode_array,
+    pack_assets,
     read_asset,
+    unpack_assets,
     verify_asset,
 )
-from headrace.errors import CorruptAsset, InvalidAsset, UnknownAsset, WrongDtype, WrongShape
+from headrace.errors import CorruptAsset, InvalidAsset, InvalidRequest, UnknownAsset, WrongDtype, WrongShape
 
 KINDS = ("?", "u1", "i1", "<u2", "<i4", "<i8", ">i4", "<f2", "<f4", "<f8")
 PIXELS = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3)
@@ -128,3 +130,18 @@ def test_bytes_that_are_not_those_of_their_name_are_never_given_out(tmp_path: Pa
             read(tmp_path, "0" * 64)
     with pytest.raises(UnknownAsset):
         read_asset(tmp_path, "../../etc/passwd")
+
+
+def test_several_assets_are_one_body_and_each_is_aligned_in_it() -> None:
+    missing = UnknownAsset("Not here.", asset="x")
+    found = unpack_assets(pack_assets([b"a" * 65, missing, b"", b"b"]))
+    assert [bytes(item) for item in (found[0], found[2], found[3]) if isinstance(item, memoryview)] == [
+        b"a" * 65,
+        b"",
+        b"b",
+    ]
+    assert isinstance(found[1], UnknownAsset)
+    whole = pack_assets([b"a" * 65])
+    for cut in (0, 3, 20, len(whole) - 64):
+        with pytest.raises(InvalidRequest):
+            unpack_assets(whole[:cut])

@@ -179,6 +179,10 @@ async def asset(service: Service, call: Call) -> Reply:
     return Answer(await service.asset(call.params["asset"]), media_type=wire.ASSET_MEDIA_TYPE)
 
 
+async def assets(service: Service, call: Call) -> Reply:
+    return Answer(await service.assets(call.read(wire.AssetsRequest)), media_type=wire.ASSETS_MEDIA_TYPE)
+
+
 async def advantages(service: Service, call: Call) -> Reply:
     return await service.advantages(call.params["trajectory"])
 

@@ -10,7 +10,7 @@ import msgspec
 
 from headrace.errors import HeadraceError
 from headrace.runspec import RunSpec
-from headrace.wire import PROBLEM_MEDIA_TYPE, Submission
+from headrace.wire import PROBLEM_MEDIA_TYPE, AssetHead, Submission
 from headrace_orchestrator.api.route import Route
 
 _REF = "#/components/schemas/{name}"
@@ -30,7 +30,7 @@ PROBLEM: dict[str, Any] = {
 def document(routes: Sequence[Route], version: str) -> dict[str, Any]:
     """The whole document."""
     kinds = [kind for route in routes for kind in (route.request, route.response) if _is_msgspec(kind)]
-    kinds.append(Submission)  # part of a body that is not JSON
+    kinds += [AssetHead, Submission]  # parts of bodies that are not JSON
     schemas, components = msgspec.json.schema_components(kinds, ref_template=_REF)
     schema_of = dict(zip(map(repr, kinds), schemas, strict=True))
     run_spec = RunSpec.model_json_schema(ref_template="#/components/schemas/{model}")

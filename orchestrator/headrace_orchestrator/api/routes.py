@@ -321,6 +321,15 @@ def _reading_routes() -> list[Route]:
             errors=(errors.UnknownAsset, errors.CorruptAsset),
         ),
         Route(
+            method="POST",
+            path=f"{API}/assets",
+            summary="Several assets in one answer, the first of those that are asked for. Body: see AssetHead.",
+            handler=handlers.assets,
+            roles=READERS,
+            request=wire.AssetsRequest,
+            response=wire.ASSETS_MEDIA_TYPE,
+        ),
+        Route(
             method="GET",
             path=f"{API}/trajectories/{{trajectory}}/advantages",
             summary="Returns and advantages of a trajectory in the batch that it was last frozen into.",

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from headrace.assets import asset_path, check_asset, is_asset_name, read_asset, verify_asset
-from headrace.errors import CorruptAsset, InvalidAsset, StoreError, UnknownAsset
+from headrace.errors import CorruptAsset, HeadraceError, InvalidAsset, StoreError, UnknownAsset
 from headrace_orchestrator import logs
 from headrace_orchestrator.buffer.directory import sync_directory
 
@@ -261,6 +261,23 @@ class Assets:
             log.error("asset damaged", asset=name, problem=error.detail)
             self._damaged.add(name)  # whoever has it is asked to send it again
             raise
+
+    async def read_many(self, names: Sequence[str], max_bytes: int) -> list[bytes | HeadraceError]:
+        """The first of these assets, one at least and others while they fit into ``max_bytes``, or what is wrong with
+        them."""
+        found: list[bytes | HeadraceError] = []
+        size_bytes = 0
+        for name in names:
+            try:
+                data = await self.read(name)
+            except (UnknownAsset, CorruptAsset) as error:
+                found.append(error)
+                continue
+            size_bytes += len(data)
+            if found and size_bytes > max_bytes:
+                break
+            found.append(data)
+        return found
 
     async def close(self) -> None:
         """Write what waits."""

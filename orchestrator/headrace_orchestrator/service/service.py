@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from headrace import wire
+from headrace.assets import pack_assets
 from headrace.batch import read_advantages, read_manifest
 from headrace.errors import UnknownBatch, UnknownEnvironment, UnknownTrajectory
 from headrace.runspec import parse_run_spec
@@ -35,6 +36,9 @@ from headrace_orchestrator.settings import Settings
 T = TypeVar("T")
 
 log = logs.logger(__name__)
+
+ASSETS_BYTES = 32 << 20
+"""Of assets in one answer: enough that asking costs little, small enough for the memory of several learners."""
 
 
 class Service(Lifecycle):
@@ -123,6 +127,11 @@ class Service(Lifecycle):
     async def asset(self, name: str) -> bytes:
         """An asset, checked. Raises UnknownAsset, CorruptAsset."""
         return await self._require().assets.read(name)
+
+    async def assets(self, request: wire.AssetsRequest) -> bytes:
+        """The first of these assets, as many as one answer takes, or what is wrong with them."""
+        found = await self._require().assets.read_many(request.names, ASSETS_BYTES)
+        return await asyncio.to_thread(pack_assets, found)
 
     async def _was_accepted(self, store: Store, head: wire.Submission, worker: str) -> bool:
         """Whether this very attempt gave the episode its record; the core forgets an episode once its group is
