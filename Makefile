@@ -4,10 +4,10 @@ BIN := .venv/bin
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench chaos lock parts clean
+.PHONY: help setup demo test check bench bench-buffer chaos lock parts clean
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 setup: ## make .venv from the hashed lock (demo, test and check do it by themselves)
 	@sh scripts/setup.sh
@@ -27,6 +27,9 @@ check: setup ## lint, format, types, import direction, addresses and paths in th
 
 bench: setup ## every benchmark that needs no GPU
 	@for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python -m "benchmarks.$$(basename $$file .py)" || exit 1; done
+
+bench-buffer: setup ## the replay buffer beside Reverb and TransferQueue; installs them under build/peers (7 GB)
+	@$(BIN)/python -m benchmarks.buffer $(ARGS)
 
 chaos: setup ## kill every process again and again and cut the power, with a checker (some minutes)
 	@$(BIN)/python -m tests.chaos

@@ -62,7 +62,7 @@ def main() -> None:
     report("pull", [Row("pull of 256 trajectories of 37 KB", ours, "ms", "raw TCP transfer", theirs, 1.5, "lower")])
 
 
-def measure(client: Client) -> tuple[list[float], list[float], int]:
+def measure(client: Client, rounds: int = ROUNDS) -> tuple[list[float], list[float], int]:
     """Seconds of each pull and of each raw transfer, in turns, and the size of the body in bytes."""
     pulls, raws = [], []
     batch = client.pull("pull", timeout_s=30)
@@ -71,7 +71,7 @@ def measure(client: Client) -> tuple[list[float], list[float], int]:
         assert server.stdout is not None
         buffer = memoryview(bytearray(size))
         with socket.create_connection(("127.0.0.1", int(server.stdout.readline()))) as connection:
-            for _ in range(ROUNDS):
+            for _ in range(rounds):
                 client.nack(batch, "measured")
                 begun = time.perf_counter()
                 batch = client.pull("pull", timeout_s=30)
@@ -80,6 +80,7 @@ def measure(client: Client) -> tuple[list[float], list[float], int]:
                 connection.sendall(b"?")
                 read_into(connection, buffer)
                 raws.append(time.perf_counter() - begun)
+    client.nack(batch, "measured")
     return pulls, raws, size
 
 

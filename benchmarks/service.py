@@ -11,7 +11,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +36,33 @@ class Service:
         self.url, self.policy_url = f"http://127.0.0.1:{self.port}", f"http://127.0.0.1:{self.policy_port}"
 
     def start_orchestrator(self) -> None:
+        """Returns when it is ready, within some ten milliseconds."""
         data = str(self.folder / "data")
         self._start(
             "orchestrator",
             *("headrace_orchestrator.cli", "orchestrator", "--data", data),
             *("--port", str(self.port), "--log-level", "warning"),
         )
-        with Client(self.url, keepalive=False, retry_for_s=START_S) as client:
-            client.status()
+        wait_for("the orchestrator", self._ready, interval_s=0.01)
+
+    def _ready(self) -> bool:
+        with suppress(OSError, HTTPException), closing(HTTPConnection("127.0.0.1", self.port, timeout=5)) as connection:
+            connection.request("GET", "/readyz")
+            return connection.getresponse().status == 200
+        return False
+
+    def kill(self, name: str) -> None:
+        """Kill -9 one process."""
+        found = next(entry for entry in self._children if entry[0] == name)
+        found[1].kill()
+        found[1].wait()
+        self._children.remove(found)
+
+    def resident_mb(self, name: str) -> float:
+        """Resident memory of a process, in megabytes."""
+        pid = next(child.pid for known, child in self._children if known == name)
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
     def start_worker(self, *arguments: str, slots: int, name: str = "worker") -> None:
         self.workers += 1
@@ -123,13 +143,13 @@ def rate(count: Callable[[], int], *, first: int, last: int, timeout_s: float = 
         time.sleep(0.1)
 
 
-def wait_for(what: str, condition: Callable[[], Any], timeout_s: float = START_S) -> None:
+def wait_for(what: str, condition: Callable[[], Any], timeout_s: float = START_S, *, interval_s: float = 0.05) -> None:
     """Poll until it holds."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
             raise HeadraceError(f"{what} did not come within {timeout_s:g} s.")
-        time.sleep(0.05)
+        time.sleep(interval_s)
 
 
 def _cpu_s(pid: int) -> float:

@@ -23,26 +23,30 @@ RESULTS = Path("build/bench")
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison. ``better`` says which way the ratio ``ours / theirs`` should go."""
+    """One comparison. ``better`` says which way the ratio ``ours / theirs`` should go; ``aim`` is a further goal.
+    ``theirs`` is None where the other figure could not be had; ``against`` says why."""
 
     work: str
     ours: float
     unit: str
     against: str
-    theirs: float
+    theirs: float | None
     reach: float
     better: Literal["higher", "lower"]
+    aim: float | None = None
 
     @property
-    def ratio(self) -> float:
-        return self.ours / self.theirs
+    def ratio(self) -> float | None:
+        return None if self.theirs is None else self.ours / self.theirs
 
     @property
     def ok(self) -> bool:
-        return self.ratio >= self.reach if self.better == "higher" else self.ratio <= self.reach
+        return self.ratio is not None and (
+            self.ratio >= self.reach if self.better == "higher" else self.ratio <= self.reach
+        )
 
 
-def machine() -> dict[str, str | int]:
+def machine() -> dict[str, str | int | float]:
     """What the figures were taken on."""
     return {
         "cpu": _cpu_name(),
@@ -58,18 +62,20 @@ def report(name: str, rows: list[Row]) -> None:
     here, date = machine(), datetime.now(UTC).isoformat(timespec="seconds")
     facts = ", ".join(f"{key} {value}" for key, value in here.items())
     table = Table(title=f"{name} · {date}", caption=facts, title_justify="left", caption_justify="left")
-    for column in ("work", "ours", "unit", "against", "theirs", "ratio", "reach", "ok"):
-        table.add_column(column, justify="right" if column in ("ours", "theirs", "ratio", "reach") else "left")
+    numbers = ("ours", "theirs", "ratio", "reach", "aim")
+    for column in ("work", "ours", "unit", "against", "theirs", "ratio", "reach", "aim", "ok"):
+        table.add_column(column, justify="right" if column in numbers else "left")
     for row in rows:
-        bound = ("≥ " if row.better == "higher" else "≤ ") + f"{row.reach:g}"
+        sign = "≥" if row.better == "higher" else "≤"
         table.add_row(
             row.work,
-            f"{row.ours:,.4g}" if row.ours < 1000 else f"{row.ours:,.0f}",
+            _number(row.ours),
             row.unit,
             row.against,
-            f"{row.theirs:,.4g}" if row.theirs < 1000 else f"{row.theirs:,.0f}",
-            f"{row.ratio:.3g}",
-            bound,
+            _number(row.theirs),
+            "–" if row.ratio is None else f"{row.ratio:.3g}",
+            f"{sign} {row.reach:g}",
+            "" if row.aim is None else f"{row.aim:g}",
             "yes" if row.ok else "NO",
         )
     Console(width=160).print(table)
@@ -77,6 +83,12 @@ def report(name: str, rows: list[Row]) -> None:
     saved = [{**asdict(row), "ratio": row.ratio, "ok": row.ok} for row in rows]
     text = json.dumps({"name": name, "date": date, "machine": here, "rows": saved}, indent=2)
     (RESULTS / f"{name}.json").write_text(text + "\n")
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"
 
 
 def _cpu_name() -> str:

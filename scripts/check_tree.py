@@ -2,7 +2,8 @@
 
 * No file names a package registry: locks must install from whichever registry the user has.
 * No file names a home or work directory of a machine.
-* No file holds an address outside the loopback and documentation ranges, but for the customary 10.0.0.1.
+* No file holds an address outside the loopback and documentation ranges, but for the customary 10.0.0.1. A pinned
+  version, ``==13.4.1.3``, is none.
 
 Prints each finding as ``file:line: what: text`` and ends with status 1 if there is one.
 """
@@ -21,7 +22,7 @@ PATTERNS = {
     "a package registry": re.compile(r"pythonhosted|\bpypi\.org|npmjs\.(?:org|com)|proxy\.golang|crates\.io"),
     "a directory of one machine": re.compile(r"(?<![\w.:/}])/(?:work|root|home|Users)/[\w.]"),
     "an IP address": re.compile(
-        r"(?<![\w.])(?!127\.|0\.0\.0\.0|10\.0\.0\.1(?!\d)|192\.0\.2\.|198\.51\.100\.|203\.0\.113\.)(?:\d{1,3}\.){3}\d{1,3}(?![\w.])"
+        r"(?<![\w.])(?<!==)(?!127\.|0\.0\.0\.0|10\.0\.0\.1(?!\d)|192\.0\.2\.|198\.51\.100\.|203\.0\.113\.)(?:\d{1,3}\.){3}\d{1,3}(?![\w.])"
     ),
 }
 

@@ -1,0 +1,53 @@
+"""The log's append with group commit, against one raw append and sync of the same bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+from headrace.logformat import FrameType
+from headrace_orchestrator.buffer.log import Log
+
+FRAMES, TOGETHER, FRAME_BYTES = 2048, 64, 37_120
+"""What one measurement appends; so many frames wait for the same sync."""
+
+FILE_BYTES = 256 << 20
+"""As the service cuts its files."""
+
+
+def measure(folder: Path, rounds: int) -> list[tuple[float, float]]:
+    """Frames per second of the log and of the raw file, in turns."""
+    return asyncio.run(_measure(folder, rounds))
+
+
+async def _measure(folder: Path, rounds: int) -> list[tuple[float, float]]:
+    payload = os.urandom(FRAME_BYTES)
+    log = Log(folder / "log", file_bytes=FILE_BYTES)
+    for _ in log.scan():
+        pass
+    descriptor = os.open(folder / "raw", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    try:
+        return [(await _ours(log, payload), _raw(descriptor, payload)) for _ in range(rounds)]
+    finally:
+        os.close(descriptor)
+        await log.close()
+
+
+async def _ours(log: Log, payload: bytes) -> float:
+    begun = time.perf_counter()
+    for _ in range(FRAMES // TOGETHER):
+        for _ in range(TOGETHER):
+            log.append(FrameType.TRAJECTORY, payload)
+        await log.synced()
+    return FRAMES / (time.perf_counter() - begun)
+
+
+def _raw(descriptor: int, payload: bytes) -> float:
+    block = payload * TOGETHER
+    begun = time.perf_counter()
+    for _ in range(FRAMES // TOGETHER):
+        assert os.write(descriptor, block) == len(block)
+        os.fdatasync(descriptor)
+    return FRAMES / (time.perf_counter() - begun)

@@ -1,0 +1,127 @@
+"""Peers: systems that do a part of the same work, each in a virtual environment of its own under ``build/peers``.
+
+* A peer is installed from its own hashed lock, once; a changed lock installs it anew.
+* A peer that does not install or does not start is named with its error; the rest goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+from benchmarks.peers.protocol import ANSWER
+from benchmarks.service import ROOT
+
+FOLDER = ROOT / "benchmarks" / "peers"
+BUILT = ROOT / "build" / "peers"
+
+INSTALL_S, START_S, ANSWER_S = 1800.0, 300.0, 300.0
+"""Bounds. Torch and TensorFlow are gigabytes, and Ray takes a while to start on a busy machine."""
+
+
+class PeerError(Exception):
+    """A peer cannot be measured; the message says why, in one line."""
+
+
+class Peer:
+    """A running peer. ``problem`` says why it cannot be measured, if it cannot."""
+
+    def __init__(self, name: str, title: str) -> None:
+        self.title = title
+        self.problem = ""
+        self._process: subprocess.Popen[str] | None = None
+        self._log: IO[str] | None = None
+        try:
+            python = _installed(name)
+            print(f"{title}: starting", flush=True)
+            self._log = (BUILT / f"{name}.log").open("w")
+            self._process = subprocess.Popen(
+                [str(python), str(FOLDER / f"{name}_peer.py")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                text=True,
+            )
+            self._read(START_S)
+        except PeerError as error:
+            self._give_up(str(error))
+
+    def ask(self, do: str, **arguments: int) -> dict[str, float]:
+        """One measurement; empty once the peer has failed."""
+        if self.problem:
+            return {}
+        assert self._process is not None
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+            self._process.stdin.flush()
+            return self._read(ANSWER_S)
+        except (OSError, PeerError) as error:
+            self._give_up(str(error))
+            return {}
+
+    def close(self) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            with suppress(OSError):
+                self._process.stdin.close()
+            try:
+                self._process.wait(60)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        if self._log is not None:
+            self._log.close()
+
+    def _read(self, timeout_s: float) -> dict[str, float]:
+        """The next answer; a peer that gives none in time is killed."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        watchdog = threading.Timer(timeout_s, self._process.kill)
+        watchdog.start()
+        try:
+            for line in self._process.stdout:
+                if line.startswith(ANSWER):
+                    answer: dict[str, float] = json.loads(line[len(ANSWER) :])
+                    if "error" in answer:
+                        raise PeerError(str(answer["error"]).splitlines()[0][:200])
+                    return answer
+            status = self._process.wait(10)
+        finally:
+            watchdog.cancel()
+        raise PeerError(f"it ended with status {status}, or gave no answer in {timeout_s:g} s")
+
+    def _give_up(self, problem: str) -> None:
+        self.problem = problem
+        print(f"{self.title}: {problem}", flush=True)
+
+
+def _installed(name: str) -> Path:
+    """The interpreter of a peer's virtual environment. Raises PeerError."""
+    lock, place = FOLDER / f"{name}.txt", BUILT / name
+    stamp, python = place / "installed.txt", place / "bin" / "python"
+    if stamp.exists() and stamp.read_bytes() == lock.read_bytes() and python.exists():
+        return python
+    uv = shutil.which("uv") or str(Path(sys.executable).with_name("uv"))
+    print(f"{name}: installing into {place.relative_to(ROOT)} (minutes and gigabytes, once)", flush=True)
+    begun = time.monotonic()
+    _run(uv, "venv", "--quiet", "--clear", "--python", "3.11", str(place))
+    _run(uv, "pip", "install", "--quiet", "--python", str(python), "--require-hashes", "--requirement", str(lock))
+    shutil.copyfile(lock, stamp)
+    print(f"{name}: installed in {time.monotonic() - begun:.0f} s", flush=True)
+    return python
+
+
+def _run(*command: str) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=INSTALL_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise PeerError(f"not installed: {error}") from error
+    if done.returncode:
+        raise PeerError(f"not installed: {(done.stderr.strip() or done.stdout.strip()).splitlines()[-1][:200]}")
