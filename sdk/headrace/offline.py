@@ -24,10 +24,11 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from headrace import logformat
+from headrace import logfiles, logformat
 from headrace.batch import Batch, RowAdvantages, read_advantages, read_manifest
 from headrace.codec import TrajectoryHead, decode, decode_head
 from headrace.errors import CorruptRecord, HeadraceError, SetupError, UnknownBatch, UnknownTrajectory
+from headrace.logfiles import LogFile
 from headrace.logformat import Frame, FrameType
 from headrace.manifest import Manifest
 from headrace.trajectory import Status, Trajectory, Version
@@ -176,7 +177,7 @@ class Reader:
                 if wanted.fits(decode_head(frame.payload)):
                     yield decode(frame.payload)
             except HeadraceError as error:
-                self._pass_over(Damaged(file.name, frame.offset, frame.size, error.detail))
+                self._pass_over(Damaged(file.path.name, frame.offset, frame.size, error.detail))
 
     def trajectory(self, id: str) -> Trajectory:
         """One trajectory. Raises UnknownTrajectory or CorruptRecord."""
@@ -220,42 +221,44 @@ class Reader:
         catalog = _Catalog()
         for file, frame in self._frames():
             try:
-                catalog.take(int(file.stem), frame)
+                catalog.take(file.number, frame)
             except (HeadraceError, msgspec.MsgspecError, ValueError) as error:
-                self._pass_over(Damaged(file.name, frame.offset, frame.size, str(error)))
+                self._pass_over(Damaged(file.path.name, frame.offset, frame.size, str(error)))
         return catalog
 
     # The log --------------------------------------------------------------------------------------------------
 
-    def _frames(self) -> Iterator[tuple[Path, Frame]]:
+    def _frames(self) -> Iterator[tuple[LogFile, Frame]]:
         """Every intact frame of the log, file by file."""
-        files = list(self._files())
-        total, done = sum(size for _, size in files), 0
-        for file, size in files:
-            for item in self._scan(file, last=file == files[-1][0]):
+        files = self._files()
+        total, done = sum(file.size_bytes for file in files), 0
+        for file in files:
+            for item in self._scan(file, last=file is files[-1]):
                 if self._on_progress is not None:
                     self._on_progress(min(done + item.offset, total), total)
                 yield file, item
-            done += size
+            done += file.size_bytes
         if self._on_progress is not None:
             self._on_progress(total, total)
 
-    def _files(self) -> Iterator[tuple[Path, int]]:
-        for file in sorted((self.path / "log").glob("*.log")):
-            with suppress(FileNotFoundError):
-                yield file, file.stat().st_size
+    def _files(self) -> list[LogFile]:
+        directory, found = self.path / "log", []
+        # A service deletes its oldest files, whole: what they held is not stored any more.
+        with suppress(FileNotFoundError):
+            for file in logfiles.newest_first(directory, logfiles.numbers_in(directory)):
+                found.append(file.without_state())
+        return found[::-1]
 
-    def _scan(self, file: Path, *, last: bool) -> Iterator[Frame]:
-        # A file that is gone was deleted whole since it was listed: what it held is not stored any more.
-        with suppress(FileNotFoundError), file.open("rb") as stream:
-            for item in logformat.scan(stream):
+    def _scan(self, file: LogFile, *, last: bool) -> Iterator[Frame]:
+        with suppress(FileNotFoundError):
+            for item in file.scan():
                 if isinstance(item, Frame):
                     yield item
                 elif not (item.torn and last):
-                    self._pass_over(Damaged(file.name, item.offset, item.size, item.problem))
+                    self._pass_over(Damaged(file.path.name, item.offset, item.size, item.problem))
 
     def _payload(self, number: int, offset: int, length: int) -> bytes:
-        file = self.path / "log" / f"{number:08d}.log"
+        file = logfiles.path_of(self.path / "log", number)
         try:
             descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError as error:

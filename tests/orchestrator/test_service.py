@@ -22,7 +22,7 @@ from headrace_orchestrator.scheduler.records import AnyRecord, GroupRetired, Wor
 from headrace_orchestrator.service import serving
 from headrace_orchestrator.service.outcomes import outcome_of, record_of
 from headrace_orchestrator.service.replay import replay
-from headrace_orchestrator.service.store import FACTS_A_FRAME, Store
+from headrace_orchestrator.service.store import FACTS_A_FRAME, Store, facts_of
 from tests.builders import make_failed, make_id, make_multi_agent, make_multi_segment, make_trajectory, make_truncated
 from tests.orchestrator.serving import Api, orchestrator, record_for, submission, until
 
@@ -227,7 +227,7 @@ async def test_control_records_that_are_decided_together_share_frames_in_the_ord
 
     log = Log(data_dir / "log", file_bytes=1 << 30)
     frames = [item.frame for item in log.scan() if isinstance(item, Placed)]
-    read = [store.facts_of(frame)[0] for frame in frames if frame.type is FrameType.CONTROL]
+    read = [facts_of(frame)[0] for frame in frames if frame.type is FrameType.CONTROL]
     await log.close()
     assert [len(share) for share in read] == [FACTS_A_FRAME, FACTS_A_FRAME, 1]
     assert [fact for share in read for fact in share] == facts

@@ -10,6 +10,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -53,6 +55,32 @@ class DataDirectory:
         """Give the directory up."""
         (self.path / "address").unlink(missing_ok=True)
         os.close(self._lock)
+
+
+@contextmanager
+def hold(path: Path) -> Iterator[None]:
+    """Keep orchestrators away from a data directory for the block. Raises DataDirectoryInUse."""
+    lock = os.open(path / "owner", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        _take(lock, path)
+        yield
+    finally:
+        os.close(lock)
+
+
+def is_owned(path: Path) -> bool:
+    """Whether an orchestrator runs on this data directory now."""
+    try:
+        lock = os.open(path / "owner", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
 
 
 def _take(lock: int, path: Path) -> None:

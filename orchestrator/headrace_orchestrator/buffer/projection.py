@@ -5,6 +5,7 @@
 * It never runs ahead of the disk: only frames that are synced are projected.
 * Writing is off the hot path: rows are collected and written in small transactions, by a thread of their own.
 * A listing is read by pages; no reader holds the database open between them.
+* The write-ahead file shrinks again once a reader from outside is gone, also when nothing is written any more.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ SCHEMA = 3
 
 WAL_LIMIT_BYTES = 16 << 20
 """SQLite cuts its write-ahead file back to this at each checkpoint, so that a slow reader leaves no lasting peak."""
+
+BUSY_MS = 5000
+"""How long a statement waits for a lock that somebody outside holds, in milliseconds."""
 
 _TABLES = """
 CREATE TABLE trajectories (
@@ -315,6 +319,18 @@ class Projection:
         more = rows[limit - 1][0] if len(rows) > limit else None
         return [_summary(row, now_ms) for row in rows[:limit]], more
 
+    def trim(self) -> None:
+        """Give back what the write-ahead file grew to while somebody read from outside. Waits for no reader: while one
+        is there, a later call does it. Raises StoreError."""
+        if self.wal_bytes() <= WAL_LIMIT_BYTES:
+            return
+        with self._locked() as connection:
+            connection.execute("PRAGMA busy_timeout = 0")
+            try:
+                connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            finally:
+                connection.execute(f"PRAGMA busy_timeout = {BUSY_MS}")
+
     def wal_bytes(self) -> int:
         """Size of SQLite's write-ahead file."""
         try:
@@ -330,7 +346,7 @@ class Projection:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    connection = sqlite3.connect(path, timeout=BUSY_MS / 1000, isolation_level=None, check_same_thread=False)
     try:
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")

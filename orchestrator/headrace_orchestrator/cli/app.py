@@ -19,6 +19,7 @@ from headrace_orchestrator.cli.close import close
 from headrace_orchestrator.cli.demo.command import demo
 from headrace_orchestrator.cli.doctor import doctor
 from headrace_orchestrator.cli.export import export
+from headrace_orchestrator.cli.fsck import fsck
 from headrace_orchestrator.cli.orchestrator import orchestrator
 from headrace_orchestrator.cli.output import FAILED, USAGE, Shared, exit_code, report
 from headrace_orchestrator.cli.run import run
@@ -123,9 +124,26 @@ def cli(ctx: click.Context, debug: bool) -> None:
       2  the command line is not valid
       3  the service is not reachable
       4  nothing came in time, or the run is finished
+      5  records are lost (`fsck`)
+      6  something is damaged and nothing is lost (`fsck`)
     """
     ctx.ensure_object(Shared).debug = debug
 
 
-for command in (backup, close, demo, doctor, export, orchestrator, restore, run, runs, top, trajectories, up, version):
+for command in (
+    backup,
+    close,
+    demo,
+    doctor,
+    export,
+    fsck,
+    orchestrator,
+    restore,
+    run,
+    runs,
+    top,
+    trajectories,
+    up,
+    version,
+):
     cli.add_command(command)

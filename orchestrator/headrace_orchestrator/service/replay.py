@@ -18,7 +18,7 @@ from headrace.logformat import FrameType
 from headrace_orchestrator import logs
 from headrace_orchestrator.buffer.log import Lost, Placed
 from headrace_orchestrator.scheduler.core import Scheduler
-from headrace_orchestrator.service.store import Store
+from headrace_orchestrator.service.store import Store, facts_of
 
 log = logs.logger(__name__)
 
@@ -69,7 +69,7 @@ def _take(
     if placed.frame.type in _OF_FILES:
         return
     try:
-        facts, source = store.facts_of(placed.frame)
+        facts, source = facts_of(placed.frame)
     except _UNUSABLE as error:
         yield error
         return

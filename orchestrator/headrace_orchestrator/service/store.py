@@ -158,17 +158,6 @@ class Store:
         self.index.restore(found.index)
         self._expect(self.index.entries())
 
-    def facts_of(self, frame: Frame) -> tuple[list[AnyRecord], TrajectoryHead | Manifest | None]:
-        """The facts that a frame carries, and what one is read from that has a frame of its own. Raises ValueError,
-        MsgspecError or a HeadraceError."""
-        if frame.type is FrameType.TRAJECTORY:
-            head = codec.decode_head(frame.payload)
-            return [outcome_of(head, len(frame.payload))], head
-        if frame.type is FrameType.BATCH:
-            manifest = read_manifest(frame.payload)
-            return [_formed(manifest)], manifest
-        return _decoder.decode(frame.payload), None
-
     def note(self, fact: AnyRecord, source: TrajectoryHead | Manifest | None, location: Location) -> None:
         """Take a fact of the log into the index. Raises KeyError where it builds on a lost one."""
         self._facts += 1
@@ -243,6 +232,7 @@ class Store:
         async with self._projecting:
             count, cursor = len(self._unprojected), self.log.tail
             if not count:
+                await asyncio.to_thread(self.projection.trim)
                 return
             await self.log.synced()
             waiting = self._unprojected[:count]
@@ -257,6 +247,7 @@ class Store:
 
     def _write(self, waiting: Sequence[Unprojected], cursor: int) -> None:
         self.projection.write(list(rows(waiting)), cursor)
+        self.projection.trim()
 
     def _move(self, moves: Moves) -> None:
         """Frames were stored elsewhere than was meant, and nobody was told yet where they are."""
@@ -283,6 +274,18 @@ class Store:
                 await self.log.close()
             finally:
                 self.projection.close()
+
+
+def facts_of(frame: Frame) -> tuple[list[AnyRecord], TrajectoryHead | Manifest | None]:
+    """The facts that a frame carries, and what one is read from that has a frame of its own. Raises ValueError,
+    MsgspecError or a HeadraceError."""
+    if frame.type is FrameType.TRAJECTORY:
+        head = codec.decode_head(frame.payload)
+        return [outcome_of(head, len(frame.payload))], head
+    if frame.type is FrameType.BATCH:
+        manifest = read_manifest(frame.payload)
+        return [_formed(manifest)], manifest
+    return _decoder.decode(frame.payload), None
 
 
 def _listed(entry: Frozen) -> BatchListed:

@@ -1,0 +1,366 @@
+"""Checking a data directory, and building its projection anew from the log.
+
+* Everything is read: frames, both copies of control records, heads, footers, the projection, assets.
+* Nothing is written, and a live service never waits for a check.
+* Each damaged record is named: file, offset, type, whose it is where that is known, and what it costs.
+* A log that is shorter than it was is found, where its next file or its projection knows better.
+* A rebuilt projection equals the lived one, row by row.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Literal
+
+import msgspec
+
+from headrace import logfiles, logformat
+from headrace.assets import FOLDER, asset_path
+from headrace.codec import TrajectoryHead
+from headrace.errors import HeadraceError, SetupError
+from headrace.logfiles import LogFile
+from headrace.logformat import Damage, Frame, FrameType, Tally
+from headrace_orchestrator.buffer import assets
+from headrace_orchestrator.buffer.directory import hold, is_owned, sync_directory
+from headrace_orchestrator.buffer.log import Location
+from headrace_orchestrator.buffer.projection import Projection, Statement
+from headrace_orchestrator.buffer.twins import Twin, copy_of, differences
+from headrace_orchestrator.service.listing import Unprojected, listed_of, rows
+from headrace_orchestrator.service.store import facts_of
+
+OnProgress = Callable[[int, int], None]
+"""Called with the bytes that are done, and how many there are."""
+
+PROJECTION = "projection.sqlite"
+_ROWS_AT_A_TIME = 5000
+
+_UNREADABLE = (HeadraceError, msgspec.MsgspecError, ValueError)
+"""What a payload raises that is not what its type says, though its checksum is right."""
+
+Kind = Literal["record", "copy", "head", "footer", "file", "projection", "asset"]
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One piece of damage. ``names``: ids of the trajectories or batches that it is about, as far as they are known.
+    ``lost``: something is gone that nothing gives back; otherwise the rest of the directory makes up for it."""
+
+    kind: Kind
+    lost: bool
+    file: str
+    offset: int = 0
+    size_bytes: int = 0
+    type: str = ""
+    names: list[str] = []
+    problem: str
+    cost: str
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found. ``unfinished_bytes``: an append at the end that was under way or was cut off, so that nobody was
+    told that it is stored. ``unprojected_bytes``: what the projection is still behind, as it may be."""
+
+    live: bool
+    files: int
+    size_bytes: int
+    frames: dict[str, int]
+    assets: int
+    unfinished_bytes: int
+    unprojected_bytes: int
+    findings: list[Finding]
+
+
+def check(data: Path, *, on_progress: OnProgress = lambda done, total: None) -> Report:
+    """Read everything; blocking. Raises SetupError if this is no data directory or its log cannot be told from
+    another's, UnknownLogFormat."""
+    live = is_owned(data)
+    with TemporaryDirectory(prefix="headrace-fsck-") as folder:
+        # First the projection, then the log: what the projection has, the log has had.
+        lived = copy_of(data / PROJECTION, Path(folder) / "lived.sqlite", live=live)
+        reading = _Reading(data, lived, on_progress)
+        built = Projection(Path(folder) / "built.sqlite", reading.log)
+        try:
+            reading.run(built)
+        finally:
+            built.close()
+        if lived is not None:
+            reading.compare(lived, Path(folder) / "built.sqlite")
+            lived.close()
+    reading.check_assets()
+    return reading.report(live)
+
+
+def rebuild(data: Path, *, on_progress: OnProgress = lambda done, total: None) -> int:
+    """Put a projection in place that is made from the log alone; blocking. Returns how many trajectories are in it.
+    Raises DataDirectoryInUse while an orchestrator owns the directory, and what ``check`` raises."""
+    with hold(data):
+        new = data / f"{PROJECTION}.new"
+        reading = _Reading(data, None, on_progress)
+        _unlink(new)
+        built = Projection(new, reading.log)
+        try:
+            reading.run(built)
+        finally:
+            built.close()
+        _unlink(data / PROJECTION)
+        os.replace(new, data / PROJECTION)
+        sync_directory(data)
+    return reading.frames[FrameType.TRAJECTORY]
+
+
+def _unlink(database: Path) -> None:
+    for suffix in ("", "-wal", "-shm"):
+        database.with_name(database.name + suffix).unlink(missing_ok=True)
+
+
+class _Reading:
+    """One reading of a log from its start to its end."""
+
+    def __init__(self, data: Path, lived: Twin | None, on_progress: OnProgress) -> None:
+        if not (data / "log").is_dir():
+            raise SetupError(
+                f"{data} is no data directory: there is no folder named log in it.",
+                hint="Give the directory that the orchestrator was started with (--data).",
+            )
+        directory = data / "log"
+        found = logfiles.newest_first(directory, logfiles.numbers_in(directory))
+        self._files = [file.without_state() for file in found][::-1]
+        self._lived = lived
+        self._on_progress = on_progress
+        self._assets = data / FOLDER
+        self._referred: dict[str, Path] = {}
+        log_bytes = sum(file.size_bytes for file in self._files)
+        self._total = log_bytes + sum(asset.stat().st_size for asset in self._assets.glob("*/*"))
+        self._done = 0
+        self._waiting: list[Statement] = []
+        self._damaged: list[tuple[int, int]] = []
+        self._control_lost = False
+        self._unfinished_bytes = 0
+        self._end = 0
+        self._unprojected_bytes = 0
+        self.log = next((file.head.log for file in reversed(self._files) if file.head is not None), "")
+        self.frames: Counter[FrameType] = Counter()
+        self.assets = 0
+        self.findings: list[Finding] = []
+
+    # The log --------------------------------------------------------------------------------------------------
+
+    def run(self, built: Projection) -> None:
+        """Read all files; their rows go into ``built``, those of the lived one's past only if there is one."""
+        for number, file in enumerate(self._files):
+            following = self._files[number + 1] if number + 1 < len(self._files) else None
+            self._check_length(file, following)
+            self._read(file, built, last=following is None)
+            self._done += file.size_bytes
+        built.write(self._take(), self._end)
+
+    def _check_length(self, file: LogFile, following: LogFile | None) -> None:
+        if following is None:
+            return
+        if following.number != file.number + 1:
+            self._find(
+                "file", file, lost=True, problem=f"files {file.number + 1} to {following.number - 1} are missing",
+                cost="All records in them are lost.",
+            )  # fmt: skip
+        elif following.head is not None and (missing := following.head.before_bytes - file.size_bytes) > 0:
+            self._find(
+                "file", file, lost=True, offset=file.size_bytes, size=missing,
+                names=self._names(file, file.size_bytes, missing),
+                problem=f"the file ends {missing} bytes before its end",
+                cost="The records in the part that is missing are lost.",
+            )  # fmt: skip
+
+    def _read(self, file: LogFile, built: Projection, *, last: bool) -> None:
+        tally, sealed = Tally(0), False
+        for item in file.scan():
+            self._on_progress(self._done + item.offset, self._total)
+            if isinstance(item, Damage):
+                if item.torn and last:
+                    self._unfinished_bytes = item.size
+                    continue
+                self._lose(file, item.offset, item.size, item.type, item.problem)
+            else:
+                if item.recovered:
+                    self._find(
+                        "copy", file, offset=item.offset, size=item.size, type=item.type, lost=False,
+                        problem="one of its two copies is damaged", cost="Nothing yet: the other copy is intact.",
+                    )  # fmt: skip
+                if sealed:
+                    self._lose(file, item.offset, item.size, item.type, "it is behind the footer of a sealed file")
+                elif item.type is FrameType.FOOTER:
+                    sealed = True
+                    self._check_footer(file, item, tally)
+                else:
+                    tally.add_read(item)
+                    self._take_in(file, item)
+                self._end = Location(file.number, item.offset + item.size, 0).position
+            if len(self._waiting) >= _ROWS_AT_A_TIME:
+                built.write(self._take(), self._end)
+
+    def _check_footer(self, file: LogFile, frame: Frame, tally: Tally) -> None:
+        self.frames[frame.type] += 1
+        try:
+            matches = tally.matches(logformat.parse_footer(frame.payload))
+        except msgspec.MsgspecError:
+            matches = False
+        if not matches:
+            self._find(
+                "footer", file, offset=frame.offset, size=frame.size, type=frame.type, lost=False,
+                problem="its digest is not that of the frames before it",
+                cost="Frames of this file were damaged, changed or lost; those that are found here are named.",
+            )  # fmt: skip
+
+    def _take_in(self, file: LogFile, frame: Frame) -> None:
+        self.frames[frame.type] += 1
+        if frame.type is FrameType.FILE_HEAD:
+            return
+        location = Location(file.number, frame.offset, len(frame.payload))
+        try:
+            facts, source = facts_of(frame)
+            if isinstance(source, TrajectoryHead):
+                self._referred |= {asset.name: file.path for asset in source.assets}
+            if self._lived is not None and location.position >= self._lived.cursor:
+                self._unprojected_bytes += frame.size
+            else:
+                self._waiting += rows(Unprojected(listed, location) for listed in listed_of(facts, source))
+        except _UNREADABLE as error:
+            self._lose(file, frame.offset, frame.size, frame.type, f"it does not decode: {error}")
+
+    def _take(self) -> list[Statement]:
+        waiting, self._waiting = self._waiting, []
+        return waiting
+
+    # What is found --------------------------------------------------------------------------------------------
+
+    def _lose(self, file: LogFile, offset: int, size: int, type: FrameType | None, problem: str) -> None:
+        """A frame cannot be read."""
+        start = Location(file.number, offset, 0).position
+        self._damaged.append((start, start + size))
+        self._control_lost |= type in (FrameType.CONTROL, None)
+        names = self._names(file, offset, size)
+        kind: Kind = "record"
+        lost = True
+        if type is FrameType.FILE_HEAD or (type is None and not offset):
+            kind, cost = "head", "No record is lost; a start reads from the head of the file before it."
+            lost = file.number == self._files[0].number
+            if lost:
+                cost = "If this is the oldest file, what was decided before it is lost; its records are intact."
+        elif type is FrameType.FOOTER:
+            kind, lost, cost = "footer", False, "Nothing: every record is checked by itself."
+        else:
+            cost = _COST_OF.get(type, "Whatever was stored here is lost.")
+        self._find(
+            kind, file, offset=offset, size=size, type=type, names=names, lost=lost, problem=problem, cost=cost
+        )  # fmt: skip
+
+    def _find(
+        self,
+        kind: Kind,
+        file: LogFile,
+        *,
+        lost: bool,
+        problem: str,
+        cost: str,
+        offset: int = 0,
+        size: int = 0,
+        type: FrameType | None = None,
+        names: list[str] | None = None,
+    ) -> None:
+        self.findings.append(
+            Finding(
+                kind=kind,
+                lost=lost,
+                file=f"log/{file.path.name}",
+                offset=offset,
+                size_bytes=size,
+                type=type.name.lower() if type is not None else "",
+                names=names or [],
+                problem=problem,
+                cost=cost,
+            )
+        )
+
+    def _names(self, file: LogFile, offset: int, size: int) -> list[str]:
+        """What the projection says was stored in a part of a file."""
+        if self._lived is None:
+            return []
+        start = Location(file.number, offset, 0).position
+        return self._lived.names(start, start + size)
+
+    # The projection -------------------------------------------------------------------------------------------
+
+    def compare(self, lived: Twin, built: Path) -> None:
+        """Find where the projection is not what the log gives."""
+        for problem in lived.problems(self.log):
+            self._find_in_projection([], problem)
+        if lived.broken:
+            return
+        if lived.cursor > self._end and self._files:
+            gone = lived.names(self._end, lived.cursor)
+            last = self._files[-1]
+            self._find(
+                "file", last, lost=True, offset=last.size_bytes - self._unfinished_bytes, names=gone,
+                problem="the log ends before its end: the projection has more than there is",
+                cost="The records in the part that is missing are lost.",
+            )  # fmt: skip
+        passed_over = [*self._damaged, (self._end, max(lived.cursor, self._end) + 1)]
+        for names, problem in differences(lived, built, passed_over, settled=not self._control_lost):
+            self._find_in_projection(names, problem)
+
+    def _find_in_projection(self, names: list[str], problem: str) -> None:
+        self.findings.append(
+            Finding(
+                kind="projection",
+                lost=False,
+                file=PROJECTION,
+                names=names,
+                problem=problem,
+                cost="Listings are wrong until it is built anew: stop the service and run `headrace fsck --rebuild`.",
+            )
+        )
+
+    # Assets ---------------------------------------------------------------------------------------------------
+
+    def check_assets(self) -> None:
+        """Find assets that are damaged, and those that stored records refer to and that are not there."""
+        found = assets.check(self._assets, self._referred.keys(), self._move_on)
+        self.assets = found.assets
+        for name, problem in found.damaged.items():
+            self._find_asset(name, problem)
+        for name in found.missing:
+            if self._referred[name].exists():  # else it went with the last file that referred to it
+                self._find_asset(name, "it is missing, and stored records refer to it")
+
+    def _move_on(self, size: int) -> None:
+        self._done += size
+        self._on_progress(min(self._done, self._total), self._total)
+
+    def _find_asset(self, name: str, problem: str) -> None:
+        self.findings.append(
+            Finding(
+                kind="asset", lost=True, file=str(asset_path(Path(FOLDER), name)), names=[name], problem=problem,
+                cost="This asset is lost; the tokens of the records that refer to it are intact.",
+            )
+        )  # fmt: skip
+
+    def report(self, live: bool) -> Report:
+        return Report(
+            live=live,
+            files=len(self._files),
+            size_bytes=self._total,
+            frames={type.name.lower(): self.frames[type] for type in FrameType},
+            assets=self.assets,
+            unfinished_bytes=self._unfinished_bytes,
+            unprojected_bytes=self._unprojected_bytes,
+            findings=self.findings,
+        )
+
+
+_COST_OF: dict[FrameType | None, str] = {
+    FrameType.TRAJECTORY: "This trajectory is lost; a batch that holds it cannot be served any more.",
+    FrameType.BATCH: "This batch cannot be served any more; its trajectories are intact.",
+    FrameType.CONTROL: "The decisions that were stored here are lost, 64 at most.",
+}

@@ -1,0 +1,292 @@
+"""``headrace fsck``: what is damaged is named, and the projection is built anew from the log alone."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner, Result
+
+from headrace import codec
+from headrace.assets import asset_of, asset_path
+from headrace.batch import Batch
+from headrace.logfiles import path_of
+from headrace.logformat import FileHead, FrameType, pack_frame, scan
+from headrace.trajectory import Asset
+from headrace_orchestrator.cli.app import cli
+from headrace_orchestrator.cli.fsck import LOST, MENDABLE
+from headrace_orchestrator.service.fsck import Finding, Report, check, rebuild
+from tests.builders import make_trajectory
+from tests.orchestrator.serving import Api, orchestrator
+from tests.orchestrator.test_log import flip
+from tests.orchestrator.test_offline import listing
+from tests.orchestrator.test_projection import rows
+
+SMALL_FILE_BYTES = 8 << 10
+
+
+async def a_history(api: Api) -> tuple[Batch, Batch]:
+    """An acked batch, an open one, and more."""
+    await api.create_run()
+    await api.play(free=8)
+    acked = await api.pull()
+    assert isinstance(acked, Batch)
+    await api.ack(acked, "0.1")
+    opened = await api.pull()
+    assert isinstance(opened, Batch)
+    await api.play(free=8)
+    return acked, opened
+
+
+def frames(data: Path) -> list[tuple[Path, Any]]:
+    """Every frame of the log, with its file."""
+    found = []
+    for file in sorted((data / "log").glob("*.log")):
+        with file.open("rb") as stream:
+            found += [(file, item) for item in scan(stream)]
+    return found
+
+
+def fsck(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(cli, ["fsck", *map(str, arguments)])
+
+
+def only(report: Report) -> Finding:
+    (finding,) = report.findings
+    return finding
+
+
+async def test_a_sound_directory_ends_with_0_and_nothing_is_written(data_dir: Path):
+    async with orchestrator(data_dir, log_file_bytes=SMALL_FILE_BYTES) as api:
+        await a_history(api)
+    before = listing(data_dir)
+    done = fsck(data_dir)
+    assert (done.exit_code, done.stdout) == (0, "")
+    assert "All is sound" in done.stderr
+    report = json.loads(fsck(data_dir, "--json").stdout)
+    assert report["findings"] == []
+    assert report["files"] > 1
+    assert report["frames"]["trajectory"] >= 8
+    assert report["frames"]["footer"] == report["files"] - 1
+    assert listing(data_dir) == before
+
+
+async def test_a_live_service_is_checked_while_it_goes_on(data_dir: Path):
+    async with orchestrator(data_dir, log_file_bytes=SMALL_FILE_BYTES) as api:
+        await a_history(api)
+        for _ in range(3):
+            report, _ = await asyncio.gather(asyncio.to_thread(check, data_dir), api.play(free=2))
+            assert report.live
+            assert report.findings == []
+
+
+async def test_a_damaged_trajectory_is_named_and_said_what_it_costs(data_dir: Path):
+    async with orchestrator(data_dir) as api:
+        _acked, _ = await a_history(api)
+    file, frame = next((file, item) for file, item in frames(data_dir) if item.type is FrameType.TRAJECTORY)
+    flip(file, frame.offset + 64 + 30)
+    done = fsck(data_dir)
+    assert done.exit_code == LOST
+    assert f"log/{file.name} at offset {frame.offset}" in done.stdout
+    finding = only(check(data_dir))
+    assert (finding.kind, finding.type, finding.lost) == ("record", "trajectory", True)
+    assert (finding.offset, finding.size_bytes) == (frame.offset, frame.size)
+    assert len(finding.names) == 1
+    assert finding.names[0] in done.stdout
+    assert "trajectory is lost" in finding.cost
+    # Its name is known from the projection even where nothing of it can be read.
+    flip(file, frame.offset + 9)
+    assert only(check(data_dir)).names == finding.names
+
+
+async def test_a_damaged_batch_is_named(data_dir: Path):
+    async with orchestrator(data_dir) as api:
+        acked, _opened = await a_history(api)
+    hit = [(file, item) for file, item in frames(data_dir) if item.type is FrameType.BATCH]
+    flip(hit[0][0], hit[0][1].offset + 100)
+    finding = only(check(data_dir))
+    assert (finding.type, finding.names, finding.lost) == ("batch", [acked.id], True)
+
+
+@pytest.mark.parametrize("copy", [0, 1])
+async def test_one_damaged_copy_of_a_control_record_loses_nothing(data_dir: Path, copy: int):
+    async with orchestrator(data_dir) as api:
+        await a_history(api)
+    file, frame = next((file, item) for file, item in frames(data_dir) if item.type is FrameType.CONTROL)
+    flip(file, frame.offset + copy * frame.size // 2 + 64)
+    assert fsck(data_dir).exit_code == MENDABLE
+    finding = only(check(data_dir))
+    assert (finding.kind, finding.type, finding.lost) == ("copy", "control", False)
+
+
+async def test_a_control_record_with_both_copies_damaged_is_lost_and_said_so(data_dir: Path):
+    async with orchestrator(data_dir) as api:
+        await a_history(api)
+    file, frame = [(file, item) for file, item in frames(data_dir) if item.type is FrameType.CONTROL][-1]
+    for copy in range(2):
+        flip(file, frame.offset + copy * frame.size // 2 + 64)
+    assert fsck(data_dir).exit_code == LOST
+    assert "decisions" in only(check(data_dir)).cost
+
+
+async def test_heads_and_footers_are_checked(data_dir: Path):
+    async with orchestrator(data_dir, log_file_bytes=SMALL_FILE_BYTES) as api:
+        await a_history(api)
+    for kind, lost in ((FrameType.FOOTER, False), (FrameType.FILE_HEAD, False)):
+        file, frame = [(file, item) for file, item in frames(data_dir) if item.type is kind][-1]
+        for copy in range(2):
+            flip(file, frame.offset + copy * frame.size // 2 + 64)
+        finding = only(check(data_dir))
+        assert (finding.kind, finding.lost) == ({FrameType.FOOTER: "footer"}.get(kind, "head"), lost)
+        for copy in range(2):
+            flip(file, frame.offset + copy * frame.size // 2 + 64)
+    assert check(data_dir).findings == []
+
+
+async def test_a_frame_that_was_exchanged_is_seen_by_the_footer(data_dir: Path):
+    async with orchestrator(data_dir, log_file_bytes=SMALL_FILE_BYTES) as api:
+        await a_history(api)
+    found = [(file, item) for file, item in frames(data_dir) if item.type is FrameType.TRAJECTORY]
+    first, second = next(
+        (one, other)
+        for one, other in itertools.pairwise(found)
+        if one[0] == other[0] and one[1].size == other[1].size and one[0].name != found[-1][0].name
+    )
+    file = first[0]
+    data = bytearray(file.read_bytes())
+    copy = bytes(data[second[1].offset : second[1].offset + second[1].size])
+    data[first[1].offset : first[1].offset + first[1].size] = copy
+    file.write_bytes(data)
+    assert "footer" in {finding.kind for finding in check(data_dir).findings}
+
+
+async def test_a_file_that_is_missing_or_cut_short_is_named(data_dir: Path):
+    async with orchestrator(data_dir, log_file_bytes=SMALL_FILE_BYTES) as api:
+        await a_history(api)
+    found = sorted((data_dir / "log").glob("*.log"))
+    assert len(found) >= 3
+    whole = found[1].read_bytes()
+    last = [item for file, item in frames(data_dir) if file == found[1]][-2:]
+    found[1].write_bytes(whole[: last[0].offset])
+    findings = [finding for finding in check(data_dir).findings if finding.kind == "file"]
+    assert [(finding.file, finding.size_bytes, finding.lost) for finding in findings] == [
+        (f"log/{found[1].name}", len(whole) - last[0].offset, True)
+    ]
+    found[1].unlink()
+    findings = [finding for finding in check(data_dir).findings if finding.kind == "file"]
+    assert [finding.problem for finding in findings] == ["files 2 to 2 are missing"]
+
+
+async def test_a_log_that_ends_before_its_end_is_known_from_the_projection(data_dir: Path):
+    async with orchestrator(data_dir) as api:
+        await a_history(api)
+    found = [item for _, item in frames(data_dir)]
+    file = path_of(data_dir / "log", 1)
+    last = next(item for item in reversed(found) if item.type is FrameType.TRAJECTORY)
+    file.write_bytes(file.read_bytes()[: last.offset])
+    finding = only(check(data_dir))
+    assert (finding.kind, finding.lost, finding.offset) == ("file", True, last.offset)
+    assert len(finding.names) == 1
+
+
+async def test_an_append_that_never_finished_is_no_damage(data_dir: Path):
+    async with orchestrator(data_dir) as api:
+        await a_history(api)
+    file = path_of(data_dir / "log", 1)
+    with file.open("ab") as stream:
+        stream.write(file.read_bytes()[:100])
+    done = fsck(data_dir)
+    assert done.exit_code == 0
+    assert "last 100 bytes are an append that never finished" in done.stderr
+
+
+async def test_assets_that_are_damaged_or_missing_are_named(data_dir: Path):
+    data = [f"asset {number}".encode() for number in range(2)]
+    names = [asset_of(each, "image/png").name for each in data]
+    stored = [Asset(name=name, media_type="image/png", size_bytes=7) for name in names]
+    (data_dir / "log").mkdir(parents=True)
+    head = FileHead(log="log", number=1, epoch=1, before_bytes=0, state=None)
+    with path_of(data_dir / "log", 1).open("wb") as stream:
+        stream.writelines(pack_frame(FrameType.FILE_HEAD, msgspec.msgpack.encode(head)))
+        stream.writelines(pack_frame(FrameType.TRAJECTORY, codec.encode(make_trajectory(assets=stored))))
+    for name, content in zip(names, data, strict=True):
+        path = asset_path(data_dir / "assets", name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    assert check(data_dir).findings == []
+    assert check(data_dir).assets == 2
+    flip(asset_path(data_dir / "assets", names[0]), 3)
+    asset_path(data_dir / "assets", names[1]).unlink()
+    findings = check(data_dir).findings
+    assert [(finding.kind, finding.names, finding.lost) for finding in findings] == [
+        ("asset", [names[0]], True),
+        ("asset", [names[1]], True),
+    ]
+
+
+async def test_a_projection_that_does_not_agree_with_the_log_is_named_and_rebuilt(data_dir: Path):
+    async with orchestrator(data_dir) as api:
+        acked, _ = await a_history(api)
+    file = data_dir / "projection.sqlite"
+    lived = rows(file)
+    changes = {
+        "UPDATE trajectories SET status = 'failed' WHERE id = :trajectory": "trajectories",
+        "DELETE FROM trajectories WHERE id = :trajectory": "trajectories",
+        "UPDATE batches SET state = 'open' WHERE id = :batch": "batches",
+        "DELETE FROM batch_members WHERE group_id = :group": "batch_members",
+    }
+    values = {
+        "trajectory": acked.trajectories[0].id,
+        "batch": acked.id,
+        "group": acked.manifest.groups[0].id,
+    }
+    for change, table in changes.items():
+        with sqlite3.connect(file) as connection:
+            connection.execute(change, values)
+        connection.close()
+        findings = check(data_dir).findings
+        assert {finding.kind for finding in findings} == {"projection"}
+        assert table in findings[0].problem
+        assert set(findings[0].names) <= set(values.values())
+        assert fsck(data_dir).exit_code == MENDABLE
+        done = fsck("--rebuild", data_dir)
+        assert done.exit_code == 0, done.output
+        assert rows(file) == lived
+    async with orchestrator(data_dir) as api:
+        assert len((await api.ask("GET", "/v1/runs/run/trajectories"))["trajectories"]) >= 8
+
+
+@pytest.mark.parametrize("damage", [b"this is no database" * 100, b""])
+async def test_a_projection_that_cannot_be_read_is_named(data_dir: Path, damage: bytes):
+    async with orchestrator(data_dir) as api:
+        await a_history(api)
+    lived = rows(data_dir / "projection.sqlite")
+    (data_dir / "projection.sqlite").write_bytes(damage)
+    assert fsck(data_dir).exit_code == MENDABLE
+    assert only(check(data_dir)).kind == "projection"
+    rebuild(data_dir)
+    assert rows(data_dir / "projection.sqlite") == lived
+
+
+async def test_a_projection_is_not_rebuilt_under_a_running_service(data_dir: Path):
+    async with orchestrator(data_dir) as api:
+        await a_history(api)
+        before = (data_dir / "projection.sqlite").stat().st_ino
+        done = fsck("--rebuild", data_dir)
+        assert done.exit_code == 1
+        assert "running orchestrator" in done.stderr
+        assert (data_dir / "projection.sqlite").stat().st_ino == before
+
+
+async def test_a_directory_without_a_projection_is_sound(data_dir: Path):
+    async with orchestrator(data_dir) as api:
+        await a_history(api)
+    (data_dir / "projection.sqlite").unlink()
+    assert check(data_dir).findings == []
+    assert fsck(data_dir.parent).exit_code == 1
