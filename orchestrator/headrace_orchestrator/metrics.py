@@ -64,6 +64,8 @@ class Metrics:
         self.submissions = counter("submissions", "Submitted records, by verdict.", "verdict")
         self.empty_pulls = counter("empty_pulls", "Pulls that served nothing, by reason.", "run", "reason")
         self.log_written = counter("log_written_bytes", "Bytes appended to the log.")
+        self.log_deleted = counter("log_deleted_bytes", "Bytes of log files that retention deleted.")
+        self.log_files_deleted = counter("log_deleted_files", "Log files that retention deleted.")
         self.damaged = counter("log_damaged_records", "Stored records that failed their checksum.")
         self.requests = counter("http_requests", "HTTP requests, by route template.", "method", "route", "status")
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from headrace_orchestrator.buffer.retention import KEEP_ALL, Retention
+
 
 class Address(NamedTuple):
     """Where a server listens: the port that was really bound."""
@@ -41,6 +43,12 @@ class Settings:
     """Largest request body that is read, in bytes. Default 256 MiB: a worker's spool of long trajectories."""
     log_file_bytes: int = 256 << 20
     """Size at which the log goes on in a new file, in bytes. Default 256 MiB."""
+    retention: Retention = KEEP_ALL
+    """When old files of the log are deleted. Default: never."""
+    max_held_bytes: int | None = None
+    """Bytes that groups in flight of all runs may hold, reservations included. Default: each run's own bound alone."""
+    max_disk_bytes: int | None = None
+    """Bytes of log and assets, reservations included, at which admission stops. Default: no bound."""
     asset_promise_s: float = 300.0
     """Seconds for which an image or array is kept for a record that is to refer to it. Default 300: most outages are
     shorter, and a worker that is later only has to send it again."""

@@ -31,6 +31,11 @@ class LogFile(NamedTuple):
         with open(self.path, "rb") as stream:
             yield from logformat.scan(stream, start=start, end=self.size_bytes)
 
+    @property
+    def holds_state(self) -> bool:
+        """Whether a start can begin here."""
+        return self.head is not None and self.head.state is not None
+
     def without_state(self) -> LogFile:
         """The same with a head that is small."""
         if self.head is None or self.head.state is None:

@@ -66,3 +66,11 @@ def test_what_stays_reaches_each_number_and_is_the_newest(sizes, keep_bytes, kee
     if deleted:
         assert sum(f.size_bytes for f in left) >= keep_bytes or sum(f.trajectories for f in left) >= keep_count
     assert left
+
+
+def test_files_are_small_beside_what_is_kept():
+    assert Retention(age_s=100).file_age_s == 25
+    assert Retention().file_age_s is None
+    assert Retention(size_bytes=100 << 20).file_bytes(256 << 20) == 25 << 20
+    assert Retention(size_bytes=0).file_bytes(256 << 20) == 1 << 20
+    assert Retention(age_s=1).file_bytes(256 << 20) == 256 << 20

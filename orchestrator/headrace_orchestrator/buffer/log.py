@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import threading
@@ -21,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,11 +36,14 @@ from headrace.logformat import Damage, FileHead, Frame, FrameType, Tally
 from headrace_orchestrator.buffer.directory import sync_directory
 from headrace_orchestrator.buffer.writer import Failed, Queued, Writer
 
-_OFFSET_BITS = 40
+OFFSET_BITS = 40
 """Bits of a position that hold the offset in its file: files are far smaller than a tebibyte."""
 
 PROBE_FIRST_S, PROBE_LONGEST_S = 1.0, 8.0
 """How soon after a failure the disk is tried again; the wait doubles up to the second."""
+
+READ_S = 10.0
+"""A thread that reads from a file when it is deleted is done with it after so long."""
 
 OnSync = Callable[[float, int], None]
 """Called after each group commit with its duration in seconds and its bytes."""
@@ -54,11 +59,11 @@ class Location(NamedTuple):
     @property
     def position(self) -> int:
         """One number that grows along the log."""
-        return self.file << _OFFSET_BITS | self.offset
+        return self.file << OFFSET_BITS | self.offset
 
     @classmethod
     def at(cls, position: int, length: int) -> Location:
-        return cls(position >> _OFFSET_BITS, position & ((1 << _OFFSET_BITS) - 1), length)
+        return cls(position >> OFFSET_BITS, position & ((1 << OFFSET_BITS) - 1), length)
 
 
 class Placed(NamedTuple):
@@ -97,6 +102,7 @@ class _Filling:
     def __init__(self, number: int, opened_ms: int) -> None:
         self.number = number
         self.tally = Tally(opened_ms)
+        self.opened_ms = opened_ms
         self.offset = 0
         self.head_bytes = 0
         self.intact = True
@@ -155,6 +161,7 @@ class Log:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="log")
         self._writer = Writer(directory)
         self._descriptors: dict[int, int] = {}
+        self._retired: deque[int] = deque()  # of deleted files
         self._at = _Filling(0, 0)
         self._bytes_before = 0  # in files before the current one
         self._appended, self._durable = 0, 0  # counts of frames
@@ -272,6 +279,11 @@ class Log:
     def size_bytes(self) -> int:
         """Bytes of all files, what is still to be written included."""
         return self._bytes_before + self._at.offset
+
+    @property
+    def opened_at_s(self) -> float:
+        """When the file was opened that is written: Unix time in seconds."""
+        return self._at.opened_ms / 1000
 
     @property
     def tail(self) -> int:
@@ -449,9 +461,48 @@ class Log:
             hint = "This request may not be stored. The orchestrator goes on once the disk takes data; ask again."
         return StoreError(f"The log in {self._directory} cannot be written: {self.failure}.", hint=hint)
 
+    # Old files ------------------------------------------------------------------------------------------------
+
     def files(self) -> set[int]:
         """The numbers of all files that there are. Blocking."""
         return set(logfiles.numbers_in(self._directory))
+
+    def sizes(self) -> dict[int, tuple[int, float]]:
+        """Size in bytes of each file, and when it was last written (Unix time in seconds). Blocking."""
+        found: dict[int, tuple[int, float]] = {}
+        for number in logfiles.numbers_in(self._directory):
+            with contextlib.suppress(FileNotFoundError):  # one that a failed write took back
+                status = path_of(self._directory, number).stat()
+                found[number] = (status.st_size, status.st_mtime)
+        return found
+
+    def needed_by_a_start(self) -> int:
+        """The oldest file that a start may need: that of the last control state but one, for the last may turn out
+        damaged. Blocking."""
+        numbers = logfiles.numbers_in(self._directory)
+        states = (file.number for file in logfiles.newest_first(self._directory, numbers) if file.holds_state)
+        return next(islice(states, 1, None), 0)
+
+    async def remove(self, number: int) -> int:
+        """Delete an old file whole; gives its bytes. Nothing in it may be needed any more. Raises StoreError."""
+        loop = asyncio.get_running_loop()
+        try:
+            size_bytes = await loop.run_in_executor(self._thread, self._writer.remove, number)
+        except OSError as error:
+            raise StoreError(
+                f"An old file of the log cannot be deleted: {error.strerror or error}.",
+                hint="Mend what failed; retention tries again.",
+            ) from error
+        self._bytes_before -= size_bytes
+        descriptor = self._descriptors.pop(number, None)
+        if descriptor is not None:
+            self._retired.append(descriptor)
+            loop.call_later(READ_S, self._close_retired)
+        return size_bytes
+
+    def _close_retired(self) -> None:
+        if self._retired:  # it was not closed meanwhile
+            os.close(self._retired.popleft())
 
     # Reading --------------------------------------------------------------------------------------------------
 
@@ -497,6 +548,8 @@ class Log:
             self._writer.close()
             for number in list(self._descriptors):
                 self._forget_descriptor(number)
+            while self._retired:
+                self._close_retired()
 
 
 def _placed(file: LogFile, item: Frame | Damage) -> Placed | Lost:

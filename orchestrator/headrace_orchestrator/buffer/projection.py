@@ -24,10 +24,10 @@ import msgspec
 from headrace import wire
 from headrace.errors import StoreError
 from headrace.trajectory import Failure, Provenance, StopReason
-from headrace_orchestrator.buffer.log import Location
+from headrace_orchestrator.buffer.log import OFFSET_BITS, Location
 from headrace_orchestrator.scheduler.records import EpisodeEnded
 
-SCHEMA = 3
+SCHEMA = 4
 """Version of the tables; another one on disk is thrown away and built again."""
 
 WAL_LIMIT_BYTES = 16 << 20
@@ -53,10 +53,12 @@ CREATE TABLE batches (
     id TEXT PRIMARY KEY, run TEXT NOT NULL, version TEXT NOT NULL, position INTEGER NOT NULL, length INTEGER NOT NULL,
     state TEXT NOT NULL, made TEXT NOT NULL
 );
+CREATE INDEX batches_by_position ON batches (position);
 CREATE TABLE batch_members (
     run TEXT NOT NULL, group_id TEXT NOT NULL, position INTEGER NOT NULL, length INTEGER NOT NULL,
     PRIMARY KEY (run, group_id)
 ) WITHOUT ROWID;
+CREATE INDEX batch_members_by_position ON batch_members (position);
 CREATE TABLE asset_references (
     asset BLOB NOT NULL, file INTEGER NOT NULL, PRIMARY KEY (asset, file)
 ) WITHOUT ROWID;
@@ -74,6 +76,8 @@ _INSERT_MEMBER = "INSERT OR REPLACE INTO batch_members VALUES (?, ?, ?, ?)"
 _SETTLE_BATCH = "UPDATE batches SET state = ?, made = ? WHERE id = ?"
 _INSERT_REFERENCE = "INSERT OR IGNORE INTO asset_references VALUES (?, ?)"
 _DELETE_REFERENCES = "DELETE FROM asset_references WHERE file = ?"
+_PLACED = ("trajectories", "batches", "batch_members")
+"""Tables whose rows have a position in the log."""
 
 FILTERS = ("status", "environment", "evaluation")
 """Columns that a listing can be narrowed by."""
@@ -145,9 +149,11 @@ def asset_reference(asset: str, file: int) -> Statement:
     return Statement(_INSERT_REFERENCE, (bytes.fromhex(asset), file))
 
 
-def references_gone(file: int) -> Statement:
-    """A file of the log was deleted, and so was all in it that referred to assets."""
-    return Statement(_DELETE_REFERENCES, (file,))
+def file_gone(file: int) -> list[Statement]:
+    """A file of the log was deleted, and so was all that was in it or referred to assets from there."""
+    span = (Location(file, 0, 0).position, Location(file + 1, 0, 0).position)
+    placed = [Statement(f"DELETE FROM {table} WHERE position >= ? AND position < ?", span) for table in _PLACED]
+    return [*placed, Statement(_DELETE_REFERENCES, (file,))]
 
 
 def batch_settled(batch: str, state: str, made: str = "") -> Statement:
@@ -211,6 +217,11 @@ class Projection:
         """Position up to which the log is projected."""
         with self._locked() as connection:
             return int(connection.execute("SELECT position FROM cursor").fetchone()[0])
+
+    @property
+    def cursor_file(self) -> int:
+        """The file of the log that the cursor is in: those before it are projected whole."""
+        return Location.at(self.cursor, 0).file
 
     def reset(self) -> None:
         """Forget everything: the log will give it back."""
@@ -284,11 +295,28 @@ class Projection:
             rows = connection.execute("SELECT asset FROM asset_references WHERE file = ?", (file,)).fetchall()
         return [bytes(asset).hex() for (asset,) in rows]
 
-    def files_with_assets(self) -> list[int]:
-        """The files of the log that hold references to assets."""
+    def files(self) -> list[int]:
+        """The files of the log that anything here is of, ascending; one lookup each, however much is in them."""
+        selects = [f"SELECT min(position) FROM {table} WHERE position >= :start" for table in _PLACED]
+        selects.append("SELECT min(file) << :bits FROM asset_references WHERE file >= :start >> :bits")
+        least = " UNION ALL ".join(selects)
+        found: list[int] = []
         with self._locked() as connection:
-            rows = connection.execute("SELECT DISTINCT file FROM asset_references").fetchall()
-        return [int(file) for (file,) in rows]
+            while True:
+                start = Location(found[-1] + 1, 0, 0).position if found else 0
+                places = connection.execute(least, {"start": start, "bits": OFFSET_BITS}).fetchall()
+                if not (here := [int(place) for (place,) in places if place is not None]):
+                    return found
+                found.append(Location.at(min(here), 0).file)
+
+    def count(self, file: int) -> int:
+        """How many trajectories lie in a file of the log."""
+        span = (Location(file, 0, 0).position, Location(file + 1, 0, 0).position)
+        with self._locked() as connection:
+            row = connection.execute(
+                "SELECT count(*) FROM trajectories WHERE position >= ? AND position < ?", span
+            ).fetchone()
+        return int(row[0])
 
     def batch_of(self, run: str, group: str) -> Location | None:
         """Where the head of the batch is that a group was last frozen into."""

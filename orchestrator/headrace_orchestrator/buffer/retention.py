@@ -2,6 +2,7 @@
 
 * Nothing is deleted unless a rule says so; each rule counts alone.
 * A file that a live record lies in, or that a start needs, stays; and so do all files behind it.
+* Files are small beside what is kept, so that little is kept longer than that.
 * By age: a file goes when its newest record is older. By count and by bytes: when what stays still reaches the number.
 """
 
@@ -11,6 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import NamedTuple
+
+FILES_KEPT = 4
+"""What is kept lies in so many files at least: then at most a quarter more than that is there."""
+
+MIN_FILE_BYTES = 1 << 20
+"""No smaller file, however little is kept: each has a head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +32,22 @@ class Retention:
     """So many bytes of the log, the newest."""
 
     @property
+    def file_age_s(self) -> float | None:
+        """Seconds after which a file is to end, so that little outlives its age; None: by its size alone."""
+        return None if self.age_s is None else self.age_s / FILES_KEPT
+
+    def file_bytes(self, most: int) -> int:
+        """Bytes at which a file is to end, at most so many: whole files are deleted, and little is to outlive them."""
+        return most if self.size_bytes is None else min(most, max(MIN_FILE_BYTES, self.size_bytes // FILES_KEPT))
+
+    @property
     def deletes(self) -> bool:
         """Whether any rule is given."""
         return (self.age_s, self.trajectories, self.size_bytes) != (None, None, None)
+
+
+KEEP_ALL = Retention()
+"""No rule."""
 
 
 class FileUse(NamedTuple):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import click
 
+from headrace_orchestrator.cli.storage import storage_options, storage_settings
 from headrace_orchestrator.settings import Settings
 
 LEVELS = ("debug", "info", "warning", "error")
@@ -26,6 +27,7 @@ FORMATS = ("auto", "json", "text")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to bind. Not loopback: needs --tokens.")
 @click.option("--port", default=8470, show_default=True, type=click.IntRange(0, 65535), help="0: the system chooses.")
 @click.option("--tokens", type=click.Path(path_type=Path, dir_okay=False, exists=True), help="TOML file of tokens.")
+@storage_options
 @click.option("--log-level", default="info", show_default=True, type=click.Choice(LEVELS), help="Least severity.")
 @click.option("--log-format", default="auto", show_default=True, type=click.Choice(FORMATS), help="How lines look.")
 def orchestrator(
@@ -35,6 +37,7 @@ def orchestrator(
     tokens: Path | None,
     log_level: Literal["debug", "info", "warning", "error"],
     log_format: Literal["auto", "json", "text"],
+    **storage: Any,
 ) -> None:
     """Run the orchestrator in this process, until SIGTERM or Ctrl-C.
 
@@ -46,5 +49,13 @@ def orchestrator(
     """
     from headrace_orchestrator import server  # it brings the web server, which no other command needs
 
-    settings = Settings(data=data, host=host, port=port, tokens=tokens, log_level=log_level, log_format=log_format)
+    settings = Settings(
+        data=data,
+        host=host,
+        port=port,
+        tokens=tokens,
+        log_level=log_level,
+        log_format=log_format,
+        **storage_settings(**storage),
+    )
     server.run(settings)

@@ -11,11 +11,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import click
 
 from headrace.errors import SetupError
 from headrace_orchestrator.cli.output import emit_line, json_option, note, shared
+from headrace_orchestrator.cli.storage import storage_arguments, storage_options
 from headrace_orchestrator.fleets import components
 from headrace_orchestrator.fleets.components import await_answer
 from headrace_orchestrator.fleets.local import Event, LocalFleet
@@ -68,6 +70,7 @@ GRACE_S = 20.0
 @click.option(
     "--token", envvar="HEADRACE_TOKEN", show_envvar=True, default="", help="What the workers present; with --tokens."
 )
+@storage_options
 @json_option
 def up(
     data: Path,
@@ -81,6 +84,7 @@ def up(
     imports: tuple[str, ...],
     tokens: Path | None,
     token: str,
+    **storage: Any,
 ) -> None:
     """Run an orchestrator and workers on this machine, until Ctrl-C.
 
@@ -102,7 +106,9 @@ def up(
     if tiny_policy:
         components.require_free("127.0.0.1", tiny_policy_port)
     with stop_signal() as stop, LocalFleet(data / "logs", on_event=_say, grace_s=GRACE_S) as fleet:
-        fleet.start(components.orchestrator(data, host=host, port=port, tokens=tokens))
+        fleet.start(
+            components.orchestrator(data, host=host, port=port, tokens=tokens, arguments=storage_arguments(storage))
+        )
         await_answer(fleet, "orchestrator", port, "/readyz", host=_local(host), sleep=pause(stop))
         if tiny_policy:
             fleet.start(components.tiny_policy("tiny-policy", tiny_policy_port))

@@ -26,9 +26,11 @@ _LOOK_S = 0.05
 """Between looks at a component that is starting."""
 
 
-def orchestrator(data: Path, *, host: str, port: int, tokens: Path | None = None) -> Component:
-    """The orchestrator of a data directory."""
-    arguments = ["orchestrator", "--data", str(data), "--host", host, "--port", str(port)]
+def orchestrator(
+    data: Path, *, host: str, port: int, tokens: Path | None = None, arguments: Sequence[str] = ()
+) -> Component:
+    """The orchestrator of a data directory, with more arguments of its command."""
+    arguments = ["orchestrator", "--data", str(data), "--host", host, "--port", str(port), *arguments]
     if tokens is not None:
         arguments += ["--tokens", str(tokens)]
     return Component(

@@ -95,10 +95,12 @@ class Index:
             )
         return location
 
-    def files(self) -> set[int]:
-        """The files of the log that a group in flight or an open batch needs: they must not be deleted."""
-        found = {location.file for groups in self.groups.values() for group in groups.values() for _, location in group}
-        return found.union(*({at.head.file, *(member.file for member in at.members)} for at in self.batches.values()))
+    def oldest_file(self) -> int | None:
+        """The oldest file of the log that a group in flight or an open batch needs: neither it nor any behind it may be
+        deleted. None where nothing is needed."""
+        files = [at.first_file for groups in self.groups.values() for at in groups.values() if at.packed]
+        files += [min(at.head.file, *(member.file for member in at.members)) for at in self.batches.values()]
+        return min(files, default=None)
 
     def move(self, moves: Moves) -> None:
         """Frames were stored elsewhere than was meant. Looks through everything: it is rare."""

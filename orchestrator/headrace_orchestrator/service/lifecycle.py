@@ -9,8 +9,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -24,9 +26,11 @@ from headrace_orchestrator.buffer.directory import DataDirectory
 from headrace_orchestrator.buffer.log import Log
 from headrace_orchestrator.buffer.projection import Projection
 from headrace_orchestrator.metrics import Metrics
+from headrace_orchestrator.scheduler.bounds import Bounds
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.service.pulling import Pulls
 from headrace_orchestrator.service.replay import replay
+from headrace_orchestrator.service.retaining import Retainer
 from headrace_orchestrator.service.serving import Bodies
 from headrace_orchestrator.service.shell import Shell
 from headrace_orchestrator.service.store import Store
@@ -91,7 +95,8 @@ class Lifecycle:
         assets = Assets(
             self._directory.path / FOLDER, store.referred, clock=self._clock, promise_s=self._settings.asset_promise_s
         )
-        core = Scheduler(epoch=self.epoch, new_id=new_id, new_nonce=lambda: random_pool(8).hex())
+        bounds = Bounds(self._settings.max_held_bytes or math.inf, self._settings.max_disk_bytes or math.inf)
+        core = Scheduler(epoch=self.epoch, new_id=new_id, new_nonce=lambda: random_pool(8).hex(), bounds=bounds)
         # The core's clock stands still while the log is read, so that every lease in it has its full term after.
         try:
             await asyncio.to_thread(assets.open)
@@ -107,7 +112,17 @@ class Lifecycle:
         self._replayed_s = self._clock() - begun
         shell = Shell(core, store, self.metrics, lambda: self._clock() - self._replayed_s)
         self._running = Running(shell, Pulls(shell, Bodies(store), self.metrics, self.epoch), assets)
-        self._tasks = [asyncio.create_task(task()) for task in (self._project, self._watch_lag, self._collect)]
+        retainer = Retainer(
+            store,
+            assets,
+            self._settings.retention,
+            bounds,
+            end_file=lambda: store.end_file(core),
+            deleted=self._deleted,
+            now_s=lambda: time.time_ns() / 1e9,
+        )
+        tasks = (self._project, self._watch_lag, self._collect, retainer.run)
+        self._tasks = [asyncio.create_task(task()) for task in tasks]
         shell.commit()
         await store.log.synced()
         self._phase = "ready"
@@ -118,7 +133,7 @@ class Lifecycle:
     def _open_log(self) -> Log:
         return Log(
             self._directory.path / "log",
-            file_bytes=self._settings.log_file_bytes,
+            file_bytes=self._settings.retention.file_bytes(self._settings.log_file_bytes),
             epoch=self.epoch,
             on_sync=self._synced,
             on_failure=self._disk_refuses,
@@ -161,12 +176,6 @@ class Lifecycle:
                 self._projection_failure = ""
             self._show_ready()
 
-    async def files_gone(self, numbers: Sequence[int]) -> None:
-        """These files of the log were deleted, durably: what only they referred to goes as well. None of them may be in
-        use (``Index.files``). Raises StoreError."""
-        running = self._require()
-        running.assets.doubt(await running.shell.store.files_gone(numbers))
-
     async def _collect(self) -> None:
         """See that assets which nobody needs go; again from the beginning where the disk refused."""
         while True:
@@ -188,9 +197,9 @@ class Lifecycle:
 
     async def _forget_deleted_files(self, store: Store) -> None:
         """A crash may have come between the deletion of a file and what follows from it."""
-        referring = await asyncio.to_thread(store.projection.files_with_assets)
+        listed = await asyncio.to_thread(store.projection.files)
         there = await asyncio.to_thread(store.log.files)
-        await store.files_gone([number for number in referring if number not in there])
+        await store.files_gone([number for number in listed if number not in there])
 
     async def _watch_lag(self) -> None:
         loop = asyncio.get_running_loop()
@@ -203,6 +212,10 @@ class Lifecycle:
         self._syncs.append(duration_s)
         self.metrics.sync.observe(duration_s)
         self.metrics.log_written.inc(size_bytes)
+
+    def _deleted(self, size_bytes: int) -> None:
+        self.metrics.log_files_deleted.inc()
+        self.metrics.log_deleted.inc(size_bytes)
 
     def _disk_refuses(self) -> None:
         """Time stands still and everybody is told, until the disk takes what waits."""

@@ -17,8 +17,8 @@ from headrace_orchestrator.buffer.projection import (
     asset_reference,
     batch_row,
     batch_settled,
+    file_gone,
     member_row,
-    references_gone,
     trajectory_row,
 )
 from headrace_orchestrator.scheduler.records import AnyRecord, BatchAcked, BatchDissolved, EpisodeEnded
@@ -89,4 +89,4 @@ def rows(waiting: Iterable[Unprojected]) -> Iterator[Statement]:
             case BatchDissolved():
                 yield batch_settled(listed.batch, "dissolved")
             case FileGone(number):
-                yield references_gone(number)
+                yield from file_gone(number)

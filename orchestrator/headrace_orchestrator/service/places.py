@@ -38,6 +38,12 @@ class GroupAt:
         """Where a record is; the last one of that id."""
         return dict(self).get(trajectory)
 
+    @property
+    def first_file(self) -> int:
+        """The file of the first record, which is the oldest: records are stored, and moved, in order. There is one."""
+        position, length, _ = _ENTRY.unpack_from(self.packed)
+        return Location.at(position, length).file
+
     def move(self, moves: Moves) -> None:
         """Records were stored elsewhere than was meant."""
         moved = [(id, moves.get(at.position, at)) for id, at in self]

@@ -135,6 +135,11 @@ class Store:
         if (self._facts >= self._facts_a_state or self.log.full) and not self.log.failure:
             self.log.rotate(self.state(core))
 
+    def end_file(self, core: Scheduler) -> None:
+        """Go on in a new file, if anything was stored in this one. To be called when all that was decided is stored."""
+        if self._facts and not self.log.failure:
+            self.log.rotate(self.state(core))
+
     @property
     def state_due(self) -> bool:
         """Whether a start has enough to take in behind the last control state."""
@@ -198,8 +203,8 @@ class Store:
         return self.projection.referred(assets) | (self._unprojected_assets.keys() & assets)
 
     async def files_gone(self, numbers: Sequence[int]) -> list[str]:
-        """Forget what files of the log referred to, which are deleted, durably; gives the assets that may be needed by
-        nobody now. Raises StoreError."""
+        """Forget what was in deleted files of the log; gives the assets that may be needed by nobody now. Raises
+        StoreError."""
         await self.project()
         doubtful = [name for number in numbers for name in await asyncio.to_thread(self.projection.assets_of, number)]
         for number in numbers:

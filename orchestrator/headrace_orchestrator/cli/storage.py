@@ -1,0 +1,61 @@
+"""Options about what is stored, of every command that starts an orchestrator.
+
+* Each says what it deletes or stops; by default nothing is deleted, and nothing but a full disk stops anything.
+* A command that starts the orchestrator as a child hands them on as they were given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from headrace_orchestrator.buffer.retention import Retention
+
+_OPTIONS: tuple[tuple[str, click.IntRange | click.FloatRange, str], ...] = (
+    (
+        "--keep-age-s",
+        click.FloatRange(min=0),
+        "Delete files of the log whose newest record is older, in seconds.",
+    ),
+    ("--keep-trajectories", click.IntRange(min=0), "Delete the oldest files while so many trajectories stay."),
+    ("--keep-bytes", click.IntRange(min=0), "Delete the oldest files while so many bytes of the log stay."),
+    (
+        "--max-held-bytes",
+        click.IntRange(min=1),
+        "Most bytes that groups in flight of all runs hold; then none is admitted.",
+    ),
+    ("--max-disk-bytes", click.IntRange(min=1), "Bytes of log and assets from which on no group is admitted."),
+)
+
+
+def storage_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options; the command takes them as keyword arguments, None where they are not given."""
+    for name, kind, text in reversed(_OPTIONS):
+        variable = "HEADRACE_" + name.removeprefix("--").replace("-", "_").upper()
+        command = click.option(name, type=kind, default=None, envvar=variable, help=text)(command)
+    return command
+
+
+def storage_settings(
+    *,
+    keep_age_s: float | None,
+    keep_trajectories: int | None,
+    keep_bytes: int | None,
+    max_held_bytes: int | None,
+    max_disk_bytes: int | None,
+) -> dict[str, Any]:
+    """Fields of ``Settings``."""
+    retention = Retention(age_s=keep_age_s, trajectories=keep_trajectories, size_bytes=keep_bytes)
+    return {"retention": retention, "max_held_bytes": max_held_bytes, "max_disk_bytes": max_disk_bytes}
+
+
+def storage_arguments(given: dict[str, Any]) -> list[str]:
+    """Arguments of a child's command line."""
+    return [
+        part
+        for name, value in given.items()
+        if value is not None
+        for part in (f"--{name.replace('_', '-')}", f"{value}")
+    ]

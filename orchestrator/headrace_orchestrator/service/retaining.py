@@ -1,0 +1,115 @@
+"""Retention: deletes old files of the log as the rules say, and what is left of them elsewhere.
+
+* No file goes that a group in flight, an open batch or a start needs; a start may need the last two control states.
+* A file is deleted first; then listings forget what was in it, and assets that only it referred to go.
+* What a refusing disk left half done is done once it takes data again.
+* How much is stored is told to the scheduler, which admits nothing at the bound of the disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from headrace.errors import StoreError
+from headrace_orchestrator import logs
+from headrace_orchestrator.buffer.assets import Assets
+from headrace_orchestrator.buffer.retention import FileUse, Retention, removable
+from headrace_orchestrator.scheduler.bounds import Bounds
+from headrace_orchestrator.service.store import Store
+
+log = logs.logger(__name__)
+
+RETAIN_EVERY_S = 1.0
+"""How often it is looked at what is stored: what is written meanwhile may overshoot a bound, and a second of it is
+little beside any bound worth setting."""
+
+
+class Retainer:
+    """Of one store. ``end_file`` has the log go on in a new file; ``deleted`` is told of the bytes of each file that
+    went; ``now_s`` gives Unix time."""
+
+    def __init__(
+        self,
+        store: Store,
+        assets: Assets,
+        retention: Retention,
+        bounds: Bounds,
+        *,
+        end_file: Callable[[], None],
+        deleted: Callable[[int], None],
+        now_s: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._assets = assets
+        self._retention = retention
+        self._bounds = bounds
+        self._end_file = end_file
+        self._deleted = deleted
+        self._now_s = now_s
+        #: Trajectories of files that are sealed, by number.
+        self._counts: dict[int, int] = {}
+        #: Files that were deleted and are still listed.
+        self._unforgotten: list[int] = []
+
+    async def run(self) -> None:
+        """Step for ever. A disk that refuses is tried again at the next step."""
+        while True:
+            try:
+                await self.step()
+            except StoreError as error:
+                log.error("retention could not do its work; tried again", problem=error.detail)
+            await asyncio.sleep(RETAIN_EVERY_S)
+
+    async def step(self) -> list[int]:
+        """Delete what may go now; gives the numbers of the files. Raises StoreError."""
+        self._measure()
+        file_age_s = self._retention.file_age_s
+        if file_age_s is not None and self._now_s() - self._store.log.opened_at_s > file_age_s:
+            self._end_file()
+        gone = await self._choose() if self._retention.deletes else []
+        for number in gone:
+            size_bytes = await self._store.log.remove(number)
+            self._unforgotten.append(number)
+            self._deleted(size_bytes)
+            log.info("an old file of the log was deleted", number=number, bytes=size_bytes)
+        if self._unforgotten:
+            doubtful = await self._store.files_gone(self._unforgotten)
+            self._unforgotten.clear()
+            self._assets.doubt(doubtful)
+            self._measure()
+        return gone
+
+    def _measure(self) -> None:
+        self._bounds.disk_bytes = self._store.log.size_bytes + self._assets.size_bytes
+
+    async def _choose(self) -> list[int]:
+        files = await asyncio.to_thread(self._uses)
+        if not self._removable(files, needed=None):
+            return []
+        start = await asyncio.to_thread(self._store.log.needed_by_a_start)
+        # From here on nothing waits, so that nothing comes to need a file that is chosen.
+        in_use = self._store.index.oldest_file()
+        return self._removable(files, needed=start if in_use is None else min(start, in_use))
+
+    def _removable(self, files: Sequence[FileUse], needed: int | None) -> list[int]:
+        if not files:
+            return []
+        last = files[-1].number if needed is None else needed
+        return removable(files, self._retention, now_s=self._now_s(), needed=last)
+
+    def _uses(self) -> list[FileUse]:
+        """All files, in order. Blocking. Raises StoreError."""
+        sizes = self._store.log.sizes()
+        self._counts = {number: count for number, count in self._counts.items() if number in sizes}
+        newest = max(sizes, default=0)
+        found = []
+        for number, (size_bytes, written_at) in sorted(sizes.items()):
+            count = self._counts.get(number)
+            if count is None:
+                count = self._store.projection.count(number)
+                # Files behind the cursor are listed whole; the newest one still grows.
+                if number < newest and number < self._store.projection.cursor_file:
+                    self._counts[number] = count
+            found.append(FileUse(number, size_bytes, count, written_at))
+        return found

@@ -1,0 +1,41 @@
+"""Options about what is stored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+from click.testing import CliRunner
+
+from headrace_orchestrator.buffer.retention import KEEP_ALL, Retention
+from headrace_orchestrator.cli.storage import storage_arguments, storage_options, storage_settings
+
+GIVEN = ["--keep-age-s", "3600", "--keep-bytes", "1000000", "--max-disk-bytes", "2000000"]
+
+
+def taken(arguments: list[str], environment: dict[str, str] | None = None) -> dict[str, Any]:
+    """What a command gets."""
+    found: dict[str, Any] = {}
+    command = click.command()(storage_options(lambda **given: found.update(given)))
+    result = CliRunner().invoke(command, arguments, env=environment)
+    assert result.exit_code == 0, result.output
+    return found
+
+
+def test_by_default_nothing_is_deleted_and_nothing_stops():
+    assert storage_settings(**taken([])) == {"retention": KEEP_ALL, "max_held_bytes": None, "max_disk_bytes": None}
+    assert storage_arguments(taken([])) == []
+
+
+def test_what_is_given_becomes_settings():
+    settings = storage_settings(**taken(GIVEN))
+    assert settings["retention"] == Retention(age_s=3600, size_bytes=1_000_000)
+    assert settings["max_disk_bytes"] == 2_000_000
+
+
+def test_a_child_gets_the_options_as_they_were_given():
+    assert taken(storage_arguments(taken(GIVEN))) == taken(GIVEN)
+
+
+def test_options_come_from_the_environment_too():
+    assert taken([], {"HEADRACE_KEEP_TRAJECTORIES": "500"})["keep_trajectories"] == 500
