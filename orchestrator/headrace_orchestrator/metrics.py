@@ -140,7 +140,7 @@ class _StateCollector(Collector):
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         status = self._status()
         yield from self._runs(status)
-        yield self._chosen(status)
+        yield self._selected(status)
         yield from self._workers(status)
         for name, value in status.store.items():
             yield GaugeMetricFamily(f"headrace_store_{_with_unit(name)}", f"Store: {name}.", value=value)
@@ -177,13 +177,13 @@ class _StateCollector(Collector):
                 family.add_metric(list(key), value)
             yield family
 
-    def _chosen(self, status: ServiceStatus) -> CounterMetricFamily:
+    def _selected(self, status: ServiceStatus) -> CounterMetricFamily:
         counts: Tally[tuple[str, str]] = Tally()
         for run in status.runs:
-            for rule, count in run.chosen.items():
+            for rule, count in run.selected.items():
                 counts[self._run_label(run.name), rule] += count
-        text = "Groups put in batches, by the rules that had a part in it."
-        family = CounterMetricFamily("headrace_groups_chosen", text, labels=["run", "rule"])
+        text = "What the rules of selection did, by rule: groups put in batches, made eligible, topped up."
+        family = CounterMetricFamily("headrace_selected", text, labels=["run", "rule"])
         for key, count in counts.items():
             family.add_metric(list(key), count)
         return family

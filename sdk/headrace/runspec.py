@@ -237,11 +237,18 @@ class RunSpec(_Model):
     """Which eligible groups a batch takes."""
     partial_batches: bool = True
     """Whether the last batch of a fixed list may be smaller. Default yes, with its true size in the manifest."""
-    short_groups: Literal["top_up", "serve"] = "top_up"
-    """A group whose member failed for good gets a fresh member while staleness allows, or is served with its true size.
-    Default: top-up."""
-    zero_variance: Literal["keep", "drop"] = "keep"
-    """Groups whose returns are all equal: served, or retired and another admitted instead. Default: served."""
+    short_groups: Literal["top_up", "serve", "drop"] = "top_up"
+    """A group whose member failed for good gets a fresh member while staleness allows, is served with its true size, or
+    is dropped and another admitted instead: only complete ones are served. Default: top-up."""
+    partial_after_s: float | None = Field(default=None, gt=0)
+    """Seconds that a group waits for the rest of its members once the first one ended. Then those are stopped, and it
+    is served with its true size. Default none: it waits for all."""
+    zero_variance: Literal["keep", "drop", "replace"] = "keep"
+    """Groups whose returns are all equal: served; dropped, so that the batch is smaller by them; or dropped and
+    replaced by others in the same batch. Default: served."""
+    max_replaced: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    """Zero-variance groups that are replaced for one batch; those after them are served. Default none: three times the
+    groups of a batch."""
     estimator: EstimatorSpec = EstimatorSpec()
     """How advantages are computed."""
     policy: PolicySpec = PolicySpec()
@@ -274,6 +281,10 @@ class RunSpec(_Model):
     def _one_source(self) -> Self:
         if self.environments and self.tasks is not None:
             raise ValueError("give environments (a mixture) or tasks (a fixed list), not both")
+        if self.partial_after_s is not None and self.short_groups == "drop":
+            raise ValueError("partial_after_s serves groups that are not complete; short_groups = 'drop' never does")
+        if self.max_replaced is not None and self.zero_variance != "replace":
+            raise ValueError("max_replaced bounds zero_variance = 'replace'; this run replaces nothing")
         if self.tasks is None and self.epochs != 1:
             raise ValueError("epochs belongs to a fixed list of tasks; a mixture has no end")
         return self

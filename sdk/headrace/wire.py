@@ -219,9 +219,11 @@ class PullRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 class Reason(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One reason why nothing can be served. ``code`` is one of: collecting, no-workers, all-stale, batches-held,
     shards-not-fetched, byte-bound, tasks-exhausted, groups-left, group-ended, evaluation-hold, quarantined, no-tasks,
-    draining, closed. Where a layer keeps failing it is LAYER-failing, such as policy-failing. ``group-ended``: an
-    awaited group was retired unserved, ``facts["reason"]`` says why. ``shards-not-fetched``: a batch is held for ranks
-    that did not pull, ``facts["missing"]`` lists them. ``filtered``: what is ready is not what the pull asks for."""
+    draining, closed, filtered, zero-variance. Where a layer keeps failing it is LAYER-failing, such as policy-failing.
+
+    ``group-ended``: an awaited group was retired unserved, ``facts["reason"]`` says why. ``shards-not-fetched``: a
+    batch is held for ranks that did not pull, ``facts["missing"]`` lists them. ``filtered``: what is ready is not what
+    the pull asks for. ``zero-variance``: the batch goes without groups whose returns are all equal."""
 
     code: str
     message: str
@@ -409,10 +411,11 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A pull is waiting now."""
     reasons: list[Reason]
     """What it waits on (or would, if it pulled now)."""
-    chosen: dict[str, int] = {}
-    """Groups put in batches. ``fifo``, ``lifo``, ``uniform``, ``prioritized``: by that order; ``awaited``: by name. Of
-    them, ``filtered``: by a pull that asked for some kinds only; ``reused``: not for the first time; ``short``: with
-    fewer members than were asked for."""
+    selected: dict[str, int] = {}
+    """What the rules of selection did. Groups put in batches: ``fifo``, ``lifo``, ``uniform``, ``prioritized``, by that
+    order; ``awaited``, by name. Of them ``filtered``: by a pull that asked for some kinds only; ``reused``: not for the
+    first time; ``short``: with fewer members than were asked for; ``partial``: since the others were not waited for.
+    Groups made eligible: ``zero_variance``, although their returns are all equal. ``topped_up``: members added."""
     mean_reward: float | None = None
     """Mean episode reward over the last 256 terminal records with rewards."""
     quarantined: int = 0

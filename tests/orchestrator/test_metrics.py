@@ -64,8 +64,8 @@ async def test_the_story_of_a_run_is_in_the_numbers(api: Api):
     assert found["headrace_batches_total"][("event", "formed"), *run] == 1
     assert found["headrace_batches_total"][("event", "acked"), *run] == 1
     assert found["headrace_groups_retired_total"][("reason", "acked"), *run] == 2
-    assert found["headrace_groups_chosen_total"][("rule", "fifo"), *run] == 2
-    assert found["headrace_groups_chosen_total"][("rule", "short"), *run] == 1
+    assert found["headrace_selected_total"][("rule", "fifo"), *run] == 2
+    assert found["headrace_selected_total"][("rule", "short"), *run] == 1
     assert found["headrace_empty_pulls_total"]
     assert found["headrace_pull_wait_seconds_count"][run] == 2
     assert found["headrace_batch_staleness_versions_count"][run] == 1

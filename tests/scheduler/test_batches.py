@@ -287,17 +287,6 @@ def test_a_group_is_served_max_uses_times_and_holds_its_credit_until_then(harnes
     assert harness.retired() == dict.fromkeys(seen[0], "acked")
 
 
-def test_groups_with_equal_rewards_are_dropped_and_others_admitted_instead(harness):
-    harness.run(group_size=2, batch_size=2, max_staleness=0, zero_variance="drop")
-    for attempt in harness.lease(2):
-        harness.finish(attempt, rewards={"agent": 0.5})
-    assert list(harness.retired().values()) == ["zero-variance"]
-    assert harness.status().in_flight == 1
-    for attempt in harness.lease(2):
-        harness.finish(attempt, rewards={"agent": float(attempt.member)})
-    assert len(harness.batch().groups) == 1
-
-
 def test_evicted_groups_are_not_planned_again(harness):
     harness.run(batch_size=1)
     harness.work()

@@ -35,8 +35,9 @@ SPECS = st.fixed_dictionaries(
         "max_staleness": st.integers(0, 2),
         "selection": st.sampled_from([{}, *({"order": order} for order in ("lifo", "uniform", "prioritized"))]),
         "max_uses": st.sampled_from([1, 1, 3]),
-        "short_groups": st.sampled_from(["top_up", "serve"]),
-        "zero_variance": st.sampled_from(["keep", "keep", "drop"]),
+        "short_groups": st.sampled_from(["top_up", "serve", "drop"]),
+        "partial_after_s": st.sampled_from([None, None, 5.0, 90.0]),
+        "zero_variance": st.sampled_from(["keep", "keep", "drop", "replace"]),
         "partial_batches": st.booleans(),
         "max_concurrent": st.sampled_from([3, 4096]),
         "max_bytes": st.sampled_from([30_000, 1 << 30, 1 << 30]),
@@ -48,6 +49,8 @@ SPECS = st.fixed_dictionaries(
 def make_run(harness: Harness, spec: dict[str, Any]) -> None:
     fields = dict(spec)
     kind = fields.pop("kind")
+    if fields["short_groups"] == "drop":
+        fields["partial_after_s"] = None
     if kind == "mixture":
         fields["environments"] = [{"id": "game:A", "tags": ["a"]}, {"id": "game:B", "weight": 3.0}]
     elif kind == "list":

@@ -191,7 +191,7 @@ def test_a_pull_may_ask_for_some_kinds_of_groups(order, asked, fitting):
     while isinstance(batch := harness.pull(**asked), Served):
         found |= kinds(harness, batch)
     assert found == fitting
-    assert harness.status().chosen["filtered"] == harness.status().chosen[order]
+    assert harness.status().selected["filtered"] == harness.status().selected[order]
 
 
 def test_pulls_that_ask_for_different_kinds_or_for_any_go_on_side_by_side():

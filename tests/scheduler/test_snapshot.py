@@ -112,7 +112,7 @@ SOFT = {
     Evaluation: {"deadline", "expired"},
     Ledger: set(),
     Versions: set(),
-    Run: {"brake", "learners"},
+    Run: {"brake", "learners", "waiting"},
 }
 BY_REFERENCE = {
     Episode: {"group"},

@@ -49,6 +49,7 @@ class Book:
             records.RunClosed: self._run_closed,
             records.GroupAdmitted: self._group_admitted,
             records.MemberAdded: self._member_added,
+            records.GroupCut: self._group_cut,
             records.Dispatched: self._dispatched,
             records.AttemptEnded: self._attempt_ended,
             records.AttemptCancelled: self._attempt_cancelled,
@@ -98,6 +99,9 @@ class Book:
             for evaluation in run.active_evaluations.values():
                 evaluation.deadline = now + evaluation.deadline_s
                 evaluation.expired = False
+            run.waiting.clear()
+            for group in run.groups.values():
+                run.wait_for_rest(group, now)
 
     def renew_after_stall(self, stall_s: float, now: float) -> None:
         """Give the leases that a stall of this process took a good share of a full term."""
@@ -110,6 +114,8 @@ class Book:
             if stall_s > run.spec.batch_lease_s * STALL_SHARE:
                 for batch in run.batches.values():
                     batch.deadline = now + run.spec.batch_lease_s
+            for group in run.waiting:
+                run.waiting[group] += stall_s
 
     # One method a fact ----------------------------------------------------------------------------------------
 
@@ -131,6 +137,10 @@ class Book:
 
     def _member_added(self, record: records.MemberAdded, now: float) -> None:
         taking.member(self.runs[record.run], record)
+
+    def _group_cut(self, record: records.GroupCut, now: float) -> None:
+        run = self.runs[record.run]
+        taking.cut(run, run.groups[record.group])
 
     def _dispatched(self, record: records.Dispatched, now: float) -> None:
         run = self.runs[record.run]
@@ -163,7 +173,10 @@ class Book:
         run = self.runs[record.run]
         episode.require("cancelling", record.reason)
         group = episode.group
-        if group.state != "retired":
+        if record.reason == records.PARTIAL and group.state == "open":
+            if not group.cut:
+                taking.cut(run, group)
+        elif group.state != "retired":
             taking.retired(run, records.GroupRetired(run=run.name, group=group.id, reason=record.reason))
         episode.move("cancelling", record.reason)
         episode.deadline = now + run.spec.attempt_lease_s
@@ -176,6 +189,7 @@ class Book:
         if episode.state in AT_WORKER:
             self._holder(episode).attempts.pop(episode.id, None)
         taking.episode_ended(self.runs[record.run], episode, record)
+        self.runs[record.run].wait_for_rest(episode.group, now)
 
     def _group_retired(self, record: records.GroupRetired, now: float) -> None:
         taking.retired(self.runs[record.run], record)

@@ -106,8 +106,14 @@ def _check_group(run: Run, group: Group) -> None:
     _require(group.usable == usable, f"it counts {group.usable} usable members: {story}")
     _require(not group.members or group.state not in COMPLETE, f"its members should be put away: {story}")
     _require(group.state != "acked", f"it should be retired: {story}")
-    _require(not members["cancelling"], f"a member of a group in flight is told to stop: {story}")
-    if group.evaluation is None and run.spec.short_groups == "top_up" and group.extra < group.size and not run.closed:
+    _require(group.cut or not members["cancelling"], f"a member of a group in flight is told to stop: {story}")
+    if (
+        group.evaluation is None
+        and run.spec.short_groups == "top_up"
+        and group.extra < group.size
+        and not run.closed
+        and not group.cut
+    ):
         whole = live + usable >= group.size or run.is_quarantined(group.task) or group.damaged
         _require(whole, f"it has fewer members than it waits for: {story}")
     if group.evaluation is None and group.state in ("open", "eligible"):
@@ -188,7 +194,8 @@ def _durable_run(run: Run) -> dict[str, Any]:
         "closed_batches": dict(run.closed_batches),
         "batches_formed": run.batches_formed,
         "batches_acked": run.batches_acked,
-        "chosen": dict(run.chosen),
+        "zero_variance": (run.zero_variance_since_batch, run.zero_variance_tokens),
+        "selected": dict(run.selected),
         "evaluations": {
             e.id: (e.version, e.wanted, e.left, e.done, e.reason, list(e.episodes)) for e in run.evaluations.values()
         },

@@ -15,6 +15,7 @@ The parts: ``states`` (episodes, groups), ``runs`` (the state of a run), ``book`
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 from headrace import wire
@@ -110,6 +111,8 @@ class Scheduler:
                 serving.expire(book, run, now)
             if run.active_evaluations:
                 evaluating.expire(book, run, now)
+            if run.waiting:
+                settling.cut_overdue(book, run, now)
         if book.bounds.exist:
             for run in book.runs.values():
                 if run.admits:
@@ -128,6 +131,7 @@ class Scheduler:
             deadlines.append(self._last + self._book.shortest_term_s * STALL_SHARE / 2)
         for run in self._book.runs.values():
             deadlines += [e.deadline for e in run.active_evaluations.values() if not e.expired]
+            deadlines += islice(run.waiting.values(), 1)
             due = braking.next_try(run)
             if due is not None and (self._last is None or due > self._last):
                 deadlines.append(due)

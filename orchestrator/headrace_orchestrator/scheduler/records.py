@@ -62,6 +62,17 @@ class MemberAdded(Record, frozen=True, kw_only=True):
     member: Member
 
 
+PARTIAL = "partial"
+"""Reason for which members of a group are stopped that is served without them."""
+
+
+class GroupCut(Record, frozen=True, kw_only=True):
+    """The group is waited for no longer: its live members are stopped, and it is served with its true size."""
+
+    run: str
+    group: str
+
+
 class Grant(msgspec.Struct, frozen=True, array_like=True):
     """One attempt given to a worker."""
 
@@ -137,8 +148,8 @@ class EpisodeEnded(Record, frozen=True, kw_only=True):
 
 
 class GroupRetired(Record, frozen=True, kw_only=True):
-    """A group's last state. ``reason``: acked, stale, zero-variance, rejected, evicted, failed, rewound, closed;
-    of an evaluation: evaluated, deadline."""
+    """A group's last state. ``reason``: acked, stale, zero-variance, incomplete, rejected, evicted, failed, rewound,
+    closed; of an evaluation: evaluated, deadline."""
 
     run: str
     group: str
@@ -262,6 +273,7 @@ AnyRecord = (
     | RunClosed
     | GroupAdmitted
     | MemberAdded
+    | GroupCut
     | Dispatched
     | AttemptEnded
     | AttemptCancelled

@@ -32,6 +32,10 @@ few enough to be admitted without holding up anybody."""
 REMEMBERED_EVALUATIONS = 256
 """Evaluations whose lines are kept in memory; older ones are in the store."""
 
+REPLACED_BATCHES = 3
+"""Zero-variance groups that are replaced for one batch unless the run says how many: so many batches of them. A policy
+that solves or fails all of its tasks is then served what there is, and not starved."""
+
 RECENT_REWARDS = 256
 """Terminal records that the mean reward looks back on."""
 
@@ -93,7 +97,7 @@ class Run:
         self.batches_formed = 0
         self.batches_acked = 0
         #: Groups that were put in batches, by rules that had a part in it; see ``wire.RunStatus``.
-        self.chosen: Counter[str] = Counter()
+        self.selected: Counter[str] = Counter()
         #: By learner, of those that leased batches.
         self.sessions: dict[str, Sessions] = {}
         self.evaluations: dict[str, Evaluation] = {}
@@ -103,6 +107,9 @@ class Run:
         self.submitted_ends: dict[str, str] = {}
         self.retired: Counter[str] = Counter()
         self.stale_since_batch = 0
+        #: Zero-variance groups that were retired since the last batch was formed, and tokens of their rows.
+        self.zero_variance_since_batch = 0
+        self.zero_variance_tokens = 0
         #: Groups that went stale since the last one that became eligible.
         self.stale_in_row = 0
         self.ends: Counter[str] = Counter()
@@ -112,6 +119,8 @@ class Run:
         #: Stories of the tasks that killed attempts, by task key, and those that may kill no more.
         self.kills: dict[bytes, list[str]] = {}
         self.quarantined: dict[bytes, Task] = {}
+        #: Soft: until when groups of which a member has ended wait for the others, earliest first.
+        self.waiting: dict[str, float] = {}
         #: Soft.
         self.brake = Brake()
         self.learners: dict[str, Learner] = {}
@@ -174,6 +183,7 @@ class Run:
         """Whether a fresh member has to take the place of one that failed for good."""
         return (
             group.live + group.usable < group.size
+            and not group.cut
             and group.extra < group.size
             and self.spec.short_groups == "top_up"
             and group.evaluation is None
@@ -182,12 +192,38 @@ class Run:
         )
 
     def dropped(self, group: Group) -> str:
-        """Why a complete group is retired instead of served; else nothing."""
-        if not group.usable:
+        """Why a group is retired instead of waited for and served; else nothing."""
+        if not group.live and not group.usable:
             return "failed"
-        if self.spec.zero_variance == "drop" and group.zero_variance():
+        if self.spec.short_groups == "drop" and group.live + group.usable < group.size and not group.damaged:
+            return "incomplete"
+        if self.replaces and not group.live and group.zero_variance():
             return "zero-variance"
         return ""
+
+    def waits_for_rest(self, group: Group) -> bool:
+        """Whether an open group has members to serve and waits for others."""
+        return bool(
+            group.state == "open" and group.usable and group.live and not group.cut and group.evaluation is None
+        )
+
+    def wait_for_rest(self, group: Group, now: float) -> None:
+        """Set the deadline of a group of which a member has ended."""
+        if self.spec.partial_after_s is not None and self.waits_for_rest(group):
+            self.waiting.setdefault(group.id, now + self.spec.partial_after_s)
+
+    @property
+    def replaces(self) -> bool:
+        """Whether a zero-variance group is not served now: never, or only so many for one batch."""
+        if self.spec.zero_variance == "replace":
+            return self.zero_variance_since_batch < self.max_replaced
+        return self.spec.zero_variance == "drop"
+
+    @property
+    def max_replaced(self) -> int:
+        """Zero-variance groups that are replaced for one batch."""
+        given = self.spec.max_replaced
+        return REPLACED_BATCHES * self.ledger.batch_groups if given is None else given
 
     def announce(self, version: Version, fork: Version | None) -> None:
         """Take a version, and see what it leaves behind."""

@@ -1,6 +1,7 @@
 """Which eligible groups the next batch takes.
 
 * A batch takes whole groups: as many as the run says, or up to its budget of tokens.
+* A batch that zero-variance groups were dropped from is smaller by them; where they are replaced it is not.
 * Fifo and lifo go by dispatch order; uniform and prioritized draw without replacement, by exact weights.
 * A draw hangs on the run's seed, the batches formed so far and the eligible groups alone, so that a replay draws alike.
 * What does not fit the filter of a pull is not taken.
@@ -12,9 +13,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Generator, Iterator
 from contextlib import closing
+from typing import NamedTuple
 
-from headrace.runspec import RunSpec
-from headrace_orchestrator.scheduler.filters import Filter
+from headrace_orchestrator.scheduler.filters import EVERYTHING, Filter
 from headrace_orchestrator.scheduler.runs import Run
 from headrace_orchestrator.scheduler.states import Group
 
@@ -22,12 +23,30 @@ from headrace_orchestrator.scheduler.states import Group
 def choose(run: Run, filter: Filter) -> list[Group]:
     """The groups of the next batch, in its order; none where there are too few."""
     last = run.spec.partial_batches and nothing_else_comes(run)
-    need = run.spec.batch_groups
-    if not last and run.shelves.count(filter) < need:
+    room = _room(run, filter)
+    if not last and run.shelves.count(filter) < room.groups:
         return []
     with closing(_in_turn(run, filter)) as groups:
-        taken, enough = _fill(run.spec, groups)
+        taken, enough = _fill(room, groups)
     return taken if enough or last else []
+
+
+class _Room(NamedTuple):
+    """What a batch has room for; ``tokens`` None: only the number of groups counts."""
+
+    groups: int
+    tokens: int | None
+
+
+def _room(run: Run, filter: Filter) -> _Room:
+    """What is left of a batch's size by the zero-variance groups that were dropped from it; never nothing."""
+    spec = run.spec
+    dropped, tokens = 0, 0
+    if spec.zero_variance == "drop" and filter == EVERYTHING:
+        dropped, tokens = run.zero_variance_since_batch, run.zero_variance_tokens
+    return _Room(
+        max(1, spec.batch_groups - dropped), None if spec.batch_tokens is None else max(1, spec.batch_tokens - tokens)
+    )
 
 
 def _in_turn(run: Run, filter: Filter) -> Generator[Group, None, None]:
@@ -39,18 +58,17 @@ def _in_turn(run: Run, filter: Filter) -> Generator[Group, None, None]:
             yield from drawn
 
 
-def _fill(spec: RunSpec, groups: Iterator[Group]) -> tuple[list[Group], bool]:
+def _fill(room: _Room, groups: Iterator[Group]) -> tuple[list[Group], bool]:
     """Groups of a batch, and whether they are enough for one."""
     taken: list[Group] = []
-    budget = spec.batch_tokens
     total = 0
     for group in groups:
         tokens = max(1, group.row_tokens)
-        if budget is not None and taken and total + tokens > budget:
+        if room.tokens is not None and taken and total + tokens > room.tokens:
             return taken, True
         taken.append(group)
         total += tokens
-        if total >= budget if budget is not None else len(taken) == spec.batch_groups:
+        if total >= room.tokens if room.tokens is not None else len(taken) == room.groups:
             return taken, True
     return taken, False
 

@@ -10,6 +10,8 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 from headrace.errors import Conflict, UnknownGroup
 from headrace.trajectory import Failure, PolicyRef, Status, Task
 from headrace_orchestrator.scheduler import records
@@ -64,8 +66,12 @@ def _decide(book: Book, run: Run, group: Group, now: float) -> None:
         retire(book, group, reason, now)
     elif run.top_up_due(group):
         _top_up(book, run, group, now)
+    elif reason := run.dropped(group):
+        retire(book, group, reason, now)
+    elif group.cut:
+        _stop_members(book, group, now)
     else:
-        retire(book, group, run.dropped(group), now)
+        retire(book, group, "zero-variance", now)  # decided together with others that used the bound up
 
 
 def _top_up(book: Book, run: Run, group: Group, now: float) -> None:
@@ -82,7 +88,8 @@ def retire(book: Book, group: Group, reason: str, now: float) -> None:
 
 
 def _stop_members(book: Book, group: Group, now: float) -> None:
-    """Leased members of a retired group are told to stop; queued ones that were dispatched before end here."""
+    """Leased members of a group that is retired or cut are told to stop; queued ones that were dispatched before end
+    here."""
     for episode in list(group.members):
         if episode.state == "leased":
             book.emit(
@@ -92,7 +99,7 @@ def _stop_members(book: Book, group: Group, now: float) -> None:
                 now,
             )
         elif episode.state == "queued":
-            end(book, episode, "cancelled", group.reason, f"Its group was retired: {group.reason}.", now)
+            end(book, episode, "cancelled", group.reason, f"Its group goes on without it: {group.reason}.", now)
 
 
 def end(book: Book, episode: Episode, status: Status, kind: str, message: str, now: float) -> None:
@@ -203,6 +210,18 @@ def retire_out_of_bound(book: Book, run: Run, now: float) -> None:
             reason = run.out_of_bound(group)
             if reason:
                 retire(book, group, reason, now)
+
+
+def cut_overdue(book: Book, run: Run, now: float) -> None:
+    """Cut the groups that have waited long enough for the rest of their members."""
+    late = [id for id, _ in takewhile(lambda item: item[1] <= now, run.waiting.items())]
+    for id in late:
+        del run.waiting[id]
+        group = run.groups.get(id)
+        if group is not None and run.waits_for_rest(group):
+            book.emit(records.GroupCut(run=run.name, group=id), now)
+    if late:
+        settle(book, run, now)
 
 
 def evict(book: Book, run: Run, id: str, now: float) -> None:

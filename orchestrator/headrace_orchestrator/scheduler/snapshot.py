@@ -139,10 +139,12 @@ class RunRow(Row, frozen=True):
     batches_formed: int
     sessions: dict[str, Sessions]
     batches_acked: int
-    chosen: dict[str, int]
+    selected: dict[str, int]
     submitted_ends: dict[str, str]
     retired: dict[str, int]
     stale_since_batch: int
+    zero_variance_since_batch: int
+    zero_variance_tokens: int
     stale_in_row: int
     ends: dict[str, int]
     rewards: list[float]

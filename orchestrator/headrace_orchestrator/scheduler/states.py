@@ -14,7 +14,8 @@ queued      waits for a slot                            Dispatched              
                                                         EpisodeEnded (a late result, or   finished, truncated, failed,
                                                         a quarantine, or its group is     cancelled
                                                         retired)
-                                                        GroupRetired, TaskQuarantined     vanished (if never dispatched)
+                                                        GroupRetired, GroupCut,           vanished (if never dispatched)
+                                                        TaskQuarantined
 leased      at a worker, under an attempt lease         AttemptEnded                      queued
                                                         AttemptCancelled                  cancelling
                                                         EpisodeEnded                      any terminal state
@@ -32,6 +33,7 @@ Groups:
 state     meaning                                       moved by                          to
 ========  ============================================  ================================  =============================
 open      members are queued or at workers              EpisodeEnded, TaskQuarantined     eligible (all are over)
+                                                        GroupCut
                                                         GroupRetired                      retired
 eligible  complete; may be put in a batch               BatchFormed                       leased
                                                         GroupRetired                      retired
@@ -48,6 +50,7 @@ from typing import TYPE_CHECKING, Literal
 
 from headrace.errors import InternalError
 from headrace.trajectory import Failure, Task, Version
+from headrace_orchestrator.scheduler.records import PARTIAL
 
 if TYPE_CHECKING:
     from headrace_orchestrator.scheduler.evaluations import Evaluation
@@ -262,6 +265,11 @@ class Group:
             self.run.states[self.state] -= 1
             self.run.states[to] += 1
         self.state = to
+
+    @property
+    def cut(self) -> bool:
+        """Whether it is served without the members that were live at its deadline."""
+        return self.reason == PARTIAL
 
     def versions(self) -> list[Version]:
         """Versions that count for its staleness: those of its usable rows, and those that live attempts began with."""

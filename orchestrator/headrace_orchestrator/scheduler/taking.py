@@ -57,6 +57,7 @@ def member(run: Run, record: records.MemberAdded) -> None:
     if group.state != "open":
         raise InternalError(f"A member is added to group {group.id}, which is {group.state}.")
     group.extra += 1
+    run.selected["topped_up"] += 1
     # The rest of its group is ahead of all that is queued.
     _enqueue(run, group, record.member, first=True)
     review(run, group)
@@ -199,6 +200,15 @@ def _killed(run: Run, episode: Episode, what: str, *, once: bool = False) -> Non
     story.append(f"episode {episode.id} attempt {episode.attempt}: {what}")
 
 
+def cut(run: Run, group: Group) -> None:
+    """Its live members are not waited for any longer."""
+    if group.state != "open":
+        raise InternalError(f"Group {group.id} is cut, which is {group.state}.")
+    group.reason = records.PARTIAL
+    _vanish(run, group, "GroupCut")
+    review(run, group)
+
+
 def quarantined(run: Run, record: records.TaskQuarantined) -> None:
     key = task_key(record.task)
     run.quarantined[key] = record.task
@@ -238,6 +248,9 @@ def retired(run: Run, record: records.GroupRetired) -> None:
         if record.reason == "stale":
             run.stale_since_batch += 1
             run.stale_in_row += 1
+        elif record.reason == "zero-variance":
+            run.zero_variance_since_batch += 1
+            run.zero_variance_tokens += group.row_tokens
     group.move("retired", record.reason)
     group.reason = record.reason
     if group.evaluation is not None:
@@ -272,25 +285,27 @@ def batch_formed(run: Run, record: records.BatchFormed) -> list[Episode]:
         elif group.state == "leased":
             _batch_over(run, group, "its groups are in another batch")
     for group in groups:
-        _count_choice(run, group, record.filtered)
+        _count_selected(run, group, record.filtered)
         run.due.pop(group.id, None)
         _not_eligible(run, group)
         group.move("leased", "BatchFormed")
         group.batch = record.batch
     run.batches[record.batch] = Batch(record.batch, groups, record.version)
     run.batches_formed += 1
-    run.stale_since_batch = 0
+    run.stale_since_batch = run.zero_variance_since_batch = run.zero_variance_tokens = 0
     return lost
 
 
-def _count_choice(run: Run, group: Group, filtered: bool) -> None:
-    run.chosen[run.spec.selection.order if run.plain(group) else "awaited"] += 1
+def _count_selected(run: Run, group: Group, filtered: bool) -> None:
+    run.selected[run.spec.selection.order if run.plain(group) else "awaited"] += 1
     if filtered:
-        run.chosen["filtered"] += 1
+        run.selected["filtered"] += 1
     if group.uses:
-        run.chosen["reused"] += 1
+        run.selected["reused"] += 1
     if group.usable < group.size:
-        run.chosen["short"] += 1
+        run.selected["short"] += 1
+    if group.cut:
+        run.selected["partial"] += 1
 
 
 def _members_lost(run: Run, group: Group) -> list[Episode]:
@@ -382,6 +397,8 @@ def review(run: Run, group: Group) -> None:
 def _complete(run: Run, group: Group) -> None:
     group.move("eligible", "complete")
     run.stale_in_row = 0
+    if group.evaluation is None and group.zero_variance():
+        run.selected["zero_variance"] += 1
     run.ledger.saw_group(group.row_tokens)
     if run.plain(group):
         run.open -= 1
@@ -400,7 +417,9 @@ def _needs_decision(run: Run, group: Group) -> bool:
         return True
     if group.evaluation is not None:
         return not group.live
-    return bool(run.top_up_due(group) or run.out_of_bound(group) or (not group.live and run.dropped(group)))
+    if group.cut and any(episode.state in ("queued", "leased") for episode in group.members):
+        return True
+    return bool(run.top_up_due(group) or run.out_of_bound(group) or run.dropped(group))
 
 
 def _queued_in_quarantine(run: Run, group: Group) -> bool:

@@ -33,7 +33,7 @@ def run_status(book: Book, run: Run, now: float) -> wire.RunStatus:
         episodes=dict(run.ends),
         batches_acked=run.batches_acked,
         batches_open=len(run.batches),
-        chosen=dict(run.chosen),
+        selected=dict(run.selected),
         learner_doing=said.doing if said else "",
         learner_doing_s=now - said.said_at if said else -1.0,
         learner_waiting=any(learner.waiting_until > now for learner in run.learners.values()),

@@ -244,6 +244,7 @@ def _starved(book: Book, run: Run, now: float) -> list[Reason]:
                 facts={"stale": stale, "max_staleness": run.spec.max_staleness},
             )
         )
+    reasons += _equal(run)
     if run.quarantined:
         number = len(run.quarantined)
         reasons.append(
@@ -254,6 +255,25 @@ def _starved(book: Book, run: Run, now: float) -> list[Reason]:
             )
         )
     return reasons
+
+
+def _equal(run: Run) -> list[Reason]:
+    """Zero-variance groups that the next batch goes without."""
+    number = run.zero_variance_since_batch
+    if not number:
+        return []
+    if run.spec.zero_variance == "drop":
+        what = "were dropped; the batch will be smaller by them."
+    else:
+        most = run.max_replaced
+        what = f"were replaced; after {most} such groups are served as they are."
+    return [
+        Reason(
+            code="zero-variance",
+            message=f"Since the last batch {_count(number, 'group')} whose returns are all equal {what}",
+            facts={"groups": number},
+        )
+    ]
 
 
 def _is_it_served(run: Run) -> str:
