@@ -28,6 +28,7 @@ from headrace_orchestrator.buffer.projection import Projection
 from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.scheduler.bounds import Bounds
 from headrace_orchestrator.scheduler.core import Scheduler
+from headrace_orchestrator.service.gate import Gate
 from headrace_orchestrator.service.pulling import Pulls
 from headrace_orchestrator.service.replay import replay
 from headrace_orchestrator.service.retaining import Retainer
@@ -61,6 +62,7 @@ class Running(NamedTuple):
     shell: Shell
     pulls: Pulls
     assets: Assets
+    gate: Gate
 
 
 class Lifecycle:
@@ -111,7 +113,8 @@ class Lifecycle:
             return
         self._replayed_s = self._clock() - begun
         shell = Shell(core, store, self.metrics, lambda: self._clock() - self._replayed_s)
-        self._running = Running(shell, Pulls(shell, Bodies(store), self.metrics, self.epoch), assets)
+        gate = Gate(shell, assets)
+        self._running = Running(shell, Pulls(shell, Bodies(store), self.metrics, self.epoch), assets, gate)
         retainer = Retainer(
             store,
             assets,

@@ -29,7 +29,7 @@ from headrace_orchestrator.service.lifecycle import Lifecycle
 from headrace_orchestrator.service.serving import Served
 from headrace_orchestrator.service.shell import HEADRACE_VERSION
 from headrace_orchestrator.service.store import Store
-from headrace_orchestrator.service.submission import UNWANTED, Intake, parse_submission, unwanted
+from headrace_orchestrator.service.submission import UNWANTED, parse_submission, unwanted
 from headrace_orchestrator.service.waiting import ClientGone, Left, granted_wait
 from headrace_orchestrator.settings import Settings
 
@@ -96,16 +96,10 @@ class Service(Lifecycle):
     async def submit(self, worker: str, body: bytes) -> wire.SubmitReply:
         """Judge submitted records; returns when the accepted ones are on disk. Raises InvalidRequest."""
         running = self._require()
-        shell = running.shell
-        submitted = parse_submission(body)
-        intake = Intake(shell.core, shell.store, running.assets, worker, shell.now())
-        try:
-            results = intake.judge(submitted)
-        finally:
-            shell.commit(intake.accepted)
-            await shell.store.log.synced()
+        submitted = parse_submission(worker, body)
+        results = await running.gate.judge(submitted)
         for number, (item, result) in enumerate(zip(submitted, results, strict=True)):
-            if result.verdict == "superseded" and await self._was_accepted(shell.store, item.head, worker):
+            if result.verdict == "superseded" and await self._was_accepted(running.shell.store, item.head, worker):
                 results[number] = wire.SubmitResult(episode=result.episode, verdict="duplicate")
             elif result.verdict in UNWANTED:
                 results[number] = unwanted(item.head, result, worker)

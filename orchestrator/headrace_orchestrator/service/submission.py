@@ -49,8 +49,9 @@ MAX_SUBMISSIONS = 4096
 
 
 class Submitted(NamedTuple):
-    """A record as it came, with its head."""
+    """A record as it came, with its head, and who submits it."""
 
+    worker: str
     head: Submission
     record: memoryview
 
@@ -58,6 +59,7 @@ class Submitted(NamedTuple):
 class Read(NamedTuple):
     """A record that is valid in itself."""
 
+    worker: str
     head: Submission
     record: bytes
     trajectory: Trajectory
@@ -72,8 +74,8 @@ class Accepted(NamedTuple):
     assets: Sequence[str]
 
 
-def parse_submission(body: bytes) -> list[Submitted]:
-    """The records of a body. Raises InvalidRequest."""
+def parse_submission(worker: str, body: bytes) -> list[Submitted]:
+    """The records of a worker's body. Raises InvalidRequest."""
     if len(body) < _LENGTH.size:
         raise _unreadable(f"it is {len(body)} bytes long")
     start = _LENGTH.size + _LENGTH.unpack_from(body)[0]
@@ -90,7 +92,7 @@ def parse_submission(body: bytes) -> list[Submitted]:
     for head in heads:
         if head.size_bytes <= 0 or head.size_bytes % ALIGNMENT or offset + head.size_bytes > len(body):
             raise _unreadable(f"the record of episode {head.episode} has size {head.size_bytes}, which does not fit")
-        submitted.append(Submitted(head, view[offset : offset + head.size_bytes]))
+        submitted.append(Submitted(worker, head, view[offset : offset + head.size_bytes]))
         offset += head.size_bytes
     if heads and offset != len(body):
         raise _unreadable(f"{len(body) - offset} bytes are left over behind the last record")
@@ -119,14 +121,13 @@ def unwanted(head: Submission, result: SubmitResult, worker: str) -> SubmitResul
 
 
 class Intake:
-    """Judges the records of one request; ``accepted`` are those that the scheduler took, by episode."""
+    """Judges records together; ``accepted`` are those that the scheduler took, by episode."""
 
-    def __init__(self, core: Scheduler, store: Store, assets: Assets, worker: str, now: float) -> None:
+    def __init__(self, core: Scheduler, store: Store, assets: Assets, now: float) -> None:
         self.accepted: dict[str, Accepted] = {}
         self._core = core
         self._store = store
         self._assets = assets
-        self._worker = worker
         self._now = now
         #: Episodes by the ids of trajectories that are stored, or accepted here.
         self._owners: dict[str, str] = {}
@@ -156,11 +157,11 @@ class Intake:
             return SubmitResult(episode=head.episode, verdict="refused", problem=refusal.problem())
 
     def _ask(self, item: Read) -> SubmitResult:
-        head, record, trajectory = item
+        worker, head, record, trajectory = item
         self._check_owner(trajectory)
-        self._check_making(trajectory)
+        self._check_making(worker, trajectory)
         assets = self._check_assets(trajectory)
-        verdict = self._core.judge(self._worker, head.nonce, outcome_of(trajectory, len(record)), self._now)
+        verdict = self._core.judge(worker, head.nonce, outcome_of(trajectory, len(record)), self._now)
         if verdict == "accepted":
             self.accepted[head.episode] = Accepted(record, trajectory.stop_reason, trajectory.provenance, assets)
             self._owners[trajectory.id] = head.episode
@@ -188,12 +189,12 @@ class Intake:
             )
         return names
 
-    def _check_making(self, trajectory: Trajectory) -> None:
+    def _check_making(self, worker: str, trajectory: Trajectory) -> None:
         """The record is by the worker that submits it, and trains what its run trains."""
-        worker = trajectory.provenance.worker
-        if worker != self._worker:
+        maker = trajectory.provenance.worker
+        if maker != worker:
             raise InvalidTrajectory(
-                f"The record says that worker {worker!r} made it; {self._worker!r} submits it.",
+                f"The record says that worker {maker!r} made it; {worker!r} submits it.",
                 hint="A worker submits its own records, under the name that it leases with.",
             )
         try:
@@ -229,7 +230,7 @@ def _read(item: Submitted) -> Read:
             f"{trajectory.attempt} of episode {trajectory.episode}.",
             hint="Lay the records end to end in the order of their heads.",
         )
-    return Read(head, record, trajectory)
+    return Read(item.worker, head, record, trajectory)
 
 
 def _unreadable(problem: str) -> InvalidRequest:

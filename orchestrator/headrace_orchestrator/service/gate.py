@@ -1,0 +1,80 @@
+"""Where submissions come in: those of the same turn of the event loop are judged together.
+
+* What is judged together shares one lookup and one append; each submission gets its own results.
+* No turn of the event loop judges many more than ``MAX_TOGETHER`` records.
+* What goes wrong with the store is told to everyone whose records were judged together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from headrace.wire import SubmitResult
+from headrace_orchestrator.buffer.assets import Assets
+from headrace_orchestrator.service.shell import Shell
+from headrace_orchestrator.service.submission import Intake, Submitted
+
+MAX_TOGETHER = 256
+"""Records that are judged before others get the event loop: some ten milliseconds."""
+
+
+class _Waiting(NamedTuple):
+    submitted: Sequence[Submitted]
+    results: asyncio.Future[list[SubmitResult]]
+
+
+class Gate:
+    """All submissions of a running service."""
+
+    def __init__(self, shell: Shell, assets: Assets) -> None:
+        self._shell = shell
+        self._assets = assets
+        self._waiting: deque[_Waiting] = deque()
+
+    async def judge(self, submitted: Sequence[Submitted]) -> list[SubmitResult]:
+        """One result each, in their order, when what they rest on is on disk. Raises StoreError."""
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            loop.call_soon(self._judge_waiting)
+        results: asyncio.Future[list[SubmitResult]] = loop.create_future()
+        self._waiting.append(_Waiting(submitted, results))
+        try:
+            return await results
+        finally:
+            await self._shell.store.log.synced()
+
+    def _judge_waiting(self) -> None:
+        together = self._take()
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._judge_waiting)
+        try:
+            results = iter(self._judged([item for waiting in together for item in waiting.submitted]))
+        except Exception as error:  # noqa: BLE001 - it is raised where each of them waits
+            for waiting in together:
+                if not waiting.results.done():
+                    waiting.results.set_exception(error)
+            return
+        for waiting in together:
+            own = [next(results) for _ in waiting.submitted]
+            if not waiting.results.done():
+                waiting.results.set_result(own)
+
+    def _take(self) -> list[_Waiting]:
+        """The next in line, up to ``MAX_TOGETHER`` records, but one submission at least."""
+        taken = [self._waiting.popleft()]
+        count = len(taken[0].submitted)
+        while self._waiting and count + len(self._waiting[0].submitted) <= MAX_TOGETHER:
+            taken.append(self._waiting.popleft())
+            count += len(taken[-1].submitted)
+        return taken
+
+    def _judged(self, submitted: Sequence[Submitted]) -> list[SubmitResult]:
+        shell = self._shell
+        intake = Intake(shell.core, shell.store, self._assets, shell.now())
+        try:
+            return intake.judge(submitted)
+        finally:
+            shell.commit(intake.accepted)

@@ -1,0 +1,154 @@
+"""Submissions that arrive in the same turn of the event loop, and answers that leave in one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from headrace.errors import StoreError
+from headrace.wire import Submission, SubmitResult
+from headrace_orchestrator.api.gathering import _Gathering
+from headrace_orchestrator.service import gate as module
+from headrace_orchestrator.service.gate import Gate
+from headrace_orchestrator.service.shell import Shell
+from headrace_orchestrator.service.submission import Submitted
+from tests.orchestrator.serving import orchestrator, record_for, submission
+
+
+class Judge:
+    """Stands in for intake, core and log: notes what was judged together."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
+        self.together: list[list[str]] = []
+        self.commits = self.syncs = 0
+        self.accepted: dict[str, Any] = {}
+        self._error = error
+        monkeypatch.setattr(module, "Intake", lambda *given: self)
+        self.store = SimpleNamespace(log=self)
+        self.core = None
+
+    def now(self) -> float:
+        return 0.0
+
+    def judge(self, submitted: Sequence[Submitted]) -> list[SubmitResult]:
+        self.together.append([item.head.episode for item in submitted])
+        if self._error is not None:
+            raise self._error
+        return [SubmitResult(episode=item.head.episode, verdict="accepted") for item in submitted]
+
+    def commit(self, accepted: Any) -> None:
+        self.commits += 1
+
+    async def synced(self) -> None:
+        self.syncs += 1
+
+    def gate(self) -> Gate:
+        return Gate(cast(Shell, self), cast(Any, None))
+
+
+def body(*episodes: str) -> list[Submitted]:
+    return [
+        Submitted("w", Submission(episode=id, attempt=1, nonce="n", size_bytes=64), memoryview(b"")) for id in episodes
+    ]
+
+
+async def test_what_is_judged_together_shares_one_append_and_each_submission_gets_its_own_results(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    judge = Judge(monkeypatch)
+    gate = judge.gate()
+    first, second = await asyncio.gather(gate.judge(body("a", "b")), gate.judge(body("c")))
+    assert [result.episode for result in first] == ["a", "b"]
+    assert [result.episode for result in second] == ["c"]
+    assert judge.together == [["a", "b", "c"]]
+    assert (judge.commits, judge.syncs) == (1, 2)
+
+
+async def test_no_turn_of_the_event_loop_judges_many_records(monkeypatch: pytest.MonkeyPatch):
+    judge = Judge(monkeypatch)
+    gate = judge.gate()
+    half = [f"{number}" for number in range(module.MAX_TOGETHER // 2)]
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    await asyncio.gather(*(gate.judge(body(*half)) for _ in range(6)))
+    counting.cancel()
+    assert [len(records) for records in judge.together] == [module.MAX_TOGETHER] * 3
+    assert turns >= 3
+
+
+async def test_what_goes_wrong_with_the_store_is_told_to_everyone_whose_records_were_judged_together(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    judge = Judge(monkeypatch, StoreError("the disk is full"))
+    gate = judge.gate()
+    told = await asyncio.gather(gate.judge(body("a")), gate.judge(body("b")), return_exceptions=True)
+    assert [type(error) for error in told] == [StoreError, StoreError]
+    assert judge.commits == 1
+
+
+async def test_a_client_that_left_costs_the_others_nothing(monkeypatch: pytest.MonkeyPatch):
+    judge = Judge(monkeypatch)
+    gate = judge.gate()
+    leaving, staying = asyncio.create_task(gate.judge(body("a"))), asyncio.create_task(gate.judge(body("b")))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    assert [result.episode for result in await staying] == ["b"]
+    assert judge.together == [["a", "b"]]
+
+
+async def test_the_same_record_twice_at_once_is_accepted_once(data_dir: Path):
+    async with orchestrator(data_dir) as api:
+        await api.create_run()
+        attempt = (await api.lease(free=1))[0]
+        record = submission([(attempt, record_for(attempt))])
+        answers = await asyncio.gather(*(api.submit(record) for _ in range(8)))
+        assert sorted(results[0].verdict for results in answers) == ["accepted"] + ["duplicate"] * 7
+
+
+class Wire:
+    """A transport that notes its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, bytes]] = []
+
+    def writelines(self, parts: list[bytes]) -> None:
+        self.calls.append(("write", b"".join(parts)))
+
+    def close(self) -> None:
+        self.calls.append(("close", b""))
+
+    def is_closing(self) -> bool:
+        return ("close", b"") in self.calls
+
+
+async def test_what_an_answer_is_made_of_in_one_turn_of_the_event_loop_is_sent_in_one_write():
+    wire = Wire()
+    transport = _Gathering(cast(asyncio.Transport, wire))
+    transport.write(b"head")
+    transport.write(b"body")
+    assert not wire.calls
+    await asyncio.sleep(0)
+    transport.write(b"next")
+    await asyncio.sleep(0)
+    assert wire.calls == [("write", b"headbody"), ("write", b"next")]
+
+
+async def test_a_connection_is_closed_behind_what_was_written_to_it():
+    wire = Wire()
+    transport = _Gathering(cast(asyncio.Transport, wire))
+    transport.write(b"last words")
+    transport.close()
+    await asyncio.sleep(0)
+    assert wire.calls == [("write", b"last words"), ("close", b"")]
