@@ -27,6 +27,7 @@ import struct
 from array import array
 from collections.abc import Callable, Iterator
 from enum import IntEnum
+from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
 import msgspec
@@ -253,6 +254,19 @@ def read_payload(descriptor: int, offset: int, length: int, *, name: str) -> byt
             offset=offset,
         )
     return payload
+
+
+def is_padded_with_zeros(path: Path, frame: Frame) -> bool:
+    """Whether the bytes that fill a frame up, which no checksum covers, are as they were written."""
+    size = frame.size // (2 if frame.type in _TWICE else 1)
+    begin, end = _FIELDS.size + _CHECKSUMS.size, HEADER_BYTES + len(frame.payload)
+    with open(path, "rb", buffering=0) as stream:
+        for copy in range(frame.offset, frame.offset + frame.size, size):
+            for start, stop in ((begin, HEADER_BYTES), (end, size)):
+                stream.seek(copy + start)
+                if any(stream.read(stop - start)):
+                    return False
+    return True
 
 
 class _Format(msgspec.Struct, frozen=True):

@@ -138,7 +138,7 @@ class _Reading:
         self._waiting: list[Statement] = []
         self._damaged: list[tuple[int, int]] = []
         self._control_lost = False
-        self._unfinished_bytes = 0
+        self.unfinished_bytes = 0
         self._end = 0
         self._unprojected_bytes = 0
         self.log = next((file.head.log for file in reversed(self._files) if file.head is not None), "")
@@ -148,14 +148,14 @@ class _Reading:
 
     # The log --------------------------------------------------------------------------------------------------
 
-    def run(self, built: Projection) -> None:
+    def run(self, built: Projection | None = None) -> None:
         """Read all files; their rows go into ``built``, those of the lived one's past only if there is one."""
         for number, file in enumerate(self._files):
             following = self._files[number + 1] if number + 1 < len(self._files) else None
             self._check_length(file, following)
             self._read(file, built, last=following is None)
             self._done += file.size_bytes
-        built.write(self._take(), self._end)
+        self._write(built)
 
     def _check_length(self, file: LogFile, following: LogFile | None) -> None:
         if following is None:
@@ -173,21 +173,17 @@ class _Reading:
                 cost="The records in the part that is missing are lost.",
             )  # fmt: skip
 
-    def _read(self, file: LogFile, built: Projection, *, last: bool) -> None:
+    def _read(self, file: LogFile, built: Projection | None, *, last: bool) -> None:
         tally, sealed = Tally(0), False
         for item in file.scan():
             self._on_progress(self._done + item.offset, self._total)
             if isinstance(item, Damage):
                 if item.torn and last:
-                    self._unfinished_bytes = item.size
+                    self.unfinished_bytes = item.size
                     continue
                 self._lose(file, item.offset, item.size, item.type, item.problem)
             else:
-                if item.recovered:
-                    self._find(
-                        "copy", file, offset=item.offset, size=item.size, type=item.type, lost=False,
-                        problem="one of its two copies is damaged", cost="Nothing yet: the other copy is intact.",
-                    )  # fmt: skip
+                self._check_copies(file, item)
                 if sealed:
                     self._lose(file, item.offset, item.size, item.type, "it is behind the footer of a sealed file")
                 elif item.type is FrameType.FOOTER:
@@ -198,7 +194,19 @@ class _Reading:
                     self._take_in(file, item)
                 self._end = Location(file.number, item.offset + item.size, 0).position
             if len(self._waiting) >= _ROWS_AT_A_TIME:
-                built.write(self._take(), self._end)
+                self._write(built)
+
+    def _check_copies(self, file: LogFile, frame: Frame) -> None:
+        """Find what is damaged of a frame that can be read all the same."""
+        if frame.recovered:
+            problem, cost = "one of its two copies is damaged", "Nothing yet: the other copy is intact."
+        elif not logformat.is_padded_with_zeros(file.path, frame):
+            problem, cost = "a byte that fills it up was changed", "Nothing: no data is there."
+        else:
+            return
+        self._find(
+            "copy", file, offset=frame.offset, size=frame.size, type=frame.type, lost=False, problem=problem, cost=cost
+        )
 
     def _check_footer(self, file: LogFile, frame: Frame, tally: Tally) -> None:
         self.frames[frame.type] += 1
@@ -229,9 +237,10 @@ class _Reading:
         except _UNREADABLE as error:
             self._lose(file, frame.offset, frame.size, frame.type, f"it does not decode: {error}")
 
-    def _take(self) -> list[Statement]:
-        waiting, self._waiting = self._waiting, []
-        return waiting
+    def _write(self, built: Projection | None) -> None:
+        if built is not None:
+            built.write(self._waiting, self._end)
+        self._waiting = []
 
     # What is found --------------------------------------------------------------------------------------------
 
@@ -302,7 +311,7 @@ class _Reading:
             gone = lived.names(self._end, lived.cursor)
             last = self._files[-1]
             self._find(
-                "file", last, lost=True, offset=last.size_bytes - self._unfinished_bytes, names=gone,
+                "file", last, lost=True, offset=last.size_bytes - self.unfinished_bytes, names=gone,
                 problem="the log ends before its end: the projection has more than there is",
                 cost="The records in the part that is missing are lost.",
             )  # fmt: skip
@@ -353,7 +362,7 @@ class _Reading:
             size_bytes=self._total,
             frames={type.name.lower(): self.frames[type] for type in FrameType},
             assets=self.assets,
-            unfinished_bytes=self._unfinished_bytes,
+            unfinished_bytes=self.unfinished_bytes,
             unprojected_bytes=self._unprojected_bytes,
             findings=self.findings,
         )
