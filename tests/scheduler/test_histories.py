@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from headrace import wire
 from headrace.errors import RequestError
 from headrace.trajectory import Version
-from headrace_orchestrator.scheduler import records
+from headrace_orchestrator.scheduler import records, settling
 from tests.scheduler.harness import BROKEN, FLAKY, NO_POLICY, Harness, Served
 
 WORKERS = st.sampled_from(["w0", "w1", "w2"])
@@ -64,8 +64,9 @@ def make_run(harness: Harness, spec: dict[str, Any]) -> None:
 class Histories(RuleBasedStateMachine):
     """One history."""
 
-    @initialize(spec=SPECS)
-    def begin(self, spec):
+    @initialize(spec=SPECS, slice=st.sampled_from([1, 2, 256]))
+    def begin(self, spec, slice):
+        settling.SLICE = slice
         self.harness = Harness()
         self.spec = spec
         make_run(self.harness, spec)
@@ -220,6 +221,7 @@ class Histories(RuleBasedStateMachine):
     )
     def pull(self, session, learner, request, shard, asked):
         fields = asked if shard is None else asked | {"shard": shard, "shards": 2}
+        begun = len(self.harness.log)
         formed = len(self.harness.found(records.BatchFormed))
         found = self.attempt(self.harness.pull, self.session(session), request, learner=learner, **fields)
         if isinstance(found, Served) and asked and len(self.harness.found(records.BatchFormed)) > formed:
@@ -228,6 +230,7 @@ class Histories(RuleBasedStateMachine):
             assert {groups[id].task.environment for id in found.groups} == {wanted}
         if found is not None:
             self.take(found)
+        self.assert_formed_in_bound(begun)
 
     @rule(session=SESSIONS, learner=st.sampled_from(["l0", "l0", "l1"]), shards=st.integers(1, 2))
     def resume(self, session, learner, shards):
@@ -241,12 +244,20 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: self.submitted)
     @rule(session=SESSIONS, index=INDEX, count=st.integers(1, 2))
     def pull_awaited(self, session, index, count):
+        begun = len(self.harness.log)
         ids = {f"g{(index + number) % self.submitted}" for number in range(count)}
         found = self.attempt(self.harness.pull, self.session(session), groups=sorted(ids), learner="l0")
         if isinstance(found, Served):
             assert sorted(found.groups) == sorted(ids)
         if found is not None:
             self.take(found)
+        self.assert_formed_in_bound(begun)
+
+    def assert_formed_in_bound(self, begun: int) -> None:
+        """No batch is formed of what waits to be retired."""
+        run = self.harness.core._book.runs["r"]
+        for record in self.harness.found(records.BatchFormed, begun):
+            assert not any(run.out_of_bound(run.groups[id]) for id in record.groups)
 
     def take(self, found):
         if isinstance(found, Served):
@@ -313,6 +324,8 @@ class Histories(RuleBasedStateMachine):
         if not hasattr(self, "harness"):
             return
         harness = self.harness
+        harness.catch_up()
+        settling.SLICE = 256
         assert harness.replayed().durable() == harness.core.durable()
         if self.snapshot:
             assert harness.restored(*self.snapshot).durable() == harness.core.durable()

@@ -112,7 +112,7 @@ SOFT = {
     Evaluation: {"deadline", "expired"},
     Ledger: set(),
     Versions: set(),
-    Run: {"brake", "learners", "waiting"},
+    Run: {"brake", "learners", "retiring", "waiting"},
 }
 BY_REFERENCE = {
     Episode: {"group"},
@@ -121,8 +121,18 @@ BY_REFERENCE = {
     Evaluation: {"groups"},
     Ledger: {"bounds", "spec"},
     Versions: set(),
-    Run: {"active_evaluations", "batches", "due", "evaluation_queue", "evaluations", "groups", "ledger", "queue"}
-    | {"capabilities", "episodes", "given", "kinds", "name", "own_source", "shelves", "source", "spec", "versions"},
+    Run: {
+        "active_evaluations",
+        "apart",
+        "batches",
+        "capabilities",
+        "due",
+        "episodes",
+        "evaluation_queue",
+        "evaluations",
+    }
+    | {"given", "groups", "kinds", "ledger", "name", "open_groups", "own_source", "queue", "shelves", "source", "spec"}
+    | {"versions"},
 }
 ROWS = {
     Episode: snapshot.EpisodeRow,

@@ -100,7 +100,7 @@ class Book:
                 evaluation.deadline = now + evaluation.deadline_s
                 evaluation.expired = False
             run.waiting.clear()
-            for group in run.groups.values():
+            for group in run.open_groups.values():
                 run.wait_for_rest(group, now)
 
     def renew_after_stall(self, stall_s: float, now: float) -> None:

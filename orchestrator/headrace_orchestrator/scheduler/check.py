@@ -2,7 +2,7 @@
 
 * Groups in flight are exactly the run's own groups that are not retired.
 * Each group's state agrees with its members' states; a complete group has let its members go.
-* No group waits for a decision between commands.
+* No group waits for a decision between commands; but what is out of bound is retired in slices.
 * An attempt is held by exactly the worker that it was granted to.
 * A group in a batch is in exactly one and is leased; what is in no batch is not.
 * Bytes held and episodes reserved are those of the groups in flight.
@@ -20,7 +20,7 @@ from headrace_orchestrator.scheduler.book import Book
 from headrace_orchestrator.scheduler.runs import Run
 from headrace_orchestrator.scheduler.shelves import Shelves
 from headrace_orchestrator.scheduler.states import AT_WORKER, COMPLETE, Episode, Group
-from headrace_orchestrator.scheduler.weights import weigher
+from headrace_orchestrator.scheduler.weights import even, weigher
 
 
 def check(book: Book) -> None:
@@ -117,7 +117,7 @@ def _check_group(run: Run, group: Group) -> None:
         whole = live + usable >= group.size or run.is_quarantined(group.task) or group.damaged
         _require(whole, f"it has fewer members than it waits for: {story}")
     if group.evaluation is None and group.state in ("open", "eligible"):
-        _require(not run.out_of_bound(group), f"it is {run.out_of_bound(group)}: {story}")
+        _require(run.retiring or not run.out_of_bound(group), f"it is {run.out_of_bound(group)}: {story}")
     if group.state != "open":
         _require(usable > 0 or group.damaged, f"nothing of it can be served: {story}")
 
@@ -134,12 +134,16 @@ def _check_batches(run: Run) -> None:
         _require(
             (group.state == "leased") == (in_batches[group.id] == 1), f"group {group.id} is in no batch or several"
         )
-    fresh = Shelves(run.spec.max_staleness, weigher(run.spec.selection))
+    bound = run.spec.max_staleness
+    shelves, apart = Shelves(bound, weigher(run.spec.selection)), Shelves(bound, even)
     for group in run.groups.values():
-        if group.state == "eligible" and run.plain(group):
-            fresh.add(group, run.versions)
-    found, right = run.shelves.contents(), fresh.contents()
-    _require(found == right, f"run {run.name} has {found} on its shelves as eligible; {right} is right")
+        if group.state == "eligible":
+            (shelves if run.plain(group) else apart).add(group, run.versions)
+    for kept, fresh in ((run.shelves, shelves), (run.apart, apart)):
+        found, right = kept.contents(), fresh.contents()
+        _require(found == right, f"run {run.name} has {found} on its shelves as eligible; {right} is right")
+    is_open = [group.id for group in run.groups.values() if group.state == "open"]
+    _require(list(run.open_groups) == is_open, f"run {run.name} lists {list(run.open_groups)} as open; {is_open} are")
 
 
 def _require(holds: bool, story: str, episode: Episode | None = None) -> None:
@@ -172,7 +176,7 @@ def _durable_run(run: Run) -> dict[str, Any]:
         "groups": {id: _durable_group(group) for id, group in run.groups.items()},
         "queues": [[e.id for e in queue if e.state == "queued"] for queue in (run.queue, run.evaluation_queue)],
         "counts": (run.queued, run.evaluation_queued, run.leased, run.evaluation_leased, run.open),
-        "eligible": run.shelves.contents(),
+        "eligible": (run.shelves.contents(), run.apart.contents()),
         "batches": {
             batch.id: (
                 [group.id for group in batch.groups],

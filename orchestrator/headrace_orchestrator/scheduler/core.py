@@ -113,6 +113,8 @@ class Scheduler:
                 evaluating.expire(book, run, now)
             if run.waiting:
                 settling.cut_overdue(book, run, now)
+            if run.retiring:
+                settling.go_on_retiring(book, run, now)
         if book.bounds.exist:
             for run in book.runs.values():
                 if run.admits:
@@ -135,6 +137,8 @@ class Scheduler:
             due = braking.next_try(run)
             if due is not None and (self._last is None or due > self._last):
                 deadlines.append(due)
+            if self._last is not None and run.retiring:
+                deadlines.append(self._last)
             if self._last is not None and run.held_back:
                 deadlines.append(self._last + RETRY_S)
         return min(deadlines, default=None)

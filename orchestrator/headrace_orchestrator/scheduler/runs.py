@@ -20,7 +20,7 @@ from headrace_orchestrator.scheduler.shelves import Shelves
 from headrace_orchestrator.scheduler.sources import source_of, task_key
 from headrace_orchestrator.scheduler.states import Episode, Group
 from headrace_orchestrator.scheduler.versions import Versions, span_of
-from headrace_orchestrator.scheduler.weights import weigher
+from headrace_orchestrator.scheduler.weights import even, weigher
 
 REMEMBERED = 4096
 """Closed batches and ended submitted groups that are remembered, so that a late repeat gets a typed answer."""
@@ -75,6 +75,8 @@ class Run:
         self.position = 0
         #: Groups in flight, and retired ones of which a worker still holds attempts.
         self.groups: dict[str, Group] = {}
+        #: Those of them that are open, in order of admission.
+        self.open_groups: dict[str, Group] = {}
         #: Groups that someone must decide on; empty between commands.
         self.due: dict[str, Group] = {}
         #: Queued episodes, first to go first. What is queued no longer is skipped, and dropped at the next dispatch.
@@ -84,8 +86,9 @@ class Run:
         self.evaluation_queued = 0
         self.leased = 0
         self.evaluation_leased = 0
-        #: The eligible groups that a plain pull may take.
+        #: The eligible groups that a plain pull may take, and those that only a pull by name may.
         self.shelves = Shelves(spec.max_staleness, weigher(spec.selection))
+        self.apart = Shelves(spec.max_staleness, even)
         #: Groups by state, evaluations left out; of the retired ones only ``retired`` below tells.
         self.states: Counter[str] = Counter()
         #: Open groups that a plain pull may take once they are complete.
@@ -121,6 +124,8 @@ class Run:
         self.quarantined: dict[bytes, Task] = {}
         #: Soft: until when groups of which a member has ended wait for the others, earliest first.
         self.waiting: dict[str, float] = {}
+        #: Soft: there may be more to retire than one command does; the next tick goes on.
+        self.retiring = False
         #: Soft.
         self.brake = Brake()
         self.learners: dict[str, Learner] = {}
@@ -229,6 +234,7 @@ class Run:
         """Take a version, and see what it leaves behind."""
         self.versions.announce(version, fork)
         self.shelves.turn_to(self.versions)
+        self.apart.turn_to(self.versions)
 
     def held_batches(self) -> list[Batch]:
         """Open batches of groups that a plain pull may take."""

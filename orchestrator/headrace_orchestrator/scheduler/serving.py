@@ -57,6 +57,8 @@ def pull(book: Book, run: Run, request: wire.PullRequest, now: float) -> Plan:
     require_session(run, request.learner, request.session, request.shard, request.shards)
     held = _held_by(run, request)
     learner = meet(run, request.learner, now)
+    if request.groups is not None:
+        _retire_out_of_bound(book, run, request.groups, now)
     release_other_sessions(book, run, request.learner, request.session, now)
     plan: Plan | None = _again(book, run, held, request, now) or _redeliver(book, run, request, filter, now)
     if plan is None:
@@ -117,6 +119,14 @@ def require_session(run: Run, learner: str, session: str, shard: int, shards: in
             hint="If this process is no leftover, two learners run under one name: give each its own, as in "
             "Client(learner='a').",
         )
+
+
+def _retire_out_of_bound(book: Book, run: Run, ids: list[str], now: float) -> None:
+    """Awaited groups that wait to be retired are not served in between."""
+    for id in ids if run.retiring else ():
+        group = run.groups.get(id)
+        if group is not None and group.state in ("open", "eligible") and (reason := run.out_of_bound(group)):
+            settling.retire(book, group, reason, now)
 
 
 def release_other_sessions(book: Book, run: Run, learner: str, session: str, now: float) -> None:

@@ -5,12 +5,14 @@
   budget. An attempt that a living worker dropped draws on it, and counts towards quarantine.
 * An episode that lost ten times ``max_attempts`` workers ends at the next, so that a task that crashes its worker ends.
 * No credit lies idle; but admission runs only so far ahead of dispatch.
+* What a new version leaves behind, or a closed run leaves over, is retired in slices; none of it is served meanwhile.
 * A log that was cut between two facts is finished after a replay; settling reads the state alone.
 """
 
 from __future__ import annotations
 
-from itertools import takewhile
+from collections.abc import Iterator
+from itertools import islice, takewhile
 
 from headrace.errors import Conflict, UnknownGroup
 from headrace.trajectory import Failure, PolicyRef, Status, Task
@@ -20,6 +22,9 @@ from headrace_orchestrator.scheduler.runs import Run
 from headrace_orchestrator.scheduler.sources import sampling_seed, task_key
 from headrace_orchestrator.scheduler.states import Episode, Group
 from headrace_orchestrator.scheduler.taking import LEASE_EXPIRED
+
+SLICE = 256
+"""Groups that one command retires: a million at once would hold up everybody for half a minute."""
 
 LOSSES_AN_ATTEMPT = 10
 """Lost workers that an episode outlives, for each attempt of its budget: no spot market is that bad."""
@@ -198,18 +203,35 @@ def _worker_lives(book: Book, episode: Episode) -> bool:
 
 
 def retire_out_of_bound(book: Book, run: Run, now: float) -> None:
-    """Retire what the version now has left behind. Batches that wait unleased are dissolved first; leased ones stay,
-    unless a rewind left one of their rows."""
+    """Retire a slice of what the version now has left behind. Batches that wait unleased are dissolved first; leased
+    ones stay, unless a rewind left one of their rows."""
     for batch in list(run.batches.values()):
         reasons = {run.out_of_bound(group) for group in batch.groups}
         if "rewound" in reasons or ("stale" in reasons and not batch.leased and not batch.lapsed):
             reason = "rewound" if "rewound" in reasons else "stale"
             book.emit(records.BatchDissolved(run=run.name, batch=batch.id, reason=reason), now)
-    for group in list(run.groups.values()):
-        if group.evaluation is None and group.state in ("open", "eligible"):
-            reason = run.out_of_bound(group)
-            if reason:
-                retire(book, group, reason, now)
+    _retire_slice(book, run, [(group, run.out_of_bound(group)) for group in islice(_left_behind(run), SLICE)], now)
+
+
+def _left_behind(run: Run) -> Iterator[Group]:
+    for group in run.open_groups.values():
+        if group.order >= 0 and group.evaluation is None and run.out_of_bound(group):
+            yield group
+    for shelves in (run.shelves, run.apart):
+        yield from shelves.behind(SLICE)
+
+
+def _retire_slice(book: Book, run: Run, ends: list[tuple[Group, str]], now: float) -> None:
+    for group, reason in ends:
+        retire(book, group, reason, now)
+    run.retiring = len(ends) == SLICE
+
+
+def go_on_retiring(book: Book, run: Run, now: float) -> None:
+    """Retire the next slice."""
+    if not run.closed:
+        retire_out_of_bound(book, run, now)
+    settle(book, run, now)
 
 
 def cut_overdue(book: Book, run: Run, now: float) -> None:
@@ -239,9 +261,9 @@ def close(book: Book, run: Run, now: float) -> None:
     """Stop all that a closed run still does. A step that a learner is taking may still be acked."""
     for batch in [batch for batch in run.batches.values() if not batch.leased]:
         book.emit(records.BatchDissolved(run=run.name, batch=batch.id, reason="closed"), now)
-    for group in list(run.groups.values()):
-        if group.state in ("open", "eligible", "acked"):
-            retire(book, group, "acked" if group.state == "acked" else "closed", now)
+    over = (group for group in run.groups.values() if group.state in ("open", "eligible", "acked"))
+    ends = [(group, "acked" if group.state == "acked" else "closed") for group in islice(over, SLICE)]
+    _retire_slice(book, run, ends, now)
 
 
 def admit_ahead(book: Book, run: Run, now: float) -> None:

@@ -286,9 +286,6 @@ def _restored_run(state: RunState, book: Book, now: float) -> Run:
             run.active_evaluations[row.id] = evaluation
     for raw in state.groups:
         _restore_group(run, _group_decoder.decode(raw))
-    for group in run.groups.values():
-        if group.state == "eligible" and run.plain(group):
-            run.shelves.add(group, run.versions)
     for batch_row, ids in state.batches:
         batch = Batch(batch_row.id, [run.groups[id] for id in ids], batch_row.version)
         _fill(batch, batch_row)
@@ -306,6 +303,10 @@ def _restore_group(run: Run, whole: GroupWhole) -> None:
     group = Group(run, row.id, row.task, row.position, row.submitted, evaluation)
     _fill(group, row)
     run.groups[group.id] = group
+    if group.state == "open":
+        run.open_groups[group.id] = group
+    elif group.state == "eligible":
+        (run.shelves if run.plain(group) else run.apart).add(group, run.versions)
     if evaluation is not None:
         evaluation.groups.append(group)
     for member in whole.members:

@@ -37,7 +37,7 @@ UNCOUNTED_KINDS = frozenset({"drained", "cancelled", "quarantined"})
 def admitted(run: Run, record: records.GroupAdmitted) -> None:
     evaluation = run.evaluations[record.evaluation] if record.evaluation else None
     group = Group(run, record.group, record.task, record.position, record.submitted, evaluation)
-    run.groups[group.id] = group
+    run.groups[group.id] = run.open_groups[group.id] = group
     group.size = len(record.members)
     if evaluation is None:
         run.states["open"] += 1
@@ -87,15 +87,20 @@ def dispatched(run: Run, episode: Episode, grant: records.Grant, worker: str, ve
     episode.worker = worker
     episode.version = version
     group = episode.group
-    if group.order < 0:
-        group.order = run.next_order
-        run.next_order += 1
+    _give_order(run, group)
     if group.evaluation is None:
         run.queued -= 1
         run.leased += 1
     else:
         run.evaluation_queued -= 1
         run.evaluation_leased += 1
+
+
+def _give_order(run: Run, group: Group) -> None:
+    """Its place in the order of dispatch, with its first dispatch, or with what proves one that was lost in the log."""
+    if group.order < 0:
+        group.order = run.next_order
+        run.next_order += 1
 
 
 def trim_queues(run: Run) -> None:
@@ -134,6 +139,7 @@ def episode_ended(run: Run, episode: Episode, record: records.EpisodeEnded) -> N
     group = episode.group
     was = episode.state
     episode.end(record)
+    _give_order(run, group)
     _left(run, group, was)
     if record.status == "failed":
         _count_failure(run, episode, record.failure)
@@ -212,8 +218,8 @@ def cut(run: Run, group: Group) -> None:
 def quarantined(run: Run, record: records.TaskQuarantined) -> None:
     key = task_key(record.task)
     run.quarantined[key] = record.task
-    for group in list(run.groups.values()):
-        if group.state == "open" and task_key(group.task) == key:
+    for group in list(run.open_groups.values()):
+        if task_key(group.task) == key:
             _vanish(run, group, "TaskQuarantined")
             review(run, group)
 
@@ -237,8 +243,10 @@ def retired(run: Run, record: records.GroupRetired) -> None:
     group.require("retired", record.reason)
     if group.state == "eligible":
         _not_eligible(run, group)
-    if group.state == "open" and run.plain(group):
-        run.open -= 1
+    if group.state == "open":
+        del run.open_groups[group.id]
+        if run.plain(group):
+            run.open -= 1
     if group.position >= 0:
         run.ledger.in_flight -= 1
     if group.evaluation is None:
@@ -396,6 +404,7 @@ def review(run: Run, group: Group) -> None:
 
 def _complete(run: Run, group: Group) -> None:
     group.move("eligible", "complete")
+    del run.open_groups[group.id]
     run.stale_in_row = 0
     if group.evaluation is None and group.zero_variance():
         run.selected["zero_variance"] += 1
@@ -427,17 +436,12 @@ def _queued_in_quarantine(run: Run, group: Group) -> bool:
 
 
 def _eligible(run: Run, group: Group) -> None:
-    if group.order < 0:
-        # Its dispatches were lost in the log.
-        group.order = run.next_order
-        run.next_order += 1
-    if run.plain(group):
-        run.shelves.add(group, run.versions)
+    _give_order(run, group)
+    (run.shelves if run.plain(group) else run.apart).add(group, run.versions)
 
 
 def _not_eligible(run: Run, group: Group) -> None:
-    if run.plain(group):
-        run.shelves.remove(group)
+    (run.shelves if run.plain(group) else run.apart).remove(group)
 
 
 def priorities_set(run: Run, priorities: dict[str, float]) -> None:

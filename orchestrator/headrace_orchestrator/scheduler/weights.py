@@ -17,10 +17,15 @@ _BITS = 133
 """A float of 1e-24, the lowest weight, is a whole number of 2⁻¹³³."""
 
 
+def even(group: Group) -> int:
+    """The same weight for all."""
+    return _EVEN
+
+
 def weigher(selection: SelectionSpec) -> Callable[[Group], int]:
     """Gives the weight of a group: its priority to the power of the run's exponent; the same for all where the order
     knows no priorities."""
     exponent = selection.exponent
     if selection.order != "prioritized":
-        return lambda group: _EVEN
+        return even
     return lambda group: int(math.ldexp(group.priority**exponent, _BITS))
