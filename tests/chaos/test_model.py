@@ -1,0 +1,354 @@
+"""Random histories of the real buffer and of a model of it: store, log, projection and scheduler on a real disk.
+
+* After every command the buffer says what the model says; after every restart it is what it was.
+* A restart is in order, or a copy of the directory as a crash would leave it, with an older projection or none.
+* The projection that is built from the log alone equals the one that was lived, row by row.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from headrace import batch as batches
+from headrace import codec, wire
+from headrace.errors import BatchAlreadyAcked, BatchSuperseded, UnknownBatch
+from headrace.ids import new_id
+from headrace.trajectory import Provenance, Version
+from headrace_orchestrator.buffer.directory import DataDirectory
+from headrace_orchestrator.service import Service
+from headrace_orchestrator.service.serving import Served
+from headrace_orchestrator.settings import Settings
+from tests.builders import make_segment
+from tests.chaos.model import Batch, Model
+from tests.orchestrator.serving import record_for, submission
+
+T = TypeVar("T")
+
+FILE_BYTES = 8 << 10
+"""A file of the log holds a few records only: histories cross many of them."""
+
+EXAMPLES = int(os.environ.get("CHAOS_EXAMPLES", "100"))
+"""Histories; `make chaos` asks for more."""
+
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+"""Where the directories are: no power is cut here, and syncs would take most of the time."""
+
+GONE = (BatchSuperseded, BatchAlreadyAcked, UnknownBatch)
+
+
+class Buffer:
+    """The real service on a data directory, without HTTP, with a clock that only tests move."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.lives = 0
+        self.now = 1000.0
+        self.loop = asyncio.new_event_loop()
+        self._never = self.loop.create_task(asyncio.Event().wait())
+        self.data = root / "0"
+        self._start()
+
+    def _start(self) -> None:
+        self.directory = DataDirectory.claim(self.data)
+        made = Settings(data=self.data, log_file_bytes=FILE_BYTES)
+        self.service = Service(made, self.directory, clock=lambda: self.now)
+        self.do(self.service.start())
+
+    def do(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.loop.run_until_complete(work)
+
+    def left(self) -> Any:
+        return self._never
+
+    @property
+    def core(self) -> Any:
+        return self.service._require().shell.core
+
+    def stop(self) -> None:
+        self.service.drain()
+        self.do(self.service.close())
+        self.directory.close()
+
+    def restart(self) -> None:
+        self.stop()
+        self._start()
+
+    def crash(self, projection: str) -> None:
+        """Go on with a copy of the directory as it is now. ``projection``: the one of now, an older one, or none."""
+        store = self.service._require().shell.store
+        if projection == "now":
+            self.do(store.project())
+        self.lives += 1
+        copy = self.root / str(self.lives)
+        shutil.copytree(self.data, copy, ignore=None if projection == "now" else shutil.ignore_patterns("projection*"))
+        if projection == "older" and (self.root / "older").exists():
+            for file in (self.root / "older").iterdir():
+                shutil.copy(file, copy)
+        if projection == "now":
+            shutil.rmtree(self.root / "older", ignore_errors=True)
+            (self.root / "older").mkdir()
+            for file in copy.glob("projection*"):
+                shutil.copy(file, self.root / "older")
+        self.stop()
+        shutil.rmtree(self.data)
+        self.data = copy
+        self._start()
+
+    def end(self) -> None:
+        self.stop()
+        self._never.cancel()
+        self.do(self.loop.shutdown_default_executor())
+        self.loop.run_until_complete(asyncio.gather(self._never, return_exceptions=True))
+        self.loop.close()
+
+    def rows(self) -> dict[str, list[Any]]:
+        """All tables but the cursor's."""
+        with sqlite3.connect(self.data / "projection.sqlite") as connection:
+            tables = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+            found = {
+                name: sorted(connection.execute(f"SELECT * FROM {name}").fetchall(), key=repr)
+                for name in tables
+                if name not in ("cursor",) and not name.startswith("sqlite_")
+            }
+        connection.close()
+        return found
+
+
+class Histories(RuleBasedStateMachine):
+    """Workers, learners, time and restarts, in any order."""
+
+    @initialize(
+        groups=st.integers(1, 3), size=st.integers(1, 3), staleness=st.integers(0, 2), uses=st.sampled_from([1, 1, 2])
+    )
+    def begin(self, groups: int, size: int, staleness: int, uses: int) -> None:
+        self.scratch = tempfile.TemporaryDirectory(prefix="headrace-model-", dir=MEMORY)
+        self.buffer = Buffer(Path(self.scratch.name))
+        self.model = Model(groups_a_batch=groups, group_size=size, max_staleness=staleness, max_uses=uses)
+        self.attempts: list[wire.Assignment] = []
+        self.session = 0
+        self.holder: dict[str, int] = {}
+        self.submitted: list[tuple[wire.Assignment, bytes]] = []
+        spec = {
+            "name": "run",
+            "environments": [{"id": "test:Echo"}],
+            "group_size": size,
+            "batch_size": groups * size,
+            "max_staleness": staleness,
+            "max_uses": uses,
+            "attempt_lease_s": 1e6,
+            "batch_lease_s": 30.0,
+        }
+        self.buffer.do(self.buffer.service.create_run(spec))
+
+    # Workers
+
+    @rule(free=st.integers(1, 6))
+    def lease(self, free: int) -> None:
+        request = wire.LeaseRequest(worker="w", slots=64, free=free)
+        reply = self.buffer.do(self.buffer.service.lease(request, self.buffer.left))
+        for attempt in reply.attempts:
+            self.model.dispatched(attempt.group, attempt.episode)
+        self.attempts += reply.attempts
+
+    @precondition(lambda self: self.attempts)
+    @rule(count=st.integers(1, 6), behind=st.sampled_from([0, 0, 0, 1]), length=st.sampled_from([8, 8, 400]))
+    def submit(self, count: int, behind: int, length: int) -> None:
+        now, self.attempts = self.attempts[:count], self.attempts[count:]
+        version = max(0, self.model.version - behind)
+        made = [(attempt, record_of(attempt, version, length)) for attempt in now]
+        reply = self.buffer.do(self.buffer.service.submit("w", submission(made)))
+        for (attempt, record), result in zip(made, reply.results, strict=True):
+            if result.verdict == "accepted":
+                self.model.accepted(attempt.group, attempt.episode, version, record)
+                self.submitted.append((attempt, record))
+            else:  # its lease ran out meanwhile, or its group was retired
+                assert result.verdict in ("superseded", "not-yours"), result
+
+    @rule(count=st.integers(2, 8))
+    def work(self, count: int) -> None:
+        """Most of the time nothing goes wrong."""
+        self.lease(count)
+        if self.attempts:
+            self.submit(len(self.attempts), 0, 8)
+
+    @rule(count=st.integers(4, 16))
+    def work_and_pull(self, count: int) -> None:
+        """The usual course of things."""
+        self.work(count)
+        self.pull(False)
+
+    @rule(count=st.integers(4, 16))
+    def work_and_train(self, count: int) -> None:
+        """The usual course of things, to its end."""
+        self.work_and_pull(count)
+        if self.model.batches:
+            self.ack(0, 1, 0)
+
+    @precondition(lambda self: self.submitted)
+    @rule(index=st.integers(0, 1000))
+    def submit_again(self, index: int) -> None:
+        attempt, record = self.submitted[index % len(self.submitted)]
+        (result,) = self.buffer.do(self.buffer.service.submit("w", submission([(attempt, record)]))).results
+        assert result.verdict == "duplicate", result
+
+    # Learners
+
+    @rule(restarts=st.sampled_from([False, False, False, True]))
+    def pull(self, restarts: bool) -> None:
+        """``restarts``: the learner is a new process now."""
+        self.session += restarts
+        request = wire.PullRequest(learner="learner", session=str(self.session), request=new_id())
+        found = self.buffer.do(self.buffer.service.pull("run", request, self.buffer.left))
+        if isinstance(found, wire.EmptyReply):
+            open_batches = [batch for batch in self.model.batches.values() if not batch.acked]
+            assert self.model.next_batch() is None or open_batches, (found, self.model)
+            return
+        self.served(found)
+
+    def served(self, found: Served) -> None:
+        self.holder[found.batch] = self.session
+        assert isinstance(found.body, bytes)
+        known = self.model.batches.get(found.batch)
+        if known is not None:
+            assert not known.acked
+            assert found.body == known.body
+            assert found.generation > known.generation
+            known.generation = found.generation
+            return
+        manifest = batches.Batch.parse(found.body, generation=found.generation).manifest
+        groups = [group.id for group in manifest.groups]
+        for other in {self.model.groups[id].batch for id in groups} - {""}:
+            self.is_dissolved(other)
+        assert groups == self.model.next_batch(), (groups, self.model.groups, self.model.version)
+        assert manifest.staleness_max <= self.model.max_staleness
+        records = [record for id in groups for record in self.model.groups[id].members]
+        assert sorted(manifest.trajectories) == sorted(codec.decode_head(self.model.records[e]).id for e in records)
+        self.model.formed(Batch(found.batch, groups, found.body, found.generation))
+
+    def is_dissolved(self, batch: str) -> None:
+        """A group of an open batch was served in another one: then nobody can ack the first any more."""
+        with pytest.raises(GONE):
+            self.ack_of(batch, self.model.batches[batch].generation, "")
+        self.model.dissolved(batch)
+
+    def ack_of(self, batch: str, generation: int, version: str) -> wire.AckReply:
+        """Acked by the learner's newest process, or by the one that the batch was leased to."""
+        for session in dict.fromkeys((self.session, self.holder.get(batch, 0))):
+            request = wire.AckRequest(learner="learner", session=str(session), generation=generation, version=version)
+            try:
+                return self.buffer.do(self.buffer.service.ack("run", batch, request))
+            except BatchSuperseded as error:
+                superseded = error
+        raise superseded
+
+    @precondition(lambda self: self.model.batches)
+    @rule(index=st.integers(0, 1000), step=st.sampled_from([0, 1, 1]), back=st.sampled_from([0, 0, 0, 1]))
+    def ack(self, index: int, step: int, back: int) -> None:
+        batch = list(self.model.batches.values())[-1 - index % min(3, len(self.model.batches))]
+        now = self.model.version + step
+        try:
+            reply = self.ack_of(batch.id, batch.generation - back, f"0.{now}" if step else "")
+        except GONE:
+            # An ack comes through unless it is an old one, or the batch was acked, dissolved or released before.
+            released = self.holder[batch.id] != self.session
+            assert back or batch.acked or released or not self.is_open(batch)
+            return
+        if batch.acked:  # the echo of the first one: it changes nothing
+            return
+        assert not back
+        assert reply.version == f"0.{now}"
+        self.model.acked(batch.id, now)
+
+    def is_open(self, batch: Batch) -> bool:
+        return batch.id in self.buffer.core.durable()["runs"]["run"]["batches"]
+
+    @rule(step=st.sampled_from([1, 1, 2]))
+    def announce(self, step: int) -> None:
+        version = self.model.version + step
+        self.buffer.do(self.buffer.service.announce("run", wire.VersionRequest(version=f"0.{version}")))
+        self.model.announced(version)
+
+    # Time and restarts
+
+    @rule(seconds=st.sampled_from([1.0, 20.0, 31.0]))
+    def wait(self, seconds: float) -> None:
+        self.buffer.now += seconds
+        shell = self.buffer.service._require().shell
+
+        async def tick() -> None:
+            shell._tick()
+            await shell.store.log.synced()
+
+        self.buffer.do(tick())
+
+    @rule(how=st.sampled_from(["in order", "now", "older", "none"]))
+    def restart(self, how: str) -> None:
+        """In order, or as after a crash with this projection."""
+        before = self.buffer.core.durable()
+        if how == "in order":
+            self.buffer.restart()
+        else:
+            self.buffer.crash(how)
+        assert self.buffer.core.durable() == before
+
+    # The end
+
+    def teardown(self) -> None:
+        if not hasattr(self, "buffer"):
+            return
+        try:
+            self.listing_is_what_was_accepted()
+            self.buffer.restart()
+            self.buffer.stop()
+            lived = self.buffer.rows()
+            for file in self.buffer.data.glob("projection*"):
+                file.unlink()
+            self.buffer._start()
+            self.buffer.stop()
+            assert self.buffer.rows() == lived
+            self.buffer._start()
+        finally:
+            self.buffer.end()
+            self.scratch.cleanup()
+
+    def listing_is_what_was_accepted(self) -> None:
+        store = self.buffer.service._require().shell.store
+        self.buffer.do(store.project())
+        for episode, record in self.model.records.items():
+            found = store.projection.find_episode(episode)
+            assert found is not None
+            assert store.log.read(found.location) == record
+
+
+def record_of(attempt: wire.Assignment, version: int, length: int) -> bytes:
+    """A valid record of the attempt, of this version throughout."""
+    number = Version(0, version)
+    segment = make_segment(spans=((length - 4, length),), version=number)
+    return codec.encode(record_for(attempt, segments=[segment], provenance=Provenance(worker="w")))
+
+
+@pytest.mark.timeout(600)
+def test_after_every_history_the_buffer_is_what_the_model_says() -> None:
+    run_state_machine_as_test(
+        Histories,
+        settings=settings(
+            max_examples=EXAMPLES,
+            stateful_step_count=40,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
