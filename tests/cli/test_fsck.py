@@ -12,18 +12,21 @@ from typing import Any
 import msgspec
 import pytest
 from click.testing import CliRunner, Result
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from headrace import codec
 from headrace.assets import asset_of, asset_path
 from headrace.batch import Batch
+from headrace.ids import new_id
 from headrace.logfiles import path_of
 from headrace.logformat import FileHead, FrameType, pack_frame, scan
-from headrace.trajectory import Asset
+from headrace.trajectory import Asset, Failure, Version
 from headrace_orchestrator.cli.app import cli
 from headrace_orchestrator.cli.fsck import LOST, MENDABLE
 from headrace_orchestrator.service.fsck import Finding, Report, check, rebuild
 from tests.builders import make_trajectory
-from tests.orchestrator.serving import Api, orchestrator
+from tests.orchestrator.serving import Api, orchestrator, record_for, submission
 from tests.orchestrator.test_log import flip
 from tests.orchestrator.test_offline import listing
 from tests.orchestrator.test_projection import rows
@@ -290,3 +293,55 @@ async def test_a_directory_without_a_projection_is_sound(data_dir: Path):
     (data_dir / "projection.sqlite").unlink()
     assert check(data_dir).findings == []
     assert fsck(data_dir.parent).exit_code == 1
+
+
+OPERATIONS = ("play", "play", "fail", "pull", "ack", "create", "close", "restart")
+
+
+async def live_through(data: Path, operations: list[str]) -> None:
+    """A random history of runs, over restarts, in small files."""
+    names, waiting = ["run"], list(operations)
+    once = True
+    while waiting or once:
+        async with orchestrator(data, log_file_bytes=SMALL_FILE_BYTES) as api:
+            if once:
+                await api.create_run(max_staleness=2)
+                once = False
+            held: list[Batch] = []
+            while waiting and (operation := waiting.pop(0)) != "restart":
+                await take(api, operation, names, held)
+
+
+async def take(api: Api, operation: str, names: list[str], held: list[Batch]) -> None:
+    run = names[-1]
+    if operation == "play":
+        await api.play(free=3)
+    elif operation == "fail":
+        failure = Failure(layer="environment", kind="broke", message="It broke.")
+        broken = {"status": "failed", "stop_reason": "failure", "failure": failure, "segments": []}
+        await api.submit(submission((a, record_for(a, **broken)) for a in await api.lease(free=2)))
+    elif operation == "pull":
+        batch = await api.pull(run)
+        held += [batch] if isinstance(batch, Batch) else []
+    elif operation == "ack" and held:
+        batch = held.pop()
+        version = (await api.ask("GET", f"/v1/runs/{batch.run}"))["version"]
+        await api.ack(batch, str(Version(Version.parse(version).lineage, Version.parse(version).n + 1)))
+    elif operation == "create":
+        names.append(f"run-{len(names)}")
+        await api.create_run(name=names[-1], group_size=1, batch_size=1)
+    elif operation == "close":
+        await api.ask("POST", f"/v1/runs/{run}/close")
+        held[:] = [batch for batch in held if batch.run != run]
+
+
+@settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.sampled_from(OPERATIONS), min_size=5, max_size=25))
+def test_a_rebuilt_projection_equals_the_lived_one_after_every_history(tmp_path: Path, operations: list[str]):
+    data = tmp_path / new_id()
+    asyncio.run(live_through(data, operations))
+    assert check(data).findings == []
+    lived = rows(data / "projection.sqlite")
+    rebuild(data)
+    assert rows(data / "projection.sqlite") == lived
+    assert check(data).findings == []
