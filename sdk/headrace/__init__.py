@@ -8,6 +8,7 @@ It needs numpy, msgspec and pydantic only. ``AsyncClient`` asks for ``headrace[a
 ``headrace[offline]``.
 """
 
+from headrace._flows import Resumed
 from headrace.aio import AsyncClient
 from headrace.assets import Image
 from headrace.batch import Batch, Row
@@ -50,6 +51,7 @@ __all__ = [
     "MultiAgentEnvironment",
     "Observation",
     "PolicySpec",
+    "Resumed",
     "RetrySpec",
     "Row",
     "RunSpec",

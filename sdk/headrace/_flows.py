@@ -18,9 +18,10 @@ import random
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 from pydantic import BaseModel
@@ -91,6 +92,26 @@ TaskLike = Task | BaseModel | Mapping[str, Any]
 """A task: a ``Task``, a ``TaskSpec``, or a mapping with their fields."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What a pull asks for."""
+
+    run: str
+    groups: tuple[str, ...] | None = None
+    fields: tuple[PullField, ...] = ()
+    shard: int = 0
+    shards: int = 1
+    batch: str = ""
+
+
+class Resumed(NamedTuple):
+    """``batches`` that earlier processes of the learner leased and never acked, oldest first: the same bytes, or this
+    rank's shards of them. ``lost``: names of those that it does not get again, and why."""
+
+    batches: list[Batch]
+    lost: dict[str, str]
+
+
 @dataclass(kw_only=True)
 class Flows:
     """The operations, and what a client must remember between them. ``clock`` is monotonic, in seconds."""
@@ -101,13 +122,16 @@ class Flows:
     on_wait: OnWait | None = None
     clock: Callable[[], float] = time.monotonic
     jitter: Callable[[], float] = random.random
-    session: str = field(default_factory=lambda: uuid.uuid4().hex)
+    session: str = ""
     epoch: int = 0
 
     def __post_init__(self) -> None:
         self.leases = Leases(self.clock)
         self._lock = threading.Lock()
-        self._unserved: dict[tuple[str, tuple[str, ...] | None], str] = {}
+        self._shared = bool(self.session)
+        self.session = self.session or uuid.uuid4().hex
+        self._unserved: dict[Wanted, str] = {}
+        self._pulls: Counter[str] = Counter()
 
     # The policy ----------------------------------------------------------------------------------------------
 
@@ -179,68 +203,87 @@ class Flows:
 
     # Batches -------------------------------------------------------------------------------------------------
 
-    def pull(
-        self,
-        run: str,
-        timeout_s: float | None,
-        groups: Sequence[str] | None,
-        on_wait: OnWait | None,
-        fields: Collection[PullField] = (),
-    ) -> Flow[Batch]:
-        if not set(fields) <= {"assets"}:
-            raise InvalidRequest(f"A pull brings no {sorted(set(fields) - {'assets'})}.", hint='It brings "assets".')
-        key = (run, tuple(groups) if groups is not None else None)
-        with self._lock:
-            name = self._unserved.pop(key, None) or uuid.uuid4().hex
-        served = False
+    def pull(self, wanted: Wanted, timeout_s: float | None, on_wait: OnWait | None) -> Flow[Batch]:
+        self._require_session(wanted)
+        name = self._name(wanted)
+        over = False
         try:
-            batch = yield from self._poll_batch(run, key[1], name, timeout_s, on_wait or self.on_wait)
-            if "assets" in fields:
-                batch.assets.update((yield from self.assets(batch.asset_names())))
-            served = True
+            batch = yield from self._poll_batch(wanted, name, timeout_s, on_wait or self.on_wait)
+            over = True
             return batch
+        except BatchSuperseded:
+            over = True  # it was answered to another rank, and that batch is gone: the next pull is the next one
+            raise
         finally:
-            if not served:
+            if not over:
                 # The service may have leased a batch to this very request id: the next pull asks for it again.
                 with self._lock:
-                    self._unserved[key] = name
+                    self._unserved[wanted] = name
 
-    def _poll_batch(
-        self, run: str, groups: tuple[str, ...] | None, name: str, timeout_s: float | None, on_wait: OnWait | None
-    ) -> Flow[Batch]:
+    def _name(self, wanted: Wanted) -> str:
+        """Names a pull. All ranks name their k-th alike, so that each gets its shard of the same batch."""
+        with self._lock:
+            name = self._unserved.pop(wanted, None)
+            if name is None and wanted.shards > 1:
+                name = f"pull-{self._pulls[wanted.run]}"
+                self._pulls[wanted.run] += 1
+            return name or uuid.uuid4().hex
+
+    def _require_session(self, wanted: Wanted) -> None:
+        if not 0 <= wanted.shard < wanted.shards:
+            raise InvalidRequest(f"There is no shard {wanted.shard} of {wanted.shards}.", hint="Shards count from 0.")
+        if wanted.shards > 1 and not self._shared:
+            raise InvalidRequest(
+                f"Rank {wanted.shard} of {wanted.shards} needs a session that it shares with the others.",
+                hint="Give all ranks the same new name at each start, as in Client(session=...): broadcast a random "
+                "one from rank 0, or take the launcher's run id with its restart count.",
+            )
+        if not set(wanted.fields) <= {"assets"}:
+            raise InvalidRequest(
+                f"A pull brings no {sorted(set(wanted.fields) - {'assets'})}.", hint='It brings "assets".'
+            )
+
+    def _poll_batch(self, wanted: Wanted, name: str, timeout_s: float | None, on_wait: OnWait | None) -> Flow[Batch]:
+        run = wanted.run
         deadline = None if timeout_s is None else self.clock() + timeout_s
         while True:
             asked = self.clock()
             left = None if deadline is None else max(0.0, deadline - asked)
             wait_s = self.poll_s if left is None else min(self.poll_s, left)
             retry_for_s = self.retry_for_s if left is None else min(self.retry_for_s, left)
-            call = self._pull_call(run, groups, name).waiting(wait_s)
+            call = self._pull_call(wanted, name).waiting(wait_s)
             reply = yield from self.call(call, retry_for_s=retry_for_s)
             if isinstance(reply, Batch):
+                if "assets" in wanted.fields:
+                    reply.assets.update((yield from self.assets(reply.asset_names())))
                 return reply
-            said = " ".join(_sentence(reason.message) for reason in reply.reasons) or "No reason was given."
-            facts = {"run": run, "reasons": msgspec.to_builtins(reply.reasons)}
+            said, facts = _said(reply.reasons), {"run": run, "reasons": msgspec.to_builtins(reply.reasons)}
             if any(reason.code == "group-ended" for reason in reply.reasons):
                 raise GroupEnded(f"What is awaited of run {run!r} will not come. {said}", **facts)
             if reply.finished:
                 raise RunFinished(f"Run {run!r} is finished. {said}", **facts)
             if deadline is not None and self.clock() >= deadline:
-                raise NothingToServe(f"Run {run!r} had no batch ready within {timeout_s:g} s. {said}", **facts)
-            _tell(on_wait, run, reply.reasons)
+                raise nothing_in_time(run, timeout_s or 0.0, reply.reasons)
+            tell(on_wait, run, reply.reasons)
             if self.clock() - asked < min(wait_s, MIN_POLL_S) / 2:
                 yield Sleep(min(EARLY_POLL_DELAY_S, wait_s))
 
-    def _pull_call(self, run: str, groups: tuple[str, ...] | None, name: str) -> Call[Batch | wire.EmptyReply]:
-        wanted = None if groups is None else list(groups)
-
+    def _pull_call(self, wanted: Wanted, name: str) -> Call[Batch | wire.EmptyReply]:
         def build(wait_s: float) -> Any:
             body = wire.PullRequest(
-                learner=self.learner, session=self.session, request=name, wait_s=wait_s, groups=wanted
+                learner=self.learner,
+                session=self.session,
+                request=name,
+                wait_s=wait_s,
+                groups=None if wanted.groups is None else list(wanted.groups),
+                shard=wanted.shard,
+                shards=wanted.shards,
+                batch=wanted.batch,
             )
-            return request("POST", "runs", run, "pull", body=body, wait_s=wait_s)
+            return request("POST", "runs", wanted.run, "pull", body=body, wait_s=wait_s)
 
         def read(answer: Answer) -> Batch | wire.EmptyReply:
-            return self._read_batch(run, answer)
+            return self._read_batch(wanted.run, answer)
 
         return Call(request=build(0.0), read=read, rebuild=build)
 
@@ -257,6 +300,23 @@ class Flows:
         batch = Batch.parse(answer.body, generation=generation, lease_s=lease_s)
         self.leases.hold(run, batch.id, lease_s)
         return batch
+
+    def resume(self, wanted: Wanted) -> Flow[Resumed]:
+        self._require_session(wanted)
+        body = wire.ResumeRequest(learner=self.learner, session=self.session, shards=wanted.shards)
+        call = Call(
+            request=request("POST", "runs", wanted.run, "resume", body=body), read=json_reader(wire.ResumeReply)
+        )
+        reply = yield from self.call(call)
+        batches, lost = [], dict(reply.lost)
+        for id in reply.batches:
+            try:
+                found = yield from self._poll_batch(replace(wanted, batch=id), f"resume-{id}", None, None)
+            except BatchSuperseded as error:
+                lost[id] = error.detail
+            else:
+                batches.append(found)
+        return Resumed(batches, lost)
 
     def ack(self, batch: Batch, version: VersionLike | None) -> Flow[wire.AckReply]:
         run, text = batch.run, ""
@@ -276,16 +336,39 @@ class Flows:
         self.leases.drop(run, batch.id)
         return reply
 
-    def nack(self, batch: Batch, reason: str) -> Flow[None]:
+    def nack(self, batch: Batch, reason: str, *, retry_for_s: float | None = None) -> Flow[None]:
         body = wire.NackRequest(learner=self.learner, session=self.session, generation=batch.generation, reason=reason)
         call = Call(request=request("POST", "runs", batch.run, "batches", batch.id, "nack", body=body), read=_nothing)
         try:
-            yield from self.call(call)
+            yield from self.call(call, retry_for_s=retry_for_s)
         except (BatchSuperseded, UnknownBatch) as error:
             self.leases.drop(batch.run, batch.id)
             if not error.extra.get("repeated"):
                 raise
         self.leases.drop(batch.run, batch.id)
+
+    def give_back(self, batch: Batch, reason: str) -> Flow[None]:
+        """Give a batch back with one try: where that fails it comes back when its lease ends."""
+        try:
+            yield from self.nack(batch, reason, retry_for_s=0.0)
+        except BatchSuperseded:
+            log.debug("Batch %s was given back before, as by another rank.", batch.id)
+        except HeadraceError as error:
+            self.leases.drop(batch.run, batch.id)
+            log.warning("Batch %s could not be given back: %s", batch.id, error)
+
+    def require_room(self, run: str, ahead: int) -> Flow[None]:
+        """Raise InvalidRequest where the run's staleness does not let so many more batches be held than one."""
+        if ahead < 1:
+            raise InvalidRequest(f"prefetch={ahead} fetches nothing ahead.", hint="Give 1 or more, or leave it out.")
+        bound = (yield from self.run(run)).spec["max_staleness"]
+        if ahead > bound:
+            raise InvalidRequest(
+                f"prefetch={ahead} holds {ahead + 1} batches, which needs max_staleness {ahead} or more; "
+                f"run {run!r} has {bound}.",
+                hint="Allow the run more staleness, or prefetch less.",
+                max_staleness=bound,
+            )
 
     # Versions ------------------------------------------------------------------------------------------------
 
@@ -478,13 +561,26 @@ def _group_request(group: wire.GroupRequest | TaskLike) -> wire.GroupRequest:
     return group if group.id else msgspec.structs.replace(group, id=uuid.uuid4().hex)
 
 
-def _tell(on_wait: OnWait | None, run: str, reasons: list[wire.Reason]) -> None:
+def nothing_in_time(run: str, timeout_s: float, reasons: list[wire.Reason]) -> NothingToServe:
+    """The error of a caller whose patience ended first."""
+    return NothingToServe(
+        f"Run {run!r} had no batch ready within {timeout_s:g} s. {_said(reasons)}",
+        run=run,
+        reasons=msgspec.to_builtins(reasons),
+    )
+
+
+def tell(on_wait: OnWait | None, run: str, reasons: list[wire.Reason]) -> None:
+    """Say why a pull waits."""
     if on_wait is not None:
         on_wait(run, reasons)
         return
     # A warning, because those are seen where nobody has set up logging: a loop that waits in silence looks hung.
-    said = " ".join(_sentence(reason.message) for reason in reasons) or "No reason was given."
-    log.warning("Run %r has no batch yet. %s", run, said)
+    log.warning("Run %r has no batch yet. %s", run, _said(reasons))
+
+
+def _said(reasons: list[wire.Reason]) -> str:
+    return " ".join(_sentence(reason.message) for reason in reasons) or "No reason was given."
 
 
 def _sentence(text: str) -> str:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import select
 import socket
@@ -53,11 +54,12 @@ class Connections:
     """Sends requests and reads answers; every thread may use it."""
 
     def __init__(self, origin: Origin, token: str) -> None:
-        self._origin = origin
-        self._token = token
+        self.origin = origin
+        self.token = token
         self._lock = threading.Lock()
         self._idle: list[http.client.HTTPConnection] = []
-        self._closed = False
+        self._busy: set[http.client.HTTPConnection] = set()
+        self._closed = self._aborted = False
         self._tls = ssl.create_default_context() if origin.secure else None
 
     def send(self, request: Request) -> Answer | Lost:
@@ -68,23 +70,40 @@ class Connections:
                 connection.connect()
         except (OSError, http.client.HTTPException) as error:
             connection.close()
-            return Lost(detail=f"cannot connect to {self._origin.url}: {_said(error)}", sent=False)
+            return Lost(detail=f"cannot connect to {self.origin.url}: {_said(error)}", sent=False)
+        with self._lock:
+            self._busy.add(connection)
+            aborted = self._aborted
         try:
+            if aborted:
+                raise ConnectionAbortedError("the client was closed")
             connection.sock.settimeout(request.wait_s + READ_TIMEOUT_S)
             connection.request(
                 request.method,
-                self._origin.prefix + request.target,
+                self.origin.prefix + request.target,
                 body=request.body or None,
-                headers=headers(self._token, request),
+                headers=headers(self.token, request),
             )
             response = connection.getresponse()
             body = _read(response)
         except (OSError, http.client.HTTPException) as error:
             connection.close()
             return Lost(detail=_said(error), sent=True)
+        finally:
+            with self._lock:
+                self._busy.discard(connection)
         answer = Answer(status=response.status, headers=_lowered(response), body=body)
         self._give_back(connection, keep=not response.will_close)
         return answer
+
+    def abort(self) -> None:
+        """Close all, those in use too: whoever waits on one gets a ``Lost``."""
+        self.close()
+        with self._lock:
+            self._aborted = True
+            for connection in self._busy:
+                with contextlib.suppress(OSError, AttributeError):  # it is closed already
+                    connection.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close what is idle; a connection in use closes after its answer."""
@@ -105,7 +124,7 @@ class Connections:
             connection.close()
 
     def _new(self) -> http.client.HTTPConnection:
-        origin = self._origin
+        origin = self.origin
         if self._tls is not None:
             return http.client.HTTPSConnection(origin.host, origin.port, timeout=CONNECT_TIMEOUT_S, context=self._tls)
         return http.client.HTTPConnection(origin.host, origin.port, timeout=CONNECT_TIMEOUT_S)

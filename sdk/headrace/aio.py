@@ -10,13 +10,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from headrace import wire
-from headrace._flows import PAGE, Flows, OnWait, PullField, TaskLike, VersionLike, plain_task
+from headrace._flows import (
+    PAGE,
+    Flows,
+    OnWait,
+    PullField,
+    Resumed,
+    TaskLike,
+    VersionLike,
+    Wanted,
+    nothing_in_time,
+    plain_task,
+    tell,
+)
 from headrace._http import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, Origin
+from headrace._prefetch import UNUSED
 from headrace._protocol import Answer, Flow, Lost, Request, Sleep, aligned_buffer, headers
 from headrace.batch import Batch
 from headrace.client import address, bearer
@@ -47,13 +62,14 @@ class AsyncClient:
         *,
         token: str | None = None,
         learner: str = "learner",
+        session: str = "",
         retry_for_s: float = 60.0,
         poll_s: float = 20.0,
         keepalive: bool = True,
         on_wait: OnWait | None = None,
     ) -> None:
         self.url = address(url)
-        self._flows = Flows(learner=learner, retry_for_s=retry_for_s, poll_s=poll_s, on_wait=on_wait)
+        self._flows = Flows(learner=learner, session=session, retry_for_s=retry_for_s, poll_s=poll_s, on_wait=on_wait)
         self._connections = _Connections(Origin(self.url), bearer(token))
         self._keepalive = keepalive
         self._renewals: asyncio.Task[None] | None = None
@@ -139,14 +155,29 @@ class AsyncClient:
         groups: Sequence[str] | None = None,
         on_wait: OnWait | None = None,
         fields: Collection[PullField] = (),
+        shard: int = 0,
+        shards: int = 1,
     ) -> Batch:
         """As ``Client.pull``. Cancelled, it leaves the batch to the next pull."""
-        batch = await self._run(self._flows.pull(run, timeout_s, groups, on_wait, fields))
+        wanted = Wanted(
+            run=run,
+            groups=None if groups is None else tuple(groups),
+            fields=tuple(fields),
+            shard=shard,
+            shards=shards,
+        )
+        return await self._pulled(wanted, timeout_s, on_wait)
+
+    async def _pulled(self, wanted: Wanted, timeout_s: float | None, on_wait: OnWait | None) -> Batch:
+        batch = await self._run(self._flows.pull(wanted, timeout_s, on_wait))
+        self._held()
+        return batch
+
+    def _held(self) -> None:
         if self._keepalive:
             if self._renewals is None:
                 self._renewals = asyncio.create_task(self._renew_leases(), name="headrace-keepalive")
             self._changed.set()
-        return batch
 
     async def batches(
         self,
@@ -155,14 +186,57 @@ class AsyncClient:
         timeout_s: float | None = None,
         on_wait: OnWait | None = None,
         fields: Collection[PullField] = (),
+        shard: int = 0,
+        shards: int = 1,
+        prefetch: int = 0,
     ) -> AsyncIterator[Batch]:
-        """As ``Client.batches``."""
-        while True:
-            try:
-                batch = await self.pull(run, timeout_s=timeout_s, on_wait=on_wait, fields=fields)
-            except RunFinished:
-                return
-            yield batch
+        """As ``Client.batches``. Wrap it in ``contextlib.aclosing`` where the loop may end early."""
+        wanted = Wanted(run=run, fields=tuple(fields), shard=shard, shards=shards)
+        with contextlib.suppress(RunFinished):
+            if not prefetch:
+                while True:
+                    yield await self._pulled(wanted, timeout_s, on_wait)
+            async with contextlib.aclosing(self._ahead(wanted, timeout_s, on_wait, prefetch)) as ahead:
+                async for batch in ahead:
+                    yield batch
+
+    async def _ahead(
+        self, wanted: Wanted, timeout_s: float | None, on_wait: OnWait | None, prefetch: int
+    ) -> AsyncGenerator[Batch]:
+        await self._run(self._flows.require_room(wanted.run, prefetch))
+        news = _News()
+        pulls: deque[asyncio.Task[Batch]] = deque()
+        try:
+            while True:
+                self._pull_ahead(pulls, wanted, prefetch, news)
+                batch = await news.first(pulls, wanted.run, timeout_s, on_wait or self._flows.on_wait)
+                self._pull_ahead(pulls, wanted, prefetch, news)
+                yield batch
+        finally:
+            for pull in pulls:
+                pull.cancel()
+            for found in await asyncio.gather(*pulls, return_exceptions=True):
+                if isinstance(found, Batch):
+                    await self._run(self._flows.give_back(found, UNUSED))
+
+    def _pull_ahead(self, pulls: deque[asyncio.Task[Batch]], wanted: Wanted, prefetch: int, news: _News) -> None:
+        while len(pulls) < prefetch:
+            pull = self._after(pulls[-1] if pulls else None, wanted, news)
+            pulls.append(asyncio.create_task(pull, name="headrace-prefetch"))
+
+    async def _after(self, before: asyncio.Task[Batch] | None, wanted: Wanted, news: _News) -> Batch:
+        """The next batch, once the pull before it has one: ranks name their pulls in order."""
+        if before is not None:
+            await asyncio.shield(before)
+        return await self._pulled(wanted, None, news.note)
+
+    async def resume(self, run: str, *, fields: Collection[PullField] = (), shard: int = 0, shards: int = 1) -> Resumed:
+        """As ``Client.resume``."""
+        wanted = Wanted(run=run, fields=tuple(fields), shard=shard, shards=shards)
+        resumed = await self._run(self._flows.resume(wanted))
+        if resumed.batches:
+            self._held()
+        return resumed
 
     async def ack(self, batch: Batch, version: VersionLike | None = None) -> wire.AckReply:
         """As ``Client.ack``."""
@@ -259,6 +333,38 @@ class AsyncClient:
     async def advantages(self, trajectory: str) -> wire.TrajectoryAdvantages:
         """As ``Client.advantages``."""
         return await self._run(self._flows.advantages(trajectory))
+
+
+class _News:
+    """Why the pulls ahead wait, told to the loop when it waits for them."""
+
+    def __init__(self) -> None:
+        self._reasons: list[wire.Reason] = []
+        self._arrived = asyncio.Event()
+
+    def note(self, run: str, reasons: list[wire.Reason]) -> None:
+        self._reasons = reasons
+        self._arrived.set()
+
+    async def first(
+        self, pulls: deque[asyncio.Task[Batch]], run: str, timeout_s: float | None, on_wait: OnWait | None
+    ) -> Batch:
+        """The batch of the first pull, which is taken out; raises what that raised, and NothingToServe in time."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not pulls[0].done():
+            arrived = asyncio.create_task(self._arrived.wait())
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                await asyncio.wait((pulls[0], arrived), timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                arrived.cancel()
+            if pulls[0].done():
+                break
+            if not self._arrived.is_set():
+                raise nothing_in_time(run, timeout_s or 0.0, self._reasons)
+            self._arrived.clear()
+            tell(on_wait, run, self._reasons)
+        return pulls.popleft().result()
 
 
 class _Connections:

@@ -17,15 +17,17 @@ It needs nothing beyond the base dependencies.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from headrace import wire
-from headrace._flows import PAGE, Flows, OnWait, PullField, TaskLike, VersionLike, plain_task
+from headrace._flows import PAGE, Flows, OnWait, PullField, Resumed, TaskLike, VersionLike, Wanted, plain_task
 from headrace._http import Connections, Origin
 from headrace._keepalive import Keepalive, drive
+from headrace._prefetch import UNUSED, Prefetch
 from headrace._protocol import Flow
 from headrace.batch import Batch
 from headrace.errors import RunFinished
@@ -52,9 +54,10 @@ class Client:
     """A learner's connection to an orchestrator. All durations are in seconds.
 
     ``learner`` is a name that survives a restart of the learner: a new process of the same name takes over the
-    batches that the old one held. ``retry_for_s``: how long one outage is borne before ``Unavailable`` is raised.
-    ``poll_s``: wait of one long poll. ``keepalive``: renew leases in the background while batches are held.
-    ``on_wait(run, reasons)`` is called while a pull waits; by default the reasons are logged.
+    batches that the old one held. ``session`` names one start of it, by default this process; all ranks of a
+    data-parallel learner give the same, and a new one at each start. ``retry_for_s``: how long one outage is borne
+    before ``Unavailable`` is raised. ``poll_s``: wait of one long poll. ``keepalive``: renew leases in the background
+    while batches are held. ``on_wait(run, reasons)`` is called while a pull waits; by default the reasons are logged.
 
     Every method raises the ``HeadraceError`` that the service answered, or ``Unavailable``.
     """
@@ -65,18 +68,23 @@ class Client:
         *,
         token: str | None = None,
         learner: str = "learner",
+        session: str = "",
         retry_for_s: float = 60.0,
         poll_s: float = 20.0,
         keepalive: bool = True,
         on_wait: OnWait | None = None,
     ) -> None:
         self.url = address(url)
-        self._flows = Flows(learner=learner, retry_for_s=retry_for_s, poll_s=poll_s, on_wait=on_wait)
+        self._flows = Flows(learner=learner, session=session, retry_for_s=retry_for_s, poll_s=poll_s, on_wait=on_wait)
         self._connections = Connections(Origin(self.url), bearer(token))
         self._keepalive = Keepalive(self._flows, self._connections) if keepalive else None
+        self._prefetching: set[Prefetch] = set()
 
     def close(self) -> None:
-        """Stop renewing leases and close the connections. Batches still held come back when their leases end."""
+        """Give back what was prefetched and not used, stop renewing leases and close the connections. Batches still
+        held come back when their leases end."""
+        for ahead in list(self._prefetching):
+            ahead.close()
         if self._keepalive is not None:
             self._keepalive.close()
         self._connections.close()
@@ -128,14 +136,28 @@ class Client:
         groups: Sequence[str] | None = None,
         on_wait: OnWait | None = None,
         fields: Collection[PullField] = (),
+        shard: int = 0,
+        shards: int = 1,
     ) -> Batch:
         """The next batch; waits for it, across restarts of the orchestrator.
 
         ``timeout_s`` None waits without end. ``groups`` awaits submitted groups by id. ``fields=["assets"]`` brings
-        the images and large arrays that its trajectories refer to, for ``batch.asset``. Raises RunFinished when no
-        batch will come, NothingToServe with ``extra["reasons"]`` at the timeout, Unavailable after an outage.
+        the images and large arrays that its trajectories refer to, for ``batch.asset``. ``shard`` of ``shards`` is this
+        rank's part: the k-th pull of every rank gets its part of the same batch; all ranks share a ``session``. Raises
+        RunFinished when no batch will come, NothingToServe with ``extra["reasons"]`` at the timeout, Unavailable after
+        an outage, BatchSuperseded where the batch of the other ranks is over already.
         """
-        batch = self._run(self._flows.pull(run, timeout_s, groups, on_wait, fields))
+        wanted = Wanted(
+            run=run,
+            groups=None if groups is None else tuple(groups),
+            fields=tuple(fields),
+            shard=shard,
+            shards=shards,
+        )
+        return self._run(self._pulled(wanted, timeout_s, on_wait))
+
+    def _pulled(self, wanted: Wanted, timeout_s: float | None, on_wait: OnWait | None) -> Flow[Batch]:
+        batch = yield from self._flows.pull(wanted, timeout_s, on_wait)
         if self._keepalive is not None:
             self._keepalive.wake()
         return batch
@@ -147,15 +169,49 @@ class Client:
         timeout_s: float | None = None,
         on_wait: OnWait | None = None,
         fields: Collection[PullField] = (),
+        shard: int = 0,
+        shards: int = 1,
+        prefetch: int = 0,
     ) -> Iterator[Batch]:
         """Batches until the run is finished. Each is to be acked (or given back) before the next is asked for, unless
-        the run's staleness leaves room to hold several."""
-        while True:
-            try:
-                batch = self.pull(run, timeout_s=timeout_s, on_wait=on_wait, fields=fields)
-            except RunFinished:
-                return
-            yield batch
+        the run's staleness leaves room to hold several.
+
+        ``prefetch`` fetches so many ahead while the loop trains, so that a batch that is there costs it nothing; what
+        is not used is given back when the loop ends. Raises InvalidRequest where the run's staleness does not allow it.
+        """
+        wanted = Wanted(run=run, fields=tuple(fields), shard=shard, shards=shards)
+        with contextlib.suppress(RunFinished):
+            if not prefetch:
+                while True:
+                    yield self._run(self._pulled(wanted, timeout_s, on_wait))
+            yield from self._ahead(wanted, timeout_s, on_wait, prefetch)
+
+    def _ahead(self, wanted: Wanted, timeout_s: float | None, on_wait: OnWait | None, prefetch: int) -> Iterator[Batch]:
+        self._run(self._flows.require_room(wanted.run, prefetch))
+        ahead = Prefetch(
+            wanted.run,
+            lambda note: self._pulled(wanted, None, note),
+            lambda batch: self._run(self._flows.give_back(batch, UNUSED)),
+            self._connections,
+            prefetch,
+        )
+        self._prefetching.add(ahead)
+        try:
+            while True:
+                yield ahead.take(timeout_s, on_wait or self._flows.on_wait)
+        finally:
+            self._prefetching.discard(ahead)
+            ahead.close()
+
+    def resume(self, run: str, *, fields: Collection[PullField] = (), shard: int = 0, shards: int = 1) -> Resumed:
+        """What a learner that was started again left: the batches that it leased and never acked and that are still
+        within bound, the same bytes; and the names of the others, with why they are lost. Ask once, before the first
+        pull. With ``shards`` every rank asks, and gets its part of each."""
+        wanted = Wanted(run=run, fields=tuple(fields), shard=shard, shards=shards)
+        resumed = self._run(self._flows.resume(wanted))
+        if self._keepalive is not None and resumed.batches:
+            self._keepalive.wake()
+        return resumed
 
     def ack(self, batch: Batch, version: VersionLike | None = None) -> wire.AckReply:
         """The batch was trained on. ``version``: the one that the step made, its weights loaded; an int counts in the

@@ -199,7 +199,8 @@ class PullRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     the same batch until that is acked. ``groups`` awaits submitted groups by id.
 
     The ranks of a data-parallel learner share a session. Each asks for its ``shard`` of ``shards``, and names its k-th
-    request as the others do: so it gets its shard of the same batch.
+    request as the others do: so it gets its shard of the same batch. ``batch`` asks for one that ``ResumeReply`` named,
+    and for nothing else.
 
     ``environments`` and ``tags`` ask for groups of one of these environments that carry all of these tags. Empty: any.
     A batch is redelivered to a pull only if all its groups are what that asks for.
@@ -212,6 +213,7 @@ class PullRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     groups: list[str] | None = None
     shard: int = 0
     shards: int = 1
+    batch: str = ""
     environments: list[str] = []
     tags: list[str] = []
 
@@ -249,11 +251,11 @@ class ResumeRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class ResumeReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """``requests`` gets the batches that earlier sessions leased and never acked, oldest first: a pull under each name
-    is answered with one of them. ``lost``: those that are not served to this learner again, and why."""
+    """``batches`` that earlier sessions leased and never acked, oldest first: they are leased to this session now; a
+    pull that names one fetches it. ``lost``: those that are not served to this learner again, and why."""
 
     epoch: int
-    requests: list[str]
+    batches: list[str]
     lost: dict[str, str] = {}
 
 

@@ -235,10 +235,11 @@ class Histories(RuleBasedStateMachine):
     @rule(session=SESSIONS, learner=st.sampled_from(["l0", "l0", "l1"]), shards=st.integers(1, 2))
     def resume(self, session, learner, shards):
         reply = self.attempt(self.harness.resume, self.session(session), learner=learner, shards=shards)
-        for request in reply.requests if reply is not None else ():
-            found = self.attempt(self.harness.pull, self.session(session), request, learner=learner, shards=shards)
+        for id in reply.batches if reply is not None else ():
+            found = self.attempt(self.harness.pull, self.session(session), learner=learner, shards=shards, batch=id)
             if found is not None:
-                assert found.id not in reply.lost
+                assert found.id == id
+                assert id not in reply.lost
                 self.served.append(found)
 
     @precondition(lambda self: self.submitted)

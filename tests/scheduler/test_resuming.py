@@ -9,7 +9,7 @@ from tests.scheduler.harness import Harness, Served
 
 
 def resumed(harness: Harness, session: str, **fields: int) -> list[Served]:
-    return [harness.batch(session, request=name) for name in harness.resume(session, **fields).requests]
+    return [harness.batch(session, batch=id) for id in harness.resume(session, **fields).batches]
 
 
 def test_it_gets_exactly_the_batches_that_its_earlier_sessions_leased_and_never_acked(harness):
@@ -25,7 +25,7 @@ def test_it_gets_exactly_the_batches_that_its_earlier_sessions_leased_and_never_
     assert [batch.generation for batch in again] == [2, 2]
     harness.ack(again[0])
     harness.ack(other)
-    assert harness.resume("new").requests == [f"resume-{again[1].id}"], "what was acked meanwhile is left out"
+    assert harness.resume("new").batches == [again[1].id], "what was acked meanwhile is left out"
     assert harness.batch("new").id not in {batch.id for batch in (*held, other)}
 
 
@@ -39,7 +39,7 @@ def test_it_is_told_the_names_of_the_others_and_why(harness):
     harness.announce("0.2")
     harness.restart(harness.restored(harness.core.snapshot()))
     reply = harness.resume("newer")
-    assert reply.requests == []
+    assert reply.batches == []
     assert reply.lost == {stale.id: "taken over by learner 'other'", taken.id: "stale"}
 
 
@@ -49,7 +49,7 @@ def test_what_it_gave_back_itself_is_not_among_them(harness):
     batch = harness.batch("old")
     harness.nack(batch)
     reply = harness.resume("new")
-    assert (reply.requests, reply.lost) == ([], {})
+    assert (reply.batches, reply.lost) == ([], {})
     assert harness.batch("new").id == batch.id, "it waits for whoever pulls"
 
 
@@ -60,20 +60,20 @@ def test_asked_again_by_the_same_session_the_answer_is_the_same(harness):
     first = harness.resume("new")
     harness.restart()
     assert harness.resume("new") == first
-    assert harness.resume("newest").requests == first.requests, "and the next process gets it in turn"
+    assert harness.resume("newest").batches == first.batches, "and the next process gets it in turn"
 
 
 def test_all_ranks_resume_and_each_fetches_its_shard(harness):
     harness.run(batch_size=2)
     harness.work()
     old = [harness.batch("old", request="pull-0", shard=shard, shards=3) for shard in range(3)]
-    names = [harness.resume("new", shards=2).requests for _ in range(2)]
-    assert names == [[f"resume-{old[0].id}"]] * 2
-    first = harness.batch("new", request=names[0][0], shard=0, shards=2)
+    names = [harness.resume("new", shards=2).batches for _ in range(2)]
+    assert names == [[old[0].id]] * 2
+    first = harness.batch("new", batch=names[0][0], shard=0, shards=2)
     assert (first.id, first.generation) == (old[0].id, 2)
     with pytest.raises(ShardsNotFetched):
         harness.ack(first)
-    harness.batch("new", request=names[0][0], shard=1, shards=2)
+    harness.batch("new", batch=names[0][0], shard=1, shards=2)
     harness.ack(first)
     with pytest.raises(BatchSuperseded):
         harness.ack(old[0])
@@ -87,3 +87,18 @@ def test_a_resumed_batch_that_was_not_fetched_cannot_be_acked(harness):
     old.session, old.generation = "new", 2
     with pytest.raises(ShardsNotFetched):
         harness.ack(old)
+
+
+def test_a_pull_that_names_a_batch_gets_it_or_what_became_of_it(harness):
+    harness.run(batch_size=2)
+    harness.work()
+    old = harness.batch("old")
+    harness.resume("new")
+    with pytest.raises(BatchSuperseded, match="is leased anew"):
+        harness.pull("x", learner="other", batch=old.id)
+    harness.ack(harness.batch("new", batch=old.id))
+    with pytest.raises(BatchSuperseded, match="it was acked"):
+        harness.pull("new", batch=old.id)
+    with pytest.raises(BatchSuperseded, match="is not known"):
+        harness.pull("new", batch="none")
+    assert harness.settle() == []

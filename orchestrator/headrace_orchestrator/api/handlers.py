@@ -119,6 +119,10 @@ async def pull(service: Service, call: Call) -> Reply:
     )
 
 
+async def resume(service: Service, call: Call) -> Reply:
+    return await service.resume(call.params["run"], call.read(wire.ResumeRequest))
+
+
 async def ack(service: Service, call: Call) -> Reply:
     return await service.ack(call.params["run"], call.params["batch"], call.read(wire.AckRequest))
 

@@ -190,7 +190,17 @@ def _learner_routes() -> list[Route]:
             roles=LEARNER,
             request=wire.PullRequest,
             response=wire.BATCH_MEDIA_TYPE,
-            errors=(*RUN_ERRORS, errors.UnknownGroup, errors.CorruptRecord),
+            errors=(*RUN_ERRORS, errors.UnknownGroup, errors.SessionSuperseded, errors.CorruptRecord),
+        ),
+        Route(
+            method="POST",
+            path=f"{API}/runs/{{run}}/resume",
+            summary="What a learner that was started again left unacked; a pull that names one fetches it.",
+            handler=handlers.resume,
+            roles=LEARNER,
+            request=wire.ResumeRequest,
+            response=wire.ResumeReply,
+            errors=(*RUN_ERRORS, errors.SessionSuperseded),
         ),
         Route(
             method="POST",
@@ -200,7 +210,7 @@ def _learner_routes() -> list[Route]:
             roles=LEARNER,
             request=wire.AckRequest,
             response=wire.AckReply,
-            errors=(*BATCH_ERRORS, *VERSION_ERRORS),
+            errors=(*BATCH_ERRORS, errors.ShardsNotFetched, *VERSION_ERRORS),
         ),
         Route(
             method="POST",

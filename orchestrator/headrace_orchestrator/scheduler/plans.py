@@ -6,6 +6,7 @@ import msgspec
 
 from headrace import wire
 from headrace.manifest import SelectionUsed
+from headrace.trajectory import Version
 
 
 class Redeliver(msgspec.Struct, frozen=True):
@@ -19,11 +20,13 @@ class Redeliver(msgspec.Struct, frozen=True):
 
 
 class Form(msgspec.Struct, frozen=True):
-    """A batch can be formed of these groups, in this order. Nothing is changed until ``form`` is called; the shell
-    reads the members' records, computes the head, and calls it before anything else touches the core.
-    ``trajectories`` are (group, ids of the stored trajectories, in member order, failed ones left out)."""
+    """A batch can be formed of these groups, in this order, at this version of the run. Nothing is changed until
+    ``form`` is called: the shell reads the members' records and computes the head first. What happened meanwhile may
+    make it call for another plan. ``groups`` are (group, ids of the stored trajectories, in member order, failed ones
+    left out)."""
 
     batch: str
+    version: Version
     groups: list[tuple[str, list[str]]]
     selection: SelectionUsed
 

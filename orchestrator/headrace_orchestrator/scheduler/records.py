@@ -210,6 +210,10 @@ class BatchReleased(Record, frozen=True, kw_only=True):
     reason: str
 
 
+DAMAGED = "damaged"
+"""Reason of a batch that cannot be read any more."""
+
+
 class BatchDissolved(Record, frozen=True, kw_only=True):
     """A batch that will not be served again; its groups are eligible, or retire by records of their own."""
 

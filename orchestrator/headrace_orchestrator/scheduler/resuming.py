@@ -14,8 +14,8 @@ from headrace_orchestrator.scheduler.batches import Batch
 from headrace_orchestrator.scheduler.book import Book
 from headrace_orchestrator.scheduler.runs import Run
 
-REQUEST = "resume-{}"
-"""How the pulls of resumed batches are named, alike for all ranks of a learner."""
+RESUMED = "resumed"
+"""Stands for the name of a pull in the leases of resumed batches."""
 
 
 def resume(book: Book, run: Run, request: wire.ResumeRequest, now: float) -> wire.ResumeReply:
@@ -23,24 +23,23 @@ def resume(book: Book, run: Run, request: wire.ResumeRequest, now: float) -> wir
     serving.require_session(run, request.learner, request.session, 0, request.shards)
     serving.meet(run, request.learner, now)
     serving.release_other_sessions(book, run, request.learner, request.session, now)
-    names = [batch.request for batch in run.batches.values() if _resumed(batch, request)]
+    served = [batch.id for batch in run.batches.values() if _resumed(batch, request)]
     left = [batch for batch in run.batches.values() if batch.learner == request.learner and _left(batch)]
     for batch in left:
         if not run.closed and not serving.dissolve_if_out_of_bound(book, run, batch, now):
-            name = REQUEST.format(batch.id)
             pull = wire.PullRequest(
-                learner=request.learner, session=request.session, request=name, shards=request.shards
+                learner=request.learner, session=request.session, request=RESUMED, shards=request.shards
             )
             serving.lease(book, run, batch, pull, now, fetched=())
-            names.append(name)
+            served.append(batch.id)
     settling.settle(book, run, now)
-    return wire.ResumeReply(epoch=book.epoch, requests=names, lost=_lost(run, request))
+    return wire.ResumeReply(epoch=book.epoch, batches=served, lost=_lost(run, request))
 
 
 def _resumed(batch: Batch, request: wire.ResumeRequest) -> bool:
     """Whether this session has it from an answer before."""
     mine = batch.leased and (batch.learner, batch.session) == (request.learner, request.session)
-    return mine and batch.request.startswith(REQUEST.format(""))
+    return mine and batch.request == RESUMED
 
 
 def _left(batch: Batch) -> bool:

@@ -141,12 +141,12 @@ def _release(book: Book, run: Run, batch: Batch, reason: str, now: float) -> Non
 
 
 def _held_by(run: Run, request: wire.PullRequest) -> Batch | None:
-    """The batch that this very request of the session holds. Raises BatchSuperseded where another rank's share of it
-    is over, InvalidRequest where the ranks disagree on their number."""
+    """The batch that this very request of the session holds. Raises BatchSuperseded where it is over, as for a rank
+    that comes too late; InvalidRequest where the ranks disagree on their number."""
     named = (request.learner, request.session, request.request)
     for batch in run.batches.values():
-        alive = batch.leased or (batch.lapsed and batch.shards > 1)
-        if alive and (batch.learner, batch.session, batch.request) == named:
+        mine = (batch.learner, batch.session) == named[:2] and (batch.leased or (batch.lapsed and batch.shards > 1))
+        if mine and (batch.id == request.batch if request.batch else batch.request == request.request):
             if batch.shards != request.shards:
                 raise InvalidRequest(
                     f"Session {request.session!r} pulled batch {batch.id} in {batch.shards} shards; this pull asks for "
@@ -154,16 +154,16 @@ def _held_by(run: Run, request: wire.PullRequest) -> Batch | None:
                     hint="All ranks give the same number of shards; with another number, start a new session.",
                 )
             return batch
+    over = request.batch
     sessions = run.sessions.get(request.learner)
-    if request.shards > 1 and sessions is not None and sessions.now == request.session:
-        over = sessions.pulls.get(request.request)
-        if over is not None:
-            raise BatchSuperseded(
-                f"Pull {request.request!r} of session {request.session!r} got batch {over}, which "
-                f"{_end_of(run, over)}.",
-                hint="Pull on, as the other ranks do. A learner that was started again takes a new session.",
-                batch=over,
-            )
+    if not over and request.shards > 1 and sessions is not None and sessions.now == request.session:
+        over = sessions.pulls.get(request.request, "")
+    if over:
+        raise BatchSuperseded(
+            f"Batch {over} is not session {request.session!r}'s to fetch: it {_end_of(run, over)}.",
+            hint="Pull on, as the other ranks do. A learner that was started again takes a new session.",
+            batch=over,
+        )
     return None
 
 
@@ -173,7 +173,7 @@ def _end_of(run: Run, id: str) -> str:
     if batch is not None:
         return f"was released ({batch.released})" if not batch.leased else "is leased anew"
     if closed is None:
-        return "is over"
+        return "is not known"
     return "was acked" if closed.end == "acked" else f"was dissolved ({closed.reason})"
 
 
@@ -263,6 +263,7 @@ def _plan(book: Book, run: Run, awaited: list[str] | None, filter: Filter) -> Fo
         return None
     return Form(
         book.new_id(),
+        run.versions.now,
         [(group.id, group.trajectories) for group in groups],
         SelectionUsed(order=order, environments=sorted(filter.environments), tags=sorted(filter.tags)),
     )
@@ -276,7 +277,13 @@ def _admit_one_more(book: Book, run: Run, now: float) -> None:
 
 
 def form(book: Book, run: Run, plan: Form, request: wire.PullRequest, now: float) -> Redeliver:
-    """Freeze a planned batch and lease it; raises Conflict where its groups are not eligible any more."""
+    """Freeze a planned batch and lease it. Raises Conflict where its groups are not eligible any more or the run has
+    another version, SessionSuperseded where a newer session of the learner came meanwhile."""
+    require_session(run, request.learner, request.session, request.shard, request.shards)
+    if plan.version != run.versions.now:
+        raise Conflict(
+            f"The batch was planned at version {plan.version}; now it is {run.versions.now}.", hint="Pull again."
+        )
     for id, _ in plan.groups:
         group = run.groups.get(id)
         if group is None or group.state != "eligible":
@@ -287,7 +294,7 @@ def form(book: Book, run: Run, plan: Form, request: wire.PullRequest, now: float
             run=run.name,
             batch=plan.batch,
             groups=ids,
-            version=run.versions.now,
+            version=plan.version,
             filtered=plan.selection.filtered,
         ),
         now,

@@ -1,23 +1,27 @@
 """Pulls: a learner waits for a batch, and leaves with one or with the reasons why there is none.
 
 * A pull waits until a batch is ready, its time is over, or nothing will ever come.
-* A batch is planned, read, computed and frozen without giving the event loop away in between.
-* A learner that left before its answer began leaves no lease behind.
+* Forming a batch does not hold up the event loop; what changed meanwhile is planned anew, so nothing stale is frozen.
+* One batch of a run is formed at a time; who waits for its turn is answered from what is left.
+* A learner that left before its answer began leaves no lease behind; that of several ranks is not one rank's to end.
 * A frozen batch that is damaged later is dissolved, and what is left of its groups is served in the same pull.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 
 import msgspec
 
 from headrace import wire
-from headrace.errors import BatchAlreadyAcked, CorruptRecord
+from headrace.errors import BatchAlreadyAcked, Conflict, CorruptRecord, SessionSuperseded
 from headrace_orchestrator import logs
 from headrace_orchestrator.metrics import Metrics
-from headrace_orchestrator.scheduler.core import Form, Redeliver
-from headrace_orchestrator.service.serving import Bodies, Served, compose
+from headrace_orchestrator.scheduler.core import Form, Plan, Redeliver
+from headrace_orchestrator.scheduler.records import DAMAGED
+from headrace_orchestrator.service.serving import Bodies, Served, compose, sources
 from headrace_orchestrator.service.shell import Shell
 from headrace_orchestrator.service.waiting import ClientGone, Left, granted_wait
 
@@ -33,6 +37,7 @@ class Pulls:
         self._metrics = metrics
         self._epoch = epoch
         self._waiting: Counter[str] = Counter()
+        self._forming: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def waiting(self, run: str) -> bool:
         """Whether a pull of the run waits now."""
@@ -73,7 +78,7 @@ class Pulls:
         self._metrics.damaged.inc()
         self._bodies.forget(batch)
         try:
-            self._shell.core.dissolve(run, batch, "damaged", self._shell.now())
+            self._shell.core.dissolve(run, batch, DAMAGED, self._shell.now())
         except BatchAlreadyAcked:
             log.info("a damaged batch was acked while it was read", run=run, batch=batch)
         finally:
@@ -86,7 +91,7 @@ class Pulls:
         while True:
             if shell.store.log.failure:
                 await shell.store.log.synced()  # raises StoreError, which says what the disk says
-            plan = self._try(run, request)
+            plan = await self._try(run, request)
             if isinstance(plan, Redeliver) or plan.finished or shell.draining or shell.now() >= deadline:
                 return plan
             self._waiting[run] += 1
@@ -95,38 +100,66 @@ class Pulls:
             finally:
                 self._waiting[run] -= 1
 
-    def _try(self, run: str, request: wire.PullRequest) -> Redeliver | wire.EmptyReply:
+    async def _try(self, run: str, request: wire.PullRequest) -> Redeliver | wire.EmptyReply:
+        plan = self._ask(run, request)
+        if not isinstance(plan, Form):
+            return plan
+        async with self._forming[run]:
+            while True:
+                plan = self._ask(run, request)  # another pull may have taken what was planned
+                if not isinstance(plan, Form):
+                    return plan
+                lease = await self._form(run, plan, request)
+                if lease is not None:
+                    return lease
+
+    def _ask(self, run: str, request: wire.PullRequest) -> Plan:
         shell = self._shell
         if shell.draining:
             reason = wire.Reason(code="draining", message="The orchestrator is stopping; pull again after its restart.")
             return wire.EmptyReply(epoch=self._epoch, reasons=[reason])
         plan = shell.core.pull(run, request, shell.now())
-        if isinstance(plan, Form):
-            return self._form(run, plan, request)
         shell.commit()
         if isinstance(plan, wire.EmptyReply):
             shell.bells.offer_work()  # a pull that waits may have let one more group in
         return plan
 
-    def _form(self, run: str, plan: Form, request: wire.PullRequest) -> Redeliver | wire.EmptyReply:
+    async def _form(self, run: str, plan: Form, request: wire.PullRequest) -> Redeliver | None:
+        """Form a planned batch; None where it has to be planned anew. There is an end to it: each round has fewer
+        groups, or a version was announced meanwhile."""
         shell = self._shell
-        formed = compose(shell.store, plan, shell.core.spec(run), shell.core.version(run))
+        groups = sources(shell.store, run, plan)
+        formed = await asyncio.to_thread(compose, shell.store.log, plan, groups, shell.core.spec(run))
+        if sources(shell.store, run, plan) != groups:
+            return None  # its records were moved to another file, or its groups are over
         self._metrics.damaged.inc(formed.damaged)
         if formed.lost:
-            for group in formed.lost:
-                shell.core.evict(run, group, shell.now())
-            shell.commit()
-            return self._try(run, request)  # there is an end to it: each round has fewer groups
-        lease = shell.core.form(run, formed.plan, request, shell.now())
+            self._evict(run, formed.lost)
+            return None
+        try:
+            lease = shell.core.form(run, formed.plan, request, shell.now())
+        except Conflict as error:
+            if isinstance(error, SessionSuperseded):
+                raise
+            log.info("a batch is planned anew", run=run, detail=error.detail)
+            return None
         shell.commit(formed=formed)
-        self._bodies.keep(lease.batch, (formed.head, *formed.records))
+        self._bodies.keep(lease.batch, formed.body)
         self._metrics.staleness.labels(self._metrics.run_label(run)).observe(formed.staleness)
-        log.info("batch formed", run=run, batch=lease.batch, trajectories=len(formed.records))
+        log.info("batch formed", run=run, batch=lease.batch, trajectories=formed.trajectories)
         return lease
+
+    def _evict(self, run: str, groups: Sequence[str]) -> None:
+        """Retire groups of which nothing is left to serve."""
+        for group in groups:
+            self._shell.core.evict(run, group, self._shell.now())
+        self._shell.commit()
 
     async def _serve(self, run: str, lease: Redeliver, request: wire.PullRequest, left: Left) -> Served:
         served = await self._bodies.serve(lease, lambda error: self._dissolve(run, lease.batch, error))
         if left().done():
+            if lease.shards > 1:
+                raise ClientGone  # the lease is that of all ranks; this one asks again
             back = wire.NackRequest(
                 learner=request.learner,
                 session=request.session,

@@ -173,6 +173,12 @@ class Service(Lifecycle):
         """Lease a batch; waits up to ``wait_s`` until one is ready."""
         return await self._require().pulls.pull(run, request, left)
 
+    async def resume(self, run: str, request: wire.ResumeRequest) -> wire.ResumeReply:
+        """Give a learner that was started again what it left unacked."""
+        reply = await self._do(lambda core, now: core.resume(run, request, now))
+        log.info("resumed", run=run, learner=request.learner, batches=len(reply.batches), lost=len(reply.lost))
+        return reply
+
     async def ack(self, run: str, batch: str, request: wire.AckRequest) -> wire.AckReply:
         """The batch was trained on."""
         reply = await self._do(lambda core, now: core.ack(run, batch, request, now))

@@ -3,6 +3,8 @@
 * A batch is frozen when it is formed: members, order, columns, and so every byte of its body.
 * A record that is damaged is left out when a batch is formed, and named; a group of which nothing is left is lost.
 * A body is read whole before its first byte is sent, if it fits; a larger one is streamed.
+* A shard is a view of the frozen body: its rows' columns, and the records that they are in.
+* Nothing here blocks the event loop: what is read and computed is in a thread.
 """
 
 from __future__ import annotations
@@ -10,19 +12,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+import msgspec
 
 from headrace.batch import build_head, read_manifest
+from headrace.body import read_head
+from headrace.codec import decode_head
 from headrace.errors import CorruptRecord
 from headrace.runspec import RunSpec
+from headrace.sharding import Sharding
 from headrace.strands import GroupInput
-from headrace.trajectory import Version
 from headrace_orchestrator import logs
-from headrace_orchestrator.buffer.log import Location
+from headrace_orchestrator.buffer.log import Location, Log
 from headrace_orchestrator.scheduler.core import Form, Redeliver
 from headrace_orchestrator.service.index import BatchAt
 from headrace_orchestrator.service.store import Store
 
-log = logs.logger(__name__)
+_log = logs.logger(__name__)
 
 WHOLE_BODY_BYTES = 64 << 20
 """Bodies up to this are read before they are sent, so that damage is still an error answer; it is memory for each."""
@@ -44,12 +52,13 @@ class Served:
 
 @dataclass(frozen=True)
 class Formed:
-    """A batch that can be frozen: its plan without damaged records, its head, its body. ``lost``: groups left out;
-    ``damaged`` records were."""
+    """A batch that can be frozen: its plan without damaged records, its head, and its body, empty where that is too
+    long to be held. ``lost``: groups left out; ``damaged`` records were."""
 
     plan: Form
     head: bytes
-    records: Sequence[bytes]
+    body: bytes
+    trajectories: int
     lost: Sequence[str]
     damaged: int
 
@@ -59,53 +68,93 @@ class Formed:
         return read_manifest(self.head).staleness_max
 
 
-def compose(store: Store, plan: Form, spec: RunSpec, version: Version) -> Formed:
-    """Read the members' records and compute the head."""
-    groups: list[tuple[str, list[str]]] = []
+@dataclass(frozen=True)
+class _Long:
+    """A body that is too long to be held: its head, and where its records are."""
+
+    head: bytes
+    members: Sequence[Location]
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.head) + sum(member.length for member in self.members)
+
+
+class Source(NamedTuple):
+    """A group of a planned batch as the index has it: its size at admission, and where its records are, None where
+    they were lost."""
+
+    id: str
+    expected: int
+    members: dict[str, Location | None]
+
+
+def sources(store: Store, run: str, plan: Form) -> list[Source]:
+    """Where the records of a planned batch are."""
+    known = store.index.groups.get(run, {})
+    found = []
+    for group, trajectories in plan.groups:
+        at = known.get(group)
+        places = {} if at is None else dict(at)
+        found.append(Source(group, 0 if at is None else at.expected, {id: places.get(id) for id in trajectories}))
+    return found
+
+
+def compose(log: Log, plan: Form, groups: Sequence[Source], spec: RunSpec) -> Formed:
+    """Read the members' records and compute the head. Blocking."""
+    whole: list[tuple[str, list[str]]] = []
     inputs: list[GroupInput] = []
     records: list[bytes] = []
-    for group, trajectories in plan.groups:
-        sound = _read_group(store, spec.name, group, trajectories)
+    for group in groups:
+        sound = _read_group(log, group)
         if sound:
-            groups.append((group, list(sound)))
-            inputs.append(store.group_input(spec.name, group, sound.values()))
+            members = [(decode_head(record), len(record)) for record in sound.values()]
+            whole.append((group.id, list(sound)))
+            inputs.append(GroupInput(group.id, members[0][0].task, group.expected, members))
             records += sound.values()
     head = build_head(
         batch=plan.batch,
         run=spec.name,
         estimator=spec.estimator,
-        version=version,
+        version=plan.version,
         groups=inputs,
         selection=plan.selection,
     )
-    whole = {group for group, _ in groups}
-    lost = [group for group, _ in plan.groups if group not in whole]
+    left = {group for group, _ in whole}
+    lost = [group.id for group in groups if group.id not in left]
     damaged = sum(len(trajectories) for _, trajectories in plan.groups) - len(records)
-    return Formed(Form(plan.batch, groups, plan.selection), head, records, lost, damaged)
+    size = len(head) + sum(map(len, records))
+    body = b"".join((head, *records)) if size <= WHOLE_BODY_BYTES else b""
+    return Formed(msgspec.structs.replace(plan, groups=whole), head, body, len(records), lost, damaged)
 
 
-def _read_group(store: Store, run: str, group: str, trajectories: list[str]) -> dict[str, bytes]:
+def _read_group(log: Log, group: Source) -> dict[str, bytes]:
     """The records of a group by id, damaged ones left out."""
     sound: dict[str, bytes] = {}
-    for trajectory in trajectories:
+    for trajectory, location in group.members.items():
         try:
-            sound[trajectory] = store.record(run, group, trajectory)
+            if location is None:
+                raise CorruptRecord("It was lost in the log.")
+            sound[trajectory] = log.read(location)
         except CorruptRecord as error:
-            log.error("damaged record left out of a batch", group=group, trajectory=trajectory, detail=error.detail)
+            _log.error("damaged record left out of a batch", group=group.id, trajectory=trajectory, detail=error.detail)
     return sound
 
 
 class Bodies:
-    """Reads the bodies of frozen batches; keeps the newest small one, which is what a repeated pull asks for."""
+    """Reads the bodies of frozen batches; keeps the newest small one, which is what a repeated pull and the other
+    ranks of a learner ask for."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._newest: tuple[str, bytes] = ("", b"")
+        self._cut: tuple[str, int, Sharding] | None = None
+        self._one = asyncio.Lock()
 
-    def keep(self, batch: str, parts: Sequence[bytes]) -> None:
-        """A body that was just made."""
-        if sum(map(len, parts)) <= WHOLE_BODY_BYTES:
-            self._newest = (batch, b"".join(parts))
+    def keep(self, batch: str, body: bytes) -> None:
+        """A body that was just made; an empty one is too long to be kept."""
+        if body:
+            self._newest = (batch, body)
 
     def forget(self, batch: str) -> None:
         """A body that is not served any more."""
@@ -113,28 +162,66 @@ class Bodies:
             self._newest = ("", b"")
 
     async def serve(self, lease: Redeliver, damaged: Callable[[CorruptRecord], None]) -> Served:
-        """A batch on its lease. Raises CorruptRecord where its bytes are damaged; ``damaged`` is called where that
-        shows only when a part of it is under way."""
-        at = self._store.index.batches.get(lease.batch)
+        """A batch, or a shard of it, on its lease. Raises CorruptRecord where its bytes are damaged; ``damaged`` is
+        called where that shows only when a part of it is under way."""
+        while True:
+            at = self._store.index.batches.get(lease.batch)
+            try:
+                return await self._serve(lease, at, damaged)
+            except CorruptRecord:
+                if self._store.index.batches.get(lease.batch) == at:
+                    raise
+                # It was moved to another file while it was read.
+
+    async def _serve(self, lease: Redeliver, at: BatchAt | None, damaged: Callable[[CorruptRecord], None]) -> Served:
         if at is None:
             raise CorruptRecord(
                 f"Batch {lease.batch} cannot be served again: a record that it needs was lost in the log.",
                 hint="Pull again; `headrace fsck` lists all damage.",
             )
-        body = await self._body(lease.batch, at, damaged)
-        return Served(lease.batch, lease.generation, lease.lease_s, at.size_bytes, body)
+        name, newest = self._newest
+        if name == lease.batch and lease.shards == 1:
+            return Served(lease.batch, lease.generation, lease.lease_s, len(newest), newest)
+        async with self._one:  # the ranks of a learner come together, and want the same file read once
+            made = await asyncio.to_thread(self._make, lease, at)
+        if isinstance(made, bytes):
+            return Served(lease.batch, lease.generation, lease.lease_s, len(made), made)
+        parts = self._watched(self._stream(made), damaged)
+        return Served(lease.batch, lease.generation, lease.lease_s, made.size_bytes, parts)
 
-    async def _body(
-        self, batch: str, at: BatchAt, damaged: Callable[[CorruptRecord], None]
-    ) -> bytes | AsyncIterator[bytes]:
+    def _make(self, lease: Redeliver, at: BatchAt) -> bytes | _Long:
+        """The body in one piece, or where its pieces are. Blocking."""
+        whole = self._whole(lease.batch, at)
+        if lease.shards == 1:
+            return _Long(self._store.log.read(at.head), at.members) if whole is None else whole
+        cut = self._sharding(lease, at, whole).cut(lease.shard)
+        if whole is not None:
+            ends = list(accumulate((member.length for member in at.members), initial=at.head.length))
+            view = memoryview(whole)
+            return b"".join((cut.head, *(view[ends[n] : ends[n + 1]] for n in cut.records.tolist())))
+        long = _Long(cut.head, tuple(at.members[n] for n in cut.records.tolist()))
+        if long.size_bytes > WHOLE_BODY_BYTES:
+            return long
+        return b"".join((cut.head, *map(self._store.log.read, long.members)))
+
+    def _whole(self, batch: str, at: BatchAt) -> bytes | None:
+        """The whole body, if it fits."""
         name, body = self._newest
         if name == batch:
             return body
         if at.size_bytes > WHOLE_BODY_BYTES:
-            return self._watched(self._stream(at), damaged)
-        body = await asyncio.to_thread(self._read, (at.head, *at.members))
+            return None
+        body = b"".join(map(self._store.log.read, (at.head, *at.members)))
         self._newest = (batch, body)
         return body
+
+    def _sharding(self, lease: Redeliver, at: BatchAt, whole: bytes | None) -> Sharding:
+        if self._cut is not None and self._cut[:2] == (lease.batch, lease.shards):
+            return self._cut[2]
+        head = whole if whole is not None else self._store.log.read(at.head)
+        sharding = Sharding(read_head(head), lease.shards)
+        self._cut = (lease.batch, lease.shards, sharding)
+        return sharding
 
     async def _watched(
         self, parts: AsyncIterator[bytes], damaged: Callable[[CorruptRecord], None]
@@ -146,10 +233,11 @@ class Bodies:
             damaged(error)
             raise
 
-    async def _stream(self, at: BatchAt) -> AsyncIterator[bytes]:
+    async def _stream(self, body: _Long) -> AsyncIterator[bytes]:
+        yield body.head
         piece: list[Location] = []
         size = 0
-        for location in (at.head, *at.members):
+        for location in body.members:
             piece.append(location)
             size += location.length
             if size >= CHUNK_BYTES:

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from itertools import islice
 from typing import NamedTuple
 
@@ -22,7 +22,6 @@ from headrace.batch import read_manifest
 from headrace.codec import TrajectoryHead
 from headrace.logformat import Frame, FrameType
 from headrace.manifest import Manifest
-from headrace.strands import GroupInput
 from headrace.trajectory import Provenance, StopReason
 from headrace_orchestrator.buffer.log import Location, Log, Moves
 from headrace_orchestrator.buffer.projection import Projection
@@ -186,15 +185,6 @@ class Store:
         """Of these ids those that stored records have, with their episodes. Raises StoreError."""
         waiting = {id: self._unprojected_ids[id] for id in trajectories if id in self._unprojected_ids}
         return self.projection.owners(trajectories) | waiting
-
-    def record(self, run: str, group: str, trajectory: str) -> bytes:
-        """A usable record of a group in flight. Raises CorruptRecord."""
-        return self.log.read(self.index.place(run, group, trajectory))
-
-    def group_input(self, run: str, group: str, records: Iterable[bytes]) -> GroupInput:
-        """What forming a batch needs to know of a group and its records, one at least."""
-        members = [(codec.decode_head(record), len(record)) for record in records]
-        return GroupInput(group, members[0][0].task, self.index.groups[run][group].expected, members)
 
     # Assets ---------------------------------------------------------------------------------------------------
 
