@@ -1,9 +1,10 @@
 """Every client operation as a flow: written once, driven by sockets of either client.
 
 * Calls that may be repeated are, until there is an answer.
-* An outage longer than ``retry_for_s`` ends in ``Unavailable``.
+* An outage longer than ``retry_for_s`` ends in its error, ``Unavailable`` as a rule.
 * What may have been done and must not be repeated is not.
 * What was surely not done is repeated, whatever it is.
+* A disk that refuses is waited for like an outage: what it refused may be stored once it takes data again.
 * A proxy's page is repeated under the same request id, and with a shorter wait.
 * A pull that gave up is taken up by the next one.
 
@@ -52,6 +53,8 @@ from headrace.errors import (
     NothingToServe,
     RunExists,
     RunFinished,
+    ServiceError,
+    StoreError,
     Unavailable,
     UnknownBatch,
     VersionConflict,
@@ -148,8 +151,8 @@ class Flows:
                 good = check(call.request, answer, newest_epoch=self.epoch)
                 self.epoch = max(self.epoch, good.epoch or 0)
                 return call.read(good)
-            except Unavailable as error:
-                unsure = unsure or error.extra.get("outcome") == "unknown"
+            except (Unavailable, StoreError) as error:
+                unsure = unsure or isinstance(error, StoreError) or error.extra.get("outcome") == "unknown"
                 pause = delay * (0.5 + self.jitter() / 2)
                 if (unsure and not call.repeatable) or self.clock() + pause > give_up_at:
                     raise
@@ -161,7 +164,7 @@ class Flows:
             yield Sleep(pause)
             delay = min(2 * delay, MAX_DELAY_S)
 
-    def _fit_wait(self, call: Call[T], error: Unavailable) -> Call[T]:
+    def _fit_wait(self, call: Call[T], error: ServiceError) -> Call[T]:
         wait_s = call.request.wait_s
         if error.extra.get("http_status") not in GATEWAY_STATUSES or wait_s <= MIN_POLL_S:
             return call

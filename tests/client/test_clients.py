@@ -33,6 +33,7 @@ from headrace.errors import (
     RunExists,
     RunFinished,
     ServiceError,
+    StoreError,
     Unavailable,
     UnknownAsset,
     UnknownRun,
@@ -246,6 +247,20 @@ def test_what_was_surely_not_done_is_repeated_whatever_it_is(stub: Stub, connect
     stub.on("POST /v1/runs/guess/rewind", problem(Unavailable("Starting.")), good(reply))
     with connect() as client:
         assert client.rewind("guess", Version(0, 2)).version == "1.2"
+
+
+def test_a_disk_that_refuses_is_waited_for_like_an_outage(stub: Stub, connect: Connect) -> None:
+    full = problem(StoreError("The log cannot be written: No space left on device."))
+    stub.on("GET /v1/runs", full, full, good([]))
+    stub.on("POST /v1/runs/guess/rewind", full)
+    with connect() as client:
+        assert client.runs() == []
+        with pytest.raises(StoreError):  # it may be stored all the same, and must not be done twice
+            client.rewind("guess", "0.2")
+    assert len(stub.asked("POST /v1/runs/guess/rewind")) == 1
+    stub.on("GET /v1/runs/guess", full)
+    with connect(retry_for_s=0.0) as client, pytest.raises(StoreError, match="No space left"):
+        client.run("guess")
 
 
 def test_an_answer_of_an_older_epoch_is_refused_and_asked_for_again(stub: Stub, connect: Connect) -> None:

@@ -181,12 +181,22 @@ PARTS = ("lease", "lease", "submit", "submit", "pull", "ack", "nack", "project",
 
 async def play(house: House, parts: list[tuple[str, int]], disk: Disk) -> None:
     """A history; the number with a part says after how many calls in it the disk refuses, 0: it does not."""
+    before: dict[str, tuple[bytes, int]] = {}
     for part, refuses_after in parts:
         if refuses_after and part != "restart":
             disk.refuses, disk.after = errno.ENOSPC, refuses_after - 1
         with suppress(ServiceError) if refuses_after else nullcontext():
             await getattr(house, part)()
         await house.recover(disk)
+        after = sealed(house.data / "log")
+        assert {name: after[name] for name in before} == before, "a file was changed that another one follows"
+        before = after
+
+
+def sealed(directory: Path) -> dict[str, tuple[bytes, int]]:
+    """All files but the last: their content, and when they were last written."""
+    files = sorted(directory.iterdir())[:-1]
+    return {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in files}
 
 
 HISTORIES = st.lists(st.tuples(st.sampled_from(PARTS), st.sampled_from([0, 0, 0, 1, 2])), min_size=5, max_size=60)
