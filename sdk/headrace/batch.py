@@ -82,11 +82,12 @@ def read_advantages(buffer: Buffer, trajectory: str) -> list[RowAdvantages]:
 class Row:
     """One segment to train on. Arrays are read-only views into the batch.
 
-    ``index`` is its number in the whole batch. ``returns``, ``rewards``, ``weights`` f64[turns]; a turn's weight is 1,
-    or its sampled tokens with token weighting.
+    ``index`` is its number in the whole batch, ``bin`` the bin that it is packed into. ``returns``, ``rewards``,
+    ``weights`` f64[turns]; a turn's weight is 1, or its sampled tokens with token weighting.
     """
 
     index: int
+    bin: int
     trajectory: Trajectory
     segment: Segment
     group: GroupEntry
@@ -221,6 +222,7 @@ class Batch:
         numbers = columns.get("row_number", np.arange(len(columns["row_tokens"]))).tolist()
         starts = columns["row_turn_offsets"].tolist()
         served = columns.get("advantages")
+        bins = columns["row_bin"].tolist()
         rows = []
         for index, (t, s, g) in enumerate(zip(*(columns[name].tolist() for name in _PLACE), strict=True)):
             trajectory = self.trajectories[self._record_of[t]]
@@ -231,6 +233,7 @@ class Batch:
             rows.append(
                 Row(
                     index=numbers[index],
+                    bin=bins[index],
                     trajectory=trajectory,
                     segment=segments[s],
                     group=self.manifest.groups[g],
@@ -241,6 +244,14 @@ class Batch:
                 )
             )
         return rows
+
+    def bins(self) -> list[list[Row]]:
+        """The rows by bin, each in the order of the columns: what is to be computed as one sequence. Without
+        ``bin_tokens`` in the run spec each row is a bin of its own."""
+        found: dict[int, list[Row]] = {}
+        for row in self.rows:
+            found.setdefault(row.bin, []).append(row)
+        return [found[bin] for bin in sorted(found)]
 
     @cached_property
     def _record_of(self) -> dict[int, int]:
@@ -283,6 +294,8 @@ class Batch:
             estimator=self.manifest.estimator,
             version=self.version,
             groups=inputs,
+            selection=self.manifest.selection,
+            bin_tokens=self.manifest.bin_tokens,
         )
         for column in computed.columns.values():
             column.flags.writeable = False
@@ -310,6 +323,8 @@ class Batch:
             estimator=stated.estimator,
             version=stated.version,
             groups=self._group_inputs(),
+            selection=stated.selection,
+            bin_tokens=stated.bin_tokens,
         )
         for name, column in computed.columns.items():
             self._require_column(name, column)
@@ -425,6 +440,7 @@ def _check(
     for name, below in (
         ("row_trajectory", whole.trajectories),
         ("row_group", whole.groups),
+        ("row_bin", whole.bins),
         ("row_segment", 1 << 31),
         ("row_number", whole.rows),
         ("record_number", whole.trajectories),
@@ -442,6 +458,9 @@ def _check(
     ):
         if stated != found:
             raise _disagrees(manifest, f"it counts {stated} {what}, there are {found}")
+    fullest = np.bincount(columns["row_bin"], weights=columns["row_tokens"]).max(initial=0)
+    if manifest.bin_tokens and fullest > manifest.bin_tokens:
+        raise _disagrees(manifest, f"a bin holds {fullest:.0f} tokens, more than {manifest.bin_tokens}")
     offsets = columns["record_offsets"]
     sizes, stated_sizes = record_sizes(records, offsets[:-1]), np.diff(offsets)
     for position in np.flatnonzero(sizes != stated_sizes)[:1]:

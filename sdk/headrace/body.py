@@ -10,11 +10,12 @@ Little-endian; every part starts at a multiple of 64 bytes::
 Columns, per turn of rows (row by row): ``returns``, ``advantages`` (not with estimator ``none``), ``turn_weights``,
 ``rewards`` f64, ``turn_tokens`` i64. Per row: ``row_trajectory``, ``row_segment``, ``row_tokens``, ``row_group`` i64;
 ``row_reward`` f64, the undiscounted sum of its agent's rewards in its episode, and ``row_leads`` i64, 1 at the first
-row of each (trajectory, agent), which is where that sum counts; ``row_turn_offsets`` i64[rows + 1].
+row of each (trajectory, agent), which is where that sum counts; ``row_bin`` i64, the bin that the row is packed into;
+``row_turn_offsets`` i64[rows + 1].
 ``record_offsets`` i64[records + 1], from the start of the records.
 
 A shard has the columns of its own rows, and numbers beside them: ``row_number`` i64[rows] and ``record_number``
-i64[records] in the whole batch. ``row_trajectory`` and ``row_group`` count in the whole batch too.
+i64[records] in the whole batch. ``row_trajectory``, ``row_group`` and ``row_bin`` count in the whole batch too.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Columns = Mapping[str, npt.NDArray[Any]]
 MAGIC = b"HRTB"
 PREFIX = struct.Struct("<4sHHQQ")
 PER_TURN = ("returns", "advantages", "turn_weights", "rewards", "turn_tokens")
-PER_ROW = ("row_trajectory", "row_segment", "row_tokens", "row_group", "row_reward", "row_leads")
+PER_ROW = ("row_trajectory", "row_segment", "row_tokens", "row_group", "row_reward", "row_leads", "row_bin")
 
 
 class Column(msgspec.Struct, frozen=True, kw_only=True):

@@ -28,6 +28,7 @@ from headrace.estimators import (
 )
 from headrace.manifest import IN_ORDER, Counts, EstimatorUsed, GroupEntry, Manifest, MomentSet, SelectionUsed
 from headrace.moments import Moments
+from headrace.packing import bins_of
 from headrace.strands import GroupInput, Strands, collect_strands
 from headrace.trajectory import SCHEMA, Version
 
@@ -62,12 +63,22 @@ def build_head(
     version: Version,
     groups: Sequence[GroupInput],
     selection: SelectionUsed = IN_ORDER,
+    bin_tokens: int = 0,
 ) -> bytes:
     """The body of a batch up to its records; append the members' records in the order given.
 
-    ``version`` is the run's now. Raises InvalidRequest for a member that failed.
+    ``version`` is the run's now. ``bin_tokens``: most tokens of a bin; 0: rows are not packed. Raises InvalidRequest
+    for a member that failed, or a row longer than a bin.
     """
-    computed = compute(batch=batch, run=run, estimator=estimator, version=version, groups=groups, selection=selection)
+    computed = compute(
+        batch=batch,
+        run=run,
+        estimator=estimator,
+        version=version,
+        groups=groups,
+        selection=selection,
+        bin_tokens=bin_tokens,
+    )
     return pack_head(computed.manifest, computed.columns)
 
 
@@ -79,14 +90,16 @@ def compute(
     version: Version,
     groups: Sequence[GroupInput],
     selection: SelectionUsed = IN_ORDER,
+    bin_tokens: int = 0,
 ) -> Computed:
-    """Manifest and columns of these groups. Raises InvalidRequest for a member that failed."""
+    """Manifest and columns of these groups. Raises as ``build_head``."""
     strands = collect_strands(groups)
     estimate = _estimate(estimator, strands)
     weighting: Weighting = "token" if estimator.name in TOKEN_WEIGHTED else estimator.weighting
     heads = [head for group in groups for head, _ in group.members]
     ranges = [found for head in heads if (found := head.version_range()) is not None]
     entries = _group_entries(groups, strands, estimate, version)
+    bins = bins_of(strands.row_tokens, bin_tokens)
     stale = [entry.staleness for entry in entries if entry.low is not None]
     manifest = Manifest(
         schema=SCHEMA,
@@ -98,6 +111,7 @@ def compute(
         staleness_min=min(stale, default=0),
         staleness_max=max(stale, default=0),
         selection=selection,
+        bin_tokens=bin_tokens,
         estimator=EstimatorUsed(
             name=estimator.name, gamma=estimator.gamma, ddof=estimator.ddof, eps=estimator.eps, weighting=weighting
         ),
@@ -109,13 +123,14 @@ def compute(
             turns=len(strands.row_turns),
             sampled_tokens=int(strands.experience.tokens[strands.row_turns].sum()),
             tokens=int(strands.row_tokens.sum()),
+            bins=int(bins.max(initial=-1)) + 1,
         ),
         moments=moment_set(strands, estimate.returns, None),
         environments=_by_environment(groups, strands, estimate.returns),
         groups=entries,
         trajectories=[head.id for head in heads],
     )
-    columns = _columns(groups, strands, estimate, weighting)
+    columns = _columns(groups, strands, estimate, weighting) | {"row_bin": bins}
     if estimator.name == "none":
         del columns["advantages"]
     return Computed(manifest, columns)
@@ -133,7 +148,7 @@ def _columns(
         "rewards": strands.experience.rewards[at],
         "turn_tokens": tokens,
         "row_turn_offsets": _offsets(strands.row_turn_counts),
-        **{name: getattr(strands, name) for name in PER_ROW if name not in ("row_reward", "row_leads")},
+        **{name: getattr(strands, name) for name in PER_ROW if name in Strands._fields},
         **_strand_columns(strands),
         "record_offsets": _offsets([size for group in groups for _, size in group.members]),
     }

@@ -50,7 +50,8 @@ IN_ORDER = SelectionUsed()
 
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the whole batch. ``turns`` and tokens are those of rows; ``tokens`` counts prompts and observations too."""
+    """Of the whole batch. ``turns`` and tokens are those of rows; ``tokens`` counts prompts and observations too.
+    ``bins``: what rows are packed into; as many as rows where they are not packed."""
 
     rows: Count
     trajectories: Count
@@ -58,6 +59,7 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
     turns: Count
     sampled_tokens: Count
     tokens: Count
+    bins: Count
 
 
 class MomentSet(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,8 +94,9 @@ class GroupEntry(msgspec.Struct, frozen=True, kw_only=True):
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """What a batch is. ``version`` is the run's when the batch was formed; staleness is relative to it.
 
-    ``version_min`` and ``version_max`` are over all rows (None without rows). ``trajectories`` are the ids of the
-    records, in their order. ``whitening`` are the moments that the estimator divided by, if it whitens the batch.
+    ``version_min`` and ``version_max`` are over all rows (None without rows). ``bin_tokens``: most tokens of a bin; 0:
+    rows are not packed. ``trajectories`` are the ids of the records, in their order. ``whitening`` are the moments that
+    the estimator divided by, if it whitens the batch.
     """
 
     schema: int
@@ -105,6 +108,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     staleness_min: int
     staleness_max: int
     selection: SelectionUsed
+    bin_tokens: Count
     estimator: EstimatorUsed
     whitening: Moments | None
     counts: Counts
@@ -123,6 +127,7 @@ class ShardPart(msgspec.Struct, frozen=True, kw_only=True):
     turns: Count
     sampled_tokens: Count
     tokens: Count
+    bins: Count
     moments: MomentSet
     environments: dict[str, MomentSet]
 

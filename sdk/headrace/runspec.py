@@ -225,6 +225,9 @@ class RunSpec(_Model):
     """Episodes of a batch; a batch is ⌈batch_size / group_size⌉ whole groups. Default 32."""
     batch_tokens: int | None = Field(default=None, ge=1, le=MAX_INTEGER)
     """Budget of a batch in tokens of its rows; replaces ``batch_size`` if given. Default: none."""
+    bin_tokens: int | None = Field(default=None, ge=1, le=MAX_INTEGER)
+    """Tokens of a bin. The rows of a batch are packed into bins of at most so many, first-fit-decreasing; the batch
+    names the bin of each row. A group with a longer row is retired. Default none: each row is a bin of its own."""
     max_staleness: int = Field(default=1, ge=0, le=MAX_COUNT)
     """Versions that a group's oldest row may be behind when its batch is formed. Default 1: one step of overlap."""
     max_uses: int = Field(default=1, ge=1, le=MAX_COUNT)

@@ -1,6 +1,6 @@
 """Shards: a batch cut for the ranks of a data-parallel learner.
 
-* Shards are disjoint and their union is the batch; rows of one episode may be in several.
+* Shards are disjoint and their union is the batch; rows of one episode may be in several, rows of one bin are not.
 * Shards are balanced by the tokens of their rows.
 * The same batch and number of shards give the same cut, whoever makes it.
 * Counts and moments of all shards merge to the manifest; a shard that says otherwise is refused.
@@ -21,7 +21,7 @@ from headrace.estimators import I64
 from headrace.manifest import Manifest, MomentSet, Shard, ShardPart
 from headrace.moments import Moments, merge_all
 
-_COUNTED = ("rows", "turns", "sampled_tokens", "tokens")
+_COUNTED = ("rows", "turns", "sampled_tokens", "tokens", "bins")
 
 
 class Cut(NamedTuple):
@@ -31,15 +31,15 @@ class Cut(NamedTuple):
     records: I64
 
 
-def assign(row_tokens: npt.ArrayLike, shards: int) -> I64:
-    """The shard of each row, i64[rows]: from the longest row on, each goes to the shard with the fewest tokens."""
-    tokens = np.asarray(row_tokens, np.int64)
+def assign(bin_tokens: npt.ArrayLike, shards: int) -> I64:
+    """The shard of each bin, i64[bins]: from the fullest bin on, each goes to the shard with the fewest tokens."""
+    tokens = np.asarray(bin_tokens, np.int64)
     lightest = [(0, number) for number in range(shards)]
     found = np.zeros(len(tokens), np.int64)
-    for row in np.argsort(-tokens, kind="stable").tolist():
+    for bin in np.argsort(-tokens, kind="stable").tolist():
         load, number = lightest[0]
-        heapq.heapreplace(lightest, (load + int(tokens[row]), number))
-        found[row] = number
+        heapq.heapreplace(lightest, (load + int(tokens[bin]), number))
+        found[bin] = number
     return found
 
 
@@ -51,7 +51,10 @@ class Sharding:
             raise InvalidRequest(f"A batch cannot be cut into {shards} shards.", hint="Ask for 1 or more.")
         self._manifest = head.manifest
         self._columns = head.columns
-        of_row = assign(head.columns["row_tokens"], shards)
+        bins = head.columns["row_bin"]
+        loads = np.zeros(head.manifest.counts.bins, np.int64)
+        np.add.at(loads, bins, head.columns["row_tokens"])
+        of_row = assign(loads, shards)[bins]
         of_turn = np.repeat(of_row, np.diff(head.columns["row_turn_offsets"]))
         self._rows = [np.flatnonzero(of_row == number) for number in range(shards)]
         self._turns = [np.flatnonzero(of_turn == number) for number in range(shards)]
@@ -95,6 +98,7 @@ def part_of(manifest: Manifest, columns: Columns) -> ShardPart:
         turns=len(columns["returns"]),
         sampled_tokens=int(columns["turn_tokens"].sum()),
         tokens=int(columns["row_tokens"].sum()),
+        bins=len(np.unique(columns["row_bin"])),
         moments=_moments(columns, everything),
         environments=environments,
     )

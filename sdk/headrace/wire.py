@@ -221,11 +221,13 @@ class PullRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 class Reason(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One reason why nothing can be served. ``code`` is one of: collecting, no-workers, all-stale, batches-held,
     shards-not-fetched, byte-bound, tasks-exhausted, groups-left, group-ended, evaluation-hold, quarantined, no-tasks,
-    draining, closed, filtered, zero-variance. Where a layer keeps failing it is LAYER-failing, such as policy-failing.
+    draining, closed, filtered, zero-variance, row-too-long. Where a layer keeps failing it is LAYER-failing, such as
+    policy-failing.
 
     ``group-ended``: an awaited group was retired unserved, ``facts["reason"]`` says why. ``shards-not-fetched``: a
     batch is held for ranks that did not pull, ``facts["missing"]`` lists them. ``filtered``: what is ready is not what
-    the pull asks for. ``zero-variance``: the batch goes without groups whose returns are all equal."""
+    the pull asks for. ``zero-variance``: the batch goes without groups whose returns are all equal. ``row-too-long``:
+    groups were retired that fit into no bin."""
 
     code: str
     message: str

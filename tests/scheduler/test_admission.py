@@ -179,6 +179,13 @@ CONFIGURATIONS = {
     "dropped": ({"group_size": 2, "batch_size": 16, "short_groups": "serve"}, often_broken, {}),
     "stale": ({"group_size": 2, "batch_size": 16, "max_staleness": 1}, fine, {"steps": (1, 1, 3)}),
     "zero variance": ({"group_size": 3, "batch_size": 24, "zero_variance": "drop"}, mostly_equal, {}),
+    "replaced": ({"group_size": 3, "batch_size": 24, "zero_variance": "replace"}, mostly_equal, {}),
+    "complete only": ({"group_size": 2, "batch_size": 16, "short_groups": "drop"}, often_broken, {}),
+    "drawn": (
+        {"group_size": 2, "batch_size": 16, "max_uses": 3, "max_staleness": 8, "selection": {"order": "prioritized"}},
+        fine,
+        {"steps": (0, 0, 1)},
+    ),
     "topped up": ({"group_size": 3, "batch_size": 24, "max_staleness": 2}, broken_after_a_bump, {}),
     "100 by 16": ({"group_size": 16, "batch_size": 100}, fine, {}),
     "20 by 8": ({"group_size": 8, "batch_size": 20}, fine, {}),
@@ -189,11 +196,15 @@ CONFIGURATIONS = {
 }
 
 
+BRIEF = ("replaced", "complete only", "drawn")
+"""Differ from others only in which groups are served: a fifth of the groups will do."""
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_admission_never_deadlocks_never_leaks_never_overshoots(name):
     spec, fate, options = CONFIGURATIONS[name]
-    groups = GROUPS // 2 if spec["group_size"] >= 8 else GROUPS
+    groups = GROUPS // 2 if spec["group_size"] >= 8 else GROUPS // 5 if name in BRIEF else GROUPS
     simulation = Simulation(spec | {"tasks": TASKS[:groups], "retries": {"quarantine_after": 99}}, fate, **options)
     simulation.to_the_end()
     assert simulation.admitted == groups

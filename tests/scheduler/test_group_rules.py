@@ -209,3 +209,31 @@ def test_without_a_bound_of_its_own_a_run_replaces_three_batches_of_groups(harne
     kept = [play(harness, True), play(harness, True)]
     assert harness.batch().groups == kept
     assert len(harness.retired()) == 6
+
+
+# Bins ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_with_a_row_that_fits_into_no_bin_is_retired_and_the_pull_says_so(harness):
+    harness.run(group_size=2, batch_size=2, max_staleness=0, bin_tokens=100)
+    attempts = harness.lease(2)
+    harness.finish(attempts[0], longest_row=101, row_tokens=150)
+    assert harness.retired() == {attempts[0].group: "row-too-long"}, "the rest of it is not waited for"
+    reason = harness.empty().reasons[0]
+    assert reason.code == "row-too-long"
+    assert reason.message.startswith(
+        "Since the last batch 1 group had a row longer than 100 tokens, which fits into no"
+    )
+    harness.finish(attempts[1], "cancelled")
+    for attempt in harness.lease(2):
+        harness.finish(attempt, longest_row=100)
+    harness.batch()
+    assert "row-too-long" not in codes(harness.empty())
+
+
+def test_an_awaited_group_with_a_row_that_fits_into_no_bin_ends_with_that_reason(harness):
+    harness.run(source="learner", bin_tokens=100)
+    harness.submit("g")
+    harness.finish(harness.lease(1)[0], longest_row=101)
+    reply = harness.empty(groups=["g"])
+    assert (codes(reply), reply.reasons[0].facts["reason"]) == (["group-ended"], "row-too-long")

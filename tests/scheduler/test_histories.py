@@ -31,6 +31,7 @@ SPECS = st.fixed_dictionaries(
         "kind": st.sampled_from(["mixture", "mixture", "list", "learner"]),
         "group_size": st.integers(1, 3),
         "batch_size": st.integers(1, 6),
+        "bin_tokens": st.sampled_from([None, None, 300]),
         "batch_tokens": st.sampled_from([None, None, 250, 900]),
         "max_staleness": st.integers(0, 2),
         "selection": st.sampled_from([{}, *({"order": order} for order in ("lifo", "uniform", "prioritized"))]),
@@ -122,6 +123,7 @@ class Histories(RuleBasedStateMachine):
             if attempt.pinned_version:
                 low = Version.parse(attempt.pinned_version)
             fields |= {"status": how, "low": low, "rewards": {"agent": reward}, "row_tokens": index % 400}
+            fields["longest_row"] = fields["row_tokens"]
         if not right_nonce:
             fields["nonce"] = "guessed"
         verdict = self.attempt(self.harness.finish, attempt, **fields)

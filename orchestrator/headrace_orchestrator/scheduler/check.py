@@ -199,6 +199,7 @@ def _durable_run(run: Run) -> dict[str, Any]:
         "batches_formed": run.batches_formed,
         "batches_acked": run.batches_acked,
         "zero_variance": (run.zero_variance_since_batch, run.zero_variance_tokens),
+        "too_long": run.too_long_since_batch,
         "selected": dict(run.selected),
         "evaluations": {
             e.id: (e.version, e.wanted, e.left, e.done, e.reason, list(e.episodes)) for e in run.evaluations.values()

@@ -122,8 +122,9 @@ class EpisodeEnded(Record, frozen=True, kw_only=True):
 
     ``rewards``: the sum of rewards by agent, for agents with rows. ``low``, ``high``: the lowest and highest
     version of its rows; a missing ``high`` is taken to be ``low``.
-    ``row_tokens``: tokens of all rows. ``size_bytes``: of the stored record. ``by_worker``: whether a worker wrote it;
-    otherwise the scheduler did, and the shell stores a record without segments.
+    ``row_tokens``: tokens of all rows; ``longest_row``: of the longest. ``size_bytes``: of the stored record.
+    ``by_worker``: whether a worker wrote it; otherwise the scheduler did, and the shell stores a record without
+    segments.
     """
 
     run: str
@@ -140,6 +141,7 @@ class EpisodeEnded(Record, frozen=True, kw_only=True):
     turns: int = 0
     rows: int = 0
     row_tokens: int = 0
+    longest_row: int = 0
     size_bytes: int = 0
     evaluation: str = ""
     by_worker: bool = True
@@ -148,8 +150,8 @@ class EpisodeEnded(Record, frozen=True, kw_only=True):
 
 
 class GroupRetired(Record, frozen=True, kw_only=True):
-    """A group's last state. ``reason``: acked, stale, zero-variance, incomplete, rejected, evicted, failed, rewound,
-    closed; of an evaluation: evaluated, deadline."""
+    """A group's last state. ``reason``: acked, stale, zero-variance, incomplete, row-too-long, rejected, evicted,
+    failed, rewound, closed; of an evaluation: evaluated, deadline."""
 
     run: str
     group: str

@@ -113,6 +113,8 @@ class Run:
         #: Zero-variance groups that were retired since the last batch was formed, and tokens of their rows.
         self.zero_variance_since_batch = 0
         self.zero_variance_tokens = 0
+        #: Groups that were retired since the last batch was formed as a row of theirs fits into no bin.
+        self.too_long_since_batch = 0
         #: Groups that went stale since the last one that became eligible.
         self.stale_in_row = 0
         self.ends: Counter[str] = Counter()
@@ -200,6 +202,8 @@ class Run:
         """Why a group is retired instead of waited for and served; else nothing."""
         if not group.live and not group.usable:
             return "failed"
+        if self.too_long(group):
+            return "row-too-long"
         if self.spec.short_groups == "drop" and group.live + group.usable < group.size and not group.damaged:
             return "incomplete"
         if self.replaces and not group.live and group.zero_variance():
@@ -216,6 +220,10 @@ class Run:
         """Set the deadline of a group of which a member has ended."""
         if self.spec.partial_after_s is not None and self.waits_for_rest(group):
             self.waiting.setdefault(group.id, now + self.spec.partial_after_s)
+
+    def too_long(self, group: Group) -> bool:
+        """Whether a row of the group fits into no bin."""
+        return self.spec.bin_tokens is not None and group.longest_row > self.spec.bin_tokens
 
     @property
     def replaces(self) -> bool:

@@ -75,6 +75,7 @@ class GroupRow(Row, frozen=True):
     records: str
     kept: tuple[Version, ...]
     row_tokens: int
+    longest_row: int
     held_bytes: int
     damaged: bool
     batch: str
@@ -145,6 +146,7 @@ class RunRow(Row, frozen=True):
     stale_since_batch: int
     zero_variance_since_batch: int
     zero_variance_tokens: int
+    too_long_since_batch: int
     stale_in_row: int
     ends: dict[str, int]
     rewards: list[float]

@@ -192,6 +192,7 @@ class Group:
         "id",
         "kept",
         "live",
+        "longest_row",
         "members",
         "order",
         "position",
@@ -243,6 +244,7 @@ class Group:
         #: What a prioritized draw goes by.
         self.priority = 1.0
         self.row_tokens = 0
+        self.longest_row = 0
         self.held_bytes = 0
         #: Records of members were lost in the log: it is served with what is left of it, and never topped up.
         self.damaged = False

@@ -157,13 +157,14 @@ def episode_ended(run: Run, episode: Episode, record: records.EpisodeEnded) -> N
     if record.status in USABLE:
         group.usable += 1
         group.row_tokens += record.row_tokens
+        group.longest_row = max(group.longest_row, record.longest_row)
     if group.evaluation is None:
         group.held_bytes += record.size_bytes
         run.ledger.held_bytes += record.size_bytes
         run.ledger.unfinished -= 1
         if record.by_worker:
             run.ledger.saw_record(record.size_bytes)
-    if not (group.live and record.status in USABLE and _in_bound(run, record)):
+    if not (group.live and record.status in USABLE and _in_bound(run, record)) or run.too_long(group):
         review(run, group)
 
 
@@ -259,6 +260,8 @@ def retired(run: Run, record: records.GroupRetired) -> None:
         elif record.reason == "zero-variance":
             run.zero_variance_since_batch += 1
             run.zero_variance_tokens += group.row_tokens
+        elif record.reason == "row-too-long":
+            run.too_long_since_batch += 1
     group.move("retired", record.reason)
     group.reason = record.reason
     if group.evaluation is not None:
@@ -300,7 +303,7 @@ def batch_formed(run: Run, record: records.BatchFormed) -> list[Episode]:
         group.batch = record.batch
     run.batches[record.batch] = Batch(record.batch, groups, record.version)
     run.batches_formed += 1
-    run.stale_since_batch = run.zero_variance_since_batch = run.zero_variance_tokens = 0
+    run.stale_since_batch = run.zero_variance_since_batch = run.zero_variance_tokens = run.too_long_since_batch = 0
     return lost
 
 

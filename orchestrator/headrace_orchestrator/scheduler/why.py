@@ -244,7 +244,7 @@ def _starved(book: Book, run: Run, now: float) -> list[Reason]:
                 facts={"stale": stale, "max_staleness": run.spec.max_staleness},
             )
         )
-    reasons += _equal(run)
+    reasons += _equal(run) + _too_long(run)
     if run.quarantined:
         number = len(run.quarantined)
         reasons.append(
@@ -272,6 +272,23 @@ def _equal(run: Run) -> list[Reason]:
             code="zero-variance",
             message=f"Since the last batch {_count(number, 'group')} whose returns are all equal {what}",
             facts={"groups": number},
+        )
+    ]
+
+
+def _too_long(run: Run) -> list[Reason]:
+    """Groups that fit into no bin: they are retired one by one, and the run never comes to a batch if all are."""
+    number = run.too_long_since_batch
+    if not number:
+        return []
+    return [
+        Reason(
+            code="row-too-long",
+            message=(
+                f"Since the last batch {_count(number, 'group')} had a row longer than {run.spec.bin_tokens} tokens, "
+                "which fits into no bin. Give the run larger bins, or a lower max_context_tokens."
+            ),
+            facts={"groups": number, "bin_tokens": run.spec.bin_tokens},
         )
     ]
 

@@ -19,14 +19,14 @@ SCORED = frozenset({"finished", "truncated"})
 
 def outcome_of(head: Trajectory | TrajectoryHead, size_bytes: int) -> EpisodeEnded:
     """What the scheduler needs to know of a record."""
-    turns = rows = row_tokens = 0
+    turns = 0
+    row_tokens: list[int] = []
     versions: list[Version] = []
     trained: dict[str, list[float]] = {}
     for segment in head.segments:
         turns += len(segment.turns)
         if segment.train and segment.turns:
-            rows += 1
-            row_tokens += segment.length if isinstance(segment, SegmentHead) else len(segment.token_ids)
+            row_tokens.append(segment.length if isinstance(segment, SegmentHead) else len(segment.token_ids))
             versions += [run.version for run in segment.versions]
             trained[segment.agent] = []
     rewards: dict[str, float] = {}
@@ -48,8 +48,9 @@ def outcome_of(head: Trajectory | TrajectoryHead, size_bytes: int) -> EpisodeEnd
         low=min(versions, default=None),
         high=max(versions, default=None),
         turns=turns,
-        rows=rows,
-        row_tokens=row_tokens,
+        rows=len(row_tokens),
+        row_tokens=sum(row_tokens),
+        longest_row=max(row_tokens, default=0),
         size_bytes=size_bytes,
         evaluation=head.provenance.evaluation,
         by_worker=bool(head.provenance.worker),

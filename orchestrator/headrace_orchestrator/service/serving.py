@@ -119,6 +119,7 @@ def compose(log: Log, plan: Form, groups: Sequence[Source], spec: RunSpec) -> Fo
         version=plan.version,
         groups=inputs,
         selection=plan.selection,
+        bin_tokens=spec.bin_tokens or 0,
     )
     left = {group for group, _ in whole}
     lost = [group.id for group in groups if group.id not in left]

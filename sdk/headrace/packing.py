@@ -1,0 +1,55 @@
+"""Rows packed into bins: several rows that a learner computes as one sequence.
+
+* No bin holds more tokens than its bound; no row is cut, and one that is longer than a bin is refused.
+* First-fit-decreasing: from the longest row on, each goes into the first bin that has room for it.
+* The same rows give the same bins.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.errors import InvalidRequest
+
+I64 = npt.NDArray[np.int64]
+
+
+def bins_of(row_tokens: npt.ArrayLike, bin_tokens: int) -> I64:
+    """The bin of each row, i64[rows], counted in the order in which bins are opened. 0 for ``bin_tokens``: each row is
+    a bin of its own. Raises InvalidRequest for a row that is longer than a bin."""
+    tokens = np.asarray(row_tokens, np.int64)
+    if not bin_tokens:
+        return np.arange(len(tokens), dtype=np.int64)
+    if tokens.size and tokens.max() > bin_tokens:
+        raise InvalidRequest(
+            f"A row of {tokens.max()} tokens does not fit into a bin of {bin_tokens}.",
+            hint="Give the run larger bins, or a lower max_context_tokens.",
+        )
+    found = np.zeros(len(tokens), np.int64)
+    room = _Room(len(tokens), bin_tokens)
+    for row in np.argsort(-tokens, kind="stable").tolist():
+        found[row] = room.take(int(tokens[row]))
+    return found
+
+
+class _Room:
+    """What is free in each of a row of bins, as a tree of maxima."""
+
+    def __init__(self, bins: int, tokens: int) -> None:
+        self._leaves = 1 << max(0, bins - 1).bit_length()
+        self._free = [tokens] * (2 * self._leaves)
+
+    def take(self, tokens: int) -> int:
+        """Put a row into the first bin that has room."""
+        free, node = self._free, 1
+        while node < self._leaves:
+            node *= 2
+            if free[node] < tokens:
+                node += 1
+        found = node - self._leaves
+        free[node] -= tokens
+        while node > 1:
+            node //= 2
+            free[node] = max(free[2 * node], free[2 * node + 1])
+        return found

@@ -1,0 +1,52 @@
+"""Selection over HTTP: what a pull asks for, what its batch says of it, and what a restart brings back."""
+
+from __future__ import annotations
+
+import msgspec
+
+from headrace import wire
+from headrace.batch import Batch
+from headrace.manifest import SelectionUsed
+from tests.orchestrator.serving import Api, orchestrator
+
+
+async def test_a_batch_says_how_it_was_chosen_and_a_restart_knows_it_too(tmp_path):
+    async with orchestrator(tmp_path) as api:
+        await api.create_run(
+            environments=[{"id": "test:Echo", "tags": ["easy"]}, {"id": "test:Echo", "tags": ["hard"]}],
+            group_size=1,
+            batch_size=2,
+            max_staleness=8,
+            max_uses=2,
+            selection={"order": "prioritized", "exponent": 2},
+            bin_tokens=1000,
+        )
+        await api.play(free=18)
+        batch = await api.pull(tags=["hard"], request="hard")
+        assert isinstance(batch, Batch)
+        batch.verify()
+        assert batch.manifest.selection == SelectionUsed(order="prioritized", tags=["hard"])
+        assert {tuple(group.task.tags) for group in batch.manifest.groups} == {("hard",)}
+        assert (batch.manifest.bin_tokens, batch.manifest.counts.bins) == (1000, 1)
+        reply = await set_priorities(api, {batch.manifest.groups[0].id: 3.0, "none": 1.0})
+        assert (reply.set, reply.over) == (1, ["none"])
+        selected = (await api.ask("GET", "/v1/runs/run"))["selected"]
+        assert selected == {"prioritized": 2, "filtered": 2}
+
+    async with orchestrator(tmp_path) as api:
+        assert (await api.ask("GET", "/v1/runs/run"))["selected"] == selected
+        again = await api.pull(tags=["hard"], request="hard")
+        assert isinstance(again, Batch)
+        assert again.id == batch.id
+
+
+async def set_priorities(api: Api, priorities: dict[str, float]) -> wire.PrioritiesReply:
+    request = wire.PrioritiesRequest(priorities=priorities)
+    return msgspec.convert(await api.ask("POST", "/v1/runs/run/priorities", request), wire.PrioritiesReply)
+
+
+async def test_priorities_of_another_order_are_refused(api: Api):
+    await api.create_run()
+    request = wire.PrioritiesRequest(priorities={"g": 1.0})
+    problem = await api.ask("POST", "/v1/runs/run/priorities", request, status=409)
+    assert problem["hint"] == "Create the run with selection = {'order': 'prioritized'}."
