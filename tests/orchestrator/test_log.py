@@ -345,6 +345,20 @@ async def test_what_a_failed_file_still_shows_does_not_count_twice(
         assert payloads(found) == [b"one", b"two"]
 
 
+async def test_a_writer_that_fails_stops_the_log_and_nobody_waits_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(descriptor: int, buffers: object) -> int:
+        raise RuntimeError("out of joint")
+
+    async with opened(tmp_path) as (log, _):
+        monkeypatch.setattr(os, "writev", fail)
+        log.append(FrameType.CONTROL, b"one")
+        with pytest.raises(StoreError, match="out of joint"):
+            await log.synced()
+        assert log.stopped
+
+
 async def settled(log: Log) -> None:
     """The log's thread has done what it was asked to, and the event loop knows."""
     await asyncio.get_running_loop().run_in_executor(log._thread, lambda: None)

@@ -371,6 +371,9 @@ class Log:
                 self._writer.write(batch)
             except Failed as error:
                 failed = error
+            except Exception as error:
+                loop.call_soon_threadsafe(self.stop, f"its writer failed ({type(error).__name__}: {error})")
+                raise
             took_s = time.perf_counter() - begun
             loop.call_soon_threadsafe(self._written, batch, took_s, failed)
             if failed is not None:
