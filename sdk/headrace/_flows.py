@@ -101,6 +101,8 @@ class Wanted:
 
     run: str
     groups: tuple[str, ...] | None = None
+    environments: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
     fields: tuple[PullField, ...] = ()
     shard: int = 0
     shards: int = 1
@@ -279,6 +281,8 @@ class Flows:
                 request=name,
                 wait_s=wait_s,
                 groups=None if wanted.groups is None else list(wanted.groups),
+                environments=list(wanted.environments),
+                tags=list(wanted.tags),
                 shard=wanted.shard,
                 shards=wanted.shards,
                 batch=wanted.batch,

@@ -153,6 +153,8 @@ class AsyncClient:
         *,
         timeout_s: float | None = None,
         groups: Sequence[str] | None = None,
+        environments: Collection[str] = (),
+        tags: Collection[str] = (),
         on_wait: OnWait | None = None,
         fields: Collection[PullField] = (),
         shard: int = 0,
@@ -162,6 +164,8 @@ class AsyncClient:
         wanted = Wanted(
             run=run,
             groups=None if groups is None else tuple(groups),
+            environments=tuple(sorted(environments)),
+            tags=tuple(sorted(tags)),
             fields=tuple(fields),
             shard=shard,
             shards=shards,
@@ -185,13 +189,22 @@ class AsyncClient:
         *,
         timeout_s: float | None = None,
         on_wait: OnWait | None = None,
+        environments: Collection[str] = (),
+        tags: Collection[str] = (),
         fields: Collection[PullField] = (),
         shard: int = 0,
         shards: int = 1,
         prefetch: int = 0,
     ) -> AsyncIterator[Batch]:
         """As ``Client.batches``. Wrap it in ``contextlib.aclosing`` where the loop may end early."""
-        wanted = Wanted(run=run, fields=tuple(fields), shard=shard, shards=shards)
+        wanted = Wanted(
+            run=run,
+            environments=tuple(sorted(environments)),
+            tags=tuple(sorted(tags)),
+            fields=tuple(fields),
+            shard=shard,
+            shards=shards,
+        )
         with contextlib.suppress(RunFinished):
             if not prefetch:
                 while True:

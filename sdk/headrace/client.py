@@ -134,6 +134,8 @@ class Client:
         *,
         timeout_s: float | None = None,
         groups: Sequence[str] | None = None,
+        environments: Collection[str] = (),
+        tags: Collection[str] = (),
         on_wait: OnWait | None = None,
         fields: Collection[PullField] = (),
         shard: int = 0,
@@ -141,8 +143,9 @@ class Client:
     ) -> Batch:
         """The next batch; waits for it, across restarts of the orchestrator.
 
-        ``timeout_s`` None waits without end. ``groups`` awaits submitted groups by id. ``fields=["assets"]`` brings
-        the images and large arrays that its trajectories refer to, for ``batch.asset``. ``shard`` of ``shards`` is this
+        ``timeout_s`` None waits without end. ``groups`` awaits submitted groups by id. ``environments`` and ``tags``
+        ask for groups of one of these environments that carry all of these tags. ``fields=["assets"]`` brings the
+        images and large arrays that its trajectories refer to, for ``batch.asset``. ``shard`` of ``shards`` is this
         rank's part: the k-th pull of every rank gets its part of the same batch; all ranks share a ``session``. Raises
         RunFinished when no batch will come, NothingToServe with ``extra["reasons"]`` at the timeout, Unavailable after
         an outage, BatchSuperseded where the batch of the other ranks is over already.
@@ -150,6 +153,8 @@ class Client:
         wanted = Wanted(
             run=run,
             groups=None if groups is None else tuple(groups),
+            environments=tuple(sorted(environments)),
+            tags=tuple(sorted(tags)),
             fields=tuple(fields),
             shard=shard,
             shards=shards,
@@ -168,6 +173,8 @@ class Client:
         *,
         timeout_s: float | None = None,
         on_wait: OnWait | None = None,
+        environments: Collection[str] = (),
+        tags: Collection[str] = (),
         fields: Collection[PullField] = (),
         shard: int = 0,
         shards: int = 1,
@@ -179,7 +186,14 @@ class Client:
         ``prefetch`` fetches so many ahead while the loop trains, so that a batch that is there costs it nothing; what
         is not used is given back when the loop ends. Raises InvalidRequest where the run's staleness does not allow it.
         """
-        wanted = Wanted(run=run, fields=tuple(fields), shard=shard, shards=shards)
+        wanted = Wanted(
+            run=run,
+            environments=tuple(sorted(environments)),
+            tags=tuple(sorted(tags)),
+            fields=tuple(fields),
+            shard=shard,
+            shards=shards,
+        )
         with contextlib.suppress(RunFinished):
             if not prefetch:
                 while True:

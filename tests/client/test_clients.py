@@ -125,6 +125,25 @@ def test_a_pull_gives_a_batch_whose_arrays_are_views_of_one_aligned_buffer(
     assert asked.json["wait_s"] == 20.0
 
 
+def test_a_pull_may_ask_for_environments_and_tags(stub: Stub, connect: Connect, body: bytes) -> None:
+    stub.on(PULL, batch(body), batch(body))
+    with connect() as client:
+        client.pull("guess", environments=["game:A", "game:B"], tags=["hard"])
+        next(iter(client.batches("guess", tags={"easy"})))
+    first, second = stub.asked(PULL)
+    assert (first.json["environments"], first.json["tags"]) == (["game:A", "game:B"], ["hard"])
+    assert ("environments" in second.json, second.json["tags"]) == (False, ["easy"])
+
+
+def test_priorities_are_set_by_group(stub: Stub, connect: Connect) -> None:
+    reply = wire.PrioritiesReply(epoch=1, set=1, over=["g2"])
+    stub.on("POST /v1/runs/guess/priorities", good(reply))
+    with connect() as client:
+        assert client.set_priorities("guess", {"g1": 2, "g2": np.float64(0.5)}) == reply
+    (asked,) = stub.asked("POST /v1/runs/guess/priorities")
+    assert asked.json == {"priorities": {"g1": 2.0, "g2": 0.5}}
+
+
 def test_a_token_travels_as_a_bearer_and_nothing_asks_for_compression(stub: Stub, connect: Connect) -> None:
     stub.on("GET /v1/runs", good([]))
     with connect(token="sesame") as client:
