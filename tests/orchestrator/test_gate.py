@@ -57,7 +57,7 @@ def body(*episodes: str) -> list[Submitted]:
     ]
 
 
-async def test_what_is_judged_together_shares_one_append_and_each_submission_gets_its_own_results(
+async def test_what_is_judged_together_shares_one_wait_for_the_disk_and_each_submission_gets_its_own_results(
     monkeypatch: pytest.MonkeyPatch,
 ):
     judge = Judge(monkeypatch)
@@ -66,7 +66,7 @@ async def test_what_is_judged_together_shares_one_append_and_each_submission_get
     assert [result.episode for result in first] == ["a", "b"]
     assert [result.episode for result in second] == ["c"]
     assert judge.together == [["a", "b", "c"]]
-    assert (judge.commits, judge.syncs) == (1, 2)
+    assert (judge.commits, judge.syncs) == (1, 1)
 
 
 async def test_no_turn_of_the_event_loop_judges_many_records(monkeypatch: pytest.MonkeyPatch):
@@ -96,6 +96,18 @@ async def test_what_goes_wrong_with_the_store_is_told_to_everyone_whose_records_
     told = await asyncio.gather(gate.judge(body("a")), gate.judge(body("b")), return_exceptions=True)
     assert [type(error) for error in told] == [StoreError, StoreError]
     assert judge.commits == 1
+
+
+async def test_no_result_is_told_that_the_disk_refused(monkeypatch: pytest.MonkeyPatch):
+    judge = Judge(monkeypatch)
+
+    async def refuse() -> None:
+        raise StoreError("the disk is full")
+
+    monkeypatch.setattr(judge, "synced", refuse)
+    gate = judge.gate()
+    told = await asyncio.gather(gate.judge(body("a")), gate.judge(body("b")), return_exceptions=True)
+    assert [type(error) for error in told] == [StoreError, StoreError]
 
 
 async def test_a_client_that_left_costs_the_others_nothing(monkeypatch: pytest.MonkeyPatch):

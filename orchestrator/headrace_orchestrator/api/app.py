@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 import msgspec
 from starlette.routing import compile_path
@@ -20,7 +19,7 @@ from headrace.errors import HeadraceError, InternalError, NotFound, StoreError, 
 from headrace.ids import new_id
 from headrace.wire import PROBLEM_MEDIA_TYPE
 from headrace_orchestrator import logs
-from headrace_orchestrator.api.http import Answer, Call, header, read_body, send_answer
+from headrace_orchestrator.api.http import Answer, Call, headers_of, read_body, send_answer
 from headrace_orchestrator.api.route import Route
 from headrace_orchestrator.api.routes import ROUTES
 from headrace_orchestrator.auth import Auth
@@ -84,11 +83,12 @@ class App:
         call: Call | None = None
         try:
             try:
+                header = headers_of(scope)
                 route, params = self._router.find("GET" if method == "HEAD" else method, scope["path"])
                 template = route.path
-                self._auth.refuse_pages(partial(header, scope))
-                self._auth.check(header(scope, b"authorization"), route.roles)
-                body = await read_body(receive, header(scope, b"content-length"), self._max_body_bytes)
+                self._auth.refuse_pages(header)
+                self._auth.check(header(b"authorization"), route.roles)
+                body = await read_body(receive, header(b"content-length"), self._max_body_bytes)
                 call = Call(params, scope["query_string"], body, receive)
                 answer = await self._answer(route, call)
             except HeadraceError as error:

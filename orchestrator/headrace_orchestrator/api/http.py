@@ -193,12 +193,10 @@ async def send_answer(send: Send, answer: Answer, epoch: int) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
-def header(scope: Scope, name: bytes) -> str:
-    """A request header, or the empty string."""
-    for key, value in scope["headers"]:
-        if key == name:
-            return str(value, "latin-1")
-    return ""
+def headers_of(scope: Scope) -> Callable[[bytes], str]:
+    """A function that gives a request header, the first of that name (in small letters), or the empty string."""
+    first: dict[bytes, bytes] = dict(reversed(scope["headers"]))
+    return lambda name: str(first.get(name, b""), "latin-1")
 
 
 Handler = Callable[[Any, Call], Awaitable[Answer | msgspec.Struct]]

@@ -1,6 +1,6 @@
 """Where submissions come in: those of the same turn of the event loop are judged together.
 
-* What is judged together shares one lookup and one append; each submission gets its own results.
+* What is judged together shares one lookup, one append and one wait for the disk; each submission gets its own results.
 * No turn of the event loop judges many more than ``MAX_TOGETHER`` records.
 * What goes wrong with the store is told to everyone whose records were judged together.
 """
@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from headrace.errors import StoreError
 from headrace.wire import SubmitResult
 from headrace_orchestrator.buffer.assets import Assets
 from headrace_orchestrator.service.shell import Shell
@@ -33,6 +34,7 @@ class Gate:
         self._shell = shell
         self._assets = assets
         self._waiting: deque[_Waiting] = deque()
+        self._answers: set[asyncio.Task[None]] = set()
 
     async def judge(self, submitted: Sequence[Submitted]) -> list[SubmitResult]:
         """One result each, in their order, when what they rest on is on disk. Raises StoreError."""
@@ -41,26 +43,40 @@ class Gate:
             loop.call_soon(self._judge_waiting)
         results: asyncio.Future[list[SubmitResult]] = loop.create_future()
         self._waiting.append(_Waiting(submitted, results))
-        try:
-            return await results
-        finally:
-            await self._shell.store.log.synced()
+        return await results
 
     def _judge_waiting(self) -> None:
+        loop = asyncio.get_running_loop()
         together = self._take()
         if self._waiting:
-            asyncio.get_running_loop().call_soon(self._judge_waiting)
+            loop.call_soon(self._judge_waiting)
         try:
-            results = iter(self._judged([item for waiting in together for item in waiting.submitted]))
+            results = self._judged([item for waiting in together for item in waiting.submitted])
         except Exception as error:  # noqa: BLE001 - it is raised where each of them waits
-            for waiting in together:
-                if not waiting.results.done():
-                    waiting.results.set_exception(error)
-            return
+            answer = self._answer(together, [], error)
+        else:
+            answer = self._answer(together, results)
+        task = loop.create_task(answer)
+        self._answers.add(task)
+        task.add_done_callback(self._answers.discard)
+
+    async def _answer(
+        self, together: Sequence[_Waiting], results: Sequence[SubmitResult], error: Exception | None = None
+    ) -> None:
+        """Give each its results, or all the error, once everything that they rest on is on disk."""
+        try:
+            await self._shell.store.log.synced()
+        except StoreError as refused:
+            error = refused
+        given = iter(results)
         for waiting in together:
-            own = [next(results) for _ in waiting.submitted]
-            if not waiting.results.done():
+            own = [next(given) for _ in waiting.submitted] if error is None else []
+            if waiting.results.done():
+                continue  # its client has left
+            if error is None:
                 waiting.results.set_result(own)
+            else:
+                waiting.results.set_exception(error)
 
     def _take(self) -> list[_Waiting]:
         """The next in line, up to ``MAX_TOGETHER`` records, but one submission at least."""
