@@ -28,7 +28,7 @@ async def test_nothing_acknowledged_is_lost_when_the_process_is_killed(process: 
     accepted: set[str] = set()
     runs = 0
     for killed in range(3):
-        url = process.start()
+        url = process.start(log_file_bytes=60_000)  # a kill meets a change of files now and then
         async with aiohttp.ClientSession(url) as session:
             api = Api(session)
             if not killed:

@@ -360,7 +360,7 @@ def _reading_routes() -> list[Route]:
         Route(
             method="GET",
             path="/readyz",
-            summary="200 when requests are answered; else 503 with phase, done and total.",
+            summary="200 when requests are answered; else 503 with phase, done, total and an estimate in seconds.",
             handler=handlers.readiness,
             errors=(errors.Unavailable,),
         ),
