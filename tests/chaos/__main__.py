@@ -47,6 +47,7 @@ def course(given: argparse.Namespace) -> Course:
         any_moment=0.0,
         haste=0.3,
         cuts=1.0,
+        refusals=0.0,
         sync_s=(0.02,),
         mutant=given.mutant,
     )

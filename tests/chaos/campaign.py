@@ -65,6 +65,8 @@ class Course:
     """Share of the orchestrator's deaths that are power cuts."""
     sync_s: Sequence[float] = (0.0, 0.0, 0.002, 0.01)
     """How long a sync lasts; one of these a life."""
+    refusals: float = 0.2
+    """Share of the orchestrator's lives in which its disk refuses for a moment."""
     haste: float = 1.0
     """Deaths come after this share of the usual passes."""
     mutant: str = ""
@@ -91,7 +93,9 @@ class Actor:
         if armed and self._turns:
             plan = self._armed(plan)
         if self.role == "orchestrator":
-            plan = replace(plan, sync_s=self._chance.choice(self._course.sync_s))
+            refuses = armed and self._chance.random() < self._course.refusals
+            refuses_at = self._chance.randint(5, 50) if refuses else 0
+            plan = replace(plan, sync_s=self._chance.choice(self._course.sync_s), refuses_at=refuses_at)
         context = multiprocessing.get_context("forkserver")
         self._child = context.Process(target=roles.ROLES[self.role], args=(plan,), daemon=True, name=plan.name)
         self._child.start()

@@ -11,12 +11,14 @@ It rests on POSIX alone, not on what one file system promises beyond it.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import stat
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -47,14 +49,23 @@ class Disk:
     """Notes in the folder ``vault`` what of the folder ``data`` is synced. The vault is on the same file system: hard
     links keep every file that was ever synced, so that no inode comes back as another file.
 
-    ``sync_s`` makes each sync last that long.
+    ``sync_s`` makes each sync last that long. ``refuses`` says of each whether it fails, as on a broken device.
     """
 
-    def __init__(self, data: Path, vault: Path, watch: Watches, *, sync_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        data: Path,
+        vault: Path,
+        watch: Watches,
+        *,
+        sync_s: float = 0.0,
+        refuses: Callable[[Path], bool] = lambda path: False,
+    ) -> None:
         self._data = data.resolve()
         self._vault = vault
         self._watch = watch
         self._sync_s = sync_s
+        self._refuses = refuses
         vault.mkdir(parents=True, exist_ok=True)
 
     def install(self) -> None:
@@ -70,6 +81,8 @@ class Disk:
             return
         self._watch.starts(path)
         time.sleep(self._sync_s)
+        if self._refuses(path):
+            raise OSError(errno.EIO, "Input/output error")
         self._watch.still_unsafe(path)
         if stat.S_ISDIR(os.fstat(number).st_mode):
             self._note_directory(path)

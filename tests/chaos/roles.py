@@ -21,7 +21,7 @@ from typing import Any
 
 from headrace import Client, logformat
 from headrace._http import Connections
-from headrace.errors import BatchAlreadyAcked, BatchSuperseded, HeadraceError
+from headrace.errors import BatchAlreadyAcked, BatchSuperseded, HeadraceError, StoreError
 from headrace_orchestrator import server
 from headrace_orchestrator.api import app
 from headrace_orchestrator.buffer.directory import DataDirectory
@@ -61,7 +61,7 @@ PHASES: dict[str, dict[str, int]] = {
         "answering": 100,
         "closing": 4,
     },
-    "worker": {"leasing": 20, "running": 150, "uploading": 40, "answered": 40, "renewing": 2},
+    "worker": {"leasing": 60, "running": 450, "uploading": 120, "answered": 120, "renewing": 5},
     "learner": {"pulling": 12, "holding": 12, "acking": 8, "acked": 10, "nacking": 3},
 }
 """By role and phase: at most at this pass of its points a process dies; so many come within about a second of work.
@@ -70,6 +70,9 @@ Of the orchestrator, ``naming`` syncs a directory, ``answering`` has stored and 
 Of the worker, ``leasing`` was granted something, ``answered`` was told that its records are stored. Of the learner,
 ``holding`` has a batch, ``acked`` was told so and has not stored what it learned.
 """
+
+REFUSES_S = 0.2
+"""A moment in which each sync fails; the service tries again about a second later."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +89,8 @@ class Plan:
     seed: int = 0
     log_file_bytes: int = 128 << 10
     sync_s: float = 0.0
+    refuses_at: int = 0
+    """From this sync of the log on the disk refuses, for a moment; 0: never."""
     mutant: str = ""
     slots: int = 8
     turn_s: float = 0.03
@@ -116,7 +121,7 @@ def settle(plan: Plan) -> Points:
 def orchestrator(plan: Plan) -> None:
     points = settle(plan)
     syncs = _Syncs(points)
-    Disk(plan.data, plan.vault, syncs, sync_s=plan.sync_s).install()
+    Disk(plan.data, plan.vault, syncs, sync_s=plan.sync_s, refuses=_Refusal(plan)).install()
     if plan.mutant:
         MUTANTS[plan.mutant]()
     _watch_writes(points)
@@ -125,6 +130,23 @@ def orchestrator(plan: Plan) -> None:
     if plan.phase == "closing":
         threading.Timer(0.3 + 0.02 * plan.passes, os.kill, (os.getpid(), signal.SIGTERM)).start()
     server.run(Settings(data=plan.data, port=plan.port, log_file_bytes=plan.log_file_bytes, shutdown_timeout_s=1))
+
+
+class _Refusal:
+    """Whether a sync fails: for a moment, or as long as the file ``refuse`` is there."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._left = plan.refuses_at
+        self._until = 0.0
+
+    def __call__(self, path: Path) -> bool:
+        if path.suffix != ".log":
+            return False
+        self._left -= 1
+        if self._left == 0:
+            self._until = time.monotonic() + REFUSES_S
+        return time.monotonic() < self._until or (self._plan.folder / "refuse").exists()
 
 
 class _Syncs:
@@ -294,6 +316,8 @@ def learner(plan: Plan) -> None:
                 _replace(version, made)
             except (BatchSuperseded, BatchAlreadyAcked):
                 continue  # its lease ended while it trained, or the ack before this one got through
+            except StoreError:
+                time.sleep(0.05)  # the disk refuses: what was asked for may be done or not, and is asked for again
             except HeadraceError as error:
                 with (plan.folder / "surprises").open("a") as file:
                     file.write(f"the learner was told {error.code}: {error.detail}\n")

@@ -30,6 +30,9 @@ from headrace_orchestrator.scheduler.records import EpisodeEnded
 SCHEMA = 4
 """Version of the tables; another one on disk is thrown away and built again."""
 
+_PHASES = {sqlite3.SQLITE_FULL: "disk full", sqlite3.SQLITE_READONLY: "disk is read-only"}
+"""By SQLite's primary code: the word for what keeps the projection from being written, as the log has it."""
+
 WAL_LIMIT_BYTES = 16 << 20
 """SQLite cuts its write-ahead file back to this at each checkpoint, so that a slow reader leaves no lasting peak."""
 
@@ -210,6 +213,7 @@ class Projection:
             raise StoreError(
                 f"The projection {self._path.name} failed: {error}.",
                 hint="Free disk space, or stop the service and delete the file: the log gives it back.",
+                phase=_PHASES.get(getattr(error, "sqlite_errorcode", 0) & 0xFF, "failed"),
             ) from error
 
     @property

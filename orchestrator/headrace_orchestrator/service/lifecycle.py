@@ -79,7 +79,7 @@ class Lifecycle:
         self._started_at = self._reading_since = clock()
         self._replayed_s = 0.0
         self._phase = "starting"
-        self._projection_failure = ""
+        self._projection_failure = self._projection_phase = ""
         self._log: Log | None = None
         self._running: Running | None = None
         self._syncs: deque[float] = deque(maxlen=RECENT_SYNCS)
@@ -175,6 +175,7 @@ class Lifecycle:
                 if not store.log.failure and not self._projection_failure:
                     log.error("the projection failed; not ready until it is written", problem=error.detail)
                     self._projection_failure = error.detail
+                    self._projection_phase = str(error.extra.get("phase", "failed"))
             else:
                 self._projection_failure = ""
             self._show_ready()
@@ -289,4 +290,5 @@ class Lifecycle:
             hint = "Mend what failed, then restart the orchestrator."
         else:
             hint = "Mend what failed: the orchestrator goes on by itself. Then try again."
-        return Unavailable(f"The store failed: {self._failure}.", hint=hint, phase=store_log.phase or "failed")
+        phase = store_log.phase or self._projection_phase
+        return Unavailable(f"The store failed: {self._failure}.", hint=hint, phase=phase)

@@ -1,0 +1,18 @@
+"""``python -m tests.chaos.serve ROLE FOLDER NAME URL``: a process of a campaign by itself, with no point to die at."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from tests.chaos.roles import ROLES, Plan
+
+
+def main(role: str, folder: str, name: str, url: str) -> None:
+    """Run the role. An orchestrator listens at the port of the address; the others ask there."""
+    ROLES[role](Plan(folder=Path(folder), url=url, port=urlsplit(url).port or 0, name=name))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
