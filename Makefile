@@ -31,8 +31,9 @@ bench: setup ## every benchmark that needs no GPU
 bench-buffer: setup ## the replay buffer beside Reverb and TransferQueue; installs them under build/peers (7 GB)
 	@$(BIN)/python -m benchmarks.buffer $(ARGS)
 
-chaos: setup ## kill every process again and again and cut the power, with a checker (some minutes)
+chaos: setup ## kill every process again and again and cut the power, with checkers (some minutes)
 	@$(BIN)/python -m tests.chaos
+	@HEADRACE_G07_ROUNDS=500 $(BIN)/pytest -q tests/orchestrator/test_g07.py
 
 lock: ## write requirements/ anew from pyproject.toml
 	@sh scripts/lock.sh

@@ -238,6 +238,23 @@ async def test_a_record_is_stored_only_with_all_that_it_refers_to(data_dir: Path
         assert (store["assets"], store["asset_bytes"]) == (2, 2000)
 
 
+async def test_G07_a_record_keeps_its_assets_before_the_projection_knows_of_it(  # noqa: N802
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace_orchestrator.service.lifecycle.PROJECT_EVERY_S", 1000.0)
+    async with orchestrator(data_dir, asset_promise_s=0.05) as api:
+        await api.create_run()
+        await send(api, ONE)
+        assert (await submit_one(api, ONE)).verdict == "accepted"
+        for number in range(200, 203):  # each goes when its promise is over, and so would the other
+            passing = asset_of(bytes([number]), "image/png")
+            await send(api, passing)
+            async with asyncio.timeout(10):
+                while (await api.ask("GET", "/v1/status"))["store"]["assets"] > 1:
+                    await asyncio.sleep(0.01)
+        assert await fetch(api, ONE.name) == ONE.data
+
+
 async def test_assets_over_http_are_refused_and_missed_by_name(data_dir: Path) -> None:
     async with orchestrator(data_dir) as api:
         await api.ask("PUT", f"/v1/assets/{ONE.name}", TWO.data, status=422)
