@@ -15,7 +15,8 @@ import pytest
 from headrace.batch import Batch
 from headrace.ids import new_id
 from headrace.logformat import Frame, FrameType, scan
-from headrace_orchestrator.buffer.log import Location, Log
+from headrace_orchestrator.buffer.location import Location
+from headrace_orchestrator.buffer.log import Log
 from headrace_orchestrator.buffer.projection import Projection
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.service.fsck import Finding, _Reading, check

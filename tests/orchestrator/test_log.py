@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from headrace import logfiles, logformat
 from headrace.errors import CorruptRecord, SetupError, StoreError, UnknownLogFormat
 from headrace.logformat import FileHead, Frame, FrameType, Tally
-from headrace_orchestrator.buffer.log import Location, Log, Lost, Moves, Placed
+from headrace_orchestrator.buffer.location import Location
+from headrace_orchestrator.buffer.log import Log, Lost, Moves, Placed
 
 FILE_BYTES = 1 << 30
 

@@ -11,16 +11,11 @@ import pytest
 
 from headrace import logfiles
 from headrace.errors import StoreError
-from headrace.trajectory import Failure
-from headrace_orchestrator.buffer.log import Location
-from headrace_orchestrator.buffer.projection import (
-    Projection,
-    Statement,
-    batch_row,
-    batch_settled,
-    member_row,
-    trajectory_row,
-)
+from headrace.trajectory import Failure, Version
+from headrace_orchestrator.buffer.listing import BatchListed, TrajectoryListed, Unprojected
+from headrace_orchestrator.buffer.location import Location
+from headrace_orchestrator.buffer.projection import Projection
+from headrace_orchestrator.scheduler.records import BatchAcked
 from headrace_orchestrator.service.outcomes import outcome_of
 from tests.builders import make_failed, make_trajectory
 from tests.orchestrator.serving import Api, orchestrator
@@ -129,17 +124,19 @@ def test_listings_are_narrowed_by_status_environment_and_evaluation(tmp_path: Pa
 
 def test_batches_are_open_until_they_are_acked_or_dissolved(tmp_path: Path):
     projection = Projection(tmp_path / "p.sqlite", "log")
-    projection.write([batch_row("b", "run", "0.1", Location(1, 64, 10))], 1)
+    projection.write([batch("b", "run", ["g"], Location(1, 64, 10))], 1)
     assert [row[-2:] for row in rows(tmp_path / "p.sqlite")["batches"]] == [("open", "")]
-    projection.write([batch_settled("b", "acked", "0.2")], 2)
+    acked = BatchAcked(run="run", batch="b", generation=1, version=Version(0, 2))
+    projection.write([Unprojected(acked, Location(1, 128, 10))], 2)
     assert [row[-2:] for row in rows(tmp_path / "p.sqlite")["batches"]] == [("acked", "0.2")]
     projection.close()
 
 
 def test_the_batch_of_a_group_is_the_last_that_it_was_frozen_into(tmp_path: Path):
     projection = Projection(tmp_path / "p.sqlite", "log")
-    projection.write([member_row("run", "g", Location(1, 64, 10)), member_row("other", "g", Location(1, 128, 10))], 1)
-    projection.write([member_row("run", "g", Location(2, 64, 20))], 2)
+    projection.write([batch("b1", "run", ["g"], Location(1, 64, 10))], 1)
+    projection.write([batch("b2", "other", ["g"], Location(1, 128, 10))], 1)
+    projection.write([batch("b3", "run", ["g"], Location(2, 64, 20))], 2)
     assert projection.batch_of("run", "g") == Location(2, 64, 20)
     assert projection.batch_of("run", "another") is None
     projection.close()
@@ -168,7 +165,7 @@ async def test_a_projection_of_another_log_is_built_anew_however_long_that_log_i
 def test_a_failed_write_changes_nothing_and_says_what_to_do(tmp_path: Path):
     projection = Projection(tmp_path / "p.sqlite", "log")
     with pytest.raises(StoreError, match="delete the file"):
-        projection.write([row(1), Statement("INSERT INTO nothing VALUES (?)", (1,))], 5)
+        projection.write([row(1), batch("b", "run", [], Location(1, 64, 1 << 64))], 5)
     assert projection.find(make_trajectory(number=1).id) is None
     assert projection.cursor == 0
     projection.close()
@@ -182,11 +179,14 @@ async def test_writing_is_off_the_hot_path(tmp_path: Path):
     projection.close()
 
 
-def row(number: int) -> Any:
+def row(number: int) -> Unprojected:
     return row_of(make_trajectory(number=number), number)
 
 
-def row_of(trajectory: Any, number: int) -> Any:
-    return trajectory_row(
-        outcome_of(trajectory, 640), trajectory.stop_reason, trajectory.provenance, Location(1, number * 64, 640)
-    )
+def row_of(trajectory: Any, number: int) -> Unprojected:
+    listed = TrajectoryListed(outcome_of(trajectory, 640), trajectory.stop_reason, trajectory.provenance, ())
+    return Unprojected(listed, Location(1, number * 64, 640))
+
+
+def batch(id: str, run: str, groups: list[str], head: Location) -> Unprojected:
+    return Unprojected(BatchListed(id, run, "0.1", tuple(groups)), head)

@@ -22,7 +22,8 @@ from headrace.logfiles import LogFile
 from headrace.logformat import FrameType
 from headrace.trajectory import Provenance, Version
 from headrace_orchestrator.buffer.directory import DataDirectory
-from headrace_orchestrator.buffer.log import Location, Log
+from headrace_orchestrator.buffer.location import Location
+from headrace_orchestrator.buffer.log import Log
 from headrace_orchestrator.buffer.projection import Projection
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.service import Service
@@ -246,7 +247,7 @@ async def house(data_dir: Path) -> AsyncIterator[House]:
 
 async def test_a_damaged_state_costs_nothing(house: House, tmp_path: Path):
     lived, listed = house.known(), rows(house.data / "projection.sqlite")
-    numbers = sorted(house.store.log.files())
+    numbers = sorted(house.store.log.files.sizes())
     assert len(numbers) > 4
     for damaged in range(1, 4):
         copy = tmp_path / str(damaged)
@@ -282,7 +283,7 @@ async def test_a_start_whose_state_is_far_behind_begins_with_a_new_one(
 ):
     lived = house.known()
     shutil.copytree(house.data, tmp_path / "copy")
-    files = len(house.store.log.files())
+    files = len(house.store.log.files.sizes())
     monkeypatch.setattr(Store, "state_due", True)
     assert await read(tmp_path / "copy") == lived
     assert len(list((tmp_path / "copy" / "log").iterdir())) == files + 1

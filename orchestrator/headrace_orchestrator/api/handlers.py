@@ -9,7 +9,7 @@ import msgspec
 from headrace import wire
 from headrace.errors import InvalidRequest
 from headrace_orchestrator.api.http import Answer, Call, require_name
-from headrace_orchestrator.buffer.projection import FILTERS
+from headrace_orchestrator.buffer.listing import FILTERS
 from headrace_orchestrator.service import Service
 
 Reply = Answer | msgspec.Struct

@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import os
 import threading
@@ -29,41 +28,21 @@ from typing import NamedTuple
 import msgspec
 
 from headrace import logfiles, logformat
-from headrace.errors import CorruptRecord, StoreError
+from headrace.errors import StoreError
 from headrace.ids import new_id
 from headrace.logfiles import LogFile, path_of
 from headrace.logformat import Damage, FileHead, Frame, FrameType, Tally
 from headrace_orchestrator.buffer.directory import sync_directory
+from headrace_orchestrator.buffer.files import LocalFiles
+from headrace_orchestrator.buffer.location import Location
+from headrace_orchestrator.buffer.seam import Files
 from headrace_orchestrator.buffer.writer import Failed, Queued, Writer
-
-OFFSET_BITS = 40
-"""Bits of a position that hold the offset in its file: files are far smaller than a tebibyte."""
 
 PROBE_FIRST_S, PROBE_LONGEST_S = 1.0, 8.0
 """How soon after a failure the disk is tried again; the wait doubles up to the second."""
 
-READ_S = 10.0
-"""A thread that reads from a file when it is deleted is done with it after so long."""
-
 OnSync = Callable[[float, int], None]
 """Called after each group commit with its duration in seconds and its bytes."""
-
-
-class Location(NamedTuple):
-    """Where a payload is: number of the file, offset of its frame, length of the payload in bytes."""
-
-    file: int
-    offset: int
-    length: int
-
-    @property
-    def position(self) -> int:
-        """One number that grows along the log."""
-        return self.file << OFFSET_BITS | self.offset
-
-    @classmethod
-    def at(cls, position: int, length: int) -> Location:
-        return cls(position >> OFFSET_BITS, position & ((1 << OFFSET_BITS) - 1), length)
 
 
 class Placed(NamedTuple):
@@ -153,6 +132,8 @@ class Log:
         """The same in a word or two."""
         self.stopped = False
         """Whether only a restart helps."""
+        self.files: Files = LocalFiles(directory)
+        """What was written, by files."""
         self._directory = directory
         self._file_bytes = file_bytes
         self._epoch = epoch
@@ -160,8 +141,6 @@ class Log:
         self._clock_ms = clock_ms
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="log")
         self._writer = Writer(directory)
-        self._descriptors: dict[int, int] = {}
-        self._retired: deque[int] = deque()  # of deleted files
         self._at = _Filling(0, 0)
         self._bytes_before = 0  # in files before the current one
         self._appended, self._durable = 0, 0  # counts of frames
@@ -447,7 +426,7 @@ class Log:
         self._appended += 1  # the head
         self._durable = self._appended - len(late)
         self._unwritten = {_location(frame).position: frame.payload for frame in late}
-        self._forget_descriptor(file.number)
+        self.files.forget(file.number)
         self.on_moved(
             {_location(old).position: _location(new) for old, new in zip(meant, (*moved, *late), strict=True)}
         )
@@ -466,19 +445,6 @@ class Log:
 
     # Old files ------------------------------------------------------------------------------------------------
 
-    def files(self) -> set[int]:
-        """The numbers of all files that there are. Blocking."""
-        return set(logfiles.numbers_in(self._directory))
-
-    def sizes(self) -> dict[int, tuple[int, float]]:
-        """Size in bytes of each file, and when it was last written (Unix time in seconds). Blocking."""
-        found: dict[int, tuple[int, float]] = {}
-        for number in logfiles.numbers_in(self._directory):
-            with contextlib.suppress(FileNotFoundError):  # one that a failed write took back
-                status = path_of(self._directory, number).stat()
-                found[number] = (status.st_size, status.st_mtime)
-        return found
-
     def needed_by_a_start(self) -> int:
         """The oldest file that a start may need: that of the last control state but one, for the last may turn out
         damaged. Blocking."""
@@ -488,55 +454,28 @@ class Log:
 
     async def remove(self, number: int) -> int:
         """Delete an old file whole; gives its bytes. Nothing in it may be needed any more. Raises StoreError."""
-        loop = asyncio.get_running_loop()
         try:
-            size_bytes = await loop.run_in_executor(self._thread, self._writer.remove, number)
+            size_bytes = await asyncio.get_running_loop().run_in_executor(self._thread, self._remove, number)
         except OSError as error:
             raise StoreError(
                 f"An old file of the log cannot be deleted: {error.strerror or error}.",
                 hint="Mend what failed; retention tries again.",
             ) from error
         self._bytes_before -= size_bytes
-        descriptor = self._descriptors.pop(number, None)
-        if descriptor is not None:
-            self._retired.append(descriptor)
-            loop.call_later(READ_S, self._close_retired)
         return size_bytes
 
-    def _close_retired(self) -> None:
-        if self._retired:  # it was not closed meanwhile
-            os.close(self._retired.popleft())
+    def _remove(self, number: int) -> int:
+        """In the log's thread, as all that the writer counts."""
+        size_bytes = self.files.remove(number)
+        self._writer.total_bytes -= size_bytes
+        return size_bytes
 
     # Reading --------------------------------------------------------------------------------------------------
 
     def read(self, location: Location) -> bytes:
         """A payload, checked. Raises CorruptRecord that names file and offset. May be called from any thread."""
         waiting = self._unwritten.get(location.position)
-        if waiting is not None:
-            return waiting
-        name = path_of(self._directory, location.file).name
-        try:
-            descriptor = self._descriptor(location.file)
-            return logformat.read_payload(descriptor, location.offset, location.length, name=name)
-        except OSError as error:
-            raise CorruptRecord(
-                f"The record at offset {location.offset} of {name} cannot be read: {error.strerror}.",
-                hint="`headrace fsck` lists all damage.",
-                file=name,
-                offset=location.offset,
-            ) from error
-
-    def _descriptor(self, number: int) -> int:
-        descriptor = self._descriptors.get(number)
-        if descriptor is None:
-            descriptor = os.open(path_of(self._directory, number), os.O_RDONLY | os.O_CLOEXEC)
-            descriptor = self._descriptors.setdefault(number, descriptor)
-        return descriptor
-
-    def _forget_descriptor(self, number: int) -> None:
-        descriptor = self._descriptors.pop(number, None)
-        if descriptor is not None:
-            os.close(descriptor)
+        return waiting if waiting is not None else self.files.read(location.file, location.offset, location.length)
 
     async def close(self) -> None:
         """Write what waits, and close all files."""
@@ -549,10 +488,7 @@ class Log:
         finally:
             self._thread.shutdown()
             self._writer.close()
-            for number in list(self._descriptors):
-                self._forget_descriptor(number)
-            while self._retired:
-                self._close_retired()
+            self.files.close()
 
 
 def _placed(file: LogFile, item: Frame | Damage) -> Placed | Lost:

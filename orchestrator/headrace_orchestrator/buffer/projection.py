@@ -12,23 +12,21 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from headrace import wire
 from headrace.errors import StoreError
-from headrace.trajectory import Failure, Provenance, StopReason
-from headrace_orchestrator.buffer.log import OFFSET_BITS, Location
-from headrace_orchestrator.scheduler.records import EpisodeEnded
-
-SCHEMA = 4
-"""Version of the tables; another one on disk is thrown away and built again."""
+from headrace.trajectory import Failure
+from headrace_orchestrator.buffer.listing import FILTERS, Stored, Unprojected
+from headrace_orchestrator.buffer.location import OFFSET_BITS, Location
+from headrace_orchestrator.buffer.rows import COLUMNS, PLACED, SCHEMA, TABLES, rows
 
 _PHASES = {sqlite3.SQLITE_FULL: "disk full", sqlite3.SQLITE_READONLY: "disk is read-only"}
 """By SQLite's primary code: the word for what keeps the projection from being written, as the log has it."""
@@ -38,130 +36,6 @@ WAL_LIMIT_BYTES = 16 << 20
 
 BUSY_MS = 5000
 """How long a statement waits for a lock that somebody outside holds, in milliseconds."""
-
-_TABLES = """
-CREATE TABLE trajectories (
-    position INTEGER PRIMARY KEY, id TEXT NOT NULL, run TEXT NOT NULL, group_id TEXT NOT NULL, member INTEGER NOT NULL,
-    episode TEXT NOT NULL, attempt INTEGER NOT NULL, environment TEXT NOT NULL, status TEXT NOT NULL,
-    stop_reason TEXT NOT NULL, worker TEXT NOT NULL, reward REAL, turns INTEGER NOT NULL, row_tokens INTEGER NOT NULL,
-    size_bytes INTEGER NOT NULL, low TEXT NOT NULL, high TEXT NOT NULL, evaluation TEXT NOT NULL, failure TEXT,
-    length INTEGER NOT NULL
-);
-CREATE INDEX trajectories_by_id ON trajectories (id);
-CREATE INDEX trajectories_by_episode ON trajectories (episode);
-CREATE INDEX trajectories_by_run ON trajectories (run, position);
-CREATE INDEX trajectories_by_status ON trajectories (run, status, position);
-CREATE INDEX trajectories_by_evaluation ON trajectories (run, evaluation, position) WHERE evaluation != '';
-CREATE TABLE batches (
-    id TEXT PRIMARY KEY, run TEXT NOT NULL, version TEXT NOT NULL, position INTEGER NOT NULL, length INTEGER NOT NULL,
-    state TEXT NOT NULL, made TEXT NOT NULL
-);
-CREATE INDEX batches_by_position ON batches (position);
-CREATE TABLE batch_members (
-    run TEXT NOT NULL, group_id TEXT NOT NULL, position INTEGER NOT NULL, length INTEGER NOT NULL,
-    PRIMARY KEY (run, group_id)
-) WITHOUT ROWID;
-CREATE INDEX batch_members_by_position ON batch_members (position);
-CREATE TABLE asset_references (
-    asset BLOB NOT NULL, file INTEGER NOT NULL, PRIMARY KEY (asset, file)
-) WITHOUT ROWID;
-CREATE INDEX asset_references_by_file ON asset_references (file);
-CREATE TABLE cursor (schema INTEGER NOT NULL, log TEXT NOT NULL, position INTEGER NOT NULL);
-"""
-
-_COLUMNS = (
-    "position, id, run, group_id, member, episode, attempt, environment, status, stop_reason, worker, reward, turns, "
-    "row_tokens, size_bytes, low, high, evaluation, failure, length"
-)
-_INSERT_TRAJECTORY = f"INSERT OR REPLACE INTO trajectories ({_COLUMNS}) VALUES ({', '.join('?' * 20)})"
-_INSERT_BATCH = "INSERT OR REPLACE INTO batches VALUES (?, ?, ?, ?, ?, 'open', '')"
-_INSERT_MEMBER = "INSERT OR REPLACE INTO batch_members VALUES (?, ?, ?, ?)"
-_SETTLE_BATCH = "UPDATE batches SET state = ?, made = ? WHERE id = ?"
-_INSERT_REFERENCE = "INSERT OR IGNORE INTO asset_references VALUES (?, ?)"
-_DELETE_REFERENCES = "DELETE FROM asset_references WHERE file = ?"
-_PLACED = ("trajectories", "batches", "batch_members")
-"""Tables whose rows have a position in the log."""
-
-FILTERS = ("status", "environment", "evaluation")
-"""Columns that a listing can be narrowed by."""
-
-
-class Statement(NamedTuple):
-    """One change to the tables."""
-
-    sql: str
-    values: tuple[Any, ...]
-
-
-class Stored(NamedTuple):
-    """Where a trajectory is, and whose it is."""
-
-    id: str
-    run: str
-    group: str
-    episode: str
-    attempt: int
-    worker: str
-    """Who wrote it; empty for the scheduler itself."""
-    location: Location
-
-
-def trajectory_row(
-    outcome: EpisodeEnded, stop_reason: StopReason, provenance: Provenance, location: Location
-) -> Statement:
-    """The row of a stored trajectory."""
-    return Statement(
-        _INSERT_TRAJECTORY,
-        (
-            location.position,
-            outcome.trajectory,
-            outcome.run,
-            outcome.group,
-            outcome.member,
-            outcome.episode,
-            outcome.attempt,
-            outcome.task.environment,
-            outcome.status,
-            stop_reason,
-            provenance.worker,
-            sum(outcome.rewards.values()) if outcome.rewards else None,
-            outcome.turns,
-            outcome.row_tokens,
-            outcome.size_bytes,
-            str(outcome.low) if outcome.low is not None else "",
-            str(outcome.high) if outcome.high is not None else "",
-            provenance.evaluation,
-            msgspec.json.encode(outcome.failure).decode() if outcome.failure else None,
-            location.length,
-        ),
-    )
-
-
-def batch_row(batch: str, run: str, version: str, location: Location) -> Statement:
-    """The row of a frozen batch."""
-    return Statement(_INSERT_BATCH, (batch, run, version, location.position, location.length))
-
-
-def member_row(run: str, group: str, head: Location) -> Statement:
-    """A group was frozen into a batch; the last one counts."""
-    return Statement(_INSERT_MEMBER, (run, group, head.position, head.length))
-
-
-def asset_reference(asset: str, file: int) -> Statement:
-    """A trajectory in this file of the log refers to an asset."""
-    return Statement(_INSERT_REFERENCE, (bytes.fromhex(asset), file))
-
-
-def file_gone(file: int) -> list[Statement]:
-    """A file of the log was deleted, and so was all that was in it or referred to assets from there."""
-    span = (Location(file, 0, 0).position, Location(file + 1, 0, 0).position)
-    placed = [Statement(f"DELETE FROM {table} WHERE position >= ? AND position < ?", span) for table in _PLACED]
-    return [*placed, Statement(_DELETE_REFERENCES, (file,))]
-
-
-def batch_settled(batch: str, state: str, made: str = "") -> Statement:
-    """A batch was acked (``made``: the version of that step) or dissolved."""
-    return Statement(_SETTLE_BATCH, (state, made, batch))
 
 
 class Projection:
@@ -196,7 +70,7 @@ class Projection:
         for suffix in ("", "-wal", "-shm"):
             self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
         connection = _connect(self._path)
-        connection.executescript(f"BEGIN;{_TABLES}COMMIT;")
+        connection.executescript(f"BEGIN;{TABLES}COMMIT;")
         connection.execute("INSERT INTO cursor VALUES (?, ?, 0)", (SCHEMA, self._log))
         return connection
 
@@ -222,11 +96,6 @@ class Projection:
         with self._locked() as connection:
             return int(connection.execute("SELECT position FROM cursor").fetchone()[0])
 
-    @property
-    def cursor_file(self) -> int:
-        """The file of the log that the cursor is in: those before it are projected whole."""
-        return Location.at(self.cursor, 0).file
-
     def reset(self) -> None:
         """Forget everything: the log will give it back."""
         with self._lock:
@@ -235,12 +104,12 @@ class Projection:
             self._connection = self._create()
             self._lookups = _connect(self._path)
 
-    def write(self, statements: Sequence[Statement], cursor: int) -> None:
-        """Carry changes out and move the cursor, in one transaction. Raises StoreError."""
+    def write(self, waiting: Iterable[Unprojected], cursor: int) -> None:
+        """Take in what is listed, in order, and move the cursor, in one transaction. Raises StoreError."""
         with self._locked() as connection:
             connection.execute("BEGIN IMMEDIATE")
             try:
-                for sql, alike in groupby(statements, key=itemgetter(0)):
+                for sql, alike in groupby(rows(waiting), key=itemgetter(0)):
                     connection.executemany(sql, [statement.values for statement in alike])
                 connection.execute("UPDATE cursor SET position = ?", (cursor,))
             except BaseException:
@@ -301,7 +170,7 @@ class Projection:
 
     def files(self) -> list[int]:
         """The files of the log that anything here is of, ascending; one lookup each, however much is in them."""
-        selects = [f"SELECT min(position) FROM {table} WHERE position >= :start" for table in _PLACED]
+        selects = [f"SELECT min(position) FROM {table} WHERE position >= :start" for table in PLACED]
         selects.append("SELECT min(file) << :bits FROM asset_references WHERE file >= :start >> :bits")
         least = " UNION ALL ".join(selects)
         found: list[int] = []
@@ -345,7 +214,7 @@ class Projection:
             bound.append(before)
         with self._locked() as connection:
             rows = connection.execute(
-                f"SELECT {_COLUMNS} FROM trajectories WHERE {' AND '.join(where)} ORDER BY position DESC LIMIT ?",
+                f"SELECT {COLUMNS} FROM trajectories WHERE {' AND '.join(where)} ORDER BY position DESC LIMIT ?",
                 (*bound, limit + 1),
             ).fetchall()
         more = rows[limit - 1][0] if len(rows) > limit else None

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from headrace_orchestrator.buffer.projection import SCHEMA
+from headrace_orchestrator.buffer.rows import SCHEMA
 
 MOST_NAMES = 100
 """So many ids of one kind of difference are named."""

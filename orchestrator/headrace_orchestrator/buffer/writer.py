@@ -120,16 +120,6 @@ class Writer:
                 path_of(self._directory, self.number).unlink(missing_ok=True)
             self.number, self.durable_bytes = self.number - 1, self._before_bytes
 
-    def remove(self, number: int) -> int:
-        """Delete a file that is not written any more; gives its bytes. Raises OSError, and then it is there."""
-        path = path_of(self._directory, number)
-        size = path.stat().st_size
-        path.unlink()
-        self.total_bytes -= size
-        with contextlib.suppress(OSError):  # after a power loss it may be back, whole, and goes again
-            sync_directory(self._directory)
-        return size
-
     def close(self) -> None:
         """Close the file."""
         self._close()

@@ -26,10 +26,10 @@ from headrace.logfiles import LogFile
 from headrace.logformat import Damage, Frame, FrameType, Tally
 from headrace_orchestrator.buffer import assets
 from headrace_orchestrator.buffer.directory import hold, is_owned, sync_directory
-from headrace_orchestrator.buffer.log import Location
-from headrace_orchestrator.buffer.projection import Projection, Statement
+from headrace_orchestrator.buffer.listing import Unprojected, listed_of
+from headrace_orchestrator.buffer.location import Location
+from headrace_orchestrator.buffer.projection import Projection
 from headrace_orchestrator.buffer.twins import Twin, copy_of, differences
-from headrace_orchestrator.service.listing import Unprojected, listed_of, rows
 from headrace_orchestrator.service.store import facts_of
 
 OnProgress = Callable[[int, int], None]
@@ -135,7 +135,7 @@ class _Reading:
         log_bytes = sum(file.size_bytes for file in self._files)
         self._total = log_bytes + sum(asset.stat().st_size for asset in self._assets.glob("*/*"))
         self._done = 0
-        self._waiting: list[Statement] = []
+        self._waiting: list[Unprojected] = []
         self._damaged: list[tuple[int, int]] = []
         self._control_lost = False
         self.unfinished_bytes = 0
@@ -233,7 +233,7 @@ class _Reading:
             if self._lived is not None and location.position >= self._lived.cursor:
                 self._unprojected_bytes += frame.size
             else:
-                self._waiting += rows(Unprojected(listed, location) for listed in listed_of(facts, source))
+                self._waiting += [Unprojected(listed, location) for listed in listed_of(facts, source)]
         except _UNREADABLE as error:
             self._lose(file, frame.offset, frame.size, frame.type, f"it does not decode: {error}")
 

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import msgspec
 
 from headrace.errors import CorruptRecord
-from headrace_orchestrator.buffer.log import Location, Moves
+from headrace_orchestrator.buffer.location import Location
+from headrace_orchestrator.buffer.log import Moves
 from headrace_orchestrator.scheduler.records import (
     AnyRecord,
     BatchAcked,

@@ -202,7 +202,7 @@ class Lifecycle:
     async def _forget_deleted_files(self, store: Store) -> None:
         """A crash may have come between the deletion of a file and what follows from it."""
         listed = await asyncio.to_thread(store.projection.files)
-        there = await asyncio.to_thread(store.log.files)
+        there = await asyncio.to_thread(store.log.files.sizes)
         await store.files_gone([number for number in listed if number not in there])
 
     async def _watch_lag(self) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 
-from headrace_orchestrator.buffer.log import Location, Moves
+from headrace_orchestrator.buffer.location import Location
+from headrace_orchestrator.buffer.log import Moves
 
 _ENTRY = struct.Struct("<QIi")
 """Position, length in bytes, and bytes of the id that follows as text; ``_UUID`` for an id of 16 bytes."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from headrace.errors import StoreError
 from headrace_orchestrator import logs
 from headrace_orchestrator.buffer.assets import Assets
+from headrace_orchestrator.buffer.location import Location
 from headrace_orchestrator.buffer.retention import FileUse, Retention, removable
 from headrace_orchestrator.scheduler.bounds import Bounds
 from headrace_orchestrator.service.store import Store
@@ -100,16 +101,17 @@ class Retainer:
 
     def _uses(self) -> list[FileUse]:
         """All files, in order. Blocking. Raises StoreError."""
-        sizes = self._store.log.sizes()
+        sizes = self._store.log.files.sizes()
         self._counts = {number: count for number, count in self._counts.items() if number in sizes}
         newest = max(sizes, default=0)
+        projected = Location.at(self._store.projection.cursor, 0).file
         found = []
         for number, (size_bytes, written_at) in sorted(sizes.items()):
             count = self._counts.get(number)
             if count is None:
                 count = self._store.projection.count(number)
                 # Files behind the cursor are listed whole; the newest one still grows.
-                if number < newest and number < self._store.projection.cursor_file:
+                if number < newest and number < projected:
                     self._counts[number] = count
             found.append(FileUse(number, size_bytes, count, written_at))
         return found

@@ -22,7 +22,7 @@ from headrace.errors import UnknownBatch, UnknownEnvironment, UnknownTrajectory
 from headrace.runspec import parse_run_spec
 from headrace_orchestrator import logs
 from headrace_orchestrator.buffer.directory import DataDirectory
-from headrace_orchestrator.buffer.projection import Stored
+from headrace_orchestrator.buffer.listing import Stored
 from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.service.lifecycle import Lifecycle

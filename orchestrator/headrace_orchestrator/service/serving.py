@@ -25,7 +25,8 @@ from headrace.runspec import RunSpec
 from headrace.sharding import Sharding
 from headrace.strands import GroupInput
 from headrace_orchestrator import logs
-from headrace_orchestrator.buffer.log import Location, Log
+from headrace_orchestrator.buffer.location import Location
+from headrace_orchestrator.buffer.log import Log
 from headrace_orchestrator.scheduler.core import Form, Redeliver
 from headrace_orchestrator.service.index import BatchAt
 from headrace_orchestrator.service.store import Store

@@ -23,8 +23,17 @@ from headrace.codec import TrajectoryHead
 from headrace.logformat import Frame, FrameType
 from headrace.manifest import Manifest
 from headrace.trajectory import Provenance, StopReason
-from headrace_orchestrator.buffer.log import Location, Log, Moves
-from headrace_orchestrator.buffer.projection import Projection
+from headrace_orchestrator.buffer.listing import (
+    BatchListed,
+    FileGone,
+    Listed,
+    TrajectoryListed,
+    Unprojected,
+    listed_of,
+)
+from headrace_orchestrator.buffer.location import Location
+from headrace_orchestrator.buffer.log import Log, Moves
+from headrace_orchestrator.buffer.seam import Listings
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.scheduler.records import (
     AnyRecord,
@@ -34,15 +43,6 @@ from headrace_orchestrator.scheduler.records import (
     EpisodeEnded,
 )
 from headrace_orchestrator.service.index import Index
-from headrace_orchestrator.service.listing import (
-    BatchListed,
-    FileGone,
-    Listed,
-    TrajectoryListed,
-    Unprojected,
-    listed_of,
-    rows,
-)
 from headrace_orchestrator.service.outcomes import outcome_of
 
 _encoder = msgspec.msgpack.Encoder()
@@ -94,7 +94,7 @@ _state_decoder = msgspec.msgpack.Decoder(ControlState)
 class Store:
     """Log, index and projection of one data directory."""
 
-    def __init__(self, log: Log, projection: Projection) -> None:
+    def __init__(self, log: Log, projection: Listings) -> None:
         self.log = log
         self.projection = projection
         self.index = Index()
@@ -220,7 +220,7 @@ class Store:
         waiting, self._unprojected = self._unprojected, []
         self._unprojected_ids.clear()
         self._unprojected_assets.clear()
-        self.projection.write(list(rows(waiting)), cursor)
+        self.projection.write(waiting, cursor)
 
     async def project(self) -> None:
         """Write the rows of what waits now, once its frames are on disk. Raises StoreError."""
@@ -241,7 +241,7 @@ class Store:
                             del self._unprojected_assets[name]
 
     def _write(self, waiting: Sequence[Unprojected], cursor: int) -> None:
-        self.projection.write(list(rows(waiting)), cursor)
+        self.projection.write(waiting, cursor)
         self.projection.trim()
 
     def _move(self, moves: Moves) -> None:

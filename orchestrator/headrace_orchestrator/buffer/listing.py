@@ -1,27 +1,21 @@
-"""What the projection is told of a frame.
+"""What the projection is told of a frame, and what it tells of a record.
 
 * A frame's rows follow from the frame alone: a rebuilt projection equals the lived one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from headrace.codec import TrajectoryHead
 from headrace.manifest import Manifest
 from headrace.trajectory import Provenance, StopReason
-from headrace_orchestrator.buffer.log import Location
-from headrace_orchestrator.buffer.projection import (
-    Statement,
-    asset_reference,
-    batch_row,
-    batch_settled,
-    file_gone,
-    member_row,
-    trajectory_row,
-)
+from headrace_orchestrator.buffer.location import Location
 from headrace_orchestrator.scheduler.records import AnyRecord, BatchAcked, BatchDissolved, EpisodeEnded
+
+FILTERS = ("status", "environment", "evaluation")
+"""Columns that a listing can be narrowed by."""
 
 
 class TrajectoryListed(NamedTuple):
@@ -59,6 +53,19 @@ class Unprojected(NamedTuple):
     location: Location
 
 
+class Stored(NamedTuple):
+    """Where a trajectory is, and whose it is."""
+
+    id: str
+    run: str
+    group: str
+    episode: str
+    attempt: int
+    worker: str
+    """Who wrote it; empty for the scheduler itself."""
+    location: Location
+
+
 def listed_of(facts: Sequence[AnyRecord], source: TrajectoryHead | Manifest | None) -> Iterator[Listed]:
     """What is to be listed of a frame that was read: its facts, and the head or the manifest that one is read from."""
     if isinstance(source, Manifest):
@@ -71,22 +78,3 @@ def listed_of(facts: Sequence[AnyRecord], source: TrajectoryHead | Manifest | No
             yield TrajectoryListed(fact, source.stop_reason, source.provenance, names)
         elif isinstance(fact, (BatchAcked, BatchDissolved)):
             yield fact
-
-
-def rows(waiting: Iterable[Unprojected]) -> Iterator[Statement]:
-    """The changes to the projection, in order."""
-    for listed, location in waiting:
-        match listed:
-            case TrajectoryListed(outcome, stop_reason, provenance, assets):
-                yield trajectory_row(outcome, stop_reason, provenance, location)
-                yield from (asset_reference(name, location.file) for name in assets)
-            case BatchListed(batch, run, version, groups):
-                yield batch_row(batch, run, version, location)
-                yield from (member_row(run, group, location) for group in groups)
-            case BatchAcked():
-                made = str(listed.version) if listed.version is not None else ""
-                yield batch_settled(listed.batch, "acked", made)
-            case BatchDissolved():
-                yield batch_settled(listed.batch, "dissolved")
-            case FileGone(number):
-                yield from file_gone(number)

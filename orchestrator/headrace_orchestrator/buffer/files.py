@@ -1,0 +1,80 @@
+"""Files of a log on a local disk: reading what is in them, and deleting old ones.
+
+* Every read is checked against its checksum.
+* A file may be deleted while a thread reads from it: that read ends as it would have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from headrace import logfiles, logformat
+from headrace.errors import CorruptRecord
+from headrace.logfiles import path_of
+from headrace_orchestrator.buffer.directory import sync_directory
+
+
+class LocalFiles:
+    """The files ``NNNNNNNN.log`` of a directory. Methods may be called from any thread."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._opened: dict[int, _Opened] = {}
+
+    def sizes(self) -> dict[int, tuple[int, float]]:
+        """Size in bytes of each file, and when it was last written (Unix time in seconds)."""
+        found: dict[int, tuple[int, float]] = {}
+        for number in logfiles.numbers_in(self._directory):
+            with contextlib.suppress(FileNotFoundError):  # one that a failed write took back
+                status = path_of(self._directory, number).stat()
+                found[number] = (status.st_size, status.st_mtime)
+        return found
+
+    def read(self, number: int, offset: int, length: int) -> bytes:
+        """The payload of the frame at an offset, checked. Raises CorruptRecord that names file and offset."""
+        path = path_of(self._directory, number)
+        try:
+            # Whoever holds it keeps it open, whatever becomes of the file meanwhile.
+            opened = self._opened.get(number) or self._opened.setdefault(number, _Opened(path))
+            return logformat.read_payload(opened.descriptor, offset, length, name=path.name)
+        except OSError as error:
+            raise CorruptRecord(
+                f"The record at offset {offset} of {path.name} cannot be read: {error.strerror}.",
+                hint="`headrace fsck` lists all damage.",
+                file=path.name,
+                offset=offset,
+            ) from error
+
+    def remove(self, number: int) -> int:
+        """Delete a file; gives its bytes. Raises OSError, and then it is there."""
+        path = path_of(self._directory, number)
+        size = path.stat().st_size
+        path.unlink()
+        self.forget(number)
+        with contextlib.suppress(OSError):  # after a power loss it may be back, whole, and goes again
+            sync_directory(self._directory)
+        return size
+
+    def forget(self, number: int) -> None:
+        """Another file has, or is to have, this number."""
+        self._opened.pop(number, None)
+
+    def close(self) -> None:
+        """Close all files that nobody reads from."""
+        self._opened.clear()
+
+
+class _Opened:
+    """A descriptor that is closed with its last reader."""
+
+    __slots__ = ("descriptor",)
+
+    def __init__(self, path: Path) -> None:
+        self.descriptor = -1
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)

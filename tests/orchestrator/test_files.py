@@ -1,0 +1,54 @@
+"""Files of a log on a local disk."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from headrace.errors import CorruptRecord
+from headrace.logfiles import path_of
+from headrace.logformat import FrameType, pack_frame
+from headrace_orchestrator.buffer.files import LocalFiles
+from tests.orchestrator.test_log import flip
+
+
+def made(folder: Path, number: int, payload: bytes) -> None:
+    path_of(folder, number).write_bytes(b"".join(pack_frame(FrameType.TRAJECTORY, payload)))
+
+
+def test_every_read_is_checked_against_its_checksum(tmp_path: Path) -> None:
+    made(tmp_path, 1, b"payload")
+    files = LocalFiles(tmp_path)
+    assert files.read(1, 0, 7) == b"payload"
+    flip(path_of(tmp_path, 1), 64)
+    with pytest.raises(CorruptRecord, match=r"offset 0 of 00000001\.log"):
+        files.read(1, 0, 7)
+    with pytest.raises(CorruptRecord, match=r"00000002\.log cannot be read: No such file"):
+        files.read(2, 0, 7)
+
+
+def test_a_file_may_be_deleted_while_a_thread_reads_from_it(tmp_path: Path) -> None:
+    made(tmp_path, 1, b"payload")
+    files = LocalFiles(tmp_path)
+    files.read(1, 0, 7)
+    reader = files._opened[1]
+    assert files.remove(1) == 128
+    assert files.sizes() == {}
+    assert os.pread(reader.descriptor, 7, 64) == b"payload"
+    descriptor = reader.descriptor
+    del reader
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
+def test_a_number_that_was_given_away_anew_is_read_anew(tmp_path: Path) -> None:
+    made(tmp_path, 1, b"before")
+    files = LocalFiles(tmp_path)
+    files.read(1, 0, 6)
+    path_of(tmp_path, 1).unlink()
+    made(tmp_path, 1, b"behind")
+    files.forget(1)
+    assert files.read(1, 0, 6) == b"behind"
+    files.close()
