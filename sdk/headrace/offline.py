@@ -25,6 +25,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from headrace import logfiles, logformat
+from headrace.assets import FOLDER, read_asset
 from headrace.batch import Batch, RowAdvantages, read_advantages, read_manifest
 from headrace.codec import TrajectoryHead, decode, decode_head
 from headrace.errors import CorruptRecord, HeadraceError, SetupError, UnknownBatch, UnknownTrajectory
@@ -191,6 +192,11 @@ class Reader:
                 f"There is no readable trajectory {id} in {self.path}.", hint="`headrace fsck` lists what is damaged."
             )
         return self._payload(*self._catalog.places[3 * number : 3 * number + 3])
+
+    def asset(self, name: str) -> bytes:
+        """An image or a large array that a trajectory refers to, checked against its name. Raises UnknownAsset or
+        CorruptAsset."""
+        return read_asset(self.path / FOLDER, name)
 
     def batches(self, *, run: str | None = None, state: BatchState | None = None) -> Iterator[StoredBatch]:
         """All batches, in the order in which they were frozen."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import headrace
 from headrace import wire
 from headrace.assets import AssetData, asset_of, asset_path, unpack_assets
 from headrace.errors import CorruptAsset, InvalidAsset, StoreError, UnknownAsset
@@ -253,6 +254,19 @@ async def test_G07_a_record_keeps_its_assets_before_the_projection_knows_of_it( 
                 while (await api.ask("GET", "/v1/status"))["store"]["assets"] > 1:
                     await asyncio.sleep(0.01)
         assert await fetch(api, ONE.name) == ONE.data
+
+
+async def test_assets_are_read_without_a_service(data_dir: Path) -> None:
+    async with orchestrator(data_dir) as api:
+        await api.create_run()
+        await send(api, ONE)
+        await submit_one(api, ONE)
+    data = headrace.open(data_dir)
+    (trajectory,) = data.trajectories()
+    assert [data.asset(asset.name) for asset in trajectory.assets] == [ONE.data]
+    asset_path(data_dir / "assets", ONE.name).write_bytes(b"other")
+    with pytest.raises(CorruptAsset, match=ONE.name):
+        data.asset(ONE.name)
 
 
 async def test_assets_over_http_are_refused_and_missed_by_name(data_dir: Path) -> None:

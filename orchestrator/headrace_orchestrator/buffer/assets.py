@@ -315,7 +315,7 @@ def check(folder: Path, referred: Set[str], progress: Callable[[int], None] = la
                 continue  # deleted meanwhile
             except CorruptAsset as error:
                 damaged[name] = error.detail
-                size = asset_path(folder, name).stat().st_size
+                size = _size(asset_path(folder, name))
             found.add(name)
             size_bytes += size
             progress(size)
@@ -326,6 +326,19 @@ def check(folder: Path, referred: Set[str], progress: Callable[[int], None] = la
         missing=sorted(referred - found),
         unreferenced=sorted(found - referred),
     )
+
+
+def stored_bytes(folder: Path) -> int:
+    """Of all assets. Blocking; may run beside a service."""
+    return sum(_size(path) for shelf in _shelves(folder) for path in shelf.iterdir())
+
+
+def _size(path: Path) -> int:
+    """Of a file; 0 if it was deleted meanwhile."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _shelves(folder: Path) -> list[Path]:

@@ -236,7 +236,7 @@ class _Copy:
 
 
 def _assets_in(directory: Path) -> Iterator[Path]:
-    for asset in sorted((directory / "assets").glob("*/*")):
+    for asset in sorted((directory / "assets").glob("??/*")):
         if _ASSET_NAME.fullmatch(asset.name):
             yield asset
 

@@ -133,7 +133,7 @@ class _Reading:
         self._assets = data / FOLDER
         self._referred: dict[str, Path] = {}
         log_bytes = sum(file.size_bytes for file in self._files)
-        self._total = log_bytes + sum(asset.stat().st_size for asset in self._assets.glob("*/*"))
+        self._total = log_bytes + assets.stored_bytes(self._assets)
         self._done = 0
         self._waiting: list[Unprojected] = []
         self._damaged: list[tuple[int, int]] = []
