@@ -46,6 +46,7 @@ class Metrics:
     def __init__(self, status: Callable[[], ServiceStatus]) -> None:
         self.registry = CollectorRegistry()
         self._runs: set[str] = set()
+        self._requests: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
         self._counters()
         self._histograms()
         self.registry.register(_StateCollector(status, self.run_label))
@@ -88,6 +89,16 @@ class Metrics:
             return OTHER
         self._runs.add(run)
         return run
+
+    def answered(self, method: str, route: str, status: int, duration_s: float) -> None:
+        """Count a request. Its series are looked up once: doing so costs more than counting."""
+        series = self._requests.get((method, route, status))
+        if series is None:
+            series = self.requests.labels(method, route, status), self.request_time.labels(route)
+            self._requests[method, route, status] = series
+        count, time = series
+        count.inc()
+        time.observe(duration_s)
 
     def observe(self, facts: Iterable[AnyRecord]) -> None:
         """Count what the scheduler decided."""

@@ -102,8 +102,7 @@ class App:
         finally:
             if call is not None:
                 call.close()
-            self._metrics.requests.labels(method, template, status).inc()
-            self._metrics.request_time.labels(template).observe(time.perf_counter() - begun)
+            self._metrics.answered(method, template, status, time.perf_counter() - begun)
 
     async def _answer(self, route: Route, call: Call) -> Answer:
         reply = await route.handler(self._service, call)
