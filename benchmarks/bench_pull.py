@@ -38,9 +38,8 @@ from headrace.trajectory import (
 TRAJECTORIES, TOKENS, ROUNDS = 256, 4096, 21
 
 _SERVER = """
-import socket, sys
-size = int(sys.argv[1])
-content = memoryview(bytes(size))
+import os, socket, sys
+content = memoryview(os.urandom(int(sys.argv[1])))  # zeros would be read from one page, and stay in the cache
 with socket.create_server(("127.0.0.1", 0)) as listener:
     print(listener.getsockname()[1], flush=True)
     connection, _ = listener.accept()

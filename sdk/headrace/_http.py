@@ -17,7 +17,8 @@ import threading
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-from headrace._protocol import Answer, Lost, Request, aligned_buffer, headers
+from headrace._buffers import Buffers
+from headrace._protocol import Answer, Lost, Request, headers
 from headrace.errors import InvalidRequest
 
 IDLE_CONNECTIONS = 2
@@ -57,6 +58,7 @@ class Connections:
         self.origin = origin
         self.token = token
         self._lock = threading.Lock()
+        self._buffers = Buffers()
         self._idle: list[http.client.HTTPConnection] = []
         self._busy: set[http.client.HTTPConnection] = set()
         self._closed = self._aborted = False
@@ -85,7 +87,7 @@ class Connections:
                 headers=headers(self.token, request),
             )
             response = connection.getresponse()
-            body = _read(response)
+            body = self._read(response)
         except (OSError, http.client.HTTPException) as error:
             connection.close()
             return Lost(detail=_said(error), sent=True)
@@ -112,6 +114,19 @@ class Connections:
             idle, self._idle = self._idle, []
         for connection in idle:
             connection.close()
+
+    def _read(self, response: http.client.HTTPResponse) -> memoryview:
+        if response.length is None:  # chunked, or until the connection closes
+            return memoryview(response.read())
+        buffer = self._buffers.take(response.length)
+        size, at = len(buffer), 0
+        while at < size:
+            got = response.readinto(buffer[at:])
+            if not got:
+                raise http.client.IncompleteRead(b"", size - at)
+            at += got
+        response.close()
+        return buffer
 
     def _take(self) -> http.client.HTTPConnection:
         while True:
@@ -142,20 +157,6 @@ def _closed_by_peer(sock: socket.socket) -> bool:
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     return bool(poll.poll(0))
-
-
-def _read(response: http.client.HTTPResponse) -> memoryview:
-    if response.length is None:  # chunked, or until the connection closes
-        return memoryview(response.read())
-    buffer = aligned_buffer(response.length)
-    size, at = len(buffer), 0
-    while at < size:
-        got = response.readinto(buffer[at:])
-        if not got:
-            raise http.client.IncompleteRead(b"", size - at)
-        at += got
-    response.close()
-    return buffer
 
 
 def _lowered(response: http.client.HTTPResponse) -> Mapping[str, str]:

@@ -16,7 +16,6 @@ from typing import Any, Generic, TypeVar
 from urllib.parse import quote, urlencode
 
 import msgspec
-import numpy as np
 
 from headrace import wire
 from headrace.errors import HeadraceError, RequestError, RequestTooLarge, ServiceError, Unavailable
@@ -202,10 +201,3 @@ def headers(token: str, request: Request) -> dict[str, str]:
     if request.body:
         found["Content-Type"] = "application/json"
     return found
-
-
-def aligned_buffer(size: int) -> memoryview:
-    """``size`` writable bytes that begin at a multiple of 64, so that arrays in them are views at any dtype."""
-    raw = np.empty(size + 64, dtype=np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw.data[start : start + size]

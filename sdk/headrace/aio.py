@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from headrace import wire
+from headrace._buffers import Buffers
 from headrace._flows import (
     PAGE,
     Flows,
@@ -32,7 +33,7 @@ from headrace._flows import (
 )
 from headrace._http import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, Origin
 from headrace._prefetch import UNUSED
-from headrace._protocol import Answer, Flow, Lost, Request, Sleep, aligned_buffer, headers
+from headrace._protocol import Answer, Flow, Lost, Request, Sleep, headers
 from headrace.batch import Batch
 from headrace.client import address, bearer
 from headrace.errors import HeadraceError, MissingExtra, RunFinished
@@ -394,6 +395,7 @@ class _Connections:
         self._origin = origin
         self._token = token
         self._session: aiohttp.ClientSession | None = None
+        self._buffers = Buffers()
 
     async def send(self, request: Request) -> Answer | Lost:
         session = self._opened()
@@ -411,7 +413,7 @@ class _Connections:
                 timeout=timeout,
                 allow_redirects=False,
             ) as response:
-                body = await _read(response)
+                body = await _read(response, self._buffers)
         except self._aiohttp.ClientConnectorError as error:
             return Lost(detail=f"cannot connect to {self._origin.url}: {error}", sent=False)
         except (self._aiohttp.ClientError, OSError, TimeoutError) as error:
@@ -441,11 +443,11 @@ class _Connections:
         return self._session
 
 
-async def _read(response: aiohttp.ClientResponse) -> memoryview:
+async def _read(response: aiohttp.ClientResponse, buffers: Buffers) -> memoryview:
     size = response.content_length
     if size is None:
         return memoryview(await response.read())
-    buffer, at = aligned_buffer(size), 0
+    buffer, at = buffers.take(size), 0
     async for chunk in response.content.iter_any():
         buffer[at : at + len(chunk)] = chunk
         at += len(chunk)
