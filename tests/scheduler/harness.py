@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from headrace.trajectory import Failure, Status, Version
 from headrace_orchestrator.scheduler import records
 from headrace_orchestrator.scheduler.bounds import Bounds
 from headrace_orchestrator.scheduler.core import Form, Redeliver, Scheduler
+from tests.scheduler.oracle import Told, faults
 
 FLAKY = Failure(layer="environment", kind="step-timeout", message="The step took too long.", retryable=True)
 BROKEN = Failure(layer="environment", kind="crashed", message="It raised.", retryable=False)
@@ -38,6 +40,8 @@ class Harness:
         self.bounds = bounds or Bounds()
         self.now = 1000.0
         self.log: list[records.AnyRecord] = []
+        #: What batches are judged by; None where facts of the log were lost.
+        self.told: defaultdict[str, Told] | None = defaultdict(Told) if checked else None
         self.checked = checked
         self._ids = itertools.count()
         self.core = self._scheduler()
@@ -57,6 +61,10 @@ class Harness:
         """Take what the last command decided, and check the invariants."""
         new = self.core.drain()
         self.log += new
+        if self.told is not None:
+            for record in new:
+                if not isinstance(record, records.WorkerDraining):
+                    self.told[record.run].take(record)
         for record in new:
             if isinstance(record, records.GroupAdmitted):
                 self.tasks[record.group] = record.task.id
@@ -229,6 +237,8 @@ class Harness:
         self.settle()
         if isinstance(plan, wire.EmptyReply):
             return plan
+        if isinstance(plan, Form) and self.told is not None:
+            assert faults(self.told[run], self.core.spec(run), plan.groups, wanted) == []
         lease = self.core.form(run, plan, wanted, self.now) if isinstance(plan, Form) else plan
         self.settle()
         return Served(run, lease, wanted, self.groups_of(lease.batch))

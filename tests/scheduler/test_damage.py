@@ -94,6 +94,7 @@ def test_whatever_records_are_lost_the_counts_stay_right_and_the_run_goes_on(see
     missing = {1 + index % (len(harness.log) - 1) for index in lost}  # the run itself stays
     log = [record for place, record in enumerate(harness.log) if place not in missing]
     driven = Harness()
+    driven.told = None
     driven.now = harness.now
     driven._ids = iter(range(1 << 20, 1 << 30))
     driven.core = replay(driven, log)
@@ -208,6 +209,7 @@ def test_an_episode_whose_dispatch_was_lost_is_not_granted_twice_at_once(harness
     harness.hand_back(again, "b")
     core = replay(harness, harness.log[:first] + harness.log[first + 1 :])
     driven = Harness()
+    driven.told = None
     driven._ids = iter(range(1 << 20, 1 << 30))
     driven.core = core
     granted = driven.lease(8, "c")
@@ -219,6 +221,7 @@ def test_a_group_of_which_all_records_were_lost_is_not_served_again(harness):
     harness.work()
     harness.nack(harness.batch())
     driven = Harness()
+    driven.told = None
     driven._ids = iter(range(1 << 20, 1 << 30))
     driven.core = replay(harness, [r for r in harness.log if not isinstance(r, records.EpisodeEnded)])
     driven.core.tick(driven.now)

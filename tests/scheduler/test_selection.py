@@ -65,6 +65,23 @@ def test_uniform_draws_every_ordered_pair_as_often():
     assert chi_square(counts, pairs) < 31.3, "11 degrees of freedom: once in a thousand seeds"
 
 
+def test_uniform_draws_as_evenly_from_groups_of_several_kinds_and_versions():
+    harness = Harness()
+    harness.run(source="learner", selection={"order": "uniform"}, batch_size=2, max_staleness=3)
+    tasks = [{"environment": f"game:{number % 3}", "seed": number} for number in range(5)]
+    groups = [wire.GroupRequest(id=f"g{number}", task=task) for number, task in enumerate(tasks)]
+    harness.core.submit_groups("r", groups, harness.now)
+    attempts = harness.lease(5)
+    for attempt in attempts[:3]:
+        harness.finish(attempt)
+    harness.announce("0.1")
+    for attempt in attempts[3:]:
+        harness.finish(attempt)
+    counts = Counter(drawn(harness, 4000))
+    pairs = dict.fromkeys(permutations([f"g{number}" for number in range(5)], 2), 1 / 20)
+    assert chi_square(counts, pairs) < 43.9, "19 degrees of freedom: once in a thousand seeds"
+
+
 @pytest.mark.parametrize("exponent", [0.0, 0.5, 1.0, 2.0])
 def test_prioritized_draws_in_proportion_to_the_power_of_the_priority_without_replacement(exponent):
     harness = stocked("prioritized", groups=3, batch_size=2, selection={"exponent": exponent})

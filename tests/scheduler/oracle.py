@@ -1,0 +1,106 @@
+"""What a batch may be made of, told from the facts alone, without the scheduler's state or any code of its own."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from headrace import wire
+from headrace.runspec import RunSpec
+from headrace.trajectory import Version
+from headrace_orchestrator.scheduler import records
+
+
+class Told:
+    """The facts of one run, sorted by what they are about."""
+
+    def __init__(self) -> None:
+        self.admitted: dict[str, records.GroupAdmitted] = {}
+        self.members: dict[str, list[str]] = {}
+        self.dispatched: set[str] = set()
+        self.ended: dict[str, records.EpisodeEnded] = {}
+        #: Groups of which members may be missing that were never dispatched.
+        self.given_up: set[str] = set()
+        self.retired: set[str] = set()
+        self.batches: dict[str, list[str]] = {}
+        self.uses: Counter[str] = Counter()
+        self.now = Version(0, 0)
+        self.forks: dict[int, Version] = {}
+
+    def take(self, fact: records.AnyRecord) -> None:
+        """Hear of one more."""
+        match fact:
+            case records.GroupAdmitted():
+                self.admitted[fact.group] = fact
+                self.members[fact.group] = [member.episode for member in fact.members]
+            case records.MemberAdded():
+                self.members[fact.group].append(fact.member.episode)
+            case records.Dispatched():
+                self.dispatched.update(grant.episode for grant in fact.grants)
+            case records.EpisodeEnded():
+                self.ended[fact.episode] = fact
+            case records.GroupCut():
+                self.given_up.add(fact.group)
+            case records.TaskQuarantined():
+                same = (fact.task.environment, fact.task.seed)
+                self.given_up.update(g for g, a in self.admitted.items() if (a.task.environment, a.task.seed) == same)
+            case records.GroupRetired():
+                self.retired.add(fact.group)
+            case records.BatchFormed():
+                self.batches[fact.batch] = fact.groups
+            case records.BatchDissolved():
+                del self.batches[fact.batch]
+            case records.BatchAcked():
+                self.uses.update(self.batches.pop(fact.batch))
+                self._announce(fact.version, None)
+            case records.VersionAnnounced():
+                self._announce(fact.version, fact.fork)
+            case _:
+                pass
+
+    def _announce(self, version: Version | None, fork: Version | None) -> None:
+        self.now = version or self.now
+        if fork is not None and version is not None:
+            self.forks[version.lineage] = fork
+
+    def path(self) -> dict[int, float]:
+        """The lineages that the version now descends from, each with the last ``n`` on the way."""
+        found = {self.now.lineage: math.inf}
+        at = self.forks.get(self.now.lineage)
+        while at is not None:
+            found[at.lineage] = at.n
+            at = self.forks.get(at.lineage)
+        return found
+
+
+def faults(told: Told, spec: RunSpec, groups: Sequence[tuple[str, list[str]]], asked: wire.PullRequest) -> list[str]:
+    """What is wrong with a batch of these groups and trajectories."""
+    found = [f"{id} is there twice" for id, count in Counter(id for id, _ in groups).items() if count > 1]
+    in_batches = {id for ids in told.batches.values() for id in ids}
+    path = told.path()
+    for id, trajectories in groups:
+        admitted = told.admitted[id]
+        if id in told.retired or id in in_batches or told.uses[id] >= spec.max_uses:
+            found.append(f"{id} is used up, in another batch or retired")
+        missing = [e for e in told.members[id] if e not in told.ended]
+        if any(e in told.dispatched or id not in told.given_up for e in missing):
+            found.append(f"{id} is not complete: {missing}")
+        ends = [told.ended[e] for e in told.members[id] if e in told.ended]
+        usable = [end for end in ends if end.status in ("finished", "truncated")]
+        if [end.trajectory for end in usable] != trajectories or not usable:
+            found.append(f"{id} is not its usable members in their order")
+        for version in (version for end in usable for version in (end.low, end.high) if version is not None):
+            if version.n > path.get(version.lineage, -1):
+                found.append(f"{id} has a row of {version}, which a rewind left")
+            elif told.now.n - version.n > spec.max_staleness:
+                found.append(f"{id} has a row of {version} and is stale")
+        if spec.short_groups == "drop" and len(usable) < len(admitted.members):
+            found.append(f"{id} is short")
+        if admitted.evaluation or (asked.groups is not None and id not in asked.groups):
+            found.append(f"{id} was not asked for")
+        if asked.environments and admitted.task.environment not in asked.environments:
+            found.append(f"{id} is of {admitted.task.environment}")
+        if not set(asked.tags) <= set(admitted.task.tags):
+            found.append(f"{id} has tags {admitted.task.tags}")
+    return found
