@@ -55,6 +55,20 @@ def test_the_lock_goes_with_the_process_however_it_ends(data_dir: Path):
     again.close()
 
 
+def test_one_that_lost_its_lock_to_another_knows_it_by_the_epoch(data_dir: Path):
+    old = DataDirectory.claim(data_dir)
+    old.require_owned()
+    (data_dir / "owner").unlink()
+    new = DataDirectory.claim(data_dir)
+    new.announce("http://127.0.0.1:1")
+    with pytest.raises(DataDirectoryInUse, match="of epoch 2; this one is of epoch 1"):
+        old.require_owned()
+    old.close()
+    assert (data_dir / "address").exists()
+    new.require_owned()
+    new.close()
+
+
 def test_a_damaged_epoch_is_not_guessed(data_dir: Path):
     DataDirectory.claim(data_dir).close()
     (data_dir / "epoch").write_text("x")

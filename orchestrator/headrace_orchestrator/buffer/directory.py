@@ -3,6 +3,7 @@
 * One orchestrator writes a data directory; a second one is told who has it.
 * The epoch grows at every start and is on disk before anything is answered; a lost one is not guessed.
 * The lock goes with the process, however it ends.
+* One that stood still while its lock was lost, and another took the directory, knows it by the epoch.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
@@ -25,6 +26,7 @@ class DataDirectory:
         self.path = path
         self.epoch = epoch
         self._lock = lock
+        self._epoch_file = _file_mark(path / "epoch")
 
     @classmethod
     def claim(cls, path: Path) -> Self:
@@ -51,9 +53,21 @@ class DataDirectory:
         """Write the address that this owner listens at to ``address``."""
         replace(self.path / "address", url.encode() + b"\n")
 
+    def require_owned(self) -> None:
+        """Raises DataDirectoryInUse once another orchestrator has begun an epoch here, and OSError if that cannot be
+        told. A lock can be lost without a word: its file deleted, its volume attached elsewhere."""
+        if _file_mark(self.path / "epoch") != self._epoch_file:
+            raise DataDirectoryInUse(
+                f"The data directory {self.path} was taken by another orchestrator, of epoch {last_epoch(self.path)}; "
+                f"this one is of epoch {self.epoch}.",
+                hint="Nothing is stored here any more. End this process.",
+            )
+
     def close(self) -> None:
         """Give the directory up."""
-        (self.path / "address").unlink(missing_ok=True)
+        with suppress(DataDirectoryInUse, OSError):  # the address of another owner stays
+            self.require_owned()
+            (self.path / "address").unlink(missing_ok=True)
         os.close(self._lock)
 
 
@@ -81,6 +95,12 @@ def is_owned(path: Path) -> bool:
     finally:
         os.close(lock)
     return False
+
+
+def _file_mark(file: Path) -> tuple[int, int]:
+    """Tells a small file from one that was put in its place."""
+    found = os.stat(file)
+    return found.st_ino, found.st_mtime_ns
 
 
 def _take(lock: int, path: Path) -> None:

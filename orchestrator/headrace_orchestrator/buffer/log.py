@@ -28,7 +28,7 @@ from typing import NamedTuple
 import msgspec
 
 from headrace import logfiles, logformat
-from headrace.errors import StoreError
+from headrace.errors import DataDirectoryInUse, StoreError
 from headrace.ids import new_id
 from headrace.logfiles import LogFile, path_of
 from headrace.logformat import Damage, FileHead, Frame, FrameType, Tally
@@ -110,7 +110,8 @@ class _Filling:
 class Log:
     """The files of ``directory``. Use ``scan`` to its end once, then ``begin``, then append.
 
-    ``on_failure`` is called when the disk refuses, ``on_recovery`` when it takes again what waits.
+    ``require_owned`` raises DataDirectoryInUse once another process writes here. ``on_failure`` is called when the disk
+    refuses, ``on_recovery`` when it takes again what waits.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class Log:
         *,
         file_bytes: int,
         epoch: int = 0,
+        require_owned: Callable[[], None] = lambda: None,
         on_sync: OnSync = lambda duration_s, size: None,
         on_failure: Callable[[], None] = lambda: None,
         on_recovery: Callable[[], None] = lambda: None,
@@ -140,7 +142,8 @@ class Log:
         self._on_sync, self._on_failure, self._on_recovery = on_sync, on_failure, on_recovery
         self._clock_ms = clock_ms
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="log")
-        self._writer = Writer(directory)
+        self._require_owned = require_owned
+        self._writer = Writer(directory, require_owned)
         self._at = _Filling(0, 0)
         self._bytes_before = 0  # in files before the current one
         self._appended, self._durable = 0, 0  # counts of frames
@@ -350,6 +353,9 @@ class Log:
                 self._writer.write(batch)
             except Failed as error:
                 failed = error
+            except DataDirectoryInUse as error:
+                loop.call_soon_threadsafe(self.stop, error.detail.rstrip("."))
+                return
             except Exception as error:
                 loop.call_soon_threadsafe(self.stop, f"its writer failed ({type(error).__name__}: {error})")
                 raise
@@ -416,6 +422,9 @@ class Log:
         if isinstance(error, OSError):
             self._probe_later()
             return
+        if isinstance(error, DataDirectoryInUse):
+            self.stop(error.detail.rstrip("."))
+            return
         if error is not None:
             raise error
         meant = list(self._queue)
@@ -456,6 +465,9 @@ class Log:
         """Delete an old file whole; gives its bytes. Nothing in it may be needed any more. Raises StoreError."""
         try:
             size_bytes = await asyncio.get_running_loop().run_in_executor(self._thread, self._remove, number)
+        except DataDirectoryInUse as error:
+            self.stop(error.detail.rstrip("."))
+            raise self._closed() from error
         except OSError as error:
             raise StoreError(
                 f"An old file of the log cannot be deleted: {error.strerror or error}.",
@@ -466,6 +478,7 @@ class Log:
 
     def _remove(self, number: int) -> int:
         """In the log's thread, as all that the writer counts."""
+        self._require_owned()
         size_bytes = self.files.remove(number)
         self._writer.total_bytes -= size_bytes
         return size_bytes

@@ -3,13 +3,14 @@
 * What is reported as written is on disk, and so is the name of its file.
 * A file on which a write or a sync failed is cut back to what is durable, and never written again.
 * A file that nothing durable is in may be made anew; one with a footer is never touched again.
+* Nothing is written, and nothing reported as written, once the directory is another process's.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -43,14 +44,17 @@ class Failed(Exception):
 
 
 class Writer:
-    """The file that is written. ``number`` of it, ``durable_bytes`` in it, and bytes of all files up to it."""
+    """The file that is written. ``number`` of it, ``durable_bytes`` in it, and bytes of all files up to it.
 
-    def __init__(self, directory: Path) -> None:
+    ``require_owned`` raises what ends all writing, or OSError."""
+
+    def __init__(self, directory: Path, require_owned: Callable[[], None] = lambda: None) -> None:
         self.number = 0
         self.durable_bytes = 0
         self.total_bytes = 0
         self._before_bytes = 0  # durable in the file before
         self._directory = directory
+        self._require_owned = require_owned
         self._descriptor = -1
 
     def go_on(self, number: int, total_bytes: int) -> int:
@@ -65,15 +69,17 @@ class Writer:
 
     def write(self, batch: Sequence[Queued]) -> None:
         """Append frames to their files and sync; a new number opens a new file. Raises Failed, and then writes no more
-        until ``start_over``."""
+        until ``start_over``; or what ``require_owned`` raises."""
         written = 0
         try:
+            self._require_owned()
             for number, frames in groupby(batch, key=attrgetter("file")):
                 share = list(frames)
                 if number != self.number:
                     self._make(number)
                 self._append([buffer for frame in share for buffer in frame.buffers])
                 written += len(share)
+            self._require_owned()  # what came behind the other one's start is not read by it
         except OSError as error:
             self._give_up()
             raise Failed(error, written) from error
@@ -82,8 +88,10 @@ class Writer:
         """Write frames to a new file after a failure, if the disk takes them now. Raises OSError, and then nothing has
         changed."""
         try:
+            self._require_owned()
             self._make(batch[0].file)
             self._append([buffer for frame in batch for buffer in frame.buffers])
+            self._require_owned()
         except OSError:
             self._give_up()
             raise

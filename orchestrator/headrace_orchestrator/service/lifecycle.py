@@ -138,6 +138,7 @@ class Lifecycle:
             self._directory.path / "log",
             file_bytes=self._settings.retention.file_bytes(self._settings.log_file_bytes),
             epoch=self.epoch,
+            require_owned=self._directory.require_owned,
             on_sync=self._synced,
             on_failure=self._disk_refuses,
             on_recovery=self._disk_takes,
