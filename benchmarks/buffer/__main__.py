@@ -2,7 +2,7 @@
 
 Same payload of 37 KB, same run, in turns, medians; the ratios are what counts.
 
-    python -m benchmarks.buffer [--rounds 7] [--parts peers,log,restart,memory] [--stored 100000] [--load-s 60]
+    python -m benchmarks.buffer [--rounds 7] [--parts peers,log,forming,restart,memory] [--stored 100000] [--load-s 60]
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from benchmarks import bench_pull
+from benchmarks import bench_forming, bench_pull
 from benchmarks.buffer import ingest, log, memory, restart
 from benchmarks.buffer.peers import Peer
 from benchmarks.service import service
@@ -28,7 +28,7 @@ BATCHED_CONNECTIONS = 4
 RESTART_S, MEMORY_MB = 2.0, 600.0
 """The bounds that the project sets itself."""
 
-PARTS = ("peers", "log", "restart", "memory")
+PARTS = ("peers", "log", "forming", "restart", "memory")
 
 
 def main() -> None:
@@ -43,6 +43,8 @@ def main() -> None:
             report("buffer", beside_peers(chosen.rounds))
         elif part == "log":
             report("buffer_log", [append_row(chosen.rounds)])
+        elif part == "forming":
+            report("forming", bench_forming.rows(bench_forming.STORED))
         elif part == "restart":
             report("buffer_restart", [restart_row(chosen.stored, max(3, chosen.rounds // 2))])
         elif part == "memory":

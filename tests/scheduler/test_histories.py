@@ -65,7 +65,7 @@ def make_run(harness: Harness, spec: dict[str, Any]) -> None:
 class Histories(RuleBasedStateMachine):
     """One history."""
 
-    @initialize(spec=SPECS, slice=st.sampled_from([1, 2, 256]))
+    @initialize(spec=SPECS, slice=st.sampled_from([1, 2, 64]))
     def begin(self, spec, slice):
         settling.SLICE = slice
         self.harness = Harness()
@@ -323,7 +323,7 @@ class Histories(RuleBasedStateMachine):
             return
         harness = self.harness
         harness.catch_up()
-        settling.SLICE = 256
+        settling.SLICE = 64
         assert harness.replayed().durable() == harness.core.durable()
         if self.snapshot:
             assert harness.restored(*self.snapshot).durable() == harness.core.durable()

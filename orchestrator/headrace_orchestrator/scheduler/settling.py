@@ -23,7 +23,7 @@ from headrace_orchestrator.scheduler.sources import sampling_seed, task_key
 from headrace_orchestrator.scheduler.states import Episode, Group
 from headrace_orchestrator.scheduler.taking import LEASE_EXPIRED
 
-SLICE = 256
+SLICE = 64
 """Groups that one command retires: a million at once would hold up everybody for half a minute."""
 
 LOSSES_AN_ATTEMPT = 10

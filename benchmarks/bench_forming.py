@@ -1,0 +1,203 @@
+"""Forming batches with a million small trajectories stored, and with a million stale ones ahead.
+
+In one process, scheduler and index of the store: no HTTP, no log, nothing is read. A claim is a pull that forms a batch
+of 32 groups of 8, with the places of its records; between claims the batch is acked and as many groups are played anew,
+so that what is stored stays the same. Medians of 400 claims.
+
+    python -m benchmarks.bench_forming [--stored 1000000]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import statistics
+import time
+from pathlib import Path
+
+from benchmarks.table import Row, report
+from headrace import wire
+from headrace.ids import new_id
+from headrace.runspec import RunSpec
+from headrace.trajectory import Version
+from headrace_orchestrator.buffer.log import Location
+from headrace_orchestrator.scheduler.core import Form, Redeliver, Scheduler
+from headrace_orchestrator.scheduler.records import AnyRecord, BatchFormed, EpisodeEnded
+from headrace_orchestrator.service.index import Index
+
+GROUP, BATCH_GROUPS, CLAIMS = 8, 32, 400
+STORED, SMALL = 1_000_000, 10_000
+REACH = 1.5
+
+RECORD_BYTES = 1024
+"""Of a stored record, as the index is told."""
+
+MEMORY_MB = 600.0
+"""That the whole orchestrator may take with a million stored."""
+
+HOLD_UP_MS = 50.0
+"""That one command may hold up the others: less than anybody notices."""
+
+RUN = "forming"
+
+
+class Buffer:
+    """A scheduler and an index, with one run that stores so many trajectories in whole groups."""
+
+    def __init__(self, stored: int) -> None:
+        self.stored = stored
+        self.core = Scheduler(epoch=1, new_id=new_id, new_nonce=lambda: f"{next(self._numbers):016x}")
+        self.index = Index()
+        self._numbers = itertools.count()
+        #: So many that all that is stored stays in flight while batches are acked.
+        batches = stored // (GROUP * BATCH_GROUPS) + 4
+        spec = RunSpec(
+            name=RUN,
+            environments=[{"id": "bench:Null"}],
+            group_size=GROUP,
+            batch_size=GROUP * BATCH_GROUPS,
+            max_staleness=batches - 1,
+            max_bytes=1 << 44,
+            attempt_lease_s=1e6,
+            batch_lease_s=1e6,
+        )
+        self.core.create_run(spec, self.now())
+
+    @staticmethod
+    def now() -> float:
+        return time.perf_counter()
+
+    def play(self, count: int) -> None:
+        """So many more episodes end; the rest of what is queued waits."""
+        while count > 0:
+            request = wire.LeaseRequest(worker="w", slots=1024, free=min(1024, count))
+            attempts = self.core.lease(request, self.now()).attempts
+            self.note()
+            version = self.core.version(RUN)
+            for attempt in attempts:
+                self.core.judge("w", attempt.nonce, outcome(attempt, version), self.now())
+            self.note()
+            if not attempts:
+                raise RuntimeError(f"there are no episodes to play: {self.core.run_status(RUN, self.now())}")
+            count -= len(attempts)
+
+    def note(self) -> None:
+        """Give the index what was decided."""
+        self.take(self.core.drain())
+
+    def take(self, facts: list[AnyRecord]) -> None:
+        for fact in facts:
+            if isinstance(fact, EpisodeEnded):
+                self.index.note_trajectory(fact, Location.at(next(self._numbers) * RECORD_BYTES, RECORD_BYTES))
+            elif not isinstance(fact, BatchFormed):
+                self.index.note(fact)
+
+    def claims_ms(self) -> float:
+        """The median time of a claim."""
+        taken = []
+        for number in range(CLAIMS):
+            begun = self.now()
+            lease = self.claim(number)
+            taken.append(self.now() - begun)
+            ack = wire.AckRequest(learner="l", session="s", generation=lease.generation)
+            self.core.ack(RUN, lease.batch, ack, self.now())
+            self.note()
+            self.play(GROUP * BATCH_GROUPS)
+        return statistics.median(taken) * 1e3
+
+    def claim(self, number: int) -> Redeliver:
+        request = wire.PullRequest(learner="l", session="s", request=str(number))
+        plan = self.core.pull(RUN, request, self.now())
+        if not isinstance(plan, Form):
+            raise RuntimeError(f"nothing to form: {plan}")
+        for group, ids in plan.groups:
+            places = dict(self.index.groups[RUN][group])
+            if not len(ids) == len(places) == GROUP:
+                raise RuntimeError(f"a group of {len(ids)} records is planned, {len(places)} are known")
+        lease = self.core.form(RUN, plan, request, self.now())
+        self.note()
+        return lease
+
+    def tick_s(self) -> float:
+        """How long the next slice of retirements takes, with what the store does for it; 0 when there is none."""
+        begun = self.now()
+        deadline = self.core.next_deadline()
+        if deadline is None or deadline > begun:
+            return 0.0
+        self.core.tick(begun)
+        self.note()
+        return self.now() - begun
+
+
+def outcome(attempt: wire.Assignment, version: Version) -> EpisodeEnded:
+    return EpisodeEnded(
+        run=RUN,
+        group=attempt.group,
+        member=attempt.member,
+        episode=attempt.episode,
+        attempt=attempt.attempt,
+        task=attempt.task,
+        status="finished",
+        rewards={"agent": 1.0},
+        low=version,
+        high=version,
+        turns=1,
+        rows=1,
+        row_tokens=100,
+        size_bytes=RECORD_BYTES,
+        trajectory=new_id(),
+    )
+
+
+def resident_mb() -> float:
+    """Resident memory of this process, in megabytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def rows(stored: int) -> list[Row]:
+    small = Buffer(SMALL)
+    small.play(SMALL)
+    small_ms = small.claims_ms()
+    del small
+    print(f"storing {stored:,} trajectories", flush=True)
+    empty_mb = resident_mb()
+    buffer = Buffer(stored)
+    buffer.play(stored)
+    used_mb = resident_mb() - empty_mb
+    claim = f"claim of {BATCH_GROUPS} groups, "
+    found = [
+        Row(f"{claim}{stored:,} stored", buffer.claims_ms(), "ms", f"{SMALL:,} stored", small_ms, REACH, "lower"),
+        Row(f"scheduler and index, {stored:,} stored", used_mb, "MB", "the bound of all", MEMORY_MB, 1.0, "lower"),
+    ]
+    behind_ms, longest_ms = behind(buffer)
+    return [
+        *found,
+        Row(f"{claim}{stored:,} stale ahead", behind_ms, "ms", f"{SMALL:,} stored", small_ms, REACH, "lower"),
+        Row(f"longest slice of retiring {stored:,} stale", longest_ms, "ms", "the bound", HOLD_UP_MS, 1.0, "lower"),
+    ]
+
+
+def behind(buffer: Buffer) -> tuple[float, float]:
+    """All that is stored becomes stale but for what two batches take: milliseconds of a claim meanwhile, and of the
+    longest slice."""
+    bound = buffer.core.spec(RUN).max_staleness
+    for n in (bound, bound + 1):
+        buffer.core.announce(RUN, wire.VersionRequest(version=f"0.{n}"), buffer.now())
+        buffer.note()
+        buffer.play(2 * GROUP * BATCH_GROUPS)
+    claims_ms = buffer.claims_ms()
+    slices = list(iter(buffer.tick_s, 0.0))
+    left = buffer.core.run_status(RUN, buffer.now()).groups.eligible * GROUP
+    print(f"{len(slices):,} slices after the claims, {left:,} trajectories of groups left, {resident_mb():.0f} MB")
+    return claims_ms, max(slices, default=0.0) * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stored", type=int, default=STORED)
+    report("forming", rows(parser.parse_args().stored))
+
+
+if __name__ == "__main__":
+    main()
