@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from headrace import logfiles
+from headrace import logfiles, wire
+from headrace.batch import Batch
 from headrace.errors import StoreError
 from headrace.trajectory import Failure, Version
 from headrace_orchestrator.buffer.listing import BatchListed, TrajectoryListed, Unprojected
@@ -19,6 +20,7 @@ from headrace_orchestrator.scheduler.records import BatchAcked
 from headrace_orchestrator.service.outcomes import outcome_of
 from tests.builders import make_failed, make_trajectory
 from tests.orchestrator.serving import Api, orchestrator
+from tests.orchestrator.test_log import flip
 
 
 def rows(file: Path) -> dict[str, list[tuple[Any, ...]]]:
@@ -190,3 +192,48 @@ def row_of(trajectory: Any, number: int) -> Unprojected:
 
 def batch(id: str, run: str, groups: list[str], head: Location) -> Unprojected:
     return Unprojected(BatchListed(id, run, "0.1", tuple(groups)), head)
+
+
+async def test_a_flipped_byte_in_a_listed_row_is_noticed_and_the_next_start_builds_it_anew(data_dir: Path):
+    file = data_dir / "projection.sqlite"
+    async with orchestrator(data_dir) as api:
+        await a_little_history(api)
+    before = rows(file)
+    file.write_bytes(file.read_bytes().replace(b"finishedterminated", b"finishdeterminated", 1))
+    async with orchestrator(data_dir) as api:
+        problem = await api.ask("GET", "/v1/runs/run/trajectories", status=507)
+        assert "damaged" in problem["detail"]
+        assert "Restart" in problem["hint"]
+        assert isinstance(await api.pull(), (Batch, wire.EmptyReply))
+    async with orchestrator(data_dir) as api:
+        assert len((await api.ask("GET", "/v1/runs/run/trajectories"))["trajectories"]) == len(before["trajectories"])
+    assert rows(file) == before
+
+
+async def test_tables_that_are_not_as_they_were_made_are_made_anew(data_dir: Path):
+    file = data_dir / "projection.sqlite"
+    async with orchestrator(data_dir) as api:
+        await a_little_history(api)
+    before, whole = rows(file), file.read_bytes()
+    for damage in (b"positiom INTEGER PRIMARY", b"p\xceition INTEGER PRIMARY", b"position \xffNTEGER PRIMARY"):
+        file.write_bytes(whole.replace(b"position INTEGER PRIMARY", damage, 1))
+        async with orchestrator(data_dir):
+            pass
+        assert rows(file) == before
+
+
+def test_an_asset_is_not_deleted_on_the_word_of_a_damaged_projection(tmp_path: Path):
+    file = tmp_path / "p.sqlite"
+    projection = Projection(file, "log")
+    names = [f"{number:064x}" for number in range(1, 4)]
+    trajectory = make_trajectory()
+    listed = TrajectoryListed(outcome_of(trajectory, 640), trajectory.stop_reason, trajectory.provenance, names)
+    projection.write([Unprojected(listed, Location(1, 64, 640))], 1)
+    projection.check()
+    projection.close()
+    flip(file, file.read_bytes().index(bytes.fromhex(names[1])) + 3)
+    projection = Projection(file, "log")
+    with pytest.raises(StoreError, match="damaged"):
+        projection.check()
+    assert projection.cursor == 0
+    projection.close()

@@ -4,6 +4,7 @@
 * A projection of another log is built anew, however long that log is.
 * It never runs ahead of the disk: only frames that are synced are projected.
 * Writing is off the hot path: rows are collected and written in small transactions, by a thread of their own.
+* A byte that was flipped in a listed row is noticed when it is read; what is damaged is built anew at the next start.
 * A listing is read by pages; no reader holds the database open between them.
 * The write-ahead file shrinks again once a reader from outside is gone, also when nothing is written any more.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -26,7 +27,17 @@ from headrace.errors import StoreError
 from headrace.trajectory import Failure
 from headrace_orchestrator.buffer.listing import FILTERS, Stored, Unprojected
 from headrace_orchestrator.buffer.location import OFFSET_BITS, Location
-from headrace_orchestrator.buffer.rows import COLUMNS, PLACED, SCHEMA, TABLES, rows
+from headrace_orchestrator.buffer.rows import (
+    COLUMNS,
+    LENGTH,
+    PLACED,
+    SCHEMA,
+    STATEMENTS,
+    TABLES,
+    WORKER,
+    is_intact,
+    rows,
+)
 
 _PHASES = {sqlite3.SQLITE_FULL: "disk full", sqlite3.SQLITE_READONLY: "disk is read-only"}
 """By SQLite's primary code: the word for what keeps the projection from being written, as the log has it."""
@@ -56,14 +67,15 @@ class Projection:
         try:
             connection = _connect(self._path)
             try:
-                found = connection.execute("SELECT schema, log FROM cursor").fetchall()
-            except sqlite3.DatabaseError:
-                found = []
-            if found == [(SCHEMA, self._log)]:
+                found = connection.execute("SELECT schema, log, position + inverse FROM cursor").fetchall()
+                tables = connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
+            except _UNREADABLE:
+                found, tables = [], []
+            if found == [(SCHEMA, self._log, 0)] and {sql for (sql,) in tables} == STATEMENTS:
                 return connection
             connection.close()
             return self._create()
-        except sqlite3.DatabaseError:
+        except _UNREADABLE:
             return self._create()
 
     def _create(self) -> sqlite3.Connection:
@@ -71,7 +83,7 @@ class Projection:
             self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
         connection = _connect(self._path)
         connection.executescript(f"BEGIN;{TABLES}COMMIT;")
-        connection.execute("INSERT INTO cursor VALUES (?, ?, 0)", (SCHEMA, self._log))
+        connection.execute("INSERT INTO cursor VALUES (?, ?, 0, 0)", (SCHEMA, self._log))
         return connection
 
     @contextmanager
@@ -83,18 +95,41 @@ class Projection:
     def _told(self) -> Iterator[None]:
         try:
             yield
-        except (sqlite3.Error, OverflowError) as error:
+        except _DamagedError as error:
+            raise self._distrusted(str(error)) from None
+        except (sqlite3.Error, OverflowError, UnicodeDecodeError) as error:
+            if _tells_of_damage(error):
+                raise self._distrusted(str(error)) from error
             raise StoreError(
                 f"The projection {self._path.name} failed: {error}.",
                 hint="Free disk space, or stop the service and delete the file: the log gives it back.",
                 phase=_PHASES.get(getattr(error, "sqlite_errorcode", 0) & 0xFF, "failed"),
             ) from error
 
+    def _distrusted(self, problem: str) -> StoreError:
+        """Have it built anew at the next start."""
+        with suppress(sqlite3.Error), self._lock:
+            self._connection.execute("DELETE FROM cursor")
+        return StoreError(
+            f"The projection {self._path.name} is damaged: {problem}.",
+            hint="Restart the service: it is built anew from the log, which has lost nothing by this.",
+            phase="failed",
+        )
+
     @property
     def cursor(self) -> int:
-        """Position up to which the log is projected."""
+        """Position up to which the log is projected; 0 where that is not to be trusted any more."""
         with self._locked() as connection:
-            return int(connection.execute("SELECT position FROM cursor").fetchone()[0])
+            row = connection.execute("SELECT position FROM cursor").fetchone()
+        return 0 if row is None else int(row[0])
+
+    def check(self) -> None:
+        """Read everything and see that tables and indexes say the same, before something is deleted on their word.
+        Blocking, over a connection of its own. Raises StoreError if they do not."""
+        with self._told(), closing(_connect(self._path)) as connection:
+            (found,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
+            if found != "ok":
+                raise _DamagedError(str(found))
 
     def reset(self) -> None:
         """Forget everything: the log will give it back."""
@@ -111,7 +146,7 @@ class Projection:
             try:
                 for sql, alike in groupby(rows(waiting), key=itemgetter(0)):
                     connection.executemany(sql, [statement.values for statement in alike])
-                connection.execute("UPDATE cursor SET position = ?", (cursor,))
+                connection.execute("UPDATE cursor SET position = ?, inverse = ?", (cursor, -cursor))
             except BaseException:
                 connection.execute("ROLLBACK")
                 raise
@@ -128,14 +163,13 @@ class Projection:
     def _stored(self, where: str, value: str) -> Stored | None:
         with self._locked() as connection:
             row = connection.execute(
-                f"SELECT id, run, group_id, episode, attempt, worker, position, length FROM trajectories WHERE {where} "
-                "ORDER BY position LIMIT 1",
-                (value,),
+                f"SELECT {COLUMNS} FROM trajectories WHERE {where} ORDER BY position LIMIT 1", (value,)
             ).fetchone()
-        if row is None:
-            return None
-        name, run, group, episode, attempt, worker, position, length = row
-        return Stored(name, run, group, episode, attempt, worker, Location.at(position, length))
+            if row is None:
+                return None
+            _verify(row)
+        position, name, run, group, _, episode, attempt, *_ = row
+        return Stored(name, run, group, episode, attempt, row[WORKER], Location.at(position, row[LENGTH]))
 
     def owners(self, trajectories: Sequence[str]) -> dict[str, str]:
         """Of these trajectories those that are here, with their episodes. For one thread: the event loop's."""
@@ -217,6 +251,8 @@ class Projection:
                 f"SELECT {COLUMNS} FROM trajectories WHERE {' AND '.join(where)} ORDER BY position DESC LIMIT ?",
                 (*bound, limit + 1),
             ).fetchall()
+            for row in rows:
+                _verify(row)
         more = rows[limit - 1][0] if len(rows) > limit else None
         return [_summary(row, now_ms) for row in rows[:limit]], more
 
@@ -246,13 +282,34 @@ class Projection:
             self._connection.close()
 
 
+class _DamagedError(Exception):
+    """A row, or an index, is not as it was written."""
+
+
+_UNREADABLE = (sqlite3.DatabaseError, UnicodeDecodeError)
+"""What reading a damaged file raises: SQLite's own messages may quote bytes that are no text."""
+_CORRUPT = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+def _tells_of_damage(error: Exception) -> bool:
+    """Whether an error is the file's fault; text that is none has an error without a code."""
+    if isinstance(error, sqlite3.OperationalError):
+        return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF in _CORRUPT
+    return isinstance(error, UnicodeDecodeError) or getattr(error, "sqlite_errorcode", 0) & 0xFF in _CORRUPT
+
+
+def _verify(row: tuple[Any, ...]) -> None:
+    if not is_intact(row):
+        raise _DamagedError(f"the row of trajectory {row[1]!r} at position {row[0]} is not as it was written")
+
+
 def _connect(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=BUSY_MS / 1000, isolation_level=None, check_same_thread=False)
     try:
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute(f"PRAGMA journal_size_limit = {WAL_LIMIT_BYTES}")
-    except sqlite3.DatabaseError:
+    except BaseException:
         connection.close()
         raise
     return connection

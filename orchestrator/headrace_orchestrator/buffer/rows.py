@@ -1,10 +1,12 @@
 """The projection's tables, and the rows in them that follow from what is listed.
 
 * Rows follow from what is listed alone: a rebuilt projection equals the lived one.
+* The row of a trajectory carries its checksum, so that a flipped byte is noticed when it is read.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -14,7 +16,7 @@ from headrace_orchestrator.buffer.listing import BatchListed, FileGone, Trajecto
 from headrace_orchestrator.buffer.location import Location
 from headrace_orchestrator.scheduler.records import BatchAcked, BatchDissolved
 
-SCHEMA = 4
+SCHEMA = 5
 """Version of the tables; another one on disk is thrown away and built again."""
 
 TABLES = """
@@ -23,7 +25,7 @@ CREATE TABLE trajectories (
     episode TEXT NOT NULL, attempt INTEGER NOT NULL, environment TEXT NOT NULL, status TEXT NOT NULL,
     stop_reason TEXT NOT NULL, worker TEXT NOT NULL, reward REAL, turns INTEGER NOT NULL, row_tokens INTEGER NOT NULL,
     size_bytes INTEGER NOT NULL, low TEXT NOT NULL, high TEXT NOT NULL, evaluation TEXT NOT NULL, failure TEXT,
-    length INTEGER NOT NULL
+    length INTEGER NOT NULL, checksum INTEGER NOT NULL
 );
 CREATE INDEX trajectories_by_id ON trajectories (id);
 CREATE INDEX trajectories_by_episode ON trajectories (episode);
@@ -44,14 +46,20 @@ CREATE TABLE asset_references (
     asset BLOB NOT NULL, file INTEGER NOT NULL, PRIMARY KEY (asset, file)
 ) WITHOUT ROWID;
 CREATE INDEX asset_references_by_file ON asset_references (file);
-CREATE TABLE cursor (schema INTEGER NOT NULL, log TEXT NOT NULL, position INTEGER NOT NULL);
+CREATE TABLE cursor (
+    schema INTEGER NOT NULL, log TEXT NOT NULL, position INTEGER NOT NULL, inverse INTEGER NOT NULL
+);
 """
+STATEMENTS = {statement.strip() for statement in TABLES.split(";")} - {""}
+"""What SQLite remembers of them."""
 
 COLUMNS = (
     "position, id, run, group_id, member, episode, attempt, environment, status, stop_reason, worker, reward, turns, "
-    "row_tokens, size_bytes, low, high, evaluation, failure, length"
+    "row_tokens, size_bytes, low, high, evaluation, failure, length, checksum"
 )
-_INSERT_TRAJECTORY = f"INSERT OR REPLACE INTO trajectories ({COLUMNS}) VALUES ({', '.join('?' * 20)})"
+WORKER, LENGTH = 10, 19
+"""Where two of these columns are."""
+_INSERT_TRAJECTORY = f"INSERT OR REPLACE INTO trajectories ({COLUMNS}) VALUES ({', '.join('?' * 21)})"
 _INSERT_BATCH = "INSERT OR REPLACE INTO batches VALUES (?, ?, ?, ?, ?, 'open', '')"
 _INSERT_MEMBER = "INSERT OR REPLACE INTO batch_members VALUES (?, ?, ?, ?)"
 _SETTLE_BATCH = "UPDATE batches SET state = ?, made = ? WHERE id = ?"
@@ -91,7 +99,7 @@ def _trajectory_row(listed: TrajectoryListed, location: Location) -> Statement:
     outcome = listed.outcome
     return Statement(
         _INSERT_TRAJECTORY,
-        (
+        _checksummed(
             location.position,
             outcome.trajectory,
             outcome.run,
@@ -114,6 +122,19 @@ def _trajectory_row(listed: TrajectoryListed, location: Location) -> Statement:
             location.length,
         ),
     )
+
+
+def is_intact(row: tuple[Any, ...]) -> bool:
+    """Whether the row of a trajectory, all its columns, is as it was written."""
+    return bool(_checksum(row[:-1]) == row[-1])
+
+
+def _checksummed(*values: Any) -> tuple[Any, ...]:
+    return (*values, _checksum(values))
+
+
+def _checksum(values: tuple[Any, ...]) -> int:
+    return zlib.crc32(msgspec.msgpack.encode(values))
 
 
 def _batch_row(batch: str, run: str, version: str, location: Location) -> Statement:

@@ -50,6 +50,9 @@ class Listings(Protocol):
     def write(self, waiting: Iterable[Unprojected], cursor: int) -> None:
         """Take in what is listed, in order, and move the cursor: both or nothing."""
 
+    def check(self) -> None:
+        """See that nothing of it is damaged, before something is deleted on its word. Not on the event loop."""
+
     def trim(self) -> None:
         """Give back space that is not needed any more."""
 

@@ -34,14 +34,14 @@ class Twin:
         # A damaged name is still to be shown.
         self.connection.text_factory = lambda raw: raw.decode(errors="replace")
         try:
-            found = self.connection.execute("SELECT schema, log, position FROM cursor").fetchall()
-        except (sqlite3.DatabaseError, OverflowError) as error:
+            found = self.connection.execute("SELECT schema, log, position, inverse FROM cursor").fetchall()
+        except (sqlite3.DatabaseError, OverflowError, UnicodeDecodeError) as error:
             self.broken = f"it cannot be read: {error}"
             return
-        if len(found) != 1 or not isinstance(found[0][2], int):
+        if len(found) != 1 or not isinstance(found[0][2], int) or found[0][2] != -found[0][3]:
             self.broken = "it does not say how far it is"
             return
-        self.schema, self.log, self.cursor = found[0]
+        self.schema, self.log, self.cursor, _ = found[0]
         if self.schema != SCHEMA:
             self.broken = f"its tables are of version {self.schema}, not {SCHEMA}"
 
@@ -58,7 +58,7 @@ class Twin:
             for (line,) in self.connection.execute("PRAGMA integrity_check(20)"):
                 if line != "ok":
                     yield f"SQLite says: {line}"
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
             self.broken = f"it cannot be read: {error}"
             yield self.broken
 
@@ -112,7 +112,7 @@ def differences(
         for (table,) in tables.fetchall():
             if settled or table not in _OVERWRITTEN:
                 yield from _differences_of(connection, table, settled)
-    except sqlite3.DatabaseError as error:
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
         yield [], f"it cannot be read: {error}"
 
 

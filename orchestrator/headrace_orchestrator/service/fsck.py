@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
@@ -126,8 +127,10 @@ class _Reading:
                 hint="Give the directory that the orchestrator was started with (--data).",
             )
         directory = data / "log"
-        found = logfiles.newest_first(directory, logfiles.numbers_in(directory))
-        self._files = [file.without_state() for file in found][::-1]
+        self._files: list[LogFile] = []
+        with suppress(FileNotFoundError):  # a live service deletes its oldest files, whole
+            for file in logfiles.newest_first(directory, logfiles.numbers_in(directory)):
+                self._files.insert(0, file.without_state())
         self._lived = lived
         self._on_progress = on_progress
         self._assets = data / FOLDER
@@ -153,7 +156,10 @@ class _Reading:
         for number, file in enumerate(self._files):
             following = self._files[number + 1] if number + 1 < len(self._files) else None
             self._check_length(file, following)
-            self._read(file, built, last=following is None)
+            try:
+                self._read(file, built, last=following is None)
+            except FileNotFoundError:  # deleted whole meanwhile
+                self._damaged.append((Location(file.number, 0, 0).position, Location(file.number + 1, 0, 0).position))
             self._done += file.size_bytes
         self._write(built)
 

@@ -195,6 +195,8 @@ class Lifecycle:
         running = self._require()
         await self._forget_deleted_files(running.shell.store)
         await asyncio.sleep(running.assets.promise_s)
+        # A reference that was lost with a flipped byte must not cost an asset.
+        await asyncio.to_thread(running.shell.store.projection.check)
         await running.assets.doubt_all()
         while True:
             await running.assets.collect()
