@@ -1,8 +1,10 @@
 """The replay buffer's numbers, beside peers that keep everything in RAM. ``make bench-buffer`` runs it.
 
-Same payload of 37 KB, same run, in turns, medians; the ratios are what counts.
+Same payload of 37 KB, same run, in turns, medians; the ratios are what counts. The memory rows are claims about a
+million trajectories: ``--load 1000000`` takes them at their word, and some minutes.
 
-    python -m benchmarks.buffer [--rounds 7] [--parts peers,log,forming,restart,memory] [--stored 100000] [--load-s 60]
+    python -m benchmarks.buffer [--rounds 7] [--parts peers,log,forming,restart,memory] [--stored 100000]
+                                [--load 200000]
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="measurements of each figure (default 7)")
     parser.add_argument("--parts", default=",".join(PARTS), help="which tables, in this order (default: all)")
     parser.add_argument("--stored", type=int, default=100_000, help="what a restart finds (default 100000)")
-    parser.add_argument("--load", type=int, default=200_000, help="trajectories of the memory row (default 200000)")
+    parser.add_argument("--load", type=int, default=200_000, help="trajectories of the memory rows (default 200000)")
     chosen = parser.parse_args()
     for part in chosen.parts.split(","):
         if part == "peers":
@@ -48,7 +50,7 @@ def main() -> None:
         elif part == "restart":
             report("buffer_restart", [restart_row(chosen.stored, max(3, chosen.rounds // 2))])
         elif part == "memory":
-            report("buffer_memory", memory_rows(chosen.load))
+            report("buffer_memory", [*memory_rows(chosen.load), waiting_row(chosen.load)])
         else:
             parser.error(f"there is no part {part!r}; there are {', '.join(PARTS)}")
 
@@ -154,6 +156,11 @@ def memory_rows(count: int) -> list[Row]:
         Row(title, found.last_mb, "MB", "the bound", MEMORY_MB, 1.0, "lower"),
         Row("the same at the end of the load", found.last_mb, "MB", "at half of it", found.half_mb, 1.1, "lower"),
     ]
+
+
+def waiting_row(count: int) -> Row:
+    used = memory.waiting(count)
+    return Row(f"memory, {count:,} wait to be served", used, "MB", "the bound", MEMORY_MB, 1.0, "lower")
 
 
 def _named(peer: Peer, what: str) -> str:

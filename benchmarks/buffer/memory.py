@@ -1,4 +1,6 @@
-"""The orchestrator's memory under load: small trajectories are leased, submitted, pulled and acked, and stay stored."""
+"""The orchestrator's memory: under load, with small trajectories that are leased, submitted, pulled and acked, and stay
+stored; and with as many that nobody pulls.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,8 @@ from headrace.ids import new_id
 
 ROUND, TOGETHER, CONNECTIONS = 2048, 256, 4
 """Trajectories that are leased, submitted and pulled as one batch; how they are submitted."""
+
+GROUP = 8
 
 RUN = "load"
 
@@ -66,3 +70,20 @@ def measure(count: int) -> Used:
             half_mb = running.resident_mb("orchestrator")
             consumer.store(count - count // 2)
             return Used(half_mb, running.resident_mb("orchestrator"), time.monotonic() - begun)
+
+
+def waiting(count: int) -> float:
+    """Resident megabytes once so many wait to be served, in groups of ``GROUP``."""
+    with service() as running:
+        running.start_orchestrator()
+        with Client(running.url, keepalive=False) as client:
+            client.create_run({**ingest.spec(RUN, count), "group_size": GROUP})
+        template: load.Template | None = None
+        done = 0
+        while done < count:
+            attempts = load.lease(running.url, min(ROUND, count - done))
+            template = template or load.Template.short(attempts[0])
+            records = [template.record(attempt, new_id()) for attempt in attempts]
+            load.send(running.port, load.requests_of(attempts, records, TOGETHER), CONNECTIONS)
+            done += len(attempts)
+        return running.resident_mb("orchestrator")
