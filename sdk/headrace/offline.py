@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -64,13 +64,14 @@ class Filter:
     """Which trajectories are wanted; None: any.
 
     ``low`` and ``high`` bound the versions: a trajectory fits if a row of it has one of ``low`` to ``high``, ends
-    included. ``evaluation``: the name of one; "" for training only.
+    included. ``evaluation``: the name of one; "" for training only. ``tags``: all of these are on its task.
     """
 
     run: str | None = None
     environment: str | None = None
     status: Status | None = None
     evaluation: str | None = None
+    tags: Collection[str] = ()
     low: Version | None = None
     high: Version | None = None
 
@@ -84,7 +85,7 @@ class Filter:
         ):
             if wanted is not None and wanted != found:
                 return False
-        return self._fits_versions(head)
+        return set(self.tags) <= set(head.task.tags) and self._fits_versions(head)
 
     def _fits_versions(self, head: TrajectoryHead) -> bool:
         if self.low is None and self.high is None:
@@ -98,13 +99,13 @@ class Filter:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredRun:
-    """A run as the log has it. ``spec`` as it was given, None where the log does not have it any more; ``version`` is
-    the last one announced."""
+    """A run as the log has it. ``spec`` as it was given; ``version`` is the last one announced. Each is None where the
+    file that said so was deleted."""
 
     name: str
     spec: dict[str, Any] | None
     closed: bool
-    version: Version
+    version: Version | None
     trajectories: int
     batches: int
 
@@ -146,7 +147,7 @@ class Reader:
     def __init__(self, path: Path, *, strict: bool, on_progress: OnProgress | None) -> None:
         self.path = path
         self.damaged: list[Damaged] = []
-        self._strict = strict
+        self.strict = strict
         self._on_progress = on_progress
         if not (path / "log").is_dir():
             raise SetupError(
@@ -161,13 +162,15 @@ class Reader:
         environment: str | None = None,
         status: Status | None = None,
         evaluation: str | None = None,
+        tags: Collection[str] = (),
         low: Version | None = None,
         high: Version | None = None,
     ) -> Iterator[Trajectory]:
         """All stored trajectories that fit, in the order in which they were stored; see ``Filter``."""
-        return self.matching(
-            Filter(run=run, environment=environment, status=status, evaluation=evaluation, low=low, high=high)
+        wanted = Filter(
+            run=run, environment=environment, status=status, evaluation=evaluation, tags=tags, low=low, high=high
         )
+        return self.matching(wanted)
 
     def matching(self, wanted: Filter) -> Iterator[Trajectory]:
         """All stored trajectories that fit, in the order in which they were stored."""
@@ -282,7 +285,7 @@ class Reader:
     def _pass_over(self, damage: Damaged) -> None:
         if damage not in self.damaged:
             self.damaged.append(damage)
-        if self._strict:
+        if self.strict:
             raise CorruptRecord(
                 f"The record at offset {damage.offset} of {damage.file} is damaged: {damage.problem}.",
                 hint="Read without strict to pass it over; `headrace fsck` lists all damage.",
@@ -308,7 +311,7 @@ _facts = msgspec.msgpack.Decoder(list[_Fact])
 class _RunEntry:
     spec: dict[str, Any] | None = None
     closed: bool = False
-    version: Version = Version(0, 0)  # noqa: RUF009 - a NamedTuple is immutable
+    version: Version | None = None
     counts: Counter[str] = field(default_factory=Counter)
 
     def freeze(self, name: str) -> StoredRun:
@@ -359,7 +362,8 @@ class _Catalog:
 
     def _learn(self, fact: _Fact) -> None:
         if fact.type == "RunCreated":
-            self._run(fact.run).spec = fact.spec
+            run = self._run(fact.run)
+            run.spec, run.version = fact.spec, Version(0, 0)
         elif fact.type == "RunClosed":
             self._run(fact.run).closed = True
         elif fact.type == "VersionAnnounced":

@@ -48,8 +48,9 @@ def tables(trajectories: Iterable[Trajectory]) -> Iterator[pa.Table]:
 
 
 def table_schema() -> pa.Schema:
-    """The columns of a table. ``kwargs``, ``example``, ``infos``, ``reward_parts`` and ``tool_calls`` are JSON; text of
-    a message's parts is joined in ``content``, its assets are in ``images``. Raises MissingExtra."""
+    """The columns of a table. JSON: ``kwargs``, ``example``, ``infos``, ``arrays``, ``placeholders``, ``reward_parts``,
+    ``tool_calls``. Text of a message's parts is joined in ``content``, its assets are in ``images``. Raises
+    MissingExtra."""
     pa = _arrow()
     text, real, count = pa.string(), pa.float64(), pa.int64()
 
@@ -63,11 +64,11 @@ def table_schema() -> pa.Schema:
     segment = struct(
         agent=text, train=pa.bool_(), base=text, adapter=text, temperature=real, top_p=real, logprob_kind=text,
         token_ids=pa.list_(pa.int32()), sampled=pa.list_(pa.uint8()), logprobs=pa.list_(pa.float32()),
-        versions=pa.list_(struct(end=count, version=text)), turns=pa.list_(turn),
+        versions=pa.list_(struct(end=count, version=text)), turns=pa.list_(turn), arrays=text, placeholders=text,
     )  # fmt: skip
     columns = struct(
         id=text, run=text, group=text, member=count, episode=text, attempt=count,
-        environment=text, task=text, seed=text, kwargs=text, example=text,
+        environment=text, task=text, seed=text, tags=pa.list_(text), kwargs=text, example=text,
         status=text, stop_reason=text, failure=struct(layer=text, kind=text, message=text, retryable=pa.bool_()),
         reward=real, version_min=text, version_max=text,
         tokenizer=struct(name=text, fingerprint=text, vocab_size=count),
@@ -95,6 +96,7 @@ def _row(trajectory: Trajectory) -> dict[str, Any]:
         "environment": task.environment,
         "task": task.id,
         "seed": str(task.seed),  # as text: a seed may be larger than any integer column
+        "tags": task.tags,
         "kwargs": _json(task.kwargs),
         "example": None if task.example is None else _json(task.example),
         "failure": _fields(trajectory.failure, "layer", "kind", "message", "retryable"),
@@ -122,6 +124,8 @@ def _segment(segment: Segment) -> dict[str, Any]:
         "logprob_kind": segment.sampling.logprobs,
         "versions": [{"end": run.end, "version": str(run.version)} for run in segment.versions],
         "turns": [_turn(turn) for turn in segment.turns],
+        "arrays": _json(segment.arrays),
+        "placeholders": _json(segment.placeholders),
     }
 
 

@@ -14,15 +14,18 @@ from click.testing import CliRunner, Result
 
 import headrace
 from headrace import codec
+from headrace.assets import asset_of, asset_path, read_asset
 from headrace.logformat import FrameType, pack_frame
-from headrace.tables import tables
-from headrace.trajectory import Asset, ContentPart, Message, Task, Trajectory, Version
+from headrace.tables import table_schema, tables
+from headrace.trajectory import Asset, ContentPart, Message, Segment, Task, Trajectory, Turn, Version
 from headrace_orchestrator.cli.app import cli
 from tests.builders import make_failed, make_multi_agent, make_multi_segment, make_trajectory, make_truncated
 
 STORED = [
     make_trajectory(number=1, turns=3, version=Version(0, 1), infos=[{"a": 1}, {"b": [2.5]}]),
-    make_truncated(number=2, run="other", task=Task(environment="test:Other", seed=(1 << 64) - 1, kwargs={"k": [1]})),
+    make_truncated(
+        number=2, run="other", task=Task(environment="test:Other", seed=(1 << 64) - 1, kwargs={"k": [1]}, tags=["hard"])
+    ),
     make_failed(number=3),
     make_multi_segment(number=4),
     make_multi_agent(number=5, task=Task(environment="test:Echo", seed=5, example={"question": "?"})),
@@ -131,6 +134,8 @@ def test_only_what_fits_is_exported(stored: Path, tmp_path: Path):
             (("--environment", "test:Echo"), 5),
             (("--low", "0.1", "--high", "0.1"), 2),
             (("--evaluation", ""), 6),
+            (("--tag", "hard"), 1),
+            (("--tag", "hard", "--tag", "easy"), 0),
         ]
     ):
         done = export(stored, tmp_path / str(number), "--json", *wanted)
@@ -165,6 +170,31 @@ def test_without_pyarrow_it_says_what_to_install(stored: Path, tmp_path: Path, m
     assert done.exit_code == 1
     assert "pip install 'headrace[export]'" in done.stderr
     assert export(stored, tmp_path / "lines", "--format", "jsonl").exit_code == 0
+
+
+def test_assets_that_are_referred_to_come_with_it(tmp_path: Path):
+    found, lost = (asset_of(content, "image/png") for content in (b"an image", b"another"))
+    log = tmp_path / "data" / "log"
+    log.mkdir(parents=True)
+    record = codec.encode(make_trajectory(assets=[found.entry, lost.entry]))
+    (log / "00000001.log").write_bytes(b"".join(pack_frame(FrameType.TRAJECTORY, record)))
+    path = asset_path(tmp_path / "data" / "assets", found.name)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(found.data)
+    report = json.loads(export(tmp_path / "data", tmp_path / "out", "--json").stdout)
+    assert (report["assets"], list(report["damaged_assets"])) == (1, [lost.name])
+    assert read_asset(tmp_path / "out" / "assets", found.name) == found.data
+    assert export(tmp_path / "data", tmp_path / "strict", "--strict").exit_code == 1
+
+
+def test_every_field_of_a_record_has_its_column():
+    columns = {field.name: field.type for field in table_schema()}
+    segment = {field.name for field in columns["segments"].value_type}
+    turn = {field.name for field in columns["segments"].value_type.field("turns").type.value_type}
+    assert set(Trajectory.__struct_fields__) - {"task"} <= set(columns)
+    assert set(Task.__struct_fields__) - {"id"} <= set(columns)
+    assert set(Segment.__struct_fields__) - {"policy", "sampling"} <= segment
+    assert set(Turn.__struct_fields__) == turn
 
 
 def test_an_empty_directory_gives_an_empty_table(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 * The folder is there when it is whole; an export that fails leaves nothing.
 * A damaged record is named and left out; with ``--strict`` it ends the export.
+* Assets that what is exported refers to come with it.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from typing import Any, get_args
 import click
 
 import headrace
-from headrace.errors import InvalidRequest
-from headrace.offline import Filter
+from headrace.assets import FOLDER, asset_path
+from headrace.errors import CorruptAsset, InvalidRequest, UnknownAsset
+from headrace.offline import Filter, Reader
 from headrace.tables import as_json, table_schema, tables
 from headrace.trajectory import Status, Trajectory, Version
 from headrace_orchestrator.cli.output import emit, json_option, note, shared
@@ -68,6 +70,7 @@ def _version(ctx: click.Context, param: click.Parameter, value: str | None) -> V
 @click.option("--environment", help="Of this environment only.")
 @click.option("--status", type=click.Choice(get_args(Status)), help="Only those that ended like this.")
 @click.option("--evaluation", help="Of this evaluation only; '' leaves evaluations out.")
+@click.option("--tag", "tags", multiple=True, help="Only with this tag on the task; may be repeated.")
 @click.option("--low", callback=_version, help="Only with a row of this version or a later one.")
 @click.option("--high", callback=_version, help="Only with a row of this version or an earlier one.")
 @click.option("--strict", is_flag=True, help="End at a damaged record instead of leaving it out.")
@@ -77,7 +80,7 @@ def export(directory: Path, destination: Path, kind: str, strict: bool, **wanted
 
     The service may be running. `parquet` writes trajectories-*.parquet, `jsonl` trajectories-*.jsonl with every field
     of each record, `dataset` a folder that `datasets.load_dataset(DEST)` of Hugging Face reads. One row is one
-    trajectory.
+    trajectory. Images and large arrays that they refer to are copied to DEST/assets.
 
     \b
     Examples:
@@ -90,10 +93,23 @@ def export(directory: Path, destination: Path, kind: str, strict: bool, **wanted
         data = headrace.open(directory, strict=strict, on_progress=told)
         counted = _Counted(data.matching(Filter(**wanted)))
         files = _write(kind, folder, counted)
+        lost = _copy_assets(data, folder, counted.assets)
+    for name, problem in lost.items():
+        note(f"Left out: asset {name}: {problem}")
     for damage in data.damaged:
         note(f"Left out: {damage.file} at offset {damage.offset}, {damage.size_bytes} bytes: {damage.problem}.")
     if shared().json:
-        emit({"trajectories": counted.count, "files": files, "damaged": [d._asdict() for d in data.damaged]})
+        damaged = [damage._asdict() for damage in data.damaged]
+        copied = len(counted.assets) - len(lost)
+        emit(
+            {
+                "trajectories": counted.count,
+                "files": files,
+                "assets": copied,
+                "damaged": damaged,
+                "damaged_assets": lost,
+            }
+        )
     else:
         note(f"{counted.count} trajectories in {len(files)} files in {destination}.")
 
@@ -117,17 +133,19 @@ def fresh_folder(path: Path) -> Iterator[Path]:
 
 
 class _Counted:
-    """Trajectories as they go by: how many, of which runs."""
+    """Trajectories as they go by: how many, of which runs, with which assets."""
 
     def __init__(self, trajectories: Iterable[Trajectory]) -> None:
         self._trajectories = trajectories
         self.count = 0
         self.runs: dict[str, None] = {}
+        self.assets: dict[str, None] = {}
 
     def __iter__(self) -> Iterator[Trajectory]:
         for trajectory in self._trajectories:
             self.count += 1
             self.runs[trajectory.run] = None
+            self.assets |= dict.fromkeys(asset.name for asset in trajectory.assets)
             yield trajectory
 
 
@@ -144,6 +162,23 @@ def _write(kind: str, folder: Path, trajectories: _Counted) -> list[str]:
     )
     (folder / "README.md").write_text(card)
     return [f"data/{name}" for name in files]
+
+
+def _copy_assets(data: Reader, folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """Copy assets; gives what is wrong with those that cannot be."""
+    lost: dict[str, str] = {}
+    for name in names:
+        try:
+            content = data.asset(name)
+        except (UnknownAsset, CorruptAsset) as error:
+            lost[name] = error.detail
+            if data.strict:
+                raise
+            continue
+        path = asset_path(folder / FOLDER, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return lost
 
 
 def _write_lines(folder: Path, trajectories: Iterable[Trajectory]) -> list[str]:
