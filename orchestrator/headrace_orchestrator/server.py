@@ -73,7 +73,7 @@ async def serve(settings: Settings, *, ready: Callable[[Address], None], stop: a
             address = Address(settings.host, listener.getsockname()[1])
             directory.announce(address.url)
             service = Service(settings, directory)
-            app = App(service, auth, service.metrics, settings.max_body_bytes)
+            app = App(service, auth, service.metrics, settings.max_body_bytes, settings.max_wait_s)
             await _serve(settings, service, app, listener, lambda: ready(address), stop or asyncio.Event())
     finally:
         directory.close()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from headrace.wire import MAX_WAIT_S
 from headrace_orchestrator.buffer.retention import KEEP_ALL, Retention
 
 
@@ -41,6 +42,8 @@ class Settings:
     unknown, so that a wrong id shows up as failed episodes of kind ``unknown-environment``."""
     max_body_bytes: int = 256 << 20
     """Largest request body that is read, in bytes. Default 256 MiB: a worker's spool of long trajectories."""
+    max_wait_s: float = MAX_WAIT_S
+    """Longest long poll that is granted, in seconds: below the read timeout of any proxy in between. Default 60."""
     log_file_bytes: int = 256 << 20
     """Size at which the log goes on in a new file, in bytes. Default 256 MiB."""
     retention: Retention = KEEP_ALL

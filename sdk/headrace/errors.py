@@ -20,6 +20,7 @@ The tree::
     │   │   ├── UnknownGroup
     │   │   ├── UnknownEvaluation
     │   │   └── UnknownEnvironment
+    │   ├── MethodNotAllowed                405  the address is there, the method is not
     │   ├── Conflict                        409  well formed, but not now
     │   │   ├── RunExists
     │   │   ├── GroupExists
@@ -207,6 +208,14 @@ class UnknownEvaluation(NotFound):
 class UnknownEnvironment(NotFound):
     code = "unknown-environment"
     title = "No environment of that id is registered"
+
+
+class MethodNotAllowed(RequestError):
+    """``extra["allowed"]`` lists the methods that the address takes."""
+
+    status = 405
+    code = "method-not-allowed"
+    title = "The address does not take this method"
 
 
 class Conflict(RequestError):

@@ -25,9 +25,11 @@ PROBLEM_MEDIA_TYPE = "application/problem+json"
 HEADER_EPOCH = "Headrace-Epoch"
 HEADER_GENERATION = "Headrace-Generation"
 HEADER_LEASE_S = "Headrace-Lease-Seconds"
+HEADER_WAIT_S = "Headrace-Wait-Seconds"
+"""On every answer to a long poll: the wait that was granted."""
 
 MAX_WAIT_S = 60.0
-"""Longest long poll that the server grants; a longer ``wait_s`` is shortened to it and the answer says so."""
+"""Longest long poll that the server grants unless it is set otherwise; a longer ``wait_s`` is shortened to it."""
 
 
 # Workers ------------------------------------------------------------------------------------------------------

@@ -254,8 +254,10 @@ async def test_the_whole_service_is_one_answer(api: Api):
 
 async def test_unknown_routes_and_methods_are_problems_that_say_what_there_is(api: Api):
     assert "/docs" in (await api.ask("GET", "/v1/nothing", status=404))["hint"]
-    problem = await api.ask("GET", "/v1/runs/run/pull", status=404)
-    assert "POST" in problem["hint"]
+    problem = await api.ask("GET", "/v1/runs/run/pull", status=405)
+    assert (problem["code"], problem["allowed"]) == ("method-not-allowed", ["POST"])
+    async with api.session.get("/v1/runs/run/pull") as answer:
+        assert answer.headers["Allow"] == "POST"
 
 
 async def test_openapi_describes_every_route_with_types_that_exist(api: Api):

@@ -10,14 +10,15 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import msgspec
 from starlette.routing import compile_path
 from starlette.types import Receive, Scope, Send
 
-from headrace.errors import HeadraceError, InternalError, NotFound, StoreError, Unavailable
+from headrace.errors import HeadraceError, InternalError, MethodNotAllowed, NotFound, StoreError, Unavailable
 from headrace.ids import new_id
-from headrace.wire import PROBLEM_MEDIA_TYPE
+from headrace.wire import HEADER_WAIT_S, PROBLEM_MEDIA_TYPE
 from headrace_orchestrator import logs
 from headrace_orchestrator.api.http import Answer, Call, headers_of, read_body, send_answer
 from headrace_orchestrator.api.route import Route
@@ -49,7 +50,7 @@ class Router:
         ]
 
     def find(self, method: str, path: str) -> tuple[Route, Mapping[str, str]]:
-        """Raises NotFound that names the methods which the path does have."""
+        """Raises NotFound, or MethodNotAllowed that names the methods which the path does have."""
         route = self._fixed.get((method, path))
         if route is not None:
             return route, {}
@@ -61,18 +62,22 @@ class Router:
             if found:
                 others.append(route.method)
         if others:
-            raise NotFound(f"{path} does not take {method}.", hint=f"It takes {', '.join(sorted(set(others)))}.")
+            allowed = sorted(set(others))
+            raise MethodNotAllowed(
+                f"{path} does not take {method}.", hint=f"It takes {', '.join(allowed)}.", allowed=allowed
+            )
         raise NotFound(f"There is nothing at {path}.", hint="/docs lists all routes.")
 
 
 class App:
     """The ASGI application. No middleware: worker routes are called thousands of times a second."""
 
-    def __init__(self, service: Service, auth: Auth, metrics: Metrics, max_body_bytes: int) -> None:
+    def __init__(self, service: Service, auth: Auth, metrics: Metrics, max_body_bytes: int, max_wait_s: float) -> None:
         self._service = service
         self._auth = auth
         self._metrics = metrics
         self._max_body_bytes = max_body_bytes
+        self._max_wait_s = max_wait_s
         self._router = Router(ROUTES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -89,7 +94,7 @@ class App:
                 self._auth.refuse_pages(header)
                 self._auth.check(header(b"authorization"), route.roles)
                 body = await read_body(receive, header(b"content-length"), self._max_body_bytes)
-                call = Call(params, scope["query_string"], body, receive)
+                call = Call(params, scope["query_string"], body, receive, self._max_wait_s)
                 answer = await self._answer(route, call)
             except HeadraceError as error:
                 answer = problem(error)
@@ -106,9 +111,10 @@ class App:
 
     async def _answer(self, route: Route, call: Call) -> Answer:
         reply = await route.handler(self._service, call)
-        if isinstance(reply, Answer):
-            return reply
-        return Answer(msgspec.json.encode(reply), status=route.status)
+        answer = reply if isinstance(reply, Answer) else Answer(msgspec.json.encode(reply), status=route.status)
+        if call.granted_s is None:
+            return answer
+        return replace(answer, headers={**answer.headers, HEADER_WAIT_S: f"{call.granted_s:g}"})
 
 
 def problem(error: HeadraceError) -> Answer:
@@ -118,6 +124,8 @@ def problem(error: HeadraceError) -> Answer:
     headers = {}
     if isinstance(error, Unavailable):
         headers["Retry-After"] = str(RETRY_AFTER_S)
+    if isinstance(error, MethodNotAllowed):
+        headers["Allow"] = ", ".join(error.extra["allowed"])
     if error.status == 401:
         headers["WWW-Authenticate"] = 'Bearer realm="headrace", Basic realm="headrace"'
     return Answer(

@@ -33,7 +33,8 @@ def _json(value: Any) -> Answer:
 
 
 async def lease(service: Service, call: Call) -> Reply:
-    return await service.lease(call.read(wire.LeaseRequest), call.left)
+    request = call.read(wire.LeaseRequest)
+    return await service.lease(msgspec.structs.replace(request, wait_s=call.grant(request.wait_s)), call.left)
 
 
 async def heartbeat(service: Service, call: Call) -> Reply:
@@ -108,7 +109,9 @@ async def groups(service: Service, call: Call) -> Reply:
 
 
 async def pull(service: Service, call: Call) -> Reply:
-    served = await service.pull(call.params["run"], call.read(wire.PullRequest), call.left)
+    request = call.read(wire.PullRequest)
+    granted = msgspec.structs.replace(request, wait_s=call.grant(request.wait_s))
+    served = await service.pull(call.params["run"], granted, call.left)
     if isinstance(served, wire.EmptyReply):
         return served
     return Answer(

@@ -4,6 +4,7 @@
 * Malformed JSON names the field that is wrong.
 * Names are printable, not empty and bounded; numbers fit 64 bits: whatever is read can be stored.
 * Whether the client is still there can be awaited.
+* A long poll waits no longer than the bound, and its answer says how long that was.
 """
 
 from __future__ import annotations
@@ -46,13 +47,18 @@ class Answer:
 class Call:
     """One request. ``params`` are the path's, ``query`` the address's."""
 
-    __slots__ = ("_left", "_receive", "body", "params", "query")
+    __slots__ = ("_left", "_max_wait_s", "_receive", "body", "granted_s", "params", "query")
 
-    def __init__(self, params: Mapping[str, str], query_string: bytes, body: bytes, receive: Receive) -> None:
+    def __init__(
+        self, params: Mapping[str, str], query_string: bytes, body: bytes, receive: Receive, max_wait_s: float
+    ) -> None:
         self.params = params
         self.query = _query(query_string)
         self.body = body
         self._receive = receive
+        self._max_wait_s = max_wait_s
+        self.granted_s: float | None = None
+        """Seconds that this long poll waits at most; None if it is none."""
         self._left: asyncio.Task[None] | None = None
 
     def read(self, kind: type[T]) -> T:
@@ -78,11 +84,16 @@ class Call:
             raise InvalidRequest(f"{name}={text!r} is not a number.", hint="/docs shows the query fields.") from error
 
     def wait_s(self) -> float:
-        """How long the caller is ready to wait, in seconds."""
+        """How long this long poll waits, in seconds: what its address asks for, up to the bound."""
         wait_s = self.number("wait_s", 0.0, float)
         if not math.isfinite(wait_s) or wait_s < 0:
             raise InvalidRequest(f"wait_s={wait_s} is not a duration.", hint="Give seconds, 0 or more.")
-        return wait_s
+        return self.grant(wait_s)
+
+    def grant(self, wait_s: float) -> float:
+        """Shorten a wait to the bound; the answer says what it came to."""
+        self.granted_s = min(max(0.0, wait_s), self._max_wait_s)
+        return self.granted_s
 
     def left(self) -> asyncio.Task[None]:
         """Done when the client has closed the connection."""

@@ -24,7 +24,7 @@ VIEWER = frozenset[Role]({"viewer"})
 READERS = frozenset[Role]({"viewer", "learner"})
 ANY_READER = frozenset[Role]({"viewer", "learner", "worker"})
 
-WAIT = Query("wait_s", f"Seconds to wait for a change, at most {wire.MAX_WAIT_S:g}.", "number")
+WAIT = Query("wait_s", f"Seconds to wait for a change, at most {wire.MAX_WAIT_S:g} unless set otherwise.", "number")
 
 RUN_ERRORS = (errors.UnknownRun,)
 BATCH_ERRORS = (errors.UnknownRun, errors.UnknownBatch, errors.BatchAlreadyAcked, errors.BatchSuperseded)

@@ -27,6 +27,14 @@ FORMATS = ("auto", "json", "text")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to bind. Not loopback: needs --tokens.")
 @click.option("--port", default=8470, show_default=True, type=click.IntRange(0, 65535), help="0: the system chooses.")
 @click.option("--tokens", type=click.Path(path_type=Path, dir_okay=False, exists=True), help="TOML file of tokens.")
+@click.option(
+    "--max-wait-s",
+    default=60.0,
+    show_default=True,
+    type=click.FloatRange(min=1),
+    envvar="HEADRACE_MAX_WAIT_S",
+    help="Longest long poll, in seconds: keep it below the read timeout of a proxy in front.",
+)
 @storage_options
 @click.option("--log-level", default="info", show_default=True, type=click.Choice(LEVELS), help="Least severity.")
 @click.option("--log-format", default="auto", show_default=True, type=click.Choice(FORMATS), help="How lines look.")
@@ -35,6 +43,7 @@ def orchestrator(
     host: str,
     port: int,
     tokens: Path | None,
+    max_wait_s: float,
     log_level: Literal["debug", "info", "warning", "error"],
     log_format: Literal["auto", "json", "text"],
     **storage: Any,
@@ -54,6 +63,7 @@ def orchestrator(
         host=host,
         port=port,
         tokens=tokens,
+        max_wait_s=max_wait_s,
         log_level=log_level,
         log_format=log_format,
         **storage_settings(**storage),

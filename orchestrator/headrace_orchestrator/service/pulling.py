@@ -3,14 +3,14 @@
 * A pull waits until a batch is ready, its time is over, or nothing will ever come.
 * Forming a batch does not hold up the event loop; what changed meanwhile is planned anew, so nothing stale is frozen.
 * One batch of a run is formed at a time; who waits for its turn is answered from what is left.
-* A learner that left before its answer began leaves no lease behind; that of several ranks is not one rank's to end.
+* A learner that left before its answer began leaves no lease behind; one that others hold too stays.
 * A frozen batch that is damaged later is dissolved, and what is left of its groups is served in the same pull.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 
 import msgspec
@@ -23,9 +23,13 @@ from headrace_orchestrator.scheduler.core import Form, Plan, Redeliver
 from headrace_orchestrator.scheduler.records import DAMAGED
 from headrace_orchestrator.service.serving import Bodies, Served, compose, sources
 from headrace_orchestrator.service.shell import Shell
-from headrace_orchestrator.service.waiting import ClientGone, Left, granted_wait
+from headrace_orchestrator.service.waiting import ClientGone, Left
 
 log = logs.logger(__name__)
+
+
+REMEMBERED = 64
+"""Leases that are known to have reached their learner: far more than pulls that can be under way for one."""
 
 
 class Pulls:
@@ -37,6 +41,8 @@ class Pulls:
         self._metrics = metrics
         self._epoch = epoch
         self._waiting: Counter[str] = Counter()
+        self._serving: Counter[tuple[str, int]] = Counter()
+        self._served: deque[tuple[str, int]] = deque(maxlen=REMEMBERED)
         self._forming: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def waiting(self, run: str) -> bool:
@@ -46,16 +52,22 @@ class Pulls:
     async def pull(self, run: str, request: wire.PullRequest, left: Left) -> Served | wire.EmptyReply:
         """Lease a batch; waits up to ``wait_s`` until one is ready. Raises ClientGone if nobody waits any more."""
         begun = self._shell.now()
-        deadline = begun + granted_wait(request.wait_s)
+        deadline = begun + request.wait_s
         while True:
             plan = await self._planned(run, request, deadline, left)
             if isinstance(plan, wire.EmptyReply):
                 break
             self._metrics.pull_wait.labels(self._metrics.run_label(run)).observe(self._shell.now() - begun)
+            lease = (plan.batch, plan.generation)
+            self._serving[lease] += 1
             try:
                 return await self._serve(run, plan, request, left)
             except CorruptRecord as error:
                 self._dissolve(run, plan.batch, error)  # there is an end to it: each round has fewer records
+            finally:
+                self._serving[lease] -= 1
+                if not self._serving[lease]:
+                    del self._serving[lease]
         waited_s = self._shell.now() - begun
         self._metrics.pull_wait.labels(self._metrics.run_label(run)).observe(waited_s)
         for reason in plan.reasons:
@@ -158,8 +170,9 @@ class Pulls:
     async def _serve(self, run: str, lease: Redeliver, request: wire.PullRequest, left: Left) -> Served:
         served = await self._bodies.serve(lease, lambda error: self._dissolve(run, lease.batch, error))
         if left().done():
-            if lease.shards > 1:
-                raise ClientGone  # the lease is that of all ranks; this one asks again
+            key = (lease.batch, lease.generation)
+            if lease.shards > 1 or self._serving[key] > 1 or key in self._served:
+                raise ClientGone  # it is not this pull's alone: other ranks hold it, or the same pull asked again
             back = wire.NackRequest(
                 learner=request.learner,
                 session=request.session,
@@ -168,4 +181,5 @@ class Pulls:
             )
             await self._shell.do(lambda now: self._shell.core.nack(run, lease.batch, back, now))
             raise ClientGone
+        self._served.append((lease.batch, lease.generation))
         return served

@@ -30,7 +30,7 @@ from headrace_orchestrator.service.serving import Served
 from headrace_orchestrator.service.shell import HEADRACE_VERSION
 from headrace_orchestrator.service.store import Store
 from headrace_orchestrator.service.submission import UNWANTED, parse_submission, unwanted
-from headrace_orchestrator.service.waiting import ClientGone, Left, granted_wait
+from headrace_orchestrator.service.waiting import ClientGone, Left
 from headrace_orchestrator.settings import Settings
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ class Service(Lifecycle):
     async def lease(self, request: wire.LeaseRequest, left: Left) -> wire.LeaseReply:
         """Grant work; waits up to ``wait_s`` until there is some."""
         shell = self._require().shell
-        deadline = shell.now() + granted_wait(request.wait_s)
+        deadline = shell.now() + request.wait_s
         bell = shell.bells.of_worker(request)
         waited = False
         while True:
@@ -245,7 +245,7 @@ class Service(Lifecycle):
         enough: Callable[[T], bool],
     ) -> T:
         shell = self._require().shell
-        deadline = shell.now() + granted_wait(wait_s)
+        deadline = shell.now() + wait_s
         try:
             while True:
                 self._require()

@@ -11,7 +11,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from headrace.wire import MAX_WAIT_S, LeaseRequest
+from headrace.wire import LeaseRequest
 from headrace_orchestrator.scheduler.records import (
     AnyRecord,
     AttemptCancelled,
@@ -25,11 +25,6 @@ Left = Callable[[], "asyncio.Task[None]"]
 
 FOR_ALL_WORKERS = frozenset((AttemptCancelled, RunClosed, WorkerDraining))
 """Facts that workers other than the first in line want to know at once."""
-
-
-def granted_wait(wait_s: float) -> float:
-    """Seconds that a long poll really waits."""
-    return min(max(0.0, wait_s), MAX_WAIT_S)
 
 
 class ClientGone(Exception):

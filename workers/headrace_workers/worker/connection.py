@@ -19,7 +19,7 @@ import msgspec
 from headrace import wire
 from headrace.assets import AssetData
 from headrace.codec import ALIGNMENT
-from headrace.errors import HeadraceError, Unavailable
+from headrace.errors import HeadraceError, RequestTooLarge, Unavailable
 from headrace.problems import read_problem
 from headrace.runspec import RunSpec, parse_run_spec
 
@@ -129,7 +129,7 @@ class OrchestratorConnection:
                 hint="Is it running at that address?",
             ) from error
         if response.status >= 400:
-            raise _error(response.status, answer)
+            raise _error(response.status, answer, len(body))
         return answer
 
     def _open(self) -> aiohttp.ClientSession:
@@ -167,10 +167,18 @@ def _decoded(body: bytes, kind: type[T]) -> T:
         raise Unavailable(f"The answer is no {kind.__name__}: {error}.", hint="Is there a proxy in between?") from error
 
 
-def _error(status: int, body: bytes) -> HeadraceError:
+def _error(status: int, body: bytes, sent_bytes: int) -> HeadraceError:
     """What an error answer stands for. Only the orchestrator itself may refuse a record; a page from in between may
     not, whatever its status."""
-    return read_problem(status, body) or Unavailable(
+    said = read_problem(status, body)
+    if said is None and status == 413:
+        return RequestTooLarge(
+            f"A proxy in front of the orchestrator refused a body of {sent_bytes} bytes with 413: "
+            f"{body[:200].decode(errors='replace')}",
+            hint="Raise its body limit (nginx: client_max_body_size) to the orchestrator's setting max_body_bytes.",
+            proxy=True,
+        )
+    return said or Unavailable(
         f"The orchestrator's address answered {status}, and not in its words: {body[:200].decode(errors='replace')}",
         hint="Is the address the orchestrator's, and is there a proxy in between?",
     )

@@ -2,7 +2,7 @@
 
 * A record stays until its submission is answered: an outage reruns nothing.
 * The spool is bounded in bytes, those of images included; when it is full, no new work is asked for.
-* Records leave in the order they came.
+* Records leave in the order they came, but for one that was postponed.
 """
 
 from __future__ import annotations
@@ -88,6 +88,12 @@ class Spool:
         if not self._entries:
             self.filled.clear()
             self.emptied.set()
+
+    def postpone(self, name: AttemptName) -> None:
+        """Put an entry behind all others, if it is there."""
+        entry = self._entries.pop(name, None)
+        if entry is not None:
+            self._entries[name] = entry
 
     def oldest(self, max_records: int, max_bytes: int) -> list[Entry]:
         """The oldest entries within both bounds, at least one if there is any."""

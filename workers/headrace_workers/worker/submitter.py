@@ -4,6 +4,7 @@
 * While the orchestrator is away nothing is lost: the same records are sent again until they are answered.
 * A refused record is logged, and a failed record goes in its place: the episode still ends in exactly one.
 * A body that is refused whole is sent again record by record, so that one bad record costs only itself.
+* A record that is too large for a proxy in between is kept, and sent again behind the others.
 * A record that the orchestrator fails at again and again is replaced as well, so that it does not block the others.
 * Images go ahead of the records that refer to them, those only that are not there; what the orchestrator has let go
   meanwhile is sent again.
@@ -79,7 +80,11 @@ class Submitter:
             except (Unauthorized, Forbidden) as error:
                 await backoff.pause(error)
             except RequestError as error:
-                self._turned_down(batch, error)
+                if not error.extra.get("proxy"):
+                    self._turned_down(batch, error)
+                    continue
+                self._too_large(batch)
+                await backoff.pause(error)
             except InternalError as error:
                 self._failed_at(batch, error)
                 await backoff.pause(error)
@@ -111,6 +116,14 @@ class Submitter:
             self._singly = len(batch)
             return
         self._refused(batch[0], error)
+        self._next_single()
+
+    def _too_large(self, batch: list[Entry]) -> None:
+        """A proxy takes no body of that size: send less at a time, and what is too large alone behind the others."""
+        if len(batch) > 1:
+            self._singly = len(batch)
+            return
+        self._spool.postpone(batch[0].name)
         self._next_single()
 
     def _failed_at(self, batch: list[Entry], error: InternalError) -> None:
