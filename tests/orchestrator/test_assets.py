@@ -16,7 +16,7 @@ from headrace import wire
 from headrace.assets import AssetData, asset_of, asset_path, unpack_assets
 from headrace.errors import CorruptAsset, InvalidAsset, StoreError, UnknownAsset
 from headrace.trajectory import ContentPart, Message
-from headrace_orchestrator.buffer import assets as module
+from headrace_orchestrator.buffer import assetfiles
 from headrace_orchestrator.buffer.assets import Assets, check
 from tests.orchestrator.serving import Api, orchestrator, record_for, submission
 
@@ -56,8 +56,12 @@ async def test_an_asset_is_stored_once_under_its_name_and_read_back(tmp_path: Pa
         assert keeper.files() == {ONE.name, TWO.name}
         assert (keeper.assets.count, keeper.assets.size_bytes) == (2, 2000)
     async with keeping(tmp_path) as keeper:
-        assert (keeper.assets.count, keeper.assets.size_bytes) == (2, 2000)
-        assert keeper.assets.claim([ONE.name, THREE.name]) == [THREE.name]
+        await keeper.assets.add(THREE.name, THREE.data)
+        await keeper.assets.measure()
+        assert (keeper.assets.count, keeper.assets.size_bytes) == (3, 3000)
+        await keeper.assets.measure()
+        assert (keeper.assets.count, keeper.assets.size_bytes) == (3, 3000)
+        assert keeper.assets.claim([ONE.name, "0" * 64]) == ["0" * 64]
 
 
 async def test_bytes_that_are_not_those_of_their_name_are_refused(tmp_path: Path) -> None:
@@ -146,7 +150,7 @@ async def test_a_disk_that_refuses_is_told_to_all_and_leaves_nothing_in_place(
             if refuse:
                 raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(module.os, "fsync", sync)
+        monkeypatch.setattr(assetfiles.os, "fsync", sync)
         told = await asyncio.gather(
             *(keeper.assets.add(asset.name, asset.data) for asset in (ONE, TWO, ONE)), return_exceptions=True
         )
@@ -309,7 +313,7 @@ async def test_references_survive_a_restart_and_a_lost_projection(data_dir: Path
             (data_dir / name).unlink()
     async with orchestrator(data_dir, asset_promise_s=0.05) as api:
         async with asyncio.timeout(10):
-            while (await api.ask("GET", "/v1/status"))["store"]["assets"] > 1:
+            while asset_path(data_dir / "assets", TWO.name).exists():
                 await asyncio.sleep(0.01)
         assert await fetch(api, ONE.name) == ONE.data
         await api.ask("GET", f"/v1/assets/{TWO.name}", status=404)

@@ -13,10 +13,8 @@ and the answer acted upon, without giving the event loop away in between.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +22,7 @@ from typing import NamedTuple
 from headrace.assets import asset_path, check_asset, is_asset_name, read_asset, verify_asset
 from headrace.errors import CorruptAsset, HeadraceError, InvalidAsset, StoreError, UnknownAsset
 from headrace_orchestrator import logs
-from headrace_orchestrator.buffer.directory import sync_directory
+from headrace_orchestrator.buffer.assetfiles import AssetFiles, shelves, size_of
 
 log = logs.logger(__name__)
 
@@ -33,9 +31,6 @@ COLLECT_EVERY_S = 5.0
 
 COLLECT_STEP = 500
 """Assets that are looked up at a time: some milliseconds of the event loop."""
-
-_NEW = "new"
-"""The folder of what is being written; all in it is left over after a crash."""
 
 Referred = Callable[[Sequence[str]], Set[str]]
 """Which of these assets a stored record refers to, or one that is on its way to the disk."""
@@ -47,9 +42,7 @@ class Assets:
     def __init__(self, folder: Path, referred: Referred, *, clock: Callable[[], float], promise_s: float) -> None:
         self.folder = folder
         self.promise_s = promise_s
-        self.count = 0
-        self.size_bytes = 0
-        """Of all that is stored, whoever needs it."""
+        self._files = AssetFiles(folder)
         self._referred = referred
         self._clock = clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="assets")  # one: a file is written after it was deleted
@@ -64,20 +57,27 @@ class Assets:
         self._writing: asyncio.Task[None] | None = None
 
     def open(self) -> None:
-        """Make the folder if it is missing, clear what a crash left half written, and count. Blocking. Raises
-        StoreError."""
+        """Make the folder if it is missing, and clear what a crash left half written. Blocking. Raises StoreError."""
         try:
-            shutil.rmtree(self.folder / _NEW, ignore_errors=True)
-            (self.folder / _NEW).mkdir(parents=True)
-            for shelf in _shelves(self.folder):
-                sync_directory(shelf)  # a name that a crash left in the page cache alone is there from now on
-                with os.scandir(shelf) as entries:
-                    sizes = [entry.stat().st_size for entry in entries]
-                self.count += len(sizes)
-                self.size_bytes += sum(sizes)
-            sync_directory(self.folder)
+            self._files.open()
         except OSError as error:
             raise _refused(error) from error
+
+    @property
+    def count(self) -> int:
+        """How many are stored, whoever needs them: of those that ``measure`` has come to."""
+        return self._files.count
+
+    @property
+    def size_bytes(self) -> int:
+        """Their bytes."""
+        return self._files.size_bytes
+
+    async def measure(self) -> None:
+        """Count what was there at the start, in small steps."""
+        loop = asyncio.get_running_loop()
+        for shelf in await asyncio.to_thread(shelves, self.folder):
+            await loop.run_in_executor(self._thread, self._files.count_shelf, shelf)
 
     # Promises -------------------------------------------------------------------------------------------------
 
@@ -85,7 +85,7 @@ class Assets:
         """Whether a record that refers to it may be stored now."""
         if not is_asset_name(name) or name in self._arriving or name in self._leaving or name in self._damaged:
             return False
-        return name in self._promised or asset_path(self.folder, name).exists()
+        return name in self._promised or self._files.is_there(name)
 
     def claim(self, names: Iterable[str]) -> list[str]:
         """Of these assets those that are to be sent; the others are kept for ``promise_s``."""
@@ -133,18 +133,16 @@ class Assets:
         while self._writes:
             batch, self._writes = self._writes, []
             try:
-                replaced = await loop.run_in_executor(self._thread, self._store, batch)
+                await loop.run_in_executor(self._thread, self._files.write, batch)
             except OSError as error:
                 log.error("assets could not be stored", assets=len(batch), problem=error.strerror)
                 self._failed(batch, error)
             else:
-                self._arrived(batch, replaced)
+                self._arrived(batch)
         self._writing = None
 
-    def _arrived(self, batch: Sequence[tuple[str, bytes]], replaced: Mapping[str, int]) -> None:
-        for name, data in batch:
-            self.count += name not in replaced
-            self.size_bytes += len(data) - replaced.get(name, 0)
+    def _arrived(self, batch: Sequence[tuple[str, bytes]]) -> None:
+        for name, _ in batch:
             self._damaged.discard(name)
             self._promise(name)
             self._arriving.pop(name).set_result(None)
@@ -156,32 +154,6 @@ class Assets:
             arrival.set_exception(_refused(error))
             arrival.exception()  # whoever sent it may have left
 
-    def _store(self, batch: Sequence[tuple[str, bytes]]) -> dict[str, int]:
-        """In the thread: all of them durable, or none in place. Gives the sizes of those that were there already, and
-        damaged. Raises OSError."""
-        written: list[Path] = []
-        replaced: dict[str, int] = {}
-        try:
-            for name, data in batch:
-                written.append(self.folder / _NEW / name)
-                _write_file(written[-1], data)
-            shelves = {asset_path(self.folder, name).parent for name, _ in batch}
-            for shelf in shelves:
-                shelf.mkdir(exist_ok=True)
-            for number, (name, _) in enumerate(batch):
-                place = asset_path(self.folder, name)
-                if place.exists():
-                    replaced[name] = place.stat().st_size
-                written[number] = written[number].rename(place)
-            for folder in (*shelves, self.folder):
-                sync_directory(folder)
-        except OSError:
-            for path in written:
-                with contextlib.suppress(OSError):  # then the next start clears it, or finds that nobody refers to it
-                    path.unlink(missing_ok=True)
-            raise
-        return replaced
-
     # Deleting -------------------------------------------------------------------------------------------------
 
     def doubt(self, names: Iterable[str]) -> None:
@@ -190,7 +162,7 @@ class Assets:
 
     async def doubt_all(self) -> None:
         """Doubt all that is on disk, shelf by shelf: what was sent for a record that never came is found so."""
-        for shelf in await asyncio.to_thread(_shelves, self.folder):
+        for shelf in await asyncio.to_thread(shelves, self.folder):
             names = list(filter(is_asset_name, await asyncio.to_thread(os.listdir, shelf)))
             self.doubt(names)
             await self._collect(names)
@@ -227,29 +199,11 @@ class Assets:
 
     async def _delete(self, names: Sequence[str]) -> int:
         loop = asyncio.get_running_loop()
-        sizes = await loop.run_in_executor(self._thread, self._unlink, names)
+        gone = await loop.run_in_executor(self._thread, self._files.delete, names)
         self._leaving.difference_update(names)
-        self._damaged.difference_update(sizes)
-        self._doubtful.update(dict.fromkeys(name for name in names if name not in sizes))
-        self.count -= sum(size >= 0 for size in sizes.values())
-        self.size_bytes -= sum(size for size in sizes.values() if size >= 0)
-        return len(sizes)
-
-    def _unlink(self, names: Sequence[str]) -> dict[str, int]:
-        """In the thread: what went, with its size; -1 for what was not there. After a power loss an asset may be back;
-        then it is doubted again."""
-        sizes = {}
-        for name in names:
-            path = asset_path(self.folder, name)
-            try:
-                sizes[name] = path.stat().st_size
-                path.unlink()
-            except FileNotFoundError:
-                sizes[name] = -1
-            except OSError as error:
-                log.error("an asset could not be deleted", asset=name, problem=error.strerror)
-                sizes.pop(name, None)
-        return sizes
+        self._damaged.difference_update(gone)
+        self.doubt(set(names).difference(gone))
+        return len(gone)
 
     # Reading --------------------------------------------------------------------------------------------------
 
@@ -284,6 +238,7 @@ class Assets:
         if self._writing is not None:
             await self._writing
         self._thread.shutdown()
+        self._files.close()
 
 
 class AssetReport(NamedTuple):
@@ -307,7 +262,7 @@ def check(folder: Path, referred: Set[str], progress: Callable[[int], None] = la
     found: set[str] = set()
     damaged: dict[str, str] = {}
     size_bytes = 0
-    for shelf in _shelves(folder):
+    for shelf in shelves(folder):
         for name in sorted(os.listdir(shelf)):
             try:
                 size = verify_asset(folder, name)
@@ -315,7 +270,7 @@ def check(folder: Path, referred: Set[str], progress: Callable[[int], None] = la
                 continue  # deleted meanwhile
             except CorruptAsset as error:
                 damaged[name] = error.detail
-                size = _size(asset_path(folder, name))
+                size = size_of(asset_path(folder, name))
             found.add(name)
             size_bytes += size
             progress(size)
@@ -330,29 +285,7 @@ def check(folder: Path, referred: Set[str], progress: Callable[[int], None] = la
 
 def stored_bytes(folder: Path) -> int:
     """Of all assets. Blocking; may run beside a service."""
-    return sum(_size(path) for shelf in _shelves(folder) for path in shelf.iterdir())
-
-
-def _size(path: Path) -> int:
-    """Of a file; 0 if it was deleted meanwhile."""
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
-
-
-def _shelves(folder: Path) -> list[Path]:
-    """The folders that hold assets: 256 at most."""
-    return sorted(path for path in folder.glob("[0-9a-f][0-9a-f]") if path.is_dir())
-
-
-def _write_file(path: Path, data: bytes) -> None:
-    path.unlink(missing_ok=True)
-    with open(path, "xb", buffering=0) as stream:
-        view = memoryview(data)
-        while view:
-            view = view[stream.write(view) :]
-        os.fsync(stream.fileno())
+    return sum(size_of(path) for shelf in shelves(folder) for path in shelf.iterdir())
 
 
 def _refused(error: OSError) -> StoreError:

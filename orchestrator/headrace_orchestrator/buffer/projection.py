@@ -190,12 +190,6 @@ class Projection:
             ).fetchall()
         return {bytes(asset).hex() for (asset,) in rows}
 
-    def all_referred(self) -> set[str]:
-        """All assets that a trajectory refers to."""
-        with self._locked() as connection:
-            rows = connection.execute("SELECT DISTINCT asset FROM asset_references").fetchall()
-        return {bytes(asset).hex() for (asset,) in rows}
-
     def assets_of(self, file: int) -> list[str]:
         """The assets that trajectories in a file of the log refer to."""
         with self._locked() as connection:

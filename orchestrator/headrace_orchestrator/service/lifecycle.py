@@ -193,6 +193,7 @@ class Lifecycle:
     async def _collect_assets(self) -> None:
         """Delete assets that nobody needs. What was there at the start may be promised to somebody since before it."""
         running = self._require()
+        await running.assets.measure()
         await self._forget_deleted_files(running.shell.store)
         await asyncio.sleep(running.assets.promise_s)
         # A reference that was lost with a flipped byte must not cost an asset.
