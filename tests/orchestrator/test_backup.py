@@ -208,6 +208,17 @@ def asset_path(directory: Path, content: bytes) -> Path:
     return directory / "assets" / name[:2] / name
 
 
+async def test_a_copy_of_another_log_is_not_overwritten(data_dir: Path, tmp_path: Path):
+    for data in (data_dir, tmp_path / "other"):
+        async with orchestrator(data) as api:
+            await api.create_run()
+            await api.play(free=2)
+    copy(data_dir, tmp_path / "copy")
+    with pytest.raises(InvalidRequest, match="another log"):
+        copy(tmp_path / "other", tmp_path / "copy")
+    assert episodes(tmp_path / "copy") == episodes(data_dir)
+
+
 async def test_what_cannot_be_is_refused(data_dir: Path, tmp_path: Path):
     with pytest.raises(SetupError, match="no data directory"):
         copy(tmp_path / "nothing", tmp_path / "copy")

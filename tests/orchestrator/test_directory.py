@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from headrace.errors import DataDirectoryInUse, SetupError
-from headrace_orchestrator.buffer.directory import DataDirectory
+from headrace_orchestrator.buffer.directory import DataDirectory, hold, is_owned
 
 
 def test_one_orchestrator_writes_a_data_directory_and_a_second_one_is_told_who_has_it(data_dir: Path):
@@ -100,3 +101,32 @@ def test_a_lost_epoch_is_not_guessed(data_dir: Path):
         (data_dir / name).unlink()
     with pytest.raises(SetupError, match="epoch"):
         DataDirectory.claim(data_dir)
+
+
+def test_whoever_asks_whether_a_directory_is_owned_keeps_nobody_away(data_dir: Path):
+    assert not is_owned(data_dir)
+    owner = DataDirectory.claim(data_dir)
+    assert is_owned(data_dir)
+    owner.close()
+    assert not is_owned(data_dir)
+    stop = threading.Event()
+
+    def ask() -> None:
+        while not stop.wait(0.001):
+            is_owned(data_dir)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        for _ in range(50):
+            DataDirectory.claim(data_dir).close()
+    finally:
+        stop.set()
+        asking.join()
+
+
+def test_a_directory_that_is_held_is_not_claimed(data_dir: Path):
+    DataDirectory.claim(data_dir).close()
+    with hold(data_dir), pytest.raises(DataDirectoryInUse):
+        DataDirectory.claim(data_dir)
+    DataDirectory.claim(data_dir).close()

@@ -3,7 +3,7 @@
 * A copy is a cut: everything that was acknowledged before it began, and a prefix of what the log says after that.
 * Only what is new is copied: a file of the log that is followed by another never changes.
 * Every byte that is copied is synced, read back and compared by digest.
-* A copy that is interrupted leaves the one before it as it was.
+* A copy that is interrupted leaves the one before it as it was, and a copy of another log is not overwritten.
 * What is put back begins an epoch above every one that the directory had: answers of the old service are refused.
 
 A copy is a folder with ``log`` and ``assets``, as a data directory has them, so that all tools read it; and
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import msgspec
 
-from headrace import logformat
+from headrace import logfiles, logformat
 from headrace.errors import CorruptRecord, InvalidRequest, SetupError, StoreError
 from headrace.logformat import Damage
 from headrace_orchestrator.buffer.directory import last_epoch, replace, sync_directory
@@ -53,9 +53,11 @@ class CopiedFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a copy is. ``epoch`` is that of the directory at that time, ``made_ms`` the Unix time in milliseconds."""
+    """What a copy is. ``log`` is the id of the log, ``epoch`` that of the directory at that time, ``made_ms`` the Unix
+    time in milliseconds."""
 
     format: int = 1
+    log: str
     epoch: int
     made_ms: int
     files: list[CopiedFile]
@@ -168,10 +170,15 @@ class _Copy:
         self._moved = _Moved(on_progress, sum(sizes))
         self._copied_files = self._copied_assets = self._copied_bytes = 0
         self._assets: set[str] = set()
-        try:
-            self._before = {file.name: file for file in read_manifest(destination).files}
-        except SetupError:
-            self._before = {}
+        self._log = _log_of(data)
+        self._before: dict[str, CopiedFile] = {}
+        if (destination / MANIFEST).exists():
+            before = read_manifest(destination)
+            if before.log not in ("", self._log):
+                raise InvalidRequest(
+                    f"{destination} holds a backup of another log.", hint="Name another folder, or delete this one."
+                )
+            self._before = {file.name: file for file in before.files}
 
     def make(self, now_ms: int) -> Report:
         # Assets are stored before the record that refers to them, and deleted with the last one: those of old records
@@ -182,7 +189,7 @@ class _Copy:
         files = [self._take(file, last=file == self._files[-1]) for file in self._files]
         self._take_assets()
         sync_directory(self._destination)
-        manifest = Manifest(epoch=last_epoch(self._data), made_ms=now_ms, files=files)
+        manifest = Manifest(log=self._log, epoch=last_epoch(self._data), made_ms=now_ms, files=files)
         replace(self._destination / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
         self._forget({file.name for file in files})
         return Report(
@@ -233,6 +240,17 @@ class _Copy:
         for asset in _assets_in(self._destination):
             if asset.name not in self._assets:
                 asset.unlink()
+
+
+def _log_of(data: Path) -> str:
+    """The id of a log; empty before anything was written."""
+    try:
+        for file in logfiles.newest_first(data / "log", logfiles.numbers_in(data / "log")):
+            if file.head is not None:
+                return file.head.log
+    except FileNotFoundError:
+        raise _Gone from None
+    return ""
 
 
 def _assets_in(directory: Path) -> Iterator[Path]:

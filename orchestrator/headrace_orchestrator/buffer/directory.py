@@ -11,12 +11,16 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
 from headrace.errors import DataDirectoryInUse, SetupError
+
+LOOKS, LOOK_S = 5, 0.01
+"""Whoever asks whether a directory is owned holds its lock for a moment: one look is not enough."""
 
 
 class DataDirectory:
@@ -104,15 +108,18 @@ def _file_mark(file: Path) -> tuple[int, int]:
 
 
 def _take(lock: int, path: Path) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        pid = _owner(lock).get("pid", 0)  # 0: the owner has the lock and has not written its name yet
-        raise DataDirectoryInUse(
-            f"The data directory {path} belongs to a running orchestrator, process {pid or 'unknown'}.",
-            hint="Stop that one first, or use another data directory.",
-            pid=pid,
-        ) from error
+    for _ in range(LOOKS):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            time.sleep(LOOK_S)
+    pid = _owner(lock).get("pid", 0)  # 0: the owner has the lock and has not written its name yet
+    raise DataDirectoryInUse(
+        f"The data directory {path} belongs to a running orchestrator, process {pid or 'unknown'}.",
+        hint="Stop that one first, or use another data directory.",
+        pid=pid,
+    )
 
 
 def _owner(lock: int) -> dict[str, int]:
