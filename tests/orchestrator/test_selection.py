@@ -7,7 +7,7 @@ import msgspec
 from headrace import wire
 from headrace.batch import Batch
 from headrace.manifest import SelectionUsed
-from tests.orchestrator.serving import Api, orchestrator
+from tests.orchestrator.serving import Api, orchestrator, record_for, submission
 
 
 async def test_a_batch_says_how_it_was_chosen_and_a_restart_knows_it_too(tmp_path):
@@ -50,3 +50,16 @@ async def test_priorities_of_another_order_are_refused(api: Api):
     request = wire.PrioritiesRequest(priorities={"g": 1.0})
     problem = await api.ask("POST", "/v1/runs/run/priorities", request, status=409)
     assert problem["hint"] == "Create the run with selection = {'order': 'prioritized'}."
+
+
+async def test_a_partial_group_is_served_though_its_worker_never_answers(api: Api):
+    await api.create_run(group_size=2, batch_size=2, max_staleness=0, partial_after_s=0.2, attempt_lease_s=0.4)
+    attempts = await api.lease(free=2)
+    (result,) = await api.submit(submission([(attempts[0], record_for(attempts[0]))]))
+    assert result.verdict == "accepted"
+    batch = await api.pull(wait_s=30)
+    assert isinstance(batch, Batch)
+    (group,) = batch.manifest.groups
+    assert (group.expected, group.actual, group.complete) == (2, 1, False)
+    (listed,) = (await api.ask("GET", "/v1/runs/run/trajectories?status=cancelled"))["trajectories"]
+    assert (listed["episode"], listed["failure"]["kind"]) == (attempts[1].episode, "partial")

@@ -168,6 +168,20 @@ def test_a_batch_is_smaller_by_the_zero_variance_groups_that_were_dropped_from_i
     assert "zero-variance" not in codes(harness.empty()), "counted from batch to batch"
 
 
+def test_awaited_groups_take_no_place_in_a_batch_that_others_are_dropped_from(harness):
+    harness.run(group_size=2, batch_size=4, max_staleness=0, zero_variance="drop")
+    play(harness, True)
+    played = [play(harness, False)]
+    harness.batch()
+    harness.submit("equal", "other")
+    for attempt in harness.lease(8):
+        equal = attempt.group == "equal"
+        harness.finish(attempt, rewards={"agent": 0.5 if equal else float(attempt.member)})
+        played += [attempt.group] * (attempt.group not in (*played, "equal", "other"))
+    assert "zero-variance" not in codes(harness.empty(groups=["equal"]))
+    assert harness.batch(groups=["other"]).groups == ["other"]
+
+
 def test_a_batch_never_shrinks_to_nothing(harness):
     harness.run(group_size=2, batch_size=4, max_staleness=0, zero_variance="drop")
     for _ in range(5):

@@ -41,13 +41,13 @@ def shelves_of(groups: list[Standing], versions: Versions) -> Shelves:
 
 
 @st.composite
-def crowds(draw) -> list[Standing]:
+def crowds(draw, lineages: int = 1) -> list[Standing]:
     orders = draw(st.lists(PLACES, unique=True, max_size=40))
     return [
         Standing(
             order,
             Task(environment=draw(st.sampled_from("ab")), seed=0, tags=draw(st.lists(st.sampled_from("xy")))),
-            [Version(0, n) for n in draw(st.lists(st.integers(0, 5), max_size=2))],
+            draw(st.lists(st.builds(Version, st.integers(0, lineages - 1), st.integers(0, 5)), max_size=2)),
             draw(WEIGHTS),
         )
         for order in orders
@@ -60,8 +60,13 @@ def now(n: int) -> Versions:
     return versions
 
 
-def in_bound(group: Standing, versions: Versions) -> bool:
-    return all(versions.now.n - version.n <= BOUND for version in group.versions())
+def in_bound(group: Standing, versions: Versions, forks: list[int]) -> bool:
+    """``forks``: from which n each lineage but the first was opened, always out of the one before."""
+    last = dict(enumerate([*forks, versions.now.n + 99]))
+    return all(
+        version.n <= last.get(version.lineage, -1) and versions.now.n - version.n <= BOUND
+        for version in group.versions()
+    )
 
 
 @given(st.dictionaries(PLACES, WEIGHTS, max_size=60), st.data())
@@ -96,18 +101,28 @@ def test_what_is_found_depends_on_what_stands_there_alone_never_on_how_it_came_t
     assert roundabout.total == straight.total
 
 
-@given(crowds(), st.lists(st.integers(0, 7), max_size=4))
-def test_what_the_version_now_leaves_behind_is_set_aside_and_never_chosen(crowd, ns):
+@given(crowds(lineages=2), st.lists(st.integers(0, 7), max_size=4), st.integers(0, 7), st.integers(0, 3))
+def test_what_the_version_now_leaves_behind_is_set_aside_and_never_chosen(crowd, ns, fork, after):
+    """Versions are announced, one is gone back to, others follow; on the way some come back within bound."""
     versions = now(0)
     shelves = shelves_of(crowd, versions)
     for n in ns:
         versions.announce(Version(0, n), None)
-        shelves.turn_to(versions)
-        fresh = sorted(group.order for group in crowd if in_bound(group, versions))
-        assert [group.order for group in shelves.in_order(EVERYTHING)] == fresh
-        assert len(shelves) == len(fresh)
-        assert {group.order for group in shelves.behind()} == {group.order for group in crowd} - set(fresh)
-        assert shelves.contents() == shelves_of(crowd, versions).contents()
+        turned_to(shelves, crowd, versions, [])
+    fork = min(fork, versions.now.n)
+    versions.announce(Version(1, fork), Version(0, fork))
+    turned_to(shelves, crowd, versions, [fork])
+    versions.announce(Version(1, fork + after), None)
+    turned_to(shelves, crowd, versions, [fork])
+
+
+def turned_to(shelves: Shelves, crowd: list[Standing], versions: Versions, forks: list[int]) -> None:
+    shelves.turn_to(versions)
+    fresh = sorted(group.order for group in crowd if in_bound(group, versions, forks))
+    assert [group.order for group in shelves.in_order(EVERYTHING)] == fresh
+    assert len(shelves) == len(fresh)
+    assert {group.order for group in shelves.behind()} == {group.order for group in crowd} - set(fresh)
+    assert shelves.contents() == shelves_of(crowd, versions).contents()
 
 
 @given(crowds(), st.sets(st.sampled_from("ab")), st.sets(st.sampled_from("xy")))

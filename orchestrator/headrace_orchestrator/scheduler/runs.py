@@ -110,7 +110,7 @@ class Run:
         self.submitted_ends: dict[str, str] = {}
         self.retired: Counter[str] = Counter()
         self.stale_since_batch = 0
-        #: Zero-variance groups that were retired since the last batch was formed, and tokens of their rows.
+        #: Zero-variance groups that a plain pull goes without since the last batch, and tokens of their rows.
         self.zero_variance_since_batch = 0
         self.zero_variance_tokens = 0
         #: Groups that were retired since the last batch was formed as a row of theirs fits into no bin.

@@ -257,7 +257,7 @@ def retired(run: Run, record: records.GroupRetired) -> None:
         if record.reason == "stale":
             run.stale_since_batch += 1
             run.stale_in_row += 1
-        elif record.reason == "zero-variance":
+        elif record.reason == "zero-variance" and run.plain(group):
             run.zero_variance_since_batch += 1
             run.zero_variance_tokens += group.row_tokens
         elif record.reason == "row-too-long":
@@ -303,7 +303,9 @@ def batch_formed(run: Run, record: records.BatchFormed) -> list[Episode]:
         group.batch = record.batch
     run.batches[record.batch] = Batch(record.batch, groups, record.version)
     run.batches_formed += 1
-    run.stale_since_batch = run.zero_variance_since_batch = run.zero_variance_tokens = run.too_long_since_batch = 0
+    run.stale_since_batch = run.too_long_since_batch = 0
+    if run.plain(groups[0]):
+        run.zero_variance_since_batch = run.zero_variance_tokens = 0
     return lost
 
 
