@@ -171,7 +171,7 @@ def _run_routes() -> list[Route]:
         Route(
             method="GET",
             path=f"{API}/runs/{{run}}/groups",
-            summary="Groups in flight.",
+            summary="Groups in flight, the 1,000 oldest at most; the run's status counts all.",
             handler=handlers.groups,
             roles=READERS,
             response=list[dict[str, Any]],

@@ -309,5 +309,5 @@ class Scheduler:
         return self._book.run(run).spec
 
     def groups(self, run: str) -> list[dict[str, Any]]:
-        """Groups in flight, for pages: id, state, task, members with their states, low version."""
+        """The oldest groups in flight, for pages: id, state, task, members with their states, low version."""
         return views.groups(self._book.run(run))

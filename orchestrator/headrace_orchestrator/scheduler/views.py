@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 from headrace import wire
@@ -9,6 +10,9 @@ from headrace_orchestrator.scheduler import why
 from headrace_orchestrator.scheduler.book import Book
 from headrace_orchestrator.scheduler.runs import Run
 from headrace_orchestrator.scheduler.states import Group
+
+LISTED = 1000
+"""Groups that are listed at most: a run may hold a hundred thousand, and nobody is to wait while they are."""
 
 
 def run_status(book: Book, run: Run, now: float) -> wire.RunStatus:
@@ -61,8 +65,10 @@ def worker_statuses(book: Book, now: float) -> list[wire.WorkerStatus]:
 
 
 def groups(run: Run) -> list[dict[str, Any]]:
-    """Groups in flight, oldest admission first; of a complete one its usable trajectories are told, not its members."""
-    return [_group(group) for group in run.groups.values() if group.state != "retired"]
+    """The ``LISTED`` groups in flight that were admitted first; of a complete one its usable trajectories are told, not
+    its members."""
+    in_flight = (group for group in run.groups.values() if group.state != "retired")
+    return [_group(group) for group in islice(in_flight, LISTED)]
 
 
 def _group(group: Group) -> dict[str, Any]:

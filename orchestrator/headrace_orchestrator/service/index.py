@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from headrace.errors import CorruptRecord
 from headrace_orchestrator.buffer.location import Location
 from headrace_orchestrator.buffer.log import Moves
 from headrace_orchestrator.scheduler.records import (
@@ -84,17 +83,6 @@ class Index:
             places = dict(self.groups[formed.run][group])
             members += [places[id] for id in ids]
         self.batches[formed.batch] = BatchAt(formed.run, head, tuple(members))
-
-    def place(self, run: str, group: str, trajectory: str) -> Location:
-        """Where a usable record of a group in flight is. Raises CorruptRecord."""
-        at = self.groups.get(run, {}).get(group)
-        location = at.find(trajectory) if at is not None else None
-        if location is None:
-            raise CorruptRecord(
-                f"The record {trajectory} of group {group} was lost in the log.",
-                hint="Only this record is lost. `headrace fsck` lists all damage.",
-            )
-        return location
 
     def oldest_file(self) -> int | None:
         """The oldest file of the log that a group in flight or an open batch needs: neither it nor any behind it may be

@@ -35,10 +35,6 @@ class GroupAt:
         size = _UUID if short else len(name)
         self.packed += _ENTRY.pack(location.position, location.length, size) + name
 
-    def find(self, trajectory: str) -> Location | None:
-        """Where a record is; the last one of that id."""
-        return dict(self).get(trajectory)
-
     @property
     def first_file(self) -> int:
         """The file of the first record, which is the oldest: records are stored, and moved, in order. There is one."""

@@ -266,7 +266,7 @@ class Service(Lifecycle):
         return msgspec.structs.replace(status, learner_waiting=running.pulls.waiting(run))
 
     def groups(self, run: str) -> list[dict[str, Any]]:
-        """Groups in flight. Raises UnknownRun."""
+        """The oldest groups in flight. Raises UnknownRun."""
         return self._require().shell.core.groups(run)
 
     def status(self) -> wire.ServiceStatus:
