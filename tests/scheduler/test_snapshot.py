@@ -77,7 +77,7 @@ def test_a_snapshot_taken_in_the_middle_of_a_replay_is_finished_as_the_replay_is
 
 def test_a_snapshot_of_a_format_that_is_not_known_is_refused_and_named():
     taken = busy().core.snapshot()
-    other = (snapshot.FORMAT + 7).to_bytes(2, "little") + taken[2:]
+    other = taken[:1] + bytes([snapshot.FORMAT + 7]) + taken[2:]  # behind the head of an array
     with pytest.raises(CorruptRecord, match=f"format {snapshot.FORMAT + 7}"):
         Harness().core.restore(other, 0.0)
 

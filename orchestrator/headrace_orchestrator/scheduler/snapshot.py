@@ -29,9 +29,7 @@ from headrace_orchestrator.scheduler.states import Episode, EpisodeState, Group,
 from headrace_orchestrator.scheduler.workers import Worker
 
 FORMAT = 1
-"""Of the bytes; another one is refused."""
-
-_PREFIX_BYTES = 2
+"""Of the bytes, and the first thing in them; another one is refused."""
 
 
 class Row(msgspec.Struct, array_like=True, frozen=True):
@@ -72,7 +70,7 @@ class GroupRow(Row, frozen=True):
     order: int
     uses: int
     priority: float
-    records: str
+    records: bytes
     kept: tuple[Version, ...]
     row_tokens: int
     longest_row: int
@@ -185,7 +183,14 @@ class WorkerState(Row, frozen=True):
     attempts: list[str]
 
 
+class Format(Row, frozen=True):
+    """What every snapshot begins with, whatever comes behind."""
+
+    format: int
+
+
 class State(Row, frozen=True):
+    format: int
     runs: list[RunState]
     workers: list[WorkerState]
     draining: list[str]
@@ -208,6 +213,7 @@ def _plain(value: Any) -> Any:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+_format_decoder = msgspec.msgpack.Decoder(Format)
 _decoder = msgspec.msgpack.Decoder(State)
 _group_decoder = msgspec.msgpack.Decoder(GroupWhole)
 
@@ -215,6 +221,7 @@ _group_decoder = msgspec.msgpack.Decoder(GroupWhole)
 def snapshot(book: Book) -> bytes:
     """The durable state."""
     state = (
+        FORMAT,
         [_run_state(run) for run in book.runs.values()],
         [
             (worker.name, worker.pool, list(worker.attempts))
@@ -223,9 +230,7 @@ def snapshot(book: Book) -> bytes:
         ],
         sorted(book.workers.draining),
     )
-    buffer = bytearray(FORMAT.to_bytes(_PREFIX_BYTES, "little"))
-    _encoder.encode_into(state, buffer, _PREFIX_BYTES)
-    return bytes(buffer)
+    return _encoder.encode(state)
 
 
 def _run_state(run: Run) -> tuple[Any, ...]:
@@ -250,15 +255,10 @@ def _whole(group: Group) -> tuple[Any, ...]:
 
 def restore(book: Book, data: bytes, now: float) -> None:
     """Bring a snapshot into a book that knows nothing yet. Raises CorruptRecord."""
-    found = int.from_bytes(data[:_PREFIX_BYTES], "little")
-    if found != FORMAT:
-        raise CorruptRecord(
-            f"A snapshot of the scheduler is of format {found}; this version of Headrace reads format {FORMAT}.",
-            hint="Start the version that wrote it.",
-        )
     episodes = book.episodes
     try:
-        state = _decoder.decode(memoryview(data)[_PREFIX_BYTES:])
+        _require_format(_format_decoder.decode(data).format)
+        state = _decoder.decode(data)
         runs = [_restored_run(row, book, now) for row in state.runs]
         held = [(row, [episodes[id] for id in row.attempts]) for row in state.workers]
     except (KeyError, ValueError, RecursionError, msgspec.MsgspecError) as error:
@@ -272,6 +272,14 @@ def restore(book: Book, data: bytes, now: float) -> None:
     for row, attempts in held:
         _restore_worker(book, row, attempts, now)
     book.workers.draining.update(state.draining)
+
+
+def _require_format(found: int) -> None:
+    if found != FORMAT:
+        raise CorruptRecord(
+            f"A snapshot of the scheduler is of format {found}; this version of Headrace reads format {FORMAT}.",
+            hint="Start the version that wrote it.",
+        )
 
 
 def _restored_run(state: RunState, book: Book, now: float) -> Run:

@@ -50,6 +50,7 @@ from typing import TYPE_CHECKING, Literal
 
 from headrace.errors import InternalError
 from headrace.trajectory import Failure, Task, Version
+from headrace_orchestrator.scheduler.packing import pack, unpack
 from headrace_orchestrator.scheduler.records import PARTIAL
 
 if TYPE_CHECKING:
@@ -225,10 +226,10 @@ class Group:
         self.position = position
         self.submitted = submitted
         self.evaluation = evaluation
-        #: Its episodes; none once it is complete. Then ``records`` has the ids of its usable trajectories in the order
-        #: of its members, each ended by a line feed, and ``kept`` their versions, each once.
+        #: Its episodes; none once it is complete. Then ``records`` packs the ids of its usable trajectories, in the
+        #: order of its members, and ``kept`` are their versions, each once.
         self.members: list[Episode] = []
-        self.records = ""
+        self.records = pack(())
         self.kept: tuple[Version, ...] = ()
         self.state: GroupState = "open"
         self.story: list[tuple[str, str]] = []
@@ -289,12 +290,12 @@ class Group:
     @property
     def trajectories(self) -> list[str]:
         """Ids of the usable trajectories of a complete group, in the order of its members."""
-        return self.records.split("\n")[:-1]
+        return unpack(self.records)
 
     def put_away(self) -> None:
         """Let the members of a complete group go; what batches are made of is kept."""
         self.kept = tuple(dict.fromkeys(self.versions()))
-        self.records = "".join(f"{episode.trajectory}\n" for episode in self.members if episode.state in USABLE)
+        self.records = pack([episode.trajectory for episode in self.members if episode.state in USABLE])
         self.members = []
 
     def zero_variance(self) -> bool:
