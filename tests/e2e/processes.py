@@ -56,6 +56,11 @@ class Process:
         """SIGKILL, as a crash would; returns when it is gone."""
         self.end(signal.SIGKILL)
 
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to it while it runs, such as one that makes it stand still."""
+        assert self._child is not None
+        self._child.send_signal(number)
+
     def end(self, number: signal.Signals = signal.SIGTERM, timeout_s: float = 40.0) -> int:
         """Send the signal and wait for the end; a process that does not end is killed and the test fails."""
         if self._child is None:
