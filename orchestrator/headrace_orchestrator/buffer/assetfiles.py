@@ -47,7 +47,7 @@ class AssetFiles:
         shutil.rmtree(self.folder / _NEW, ignore_errors=True)
         (self.folder / _NEW).mkdir(parents=True)
         # A name that a crash left in the page cache alone is on disk from now on.
-        self._each(sync_directory, [*shelves(self.folder), self.folder])
+        self._each(sync_directory, [*shelves(self.folder), self.folder, self.folder.parent])
 
     def is_there(self, name: str) -> bool:
         """Whether a file of that name is in place. From any thread; a few microseconds."""
