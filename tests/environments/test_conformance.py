@@ -3,10 +3,12 @@
 import asyncio
 import random
 
+import numpy as np
 import pytest
 
 import headrace
 import headrace_workers.environments  # noqa: F401 - registers the ids
+from headrace.assets import Image
 from headrace_workers.environments.conformance import check_environment
 
 GUESSES = (*(f"\\boxed{{{number}}}" for number in (25, 12, 37, 6, 44, 25, 99)), "no guess")
@@ -127,6 +129,34 @@ class SharedList(Echo):
         return " ".join(self.messages), *rest
 
 
+class ImageOfFloats(Echo):
+    def step(self, action):
+        _, *rest = super().step(action)
+        return [Image(data=np.zeros((2, 2)))], *rest
+
+
+class OneBuffer(Echo):
+    """G19, second variant: one image buffer, drawn into at each step."""
+
+    def __init__(self):
+        self.buffer = np.zeros((2, 2), np.uint8)
+
+    def reset(self, seed=None):
+        self.buffer[:] = 0
+        return super().reset(seed)
+
+    def step(self, action):
+        _, *rest = super().step(action)
+        self.buffer += 1
+        return [Image(data=self.buffer)], *rest
+
+
+class FreshImages(OneBuffer):
+    def step(self, action):
+        _, *rest = super().step(action)
+        return [Image(data=self.buffer.copy())], *rest
+
+
 class Raises(Echo):
     def step(self, action):
         raise ZeroDivisionError
@@ -156,6 +186,8 @@ class NobodyDue(Echo):
         (ForgetsToReset, "seed-fixes-all"),
         (OneInfo, "fresh-objects"),
         (SharedList, "own-state"),
+        (ImageOfFloats, "step-returns"),
+        (OneBuffer, "fresh-objects"),
         (Raises, "raises"),
         (NobodyDue, "next-agent"),
     ],
@@ -164,6 +196,10 @@ def test_each_breach_is_found_under_its_name(broken, check):
     problems = check_environment(broken)
     assert check in {problem.check for problem in problems}, problems
     assert all(str(problem) for problem in problems)
+
+
+def test_an_environment_of_images_keeps_the_protocol():
+    assert check_environment(FreshImages) == []
 
 
 def test_the_global_generators_are_put_back():

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from headrace.assets import Image
-from headrace.batch import Batch
+from headrace.aio import AsyncClient
+from headrace.assets import Image, decode_array
 from headrace.environment import Step
 from headrace.trajectory import Task, Trajectory
 from headrace_workers.worker.spool import Entry, Spool
-from tests.orchestrator.serving import Api
 from tests.orchestrator.serving import orchestrator as service
 from tests.workers.fakes import OneTurn, assignment
 from tests.workers.orchestrator import Orchestrator, orchestrating
@@ -116,18 +115,10 @@ async def test_G19_a_worker_stores_three_images_of_one_buffer_under_three_hashes
         await api.create_run(group_size=1, batch_size=1)
         stub = Orchestrator()
         stub.url = str(api.session._base_url)
-        async with working(stub, Draws):
-            batch = await api.pull(wait_s=20)
-            assert isinstance(batch, Batch)
-            names = shown(batch.trajectories[0])
-            assert names == NAMES
-            for value, name in enumerate(names, start=1):
-                data = await _fetched(api, name)
-                assert hashlib.sha256(data).hexdigest() == name
-                assert np.frombuffer(data[-72:], np.uint8).tolist() == [value] * 72
-
-
-async def _fetched(api: Api, name: str) -> bytes:
-    async with api.session.get(f"/v1/assets/{name}") as answer:
-        assert answer.status == 200
-        return await answer.read()
+        async with working(stub, Draws), AsyncClient(stub.url) as client:
+            batch = await client.pull("run", timeout_s=20, fields=["assets"])
+            assert shown(batch.trajectories[0]) == NAMES
+            for value, name in enumerate(NAMES, start=1):
+                assert hashlib.sha256(batch.asset(name)).hexdigest() == name
+                assert np.array_equal(decode_array(batch.asset(name)), pixels(value))
+                assert await client.asset(name) == batch.asset(name)

@@ -34,6 +34,7 @@ import msgspec
 import numpy as np
 
 from headrace.assets import Image
+from headrace.errors import RequestError
 from headrace.trajectory import ContentPart
 
 DEFAULT_ACTIONS = (r"\boxed{1}", r"\boxed{2}", r"\boxed{1 1}", r"\boxed{2 1}", "hello", "")
@@ -183,6 +184,16 @@ def _check_observation(check: str, observation: Any, several: bool) -> None:
         parts = isinstance(value, list) and all(isinstance(part, ContentPart | Image) for part in value)
         if not (isinstance(value, str) or parts):
             raise _Broken(check, f"the observation {_short(value)} is neither text nor a list of ContentPart and Image")
+        for part in value if parts else ():
+            if isinstance(part, Image):
+                _check_image(check, part)
+
+
+def _check_image(check: str, image: Image) -> None:
+    try:
+        image.encoded()
+    except RequestError as error:
+        raise _Broken(check, f"an image of the observation cannot be stored: {error}") from error
 
 
 def _values(value: Any, several: bool, check: str) -> list[Any]:
