@@ -101,6 +101,11 @@ def flipped(file: Path, positions: Iterator[int] | range, mask: int = 0x40) -> I
             stream.write(whole[position : position + 1])
 
 
+def one_flipped(file: Path, position: int) -> None:
+    """Flip one byte for good."""
+    next(flipped(file, iter([position])))
+
+
 class Started(NamedTuple):
     """A core and a store that read the log, and how many records they passed over."""
 
@@ -205,7 +210,7 @@ async def test_a_start_after_any_flipped_byte_decides_as_before_and_serves_the_r
                 fresh(whole, copied)
                 damaged = copied / "log" / file.name
                 position = draw.randrange(block, min(block + 256, frame.offset + frame.size))
-                next(flipped(damaged, iter([position])))
+                one_flipped(damaged, position)
                 found = await start(copied)
                 for id, (location, _) in places.items():
                     if location != Location(int(file.stem), frame.offset, location.length):
@@ -225,13 +230,61 @@ def _records(data: Path) -> Iterator[tuple[str, tuple[Location, bytes]]]:
                 yield f"{file.stem}-{frame.offset}", (location, frame.payload)
 
 
+@pytest.mark.parametrize("kind", [FrameType.FILE_HEAD, FrameType.FOOTER])
+async def test_a_head_or_a_footer_that_is_lost_altogether_changes_no_decision(
+    many_files: Whole, copied: Path, kind: FrameType
+):
+    before = await start(fresh(many_files, copied))
+    await before.store.close()
+    for file in log_files(many_files.path)[1:]:
+        for frame in frames_of(file):
+            if frame.type is kind:
+                fresh(many_files, copied)
+                for copy in (0, frame.size // 2):
+                    one_flipped(copied / "log" / file.name, frame.offset + copy + 64)
+                found = await start(copied)
+                assert found.core.durable() == before.core.durable(), file.name
+                await found.store.close()
+
+
+async def test_an_ack_whose_batch_is_lost_does_not_come_undone(one_file: Whole, copied: Path):
+    (file,) = log_files(fresh(one_file, copied))
+    head = next(frame for frame in frames_of(file) if frame.type is FrameType.BATCH)
+    one_flipped(file, head.offset + 100)
+    async with orchestrator(copied) as api:
+        assert (await api.ask("GET", "/v1/runs/run"))["version"] == "0.1"
+        served: list[str] = []
+        while isinstance(batch := await api.pull(session="two", request=f"request-{len(served)}"), Batch):
+            served += batch.manifest.trajectories
+            await api.ack(batch, f"0.{1 + len(served)}", session="two")
+        assert len(served) == 2
+        assert not set(served) & set(one_file.acked.manifest.trajectories)
+
+
+async def test_a_frozen_batch_of_which_a_record_is_lost_is_not_served_again_and_the_rest_is(
+    one_file: Whole, copied: Path
+):
+    (file,) = log_files(fresh(one_file, copied))
+    leased = Batch.parse(one_file.leased)
+    member = [frame for frame in frames_of(file) if frame.type is FrameType.TRAJECTORY][1]
+    one_flipped(file, member.offset + 100)
+    async with orchestrator(copied) as api:
+        batch = await api.pull(request="leased")
+        assert isinstance(batch, Batch)
+        assert batch.id != leased.id
+        assert not set(batch.manifest.trajectories) & set(leased.manifest.trajectories)
+        await api.ack(batch, "0.2")
+        await api.play(free=4)  # the episode whose record was lost among them
+        assert isinstance(await api.pull(request="more"), Batch)
+
+
 @pytest.mark.parametrize("kind", list(FrameType))
 async def test_a_service_starts_on_a_damaged_log_and_no_ack_comes_undone(
     many_files: Whole, copied: Path, kind: FrameType
 ):
     fresh(many_files, copied)
     file, frame = [(file, frame) for file in log_files(copied) for frame in frames_of(file) if frame.type is kind][-1]
-    next(flipped(file, iter([frame.offset + 64])))
+    one_flipped(file, frame.offset + 64)
     async with orchestrator(copied) as api:
         refused = await api.ack(many_files.acked, "0.7", status=409)
         assert refused["code"] == "batch-already-acked"
