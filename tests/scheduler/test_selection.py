@@ -239,6 +239,20 @@ def test_a_batch_is_redelivered_only_to_a_pull_that_asks_for_nothing_else_than_w
     assert harness.batch().id == hard.id, "a pull that asks for nothing takes any"
 
 
+def test_a_learner_that_pulls_one_kind_only_is_served_though_others_fill_the_credit():
+    """Nothing goes stale, nobody else pulls: each pull that waits lets one more group in."""
+    harness = Harness()
+    harness.run(environments=MIXED, batch_size=2, max_staleness=0)
+    for _ in range(8):
+        rounds = 0
+        while not isinstance(batch := harness.pull(environments=["game:B"]), Served):
+            assert "filtered" in [reason.code for reason in batch.reasons] or rounds == 0
+            harness.work()
+            rounds += 1
+            assert rounds < 40
+        harness.ack(batch)
+
+
 def test_a_pull_whose_kind_is_not_ready_is_told_what_is():
     harness = mixed()
     while isinstance(harness.pull(tags=["new"]), Served):

@@ -152,7 +152,7 @@ def test_what_is_drawn_is_drawn_once_and_stands_there_again_after_the_draw(crowd
 
 
 def test_choosing_a_few_looks_at_few():
-    """Of a million places, at most 32 sums are read on each level to find one."""
+    """Of a million places, at most 16 sums are read on each level to find one."""
     shelf = Shelf()
     for place in range(0, 1 << 20, 64):
         shelf.put(place, 1)

@@ -19,10 +19,10 @@ from headrace_orchestrator.scheduler.versions import Span, Versions, span_of
 if TYPE_CHECKING:
     from headrace_orchestrator.scheduler.states import Group
 
-FANOUT_BITS = 5
-"""A sum covers 32 of the level below: few enough to look through, enough that sums take a thirtieth of the memory."""
+FANOUT_BITS = 4
+"""A sum covers 16 of the level below: few enough to look through, enough that sums take little memory."""
 
-LEVELS = 4
+LEVELS = 5
 """Levels of sums: one at the top covers a million places in the order of dispatch; the top is gone through."""
 
 
