@@ -165,6 +165,8 @@ class Intake:
         if verdict == "accepted":
             self.accepted[head.episode] = Accepted(record, trajectory.stop_reason, trajectory.provenance, assets)
             self._owners[trajectory.id] = head.episode
+        elif verdict == "superseded" and trajectory.id in self._owners:
+            verdict = "duplicate"  # by this very record, which is stored; the core forgets it with its complete group
         return SubmitResult(episode=head.episode, verdict=verdict)
 
     def _check_owner(self, trajectory: Trajectory) -> None:
