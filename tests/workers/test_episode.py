@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -643,6 +644,49 @@ async def test_G19_three_images_in_one_buffer_have_three_hashes() -> None:  # no
     assert [asset.name for asset in record.assets] == shown == list(assets)
     assert [int(decode_array(assets[name].data)[0, 0, 0]) for name in shown] == [1, 2, 3]
     assert b"1:<image>" in bytes(id_ for id_ in record.segments[0].token_ids.tolist() if id_ < 256)
+
+
+async def test_images_are_copied_where_the_environment_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = set()
+    encoded = Image.encoded
+
+    def noted(image: Image) -> Any:
+        threads.add(threading.current_thread())
+        return encoded(image)
+
+    monkeypatch.setattr(Image, "encoded", noted)
+
+    class Blocks(_g19_buffer("<image>")):  # type: ignore[misc]
+        blocking = True
+
+    record, _ = await play_with_assets(Script(say("x")), Blocks, clock=time.monotonic)
+    assert len(record.assets) == 3
+    assert threads
+    assert threading.main_thread() not in threads
+
+
+async def test_several_agents_are_shown_images_of_their_own() -> None:
+    class Two:
+        agents: ClassVar = ["a", "b"]
+
+        def __init__(self) -> None:
+            self.due: str | None = "a"
+
+        def next_agent(self) -> str | None:
+            return self.due
+
+        def reset(self, seed: int | None = None) -> Any:
+            return {name: [Image(data=name.encode(), media_type="image/png", text=name)] for name in self.agents}, {}
+
+        def step(self, action: str) -> Any:
+            over = self.due == "b"
+            self.due = None if over else "b"
+            ended = dict.fromkeys(self.agents, over)
+            return {}, dict.fromkeys(self.agents, 1.0), ended, dict.fromkeys(self.agents, False), {}
+
+    record, assets = await play_with_assets(Script(say("x")), Two)
+    assert record.status == "finished"
+    assert [asset.data for asset in assets.values()] == [b"a", b"b"]
 
 
 async def test_an_image_shown_twice_is_kept_once() -> None:

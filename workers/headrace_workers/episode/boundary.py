@@ -15,7 +15,7 @@ all that the agent has seen, the new observation included: a history edit, which
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -49,6 +49,13 @@ Content = str | list[ContentPart]
 """An observation as it is stored: images by the names of their assets."""
 
 
+class _Named(NamedTuple):
+    """An image that is copied and named."""
+
+    asset: AssetData
+    text: str
+
+
 class Seen(msgspec.Struct, frozen=True):
     """One answer of an environment, by agent, and the images in it. After a reset only observations, history and info
     are filled."""
@@ -62,6 +69,31 @@ class Seen(msgspec.Struct, frozen=True):
     history: dict[str, list[Message]]
     info: dict[str, Any]
     assets: list[AssetData]
+
+
+def name_images(answer: Any) -> Any:
+    """The answer of a ``reset`` or ``step`` with the images of its observations copied and named. To be called where
+    the environment runs, since a large image takes milliseconds; what is wrong with one is said when it is seen."""
+    if not isinstance(answer, tuple) or not answer:
+        return answer
+    observation = answer[0]
+    if isinstance(observation, dict):
+        return ({agent: _with_named(value) for agent, value in observation.items()}, *answer[1:])
+    named = _with_named(observation)
+    return answer if named is observation else (named, *answer[1:])
+
+
+def _with_named(observation: Any) -> Any:
+    if not isinstance(observation, list) or not any(isinstance(part, Image) for part in observation):
+        return observation
+    return [_named(part) if isinstance(part, Image) else part for part in observation]
+
+
+def _named(image: Image) -> Image | _Named:
+    try:
+        return _Named(image.encoded(), image.text)
+    except RequestError:
+        return image
 
 
 def seen_reset(result: Any) -> Seen:
@@ -179,8 +211,10 @@ class _Look:
         )
 
     def _part(self, value: Any) -> ContentPart:
-        if isinstance(value, Image):
+        if isinstance(value, _Named):
             return self._image(value)
+        if isinstance(value, Image):
+            return self._image(_Named(self._encoded(value), value.text))
         if not isinstance(value, ContentPart):
             raise _broken("observation-type", f"A part of an observation is {type(value).__name__}, not a ContentPart.")
         if value.type != "text":
@@ -190,17 +224,18 @@ class _Look:
         _text(value.text)
         return value
 
-    def _image(self, image: Image) -> ContentPart:
+    def _encoded(self, image: Image) -> AssetData:
         try:
-            asset = image.encoded()
+            return image.encoded()
         except RequestError as error:
             raise _broken("observation-image", str(error)) from error
-        if len(asset.data) > MAX_IMAGE_BYTES:
-            raise _broken(
-                "observation-too-large", f"An image has {len(asset.data)} bytes; {MAX_IMAGE_BYTES} are the most."
-            )
-        self.assets.append(asset)
-        return ContentPart(type="image", asset=asset.name, text=_text(image.text))
+
+    def _image(self, image: _Named) -> ContentPart:
+        size_bytes = len(image.asset.data)
+        if size_bytes > MAX_IMAGE_BYTES:
+            raise _broken("observation-too-large", f"An image has {size_bytes} bytes; {MAX_IMAGE_BYTES} are the most.")
+        self.assets.append(image.asset)
+        return ContentPart(type="image", asset=image.asset.name, text=_text(image.text))
 
 
 def _check_size(characters: int) -> None:

@@ -4,7 +4,7 @@
   are awaited there.
 * Whatever an environment raises becomes an EnvironmentFailure that names the place, the error and its last frames;
   that holds for KeyboardInterrupt, SystemExit and a CancelledError of its own as well.
-* The next agent is asked where the step ran, within its deadline.
+* The next agent is asked, and images are copied, where the step ran, within its deadline.
 * A call that takes longer than its deadline is a failure of the environment, also where it came back in the end.
 
 A thread costs some 30 µs of processor time a call, and 50 to 100 µs until its result is there (measured on two cores).
@@ -122,11 +122,10 @@ class EnvironmentDriver:
 
     def _with_due(self, answer: Any) -> Any:
         """The answer, for several agents together with the one that acts next."""
-        if self.agents is None:
-            return answer
         if not isinstance(answer, tuple) and inspect.isawaitable(answer):
-            return self._awaited_with_due(answer)
-        return answer, self._environment.next_agent()
+            return answer if self.agents is None else self._awaited_with_due(answer)
+        answer = boundary.name_images(answer)
+        return answer if self.agents is None else (answer, self._environment.next_agent())
 
     async def _awaited_with_due(self, answer: Awaitable[Any]) -> Any:
         return await answer, self._environment.next_agent()
