@@ -104,6 +104,9 @@ class Stub:
                 """Tests are quiet."""
 
         class Server(ThreadingHTTPServer):
+            def handle_error(self, request: Any, client_address: Any) -> None:
+                """A client that hangs up while it is answered is what some tests are about."""
+
             def shutdown_request(self, request: Any) -> None:
                 super().shutdown_request(request)
                 stub.hung_up.set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,11 @@ from headrace.ids import new_id
 from headrace.layouts import FillerRow, filled, packed
 from headrace.manifest import MomentSet
 from headrace.moments import Moments, merge_all
-from headrace.trajectory import Trajectory
+from headrace.trajectory import Trajectory, Version
 from headrace_orchestrator.service import serving
 from tests.builders import make_segment, make_trajectory
-from tests.orchestrator.serving import Api, Process, orchestrator, submission
+from tests.orchestrator.serving import Api, Process, orchestrator, record_for, submission
+from tests.orchestrator.test_restart import flip_record
 
 
 @asynccontextmanager
@@ -264,3 +265,59 @@ async def test_g06_filler_rows_count_nowhere_and_are_copies_of_nothing(data_dir:
         assert all(isinstance(row, FillerRow) == (row not in batch.rows) for row in rows)
     sampled = sum(int(layout.mask.sum()) for layout in layouts)
     assert sampled == cut[0].manifest.counts.sampled_tokens, "the loss denominator is that of the real rows"
+
+
+# A batch that is damaged, and pulling ahead
+
+
+@pytest.mark.parametrize("restart", [False, True])
+async def test_ranks_get_the_next_batch_together_where_one_is_damaged(data_dir: Path, restart: bool):
+    async with orchestrator(data_dir) as api, client(api, "before") as learner:
+        await api.create_run(group_size=1, batch_size=2, max_staleness=3)
+        await api.play(free=4)
+        before = await learner.pull("run")
+        flip_record(data_dir, before.trajectories[1].episode)
+        if not restart:
+            await learner.pull("run")  # the body that is kept in memory is another one now
+            await api.play(free=4)
+            async with ranks(api, 2, "after") as after:
+                shards = [*await pull_all(after), *await pull_all(after)]
+    if restart:
+        async with orchestrator(data_dir) as api, ranks(api, 2, "after") as after:
+            await api.play(free=4)
+            shards = await pull_all(after)
+    first, second = shards[:2]
+    assert first.id == second.id
+    assert all(shard.id != before.id for shard in shards)
+    for shard in shards:
+        shard.verify()
+
+
+async def test_a_loop_that_pulls_ahead_trains_on_every_batch_once_with_its_own_version(data_dir: Path):
+    async with orchestrator(data_dir) as api, client(api, "one") as learner:
+        await api.create_run(max_staleness=1)
+        working = asyncio.create_task(play_on(api))
+        trained: list[str] = []
+        async with aclosing(learner.batches("run", prefetch=1)) as batches:
+            async for batch in batches:
+                assert batch.id not in trained
+                trained.append(batch.id)
+                reply = await learner.ack(batch, len(trained))
+                assert reply.version == f"0.{len(trained)}"
+                if len(trained) == 6:
+                    break
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+        status = await learner.run("run")
+        assert (status.batches_acked, status.version) == (6, "0.6")
+        async with client(api, "two") as other:
+            left, lost = await other.resume("run")
+            assert not lost
+            assert not {found.id for found in left} & set(trained), "at most what was on its way when the loop ended"
+
+
+async def play_on(api: Api) -> None:
+    while True:
+        attempts = await api.lease(free=8, wait_s=1)
+        version = Version.parse((await api.ask("GET", "/v1/runs/run"))["version"])
+        await api.submit(submission((attempt, record_for(attempt, version=version)) for attempt in attempts))

@@ -205,14 +205,15 @@ class Scheduler:
             book.emit(records.RunClosed(run=run), now)
             settling.settle(book, closing, now)
 
-    def dissolve(self, run: str, batch: str, reason: str, now: float) -> None:
+    def dissolve(self, run: str, batch: str, reason: str, now: float, *, answering: int = 0) -> None:
         """Give an open batch up, leased or not, as where its stored body is damaged (reason ``damaged``).
+        ``answering``: how many pulls are being answered with it now, which can still be answered with another one.
 
         Its groups are eligible again, but for those out of bound, which retire: read ``groups`` before evicting the
         damaged ones. Raises UnknownBatch; BatchAlreadyAcked where it was acked. One that was dissolved stays so.
         """
         book = self._ready(now)
-        serving.dissolve(book, book.run(run), batch, reason, now)
+        serving.dissolve(book, book.run(run), batch, reason, now, answering)
 
     def submit_groups(self, run: str, groups: list[wire.GroupRequest], now: float) -> list[str]:
         """Admit groups that the learner wants, all or none; returns their ids."""

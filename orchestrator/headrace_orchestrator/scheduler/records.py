@@ -212,16 +212,14 @@ class BatchReleased(Record, frozen=True, kw_only=True):
     reason: str
 
 
-DAMAGED = "damaged"
-"""Reason of a batch that cannot be read any more."""
-
-
 class BatchDissolved(Record, frozen=True, kw_only=True):
-    """A batch that will not be served again; its groups are eligible, or retire by records of their own."""
+    """A batch that will not be served again; its groups are eligible, or retire by records of their own. ``unseen``:
+    nobody has a part of it, so the pulls that it was to answer are answered with another."""
 
     run: str
     batch: str
     reason: str
+    unseen: bool = False
 
 
 class BatchAcked(Record, frozen=True, kw_only=True):

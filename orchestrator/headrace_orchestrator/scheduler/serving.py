@@ -390,10 +390,12 @@ def _open_batch(run: Run, id: str) -> Batch | None:
     return batch
 
 
-def dissolve(book: Book, run: Run, id: str, reason: str, now: float) -> None:
+def dissolve(book: Book, run: Run, id: str, reason: str, now: float, answering: int) -> None:
     """Give a batch up; raises UnknownBatch, or BatchAlreadyAcked."""
-    if _open_batch(run, id) is not None:
-        book.emit(records.BatchDissolved(run=run.name, batch=id, reason=reason), now)
+    batch = _open_batch(run, id)
+    if batch is not None:
+        unseen = len(batch.fetched) <= answering
+        book.emit(records.BatchDissolved(run=run.name, batch=id, reason=reason, unseen=unseen), now)
         settling.retire_out_of_bound(book, run, now)
         settling.settle(book, run, now)
 

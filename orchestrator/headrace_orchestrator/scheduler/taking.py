@@ -348,8 +348,7 @@ def batch_leased(run: Run, record: records.BatchLeased) -> None:
 def batch_dissolved(run: Run, record: records.BatchDissolved) -> None:
     batch = run.batches.pop(record.batch)
     remember(run.closed_batches, batch.id, batch.closed("dissolved", reason=record.reason))
-    if record.reason == records.DAMAGED and len(batch.fetched) < 2 and batch.learner in run.sessions:
-        # Only the rank that found the damage knows of the batch: its pull is answered with the next one.
+    if record.unseen and batch.learner in run.sessions:
         run.sessions[batch.learner].pulls.pop(batch.request, None)
     for group in batch.groups:
         group.batch = ""

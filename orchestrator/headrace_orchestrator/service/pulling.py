@@ -20,7 +20,6 @@ from headrace.errors import BatchAlreadyAcked, Conflict, CorruptRecord, SessionS
 from headrace_orchestrator import logs
 from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.scheduler.core import Form, Plan, Redeliver
-from headrace_orchestrator.scheduler.records import DAMAGED
 from headrace_orchestrator.service.serving import Bodies, Served, compose, sources
 from headrace_orchestrator.service.shell import Shell
 from headrace_orchestrator.service.waiting import ClientGone, Left
@@ -53,44 +52,56 @@ class Pulls:
         """Lease a batch; waits up to ``wait_s`` until one is ready. Raises ClientGone if nobody waits any more."""
         begun = self._shell.now()
         deadline = begun + request.wait_s
-        while True:
-            plan = await self._planned(run, request, deadline, left)
-            if isinstance(plan, wire.EmptyReply):
-                break
-            self._metrics.pull_wait.labels(self._metrics.run_label(run)).observe(self._shell.now() - begun)
-            lease = (plan.batch, plan.generation)
-            self._serving[lease] += 1
-            try:
-                return await self._serve(run, plan, request, left)
-            except CorruptRecord as error:
-                self._dissolve(run, plan.batch, error)  # there is an end to it: each round has fewer records
-            finally:
-                self._serving[lease] -= 1
-                if not self._serving[lease]:
-                    del self._serving[lease]
+        answer: Served | wire.EmptyReply | None = None
+        while answer is None:  # there is an end to it: each round has fewer records
+            answer = await self._answer(run, request, deadline, left)
         waited_s = self._shell.now() - begun
         self._metrics.pull_wait.labels(self._metrics.run_label(run)).observe(waited_s)
-        for reason in plan.reasons:
+        if isinstance(answer, Served):
+            return answer
+        for reason in answer.reasons:
             self._metrics.empty_pulls.labels(self._metrics.run_label(run), reason.code).inc()
-        return msgspec.structs.replace(plan, waited_s=waited_s)
+        return msgspec.structs.replace(answer, waited_s=waited_s)
 
-    async def _planned(
+    async def _answer(
         self, run: str, request: wire.PullRequest, deadline: float, left: Left
-    ) -> Redeliver | wire.EmptyReply:
-        """A lease, or why there is none, when what it rests on is on disk."""
+    ) -> Served | wire.EmptyReply | None:
+        """A batch, or why there is none, when what that rests on is on disk; None where the batch is damaged."""
+        lease: Redeliver | None = None
         try:
-            return await self._wait(run, request, deadline, left)
+            try:
+                plan = await self._wait(run, request, deadline, left)
+                if isinstance(plan, Redeliver):
+                    lease = plan
+                    self._serving[lease.batch, lease.generation] += 1
+            finally:
+                self._shell.commit()
+                await self._shell.store.log.synced()
+            return plan if isinstance(plan, wire.EmptyReply) else await self._serve(run, plan, request, left)
+        except CorruptRecord as error:
+            if lease is None:
+                raise
+            self._dissolve(run, lease, error)
+            return None
         finally:
-            self._shell.commit()
-            await self._shell.store.log.synced()
+            if lease is not None:
+                self._done_with(lease)
 
-    def _dissolve(self, run: str, batch: str, error: CorruptRecord) -> None:
+    def _done_with(self, lease: Redeliver) -> None:
+        key = (lease.batch, lease.generation)
+        self._serving[key] -= 1
+        if not self._serving[key]:
+            del self._serving[key]
+
+    def _dissolve(self, run: str, lease: Redeliver, error: CorruptRecord) -> None:
         """Give up a frozen batch that cannot be read: the same id never stands for other bytes."""
+        batch = lease.batch
         log.error("a frozen batch is damaged", run=run, batch=batch, detail=error.detail, **error.extra)
         self._metrics.damaged.inc()
         self._bodies.forget(batch)
         try:
-            self._shell.core.dissolve(run, batch, DAMAGED, self._shell.now())
+            answering = self._serving[batch, lease.generation]
+            self._shell.core.dissolve(run, batch, "damaged", self._shell.now(), answering=answering)
         except BatchAlreadyAcked:
             log.info("a damaged batch was acked while it was read", run=run, batch=batch)
         finally:
@@ -168,7 +179,7 @@ class Pulls:
         self._shell.commit()
 
     async def _serve(self, run: str, lease: Redeliver, request: wire.PullRequest, left: Left) -> Served:
-        served = await self._bodies.serve(lease, lambda error: self._dissolve(run, lease.batch, error))
+        served = await self._bodies.serve(lease, lambda error: self._dissolve(run, lease, error))
         if left().done():
             key = (lease.batch, lease.generation)
             if lease.shards > 1 or self._serving[key] > 1 or key in self._served:
