@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from headrace import logformat, wire
 from headrace.batch import Batch
-from headrace.errors import BatchSuperseded, ServiceError
+from headrace.errors import BatchSuperseded, CorruptRecord, ServiceError
 from headrace.ids import new_id
 from headrace.logfiles import LogFile
 from headrace.logformat import FrameType
@@ -258,6 +258,36 @@ async def test_a_damaged_state_costs_nothing(house: House, tmp_path: Path):
         assert await read(copy, damaged=told) == lived
         assert len(told) == damaged
         assert rows(copy / "projection.sqlite") == listed
+
+
+async def test_a_state_that_cannot_be_taken_costs_nothing(
+    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Written by another version, as a rule."""
+    lived = house.known()
+    real = Scheduler.restore
+    for refused in (1, 2, 100):
+        told: list[None] = []
+
+        def restore(core: Scheduler, data: bytes, now: float, told: list[None] = told, refused: int = refused) -> None:
+            if len(told) < refused:
+                raise CorruptRecord("It is of another version.")
+            real(core, data, now)
+
+        monkeypatch.setattr(Scheduler, "restore", restore)
+        shutil.copytree(house.data, tmp_path / str(refused))
+        assert await read(tmp_path / str(refused), damaged=told) == lived
+        assert len(told) == min(refused, len(list((house.data / "log").iterdir())))
+
+
+async def test_a_log_without_its_beginning_and_without_a_state_is_refused(house: House, tmp_path: Path):
+    shutil.copytree(house.data / "log", tmp_path / "log")
+    for file in (tmp_path / "log").iterdir():
+        damage_head(file)
+    await Log(tmp_path / "log", file_bytes=FILE_BYTES).close()  # all of it gives the same
+    (tmp_path / "log" / "00000001.log").unlink()
+    with pytest.raises(CorruptRecord, match="before 00000002"):
+        Log(tmp_path / "log", file_bytes=FILE_BYTES)
 
 
 async def test_what_is_listed_already_is_not_read_again(house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import msgspec
 
 from headrace import logfiles, logformat
-from headrace.errors import DataDirectoryInUse, StoreError
+from headrace.errors import CorruptRecord, DataDirectoryInUse, StoreError
 from headrace.ids import new_id
 from headrace.logfiles import LogFile, path_of
 from headrace.logformat import Damage, FileHead, Frame, FrameType, Tally
@@ -164,20 +164,32 @@ class Log:
         """The newest control state that is intact. Everything from ``base`` on comes on top of it."""
         self.base = 0
         """Position of the file that opens with it."""
-        self._find_state()
+        self._find_state(self._numbers)
+        self.id = self.id or new_id()
         self.scanned_bytes, self.found_bytes = 0, 0
 
     # Opening --------------------------------------------------------------------------------------------------
 
-    def _find_state(self) -> None:
-        for file in logfiles.newest_first(self._directory, self._numbers):
+    def drop_state(self) -> None:
+        """The state cannot be taken: offer the one before it. Blocking. Raises CorruptRecord where there is none and
+        the log does not go back to its beginning."""
+        self._find_state([number for number in self._numbers if number < Location.at(self.base, 0).file])
+
+    def _find_state(self, numbers: Sequence[int]) -> None:
+        self.state, self.base = None, 0
+        for file in logfiles.newest_first(self._directory, numbers):
             if file.head is None:
                 continue
             self.id = self.id or file.head.log
             if file.head.state is not None:
                 self.state, self.base = file.head.state, Location(file.number, 0, 0).position
-                break
-        self.id = self.id or new_id()
+                return
+        if self._numbers and self._numbers[0] > 1:
+            raise CorruptRecord(
+                f"The log in {self._directory} cannot be taken up: the files before {self._numbers[0]:08d}.log were "
+                "deleted, and no control state behind them can be read.",
+                hint="Put a backup in its place (`headrace restore`). `headrace export` reads what is still there.",
+            )
 
     @property
     def found_end(self) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from headrace.errors import HeadraceError
+from headrace.errors import CorruptRecord, HeadraceError
 from headrace.logformat import FrameType
 from headrace_orchestrator import logs
 from headrace_orchestrator.buffer.log import Lost, Placed
@@ -41,10 +41,7 @@ def replay(
         log.warning("the projection is ahead of the log, building it anew")
         store.projection.reset()
         cursor = 0
-    base = store.log.base
-    if store.log.state is not None:
-        store.restore(store.log.state, core, now)
-        store.log.state = None
+    base = _restore(core, store, now, damaged)
     for item in store.log.scan(min(cursor, base)):
         if stopping():
             return
@@ -60,6 +57,21 @@ def replay(
             store.project_now(item.end)
     store.log.begin(lambda: store.state(core), anew=store.state_due)
     store.project_now(store.log.tail)
+
+
+def _restore(core: Scheduler, store: Store, now: float, damaged: Callable[[], None]) -> int:
+    """Take the newest control state that can be taken; gives the position from which on facts come on top of it."""
+    while store.log.state is not None:
+        try:
+            store.restore(store.log.state, core, now)
+        except (CorruptRecord, msgspec.MsgspecError) as error:
+            log.error("control state passed over", position=store.log.base, error=repr(error))
+            damaged()
+            store.log.drop_state()
+        else:
+            store.log.state = None  # it is large
+            return store.log.base
+    return 0
 
 
 def _take(

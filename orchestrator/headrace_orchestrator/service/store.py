@@ -156,10 +156,12 @@ class Store:
 
     def restore(self, state: bytes, core: Scheduler, now: float) -> None:
         """Take a control state, into a core and a store that know nothing yet. Raises CorruptRecord or
-        msgspec.MsgspecError."""
+        msgspec.MsgspecError, and has taken nothing."""
         found = _state_decoder.decode(state)
+        index = Index()
+        index.restore(found.index)
         core.restore(found.core, now)
-        self.index.restore(found.index)
+        self.index = index
         self._expect(self.index.entries())
 
     def note(self, fact: AnyRecord, source: TrajectoryHead | Manifest | None, location: Location) -> None:
