@@ -286,11 +286,11 @@ def _restored_run(state: RunState, book: Book, now: float) -> Run:
     run = Run(RunSpec.model_validate(state.given), book.bounds, book.episodes)
     episodes = book.episodes
     _fill(run, state.run)
-    _fill(run.versions, state.versions)
+    _set(run.versions, state.versions)
     _fill(run.ledger, state.ledger)
     for row in state.evaluations:
         evaluation = Evaluation(row.id, row.version, row.wanted, row.deadline_s, row.temperature, now)
-        _fill(evaluation, row)
+        _set(evaluation, row)
         run.evaluations[row.id] = evaluation
         if not row.reason:
             run.active_evaluations[row.id] = evaluation
@@ -298,7 +298,7 @@ def _restored_run(state: RunState, book: Book, now: float) -> Run:
         _restore_group(run, _group_decoder.decode(raw))
     for batch_row, ids in state.batches:
         batch = Batch(batch_row.id, [run.groups[id] for id in ids], batch_row.version)
-        _fill(batch, batch_row)
+        _set(batch, batch_row)
         batch.deadline = now + run.spec.batch_lease_s
         run.batches[batch.id] = batch
     run.due.update((id, run.groups[id]) for id in state.due)
@@ -311,7 +311,7 @@ def _restore_group(run: Run, whole: GroupWhole) -> None:
     row = whole.group
     evaluation = run.evaluations[whole.evaluation] if whole.evaluation else None
     group = Group(run, row.id, row.task, row.position, row.submitted, evaluation)
-    _fill(group, row)
+    _set(group, row)
     run.groups[group.id] = group
     if group.state == "open":
         run.open_groups[group.id] = group
@@ -321,7 +321,7 @@ def _restore_group(run: Run, whole: GroupWhole) -> None:
         evaluation.groups.append(group)
     for member in whole.members:
         episode = Episode(group, member.id, member.member, member.sampling_seed)
-        _fill(episode, member)
+        _set(episode, member)
         group.members.append(episode)
         run.episodes[episode.id] = episode
 
@@ -334,10 +334,15 @@ def _restore_worker(book: Book, row: WorkerState, attempts: Iterable[Episode], n
         book.workers.watch(worker, episode.deadline)
 
 
+def _set(target: Any, row: Row) -> None:
+    """Set the attributes that a row has."""
+    for name, value in zip(row.__struct_fields__, msgspec.structs.astuple(row), strict=True):
+        setattr(target, name, value)
+
+
 def _fill(target: Any, row: Row) -> None:
     """Set the attributes that a row has; what is a memory of its own kind is filled."""
-    for name in row.__struct_fields__:
-        value = getattr(row, name)
+    for name, value in zip(row.__struct_fields__, msgspec.structs.astuple(row), strict=True):
         there = getattr(target, name)
         if isinstance(there, deque):
             there.extend(value)
