@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from headrace.assets import AssetData, asset_of, asset_path, unpack_assets
 from headrace.errors import CorruptAsset, InvalidAsset, StoreError, UnknownAsset
 from headrace.trajectory import ContentPart, Message
 from headrace_orchestrator.buffer import assetfiles
+from headrace_orchestrator.buffer.assetfiles import AssetFiles
 from headrace_orchestrator.buffer.assets import Assets, check
 from tests.orchestrator.serving import Api, orchestrator, record_for, submission
 
@@ -100,15 +102,30 @@ async def test_what_a_record_refers_to_stays_until_it_is_doubted_and_nobody_refe
         assert await keeper.assets.collect() == 1
 
 
-async def test_an_asset_on_its_way_out_is_not_there_and_can_come_back(tmp_path: Path) -> None:
+async def test_an_asset_on_its_way_out_is_not_there_and_can_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with keeping(tmp_path) as keeper:
+        await keeper.assets.measure()
         await keeper.assets.add(ONE.name, ONE.data)
         keeper.now = 100.0
+        decided, go_on = threading.Event(), threading.Event()
+        delete = AssetFiles.delete
+
+        def delete_later(files: AssetFiles, names: Sequence[str]) -> list[str]:
+            decided.set()
+            assert go_on.wait(10)
+            return delete(files, names)
+
+        monkeypatch.setattr(AssetFiles, "delete", delete_later)
         collecting = asyncio.create_task(keeper.assets.collect())
-        await asyncio.sleep(0)  # it has decided, and the thread may have deleted or not
+        assert await asyncio.to_thread(decided.wait, 10)
+        assert keeper.files() == {ONE.name}  # still, and nobody may build on it
         assert keeper.assets.claim([ONE.name]) == [ONE.name]
-        await keeper.assets.add(ONE.name, ONE.data)
+        adding = asyncio.create_task(keeper.assets.add(ONE.name, ONE.data))
+        go_on.set()
         assert await collecting == 1
+        await adding
         assert await keeper.assets.read(ONE.name) == ONE.data
         assert keeper.assets.is_there(ONE.name)
         assert (keeper.assets.count, keeper.assets.size_bytes) == (1, 1000)
@@ -241,6 +258,10 @@ async def test_a_record_is_stored_only_with_all_that_it_refers_to(data_dir: Path
         assert await fetch(api, ONE.name) == ONE.data
         store = (await api.ask("GET", "/v1/status"))["store"]
         assert (store["assets"], store["asset_bytes"]) == (2, 2000)
+        async with api.session.get("/metrics") as answer:
+            metrics = await answer.text()
+        assert "headrace_store_assets 2.0" in metrics
+        assert "headrace_store_asset_bytes 2000.0" in metrics
 
 
 async def test_G07_a_record_keeps_its_assets_before_the_projection_knows_of_it(  # noqa: N802
