@@ -18,8 +18,9 @@ from headrace.batch import Batch
 from headrace.errors import CorruptRecord, InvalidRequest, SetupError, StoreError
 from headrace.trajectory import Provenance
 from headrace_orchestrator.buffer import backup as copies
-from headrace_orchestrator.buffer.backup import back_up, read_manifest, restore
+from headrace_orchestrator.buffer.backup import back_up, read_manifest
 from headrace_orchestrator.buffer.directory import last_epoch
+from headrace_orchestrator.buffer.restoring import Restored, restore
 from tests.orchestrator.serving import Api, Process, orchestrator, record_for, submission, until
 from tests.orchestrator.test_log import flip
 from tests.orchestrator.test_restart import stored_episodes
@@ -32,7 +33,7 @@ def copy(data: Path, destination: Path) -> copies.Report:
     return back_up(data, destination, now_ms=NOW_S * 1000)
 
 
-def put_back(backup: Path, data: Path) -> copies.Restored:
+def put_back(backup: Path, data: Path) -> Restored:
     return restore(backup, data, now_s=NOW_S)
 
 
@@ -87,7 +88,7 @@ async def test_a_copy_that_is_interrupted_leaves_the_one_before_it(
         await asyncio.to_thread(copy, data_dir, tmp_path / "copy")
         before = episodes(tmp_path / "copy")
         await api.play(free=16)
-        whole = copies._copy
+        whole = copies.copy
         calls = []
 
         def fail_at_the_second(*arguments: Any) -> str:
@@ -96,7 +97,7 @@ async def test_a_copy_that_is_interrupted_leaves_the_one_before_it(
                 raise OSError(28, "No space left on device")
             return whole(*arguments)
 
-        monkeypatch.setattr(copies, "_copy", fail_at_the_second)
+        monkeypatch.setattr(copies, "copy", fail_at_the_second)
         with pytest.raises(StoreError, match="No space left"):
             await asyncio.to_thread(copy, data_dir, tmp_path / "copy")
         monkeypatch.undo()
@@ -128,6 +129,9 @@ async def test_a_copy_that_was_damaged_is_not_put_back(data_dir: Path, tmp_path:
     with pytest.raises(CorruptRecord, match=file.name):
         put_back(tmp_path / "copy", tmp_path / "restored")
     assert list((tmp_path / "restored").iterdir()) == []
+    found = restore(tmp_path / "copy", tmp_path / "rest", now_s=NOW_S, despite_damage=True)
+    assert found.damaged == [file.name]
+    assert len(episodes(tmp_path / "rest")) == 4
     flip(file, 100)
     put_back(tmp_path / "copy", tmp_path / "restored")
 
@@ -169,7 +173,7 @@ async def test_a_file_that_is_deleted_meanwhile_begins_the_copy_again(
         await api.create_run(group_size=1, batch_size=64)
         await api.play(free=24)
     first, second = sorted((data_dir / "log").glob("*.log"))[:2]
-    whole = copies._copy
+    whole = copies.copy
 
     def deleting(source: Path, *arguments: Any) -> str:
         digest = whole(source, *arguments)
@@ -177,7 +181,7 @@ async def test_a_file_that_is_deleted_meanwhile_begins_the_copy_again(
             file.unlink(missing_ok=True)
         return digest
 
-    monkeypatch.setattr(copies, "_copy", deleting)
+    monkeypatch.setattr(copies, "copy", deleting)
     report = copy(data_dir, tmp_path / "copy")
     assert report.files == len(list((data_dir / "log").glob("*.log")))
     assert not {first.name, second.name} & {file.name for file in (tmp_path / "copy" / "log").iterdir()}
@@ -201,6 +205,18 @@ async def test_assets_are_copied_once_and_compared_with_their_names(data_dir: Pa
     flip(asset_path(tmp_path / "copy", contents[1]), 1)
     with pytest.raises(CorruptRecord):
         put_back(tmp_path / "copy", tmp_path / "again")
+
+
+async def test_a_damaged_asset_does_not_keep_the_rest_from_being_copied(data_dir: Path, tmp_path: Path):
+    async with orchestrator(data_dir):
+        pass
+    for content in (b"one", b"two"):
+        asset_path(data_dir, content).parent.mkdir(parents=True, exist_ok=True)
+        asset_path(data_dir, content).write_bytes(content)
+    flip(asset_path(data_dir, b"one"), 0)
+    report = copy(data_dir, tmp_path / "copy")
+    assert report.damaged_assets == [asset_path(data_dir, b"one").name]
+    assert asset_path(tmp_path / "copy", b"two").read_bytes() == b"two"
 
 
 def asset_path(directory: Path, content: bytes) -> Path:

@@ -8,7 +8,8 @@ from pathlib import Path
 import click
 
 from headrace_orchestrator.buffer.backup import back_up
-from headrace_orchestrator.buffer.backup import restore as put_back
+from headrace_orchestrator.buffer.restoring import restore as put_back
+from headrace_orchestrator.cli.fsck import LOST
 from headrace_orchestrator.cli.output import emit, json_option, note, shared
 from headrace_orchestrator.cli.progress import progress
 from headrace_orchestrator.console.render import size
@@ -32,6 +33,8 @@ def backup(directory: Path, destination: Path) -> None:
     """
     with progress("Copying") as told:
         report = back_up(directory, destination, now_ms=time.time_ns() // 1_000_000, on_progress=told)
+    for name in report.damaged_assets:
+        note(f"The asset {name} is damaged in {directory}; it was not copied.")
     if shared().json:
         emit(report)
     else:
@@ -45,19 +48,22 @@ def backup(directory: Path, destination: Path) -> None:
 @click.command(short_help="Put a backup back into a new data directory.")
 @click.argument("source", metavar="BACKUP", type=Folder)
 @click.argument("directory", metavar="DIR", type=Folder)
+@click.option("--despite-damage", is_flag=True, help="Put back what is damaged too: it costs those records only.")
 @json_option
-def restore(source: Path, directory: Path) -> None:
+@click.pass_context
+def restore(ctx: click.Context, source: Path, directory: Path, despite_damage: bool) -> None:
     """Put what `headrace backup` wrote into BACKUP back into DIR, which must be missing or empty.
 
     Every file is compared with its digest. The directory begins a new epoch: workers and learners that have talked to
     a service on it refuse answers of the old one. What was acknowledged after the backup is not there any more.
+    Ends with 5 where something damaged was put back.
 
     \b
     Example:
       headrace restore /mnt/backup/headrace headrace-data && headrace orchestrator --data headrace-data
     """
     with progress("Restoring") as told:
-        restored = put_back(source, directory, now_s=int(time.time()), on_progress=told)
+        restored = put_back(source, directory, now_s=int(time.time()), despite_damage=despite_damage, on_progress=told)
     if shared().json:
         emit(restored)
     else:
@@ -65,3 +71,7 @@ def restore(source: Path, directory: Path) -> None:
             f"{directory} is ready for a service: {restored.files} files and {restored.assets} assets, "
             f"{size(restored.size_bytes)}."
         )
+        for name in restored.damaged:
+            note(f"{name} is damaged: `headrace fsck {directory}` names what is lost.")
+    if restored.damaged:
+        ctx.exit(LOST)
