@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from headrace import wire
+from headrace.errors import Conflict
 from headrace_orchestrator.scheduler import settling
+from headrace_orchestrator.scheduler.plans import Form
 from tests.scheduler.harness import codes
 
 
@@ -58,16 +61,31 @@ def test_a_submitted_group_of_a_run_with_tasks_of_its_own_goes_stale_with_the_ot
 
 
 def test_what_a_closed_run_leaves_over_is_retired_in_slices(harness):
-    harness.run(group_size=1, batch_size=3, max_staleness=1)
+    harness.run(group_size=1, batch_size=1, max_staleness=5)
     harness.work()
     harness.core.close_run("r", harness.now)
     harness.settle()
     assert len(harness.retired()) == 2
+    assert harness.status().groups.eligible == 4
     assert harness.empty().finished
     harness.restart()
     harness.catch_up()
     assert list(harness.retired().values()) == ["closed"] * 6
     assert harness.status().in_flight == 0
+
+
+def test_a_batch_that_was_planned_before_its_run_was_closed_is_not_formed(harness):
+    harness.run(group_size=1, batch_size=3, max_staleness=1)
+    harness.work()
+    request = wire.PullRequest(learner="l", session="s", request="r")
+    plan = harness.core.pull("r", request, harness.now)
+    assert isinstance(plan, Form)
+    harness.core.close_run("r", harness.now)
+    harness.settle()
+    last = msgspec.structs.replace(plan, groups=plan.groups[-1:])
+    assert harness.core._book.runs["r"].groups[last.groups[0][0]].state == "eligible"
+    with pytest.raises(Conflict, match="closed"):
+        harness.core.form("r", last, request, harness.now)
 
 
 def test_slices_go_on_after_a_restart(harness):

@@ -18,7 +18,7 @@ from headrace.errors import (
     VersionUnknown,
 )
 from headrace.runspec import RunSpec
-from headrace_orchestrator.scheduler import records
+from headrace_orchestrator.scheduler import records, taking
 from tests.scheduler.harness import Harness, codes, version
 
 
@@ -161,6 +161,18 @@ def test_an_evaluation_whose_episodes_were_all_cancelled_before_its_deadline_end
     (attempt,) = [a for a in harness.lease(8) if a.evaluation]
     harness.finish(attempt, "cancelled")
     assert [record.reason for record in harness.found(records.EvaluationEnded)] == ["cancelled"]
+
+
+def test_old_evaluations_are_forgotten_once_their_lines_are_too_many(monkeypatch, harness):
+    monkeypatch.setattr(taking, "REMEMBERED_LINES", 5)
+    harness.run()
+    ids = []
+    for _ in range(3):
+        ids.append(harness.evaluate(2, episodes_per_task=1, deadline_s=900.0))
+        harness.work()
+    assert list(harness.core._book.runs["r"].evaluations) == ids[1:]
+    with pytest.raises(UnknownEvaluation):
+        harness.core.evaluation("r", ids[0], harness.now)
 
 
 def test_an_evaluation_that_runs_is_never_forgotten(harness):

@@ -30,7 +30,10 @@ ADMIT_AHEAD = 1024
 few enough to be admitted without holding up anybody."""
 
 REMEMBERED_EVALUATIONS = 256
-"""Evaluations whose lines are kept in memory; older ones are in the store."""
+"""Evaluations whose lines are kept in memory; the records of older ones are in the store."""
+
+REMEMBERED_LINES = 65_536
+"""Episodes of these evaluations: a few dozen megabytes, in memory and in every control state."""
 
 REPLACED_BATCHES = 3
 """Zero-variance groups that are replaced for one batch unless the run says how many: so many batches of them. A policy

@@ -252,6 +252,8 @@ def dissolve_if_out_of_bound(book: Book, run: Run, batch: Batch, now: float) -> 
 
 def _plan(book: Book, run: Run, awaited: list[str] | None, filter: Filter) -> Form | None:
     order: str = run.spec.selection.order
+    if run.closed:
+        return None  # what it leaves over is still to be retired
     if awaited is None:
         groups = selection.choose(run, filter)
     else:
@@ -277,9 +279,11 @@ def _admit_one_more(book: Book, run: Run, now: float) -> None:
 
 
 def form(book: Book, run: Run, plan: Form, request: wire.PullRequest, now: float) -> Redeliver:
-    """Freeze a planned batch and lease it. Raises Conflict where its groups are not eligible any more or the run has
-    another version, SessionSuperseded where a newer session of the learner came meanwhile."""
+    """Freeze a planned batch and lease it. Raises Conflict where its groups are not eligible any more, the run has
+    another version or was closed, SessionSuperseded where a newer session of the learner came meanwhile."""
     require_session(run, request.learner, request.session, request.shard, request.shards)
+    if run.closed:
+        raise Conflict(f"Run {run.name} was closed; the batch cannot be formed.", hint="Pull again: it says so.")
     if plan.version != run.versions.now:
         raise Conflict(
             f"The batch was planned at version {plan.version}; now it is {run.versions.now}.", hint="Pull again."

@@ -20,7 +20,7 @@ from headrace.trajectory import Failure, Version
 from headrace_orchestrator.scheduler import records
 from headrace_orchestrator.scheduler.batches import EARLIER_SESSIONS, Batch, Sessions
 from headrace_orchestrator.scheduler.evaluations import Evaluation
-from headrace_orchestrator.scheduler.runs import REMEMBERED_EVALUATIONS, Run, remember
+from headrace_orchestrator.scheduler.runs import REMEMBERED_EVALUATIONS, REMEMBERED_LINES, Run, remember
 from headrace_orchestrator.scheduler.sources import task_key
 from headrace_orchestrator.scheduler.states import TERMINAL, USABLE, Episode, EpisodeState, Group
 
@@ -388,9 +388,12 @@ def _drop_if_empty(run: Run, group: Group) -> None:
 
 def evaluation(run: Run, evaluation: Evaluation) -> None:
     run.evaluations[evaluation.id] = evaluation
-    over = [id for id, old in run.evaluations.items() if old.reason]
-    for id in over[: max(0, len(run.evaluations) - REMEMBERED_EVALUATIONS)]:
-        del run.evaluations[id]
+    lines = sum(known.wanted for known in run.evaluations.values())
+    for old in [known for known in run.evaluations.values() if known.reason]:
+        if len(run.evaluations) <= REMEMBERED_EVALUATIONS and lines <= REMEMBERED_LINES:
+            break
+        del run.evaluations[old.id]
+        lines -= old.wanted
     run.active_evaluations[evaluation.id] = evaluation
 
 
