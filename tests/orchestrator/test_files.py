@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
-from headrace.errors import CorruptRecord
+from headrace.errors import CorruptRecord, StoreError
 from headrace.logfiles import path_of
 from headrace.logformat import FrameType, pack_frame
-from headrace_orchestrator.buffer.files import LocalFiles
+from headrace_orchestrator.buffer.files import MAX_OPEN, LocalFiles
 from tests.orchestrator.test_log import flip
 
 
@@ -52,3 +53,31 @@ def test_a_number_that_was_given_away_anew_is_read_anew(tmp_path: Path) -> None:
     files.forget(1)
     assert files.read(1, 0, 6) == b"behind"
     files.close()
+
+
+def test_few_files_are_held_open_however_many_there_are(tmp_path: Path) -> None:
+    files = LocalFiles(tmp_path)
+    numbers = range(1, 2 * MAX_OPEN)
+    for number in numbers:
+        made(tmp_path, number, b"%04d" % number)
+    before = len(os.listdir("/proc/self/fd"))
+    for number in (*numbers, *reversed(numbers)):
+        assert files.read(number, 0, 4) == b"%04d" % number
+    assert len(os.listdir("/proc/self/fd")) - before <= MAX_OPEN
+    files.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_process_that_is_out_of_something_does_not_call_a_record_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out(path: Path, flags: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    made(tmp_path, 1, b"payload")
+    files = LocalFiles(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", out)
+        with pytest.raises(StoreError, match="Too many open files"):
+            files.read(1, 0, 7)
+    assert files.read(1, 0, 7) == b"payload"

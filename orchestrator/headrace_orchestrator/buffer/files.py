@@ -2,18 +2,26 @@
 
 * Every read is checked against its checksum.
 * A file may be deleted while a thread reads from it: that read ends as it would have.
+* Few files are held open, however many there are; a process that is out of something does not call a record damaged.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from pathlib import Path
 
 from headrace import logfiles, logformat
-from headrace.errors import CorruptRecord
+from headrace.errors import CorruptRecord, StoreError
 from headrace.logfiles import path_of
 from headrace_orchestrator.buffer.directory import sync_directory
+
+MAX_OPEN = 64
+"""Files that are held open for reading, the newest: 16 GiB of what is asked for most."""
+
+_OUT_OF = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM))
+"""What a process may be out of: it says nothing of the record."""
 
 
 class LocalFiles:
@@ -33,19 +41,31 @@ class LocalFiles:
         return found
 
     def read(self, number: int, offset: int, length: int) -> bytes:
-        """The payload of the frame at an offset, checked. Raises CorruptRecord that names file and offset."""
+        """The payload of the frame at an offset, checked. Raises CorruptRecord that names file and offset, StoreError
+        where it cannot be read now."""
         path = path_of(self._directory, number)
         try:
             # Whoever holds it keeps it open, whatever becomes of the file meanwhile.
-            opened = self._opened.get(number) or self._opened.setdefault(number, _Opened(path))
+            opened = self._opened.get(number) or self._open(number)
             return logformat.read_payload(opened.descriptor, offset, length, name=path.name)
         except OSError as error:
+            if error.errno in _OUT_OF:
+                raise StoreError(
+                    f"The file {path.name} cannot be read now: {error.strerror}.",
+                    hint="Ask again. Raise the limit of open files (ulimit -n) if this comes back.",
+                ) from error
             raise CorruptRecord(
                 f"The record at offset {offset} of {path.name} cannot be read: {error.strerror}.",
                 hint="`headrace fsck` lists all damage.",
                 file=path.name,
                 offset=offset,
             ) from error
+
+    def _open(self, number: int) -> _Opened:
+        opened = self._opened.setdefault(number, _Opened(path_of(self._directory, number)))
+        while len(self._opened) > MAX_OPEN:
+            self._opened.pop(min(self._opened), None)
+        return opened
 
     def remove(self, number: int) -> int:
         """Delete a file; gives its bytes. Raises OSError, and then it is there."""
