@@ -33,6 +33,7 @@ bench-buffer: setup ## the replay buffer beside Reverb and TransferQueue; instal
 
 chaos: setup ## kill every process again and again and cut the power, with checkers (some minutes)
 	@$(BIN)/python -m tests.chaos
+	@CHAOS_EXAMPLES=1000 $(BIN)/pytest -q tests/chaos/test_model.py --timeout=300
 	@HEADRACE_G07_ROUNDS=500 $(BIN)/pytest -q tests/orchestrator/test_g07.py
 	@HEADRACE_G08_ROUNDS=10 $(BIN)/pytest -q tests/orchestrator/test_g08.py
 

@@ -21,6 +21,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--kills", type=int, default=240, help="kills in all (default 240)")
     parser.add_argument("--seed", type=int, default=0, help="of everything that chance decides here (default 0)")
+    parser.add_argument("--pace", type=float, default=2.0, help="work between kills, 1 is about a second (default 2)")
     parser.add_argument("--within-s", type=float, default=480.0, help="seconds to kill in (default 480)")
     parser.add_argument("--folder", type=Path, help="keep all files here (default: a folder that is removed)")
     parser.add_argument("--mutant", default="", choices=["", *MUTANTS], help="give the orchestrator this fault")
@@ -38,14 +39,14 @@ def main() -> int:
 def course(given: argparse.Namespace) -> Course:
     """A mutant's orchestrator dies in slow syncs, each time with the power: there its fault shows."""
     if not given.mutant:
-        return Course(kills=given.kills, seed=given.seed, within_s=given.within_s)
+        return Course(kills=given.kills, seed=given.seed, pace=given.pace, within_s=given.within_s)
     return Course(
         kills=given.kills,
         seed=given.seed,
         within_s=given.within_s,
         phases={"orchestrator": ("syncing", "syncing an ack")},
         any_moment=0.0,
-        haste=0.3,
+        pace=0.3,
         cuts=1.0,
         refusals=0.0,
         sync_s=(0.02,),

@@ -13,7 +13,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +21,11 @@ from typing import Any
 
 from headrace import Client, logformat
 from headrace._http import Connections
+from headrace.batch import Batch
 from headrace.errors import BatchAlreadyAcked, BatchSuperseded, HeadraceError, StoreError
 from headrace_orchestrator import server
 from headrace_orchestrator.api import app
+from headrace_orchestrator.buffer.assets import Assets
 from headrace_orchestrator.buffer.directory import DataDirectory
 from headrace_orchestrator.buffer.log import Log
 from headrace_orchestrator.buffer.projection import Projection
@@ -36,6 +38,7 @@ from headrace_orchestrator.settings import Settings
 from headrace_workers.worker.connection import OrchestratorConnection
 from headrace_workers.worker.process import run_worker
 from headrace_workers.worker.worker import WorkerSettings
+from tests.chaos import environment, policy
 from tests.chaos.disk import Disk
 from tests.chaos.mutants import MUTANTS
 from tests.chaos.points import Points, die
@@ -50,25 +53,28 @@ PHASES: dict[str, dict[str, int]] = {
         "syncing": 120,
         "syncing an ack": 6,
         "rotating": 6,
+        "snapshotting": 6,
         "naming": 8,
         "submitting": 80,
         "leasing": 80,
         "forming": 16,
         "serving": 12,
+        "shelving": 8,
         "acking": 12,
         "nacking": 4,
         "projecting": 8,
         "answering": 100,
         "closing": 4,
     },
-    "worker": {"leasing": 60, "running": 450, "uploading": 120, "answered": 120, "renewing": 5},
+    "worker": {"leasing": 60, "running": 450, "sending": 8, "uploading": 120, "answered": 120, "renewing": 5},
     "learner": {"pulling": 12, "holding": 12, "acking": 8, "acked": 10, "nacking": 3},
 }
 """By role and phase: at most at this pass of its points a process dies; so many come within about a second of work.
 
-Of the orchestrator, ``naming`` syncs a directory, ``answering`` has stored and told nobody, ``closing`` ends in order.
-Of the worker, ``leasing`` was granted something, ``answered`` was told that its records are stored. Of the learner,
-``holding`` has a batch, ``acked`` was told so and has not stored what it learned.
+Of the orchestrator, ``naming`` syncs a directory or a file beside the log, ``shelving`` takes an asset, ``answering``
+has stored and told nobody, ``closing`` ends in order. Of the worker, ``leasing`` was granted something, ``sending``
+sends an asset, ``answered`` was told that its records are stored. Of the learner, ``holding`` has a batch, ``acked``
+was told so and has not stored what it learned.
 """
 
 REFUSES_S = 0.2
@@ -229,11 +235,11 @@ def _watch_service(points: Points) -> None:
     points.around(pulling, "compose", "forming")
     points.around(Scheduler, "form", "forming")
     points.around_async(Bodies, "serve", "serving")
+    points.around(Scheduler, "snapshot", "snapshotting")
+    points.around_async(Assets, "add", "shelving")
     points.around(Projection, "write", "projecting")
     points.around_async(Store, "close", "closing")
     points.around_async(Log, "close", "closing")
-    if hasattr(Scheduler, "snapshot"):
-        points.around(Scheduler, "snapshot", "snapshotting")
     for name in ("submit", "pull", "ack", "lease"):
         _after(points, Service, name, "answering")
 
@@ -273,9 +279,8 @@ def worker(plan: Plan) -> None:
     _after(points, OrchestratorConnection, "lease", "leasing")
     _after(points, OrchestratorConnection, "submit", "answered")
     _under_way(points, "submit", "uploading")
+    _under_way(points, "send_asset", "sending")
     _under_way(points, "heartbeat", "renewing")
-    from tests.chaos import policy
-
     points.around(policy.Policy, "sample", "running")
     settings = WorkerSettings(name=plan.name, orchestrator=plan.url, slots=plan.slots, grace_s=2)
     raise SystemExit(run_worker(settings, policy="tests.chaos.policy:make"))
@@ -297,31 +302,60 @@ def _under_way(points: Points, name: str, phase: str) -> None:
 
 
 def learner(plan: Plan) -> None:
+    """Trains on batches: first on those that its last life left, then on new ones, whole or in shards, with or without
+    the next one fetched ahead; gives some back."""
     points = settle(plan)
     _watch_requests(points)
-    version = plan.folder / "version"
-    with Client(plan.url, learner="learner", retry_for_s=120, poll_s=2, keepalive=False) as client:
-        while True:
-            try:
-                batch = client.pull("run", timeout_s=120)
-                points.here("holding")
-                batch.verify()
-                time.sleep(random.uniform(0, 0.02))
-                if random.random() < 0.25:
-                    client.nack(batch, "by chance")
-                    continue
-                number = int(client.run("run").version.split(".")[1]) + 1
-                made = client.ack(batch, f"0.{number}").version
-                points.here("acked")
-                _replace(version, made)
-            except (BatchSuperseded, BatchAlreadyAcked):
-                continue  # its lease ended while it trained, or the ack before this one got through
-            except StoreError:
-                time.sleep(0.05)  # the disk refuses: what was asked for may be done or not, and is asked for again
-            except HeadraceError as error:
-                with (plan.folder / "surprises").open("a") as file:
-                    file.write(f"the learner was told {error.code}: {error.detail}\n")
-                time.sleep(0.05)
+    ranks, ahead = random.choice(((1, 0), (1, 1), (2, 0)))
+    session = f"{random.getrandbits(64):x}"
+    clients = [
+        Client(plan.url, learner="learner", session=session, retry_for_s=120, poll_s=2, keepalive=False)
+        for _ in range(ranks)
+    ]
+    has_resumed = False
+    while True:
+        try:
+            if not has_resumed:
+                left = [client.resume("run", shard=rank, shards=ranks) for rank, client in enumerate(clients)]
+                has_resumed = True
+                for shards in zip(*(part.batches for part in left), strict=True):
+                    _train(plan, points, clients[0], shards)
+            for shards in _pulls(clients, ahead):
+                _train(plan, points, clients[0], shards)
+        except (BatchSuperseded, BatchAlreadyAcked):
+            continue  # its lease ended while it trained, or the ack before this one got through
+        except StoreError:
+            time.sleep(0.05)  # the disk refuses: what was asked for may be done or not, and is asked for again
+        except HeadraceError as error:
+            with (plan.folder / "surprises").open("a") as file:
+                file.write(f"the learner was told {error.code}: {error.detail}\n")
+            time.sleep(0.05)
+
+
+def _pulls(clients: Sequence[Client], ahead: int) -> Iterator[Sequence[Batch]]:
+    """One batch after the other, each as the shards of all ranks."""
+    if ahead:
+        for batch in clients[0].batches("run", timeout_s=120, prefetch=ahead):
+            yield [batch]
+    while True:
+        yield [
+            client.pull("run", timeout_s=120, shard=rank, shards=len(clients)) for rank, client in enumerate(clients)
+        ]
+
+
+def _train(plan: Plan, points: Points, client: Client, shards: Sequence[Batch]) -> None:
+    points.here("holding")
+    for shard in shards:
+        shard.verify()
+    assert len({shard.id for shard in shards}) == 1
+    time.sleep(random.uniform(0, 0.02))
+    if random.random() < 0.25:
+        client.nack(shards[0], "by chance")
+        return
+    number = int(client.run("run").version.split(".")[1]) + 1
+    made = client.ack(shards[0], f"0.{number}").version
+    points.here("acked")
+    _replace(plan.folder / "version", made)
 
 
 def _watch_requests(points: Points) -> None:
@@ -347,4 +381,4 @@ def _replace(file: Path, text: str) -> None:
 
 ROLES = {"orchestrator": orchestrator, "worker": worker, "learner": learner}
 
-_ = app  # loaded before any fork, like all else
+_ = app, environment  # loaded before any fork, like all else

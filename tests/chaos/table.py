@@ -25,7 +25,7 @@ def show(report: Report, console: Console) -> None:
     console.print(f"{report.cuts} power cuts took {report.cut_names} names and {report.cut_bytes:,} bytes not synced")
     console.print(
         f"checked: {found.records} acknowledged records, {found.batches} batches ({found.redelivered} served more than "
-        f"once), {found.acks} acks; {len(found.wrong)} violations"
+        f"once), {found.acks} acks, {found.assets} assets; {len(found.wrong)} violations"
     )
     for line in found.wrong[:20]:
         console.print(f"  {line}", style="red")
@@ -43,6 +43,7 @@ def as_json(report: Report) -> str:
         "batches": found.batches,
         "redelivered": found.redelivered,
         "acks": found.acks,
+        "assets": found.assets,
         "wrong": found.wrong,
         "duration_s": round(report.duration_s, 1),
     }

@@ -3,6 +3,7 @@
 * No acknowledged trajectory is lost: each is there once, with the same bytes.
 * No batch is acked twice: the log has one ack for each, and it is one that was answered.
 * A redelivered batch is byte-identical.
+* What acknowledged records refer to is there, with the bytes of its name.
 * No trajectory is in two acked batches of a run with one use.
 
 It reads the log with a reader of its own, not with the service's.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
@@ -39,12 +41,14 @@ class Findings:
     batches: int = 0
     redelivered: int = 0
     acks: int = 0
+    assets: int = 0
 
 
 def check(url: str, run: str, data: Path, seen: Acknowledged) -> Findings:
     """Ask the service at ``url``, and read its data directory."""
-    found = Findings(records=len(seen.records), batches=len(seen.batches), acks=len(seen.acks))
+    found = Findings(records=len(seen.records), batches=len(seen.batches), acks=len(seen.acks), assets=len(seen.assets))
     _check_records(url, run, seen, found)
+    _check_assets(url, seen, found)
     _check_batches(seen, found)
     _check_acks(data, seen, found)
     _check_uses(seen, found)
@@ -65,6 +69,17 @@ def _check_records(url: str, run: str, seen: Acknowledged, found: Findings) -> N
                 found.wrong.append(f"episode {episode} was acknowledged and is lost")
             elif hashlib.sha256(fetch(f"{url}/v1/trajectories/{stored[episode]}")).hexdigest() != hashes[0]:
                 found.wrong.append(f"episode {episode} is stored with other bytes than were acknowledged")
+
+
+def _check_assets(url: str, seen: Acknowledged, found: Findings) -> None:
+    for name in sorted(seen.assets):
+        try:
+            content = fetch(f"{url}/v1/assets/{name}")
+        except urllib.error.HTTPError as error:
+            found.wrong.append(f"asset {name} of an acknowledged record cannot be fetched: {error.code}")
+            continue
+        if hashlib.sha256(content).hexdigest() != name:
+            found.wrong.append(f"asset {name} has other bytes than its name says")
 
 
 def _check_batches(seen: Acknowledged, found: Findings) -> None:

@@ -19,6 +19,7 @@ import aiohttp
 from aiohttp import web
 
 from headrace.batch import Batch
+from headrace.codec import decode_head
 
 HOP_HEADERS = {"connection", "keep-alive", "transfer-encoding", "content-length", "content-encoding", "host"}
 
@@ -30,13 +31,15 @@ class Acknowledged:
     records: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     """Episode → sha256 of each record that was answered ``accepted``."""
     batches: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-    """Batch → sha256 of each body that was served for it."""
+    """Batch, or shard of a batch → sha256 of each body that was served for it."""
     generations: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
-    """Batch → generations it was served under."""
+    """The same → generations it was served under."""
     acks: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     """Batch → generations whose ack was answered with 200."""
     members: dict[str, list[str]] = field(default_factory=dict)
     """Batch → ids of its trajectories."""
+    assets: set[str] = field(default_factory=set)
+    """Names of what accepted records refer to."""
     granted: set[str] = field(default_factory=set)
     """Episodes that were granted to a worker."""
     epochs: set[int] = field(default_factory=set)
@@ -111,14 +114,17 @@ class Recorder:
             for episode, record in split_submission(sent):
                 if verdicts.get(episode) == "accepted":
                     self.seen.records[episode].append(hashlib.sha256(record).hexdigest())
+                    self.seen.assets.update(asset.name for asset in decode_head(record).assets)
         elif parts[1:] == ["worker", "lease"]:
             self.seen.granted.update(attempt["episode"] for attempt in json.loads(got).get("attempts", []))
         elif parts[-1] == "pull" and "batch" in headers.get("Content-Type", ""):
             manifest = Batch.parse(memoryview(got)).manifest
-            batch = manifest.batch
-            self.seen.members[batch] = manifest.trajectories
-            self.seen.batches[batch].append(hashlib.sha256(got).hexdigest())
-            self.seen.generations[batch].append(int(headers["Headrace-Generation"]))
+            wanted = json.loads(sent)
+            shards = wanted.get("shards", 1)
+            served = manifest.batch if shards == 1 else f"{manifest.batch}, shard {wanted.get('shard', 0)} of {shards}"
+            self.seen.members[manifest.batch] = manifest.trajectories
+            self.seen.batches[served].append(hashlib.sha256(got).hexdigest())
+            self.seen.generations[served].append(int(headers["Headrace-Generation"]))
         elif parts[-1] == "ack":
             self.seen.acks[parts[-2]].add(json.loads(sent)["generation"])
 
