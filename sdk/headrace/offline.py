@@ -13,18 +13,17 @@ Needs ``headrace[offline]``.
 from __future__ import annotations
 
 import os
-from array import array
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from headrace import logfiles, logformat
+from headrace._catalog import BatchEntry, BatchState, Catalog
 from headrace.assets import FOLDER, read_asset
 from headrace.batch import Batch, RowAdvantages, read_advantages, read_manifest
 from headrace.codec import TrajectoryHead, decode, decode_head
@@ -36,8 +35,6 @@ from headrace.trajectory import Status, Trajectory, Version
 
 OnProgress = Callable[[int, int], None]
 """Called now and then with the bytes that were read, and how many there are."""
-
-BatchState = Literal["open", "acked", "dissolved"]
 
 
 def open(path: str | os.PathLike[str], *, strict: bool = False, on_progress: OnProgress | None = None) -> Reader:
@@ -218,16 +215,26 @@ class Reader:
 
     def runs(self) -> list[StoredRun]:
         """All runs, in the order in which they were first met."""
-        return [entry.freeze(name) for name, entry in self._catalog.runs.items()]
+        return [
+            StoredRun(
+                name=name,
+                spec=entry.spec,
+                closed=entry.closed,
+                version=entry.version,
+                trajectories=entry.counts["trajectories"],
+                batches=entry.counts["batches"],
+            )
+            for name, entry in self._catalog.runs.items()
+        ]
 
-    def _stored(self, entry: _BatchEntry) -> StoredBatch:
+    def _stored(self, entry: BatchEntry) -> StoredBatch:
         head = self._payload(*entry.place)
         return StoredBatch(manifest=read_manifest(head), state=entry.state, made=entry.made, _reader=self, _head=head)
 
     @cached_property
-    def _catalog(self) -> _Catalog:
+    def _catalog(self) -> Catalog:
         """What is where, and what became of it: one reading of the whole log."""
-        catalog = _Catalog()
+        catalog = Catalog()
         for file, frame in self._frames():
             try:
                 catalog.take(file.number, frame)
@@ -292,89 +299,3 @@ class Reader:
                 file=damage.file,
                 offset=damage.offset,
             )
-
-
-class _Fact(msgspec.Struct, frozen=True):
-    """The part of a control record that is read here; ``type`` names its kind."""
-
-    type: str
-    run: str = ""
-    batch: str = ""
-    spec: dict[str, Any] | None = None
-    version: Any = None
-
-
-_facts = msgspec.msgpack.Decoder(list[_Fact])
-
-
-@dataclass
-class _RunEntry:
-    spec: dict[str, Any] | None = None
-    closed: bool = False
-    version: Version | None = None
-    counts: Counter[str] = field(default_factory=Counter)
-
-    def freeze(self, name: str) -> StoredRun:
-        return StoredRun(
-            name=name,
-            spec=self.spec,
-            closed=self.closed,
-            version=self.version,
-            trajectories=self.counts["trajectories"],
-            batches=self.counts["batches"],
-        )
-
-
-@dataclass
-class _BatchEntry:
-    run: str
-    place: tuple[int, int, int]
-    state: BatchState = "open"
-    made: Version | None = None
-
-
-class _Catalog:
-    """Where everything is: number of the file, offset, length of the payload. A trajectory takes about 200 bytes."""
-
-    def __init__(self) -> None:
-        self.runs: dict[str, _RunEntry] = {}
-        self.batches: dict[str, _BatchEntry] = {}
-        #: The number of a trajectory by its id; ``places`` has three integers for each number.
-        self.trajectories: dict[str, int] = {}
-        self.places = array("Q")
-
-    def take(self, number: int, frame: Frame) -> None:
-        """Take a frame in. Raises a HeadraceError, MsgspecError or ValueError if it does not decode."""
-        place = (number, frame.offset, len(frame.payload))
-        if frame.type is FrameType.TRAJECTORY:
-            head = decode_head(frame.payload)
-            if head.id not in self.trajectories:
-                self.trajectories[head.id] = len(self.trajectories)
-                self.places.extend(place)
-                self._run(head.run).counts["trajectories"] += 1
-        elif frame.type is FrameType.BATCH:
-            manifest = read_manifest(frame.payload)
-            self.batches[manifest.batch] = _BatchEntry(manifest.run, place)
-            self._run(manifest.run).counts["batches"] += 1
-        elif frame.type is FrameType.CONTROL:
-            for fact in _facts.decode(frame.payload):
-                self._learn(fact)
-
-    def _learn(self, fact: _Fact) -> None:
-        if fact.type == "RunCreated":
-            run = self._run(fact.run)
-            run.spec, run.version = fact.spec, Version(0, 0)
-        elif fact.type == "RunClosed":
-            self._run(fact.run).closed = True
-        elif fact.type == "VersionAnnounced":
-            self._run(fact.run).version = Version(*fact.version)
-        elif fact.type in ("BatchAcked", "BatchDissolved"):
-            made = None if fact.version is None else Version(*fact.version)
-            if made is not None:
-                self._run(fact.run).version = made
-            if (entry := self.batches.get(fact.batch)) is not None:
-                entry.state = "acked" if fact.type == "BatchAcked" else "dissolved"
-                entry.made = made
-
-    def _run(self, name: str) -> _RunEntry:
-        return self.runs.setdefault(name, _RunEntry())

@@ -24,7 +24,8 @@ from headrace.logformat import FileHead, FrameType, pack_frame, scan
 from headrace.trajectory import Asset, Failure, Version
 from headrace_orchestrator.cli.app import cli
 from headrace_orchestrator.cli.fsck import LOST, MENDABLE
-from headrace_orchestrator.service.fsck import Finding, Report, check, rebuild
+from headrace_orchestrator.service.findings import Finding, Report
+from headrace_orchestrator.service.fsck import check, rebuild
 from tests.builders import make_trajectory
 from tests.orchestrator.serving import Api, orchestrator, record_for, submission
 from tests.orchestrator.test_log import flip
@@ -292,7 +293,10 @@ async def test_a_directory_without_a_projection_is_sound(data_dir: Path):
         await a_history(api)
     (data_dir / "projection.sqlite").unlink()
     assert check(data_dir).findings == []
-    assert fsck(data_dir.parent).exit_code == 1
+    for arguments in ((data_dir.parent,), ("--rebuild", data_dir.parent)):
+        done = fsck(*arguments)
+        assert done.exit_code == 1
+        assert "no data directory" in done.stderr
 
 
 OPERATIONS = ("play", "play", "fail", "pull", "ack", "create", "close", "restart")

@@ -20,7 +20,8 @@ from headrace_orchestrator.buffer.location import Location
 from headrace_orchestrator.buffer.log import Log
 from headrace_orchestrator.buffer.projection import Projection
 from headrace_orchestrator.scheduler.core import Scheduler
-from headrace_orchestrator.service.fsck import Finding, _Reading, check
+from headrace_orchestrator.service.findings import Finding
+from headrace_orchestrator.service.fsck import Reading, check
 from headrace_orchestrator.service.replay import replay
 from headrace_orchestrator.service.store import Store
 from tests.orchestrator.serving import orchestrator, record_for, submission
@@ -84,7 +85,7 @@ def log_files(data: Path) -> list[Path]:
 
 
 def findings_in_log(data: Path) -> list[Finding]:
-    reading = _Reading(data, None, lambda done, total: None)
+    reading = Reading(data, None, lambda done, total: None)
     reading.run()
     return reading.findings
 
@@ -171,7 +172,7 @@ def test_a_log_that_is_cut_anywhere_loses_only_what_is_behind_the_cut(one_file: 
     for length in reversed(range(file.stat().st_size)):
         with file.open("r+b", buffering=0) as stream:
             stream.truncate(length)
-        reading = _Reading(copied, None, lambda done, total: None)
+        reading = Reading(copied, None, lambda done, total: None)
         reading.run()
         left = [frame for frame in frames if frame.offset + frame.size <= length]
         assert reading.findings == []

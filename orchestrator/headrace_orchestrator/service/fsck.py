@@ -15,7 +15,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
 
 import msgspec
 
@@ -31,6 +30,7 @@ from headrace_orchestrator.buffer.listing import Unprojected, listed_of
 from headrace_orchestrator.buffer.location import Location
 from headrace_orchestrator.buffer.projection import Projection
 from headrace_orchestrator.buffer.twins import Twin, copy_of, differences
+from headrace_orchestrator.service.findings import COST_OF, Finding, Kind, Report
 from headrace_orchestrator.service.store import facts_of
 
 OnProgress = Callable[[int, int], None]
@@ -42,46 +42,16 @@ _ROWS_AT_A_TIME = 5000
 _UNREADABLE = (HeadraceError, msgspec.MsgspecError, ValueError)
 """What a payload raises that is not what its type says, though its checksum is right."""
 
-Kind = Literal["record", "copy", "head", "footer", "file", "projection", "asset"]
-
-
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One piece of damage. ``names``: ids of the trajectories or batches that it is about, as far as they are known.
-    ``lost``: something is gone that nothing gives back; otherwise the rest of the directory makes up for it."""
-
-    kind: Kind
-    lost: bool
-    file: str
-    offset: int = 0
-    size_bytes: int = 0
-    type: str = ""
-    names: list[str] = []
-    problem: str
-    cost: str
-
-
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found. ``unfinished_bytes``: an append at the end that was under way or was cut off, so that nobody was
-    told that it is stored. ``unprojected_bytes``: what the projection is still behind, as it may be."""
-
-    live: bool
-    files: int
-    size_bytes: int
-    frames: dict[str, int]
-    assets: int
-    unfinished_bytes: int
-    unprojected_bytes: int
-    findings: list[Finding]
-
 
 def check(data: Path, *, on_progress: OnProgress = lambda done, total: None) -> Report:
     """Read everything; blocking. Raises SetupError if this is no data directory or its log cannot be told from
     another's, UnknownLogFormat."""
+    _require_log(data)
     live = is_owned(data)
     with TemporaryDirectory(prefix="headrace-fsck-") as folder:
         # First the projection, then the log: what the projection has, the log has had.
         lived = copy_of(data / PROJECTION, Path(folder) / "lived.sqlite", live=live)
-        reading = _Reading(data, lived, on_progress)
+        reading = Reading(data, lived, on_progress)
         built = Projection(Path(folder) / "built.sqlite", reading.log)
         try:
             reading.run(built)
@@ -97,9 +67,10 @@ def check(data: Path, *, on_progress: OnProgress = lambda done, total: None) -> 
 def rebuild(data: Path, *, on_progress: OnProgress = lambda done, total: None) -> int:
     """Put a projection in place that is made from the log alone; blocking. Returns how many trajectories are in it.
     Raises DataDirectoryInUse while an orchestrator owns the directory, and what ``check`` raises."""
+    _require_log(data)
     with hold(data):
         new = data / f"{PROJECTION}.new"
-        reading = _Reading(data, None, on_progress)
+        reading = Reading(data, None, on_progress)
         _unlink(new)
         built = Projection(new, reading.log)
         try:
@@ -112,20 +83,23 @@ def rebuild(data: Path, *, on_progress: OnProgress = lambda done, total: None) -
     return reading.frames[FrameType.TRAJECTORY]
 
 
+def _require_log(data: Path) -> None:
+    if not (data / "log").is_dir():
+        raise SetupError(
+            f"{data} is no data directory: there is no folder named log in it.",
+            hint="Give the directory that the orchestrator was started with (--data).",
+        )
+
+
 def _unlink(database: Path) -> None:
     for suffix in ("", "-wal", "-shm"):
         database.with_name(database.name + suffix).unlink(missing_ok=True)
 
 
-class _Reading:
+class Reading:
     """One reading of a log from its start to its end."""
 
     def __init__(self, data: Path, lived: Twin | None, on_progress: OnProgress) -> None:
-        if not (data / "log").is_dir():
-            raise SetupError(
-                f"{data} is no data directory: there is no folder named log in it.",
-                hint="Give the directory that the orchestrator was started with (--data).",
-            )
         directory = data / "log"
         self._files: list[LogFile] = []
         with suppress(FileNotFoundError):  # a live service deletes its oldest files, whole
@@ -266,7 +240,7 @@ class _Reading:
         elif type is FrameType.FOOTER:
             kind, lost, cost = "footer", False, "Nothing: every record is checked by itself."
         else:
-            cost = _COST_OF.get(type, "Whatever was stored here is lost.")
+            cost = COST_OF.get(type, "Whatever was stored here is lost.")
         self._find(
             kind, file, offset=offset, size=size, type=type, names=names, lost=lost, problem=problem, cost=cost
         )  # fmt: skip
@@ -372,10 +346,3 @@ class _Reading:
             unprojected_bytes=self._unprojected_bytes,
             findings=self.findings,
         )
-
-
-_COST_OF: dict[FrameType | None, str] = {
-    FrameType.TRAJECTORY: "This trajectory is lost; a batch that holds it cannot be served any more.",
-    FrameType.BATCH: "This batch cannot be served any more; its trajectories are intact.",
-    FrameType.CONTROL: "The decisions that were stored here are lost, 64 at most.",
-}
