@@ -480,9 +480,8 @@ class Flows:
         return (yield from self.call(call))
 
     def asset(self, name: str) -> Flow[memoryview]:
-        (found,) = (yield from self.assets([name])).values()
-        if isinstance(found, HeadraceError):
-            raise found
+        found = yield from self.call(Call(request=request("GET", "assets", name), read=_asset))
+        check_asset(name, found)
         return found
 
     def assets(self, names: Sequence[str]) -> Flow[dict[str, memoryview | HeadraceError]]:
@@ -516,6 +515,12 @@ def _trajectory(answer: Answer) -> Trajectory:
     if answer.media_type != wire.RECORDS_MEDIA_TYPE:
         raise unexpected_body(answer, "a trajectory record")
     return codec.decode(answer.body)
+
+
+def _asset(answer: Answer) -> memoryview:
+    if answer.media_type != wire.ASSET_MEDIA_TYPE:
+        raise unexpected_body(answer, "an asset")
+    return answer.body.toreadonly()
 
 
 def _assets(answer: Answer) -> list[memoryview | HeadraceError]:

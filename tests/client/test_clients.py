@@ -649,16 +649,22 @@ def test_without_aiohttp_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_asset_comes_by_its_name_and_is_checked(stub: Stub, connect: Connect) -> None:
-    stub.on(ASSETS, assets_reply([PICTURE.data]))
+    epoch = {wire.HEADER_EPOCH: "1"}
+    one = f"GET /v1/assets/{PICTURE.name}"
+    stub.on(
+        one,
+        Reply(200, PICTURE.data, wire.ASSET_MEDIA_TYPE, epoch),
+        Reply(200, EXPERTS.data, wire.ASSET_MEDIA_TYPE, epoch),
+        problem(UnknownAsset("Not here.")),
+        page(200),
+    )
     with connect() as client:
         assert bytes(client.asset(PICTURE.name)) == PICTURE.data
-        with pytest.raises(CorruptAsset, match=EXPERTS.name):
-            client.asset(EXPERTS.name)  # the stub answers with other bytes
-    stub.on(ASSETS, assets_reply([UnknownAsset("Not here.")]))
-    with connect() as client:
-        with pytest.raises((CorruptAsset, UnknownAsset)):
-            client.asset(EXPERTS.name)
+        with pytest.raises(CorruptAsset, match=PICTURE.name):
+            client.asset(PICTURE.name)  # the stub answers with other bytes
         with pytest.raises(UnknownAsset, match="Not here"):
+            client.asset(PICTURE.name)
+        with pytest.raises(ServiceError, match="is not an asset"):
             client.asset(PICTURE.name)
 
 
@@ -698,8 +704,9 @@ def test_an_asset_that_was_not_pulled_says_how_it_is(stub: Stub, connect: Connec
 
 
 def test_bytes_that_are_no_assets_are_an_error_of_the_service(stub: Stub, connect: Connect) -> None:
+    stub.on(PULL, batch(body_with_assets()))
     stub.on(ASSETS, good([]), Reply(200, b"\xff\xff", wire.ASSETS_MEDIA_TYPE), assets_reply([]))
     with connect() as client:
         for error in (ServiceError, InvalidRequest, ServiceError):
             with pytest.raises(error):
-                client.asset(PICTURE.name)
+                client.pull("guess", fields=["assets"])

@@ -335,7 +335,7 @@ def _reading_routes() -> list[Route]:
             path=f"{API}/assets",
             summary="Several assets in one answer, the first of those that are asked for. Body: see AssetHead.",
             handler=handlers.assets,
-            roles=READERS,
+            roles=LEARNER,
             request=wire.AssetsRequest,
             response=wire.ASSETS_MEDIA_TYPE,
         ),
