@@ -43,7 +43,7 @@ HEADER_BYTES = 64
 
 _MAGIC = b"HRLOGFRM"
 _FIELDS = struct.Struct("<8sHHQ")
-_CHECKSUMS = struct.Struct("<II")
+_CHECKSUMS = struct.Struct("<II36x")
 _SEARCH_BYTES = 1 << 20
 """How much is read at a time while looking for the next frame."""
 
@@ -64,6 +64,8 @@ class FrameType(IntEnum):
 
 
 _TWICE = frozenset((FrameType.FILE_HEAD, FrameType.CONTROL, FrameType.FOOTER))
+_COPIES = [2 if kind in _TWICE else 1 for kind in range(len(FrameType) + 1)]
+"""By type: an index is cheaper than the hash of an enum's member, for each frame that is written."""
 
 
 class FileHead(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,7 +143,7 @@ class _Header(NamedTuple):
 
     @property
     def size(self) -> int:
-        return self.copy_size * (2 if self.type in _TWICE else 1)
+        return self.copy_size * _COPIES[self.type]
 
 
 class Tally:
@@ -149,12 +151,12 @@ class Tally:
 
     def __init__(self, opened_ms: int) -> None:
         self._opened_ms = opened_ms
-        self._places: dict[int, array[int]] = {}
+        self._places = [array("I") for _ in _COPIES]
         self._digest = hashlib.sha256()
 
     def add(self, kind: FrameType, offset: int, header: bytes | memoryview) -> None:
         """The next frame, with the 64 bytes of its first header."""
-        self._places.setdefault(kind, array("I")).append(offset // ALIGNMENT)
+        self._places[kind].append(offset // ALIGNMENT)
         self._digest.update(header)
 
     def add_read(self, frame: Frame) -> None:
@@ -164,7 +166,7 @@ class Tally:
     def footer(self, sealed_ms: int) -> Footer:
         """The footer of the frames so far."""
         return Footer(
-            places={kind: places.tobytes() for kind, places in self._places.items()},
+            places={kind: places.tobytes() for kind, places in enumerate(self._places) if places},
             digest=self._digest.digest(),
             opened_ms=self._opened_ms,
             sealed_ms=sealed_ms,
@@ -180,7 +182,7 @@ def pack_frame(kind: FrameType, payload: bytes | memoryview) -> list[bytes | mem
     checksum = crc32c(bytes(payload))
     padding = bytes(-len(payload) % ALIGNMENT)
     buffers: list[bytes | memoryview] = []
-    for copy in range(2 if kind in _TWICE else 1):
+    for copy in range(_COPIES[kind]):
         buffers += [_pack_header(kind, copy, len(payload), checksum), payload]
         if padding:
             buffers.append(padding)
@@ -189,7 +191,7 @@ def pack_frame(kind: FrameType, payload: bytes | memoryview) -> list[bytes | mem
 
 def frame_bytes(kind: FrameType, length: int) -> int:
     """Size in the file of a frame whose payload is that long."""
-    return _Header(kind, 0, length, 0).size
+    return (HEADER_BYTES + length + -length % ALIGNMENT) * _COPIES[kind]
 
 
 def parse_head(payload: bytes) -> FileHead:
@@ -299,7 +301,7 @@ def _checksum() -> Callable[[bytes], int]:
 
 def _pack_header(kind: FrameType, copy: int, length: int, checksum: int) -> bytes:
     fields = _FIELDS.pack(_MAGIC, kind, copy, length)
-    return (fields + _CHECKSUMS.pack(crc32c(fields), checksum)).ljust(HEADER_BYTES, b"\0")
+    return fields + _CHECKSUMS.pack(crc32c(fields), checksum)
 
 
 def _frame_at(stream: BinaryIO, offset: int, header: _Header, end: int) -> Frame | Damage:

@@ -34,7 +34,7 @@ from headrace.logfiles import LogFile, path_of
 from headrace.logformat import Damage, FileHead, Frame, FrameType, Tally
 from headrace_orchestrator.buffer.directory import sync_directory
 from headrace_orchestrator.buffer.files import LocalFiles
-from headrace_orchestrator.buffer.location import Location
+from headrace_orchestrator.buffer.location import OFFSET_BITS, Location
 from headrace_orchestrator.buffer.seam import Files
 from headrace_orchestrator.buffer.writer import Failed, Queued, Writer
 
@@ -92,7 +92,7 @@ class _Filling:
         buffers = logformat.pack_frame(kind, payload)
         frame = Queued(self.number, self.offset, kind, payload, buffers)
         self.tally.add(kind, self.offset, buffers[0])
-        self.offset += sum(map(len, buffers))
+        self.offset += logformat.frame_bytes(kind, len(payload))
         self.head_bytes = self.head_bytes or self.offset
         return frame
 
@@ -295,10 +295,9 @@ class Log:
         if self.stopped:
             raise self._closed()
         frame = self._enqueue(kind, payload)
-        location = Location(frame.file, frame.offset, len(payload))
-        self._unwritten[location.position] = payload
+        self._unwritten[frame.file << OFFSET_BITS | frame.offset] = payload
         self._wake()
-        return location
+        return Location(frame.file, frame.offset, len(payload))
 
     def rotate(self, state: bytes | None) -> None:
         """Seal the file with its footer and go on in a new one, which opens with the control state as it is behind all
@@ -380,7 +379,7 @@ class Log:
         done = batch if failed is None else batch[: failed.written]
         self._durable += len(done)
         for frame in done:
-            self._unwritten.pop(Location(frame.file, frame.offset, 0).position, None)
+            self._unwritten.pop(frame.file << OFFSET_BITS | frame.offset, None)
         if failed is not None:
             self._fail(failed.error, batch[failed.written :])
         else:
