@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
@@ -20,73 +20,85 @@ if TYPE_CHECKING:
     from headrace_orchestrator.scheduler.states import Group
 
 FANOUT_BITS = 4
-"""A sum covers 16 of the level below: few enough to look through, enough that sums take little memory."""
+FANOUT = 1 << FANOUT_BITS
+"""Weights, or sums of the level below, that share a node: few enough to look through, enough that levels are few."""
 
 LEVELS = 5
-"""Levels of sums: one at the top covers a million places in the order of dispatch; the top is gone through."""
+"""A node of the top covers a million places in the order of dispatch; the top is gone through."""
 
 
 class Shelf:
     """Weights by place in the order of dispatch, with sums over ranges of places. Weights are whole numbers, so that
     sums are exact and the same whatever was added and removed before."""
 
-    __slots__ = ("levels", "total")
+    __slots__ = ("count", "levels", "total")
 
     def __init__(self) -> None:
-        #: The weights by place, then sums over ever larger ranges.
-        self.levels: tuple[dict[int, int], ...] = tuple({} for _ in range(LEVELS + 1))
+        #: Nodes by what their places have in common: of weights, then of sums of the nodes below. None is all zeros.
+        self.levels: tuple[dict[int, list[int]], ...] = tuple({} for _ in range(LEVELS))
         self.total = 0
+        self.count = 0
 
     def __len__(self) -> int:
-        return len(self.levels[0])
+        return self.count
 
     def put(self, place: int, weight: int) -> None:
         """Add a place that is not there; weights are at least 1."""
         self.total += weight
+        self.count += 1
         for level in self.levels:
-            level[place] = level.get(place, 0) + weight
-            place >>= FANOUT_BITS
+            key, index = place >> FANOUT_BITS, place & (FANOUT - 1)
+            node = level.get(key)
+            if node is None:
+                node = level[key] = [0] * FANOUT
+            node[index] += weight
+            place = key
 
     def take(self, place: int) -> int:
         """Remove a place; gives its weight."""
-        weight = self.levels[0][place]
+        weight = self.levels[0][place >> FANOUT_BITS][place & (FANOUT - 1)]
         self.total -= weight
+        self.count -= 1
         for level in self.levels:
-            left = level[place] - weight
-            if left:
-                level[place] = left
-            else:
-                del level[place]
-            place >>= FANOUT_BITS
+            key, index = place >> FANOUT_BITS, place & (FANOUT - 1)
+            node = level[key]
+            node[index] -= weight
+            if not node[index] and not any(node):
+                del level[key]
+            place = key
         return weight
 
     def at(self, weight: int) -> int:
         """The place where the weights, added up in order, first exceed this one, which is below the total."""
-        keys: Iterable[int] = sorted(self.levels[-1])
         place = 0
+        for place in sorted(self.levels[-1]):
+            here = sum(self.levels[-1][place])
+            if weight < here:
+                break
+            weight -= here
         for level in reversed(self.levels):
-            for place in keys:
-                here = level.get(place, 0)
+            index = 0
+            for index, here in enumerate(level[place]):  # noqa: B007  where it stops is wanted
                 if weight < here:
                     break
                 weight -= here
-            keys = range(place << FANOUT_BITS, (place + 1) << FANOUT_BITS)
+            place = place << FANOUT_BITS | index
         return place
 
     def places(self, backwards: bool = False) -> Iterator[int]:
         """All places in order."""
         for key in sorted(self.levels[-1], reverse=backwards):
-            yield from self._below(LEVELS, key, backwards)
+            yield from self._below(LEVELS - 1, key, backwards)
 
     def _below(self, depth: int, key: int, backwards: bool) -> Iterator[int]:
-        keys = range(key << FANOUT_BITS, (key + 1) << FANOUT_BITS)
-        level = self.levels[depth - 1]
-        for below in reversed(keys) if backwards else keys:
-            if below in level:
-                if depth == 1:
-                    yield below
+        node = self.levels[depth][key]
+        for index in reversed(range(FANOUT)) if backwards else range(FANOUT):
+            if node[index]:
+                place = key << FANOUT_BITS | index
+                if depth:
+                    yield from self._below(depth - 1, place, backwards)
                 else:
-                    yield from self._below(depth - 1, below, backwards)
+                    yield place
 
 
 class Shelves:
@@ -159,12 +171,15 @@ class Shelves:
         """Groups drawn by weight without replacement; ``draw`` gives a number below its argument. Close it after use:
         until then what was drawn is missing here."""
         shelves = [shelf for _, shelf in self._fitting(filter)]
+        total = sum(shelf.total for shelf in shelves)
         taken: list[tuple[Shelf, int, int]] = []
         try:
-            while total := sum(shelf.total for shelf in shelves):
-                shelf, weight = _shelf_at(shelves, draw(total))
-                place = shelf.at(weight)
-                taken.append((shelf, place, shelf.take(place)))
+            while total:
+                shelf, at = _shelf_at(shelves, draw(total))
+                place = shelf.at(at)
+                weight = shelf.take(place)
+                taken.append((shelf, place, weight))
+                total -= weight
                 yield self._groups[place]
         finally:
             for shelf, place, weight in taken:
@@ -180,7 +195,7 @@ class Shelves:
         shelves += [(key, False, shelf) for key, shelf in self._behind.items()]
         return sorted(
             (
-                (key, fresh, [sorted(level.items()) for level in shelf.levels], shelf.total)
+                (key, fresh, [[(node, *level[node]) for node in sorted(level)] for level in shelf.levels], shelf.total)
                 for key, fresh, shelf in shelves
             )
         )
