@@ -163,3 +163,15 @@ def test_a_batch_that_was_given_back_says_so_when_it_is_acked(harness):
     harness.nack(batch)
     with pytest.raises(BatchSuperseded, match=r"lease of batch \w+ is over: nacked: out of memory"):
         harness.ack(batch)
+
+
+def test_what_is_remembered_of_learners_and_their_pulls_is_bounded(monkeypatch, harness):
+    monkeypatch.setattr("headrace_orchestrator.scheduler.taking.SHARDED_PULLS", 3)
+    harness.run(batch_size=2)
+    for number in range(6):
+        harness.work()
+        harness.ack(pull_all(harness, f"pull-{number}", 2)[0])
+    (sessions,) = harness.core.durable()["runs"]["r"]["sessions"].values()
+    assert list(sessions[2]) == ["pull-3", "pull-4", "pull-5"]
+    with pytest.raises(BatchSuperseded, match="was acked"):
+        harness.pull(request="pull-5", shard=1, shards=2)

@@ -23,6 +23,9 @@ NACKED = "nacked: "
 EARLIER_SESSIONS = 16
 """Earlier sessions of a learner that are remembered, to tell an old process from a new one."""
 
+SHARDED_PULLS = 256
+"""Pulls of a session that are remembered with their batches: far more than ranks of one step can be apart."""
+
 
 class Closed(NamedTuple):
     """What is remembered of a batch that is over, to answer a late ack. ``learner`` held it last and did not give it

@@ -18,7 +18,7 @@ from __future__ import annotations
 from headrace.errors import InternalError
 from headrace.trajectory import Failure, Version
 from headrace_orchestrator.scheduler import records
-from headrace_orchestrator.scheduler.batches import EARLIER_SESSIONS, Batch, Sessions
+from headrace_orchestrator.scheduler.batches import EARLIER_SESSIONS, SHARDED_PULLS, Batch, Sessions
 from headrace_orchestrator.scheduler.evaluations import Evaluation
 from headrace_orchestrator.scheduler.runs import REMEMBERED_EVALUATIONS, REMEMBERED_LINES, Run, remember
 from headrace_orchestrator.scheduler.sources import task_key
@@ -337,12 +337,13 @@ def _members_lost(run: Run, group: Group) -> list[Episode]:
 
 def batch_leased(run: Run, record: records.BatchLeased) -> None:
     run.batches[record.batch].lease(record)
-    sessions = run.sessions.setdefault(record.learner, Sessions(record.session))
-    if sessions.now != record.session:
-        earlier = [*sessions.earlier, sessions.now][-EARLIER_SESSIONS:]
-        sessions = run.sessions[record.learner] = Sessions(record.session, earlier)
+    sessions = run.sessions.get(record.learner)
+    if sessions is None or sessions.now != record.session:
+        earlier = [] if sessions is None else [*sessions.earlier, sessions.now][-EARLIER_SESSIONS:]
+        sessions = Sessions(record.session, earlier)
+        remember(run.sessions, record.learner, sessions)
     if record.shards > 1:
-        remember(sessions.pulls, record.request, record.batch)
+        remember(sessions.pulls, record.request, record.batch, SHARDED_PULLS)
 
 
 def batch_dissolved(run: Run, record: records.BatchDissolved) -> None:
