@@ -47,6 +47,7 @@ def course(given: argparse.Namespace) -> Course:
         phases={"orchestrator": ("syncing", "syncing an ack")},
         any_moment=0.0,
         pace=0.3,
+        log_file_bytes=24 << 10,
         cuts=1.0,
         refusals=0.0,
         sync_s=(0.02,),

@@ -69,6 +69,8 @@ class Course:
     """Share of the orchestrator's lives in which its disk refuses for a moment."""
     pace: float = 1.0
     """Deaths come after this share of the usual passes, and lives last as much longer where it is above 1."""
+    log_file_bytes: int = 128 << 10
+    """Size of the log's files: small ones are rotated often."""
     mutant: str = ""
     within_s: float = 480.0
 
@@ -194,7 +196,13 @@ class Campaign:
         return self.report
 
     def _actors(self, url: str) -> list[Actor]:
-        plan = Plan(folder=self.folder, url=url, port=self._port, mutant=self._course.mutant)
+        plan = Plan(
+            folder=self.folder,
+            url=url,
+            port=self._port,
+            log_file_bytes=self._course.log_file_bytes,
+            mutant=self._course.mutant,
+        )
         names = {"orchestrator": ["orchestrator"], "worker": ["worker-0", "worker-1"], "learner": ["learner"]}
         return [
             Actor(role, replace(plan, name=name), self._course, self._chance) for role in names for name in names[role]
