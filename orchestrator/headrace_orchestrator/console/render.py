@@ -71,7 +71,10 @@ _WAITED_FOR = {
     **{f"{layer}-failing": f"the {layer}, which fails" for layer in LAYERS},
     "all-stale": "fresh episodes: what there was is too stale",
     "batches-held": "itself: it holds batches that it has not acked",
+    "shards-not-fetched": "ranks of its own that did not pull their shards",
     "byte-bound": "room: the run's bytes are used up",
+    "service-byte-bound": "room: all runs together hold as many bytes as they may",
+    "disk-bound": "room: as much is stored as may be",
     "tasks-exhausted": "nothing: the tasks are exhausted",
     "groups-left": "nothing: too few groups are left for a batch",
     "evaluation-hold": "an evaluation",
@@ -79,6 +82,9 @@ _WAITED_FOR = {
     "no-tasks": "tasks, which it has to submit",
     "draining": "this orchestrator, which is stopping",
     "closed": "nothing: the run is closed",
+    "filtered": "groups of the kinds that it asks for",
+    "zero-variance": "groups whose members differ in what they earn",
+    "row-too-long": "groups whose rows fit into a bin",
     "group-ended": "nothing: a group that it awaits has ended",
 }
 """What each reason of an empty pull means to a person."""

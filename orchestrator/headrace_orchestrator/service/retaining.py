@@ -65,10 +65,12 @@ class Retainer:
     async def step(self) -> list[int]:
         """Delete what may go now; gives the numbers of the files. Raises StoreError."""
         self._measure()
-        file_age_s = self._retention.file_age_s
-        if file_age_s is not None and self._now_s() - self._store.log.opened_at_s > file_age_s:
-            self._end_file()
-        gone = await self._choose() if self._retention.deletes else []
+        gone: list[int] = []
+        if self._retention.deletes:
+            files = await asyncio.to_thread(self._uses)
+            if self._is_file_due(files):
+                self._end_file()
+            gone = await self._choose(files)
         for number in gone:
             size_bytes = await self._store.log.remove(number)
             self._unforgotten.append(number)
@@ -84,8 +86,15 @@ class Retainer:
     def _measure(self) -> None:
         self._bounds.disk_bytes = self._store.log.size_bytes + self._assets.size_bytes
 
-    async def _choose(self) -> list[int]:
-        files = await asyncio.to_thread(self._uses)
+    def _is_file_due(self, files: Sequence[FileUse]) -> bool:
+        """Whether to end the file that is written: what is in it gets old, or keeps older ones, of which a start needs
+        all that the last two states are not behind."""
+        file_age_s = self._retention.file_age_s
+        if file_age_s is None or self._now_s() - self._store.log.opened_at_s <= file_age_s:
+            return False
+        return self._store.has_facts or any(file.trajectories for file in files[:-1])
+
+    async def _choose(self, files: Sequence[FileUse]) -> list[int]:
         if not self._removable(files, needed=None):
             return []
         start = await asyncio.to_thread(self._store.log.needed_by_a_start)

@@ -135,9 +135,14 @@ class Store:
             self.log.rotate(self.state(core))
 
     def end_file(self, core: Scheduler) -> None:
-        """Go on in a new file, if anything was stored in this one. To be called when all that was decided is stored."""
-        if self._facts and not self.log.failure:
+        """Go on in a new file. To be called when all that was decided is stored."""
+        if not self.log.failure:
             self.log.rotate(self.state(core))
+
+    @property
+    def has_facts(self) -> bool:
+        """Whether anything came behind the last control state."""
+        return self._facts > 0
 
     @property
     def state_due(self) -> bool:
