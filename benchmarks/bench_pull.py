@@ -1,8 +1,8 @@
 """Pull of 256 trajectories of 37 KB through the client, against a raw TCP transfer of as many bytes; and what a
 training loop waits for such a batch when the client pulls ahead, against a pull.
 
-The raw transfer comes from another process too and is read into one buffer that is there already. In turns, medians:
-of all pairs, and of the quietest quarter of them, which says more on a machine that does other work.
+The raw transfer comes from another process too and is read into one buffer that is there already. In turns; medians,
+and lower quartiles, which say more on a machine that does other work.
 
     python -m benchmarks.bench_pull
 """
@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import json
 import socket
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from urllib.request import ProxyHandler, Request, build_opener
 
 import msgspec
@@ -67,26 +66,15 @@ def main() -> None:
                 fill(running)
             waits = waited(client)
     print(f"body: {size / 1e6:.2f} MB; {TRAJECTORIES} trajectories of {size / TRAJECTORIES / 1e3:.1f} kB")
-    quiet = sorted(range(len(pulls)), key=lambda pair: pulls[pair] + raws[pair])[: len(pulls) // 4]
     rows = [
-        Row(title, _median_ms(pulls, pairs), "ms", "raw TCP transfer", _median_ms(raws, pairs), 1.3, "lower", 1.0)
-        for title, pairs in (
-            ("pull of 256 trajectories of 37 KB", range(len(pulls))),
-            ("the same, in the quietest quarter", quiet),
+        Row(title, _quantile_ms(pulls, share), "ms", "raw TCP transfer", _quantile_ms(raws, share), 1.3, "lower", 1.0)
+        for title, share in (
+            ("pull of 256 trajectories of 37 KB", 0.5),
+            ("the same, lower quartiles", 0.25),
         )
     ]
-    every = range(len(pulls))
-    rows.append(
-        Row(
-            "wait of a loop with prefetch=1",
-            _median_ms(waits, range(len(waits))),
-            "ms",
-            "a pull",
-            _median_ms(pulls, every),
-            0.1,
-            "lower",
-        )
-    )
+    pull_ms, wait_ms = _quantile_ms(pulls, 0.5), _quantile_ms(waits, 0.5)
+    rows.append(Row("wait of a loop with prefetch=1", wait_ms, "ms", "a pull", pull_ms, 0.1, "lower"))
     report("pull", rows)
 
 
@@ -117,8 +105,8 @@ def waited(client: Client) -> list[float]:
     return waits
 
 
-def _median_ms(seconds: Sequence[float], chosen: Iterable[int]) -> float:
-    return statistics.median(seconds[index] for index in chosen) * 1e3
+def _quantile_ms(seconds: Sequence[float], share: float) -> float:
+    return float(np.quantile(seconds, share)) * 1e3
 
 
 def measure(client: Client, rounds: int = ROUNDS) -> tuple[list[float], list[float], int]:
