@@ -261,7 +261,8 @@ def test_a_pull_whose_kind_is_not_ready_is_told_what_is():
     reason = next(reason for reason in reply.reasons if reason.code == "filtered")
     fitting = harness.core._book.runs["r"].shelves.count(Filter.of((), ["new"]))
     assert reason.facts == {"groups": harness.status().groups.eligible - fitting, "batches": 0}
-    assert reason.message.endswith("that are not what this pull asks for: tags ['new'].")
+    ready = f"{reason.facts['groups']} groups."
+    assert reason.message == f"What is ready is not what this pull asks for (tags ['new']): {ready}"
     assert not reply.finished
 
 

@@ -184,11 +184,12 @@ def _filtered(run: Run, filter: Filter) -> list[Reason]:
     )
     if not others and not batches:
         return []
-    waiting = f"{_count(others, 'group')} and {_count(batches, 'released batch', 'released batches')}"
+    counted = [(others, "group", "groups"), (batches, "released batch", "released batches")]
+    ready = " and ".join(_count(number, one, many) for number, one, many in counted if number)
     return [
         Reason(
             code="filtered",
-            message=f"{waiting} are ready that are not what this pull asks for: {filter}.",
+            message=f"What is ready is not what this pull asks for ({filter}): {ready}.",
             facts={"groups": others, "batches": batches},
         )
     ]
