@@ -324,6 +324,23 @@ async def test_a_disk_that_refuses_at_a_rotation_costs_nothing(tmp_path: Path, d
             assert not [item for item in found if isinstance(item, Lost)]
 
 
+async def test_a_recovery_knows_of_files_that_were_deleted(tmp_path: Path, disk: Disk):
+    async with opened(tmp_path) as (log, _):
+        log.append(FrameType.CONTROL, b"one")
+        log.rotate(b"state")
+        log.append(FrameType.CONTROL, b"two")
+        await log.synced()
+        await log.remove(1)
+        disk.refuses = errno.ENOSPC
+        log.append(FrameType.CONTROL, b"three")
+        with pytest.raises(StoreError):
+            await log.synced()
+        disk.refuses = 0
+        log.try_again()
+        await settled(log)
+        assert log.size_bytes == sum(file.stat().st_size for file in tmp_path.glob("*.log"))
+
+
 async def test_what_a_failed_file_still_shows_does_not_count_twice(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ):

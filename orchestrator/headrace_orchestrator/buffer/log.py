@@ -146,6 +146,7 @@ class Log:
         self._writer = Writer(directory, require_owned)
         self._at = _Filling(0, 0)
         self._bytes_before = 0  # in files before the current one
+        self._removed_bytes = 0  # of files that were deleted since the log was opened
         self._appended, self._durable = 0, 0  # counts of frames
         self._queue: deque[Queued] = deque()
         self._lock = threading.Lock()  # of the queue's end: either the writer sees a frame, or it is woken again
@@ -358,7 +359,7 @@ class Log:
                 if not batch:
                     self._awake = False
                     return
-            begun = time.perf_counter()
+            begun, before = time.perf_counter(), self._writer.total_bytes
             failed: Failed | None = None
             try:
                 self._writer.write(batch)
@@ -370,21 +371,21 @@ class Log:
             except Exception as error:
                 loop.call_soon_threadsafe(self.stop, f"its writer failed ({type(error).__name__}: {error})")
                 raise
-            took_s = time.perf_counter() - begun
-            loop.call_soon_threadsafe(self._written, batch, took_s, failed)
+            took_s, size_bytes = time.perf_counter() - begun, self._writer.total_bytes - before
+            loop.call_soon_threadsafe(self._written, batch, size_bytes, took_s, failed)
             if failed is not None:
                 return
 
-    def _written(self, batch: Sequence[Queued], took_s: float, failed: Failed | None) -> None:
+    def _written(self, batch: Sequence[Queued], size_bytes: int, took_s: float, failed: Failed | None) -> None:
         done = batch if failed is None else batch[: failed.written]
         self._durable += len(done)
-        for frame in done:
-            self._unwritten.pop(frame.file << OFFSET_BITS | frame.offset, None)
         if failed is not None:
             self._fail(failed.error, batch[failed.written :])
-        else:
-            self._on_sync(took_s, sum(len(buffer) for frame in batch for buffer in frame.buffers))
-        self._tell_waiters()
+        self._tell_waiters()  # first of all: somebody waits
+        for frame in done:
+            self._unwritten.pop(frame.file << OFFSET_BITS | frame.offset, None)
+        if failed is None:
+            self._on_sync(took_s, size_bytes)
 
     def _tell_waiters(self) -> None:
         while self._waiters and (self.failure or self._waiters[0][0] <= self._durable):
@@ -439,7 +440,7 @@ class Log:
         if error is not None:
             raise error
         meant = list(self._queue)
-        self._bytes_before = self._writer.total_bytes - file.offset
+        self._bytes_before = self._writer.total_bytes - self._removed_bytes - file.offset
         self._at = file
         late = [file.place(frame.kind, frame.payload) for frame in meant[len(moved) :]]  # appended meanwhile
         self._queue = deque(late)
@@ -485,14 +486,13 @@ class Log:
                 hint="Mend what failed; retention tries again.",
             ) from error
         self._bytes_before -= size_bytes
+        self._removed_bytes += size_bytes
         return size_bytes
 
     def _remove(self, number: int) -> int:
-        """In the log's thread, as all that the writer counts."""
+        """In the log's thread, as all that changes the directory."""
         self._require_owned()
-        size_bytes = self.files.remove(number)
-        self._writer.total_bytes -= size_bytes
-        return size_bytes
+        return self.files.remove(number)
 
     # Reading --------------------------------------------------------------------------------------------------
 
