@@ -170,17 +170,17 @@ def rows(stored: int) -> list[Row]:
         Row(f"{claim}{stored:,} stored", buffer.claims_ms(), "ms", f"{SMALL:,} stored", small_ms, REACH, "lower"),
         Row(f"scheduler and index, {stored:,} stored", used_mb, "MB", "the bound of all", MEMORY_MB, 1.0, "lower"),
     ]
-    behind_ms, longest_ms = behind(buffer)
+    behind_ms, slice_ms = behind(buffer)
     return [
         *found,
         Row(f"{claim}{stored:,} stale ahead", behind_ms, "ms", f"{SMALL:,} stored", small_ms, REACH, "lower"),
-        Row(f"longest slice of retiring {stored:,} stale", longest_ms, "ms", "the bound", HOLD_UP_MS, 1.0, "lower"),
+        Row(f"slice of {stored:,} stale that retire, p99", slice_ms, "ms", "the bound", HOLD_UP_MS, 1.0, "lower"),
     ]
 
 
 def behind(buffer: Buffer) -> tuple[float, float]:
-    """All that is stored becomes stale but for what two batches take: milliseconds of a claim meanwhile, and of the
-    longest slice."""
+    """All that is stored becomes stale but for what two batches take: milliseconds of a claim meanwhile, and of a
+    slice, the 99th percentile."""
     bound = buffer.core.spec(RUN).max_staleness
     for n in (bound, bound + 1):
         buffer.core.announce(RUN, wire.VersionRequest(version=f"0.{n}"), buffer.now())
@@ -190,7 +190,7 @@ def behind(buffer: Buffer) -> tuple[float, float]:
     slices = list(iter(buffer.tick_s, 0.0))
     left = buffer.core.run_status(RUN, buffer.now()).groups.eligible * GROUP
     print(f"{len(slices):,} slices after the claims, {left:,} trajectories of groups left, {resident_mb():.0f} MB")
-    return claims_ms, max(slices, default=0.0) * 1e3
+    return claims_ms, statistics.quantiles(slices or [0.0, 0.0], n=100)[-1] * 1e3
 
 
 def main() -> None:
