@@ -44,6 +44,8 @@ HEADER_BYTES = 64
 _MAGIC = b"HRLOGFRM"
 _FIELDS = struct.Struct("<8sHHQ")
 _CHECKSUMS = struct.Struct("<II36x")
+_CHECKED_BYTES = _FIELDS.size + 2 * 4
+"""So much of a header says something; the rest is zeros."""
 _SEARCH_BYTES = 1 << 20
 """How much is read at a time while looking for the next frame."""
 
@@ -261,7 +263,7 @@ def read_payload(descriptor: int, offset: int, length: int, *, name: str) -> byt
 def is_padded_with_zeros(path: Path, frame: Frame) -> bool:
     """Whether the bytes that fill a frame up, which no checksum covers, are as they were written."""
     size = frame.size // (2 if frame.type in _TWICE else 1)
-    begin, end = _FIELDS.size + _CHECKSUMS.size, HEADER_BYTES + len(frame.payload)
+    begin, end = _CHECKED_BYTES, HEADER_BYTES + len(frame.payload)
     with open(path, "rb", buffering=0) as stream:
         for copy in range(frame.offset, frame.offset + frame.size, size):
             for start, stop in ((begin, HEADER_BYTES), (end, size)):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headrace import logformat
 from headrace.errors import CorruptRecord, MissingExtra
-from headrace.logformat import Damage, Frame, FrameType, pack_frame, read_payload, scan
+from headrace.logformat import Damage, Frame, FrameType, is_padded_with_zeros, pack_frame, read_payload, scan
 
 TWICE = (FrameType.FILE_HEAD, FrameType.CONTROL, FrameType.FOOTER)
 FRAMES = [
@@ -161,3 +161,16 @@ def test_without_the_checksum_package_it_says_what_to_install(monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "google_crc32c", None)
     with pytest.raises(MissingExtra, match=r"pip install headrace\[offline\]"):
         pack_frame(FrameType.CONTROL, b"")
+
+
+def test_bytes_that_fill_a_frame_up_are_seen_to_be_changed(tmp_path: Path) -> None:
+    file = tmp_path / "1.log"
+    file.write_bytes(LOG)
+    assert all(is_padded_with_zeros(file, frame) for frame in WHOLE)
+    frame = WHOLE[1]
+    half = frame.size // 2
+    for position in (28, 63, 64 + len(frame.payload), half - 1, half + 28, half + 63, frame.size - 1):
+        damaged = bytearray(LOG)
+        damaged[frame.offset + position] ^= 1
+        file.write_bytes(damaged)
+        assert [is_padded_with_zeros(file, each) for each in WHOLE] == [each != frame for each in WHOLE]
