@@ -324,6 +324,25 @@ async def test_a_disk_that_refuses_at_a_rotation_costs_nothing(tmp_path: Path, d
             assert not [item for item in found if isinstance(item, Lost)]
 
 
+async def test_a_log_that_is_closed_while_it_tries_again_does_not_come_back(tmp_path: Path, disk: Disk):
+    told: list[str] = []
+    log = Log(tmp_path, file_bytes=FILE_BYTES, on_recovery=lambda: told.append("recovered"))
+    list(log.scan())
+    log.begin(lambda: None)
+    disk.refuses = errno.ENOSPC
+    log.append(FrameType.CONTROL, b"one")
+    with pytest.raises(StoreError):
+        await log.synced()
+    disk.refuses = 0
+    log.try_again()
+    await log.close()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert told == []
+    async with opened(tmp_path) as (_, found):
+        assert payloads(found) == [b"one"]
+
+
 async def test_a_recovery_knows_of_files_that_were_deleted(tmp_path: Path, disk: Disk):
     async with opened(tmp_path) as (log, _):
         log.append(FrameType.CONTROL, b"one")

@@ -108,7 +108,7 @@ async def test_by_age_a_file_ends_in_time_to_be_deleted(data_dir: Path) -> None:
         async def it_is_gone() -> bool:
             return not await listed(api)
 
-        await until(it_is_gone)
+        await until(it_is_gone, deadline_s=30)
         assert (await api.ask("GET", "/v1/runs/run"))["name"] == "run"
 
 

@@ -151,7 +151,7 @@ class Log:
         self._queue: deque[Queued] = deque()
         self._lock = threading.Lock()  # of the queue's end: either the writer sees a frame, or it is woken again
         self._awake = False
-        self._begun = False
+        self._begun = self._ended = False
         self._unwritten: dict[int, bytes] = {}
         self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._probe: asyncio.TimerHandle | None = None
@@ -431,6 +431,8 @@ class Log:
 
     def _tried(self, done: asyncio.Future[None], file: _Filling, moved: list[Queued]) -> None:
         error = done.exception()
+        if self._ended:
+            return  # what the file has, the next start finds
         if isinstance(error, OSError):
             self._probe_later()
             return
@@ -503,6 +505,7 @@ class Log:
 
     async def close(self) -> None:
         """Write what waits, and close all files."""
+        self._ended = True
         if self._probe is not None:
             self._probe.cancel()
             self._probe = None
