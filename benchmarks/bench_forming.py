@@ -21,7 +21,7 @@ from headrace import wire
 from headrace.ids import new_id
 from headrace.runspec import RunSpec
 from headrace.trajectory import Version
-from headrace_orchestrator.buffer.log import Location
+from headrace_orchestrator.buffer.location import Location
 from headrace_orchestrator.scheduler.core import Form, Redeliver, Scheduler
 from headrace_orchestrator.scheduler.records import AnyRecord, BatchFormed, EpisodeEnded
 from headrace_orchestrator.service.index import Index

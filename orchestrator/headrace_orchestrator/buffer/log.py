@@ -167,7 +167,12 @@ class Log:
         """Position of the file that opens with it."""
         self._find_state(self._numbers)
         self.id = self.id or new_id()
-        self.scanned_bytes, self.found_bytes = 0, 0
+        found = [
+            path_of(directory, number).stat().st_size
+            for number in self._numbers
+            if number >= Location.at(self.base, 0).file
+        ]
+        self.scanned_bytes, self.found_bytes = 0, sum(found)
 
     # Opening --------------------------------------------------------------------------------------------------
 
