@@ -62,7 +62,7 @@ def newest_first(directory: Path, numbers: Sequence[int]) -> Iterator[LogFile]:
         size_bytes = path.stat().st_size
         if following is not None and following.number == number + 1:
             size_bytes = min(size_bytes, following.before_bytes)
-        head = _head_of(path)
+        head = head_of(path)
         if head is not None:
             log = log or head.log
             if (head.log, head.number) != (log, number):
@@ -74,7 +74,8 @@ def newest_first(directory: Path, numbers: Sequence[int]) -> Iterator[LogFile]:
         following = head
 
 
-def _head_of(path: Path) -> FileHead | None:
+def head_of(path: Path) -> FileHead | None:
+    """What a file says of itself; None where that is damaged."""
     with open(path, "rb") as stream:
         try:
             return logformat.read_head(stream)

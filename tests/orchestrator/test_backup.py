@@ -308,3 +308,56 @@ async def test_a_service_under_load_is_copied_and_put_back_without_loss_up_to_th
 
 async def _reached(accepted: set[str], goal: int) -> bool:
     return len(accepted) >= goal
+
+
+async def stored_and_copied(data: Path, destination: Path) -> set[str]:
+    """Files of a log, all in a copy; gives their names."""
+    async with orchestrator(data, log_file_bytes=SMALL_FILE_BYTES) as api:
+        await api.create_run(group_size=1, batch_size=64)
+        for _ in range(4):
+            await api.play(free=8)
+    copy(data, destination)
+    names = {file.name for file in (destination / "log").iterdir()}
+    assert len(names) > 3
+    return names
+
+
+@pytest.mark.parametrize("which", [1, -1])
+async def test_a_file_that_the_directory_lost_stays_in_the_copy(data_dir: Path, tmp_path: Path, which: int):
+    names = await stored_and_copied(data_dir, tmp_path / "copy")
+    before = episodes(tmp_path / "copy")
+    (data_dir / "log" / sorted(names)[which]).unlink()
+    with pytest.raises(InvalidRequest, match=sorted(names)[which]):
+        copy(data_dir, tmp_path / "copy")
+    async with orchestrator(data_dir) as api:
+        await api.ask("GET", "/v1/runs/run")
+    with pytest.raises(InvalidRequest, match=sorted(names)[which]):  # though a file of that name may be there again
+        copy(data_dir, tmp_path / "copy")
+    assert episodes(tmp_path / "copy") == before
+    assert copy(data_dir, tmp_path / "another").files > 1
+
+
+@pytest.mark.parametrize("harm", ["cut", "flipped"])
+async def test_a_file_that_was_damaged_since_it_was_copied_stays_in_the_copy_as_it_was(
+    data_dir: Path, tmp_path: Path, harm: str
+):
+    names = await stored_and_copied(data_dir, tmp_path / "copy")
+    before = episodes(tmp_path / "copy")
+    harmed = data_dir / "log" / sorted(names)[1]
+    if harm == "cut":
+        harmed.write_bytes(harmed.read_bytes()[:5000])
+    else:
+        flip(harmed, harmed.stat().st_size - 20)
+    report = copy(data_dir, tmp_path / "copy")
+    assert report.kept_files == [harmed.name]
+    assert episodes(tmp_path / "copy") == before
+    put_back(tmp_path / "copy", tmp_path / "restored")
+    assert episodes(tmp_path / "restored") == before
+
+
+async def test_a_file_that_was_damaged_in_the_copy_is_copied_again(data_dir: Path, tmp_path: Path):
+    names = await stored_and_copied(data_dir, tmp_path / "copy")
+    harmed = tmp_path / "copy" / "log" / sorted(names)[1]
+    flip(harmed, 20)
+    assert copy(data_dir, tmp_path / "copy").kept_files == []
+    put_back(tmp_path / "copy", tmp_path / "restored")

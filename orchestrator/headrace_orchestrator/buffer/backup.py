@@ -4,6 +4,8 @@
 * Only what is new is copied: a file of the log that is followed by another never changes.
 * A copy that is interrupted leaves the one before it as it was, and a copy of another log is not overwritten.
 * An asset that is damaged is named, and ends nothing.
+* What a data directory lost, and did not delete by its rules, stays in the copy: a damaged file of the log is named and
+  not copied over the intact one, and a copy that has more than the directory is left as it is.
 
 A copy is a folder with ``log`` and ``assets``, as a data directory has them, so that all tools read it; and
 ``backup.json``, which says how much of each file counts. Files of the log only grow, so a file that is longer than it
@@ -66,7 +68,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """What was done. ``file`` and ``offset``: where the cut is in the log. ``damaged_assets``: those that
-    are not what their names say; they are not in the copy."""
+    are not what their names say; they are not in the copy. ``kept_files``: files of the log that are not any more what
+    was copied; the copy has them as they were."""
 
     file: str
     offset: int
@@ -76,6 +79,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     copied_assets: int
     copied_bytes: int
     damaged_assets: list[str]
+    kept_files: list[str]
 
 
 def back_up(
@@ -123,10 +127,12 @@ class _Copy:
         sizes = [_size(file) for file in self._files]
         self._moved = Moved(on_progress, sum(sizes))
         self._damaged_assets: set[str] = set()
+        self._kept_files: list[str] = []
         self._copied_files = self._copied_assets = self._copied_bytes = 0
         self._assets: set[str] = set()
         self._log = _log_of(data)
         self._before: dict[str, CopiedFile] = {}
+        self._sealed: set[str] = set()
         if (destination / MANIFEST).exists():
             before = read_manifest(destination)
             if before.log not in ("", self._log):
@@ -134,6 +140,8 @@ class _Copy:
                     f"{destination} holds a backup of another log.", hint="Name another folder, or delete this one."
                 )
             self._before = {file.name: file for file in before.files}
+            self._sealed = {file.name for file in before.files[:-1]}
+            self._require_no_less()
 
     def make(self, now_ms: int) -> Report:
         # Assets are stored before the record that refers to them, and deleted with the last one: those of old records
@@ -155,6 +163,27 @@ class _Copy:
             copied_assets=self._copied_assets,
             copied_bytes=self._copied_bytes,
             damaged_assets=sorted(self._damaged_assets),
+            kept_files=self._kept_files,
+        )
+
+    def _require_no_less(self) -> None:
+        """Retention deletes the oldest files, and a file only grows. What else is missing was lost, and is perhaps
+        nowhere but in the copy. Raises InvalidRequest, or Gone where retention deletes just now."""
+        there = {file.name for file in self._files}
+        oldest = min(there, default="")
+        missing = [name for name in self._before if name > oldest and name not in there]
+        last = max(self._before, default="")
+        if last in there and not _goes_on(self._data / "log" / last, self._destination / "log" / last):
+            missing.append(last)
+        if not missing:
+            return
+        if not self._files[0].exists():
+            raise Gone
+        raise InvalidRequest(
+            f"{self._destination} has what {self._data} lost: {', '.join(sorted(missing))} is missing in the log "
+            "there, or is another file now.",
+            hint="Keep that copy, for it may be the only one: `headrace restore` puts it back. Name another folder to "
+            "copy what is still there.",
         )
 
     def _take(self, file: Path, *, last: bool) -> CopiedFile:
@@ -162,6 +191,10 @@ class _Copy:
         known = self._before.get(file.name)
         size = _size(file)
         if not last and known is not None and known.size_bytes == size and _alike(file, copied):
+            self._moved.add(size)
+            return known
+        if known is not None and known.name in self._sealed and _is_intact(copied, known):
+            self._kept_files.append(known.name)
             self._moved.add(size)
             return known
         if last:
@@ -216,6 +249,22 @@ def _log_of(data: Path) -> str:
 def _alike(one: Path, other: Path) -> bool:
     """Whether two files that never change are the same, by their size, beginning and end."""
     return other.exists() and _probe(one) == _probe(other)
+
+
+def _is_intact(copied: Path, known: CopiedFile) -> bool:
+    """Whether a copied file is what was copied."""
+    return copied.exists() and digest_of(copied, known.size_bytes) == known.sha256
+
+
+def _goes_on(file: Path, copied: Path) -> bool:
+    """Whether a file is the one of which the beginning was copied, as far as their heads say."""
+    heads = []
+    for path in (file, copied):
+        try:
+            heads.append(logfiles.head_of(path))
+        except FileNotFoundError:
+            return True  # there is nothing to lose, or retention has deleted it
+    return None in heads or heads[0] == heads[1]
 
 
 def _probe(path: Path) -> tuple[int, bytes, bytes]:

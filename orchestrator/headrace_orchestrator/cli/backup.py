@@ -35,6 +35,8 @@ def backup(directory: Path, destination: Path) -> None:
         report = back_up(directory, destination, now_ms=time.time_ns() // 1_000_000, on_progress=told)
     for name in report.damaged_assets:
         note(f"The asset {name} is damaged in {directory}; it was not copied.")
+    for name in report.kept_files:
+        note(f"{directory}/log/{name} was damaged since it was copied; the copy keeps it as it was.")
     if shared().json:
         emit(report)
     else:
