@@ -66,7 +66,7 @@ PHASES: dict[str, dict[str, int]] = {
         "answering": 100,
         "closing": 4,
     },
-    "worker": {"leasing": 60, "running": 450, "sending": 8, "uploading": 120, "answered": 120, "renewing": 5},
+    "worker": {"leasing": 30, "running": 250, "sending": 6, "uploading": 60, "answered": 60, "renewing": 3},
     "learner": {"pulling": 12, "holding": 12, "acking": 8, "acked": 10, "nacking": 3},
 }
 """By role and phase: at most at this pass of its points a process dies; so many come within about a second of work.

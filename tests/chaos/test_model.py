@@ -39,7 +39,7 @@ T = TypeVar("T")
 FILE_BYTES = 8 << 10
 """A file of the log holds a few records only: histories cross many of them."""
 
-EXAMPLES = int(os.environ.get("CHAOS_EXAMPLES", "100"))
+EXAMPLES = int(os.environ.get("CHAOS_EXAMPLES", "60"))
 """Histories; `make chaos` asks for more."""
 
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None

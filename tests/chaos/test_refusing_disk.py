@@ -73,10 +73,12 @@ class Stage(NamedTuple):
         known = len(getattr(self.recorder.seen, what))
         wait_for(f"more {what}", lambda: len(getattr(self.recorder.seen, what)) > known)
 
-    def assert_nothing_is_lost(self) -> None:
+    def assert_nothing_is_lost(self, *, power_cut: bool = False) -> None:
         """After the end of all and a start, everything acknowledged is there once."""
         for process in self.processes.all:
             process.kill()
+        if power_cut:
+            cut_power(self.data, self.folder / "vault", Random(1))
         self.orchestrator.start()
         self.ready()
         assert check(self.url, "run", self.data, self.recorder.seen, finished=False).wrong == []
@@ -162,11 +164,7 @@ def test_a_sync_that_fails_acknowledges_nothing_and_a_power_cut_after_it_loses_n
     (at.folder / "refuse").unlink()
     at.ready()
     at.grows("acks")
-    at.orchestrator.kill()
-    cut_power(at.data, at.folder / "vault", Random(1))
-    at.orchestrator.start()
-    at.ready()
-    at.assert_nothing_is_lost()
+    at.assert_nothing_is_lost(power_cut=True)
 
 
 def start_of_orchestrator(data: Path) -> Any:
