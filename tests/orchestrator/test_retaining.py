@@ -163,3 +163,50 @@ async def test_at_the_bound_of_the_disk_admission_stops_and_a_pull_says_so(data_
             return codes if "disk-bound" in codes else []
 
         assert await until(nothing_is_admitted)
+
+
+async def test_what_is_in_use_does_not_make_a_quiet_log_grow(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[None] = []
+    step = retaining.Retainer.step
+
+    async def count(retainer: retaining.Retainer) -> list[int]:
+        steps.append(None)
+        return await step(retainer)
+
+    monkeypatch.setattr(retaining.Retainer, "step", count)
+    async with orchestrator(data_dir, retention=Retention(age_s=0.1)) as api:
+        await api.create_run()
+        await api.play(free=4)  # nobody pulls it
+
+        async def much_later() -> bool:
+            return len(steps) > 100
+
+        await until(much_later, deadline_s=60)
+        assert len(files(data_dir)) < 6
+        assert isinstance(await api.pull(), Batch)
+
+
+async def test_a_file_that_does_not_belong_there_is_named_and_stops_retention_no_longer_than_it_is_there(
+    data_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with orchestrator(data_dir, **SMALL) as api:
+        await api.create_run()
+        odd = data_dir / "log" / "copy of 00000001.log"
+        odd.write_bytes(b"")
+        told = ""
+
+        async def it_is_named() -> bool:
+            nonlocal told
+            told += capfd.readouterr().out
+            return odd.name in told
+
+        await until(it_is_named)
+        await train(api, 30)
+        assert "00000001.log" in files(data_dir)
+        odd.unlink()
+
+        async def old_ones_go() -> bool:
+            return "00000001.log" not in files(data_dir)
+
+        await until(old_ones_go)
+    assert (told + capfd.readouterr().out).count("retention could not do its work") == 1

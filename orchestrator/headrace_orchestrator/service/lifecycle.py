@@ -18,7 +18,7 @@ from typing import NamedTuple
 import msgspec
 
 from headrace.assets import FOLDER
-from headrace.errors import StoreError, Unavailable
+from headrace.errors import HeadraceError, StoreError, Unavailable
 from headrace.ids import new_id, random_pool
 from headrace_orchestrator import logs
 from headrace_orchestrator.buffer.assets import COLLECT_EVERY_S, Assets
@@ -182,12 +182,13 @@ class Lifecycle:
             self._show_ready()
 
     async def _collect(self) -> None:
-        """See that assets which nobody needs go; again from the beginning where the disk refused."""
+        """See that assets which nobody needs go; again from the beginning where something was in the way."""
         while True:
             try:
                 await self._collect_assets()
-            except StoreError as error:
-                log.error("assets could not be collected; tried again", problem=error.detail)
+            except (HeadraceError, OSError) as error:
+                problem = error.detail if isinstance(error, HeadraceError) else str(error)
+                log.error("assets could not be collected; tried again", problem=problem)
                 await asyncio.sleep(COLLECT_EVERY_S)
 
     async def _collect_assets(self) -> None:

@@ -2,7 +2,7 @@
 
 * No file goes that a group in flight, an open batch or a start needs; a start may need the last two control states.
 * A file is deleted first; then listings forget what was in it, and assets that only it referred to go.
-* What a refusing disk left half done is done once it takes data again.
+* What a refusing disk left half done is done once it takes data again; whatever else stands in the way is named.
 * How much is stored is told to the scheduler, which admits nothing at the bound of the disk.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from headrace.errors import StoreError
+from headrace.errors import HeadraceError
 from headrace_orchestrator import logs
 from headrace_orchestrator.buffer.assets import Assets
 from headrace_orchestrator.buffer.location import Location
@@ -54,16 +54,22 @@ class Retainer:
         self._unforgotten: list[int] = []
 
     async def run(self) -> None:
-        """Step for ever. A disk that refuses is tried again at the next step."""
+        """Step for ever. What stands in the way, a disk that refuses or a file that does not belong there, is named
+        once, and tried again at the next step."""
+        told = ""
         while True:
+            problem = ""
             try:
                 await self.step()
-            except StoreError as error:
-                log.error("retention could not do its work; tried again", problem=error.detail)
+            except (HeadraceError, OSError) as error:
+                problem = error.detail if isinstance(error, HeadraceError) else str(error)
+            if problem and problem != told:
+                log.error("retention could not do its work; tried again", problem=problem)
+            told = problem
             await asyncio.sleep(RETAIN_EVERY_S)
 
     async def step(self) -> list[int]:
-        """Delete what may go now; gives the numbers of the files. Raises StoreError."""
+        """Delete what may go now; gives the numbers of the files. Raises StoreError, SetupError, OSError."""
         self._measure()
         gone: list[int] = []
         if self._retention.deletes:
@@ -88,11 +94,14 @@ class Retainer:
 
     def _is_file_due(self, files: Sequence[FileUse]) -> bool:
         """Whether to end the file that is written: what is in it gets old, or keeps older ones, of which a start needs
-        all that the last two states are not behind."""
+        all that the last two states are not behind. What is in use keeps them too, and no new file ends that."""
         file_age_s = self._retention.file_age_s
         if file_age_s is None or self._now_s() - self._store.log.opened_at_s <= file_age_s:
             return False
-        return self._store.has_facts or any(file.trajectories for file in files[:-1])
+        if self._store.has_facts:
+            return True
+        in_use = self._store.index.oldest_file()
+        return any(file.trajectories for file in files[:-1] if in_use is None or file.number < in_use)
 
     async def _choose(self, files: Sequence[FileUse]) -> list[int]:
         if not self._removable(files, needed=None):
