@@ -248,12 +248,14 @@ class Reader:
         """Every intact frame of the log, file by file."""
         files = self._files()
         total, done = sum(file.size_bytes for file in files), 0
-        for file in files:
+        for file, following in zip(files, [*files[1:], None], strict=False):
             for item in self._scan(file, last=file is files[-1]):
                 if self._on_progress is not None:
                     self._on_progress(min(done + item.offset, total), total)
                 yield file, item
             done += file.size_bytes
+            if following is not None and (missing := logfiles.missing_behind(file, following)) is not None:
+                self._pass_over(Damaged(file.path.name, missing.offset, missing.size_bytes, missing.problem))
         if self._on_progress is not None:
             self._on_progress(total, total)
 

@@ -182,9 +182,17 @@ async def test_a_file_that_is_missing_or_cut_short_is_named(data_dir: Path):
     assert [(finding.file, finding.size_bytes, finding.lost) for finding in findings] == [
         (f"log/{found[1].name}", len(whole) - last[0].offset, True)
     ]
+    found[1].write_bytes(whole)
     found[1].unlink()
-    findings = [finding for finding in check(data_dir).findings if finding.kind == "file"]
-    assert [finding.problem for finding in findings] == ["files 2 to 2 are missing"]
+    (finding,) = check(data_dir).findings
+    assert (finding.kind, finding.problem) == ("file", "00000002.log behind it is missing")
+
+
+async def test_what_retention_deleted_is_no_damage_though_listings_did_not_forget_it_yet(data_dir: Path):
+    async with orchestrator(data_dir, log_file_bytes=SMALL_FILE_BYTES) as api:
+        await a_history(api)
+    (data_dir / "log" / "00000001.log").unlink()
+    assert check(data_dir).findings == []
 
 
 async def test_a_log_that_ends_before_its_end_is_known_from_the_projection(data_dir: Path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import os
 import random
 import secrets
 import shutil
@@ -12,8 +14,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
+import headrace
 from headrace.batch import Batch
-from headrace.errors import StoreError
+from headrace.errors import CorruptRecord, StoreError
 from headrace.ids import new_id
 from headrace.logformat import Frame, FrameType, scan
 from headrace_orchestrator.buffer.location import Location
@@ -333,3 +336,36 @@ async def test_a_flipped_byte_of_the_projection_is_found_or_changes_nothing(one_
         await again.store.close()
     assert named > 5
     assert noticed > 3
+
+
+@pytest.mark.parametrize("harm", ["a file", "an end", "the last file"])
+async def test_what_is_missing_in_the_log_is_named_at_a_start_and_by_readers(
+    data_dir: Path, capfd: pytest.CaptureFixture[str], harm: str
+):
+    async with orchestrator(data_dir, log_file_bytes=20_000) as api:
+        await api.create_run(group_size=1, batch_size=64)
+        for _ in range(8):
+            await api.play(free=8)
+    files = sorted((data_dir / "log").glob("*.log"))
+    assert len(files) > 3
+    if harm == "a file":
+        files[1].unlink()
+    elif harm == "an end":
+        # Between two frames, where nothing but the head of the next file tells.
+        last = list(scan(io.BytesIO(files[-2].read_bytes())))[-2]
+        os.truncate(files[-2], last.offset)
+        (data_dir / "projection.sqlite").unlink()  # so that the start reads it
+    else:
+        files[-1].unlink()
+    told = {"a file": "00000002.log behind it is missing", "an end": "bytes before its end"}
+    capfd.readouterr()
+    async with orchestrator(data_dir) as api:
+        metrics = await (await api.session.get("/metrics")).text()
+    assert "headrace_log_damaged_records_total 1.0" in metrics
+    assert told.get(harm, "the log lost its end") in capfd.readouterr().out
+    if harm in told:
+        reader = headrace.open(data_dir)
+        assert list(reader.trajectories())
+        assert told[harm] in reader.damaged[0].problem
+        with pytest.raises(CorruptRecord):
+            list(headrace.open(data_dir, strict=True).trajectories())

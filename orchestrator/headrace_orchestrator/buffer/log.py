@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -213,7 +213,8 @@ class Log:
         files = [file.without_state() for file in logfiles.newest_first(self._directory, wanted)][::-1]
         skipped = start.offset if files and files[0].number == start.file else 0
         self.scanned_bytes, self.found_bytes = 0, sum(file.size_bytes for file in files) - skipped
-        for file in files:
+        yield from self._gaps_before(start.file)
+        for file, following in zip(files, [*files[1:], None], strict=False):
             last = _Filling(file.number, self._clock_ms()) if file.number == self._numbers[-1] else None
             # The last file may be gone on with: its footer will speak of all of its frames.
             start_at = 0 if last is not None else skipped
@@ -227,9 +228,17 @@ class Log:
                         continue
                 yield _placed(file, item)
             self.scanned_bytes = base + file.size_bytes
+            if following is not None and (missing := logfiles.missing_behind(file, following)) is not None:
+                yield Lost(file.path.name, missing.offset, missing.size_bytes, missing.problem)
             if last is not None:
                 last.intact = last.intact and file.head is not None
                 self._last = last
+
+    def _gaps_before(self, file: int) -> Iterator[Lost]:
+        """Files that are missing among those that need not be read."""
+        for number, following in pairwise(self._numbers):
+            if number < file and (problem := logfiles.missing_between(number, following)):
+                yield Lost(f"{number:08d}.log", path_of(self._directory, number).stat().st_size, 0, problem)
 
     def begin(self, state: Callable[[], bytes | None], *, anew: bool = False) -> None:
         """Be open for appending behind what was scanned; in a new file where the last one cannot be gone on with, or

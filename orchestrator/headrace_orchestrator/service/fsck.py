@@ -113,7 +113,9 @@ class Reading:
         self._total = log_bytes + assets.stored_bytes(self._assets)
         self._done = 0
         self._waiting: list[Unprojected] = []
-        self._damaged: list[tuple[int, int]] = []
+        # A service deletes its oldest files, and has listings forget what was in them a little later.
+        oldest = self._files[0].number if self._files else 0
+        self._damaged: list[tuple[int, int]] = [(0, Location(oldest, 0, 0).position)]
         self._control_lost = False
         self.unfinished_bytes = 0
         self._end = 0
@@ -138,20 +140,17 @@ class Reading:
         self._write(built)
 
     def _check_length(self, file: LogFile, following: LogFile | None) -> None:
-        if following is None:
+        missing = logfiles.missing_behind(file, following) if following is not None else None
+        if following is None or missing is None:
             return
-        if following.number != file.number + 1:
-            self._find(
-                "file", file, lost=True, problem=f"files {file.number + 1} to {following.number - 1} are missing",
-                cost="All records in them are lost.",
-            )  # fmt: skip
-        elif following.head is not None and (missing := following.head.before_bytes - file.size_bytes) > 0:
-            self._find(
-                "file", file, lost=True, offset=file.size_bytes, size=missing,
-                names=self._names(file, file.size_bytes, missing),
-                problem=f"the file ends {missing} bytes before its end",
-                cost="The records in the part that is missing are lost.",
-            )  # fmt: skip
+        start = Location(file.number, missing.offset, 0).position
+        end = Location(following.number, 0, 0).position
+        self._damaged.append((start, end))
+        self._find(
+            "file", file, lost=True, offset=missing.offset, size=missing.size_bytes,
+            names=self._lived.names(start, end) if self._lived is not None else [], problem=missing.problem,
+            cost="The records in the part that is missing are lost.",
+        )  # fmt: skip
 
     def _read(self, file: LogFile, built: Projection | None, *, last: bool) -> None:
         tally, sealed = Tally(0), False

@@ -2,7 +2,8 @@
 
 * Nothing acknowledged is lost: every fact behind the state is taken in the order in which it was decided.
 * The first terminal record of an episode wins.
-* Damage costs the damaged record only; it is logged with file and offset, and counted.
+* Damage costs the damaged record only; it is logged with file and offset, and counted. So are files that are missing,
+  and ends of files that are.
 * A damaged state costs nothing: the one before it and more of the log give the same.
 * The projection is brought up to the log from where it is, or built anew if it is not of this log.
 """
@@ -16,6 +17,7 @@ import msgspec
 from headrace.errors import CorruptRecord, HeadraceError
 from headrace.logformat import FrameType
 from headrace_orchestrator import logs
+from headrace_orchestrator.buffer.location import Location
 from headrace_orchestrator.buffer.log import Lost, Placed
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.service.store import Store, facts_of
@@ -38,7 +40,13 @@ def replay(
     with the log not open for appending, once ``stopping`` says so. Raises StoreError or SetupError."""
     cursor = store.projection.cursor
     if cursor > store.log.found_end:
-        log.warning("the projection is ahead of the log, building it anew")
+        # It never runs ahead of the disk: the end of the log was taken away.
+        log.error(
+            "the log lost its end: the projection has more than there is, and is built anew",
+            log_ends_at=Location.at(store.log.found_end, 0),
+            projected_up_to=Location.at(cursor, 0),
+        )
+        damaged()
         store.projection.reset()
         cursor = 0
     base = _restore(core, store, now, damaged)
