@@ -28,6 +28,7 @@ from headrace_orchestrator.service.findings import Finding, Report
 from headrace_orchestrator.service.fsck import check, rebuild
 from tests.builders import make_trajectory
 from tests.orchestrator.serving import Api, orchestrator, record_for, submission
+from tests.orchestrator.test_assets import claim, send, showing
 from tests.orchestrator.test_log import flip
 from tests.orchestrator.test_offline import listing
 from tests.orchestrator.test_projection import rows
@@ -190,7 +191,13 @@ async def test_a_file_that_is_missing_or_cut_short_is_named(data_dir: Path):
 
 async def test_what_retention_deleted_is_no_damage_though_listings_did_not_forget_it_yet(data_dir: Path):
     async with orchestrator(data_dir, log_file_bytes=SMALL_FILE_BYTES) as api:
-        await a_history(api)
+        await api.create_run()
+        asset = asset_of(b"an image", "image/png")
+        assert await claim(api, asset)
+        await send(api, asset)
+        await api.play(free=8, **showing(asset))
+        for _ in range(3):
+            await api.play(free=8)
     (data_dir / "log" / "00000001.log").unlink()
     assert check(data_dir).findings == []
 

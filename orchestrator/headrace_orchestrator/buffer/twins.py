@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
+from headrace_orchestrator.buffer.location import OFFSET_BITS
 from headrace_orchestrator.buffer.rows import SCHEMA
 
 MOST_NAMES = 100
@@ -123,6 +124,9 @@ def _differences_of(connection: sqlite3.Connection, table: str, settled: bool) -
     kept = ""
     if "position" in columns:
         kept = "WHERE NOT EXISTS (SELECT 1 FROM lost WHERE position >= start AND position < end)"
+    elif "file" in columns:
+        whole = f"file << {OFFSET_BITS} >= start AND (file + 1) << {OFFSET_BITS} <= end"
+        kept = f"WHERE NOT EXISTS (SELECT 1 FROM lost WHERE {whole})"
     for one, other, problem in (
         ("built", "main", "is missing or is not as the log has it"),
         ("main", "built", "is not in the log like that"),
@@ -132,4 +136,7 @@ def _differences_of(connection: sqlite3.Connection, table: str, settled: bool) -
         if count:
             names = connection.execute(f"SELECT DISTINCT {known} FROM ({query}) LIMIT {MOST_NAMES}").fetchall()
             rows = "a row" if count == 1 else f"each of {count} rows"
-            yield [str(name) for (name,) in names], f"{rows} of {table} {problem}"
+            yield (
+                [name.hex() if isinstance(name, bytes) else str(name) for (name,) in names],
+                f"{rows} of {table} {problem}",
+            )
