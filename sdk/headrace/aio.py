@@ -32,6 +32,7 @@ from headrace._flows import (
     tell,
 )
 from headrace._http import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, Origin
+from headrace._names import names
 from headrace._prefetch import UNUSED
 from headrace._protocol import Answer, Flow, Lost, Request, Sleep, headers
 from headrace.batch import Batch
@@ -165,8 +166,8 @@ class AsyncClient:
         wanted = Wanted(
             run=run,
             groups=None if groups is None else tuple(groups),
-            environments=tuple(sorted(environments)),
-            tags=tuple(sorted(tags)),
+            environments=names("environments", environments),
+            tags=names("tags", tags),
             fields=tuple(fields),
             shard=shard,
             shards=shards,
@@ -200,8 +201,8 @@ class AsyncClient:
         """As ``Client.batches``. Wrap it in ``contextlib.aclosing`` where the loop may end early."""
         wanted = Wanted(
             run=run,
-            environments=tuple(sorted(environments)),
-            tags=tuple(sorted(tags)),
+            environments=names("environments", environments),
+            tags=names("tags", tags),
             fields=tuple(fields),
             shard=shard,
             shards=shards,

@@ -169,6 +169,11 @@ class Batch:
         self._spans = list(itertools.pairwise(columns["record_offsets"].tolist()))
         self._recut = False
 
+    def __repr__(self) -> str:
+        rows = len(self.columns["row_tokens"])
+        shard = "" if self.shard is None else f", shard={self.shard.number} of {len(self.shard.parts)}"
+        return f"Batch(id={self.id!r}, run={self.run!r}, version={str(self.version)!r}, rows={rows}{shard})"
+
     @classmethod
     def parse(cls, body: Buffer, *, generation: int = 0, lease_s: float = 0.0) -> Batch:
         """Read a body, without a copy. Raises InvalidRequest if it is no batch, its counts or sizes disagree with its

@@ -27,6 +27,7 @@ from headrace import wire
 from headrace._flows import PAGE, Flows, OnWait, PullField, Resumed, TaskLike, VersionLike, Wanted, plain_task
 from headrace._http import Connections, Origin
 from headrace._keepalive import Keepalive, drive
+from headrace._names import names
 from headrace._prefetch import UNUSED, Prefetch
 from headrace._protocol import Flow
 from headrace.batch import Batch
@@ -153,8 +154,8 @@ class Client:
         wanted = Wanted(
             run=run,
             groups=None if groups is None else tuple(groups),
-            environments=tuple(sorted(environments)),
-            tags=tuple(sorted(tags)),
+            environments=names("environments", environments),
+            tags=names("tags", tags),
             fields=tuple(fields),
             shard=shard,
             shards=shards,
@@ -188,8 +189,8 @@ class Client:
         """
         wanted = Wanted(
             run=run,
-            environments=tuple(sorted(environments)),
-            tags=tuple(sorted(tags)),
+            environments=names("environments", environments),
+            tags=names("tags", tags),
             fields=tuple(fields),
             shard=shard,
             shards=shards,

@@ -18,16 +18,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 
 from headrace import logfiles, logformat
 from headrace._catalog import BatchEntry, BatchState, Catalog
+from headrace._names import names, require_one_of
 from headrace.assets import FOLDER, read_asset
 from headrace.batch import Batch, RowAdvantages, read_advantages, read_manifest
 from headrace.codec import TrajectoryHead, decode, decode_head
-from headrace.errors import CorruptRecord, HeadraceError, SetupError, UnknownBatch, UnknownTrajectory
+from headrace.errors import CorruptRecord, HeadraceError, InvalidRequest, SetupError, UnknownBatch, UnknownTrajectory
 from headrace.logfiles import LogFile
 from headrace.logformat import Frame, FrameType
 from headrace.manifest import Manifest
@@ -71,6 +72,10 @@ class Filter:
     tags: Collection[str] = ()
     low: Version | None = None
     high: Version | None = None
+
+    def __post_init__(self) -> None:
+        names("tags", self.tags)
+        require_one_of("status", self.status, get_args(Status))
 
     def fits(self, head: TrajectoryHead) -> bool:
         """Whether the trajectory is wanted."""
@@ -135,6 +140,13 @@ class StoredBatch:
         return Batch.parse(b"".join([self._head, *records]))
 
 
+def _version(argument: str, given: Version | str | None) -> Version | None:
+    try:
+        return Version.parse(given) if isinstance(given, str) else given
+    except ValueError as error:
+        raise InvalidRequest(f"{argument}: {error}.") from error
+
+
 class Reader:
     """Trajectories, batches and runs of a data directory, as they were when each was asked for.
 
@@ -160,12 +172,19 @@ class Reader:
         status: Status | None = None,
         evaluation: str | None = None,
         tags: Collection[str] = (),
-        low: Version | None = None,
-        high: Version | None = None,
+        low: Version | str | None = None,
+        high: Version | str | None = None,
     ) -> Iterator[Trajectory]:
-        """All stored trajectories that fit, in the order in which they were stored; see ``Filter``."""
+        """All stored trajectories that fit, in the order in which they were stored; see ``Filter``. A version may be
+        text, as in ``"0.12"``. Raises InvalidRequest for a filter that nothing can fit."""
         wanted = Filter(
-            run=run, environment=environment, status=status, evaluation=evaluation, tags=tags, low=low, high=high
+            run=run,
+            environment=environment,
+            status=status,
+            evaluation=evaluation,
+            tags=tags,
+            low=_version("low", low),
+            high=_version("high", high),
         )
         return self.matching(wanted)
 
@@ -199,7 +218,11 @@ class Reader:
         return read_asset(self.path / FOLDER, name)
 
     def batches(self, *, run: str | None = None, state: BatchState | None = None) -> Iterator[StoredBatch]:
-        """All batches, in the order in which they were frozen."""
+        """All batches, in the order in which they were frozen. Raises InvalidRequest for a state that there is not."""
+        require_one_of("state", state, get_args(BatchState))
+        return self._batches(run, state)
+
+    def _batches(self, run: str | None, state: BatchState | None) -> Iterator[StoredBatch]:
         for entry in self._catalog.batches.values():
             if run in (None, entry.run) and state in (None, entry.state):
                 yield self._stored(entry)

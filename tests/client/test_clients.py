@@ -710,3 +710,11 @@ def test_bytes_that_are_no_assets_are_an_error_of_the_service(stub: Stub, connec
         for error in (ServiceError, InvalidRequest, ServiceError):
             with pytest.raises(error):
                 client.pull("guess", fields=["assets"])
+
+
+def test_a_string_in_place_of_a_list_of_names_is_refused(connect: Connect) -> None:
+    with connect() as client:
+        with pytest.raises(InvalidRequest, match=r"tags=\['image'\]"):
+            client.pull("guess", tags="image")
+        with pytest.raises(InvalidRequest, match="environments"):
+            next(iter(client.batches("guess", environments="game:Nim-v0")))

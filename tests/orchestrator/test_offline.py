@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import headrace
 from headrace import codec
 from headrace.batch import Batch, RowAdvantages
-from headrace.errors import CorruptRecord, MissingExtra, SetupError, UnknownBatch, UnknownTrajectory
+from headrace.errors import CorruptRecord, InvalidRequest, MissingExtra, SetupError, UnknownBatch, UnknownTrajectory
 from headrace.trajectory import Version
 from headrace_orchestrator.scheduler import records
 from tests.builders import make_segment
@@ -228,3 +229,15 @@ def test_the_facts_that_are_read_have_the_names_that_the_scheduler_gives_them():
 
 def last_file(data_dir: Path) -> Path:
     return max((data_dir / "log").glob("*.log"))
+
+
+def test_a_filter_that_nothing_can_fit_is_refused(tmp_path: Path):
+    (tmp_path / "log").mkdir()
+    data = headrace.open(tmp_path)
+    wrong: list[dict[str, Any]] = [{"status": "done"}, {"tags": "image"}, {"low": "new"}]
+    for given in wrong:
+        with pytest.raises(InvalidRequest, match=next(iter(given))):
+            data.trajectories(**given)
+    with pytest.raises(InvalidRequest, match="open, acked, dissolved"):
+        data.batches(state="done")  # type: ignore[arg-type]
+    assert list(data.trajectories(low="0.1", high=Version(0, 2))) == []
