@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -20,12 +20,18 @@ UP = [sys.executable, "-m", "headrace_orchestrator.cli", "up", "--workers", "1",
 
 def test_up_prints_one_line_for_each_component_and_a_signal_stops_all_in_order(data_dir: Path) -> None:
     command = [*UP, "--data", str(data_dir), "--policy-endpoint", "http://127.0.0.1:9", "--json"]
+    command += ["--max-wait-s", "1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
             said = [json.loads(process.stdout.readline()) for _ in range(3)]
             with Client(said[2]["url"]) as client:
                 assert client.runs() == []
+                client.create_run({"name": "r", "environments": [{"id": "no:one"}], "max_concurrent": 1})
+            url = said[2]["url"] + "/v1/runs/r/pull"
+            body = json.dumps({"learner": "l", "session": "s", "request": "p", "wait_s": 20}).encode()
+            with urlopen(Request(url, body, {"Content-Type": "application/json"}), timeout=10) as answer:
+                assert answer.headers["Headrace-Wait-Seconds"] == "1"
         finally:
             process.send_signal(signal.SIGTERM)
         ended = [json.loads(line) for line in process.stdout]

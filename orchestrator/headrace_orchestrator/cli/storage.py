@@ -34,7 +34,7 @@ def storage_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Adds the options; the command takes them as keyword arguments, None where they are not given."""
     for name, kind, text in reversed(_OPTIONS):
         variable = "HEADRACE_" + name.removeprefix("--").replace("-", "_").upper()
-        command = click.option(name, type=kind, default=None, envvar=variable, help=text)(command)
+        command = click.option(name, type=kind, default=None, envvar=variable, show_envvar=True, help=text)(command)
     return command
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import click
 
 from headrace.errors import SetupError
+from headrace_orchestrator.cli.orchestrator import max_wait_option
 from headrace_orchestrator.cli.output import emit_line, json_option, note, shared
 from headrace_orchestrator.cli.storage import storage_arguments, storage_options
 from headrace_orchestrator.fleets import components
@@ -70,6 +71,7 @@ GRACE_S = 20.0
 @click.option(
     "--token", envvar="HEADRACE_TOKEN", show_envvar=True, default="", help="What the workers present; with --tokens."
 )
+@max_wait_option
 @storage_options
 @json_option
 def up(
@@ -84,6 +86,7 @@ def up(
     imports: tuple[str, ...],
     tokens: Path | None,
     token: str,
+    max_wait_s: float,
     **storage: Any,
 ) -> None:
     """Run an orchestrator and workers on this machine, until Ctrl-C.
@@ -107,7 +110,13 @@ def up(
         components.require_free("127.0.0.1", tiny_policy_port)
     with stop_signal() as stop, LocalFleet(data / "logs", on_event=_say, grace_s=GRACE_S) as fleet:
         fleet.start(
-            components.orchestrator(data, host=host, port=port, tokens=tokens, arguments=storage_arguments(storage))
+            components.orchestrator(
+                data,
+                host=host,
+                port=port,
+                tokens=tokens,
+                arguments=["--max-wait-s", f"{max_wait_s}", *storage_arguments(storage)],
+            )
         )
         await_answer(fleet, "orchestrator", port, "/readyz", host=_local(host), sleep=pause(stop))
         if tiny_policy:
