@@ -74,3 +74,9 @@ def test_files_are_small_beside_what_is_kept():
     assert Retention(size_bytes=100 << 20).file_bytes(256 << 20) == 25 << 20
     assert Retention(size_bytes=0).file_bytes(256 << 20) == 1 << 20
     assert Retention(age_s=1).file_bytes(256 << 20) == 256 << 20
+
+
+def test_below_the_bound_of_the_disk_there_is_more_than_the_file_that_is_written():
+    assert Retention(trajectories=1).file_bytes(256 << 20, max_disk_bytes=64 << 20) == 16 << 20
+    assert Retention(size_bytes=16 << 20).file_bytes(256 << 20, max_disk_bytes=64 << 20) == 4 << 20
+    assert Retention().file_bytes(256 << 20, max_disk_bytes=64 << 20) == 256 << 20

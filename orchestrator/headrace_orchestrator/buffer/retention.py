@@ -36,9 +36,11 @@ class Retention:
         """Seconds after which a file is to end, so that little outlives its age; None: by its size alone."""
         return None if self.age_s is None else self.age_s / FILES_KEPT
 
-    def file_bytes(self, most: int) -> int:
-        """Bytes at which a file is to end, at most so many: whole files are deleted, and little is to outlive them."""
-        return most if self.size_bytes is None else min(most, max(MIN_FILE_BYTES, self.size_bytes // FILES_KEPT))
+    def file_bytes(self, most: int, max_disk_bytes: int | None = None) -> int:
+        """Bytes at which a file is to end, at most so many: whole files are deleted, and little is to outlive them.
+        Below the bound of the disk there is to be more than the file that is written, which cannot be deleted."""
+        small = [size for size in (self.size_bytes, max_disk_bytes if self.deletes else None) if size is not None]
+        return min(most, max(MIN_FILE_BYTES, min(small) // FILES_KEPT)) if small else most
 
     @property
     def deletes(self) -> bool:

@@ -134,9 +134,10 @@ class Lifecycle:
         log.info("ready", epoch=self.epoch, trajectories=trajectories, replayed_s=replayed_s)
 
     def _open_log(self) -> Log:
+        settings = self._settings
         return Log(
             self._directory.path / "log",
-            file_bytes=self._settings.retention.file_bytes(self._settings.log_file_bytes),
+            file_bytes=settings.retention.file_bytes(settings.log_file_bytes, settings.max_disk_bytes),
             epoch=self.epoch,
             require_owned=self._directory.require_owned,
             on_sync=self._synced,
