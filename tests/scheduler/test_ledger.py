@@ -127,6 +127,14 @@ def test_holding_k_batches_needs_max_staleness_of_at_least_k_minus_1_and_the_rea
     assert reply.reasons[0].message == ("2 batches held unacked. To hold 3, max_staleness must be at least 2; it is 1.")
 
 
+def test_a_held_batch_that_staleness_allows_is_not_said_to_need_more_of_it(harness):
+    harness.run(batch_size=2, max_staleness=1)
+    harness.work()
+    harness.batch()
+    said = next(reason.message for reason in harness.status().reasons if reason.code == "batches-held")
+    assert said.startswith("1 batch held unacked. Nothing more is admitted")
+
+
 def _shrunk(harness):
     """A run whose groups were large for long, and then one is small: its credit is too little for a batch."""
     harness.run(batch_size=1, batch_tokens=900, max_staleness=0)

@@ -85,13 +85,15 @@ def _blocked(run: Run, awaited: list[str] | None) -> list[Reason]:
                 )
             )
     elif held and (len(held) > bound or (not run.open and not ledger.free)):
+        more = (
+            f"To hold {len(held) + 1}, max_staleness must be at least {len(held)}; it is {bound}."
+            if len(held) > bound
+            else "Nothing more is admitted before an ack, or before what is ready is taken or goes stale."
+        )
         reasons.append(
             Reason(
                 code="batches-held",
-                message=(
-                    f"{_count(len(held), 'batch', 'batches')} held unacked. To hold {len(held) + 1}, "
-                    f"max_staleness must be at least {len(held)}; it is {bound}."
-                ),
+                message=f"{_count(len(held), 'batch', 'batches')} held unacked. {more}",
                 facts={"held": len(held), "max_staleness": bound, "needed": len(held)},
             )
         )
@@ -153,8 +155,8 @@ def _shared(bounds: Bounds) -> list[Reason]:
                 code="disk-bound",
                 message=(
                     f"{bounds.disk_bytes} bytes are stored and {reserved} more are reserved; the bound of the disk is "
-                    f"{bounds.max_disk_bytes}. Admission stops until retention deletes files: give it a rule, or raise "
-                    f"the bound."
+                    f"{bounds.max_disk_bytes}. Admission stops until retention deletes files: give it a rule "
+                    f"that keeps less, or raise the bound."
                 ),
                 facts={
                     "disk_bytes": bounds.disk_bytes,
