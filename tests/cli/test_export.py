@@ -208,3 +208,9 @@ def test_a_version_that_is_none_is_refused(stored: Path, tmp_path: Path):
     done = export(stored, tmp_path / "out", "--low", "seven")
     assert done.exit_code == 2
     assert "lineage.n" in done.stderr
+
+
+def test_an_export_of_nothing_says_which_runs_there_are(stored: Path, tmp_path: Path):
+    done = export(stored, tmp_path / "out", "--run", "other-name")
+    assert done.exit_code == 0
+    assert "No trajectory fits. Runs of" in done.stderr

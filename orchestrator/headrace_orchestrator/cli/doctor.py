@@ -42,6 +42,8 @@ EXTRAS = {
     "async": ("aiohttp",),
     "worker": ("aiohttp", "structlog", "uvicorn"),
     "server": ("starlette", "uvicorn", "prometheus_client", "jinja2", "structlog", "google_crc32c"),
+    "offline": ("google_crc32c",),
+    "export": ("google_crc32c", "pyarrow"),
     "reasoning-gym": ("reasoning_gym",),
 }
 """Modules that each extra brings."""
@@ -70,7 +72,13 @@ class Check(NamedTuple):
 
 @click.command(short_help="Check this machine and the orchestrator.")
 @click.option(
-    "--data", type=click.Path(path_type=Path), default=Path("headrace-data"), show_default=True, help="Data directory."
+    "--data",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("headrace-data"),
+    show_default=True,
+    envvar="HEADRACE_DATA",
+    show_envvar=True,
+    help="Data directory.",
 )
 @click.option("--port", default=8470, show_default=True, type=click.IntRange(1, 65535), help="Port to look at.")
 @service_options

@@ -111,7 +111,10 @@ def export(directory: Path, destination: Path, kind: str, strict: bool, **wanted
             }
         )
     else:
-        note(f"{counted.count} trajectories in {len(files)} files in {destination}.")
+        note(f"{counted.count} trajectories in {len(files)} file{'s' * (len(files) > 1)} in {destination}.")
+    if not counted.count:
+        names = ", ".join(run.name for run in data.runs()) or "none"
+        note(f"No trajectory fits. Runs of {directory}: {names}.")
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from rich.markup import escape
 from headrace import wire
 from headrace.errors import UnknownBatch
 from headrace.runspec import parse_run_spec
-from headrace.trajectory import Message, Status, Trajectory, Turn, Version
+from headrace.trajectory import ContentPart, Message, Status, Trajectory, Turn, Version
 from headrace_orchestrator.cli.output import (
     connect,
     console,
@@ -228,7 +228,12 @@ def _speaker(message: Message, several: bool) -> str:
 def _text(message: Message) -> str:
     if isinstance(message.content, str):
         return message.content
-    return "\n".join(part.text if part.type == "text" else f"<{part.type} {part.asset}>" for part in message.content)
+    return "\n".join(part.text if part.type == "text" else _image(part) for part in message.content)
+
+
+def _image(part: ContentPart) -> str:
+    """Its name, and what stands for it where the policy reads text only."""
+    return f"<image {part.asset}>" + (f" as text: {part.text}" if part.text else "")
 
 
 def _worth(line: TurnLine) -> str:
