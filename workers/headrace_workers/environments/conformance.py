@@ -96,7 +96,8 @@ class _Player:
             if inspect.isawaitable(result):
                 result = self._runner.run(_awaited(result))
         except Exception as error:
-            raise _Broken("raises", f"{method.__name__}{arguments} raised {error!r}") from error
+            given = ", ".join(map(repr, arguments))
+            raise _Broken("raises", f"{method.__name__}({given}) raised {error!r}") from error
         return result
 
     def play(self, environment: Any, seed: int, plan: Sequence[str]) -> list[Any]:
