@@ -101,10 +101,10 @@ def test_ctrl_c_is_an_ordinary_end_of_watching(headrace: Headrace, stub: Stub, m
 # transcripts
 
 
-def test_a_transcript_names_images() -> None:
+def test_a_transcript_names_images_and_what_was_read_for_them() -> None:
     parts = [ContentPart(type="text", text="Look:"), ContentPart(type="image", asset="ab" * 32, text="<board>")]
     lines = trajectories.transcript(builders.make_trajectory(messages=[Message(role="user", content=parts)]), 1.0, None)
-    assert f"Look:\n<image {'ab' * 32}>" in list(lines)
+    assert f"Look:\n<image {'ab' * 32}> as text: <board>" in list(lines)
 
 
 def test_a_transcript_of_several_agents_names_whom_a_message_addresses() -> None:
