@@ -331,10 +331,11 @@ def test_doctor_ends_with_1_if_something_failed_and_says_what_to_do(
 
 def test_doctor_looks_at_the_orchestrator(headrace: Headrace, stub: Stub, tmp_path: Path) -> None:
     stub.on("GET /v1/status", good(service_status(workers=[])))
-    checked = headrace("doctor", "--data", str(tmp_path))
+    checked = headrace("doctor", "--data", str(tmp_path), "--port", stub.url.rpartition(":")[2])
     lines = {line.split("\t")[1]: line for line in checked.stdout.splitlines()}
     assert checked.exit_code == 0
     assert lines["orchestrator"].startswith("ok\torchestrator\t0.0.1 at http://127.0.0.1")
+    assert lines["port"].endswith("the orchestrator has it")
     assert lines["workers"].startswith("warn")
     assert lines["clock"].startswith("ok")
 

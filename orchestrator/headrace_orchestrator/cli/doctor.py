@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
 from urllib.error import URLError
+from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, build_opener
 
 import click
@@ -90,7 +91,9 @@ def doctor(data: Path, port: int, url: str | None, token: str | None) -> None:
     Example:
       headrace doctor --data /var/lib/headrace --url http://127.0.0.1:8470
     """
-    checks = [*local_checks(data, port), *service_checks(url, token)]
+    of_service = [*service_checks(url, token)]
+    answers = of_service[0].verdict == "ok" and urlsplit(address(url)).port == port
+    checks = [*local_checks(data, port, answers=answers), *of_service]
     if shared().json:
         emit([check._asdict() for check in checks])
     else:
@@ -100,14 +103,14 @@ def doctor(data: Path, port: int, url: str | None, token: str | None) -> None:
         click.get_current_context().exit(FAILED)
 
 
-def local_checks(data: Path, port: int) -> Iterator[Check]:
-    """What this machine has."""
+def local_checks(data: Path, port: int, *, answers: bool = False) -> Iterator[Check]:
+    """What this machine has. ``answers``: the orchestrator that was asked is the one at the port."""
     yield check_python(sys.version_info[:2])
     yield check_platform(sys.platform)
     yield from (check_extra(extra, modules) for extra, modules in EXTRAS.items())
     yield check_space(data)
     yield check_syncs(data)
-    yield check_port(port)
+    yield Check("ok", "port", f"{port}: the orchestrator has it") if answers else check_port(port)
     yield check_browser()
 
 
