@@ -127,6 +127,13 @@ def test_holding_k_batches_needs_max_staleness_of_at_least_k_minus_1_and_the_rea
     assert reply.reasons[0].message == ("2 batches held unacked. To hold 3, max_staleness must be at least 2; it is 1.")
 
 
+def test_more_groups_than_a_batch_needs_are_not_so_many_of_few(harness):
+    harness.run(batch_size=2, max_staleness=1)
+    harness.work()
+    said = harness.status().reasons[-1].message
+    assert said == "4 groups ready, a batch needs 2; 0 episodes at workers, 0 queued."
+
+
 def test_a_held_batch_that_staleness_allows_is_not_said_to_need_more_of_it(harness):
     harness.run(batch_size=2, max_staleness=1)
     harness.work()

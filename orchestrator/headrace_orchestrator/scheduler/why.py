@@ -332,9 +332,12 @@ def _collecting(run: Run, awaited: list[str] | None, filter: Filter) -> Reason:
         need = len(awaited)
     else:
         ready, need = run.shelves.count(filter), run.ledger.batch_groups
+    # More than enough is ready where nobody pulls.
+    enough = f"{ready} groups ready, a batch needs {need}"
+    done = enough if ready > need else f"{ready} of {_count(need, 'group')} ready"
     return Reason(
         code="collecting",
-        message=(f"{ready} of {_count(need, 'group')} ready; {_count(leased, 'episode')} at workers, {queued} queued."),
+        message=f"{done}; {_count(leased, 'episode')} at workers, {queued} queued.",
         facts={"ready": ready, "batch_groups": need, "leased": leased, "queued": queued},
     )
 
