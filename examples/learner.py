@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from headrace import Batch, Client, Version
-from headrace.errors import BatchAlreadyAcked, BatchSuperseded
+from headrace.errors import BatchAlreadyAcked, BatchSuperseded, HeadraceError
 from headrace_workers.tiny_policy.model import Floats, Model
 
 LEARNING_RATE = 6.0  # large, because a turn's gradient is at most 1 and is averaged over all turns of a batch
@@ -110,9 +110,12 @@ def main() -> None:
     parser.add_argument("--zero-advantages", action="store_true", help="change nothing: the control")
     parser.add_argument("--json", action="store_true", help="one line of JSON for each version")
     ask = parser.parse_args()
-    with Client(ask.url, learner=f"learner-{ask.run}") as client:
-        for step in train(client, ask.run, ask.policy, ask.versions, ask.checkpoint, ask.zero_advantages):
-            print(json.dumps(step) if ask.json else TEXT.format(**step), flush=True)
+    try:
+        with Client(ask.url, learner=f"learner-{ask.run}") as client:
+            for step in train(client, ask.run, ask.policy, ask.versions, ask.checkpoint, ask.zero_advantages):
+                print(json.dumps(step) if ask.json else TEXT.format(**step), flush=True)
+    except HeadraceError as error:
+        raise SystemExit(str(error)) from error
 
 
 if __name__ == "__main__":

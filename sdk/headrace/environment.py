@@ -116,8 +116,8 @@ def make(environment_id: str, /, **kwargs: Any) -> Environment | MultiAgentEnvir
         near = [known for known in registered() if known.split(":")[0] == family]
         raise UnknownEnvironment(
             f"No environment {environment_id!r}.",
-            hint=f"Known here: {', '.join(near or registered()) or 'none'}. Third parties register with the entry "
-            f"point group {ENTRY_POINT_GROUP!r}; is the package installed where the worker runs?",
+            hint=f"Known here: {', '.join(near or registered()) or 'none'}. Others come with `--import`, or by "
+            f"the entry point group {ENTRY_POINT_GROUP!r}; is the package installed where the worker runs?",
             environment=environment_id,
         )
     return factory(**kwargs)
