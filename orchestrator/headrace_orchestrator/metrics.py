@@ -33,6 +33,18 @@ MAX_RUN_LABELS = 100
 
 OTHER = "other"
 
+STORE_TEXTS = {
+    "sync_p50_s": "Median time of the last group commits.",
+    "assets": "Images and large arrays that are stored.",
+    "asset_bytes": "Bytes of images and large arrays that are stored.",
+    "log_bytes": "Bytes of the log's files.",
+    "trajectories": "Trajectories that are stored.",
+    "batches_open": "Batches formed and not acked, of all runs.",
+    "unprojected_rows": "Rows that are in the log and not yet in listings.",
+    "projection_wal_bytes": "Bytes of the write-ahead file of the projection.",
+}
+"""What each number of ``ServiceStatus.store`` is."""
+
 WAIT_BUCKETS_S = (0.01, 0.05, 0.1, 0.5, 1, 2, 5, 10, 20, 30, 60)
 SYNC_BUCKETS_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1)
 REQUEST_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 30, 60)
@@ -154,7 +166,7 @@ class _StateCollector(Collector):
         yield self._selected(status)
         yield from self._workers(status)
         for name, value in status.store.items():
-            yield GaugeMetricFamily(f"headrace_store_{_with_unit(name)}", f"Store: {name}.", value=value)
+            yield GaugeMetricFamily(f"headrace_store_{_with_unit(name)}", STORE_TEXTS[name], value=value)
         yield GaugeMetricFamily(
             "headrace_epoch_count",
             "Grows by one at each start of this data directory, and jumps when it is restored.",

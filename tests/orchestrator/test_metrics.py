@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from headrace import wire
 from headrace.trajectory import Failure
-from headrace_orchestrator.metrics import MAX_RUN_LABELS, Metrics
+from headrace_orchestrator.metrics import MAX_RUN_LABELS, STORE_TEXTS, Metrics
 from tests.builders import make_failed
 from tests.orchestrator.serving import Api, record_for, submission
 
@@ -35,7 +35,7 @@ async def test_every_name_begins_with_headrace_and_counters_end_in_total(api: Ap
     assert families
     for family in families:
         assert re.fullmatch(r"headrace_[a-z0-9_]+", family.name), family.name
-        assert family.documentation.endswith(".") or family.name.startswith("headrace_store"), family.name
+        assert family.documentation.endswith("."), family.name
         for sample in family.samples:
             if family.type == "counter" and not sample.name.endswith("_created"):
                 assert sample.name.endswith("_total"), sample.name
@@ -72,6 +72,9 @@ async def test_the_story_of_a_run_is_in_the_numbers(api: Api):
     assert found["headrace_log_sync_seconds_count"][()] >= 1
     assert found["headrace_store_trajectories"][()] == 4
     assert found["headrace_store_log_bytes"][()] > 0
+    assert {name for name in found if name.startswith("headrace_store_")} == {
+        f"headrace_store_{name.removesuffix('_s')}{'_seconds' * name.endswith('_s')}" for name in STORE_TEXTS
+    }
     assert found["headrace_pool_slots"][(("pool", "default"),)] == 64
     assert ("run", "run") in next(iter(found["headrace_run_credit_groups"]))
     assert (*run, ("state", "open")) in found["headrace_run_groups"]
