@@ -331,3 +331,37 @@ def flip_record(data: Path, episode: str) -> None:
         if raw[at : at + 8] == b"HRLOGFRM" and raw[at + 8] == 3 and episode.encode() in raw[at : at + 1024]
     )
     flip(file, frame + 64 + 32)
+
+
+@pytest.mark.parametrize("how", ["deleted", "renamed"])
+async def test_a_log_file_that_is_taken_away_while_it_is_written_costs_what_was_in_it_and_nothing_later(
+    data_dir: Path, how: str
+):
+    async with orchestrator(data_dir) as api:
+        await api.create_run(max_staleness=8)
+        await api.play(free=4)
+        held = await api.pull()
+        assert isinstance(held, Batch)
+        (file,) = (data_dir / "log").glob("*.log")
+        if how == "deleted":
+            file.unlink()
+        else:
+            file.rename(file.with_name("1.log.old"))
+        # It cannot be said whether this is stored: it is not answered as if it were.
+        request = wire.LeaseRequest(worker="worker-1", slots=64, free=4, wait_s=0.0)
+        problem = await api.ask("POST", "/v1/worker/lease", request, status=507)
+        assert "deleted or renamed" in problem["detail"]
+
+        async def it_goes_on() -> bool:
+            return (await api.session.get("/readyz")).status == 200
+
+        await until(it_goes_on, deadline_s=30)
+        await api.ack(held)
+        attempts = await api.lease(free=4, holding=[])
+        await api.submit(submission((attempt, record_for(attempt)) for attempt in attempts))
+        later = {attempt.episode for attempt in attempts}
+    async with orchestrator(data_dir) as api:
+        assert later
+        assert later <= await stored_episodes(api)
+        # What was decided is all there: the run, and that the batch was acked.
+        assert (await api.ack(held, "0.1", status=409))["code"] == "batch-already-acked"

@@ -36,7 +36,7 @@ from headrace_orchestrator.buffer.directory import sync_directory
 from headrace_orchestrator.buffer.files import LocalFiles
 from headrace_orchestrator.buffer.location import OFFSET_BITS, Location
 from headrace_orchestrator.buffer.seam import Files
-from headrace_orchestrator.buffer.writer import Failed, Queued, Writer
+from headrace_orchestrator.buffer.writer import Failed, Queued, TakenAway, Writer
 
 PROBE_FIRST_S, PROBE_LONGEST_S = 1.0, 8.0
 """How soon after a failure the disk is tried again; the wait doubles up to the second."""
@@ -134,6 +134,8 @@ class Log:
         """The same in a word or two."""
         self.stopped = False
         """Whether only a restart helps."""
+        self.incomplete = False
+        """Whether what was stored was taken away, so that only a new control state tells all that was decided."""
         self.files: Files = LocalFiles(directory)
         """What was written, by files."""
         self._directory = directory
@@ -319,6 +321,7 @@ class Log:
         that was appended. Not while the disk refuses."""
         self._enqueue(FrameType.FOOTER, _encoder.encode(self._at.tally.footer(self._clock_ms())))
         self._open_next(state)
+        self.incomplete = False
         self._wake()
 
     def _open_next(self, state: bytes | None) -> None:
@@ -421,6 +424,7 @@ class Log:
             self._appended -= len(left) + len(self._queue) - len(kept)
             self._queue = deque(kept)
             self._awake = False
+        self.incomplete |= isinstance(error, TakenAway)
         self.failure = error.strerror or str(error)
         self.phase = _PHASES.get(error.errno or 0, self.failure.lower())
         self._probe_s = PROBE_FIRST_S

@@ -3,12 +3,14 @@
 * What is reported as written is on disk, and so is the name of its file.
 * A file on which a write or a sync failed is cut back to what is durable, and never written again.
 * A file that nothing durable is in may be made anew; one with a footer is never touched again.
+* Nothing is reported as written that is in a file which was deleted or renamed meanwhile.
 * Nothing is written, and nothing reported as written, once the directory is another process's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable, Sequence
 from itertools import groupby
@@ -41,6 +43,10 @@ class Failed(Exception):
         super().__init__(str(error))
         self.error = error
         self.written = written
+
+
+class TakenAway(OSError):
+    """The file that is written was deleted or renamed: what was reported as written to it is not in the log."""
 
 
 class Writer:
@@ -112,8 +118,19 @@ class Writer:
         for start in range(0, len(buffers), _MAX_BUFFERS):
             size += _write_all(self._descriptor, buffers[start : start + _MAX_BUFFERS])
         sync(self._descriptor)
+        self._require_there()
         self.durable_bytes += size
         self.total_bytes += size
+
+    def _require_there(self) -> None:
+        """A deleted file takes data as any other. Raises OSError."""
+        path = path_of(self._directory, self.number)
+        try:
+            there = os.path.samestat(os.stat(path), os.fstat(self._descriptor))
+        except FileNotFoundError:
+            there = False
+        if not there:
+            raise TakenAway(errno.ENOENT, f"the file {path.name}, which is written, was deleted or renamed")
 
     def _give_up(self) -> None:
         """Cut the file back: after a failed sync the kernel may show what is not on disk as if it were."""

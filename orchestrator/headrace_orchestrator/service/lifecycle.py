@@ -241,7 +241,9 @@ class Lifecycle:
         log.info("the disk takes data again")
         self._show_ready()
         if self._running is not None:
-            self._running.shell.set_timer()
+            shell = self._running.shell
+            shell.store.keep_state(shell.core)
+            shell.set_timer()
 
     def _show_ready(self) -> None:
         self.metrics.ready.set(1 if self._phase == "ready" and not self._failure else 0)

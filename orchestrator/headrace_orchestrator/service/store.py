@@ -131,7 +131,8 @@ class Store:
     def keep_state(self, core: Scheduler) -> None:
         """Go on in a new file, which opens with the control state, where it is time. To be called when everything that
         was decided is stored."""
-        if (self._facts >= self._facts_a_state or self.log.full) and not self.log.failure:
+        due = self._facts >= self._facts_a_state or self.log.full or self.log.incomplete
+        if due and not self.log.failure:
             self.log.rotate(self.state(core))
 
     def end_file(self, core: Scheduler) -> None:
