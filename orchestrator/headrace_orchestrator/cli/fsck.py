@@ -34,7 +34,7 @@ def fsck(ctx: click.Context, directory: Path, rebuild: bool) -> None:
     Exit codes beside those of `headrace --help`:
       0  all is sound
       5  records are lost; each is named
-      6  something is damaged, and nothing is lost: a copy or the projection makes up for it
+      6  something is damaged, and nothing is lost: the other copy, an older head or the log makes up for it
 
     \b
     Examples:
