@@ -89,10 +89,12 @@ class Lifecycle:
 
     async def start(self) -> None:
         """Read the log and become ready. Requests may come meanwhile. Raises StoreError."""
-        self._phase = "reading the log"
+        self._phase = "opening the log"
         begun = self._reading_since = self._clock()
         # Heads of files may be large: the event loop answers meanwhile.
         self._log = await asyncio.to_thread(self._open_log)
+        if not self.draining:
+            self._phase = "reading the log"
         store = Store(self._log, Projection(self._directory.path / "projection.sqlite", self._log.id))
         assets = Assets(
             self._directory.path / FOLDER, store.referred, clock=self._clock, promise_s=self._settings.asset_promise_s
