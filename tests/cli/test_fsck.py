@@ -364,3 +364,19 @@ def test_a_rebuilt_projection_equals_the_lived_one_after_every_history(tmp_path:
     rebuild(data)
     assert rows(data / "projection.sqlite") == lived
     assert check(data).findings == []
+
+
+async def test_a_file_of_which_nothing_can_be_read_is_lost_and_not_only_its_head(data_dir: Path):
+    async with orchestrator(data_dir, log_file_bytes=SMALL_FILE_BYTES) as api:
+        await api.create_run(group_size=1, batch_size=64)
+        for _ in range(4):
+            await api.play(free=8)
+    harmed = sorted((data_dir / "log").glob("*.log"))[1]
+    harmed.write_bytes(bytes(harmed.stat().st_size))
+    findings = [finding for finding in check(data_dir).findings if finding.file == f"log/{harmed.name}"]
+    assert [(finding.kind, finding.lost) for finding in findings] == [("record", True)]
+    assert findings[0].names
+    assert "No record is lost" not in findings[0].cost
+    assert fsck(data_dir).exit_code == LOST
+    (data_dir / "projection.sqlite").unlink()  # then nobody knows what was in it
+    assert fsck(data_dir).exit_code == LOST

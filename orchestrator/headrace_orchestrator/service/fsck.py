@@ -231,7 +231,9 @@ class Reading:
         names = self._names(file, offset, size)
         kind: Kind = "record"
         lost = True
-        if type is FrameType.FILE_HEAD or (type is None and not offset):
+        # Of what begins where a head does, and cannot be read, more may be gone than that.
+        head_only = type is None and not offset and not names and size < file.size_bytes
+        if type is FrameType.FILE_HEAD or head_only:
             kind, cost = "head", "No record is lost; a start reads from the head of the file before it."
             lost = file.number == self._files[0].number
             if lost:
