@@ -135,7 +135,8 @@ class StoredBatch:
         return read_advantages(self._head, trajectory)
 
     def load(self) -> Batch:
-        """The batch as a learner pulled it. Raises CorruptRecord if one of its records is lost."""
+        """The batch as a learner pulled it. Raises CorruptRecord or UnknownTrajectory if one of its records is damaged
+        or was deleted with its file."""
         records = [self._reader.record(trajectory) for trajectory in self.manifest.trajectories]
         return Batch.parse(b"".join([self._head, *records]))
 
