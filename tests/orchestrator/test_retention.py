@@ -5,7 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.ids import new_id
+from headrace_orchestrator.buffer.location import Location
 from headrace_orchestrator.buffer.retention import FileUse, Retention, removable
+from headrace_orchestrator.service.index import Index
+from headrace_orchestrator.service.places import GroupAt
 
 NOW = 1_000_000.0
 FILES = [FileUse(number, 100, 10, NOW - 1000 + 100 * number) for number in range(1, 6)]
@@ -80,3 +84,22 @@ def test_below_the_bound_of_the_disk_there_is_more_than_the_file_that_is_written
     assert Retention(trajectories=1).file_bytes(256 << 20, max_disk_bytes=64 << 20) == 16 << 20
     assert Retention(size_bytes=16 << 20).file_bytes(256 << 20, max_disk_bytes=64 << 20) == 4 << 20
     assert Retention().file_bytes(256 << 20, max_disk_bytes=64 << 20) == 256 << 20
+
+
+def test_many_groups_that_wait_in_the_oldest_file_are_not_all_looked_at():
+    index = Index()
+    looked_at: list[int] = []
+
+    class Waiting(GroupAt):
+        @property
+        def first_file(self) -> int:
+            looked_at.append(super().first_file)
+            return looked_at[-1]
+
+    groups = index.groups.setdefault("run", {})
+    for number in range(1000):
+        groups[str(number)] = Waiting(1)
+        groups[str(number)].add(new_id(), Location(3 + number // 100, 64, 8))
+    assert index.oldest_file(floor=3) == 3
+    assert len(looked_at) == 1
+    assert index.oldest_file(floor=2) == index.oldest_file() == 3

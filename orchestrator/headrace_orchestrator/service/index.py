@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -84,12 +84,25 @@ class Index:
             members += [places[id] for id in ids]
         self.batches[formed.batch] = BatchAt(formed.run, head, tuple(members))
 
-    def oldest_file(self) -> int | None:
+    def oldest_file(self, floor: int = 0) -> int | None:
         """The oldest file of the log that a group in flight or an open batch needs: neither it nor any behind it may be
-        deleted. None where nothing is needed."""
-        files = [at.first_file for groups in self.groups.values() for at in groups.values() if at.packed]
-        files += [min(at.head.file, *(member.file for member in at.members)) for at in self.batches.values()]
-        return min(files, default=None)
+        deleted. None where nothing is needed. ``floor``: no file is older than this one, so that nothing needs to be
+        looked at behind what lies in it; the groups that wait longest are the first that are looked at."""
+        oldest: int | None = None
+        for number in self._files_in_use():
+            if oldest is None or number < oldest:
+                oldest = number
+                if oldest <= floor:
+                    break
+        return oldest
+
+    def _files_in_use(self) -> Iterator[int]:
+        for batch in self.batches.values():
+            yield min(batch.head.file, *(member.file for member in batch.members))
+        for groups in self.groups.values():
+            for group in groups.values():
+                if group.packed:
+                    yield group.first_file
 
     def move(self, moves: Moves) -> None:
         """Frames were stored elsewhere than was meant. Looks through everything: it is rare."""

@@ -100,7 +100,7 @@ class Retainer:
             return False
         if self._store.has_facts:
             return True
-        in_use = self._store.index.oldest_file()
+        in_use = self._store.index.oldest_file(files[0].number if files else 0)
         return any(file.trajectories for file in files[:-1] if in_use is None or file.number < in_use)
 
     async def _choose(self, files: Sequence[FileUse]) -> list[int]:
@@ -108,7 +108,7 @@ class Retainer:
             return []
         start = await asyncio.to_thread(self._store.log.needed_by_a_start)
         # From here on nothing waits, so that nothing comes to need a file that is chosen.
-        in_use = self._store.index.oldest_file()
+        in_use = self._store.index.oldest_file(files[0].number)
         return self._removable(files, needed=start if in_use is None else min(start, in_use))
 
     def _removable(self, files: Sequence[FileUse], needed: int | None) -> list[int]:
