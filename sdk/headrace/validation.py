@@ -40,6 +40,9 @@ _I4, _U4, _F4, _U1 = np.dtype("<i4"), np.dtype("<u4"), np.dtype("<f4"), np.dtype
 MAX_REWARD = 1e100
 """Largest size of a reward: sums, squares, and sums of squares of as many as there can be stay finite numbers."""
 
+SHORT = 32
+"""Up to so many tokens a loop over them is faster than a call of NumPy."""
+
 _STOP_REASONS = {
     "finished": ("terminated",),
     "truncated": ("environment_truncated", "max_turns", "max_tokens", "working_time"),
@@ -199,7 +202,7 @@ def _check_tokens(where: str, segment: Segment, vocab_size: int | None) -> None:
         )
     # Seen as unsigned, a negative id is a very large one: one pass finds both.
     ids = segment.token_ids.view(_U4)
-    if _greatest(ids) >= vocab_size:
+    if (max(ids.tolist()) if len(ids) <= SHORT else _greatest(ids)) >= vocab_size:
         wrong = int(np.flatnonzero(ids >= vocab_size)[0])
         raise TokenOutOfRange(
             f"{where}{_turn_at(segment, wrong)}, position {wrong}: token id {segment.token_ids[wrong]} is outside "
@@ -210,8 +213,12 @@ def _check_tokens(where: str, segment: Segment, vocab_size: int | None) -> None:
 
 def _check_logprobs(where: str, segment: Segment) -> None:
     logprobs = segment.logprobs
+    if len(logprobs) <= SHORT:
+        pairs = zip(logprobs.tolist(), segment.sampled.tolist(), strict=True)
+        if all(-math.inf < value <= 0 if sampled else value == 0 for value, sampled in pairs):
+            return
     # A NaN is both the least and the greatest, and fails both comparisons.
-    if _least(logprobs) > -math.inf and _greatest(logprobs) <= 0 and _silent_between(segment):
+    elif _least(logprobs) > -math.inf and _greatest(logprobs) <= 0 and _silent_between(segment):
         return
     sampled = segment.sampled == 1
     good = np.where(sampled, np.isfinite(logprobs) & (logprobs <= 0), logprobs == 0)

@@ -25,7 +25,7 @@ from headrace.errors import (
 )
 from headrace.runspec import parse_run_spec
 from headrace.trajectory import ContentPart, Failure, Message, Placeholder, Trajectory, Version, VersionRun
-from headrace.validation import validate
+from headrace.validation import SHORT, validate
 from tests.builders import (
     VOCAB_SIZE,
     make_failed,
@@ -356,3 +356,15 @@ def test_a_spec_that_could_not_be_stored_is_refused_when_it_is_made(fields: dict
     with pytest.raises(InvalidRunSpec, match=named):
         parse_run_spec({"name": "run", **fields})
     parse_run_spec({"name": "run", "seed": 2**63 - 1, "tasks": [{"environment": "e", "kwargs": {"x": [{"y": 1}]}}]})
+
+
+@pytest.mark.parametrize("tokens", [SHORT, SHORT + 1])
+@pytest.mark.parametrize("wrong", [math.nan, -math.inf, 0.5])
+def test_short_and_long_segments_are_held_to_the_same(tokens: int, wrong: float) -> None:
+    trajectory = make_trajectory(segments=[make_segment(spans=[(1, tokens)])])
+    validate(trajectory)
+    for position, value in ((1, wrong), (tokens - 1, wrong), (0, -1.0)):
+        refused(with_value(trajectory, "logprobs", position, value), NonFiniteValue, f"position {position}:")
+    for position in (0, tokens - 1):
+        for value in (-1, VOCAB_SIZE):
+            refused(with_value(trajectory, "token_ids", position, value), TokenOutOfRange, f"position {position}:")
