@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 import time
@@ -18,28 +19,41 @@ _SEED_MASK = (1 << (_COUNTER_BITS - 1)) - 1
 _RANDOM_BITS = 44
 """Fresh random bits of every id, what is left of ``rand_b``."""
 
-_POOL_BYTES = 1 << 16
-"""Random bytes that are asked for at a time: the system call costs more than all the rest of an id."""
+_SEED_BYTES = 32
+_POOL_BYTES = 4096
+"""So much is made of a seed at a time."""
 
 
 class RandomPool:
-    """Random bytes in small portions, each given out once. A forked child never gives out what its parent might."""
+    """Random bytes in small portions, each given out once. A forked child never gives out what its parent might.
+
+    They are SHAKE-256 of a seed that the system gave and a counter. A system call for each would let go of the
+    interpreter's lock, and with other threads about it can take milliseconds to get it back.
+    """
 
     def __init__(self, random_bytes: Callable[[int], bytes] = os.urandom) -> None:
         self._random_bytes = random_bytes
         self._lock = threading.Lock()
+        self._seed = b""
+        self._blocks = 0
         self._pool = b""
         self._used = 0
         self._pid = 0
 
     def __call__(self, size: int) -> bytes:
-        """``size`` bytes, at most 64 KiB. Safe to call from several threads."""
+        """``size`` bytes, at most 4096. Safe to call from several threads."""
         with self._lock:
-            used = self._used
-            if used + size > len(self._pool) or self._pid != os.getpid():
-                self._pool, self._pid, used = self._random_bytes(_POOL_BYTES), os.getpid(), 0
-            self._used = used + size
+            if self._used + size > len(self._pool) or self._pid != os.getpid():
+                self._fill()
+            used, self._used = self._used, self._used + size
             return self._pool[used : used + size]
+
+    def _fill(self) -> None:
+        if self._pid != os.getpid():
+            self._pid, self._seed = os.getpid(), self._random_bytes(_SEED_BYTES)
+        self._pool = hashlib.shake_256(self._seed + self._blocks.to_bytes(8, "little")).digest(_POOL_BYTES)
+        self._blocks += 1
+        self._used = 0
 
 
 random_pool = RandomPool()

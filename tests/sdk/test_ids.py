@@ -47,16 +47,20 @@ def test_two_processes_never_share_random_bits() -> None:
 
 
 def test_random_bytes_are_given_out_once() -> None:
-    asked = itertools.count()
-    pool = RandomPool(lambda size: next(asked).to_bytes(2, "big") * (size // 2))
-    drawn = [pool(1 << 15) for _ in range(4)]
-    assert [portion[:2] for portion in drawn] == [b"\0\0", b"\0\0", b"\0\1", b"\0\1"]
-    assert pool(8) == b"\0\2" * 4
+    pool = RandomPool()
+    drawn = [pool(10) for _ in range(2000)]
+    assert {len(portion) for portion in drawn} == {10}
+    assert len(set(drawn)) == 2000
+    assert RandomPool(lambda size: bytes(size))(16) == RandomPool(lambda size: bytes(size))(16)
+    assert RandomPool(lambda size: bytes(size))(16) != RandomPool(lambda size: b"\1" * size)(16)
 
 
 def test_a_forked_child_draws_bytes_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = itertools.count()
-    pool = RandomPool(lambda size: bytes([next(asked)]) * size)
-    assert pool(4) == b"\0" * 4
+    seeds = itertools.count()
+    pool = RandomPool(lambda size: bytes([next(seeds)]) * size)
+    pool(8)
     monkeypatch.setattr("os.getpid", lambda: -1)
-    assert pool(4) == b"\1" * 4
+    child = pool(8)
+    monkeypatch.undo()
+    assert next(seeds) == 2
+    assert child != pool(8)
