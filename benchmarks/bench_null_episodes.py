@@ -44,7 +44,7 @@ def main() -> None:
     with service(profile=profile) as running:
         running.start_orchestrator()
         for number in (0, 1):  # while one runs its episodes, the other leases and hands in
-            running.start_worker("--policy", "benchmarks.null:policy", slots=512, name=f"worker-{number}")
+            running.start_worker("--policy", "benchmarks.null:policy", slots=1024, name=f"worker-{number}")
         in_process = measure(running, first=5_000, last=65_000)
     report(
         "null_episodes",
