@@ -65,7 +65,7 @@ async def test_old_files_are_deleted_and_listings_forget_what_was_in_them(data_d
         assert len(await train(api, 1)) == 4
 
 
-async def test_no_file_goes_that_an_open_batch_needs(data_dir: Path) -> None:
+async def test_no_file_goes_that_an_open_batch_needs(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async with orchestrator(data_dir, **SMALL) as api:
         await api.create_run(max_staleness=3)
         await api.play(free=4)
@@ -74,6 +74,9 @@ async def test_no_file_goes_that_an_open_batch_needs(data_dir: Path) -> None:
         await train(api, 30)
         assert len(files(data_dir)) > 4
         assert "00000001.log" in files(data_dir)
+        [told] = [line for line in capsys.readouterr().out.splitlines() if "retention waits" in line]
+        assert "run=run" in told
+        assert f"batch {held.manifest.batch}" in told
         assert (await api.pull_raw(request="held"))[0] == body
         await api.ack(held)
 

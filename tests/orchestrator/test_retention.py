@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from headrace.ids import new_id
 from headrace_orchestrator.buffer.location import Location
 from headrace_orchestrator.buffer.retention import FileUse, Retention, removable
-from headrace_orchestrator.service.index import Index
+from headrace_orchestrator.service.index import Index, InUse
 from headrace_orchestrator.service.places import GroupAt
 
 NOW = 1_000_000.0
@@ -100,6 +100,6 @@ def test_many_groups_that_wait_in_the_oldest_file_are_not_all_looked_at():
     for number in range(1000):
         groups[str(number)] = Waiting(1)
         groups[str(number)].add(new_id(), Location(3 + number // 100, 64, 8))
-    assert index.oldest_file(floor=3) == 3
+    assert index.oldest_in_use(floor=3) == InUse(3, "run", "group 0")
     assert len(looked_at) == 1
-    assert index.oldest_file(floor=2) == index.oldest_file() == 3
+    assert index.oldest_in_use(floor=2) == index.oldest_in_use() == InUse(3, "run", "group 0")

@@ -38,6 +38,14 @@ class BatchAt(NamedTuple):
         return self.head.length + sum(member.length for member in self.members)
 
 
+class InUse(NamedTuple):
+    """A file of the log, the run that needs it, and what of the run does."""
+
+    file: int
+    run: str
+    what: str
+
+
 class _Snapshot(msgspec.Struct, frozen=True, array_like=True):
     trajectories: int
     groups: dict[str, dict[str, tuple[int, bytes]]]
@@ -84,25 +92,26 @@ class Index:
             members += [places[id] for id in ids]
         self.batches[formed.batch] = BatchAt(formed.run, head, tuple(members))
 
-    def oldest_file(self, floor: int = 0) -> int | None:
+    def oldest_in_use(self, floor: int = 0) -> InUse | None:
         """The oldest file of the log that a group in flight or an open batch needs: neither it nor any behind it may be
         deleted. None where nothing is needed. ``floor``: no file is older than this one, so that nothing needs to be
         looked at behind what lies in it; the groups that wait longest are the first that are looked at."""
-        oldest: int | None = None
-        for number in self._files_in_use():
-            if oldest is None or number < oldest:
-                oldest = number
-                if oldest <= floor:
+        oldest: InUse | None = None
+        for found in self._files_in_use():
+            if oldest is None or found.file < oldest.file:
+                oldest = found
+                if oldest.file <= floor:
                     break
         return oldest
 
-    def _files_in_use(self) -> Iterator[int]:
-        for batch in self.batches.values():
-            yield min(batch.head.file, *(member.file for member in batch.members))
-        for groups in self.groups.values():
-            for group in groups.values():
+    def _files_in_use(self) -> Iterator[InUse]:
+        for id, batch in self.batches.items():
+            file = min(batch.head.file, *(member.file for member in batch.members))
+            yield InUse(file, batch.run, f"batch {id}")
+        for run, groups in self.groups.items():
+            for id, group in groups.items():
                 if group.packed:
-                    yield group.first_file
+                    yield InUse(group.first_file, run, f"group {id}")
 
     def move(self, moves: Moves) -> None:
         """Frames were stored elsewhere than was meant. Looks through everything: it is rare."""

@@ -2,6 +2,7 @@
 
 * No file goes that a group in flight, an open batch or a start needs; a start may need the last two control states.
 * A file is deleted first; then listings forget what was in it, and assets that only it referred to go.
+* What it waits for is said, once for each file that it waits for.
 * What a refusing disk left half done is done once it takes data again; whatever else stands in the way is named.
 * How much is stored is told to the scheduler, which admits nothing at the bound of the disk.
 """
@@ -17,6 +18,7 @@ from headrace_orchestrator.buffer.assets import Assets
 from headrace_orchestrator.buffer.location import Location
 from headrace_orchestrator.buffer.retention import FileUse, Retention, removable
 from headrace_orchestrator.scheduler.bounds import Bounds
+from headrace_orchestrator.service.index import InUse
 from headrace_orchestrator.service.store import Store
 
 log = logs.logger(__name__)
@@ -50,6 +52,8 @@ class Retainer:
         self._now_s = now_s
         #: Trajectories of files that are sealed, by number.
         self._counts: dict[int, int] = {}
+        #: What held it up when it was last looked at.
+        self._waits_for: InUse | None = None
         #: Files that were deleted and are still listed.
         self._unforgotten: list[int] = []
 
@@ -100,16 +104,31 @@ class Retainer:
             return False
         if self._store.has_facts:
             return True
-        in_use = self._store.index.oldest_file(files[0].number if files else 0)
-        return any(file.trajectories for file in files[:-1] if in_use is None or file.number < in_use)
+        in_use = self._store.index.oldest_in_use(files[0].number if files else 0)
+        return any(file.trajectories for file in files[:-1] if in_use is None or file.number < in_use.file)
 
     async def _choose(self, files: Sequence[FileUse]) -> list[int]:
         if not self._removable(files, needed=None):
             return []
         start = await asyncio.to_thread(self._store.log.needed_by_a_start)
         # From here on nothing waits, so that nothing comes to need a file that is chosen.
-        in_use = self._store.index.oldest_file(files[0].number)
-        return self._removable(files, needed=start if in_use is None else min(start, in_use))
+        in_use = self._store.index.oldest_in_use(files[0].number)
+        if in_use is None:
+            return self._removable(files, needed=start)
+        gone = self._removable(files, needed=min(start, in_use.file))
+        self._tell_waiting(in_use if len(gone) < len(self._removable(files, needed=start)) else None)
+        return gone
+
+    def _tell_waiting(self, in_use: InUse | None) -> None:
+        """Say what retention waits for: it may be a run that everybody has forgotten."""
+        if in_use is not None and in_use != self._waits_for:
+            log.warning(
+                "retention waits: an old file of the log is in use; pull and ack, or close the run, to let it go",
+                number=in_use.file,
+                run=in_use.run,
+                needed_by=in_use.what,
+            )
+        self._waits_for = in_use
 
     def _removable(self, files: Sequence[FileUse], needed: int | None) -> list[int]:
         if not files:
