@@ -26,7 +26,6 @@ from headrace_workers.tiny_policy.model import Floats, Model
 
 LEARNING_RATE = 6.0  # large, because a turn's gradient is at most 1 and is averaged over all turns of a batch
 TEXT = "version {version}: mean reward {mean_reward:.2f}, mean guesses {mean_guesses:.2f}"
-HOLD_S = 10.0  # one wait for evaluations that still need the old weights
 
 
 class State(NamedTuple):
@@ -42,8 +41,7 @@ def improve(weights: Floats, batch: Batch) -> Floats:
     model, gradient = Model(weights), np.zeros_like(weights)
     for row in batch.rows:
         for turn, advantage in zip(row.turns, row.advantages, strict=True):
-            prompt, sampled = row.token_ids[: turn.start], row.token_ids[turn.start : turn.end]
-            gradient += advantage * model.gradient(prompt, sampled)
+            gradient += advantage * model.gradient(row.token_ids[: turn.start], row.token_ids[turn.start : turn.end])
     return weights + LEARNING_RATE / max(1, batch.manifest.counts.turns) * gradient
 
 
@@ -61,16 +59,15 @@ def train(
             state = State(weights, Version(batch.version.lineage, state.version.n + 1), batch.id)
             if checkpoint:
                 _write(checkpoint, state)
-        while client.hold(run, wait_s=HOLD_S).hold_s > 0:
+        while client.hold(run, wait_s=10.0).hold_s > 0:  # evaluations still need the old weights
             client.doing(run, "waiting")
         load(policy, state)
         try:
             client.ack(batch, version=state.version)
         except (BatchSuperseded, BatchAlreadyAcked):
             continue  # the lease ran out, or an ack before a restart got through: the next pull says which
-        mean_guesses = batch.manifest.counts.turns / batch.manifest.counts.trajectories
-        reward = batch.manifest.moments.rewards.mean
-        yield {"version": str(state.version), "mean_reward": reward, "mean_guesses": mean_guesses}
+        counts, reward = batch.manifest.counts, batch.manifest.moments.rewards.mean
+        yield {"version": str(state.version), "mean_reward": reward, "mean_guesses": counts.turns / counts.trajectories}
 
 
 _open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open  # the policy is near: no proxy

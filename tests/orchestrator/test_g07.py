@@ -158,7 +158,7 @@ async def test_G07_an_asset_that_a_new_record_comes_to_refer_to_is_never_deleted
     log.info("%s; at most %d assets", dict(rounds.seen), most)
     assert rounds.seen["killed"] == ROUNDS // KILL_EVERY
     assert min(rounds.seen[what] for what in ("already there", "to be sent", "assets-missing", "checked")) > 0
-    assert most <= 8
+    assert most <= 16, "what nobody refers to is there for longer than its files, its promise and a look around"
     assert not list((forked.data / "assets").glob("??/*"))
 
 
