@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -65,7 +66,9 @@ async def test_old_files_are_deleted_and_listings_forget_what_was_in_them(data_d
         assert len(await train(api, 1)) == 4
 
 
-async def test_no_file_goes_that_an_open_batch_needs(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_no_file_goes_that_an_open_batch_needs(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Mock()
+    monkeypatch.setattr(retaining, "log", told)
     async with orchestrator(data_dir, **SMALL) as api:
         await api.create_run(max_staleness=3)
         await api.play(free=4)
@@ -74,9 +77,13 @@ async def test_no_file_goes_that_an_open_batch_needs(data_dir: Path, capsys: pyt
         await train(api, 30)
         assert len(files(data_dir)) > 4
         assert "00000001.log" in files(data_dir)
-        [told] = [line for line in capsys.readouterr().out.splitlines() if "retention waits" in line]
-        assert "run=run" in told
-        assert f"batch {held.manifest.batch}" in told
+
+        async def it_is_said() -> bool:
+            return bool(told.warning.called)
+
+        await until(it_is_said)
+        [call] = told.warning.call_args_list
+        assert call.kwargs == {"number": 1, "run": "run", "needed_by": f"batch {held.manifest.batch}"}
         assert (await api.pull_raw(request="held"))[0] == body
         await api.ack(held)
 
