@@ -72,7 +72,7 @@ def beside_peers(rounds: int) -> list[Row]:
                     inserts.append(reverb.ask("insert", count=ingest.TRAJECTORIES))
                     batched.append(ingest.measure(running, client, together=TOGETHER, connections=BATCHED_CONNECTIONS))
                     puts.append(queue.ask("put", count=ingest.TRAJECTORIES, together=TOGETHER))
-                    pulled, raw, _ = bench_pull.measure(client, rounds=5)
+                    pulled, raw, _ = bench_pull.measure(client, rounds=15)
                     pulls += pulled if number else []
                     raws += raw if number else []
                     gets += [queue.ask("get", size=PULLED) for _ in range(3)] if number else []
