@@ -148,7 +148,8 @@ def _grant(book: Book, worker: Worker, free: int, attempts: list[wire.Assignment
         if run.brake.since is not None:
             run.brake.tried(now)
         episodes = _pick(run, count, book.workers.slots[worker.pool])
-        grants = [records.Grant(episode.id, episode.attempt + 1, book.new_nonce()) for episode in episodes]
+        nonce = book.new_nonce()  # one for all: it tells this grant of an attempt from any other
+        grants = [records.Grant(episode.id, episode.attempt + 1, nonce) for episode in episodes]
         book.emit(
             records.Dispatched(
                 run=run.name, worker=worker.name, pool=worker.pool, version=run.versions.now, grants=grants
