@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.errors import BatchSuperseded, ShardsNotFetched
+from headrace import wire
+from headrace.errors import BatchSuperseded, SessionSuperseded, ShardsNotFetched
 from tests.scheduler.harness import Harness, Served
 
 
@@ -102,3 +103,19 @@ def test_a_pull_that_names_a_batch_gets_it_or_what_became_of_it(harness):
     with pytest.raises(BatchSuperseded, match="is not known"):
         harness.pull("new", batch="none")
     assert harness.settle() == []
+
+
+def test_from_then_on_nothing_that_an_earlier_session_still_asks_for_is_answered(harness):
+    harness.run(batch_size=2, max_staleness=3)
+    harness.work()
+    harness.ack(harness.batch("old"))
+    harness.work()
+    request = wire.PullRequest(learner="l", session="old", request="sent before it died")
+    plan = harness.core.pull("r", request, harness.now)
+    assert harness.resume("new").batches == []
+    with pytest.raises(SessionSuperseded):
+        harness.core.form("r", plan, request, harness.now)
+    harness.restart(harness.restored(harness.core.snapshot()))
+    with pytest.raises(SessionSuperseded):
+        harness.pull("old")
+    assert harness.resume("new").batches == [], "every rank is told the same"

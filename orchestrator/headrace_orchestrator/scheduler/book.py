@@ -63,6 +63,7 @@ class Book:
             records.BatchDissolved: self._batch_dissolved,
             records.BatchAcked: self._batch_acked,
             records.VersionAnnounced: self._version_announced,
+            records.SessionStarted: self._session_started,
             records.PrioritiesSet: self._priorities_set,
             records.EvaluationStarted: self._evaluation_started,
             records.EvaluationEnded: self._evaluation_ended,
@@ -226,6 +227,9 @@ class Book:
 
     def _version_announced(self, record: records.VersionAnnounced, now: float) -> None:
         self.runs[record.run].announce(record.version, record.fork)
+
+    def _session_started(self, record: records.SessionStarted, now: float) -> None:
+        taking.session_now(self.runs[record.run], record.learner, record.session)
 
     def _priorities_set(self, record: records.PrioritiesSet, now: float) -> None:
         taking.priorities_set(self.runs[record.run], record.priorities)

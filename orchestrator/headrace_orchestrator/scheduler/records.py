@@ -239,6 +239,14 @@ class VersionAnnounced(Record, frozen=True, kw_only=True):
     fork: Version | None = None
 
 
+class SessionStarted(Record, frozen=True, kw_only=True):
+    """A learner resumed in a new session: what its earlier ones asked for is not answered any more."""
+
+    run: str
+    learner: str
+    session: str
+
+
 class PrioritiesSet(Record, frozen=True, kw_only=True):
     """What a prioritized draw goes by from now on, by group."""
 
@@ -291,6 +299,7 @@ AnyRecord = (
     | BatchDissolved
     | BatchAcked
     | VersionAnnounced
+    | SessionStarted
     | PrioritiesSet
     | EvaluationStarted
     | EvaluationEnded

@@ -3,13 +3,14 @@
 * It gets exactly the batches that its earlier sessions leased and never acked, as long as they are within bound.
 * It is told the names of the others, and why nobody will get them from it.
 * What it gave back itself is not among them.
+* From then on nothing that an earlier session still asks for is answered, so that no batch comes to be its own.
 * Asked again by the same session, the answer is the same, but for what was acked meanwhile.
 """
 
 from __future__ import annotations
 
 from headrace import wire
-from headrace_orchestrator.scheduler import serving, settling
+from headrace_orchestrator.scheduler import records, serving, settling
 from headrace_orchestrator.scheduler.batches import Batch
 from headrace_orchestrator.scheduler.book import Book
 from headrace_orchestrator.scheduler.runs import Run
@@ -22,6 +23,10 @@ def resume(book: Book, run: Run, request: wire.ResumeRequest, now: float) -> wir
     """Lease to this session what the learner's earlier ones left. Raises SessionSuperseded, InvalidRequest."""
     serving.require_session(run, request.learner, request.session, 0, request.shards)
     serving.meet(run, request.learner, now)
+    sessions = run.sessions.get(request.learner)
+    if sessions is not None and sessions.now != request.session:
+        started = records.SessionStarted(run=run.name, learner=request.learner, session=request.session)
+        book.emit(started, now)
     serving.release_other_sessions(book, run, request.learner, request.session, now)
     served = [batch.id for batch in run.batches.values() if _resumed(batch, request)]
     left = [batch for batch in run.batches.values() if batch.learner == request.learner and _left(batch)]

@@ -337,13 +337,19 @@ def _members_lost(run: Run, group: Group) -> list[Episode]:
 
 def batch_leased(run: Run, record: records.BatchLeased) -> None:
     run.batches[record.batch].lease(record)
-    sessions = run.sessions.get(record.learner)
-    if sessions is None or sessions.now != record.session:
-        earlier = [] if sessions is None else [*sessions.earlier, sessions.now][-EARLIER_SESSIONS:]
-        sessions = Sessions(record.session, earlier)
-        remember(run.sessions, record.learner, sessions)
+    sessions = session_now(run, record.learner, record.session)
     if record.shards > 1:
         remember(sessions.pulls, record.request, record.batch, SHARDED_PULLS)
+
+
+def session_now(run: Run, learner: str, session: str) -> Sessions:
+    """A learner acts in this session; the one before is over."""
+    sessions = run.sessions.get(learner)
+    if sessions is None or sessions.now != session:
+        earlier = [] if sessions is None else [*sessions.earlier, sessions.now][-EARLIER_SESSIONS:]
+        sessions = Sessions(session, earlier)
+        remember(run.sessions, learner, sessions)
+    return sessions
 
 
 def batch_dissolved(run: Run, record: records.BatchDissolved) -> None:
