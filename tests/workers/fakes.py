@@ -143,3 +143,11 @@ async def play_with_assets(
         its_tools.threads.close()
     validate(record)
     return record, episode.assets
+
+
+def failure_of(record: Trajectory) -> tuple[str, str, bool]:
+    """Layer, kind, and whether it is retryable, of a valid record of a failed episode."""
+    validate(record)
+    assert (record.status, record.stop_reason) == ("failed", "failure")
+    assert record.failure is not None
+    return record.failure.layer, record.failure.kind, record.failure.retryable
