@@ -125,8 +125,8 @@ class AgentSpec(_Model):
 
     base: str | None = None
     """Name of the policy's weights; requests carry it as the model name. Default: the run's own."""
-    endpoint: str | None = None
-    """Address of its server. Default: the run's own."""
+    endpoints: list[str] | None = None
+    """Addresses of its servers. Default: the run's own."""
     train: bool = True
     """Whether its segments are rows. Default yes; a frozen opponent has ``train = false``."""
     temperature: float | None = Field(default=None, ge=0)
@@ -136,8 +136,8 @@ class AgentSpec(_Model):
 class PolicySpec(_Model):
     """The policy that acts in this run, and where it is served."""
 
-    endpoint: str = ""
-    """Base address of the server, such as ``http://127.0.0.1:8471``. Default: what each worker was started with."""
+    endpoints: list[str] = []
+    """Base addresses of the servers, such as ``http://127.0.0.1:8471``. Default: what each worker was started with."""
     model: str = "policy"
     """The model name that requests carry."""
     base: str = "policy"

@@ -263,14 +263,24 @@ class ResumeReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     lost: dict[str, str] = {}
 
 
+class Weights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where the weights of a version are, by a path that the policy servers can read: ``full``, a folder of safetensors
+    as transformers writes it; ``adapter``, a folder of a LoRA adapter as PEFT writes it."""
+
+    path: str
+    kind: Literal["full", "adapter"] = "full"
+
+
 class AckRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The batch was trained on. ``version`` is the one that the step made, in the text form ``lineage.n``; it is
-    announced in the same record. Empty: the step made none."""
+    announced in the same record. Empty: the step made none. ``weights``: where it is; the service then loads it into
+    the run's policy servers. Without, the learner has loaded it itself."""
 
     learner: str
     session: str
     generation: int
     version: str = ""
+    weights: Weights | None = None
 
 
 class AckReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -289,10 +299,11 @@ class NackRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class VersionRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Announce a version: the next ``n`` of the lineage (gaps are versions that were skipped), after the weights are
-    loaded."""
+    """Announce a version: the next ``n`` of the lineage (gaps are versions that were skipped). ``weights``: where it
+    is; the service then loads it into the run's policy servers. Without, the learner has loaded it itself."""
 
     version: str
+    weights: Weights | None = None
 
 
 class RewindRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -305,6 +316,43 @@ class VersionReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     epoch: int
     version: str
     """The version now. After a rewind: ``(new lineage, n of the fork point)``."""
+
+
+ServerState = Literal["unknown", "serving", "syncing", "draining", "ejected"]
+"""unknown: not heard of yet. serving: takes requests. syncing: paused for new weights. draining: finishes what it has,
+takes nothing new. ejected: takes nothing until it confirms a version that it should have."""
+
+
+class PolicyServer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One policy server of a run. ``version``: what it last confirmed; empty if it never did. ``paused_s``: seconds
+    that it was paused for new weights so far, the pause that lasts included. ``running``, ``waiting``: requests in the
+    engine. ``kv_cache_used``: share of its KV cache, 0 to 1. ``reason``: why it is not serving."""
+
+    address: str
+    state: ServerState
+    version: str = ""
+    paused_s: float = 0.0
+    running: float = 0.0
+    waiting: float = 0.0
+    kv_cache_used: float = 0.0
+    reason: str = ""
+
+
+class ServersReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The policy servers of a run. ``revision`` grows whenever a server comes, goes or changes its state or version: a
+    long poll that names the one it knows is answered at the next. ``sync``: what the weight sync is at, or why the last
+    one failed; empty if there is nothing to say."""
+
+    epoch: int
+    revision: int
+    servers: list[PolicyServer] = []
+    sync: str = ""
+
+
+class ServerRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Add, drain or remove a policy server of a run while it runs. ``address``: as in ``policy.endpoints``."""
+
+    address: str
 
 
 class DoingRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

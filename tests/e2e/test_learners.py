@@ -81,7 +81,7 @@ def test_two_player_games_train_against_a_frozen_opponent(working: Service) -> N
         "name": "nim",
         "environments": [{"id": "game:Nim-v0"}],
         "batch_size": 8,
-        "policy": {"agents": {"player_1": {"base": "frozen", "endpoint": frozen_policy, "train": False}}},
+        "policy": {"agents": {"player_1": {"base": "frozen", "endpoints": [frozen_policy], "train": False}}},
         **LIMITS,
     }
     with Client(working.url, keepalive=False) as client:

@@ -64,13 +64,13 @@ def test_every_make_target_that_a_document_names_exists(document: Path) -> None:
 
 
 async def test_the_policy_server_of_the_documents_answers_as_a_worker_needs_it() -> None:
-    text = (ROOT / "docs" / "policy-servers.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "policy.md").read_text(encoding="utf-8")
     (code,) = [code for language, code in FENCE.findall(text) if language == "python"]
     port = free_port()
     process = subprocess.Popen([sys.executable, "-c", code.replace("8000", str(port))], stderr=subprocess.DEVNULL)
     policies = CompletionsPolicies(slots=1, default_endpoint=f"http://127.0.0.1:{port}", clock=time.monotonic)
     try:
-        sample = await sampled(policies.at(""))
+        sample = await sampled(policies.at([]))
     finally:
         await policies.close()
         process.kill()
@@ -82,6 +82,8 @@ async def test_the_policy_server_of_the_documents_answers_as_a_worker_needs_it()
 async def sampled(policy: Policy) -> Sample:
     """A sample, as soon as the server is up."""
     request = SampleRequest(
+        group="g",
+        episode="e",
         id="e-1-0",
         model="policy",
         prompt=[1, 2],

@@ -177,6 +177,8 @@ async def test_the_workers_client_tells_the_lies_apart(api, lie):
     await api.misbehave(lie=lie, reply="7</a>\n\nX" if lie.startswith("stop-overrun") else None)
     policies = CompletionsPolicies(slots=1, default_endpoint=api.address, clock=time.monotonic)
     request = SampleRequest(
+        group="g",
+        episode="e",
         id="e-1-0",
         model="policy",
         prompt=GUESSING,
@@ -188,7 +190,7 @@ async def test_the_workers_client_tells_the_lies_apart(api, lie):
     )
     kind = None
     try:
-        sample = await policies.at("").sample(request)
+        sample = await policies.at([]).sample(request)
         check_sample(sample, VOCAB_SIZE, 64)
     except PolicyFailure as failure:
         kind = failure.kind

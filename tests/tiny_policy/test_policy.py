@@ -72,6 +72,8 @@ def test_weights_that_do_not_fit_change_nothing():
 
 def request(prompt: list[int], seed: int) -> SampleRequest:
     return SampleRequest(
+        group="g",
+        episode="e",
         id="e-1-0",
         model="policy",
         prompt=prompt,

@@ -19,6 +19,8 @@ from tests.workers.engine import DROP, Engine, completion, serving
 from tests.workers.fakes import Clock
 
 REQUEST = SampleRequest(
+    group="g",
+    episode="e",
     id="episode-1-0",
     model="tiny",
     prompt=[256, 258, 65, 261, 259],
@@ -43,7 +45,7 @@ def reply(body: str | bytes, status: int = 200) -> Any:
 async def client(engine: Engine, clock: Any = None) -> AsyncIterator[Policy]:
     policies = CompletionsPolicies(slots=4, default_endpoint=engine.url, clock=clock or Clock())
     try:
-        yield policies.at("")
+        yield policies.at([])
     finally:
         await policies.close()
 
@@ -190,7 +192,7 @@ async def test_a_refused_connection_is_tried_a_bounded_number_of_times(monkeypat
     monkeypatch.setattr(module, "BACKOFF_S", 0.001)
     async with serving(fine) as engine:
         policies = CompletionsPolicies(slots=1, default_endpoint=engine.url, clock=Clock())
-        policy = policies.at("")
+        policy = policies.at([])
         await policy.sample(REQUEST)
     with pytest.raises(PolicyFailure) as caught:
         await policy.sample(REQUEST)
@@ -292,7 +294,7 @@ async def test_a_version_that_cannot_be_read_is_a_failure(version: Any) -> None:
 async def test_without_an_endpoint_there_is_no_policy() -> None:
     policies = CompletionsPolicies(slots=1, default_endpoint="", clock=Clock())
     with pytest.raises(PolicyFailure) as caught:
-        policies.at("")
+        policies.at([])
     assert caught.value.kind == "no-endpoint"
 
 

@@ -394,7 +394,7 @@ async def test_a_fault_of_the_worker_is_recorded_as_one() -> None:
     its_tools = tools(Script(say("x")), OneTurn)
 
     class Broken:
-        def at(self, endpoint: str) -> Any:
+        def at(self, endpoints: Any) -> Any:
             raise ZeroDivisionError("oops")
 
     its_tools.policies = Broken()  # type: ignore[assignment]

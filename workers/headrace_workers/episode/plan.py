@@ -25,9 +25,9 @@ SEED_BITS = 63
 
 @dataclass(frozen=True, slots=True)
 class AgentPlan:
-    """Who plays one agent. ``endpoint`` may be empty: the worker's own. ``temperature`` None: the run's."""
+    """Who plays one agent. ``endpoints`` may be empty: the worker's own. ``temperature`` None: the run's."""
 
-    endpoint: str
+    endpoints: tuple[str, ...]
     model: str
     policy: PolicyRef
     train: bool
@@ -56,10 +56,12 @@ class RunPlan:
 def make_plan(spec: RunSpec) -> RunPlan:
     """The plan of a run. Raises InfrastructureFailure ``unknown-renderer``."""
     policy = spec.policy
-    everyone = AgentPlan(policy.endpoint, policy.model, PolicyRef(base=policy.base), train=True, temperature=None)
+    everyone = AgentPlan(
+        tuple(policy.endpoints), policy.model, PolicyRef(base=policy.base), train=True, temperature=None
+    )
     agents = {
         name: AgentPlan(
-            endpoint=agent.endpoint if agent.endpoint is not None else everyone.endpoint,
+            endpoints=tuple(agent.endpoints) if agent.endpoints is not None else everyone.endpoints,
             model=agent.base if agent.base is not None else everyone.model,
             policy=PolicyRef(base=agent.base) if agent.base is not None else everyone.policy,
             train=agent.train,

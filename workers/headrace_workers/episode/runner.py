@@ -42,7 +42,7 @@ MAX_ASSET_BYTES = 256 << 20
 class EpisodeTools:
     """What all episodes of a worker share.
 
-    ``policies`` gives the policy behind an endpoint; ``clock`` is monotonic, in seconds; ``new_id`` makes ids of
+    ``policies`` gives the policy behind endpoints; ``clock`` is monotonic, in seconds; ``new_id`` makes ids of
     trajectories; ``make_environment`` builds an environment by id.
     """
 
@@ -245,6 +245,8 @@ class Episode:
         tools, plan, assignment = self._tools, self._plan, self._assignment
         request = SampleRequest(
             id=f"{assignment.episode}-{assignment.attempt}-{self._turns}",
+            group=assignment.group,
+            episode=assignment.episode,
             model=track.plan.model,
             prompt=prompt,
             sampling=turn_sampling(track.sampling, self._turns),
@@ -256,7 +258,7 @@ class Episode:
         started_at = tools.clock()
         tools.sampling_now += 1
         try:
-            policy = tools.policies.at(track.plan.endpoint)
+            policy = tools.policies.at(track.plan.endpoints)
             self._endpoint = self._endpoint or policy.endpoint
             sample = await policy.sample(request)
             check_sample(sample, plan.renderer.tokenizer.vocab_size, max_tokens)

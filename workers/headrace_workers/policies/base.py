@@ -27,10 +27,13 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     ``id`` names the turn (``episode-attempt-turn``); whoever sends a request appends the number of the try.
     ``prompt`` int[n] token ids. ``sampling`` carries this turn's own seed; temperature 0 is greedy.
-    ``timeout_s`` bounds the whole call, its retries included.
+    ``timeout_s`` bounds the whole call, its retries included; what is paused for new weights is not counted.
+    ``group`` and ``episode`` say whose turn it is: a router keeps both where their prefix is cached.
     """
 
     id: str
+    group: str
+    episode: str
     model: str
     prompt: Sequence[int]
     sampling: Sampling
@@ -68,10 +71,10 @@ class Policy(Protocol):
 
 
 class PolicySource(Protocol):
-    """Gives the policy behind an endpoint."""
+    """Gives the policy behind endpoints."""
 
-    def at(self, endpoint: str) -> Policy:
-        """The policy served there. Raises PolicyFailure ``no-endpoint``."""
+    def at(self, endpoints: Sequence[str]) -> Policy:
+        """The policy that these servers serve. Raises PolicyFailure ``no-endpoint``."""
         ...
 
     async def close(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -88,12 +88,12 @@ class CompletionsPolicies:
         self._session: aiohttp.ClientSession | None = None
         self._policies: dict[str, CompletionsPolicy] = {}
 
-    def at(self, endpoint: str) -> Policy:
-        address = (endpoint or self._default_endpoint).rstrip("/")
+    def at(self, endpoints: Sequence[str]) -> Policy:
+        address = (endpoints[0] if endpoints else self._default_endpoint).rstrip("/")
         if not address:
             raise PolicyFailure(
                 "Nothing says where the policy is served.",
-                hint="Set policy.endpoint in the run spec, or start the worker with --policy-endpoint.",
+                hint="Set policy.endpoints in the run spec, or start the worker with --policy-endpoint.",
                 kind="no-endpoint",
                 retryable=False,
             )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, cast
 
 from headrace.errors import EpisodeFailure, PolicyFailure, SetupError
@@ -32,7 +32,7 @@ class InProcessPolicy:
     def __init__(self, sampler: InProcessSampler) -> None:
         self._sampler = sampler
 
-    def at(self, endpoint: str) -> Policy:
+    def at(self, endpoints: Sequence[str]) -> Policy:
         return self
 
     async def sample(self, request: SampleRequest) -> Sample:

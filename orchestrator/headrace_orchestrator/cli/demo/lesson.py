@@ -82,7 +82,7 @@ class Teacher:
         progress = Progress(lesson=run)
         endpoint = self._stage.start_policy(f"policy-{run}")
         spec = example_json("guess_the_number.json")
-        client.create_run({**spec, "name": run, "policy": {**spec.get("policy", {}), "endpoint": endpoint}})
+        client.create_run({**spec, "name": run, "policy": {**spec.get("policy", {}), "endpoints": [endpoint]}})
         first = self._evaluate(progress, "evaluating version 0")
         self._train(progress, endpoint, zero_advantages)
         trained = self._evaluate(progress, "evaluating what it learned")
