@@ -52,3 +52,6 @@ class Driven:
 
 
 CLIENTS = [Client, Driven]
+
+Connect = Callable[..., Any]
+"""Makes a client of the stub; what the fixture ``connect`` gives."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -9,6 +10,7 @@ from headrace.runspec import EstimatorSpec
 from headrace.strands import GroupInput
 from headrace.trajectory import Version
 from tests import builders
+from tests.client.both import CLIENTS, Connect
 from tests.client.stub import Stub
 
 
@@ -33,3 +35,14 @@ def make_body(name: str) -> bytes:
         records.append(record)
     head = batch.build_head(batch=name, run="guess", estimator=EstimatorSpec(), version=Version(0, 3), groups=groups)
     return head + b"".join(records)
+
+
+@pytest.fixture(params=CLIENTS, ids=["sync", "async"])
+def connect(request: pytest.FixtureRequest, stub: Stub) -> Connect:
+    """Makes a client of the stub; small waits, because the stub answers at once."""
+    kind = request.param
+
+    def make(**options: Any) -> Any:
+        return kind(stub.url, **{"retry_for_s": 5.0, "keepalive": False, **options})
+
+    return make

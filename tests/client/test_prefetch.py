@@ -13,9 +13,9 @@ from headrace import wire
 from headrace.aio import AsyncClient
 from headrace.client import Client
 from headrace.errors import InvalidRequest, NothingToServe, UnknownRun
+from tests.client.answers import run_status
 from tests.client.conftest import make_body
 from tests.client.stub import Reply, Seen, Stub, batch, good, problem
-from tests.client.test_clients import run_status
 
 PULL = "POST /v1/runs/guess/pull"
 FINISHED = wire.EmptyReply(epoch=1, reasons=[wire.Reason(code="tasks-exhausted", message="done")], finished=True)

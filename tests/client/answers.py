@@ -1,0 +1,37 @@
+"""Routes that the client tests speak of, and answers that the stub gives there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace import wire
+
+PULL = "POST /v1/runs/guess/pull"
+DOING = "POST /v1/runs/guess/doing"
+ACK = "POST /v1/runs/guess/batches/batch-1/ack"
+COLLECTING = wire.Reason(code="collecting", message="3 of 8 groups are complete.")
+EMPTY = wire.EmptyReply(epoch=1, reasons=[COLLECTING])
+FINISHED = wire.EmptyReply(epoch=1, reasons=[wire.Reason(code="closed", message="Closed.")], finished=True)
+SPEC: dict[str, Any] = {"name": "guess", "environments": [{"id": "game:GuessTheNumber-v0-hard"}]}
+
+
+def run_status(**fields: Any) -> wire.RunStatus:
+    given: dict[str, Any] = {
+        "name": "guess",
+        "state": "active",
+        "version": "0.3",
+        "spec": SPEC,
+        "groups": wire.GroupCounts(),
+        "credit": 0,
+        "in_flight": 0,
+        "queued": 0,
+        "leased": 0,
+        "episodes": {},
+        "batches_acked": 0,
+        "batches_open": 0,
+        "learner_doing": "",
+        "learner_doing_s": -1.0,
+        "learner_waiting": False,
+        "reasons": [],
+    }
+    return wire.RunStatus(**{**given, **fields})

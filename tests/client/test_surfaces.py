@@ -1,0 +1,41 @@
+"""The two clients have one surface."""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import sys
+from typing import Any
+
+import pytest
+
+from headrace.aio import AsyncClient
+from headrace.client import Client
+from headrace.errors import (
+    MissingExtra,
+)
+
+
+def test_the_async_client_has_the_methods_of_the_sync_one_with_the_same_arguments() -> None:
+    def surface(kind: type) -> dict[str, list[inspect.Parameter]]:
+        return {
+            name: list(inspect.signature(method).parameters.values())
+            for name, method in inspect.getmembers(kind, inspect.isfunction)
+            if not name.startswith("_") or name == "__init__"
+        }
+
+    assert surface(Client) == surface(AsyncClient)
+
+
+def test_without_aiohttp_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *args: Any) -> Any:
+        if name == "aiohttp":
+            raise ModuleNotFoundError("No module named 'aiohttp'", name="aiohttp")
+        return real(name, *args)
+
+    monkeypatch.delitem(sys.modules, "aiohttp", raising=False)
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(MissingExtra, match=r"pip install 'headrace\[async\]'"):
+        AsyncClient()
