@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from click.testing import CliRunner
 
 import headrace
 from headrace.batch import Batch
@@ -21,6 +22,7 @@ from headrace_orchestrator.buffer import backup as copies
 from headrace_orchestrator.buffer.backup import back_up, read_manifest
 from headrace_orchestrator.buffer.directory import last_epoch
 from headrace_orchestrator.buffer.restoring import Restored, restore
+from headrace_orchestrator.cli.backup import backup
 from tests.orchestrator.serving import Api, Process, orchestrator, record_for, submission, until
 from tests.orchestrator.test_log import flip
 from tests.orchestrator.test_restart import stored_episodes
@@ -217,6 +219,16 @@ async def test_a_damaged_asset_does_not_keep_the_rest_from_being_copied(data_dir
     report = copy(data_dir, tmp_path / "copy")
     assert report.damaged_assets == [asset_path(data_dir, b"one").name]
     assert asset_path(tmp_path / "copy", b"two").read_bytes() == b"two"
+
+
+async def test_the_command_ends_with_5_where_something_damaged_was_not_copied(data_dir: Path, tmp_path: Path):
+    async with orchestrator(data_dir):
+        pass
+    command = [str(data_dir), str(tmp_path / "copy")]
+    assert (await asyncio.to_thread(CliRunner().invoke, backup, command)).exit_code == 0
+    asset_path(data_dir, b"one").parent.mkdir(parents=True, exist_ok=True)
+    asset_path(data_dir, b"one").write_bytes(b"another")
+    assert (await asyncio.to_thread(CliRunner().invoke, backup, command)).exit_code == 5
 
 
 def asset_path(directory: Path, content: bytes) -> Path:

@@ -27,6 +27,7 @@ from rich.markup import escape
 
 from headrace.client import address
 from headrace.errors import HeadraceError, Unavailable
+from headrace_orchestrator.cli.binding import data_option
 from headrace_orchestrator.cli.output import (
     FAILED,
     connect,
@@ -72,15 +73,7 @@ class Check(NamedTuple):
 
 
 @click.command(short_help="Check this machine and the orchestrator.")
-@click.option(
-    "--data",
-    type=click.Path(path_type=Path, file_okay=False),
-    default=Path("headrace-data"),
-    show_default=True,
-    envvar="HEADRACE_DATA",
-    show_envvar=True,
-    help="Data directory.",
-)
+@data_option("Data directory.")
 @click.option("--port", default=8470, show_default=True, type=click.IntRange(1, 65535), help="Port to look at.")
 @service_options
 @json_option

@@ -7,37 +7,17 @@ from typing import Any, Literal
 
 import click
 
+from headrace_orchestrator.cli.binding import binding_options, data_option
 from headrace_orchestrator.cli.storage import storage_options, storage_settings
 from headrace_orchestrator.settings import Settings
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("auto", "json", "text")
 
-max_wait_option = click.option(
-    "--max-wait-s",
-    default=60.0,
-    show_default=True,
-    type=click.FloatRange(min=1),
-    envvar="HEADRACE_MAX_WAIT_S",
-    show_envvar=True,
-    help="Longest long poll, in seconds: keep it below the read timeout of a proxy in front.",
-)
-
 
 @click.command(short_help="Run the orchestrator in this process, until it is stopped.")
-@click.option(
-    "--data",
-    type=click.Path(path_type=Path, file_okay=False),
-    default=Path("headrace-data"),
-    show_default=True,
-    envvar="HEADRACE_DATA",
-    show_envvar=True,
-    help="Data directory; made if missing. One orchestrator at a time owns it.",
-)
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to bind. Not loopback: needs --tokens.")
-@click.option("--port", default=8470, show_default=True, type=click.IntRange(0, 65535), help="0: the system chooses.")
-@click.option("--tokens", type=click.Path(path_type=Path, dir_okay=False, exists=True), help="TOML file of tokens.")
-@max_wait_option
+@data_option("Data directory; made if missing. One orchestrator at a time owns it.")
+@binding_options
 @storage_options
 @click.option("--log-level", default="info", show_default=True, type=click.Choice(LEVELS), help="Least severity.")
 @click.option("--log-format", default="auto", show_default=True, type=click.Choice(FORMATS), help="How lines look.")

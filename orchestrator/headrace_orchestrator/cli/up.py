@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from headrace.errors import SetupError
-from headrace_orchestrator.cli.orchestrator import max_wait_option
+from headrace_orchestrator.cli.binding import binding_options, data_option
 from headrace_orchestrator.cli.output import emit_line, json_option, note, shared
 from headrace_orchestrator.cli.storage import storage_arguments, storage_options
 from headrace_orchestrator.fleets import components
@@ -38,17 +38,8 @@ GRACE_S = 20.0
 
 
 @click.command(short_help="Run an orchestrator and workers on this machine.")
-@click.option(
-    "--data",
-    type=click.Path(path_type=Path, file_okay=False),
-    default=Path("headrace-data"),
-    show_default=True,
-    envvar="HEADRACE_DATA",
-    show_envvar=True,
-    help="Data directory; made if missing. Logs of the components are in its folder logs.",
-)
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to bind. Not loopback: needs --tokens.")
-@click.option("--port", default=8470, show_default=True, type=click.IntRange(0, 65535), help="0: a free one.")
+@data_option("Data directory; made if missing. Logs of the components are in its folder logs.")
+@binding_options
 @click.option("--workers", default=2, show_default=True, type=click.IntRange(0), help="Worker processes.")
 @click.option("--slots", default=32, show_default=True, type=click.IntRange(1), help="Concurrent episodes of each.")
 @click.option("--policy-endpoint", default="", help="Address of the policy server, such as vLLM's.")
@@ -67,11 +58,9 @@ GRACE_S = 20.0
     metavar="MODULE|FILE.py",
     help="Workers import this first; it registers environments. May be given again.",
 )
-@click.option("--tokens", type=click.Path(path_type=Path, dir_okay=False, exists=True), help="TOML file of tokens.")
 @click.option(
     "--token", envvar="HEADRACE_TOKEN", show_envvar=True, default="", help="What the workers present; with --tokens."
 )
-@max_wait_option
 @storage_options
 @json_option
 def up(

@@ -1,0 +1,54 @@
+"""Options about where an orchestrator is: its data directory, its address, its tokens, how long its polls wait.
+
+* One definition for every command that starts an orchestrator or looks at one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def data_option(text: str) -> Decorator:
+    """``--data``; ``text`` is its help."""
+    return click.option(
+        "--data",
+        type=click.Path(path_type=Path, file_okay=False),
+        default=Path("headrace-data"),
+        show_default=True,
+        envvar="HEADRACE_DATA",
+        show_envvar=True,
+        help=text,
+    )
+
+
+def binding_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """``--host``, ``--port``, ``--tokens`` and ``--max-wait-s``."""
+    for option in reversed(_BINDING):
+        command = option(command)
+    return command
+
+
+_BINDING: tuple[Decorator, ...] = (
+    click.option(
+        "--host", default="127.0.0.1", show_default=True, help="Address to bind. Not loopback: needs --tokens."
+    ),
+    click.option(
+        "--port", default=8470, show_default=True, type=click.IntRange(0, 65535), help="0: the system chooses."
+    ),
+    click.option("--tokens", type=click.Path(path_type=Path, dir_okay=False, exists=True), help="TOML file of tokens."),
+    click.option(
+        "--max-wait-s",
+        default=60.0,
+        show_default=True,
+        type=click.FloatRange(min=1),
+        envvar="HEADRACE_MAX_WAIT_S",
+        show_envvar=True,
+        help="Longest long poll, in seconds: keep it below the read timeout of a proxy in front.",
+    ),
+)
