@@ -11,6 +11,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -21,9 +22,13 @@ class Part(NamedTuple):
     install: str
 
 
+VLLM_PYTHON = Path(__file__).parent.parent / "build" / "parts" / "vllm" / "bin" / "python"
+"""The interpreter of the environment with vLLM, torch and TRL, where ``make parts`` made it."""
+
 PARTS: dict[str, Part] = {
     "chromium": Part(lambda: shutil.which("chromium") is not None, "make parts"),
     "reasoning-gym": Part(lambda: find_spec("reasoning_gym") is not None, "make parts && make setup"),
+    "vllm": Part(lambda: (VLLM_PYTHON.parent.parent / ".headrace-parts").exists(), "make parts"),
 }
 
 LEAST_TESTS: dict[str, int] = {

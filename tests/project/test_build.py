@@ -14,6 +14,7 @@ import pytest
 from scripts.check_tree import ROOT
 
 LOCKS = sorted((ROOT / "requirements").glob("*.txt"))
+APART = "vllm.txt"  # an environment of its own
 EXTRAS = (
     "aiohttp",
     "google_crc32c",
@@ -55,8 +56,8 @@ def test_a_lock_pins_and_hashes_every_package_and_holds_no_address(lock: Path) -
 
 def test_the_locks_agree_on_every_version() -> None:
     everything = _pins(ROOT / "requirements" / "all.txt")
-    assert len(LOCKS) == 4
-    for lock in LOCKS:
+    assert len(LOCKS) == 5
+    for lock in (lock for lock in LOCKS if lock.name != APART):
         pins = _pins(lock)
         shared = pins.keys() & everything.keys()
         assert shared
@@ -104,6 +105,45 @@ def test_set_up_without_a_fitting_python_says_so_in_one_line(tmp_path: Path) -> 
     )
     assert done.returncode == 1
     assert done.stderr == "setup: PYTHON=/nonexistent/python is no Python 3.11 to 3.14.\n"
+
+
+@pytest.mark.parametrize(
+    ("ci", "status", "consequence"),
+    [("false", 0, ["parts: tests and examples that need vLLM or torch are skipped"]), ("true", 1, [])],
+)
+def test_parts_without_the_python_of_vllm_say_so_and_fail_under_ci(
+    tmp_path: Path, ci: str, status: int, consequence: list[str]
+) -> None:
+    done = _parts_of_vllm(tmp_path, CI=ci)
+    assert (done.returncode, done.stderr.splitlines()[1:]) == (status, consequence)
+    assert done.stderr.startswith("parts: no vLLM: it needs Python 3.11. Install one (uv python install 3.11)")
+
+
+def test_parts_of_vllm_look_at_the_free_disk_first(tmp_path: Path) -> None:
+    (tmp_path / "df").write_text("#!/bin/sh\nprintf 'head\\ndisk 9 9 3145728 9 /\\n'\n")
+    (tmp_path / "df").chmod(0o755)
+    done = _parts_of_vllm(tmp_path, "printf /usr/bin/python3.11", CI="true")
+    assert done.returncode == 1
+    assert "it needs 6 GB" in done.stderr
+    assert "has 3 GB free" in done.stderr
+    assert not (tmp_path / "build" / "parts" / "vllm").exists()
+
+
+def _parts_of_vllm(tmp_path: Path, find: str = "exit 2", **environment: str) -> subprocess.CompletedProcess[str]:
+    """parts_vllm.sh in an empty checkout, with a uv that finds Python as ``find`` says."""
+    for name, text in (("scripts/parts_vllm.sh", ""), ("requirements/vllm.txt", ""), ("pyproject.toml", "")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text or (ROOT / name).read_text(encoding="utf-8"))
+    (tmp_path / "uv").write_text(f'#!/bin/sh\n[ "$1" = --version ] || {{ {find}; }}\n')
+    (tmp_path / "uv").chmod(0o755)
+    return subprocess.run(
+        ["sh", "scripts/parts_vllm.sh"],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def test_the_wheel_holds_code_types_templates_and_examples_and_nothing_else(tmp_path: Path) -> None:
