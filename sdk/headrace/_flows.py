@@ -15,6 +15,7 @@ as the service answers now and then, across restarts of the orchestrator.
 from __future__ import annotations
 
 import logging
+import os
 import random
 import threading
 import time
@@ -90,6 +91,9 @@ PullField = Literal["assets"]
 
 VersionLike = Version | str | int
 """A version: ``Version(0, 12)``, ``"0.12"``, or 12 of the lineage that is current."""
+
+WeightsLike = wire.Weights | str | os.PathLike[str]
+"""Where weights are: ``Weights``, or the path of a folder of full weights."""
 
 TaskLike = Task | BaseModel | Mapping[str, Any]
 """A task: a ``Task``, a ``TaskSpec``, or a mapping with their fields."""
@@ -325,11 +329,17 @@ class Flows:
                 batches.append(found)
         return Resumed(batches, lost)
 
-    def ack(self, batch: Batch, version: VersionLike | None) -> Flow[wire.AckReply]:
+    def ack(self, batch: Batch, version: VersionLike | None, weights: WeightsLike | None) -> Flow[wire.AckReply]:
         run, text = batch.run, ""
         if version is not None:
             text = str(Version(batch.version.lineage, version) if isinstance(version, int) else version)
-        body = wire.AckRequest(learner=self.learner, session=self.session, generation=batch.generation, version=text)
+        body = wire.AckRequest(
+            learner=self.learner,
+            session=self.session,
+            generation=batch.generation,
+            version=text,
+            weights=_weights(weights),
+        )
         call = Call(
             request=request("POST", "runs", run, "batches", batch.id, "ack", body=body),
             read=json_reader(wire.AckReply),
@@ -379,12 +389,13 @@ class Flows:
 
     # Versions ------------------------------------------------------------------------------------------------
 
-    def announce(self, run: str, version: VersionLike) -> Flow[wire.VersionReply]:
+    def announce(self, run: str, version: VersionLike, weights: WeightsLike | None) -> Flow[wire.VersionReply]:
         if isinstance(version, int):
             now = yield from self.run(run)
             version = Version(Version.parse(now.version).lineage, version)
+        body = wire.VersionRequest(version=str(version), weights=_weights(weights))
         try:
-            return (yield from self.call(_version_call(run, "version", wire.VersionRequest(version=str(version)))))
+            return (yield from self.call(_version_call(run, "version", body)))
         except VersionConflict as error:
             now = yield from self.run(run)
             if error.extra.get("repeated") and now.version == str(version):
@@ -539,6 +550,11 @@ def _checked_asset(name: str, item: memoryview | HeadraceError) -> memoryview | 
         except CorruptAsset as error:
             return error
     return item
+
+
+def _weights(given: WeightsLike | None) -> wire.Weights | None:
+    """As it is sent. A relative path is one of this process: the servers have another folder."""
+    return wire.Weights(path=os.path.abspath(given)) if isinstance(given, str | os.PathLike) else given
 
 
 def _version_call(run: str, what: str, body: msgspec.Struct, *, repeatable: bool = True) -> Call[wire.VersionReply]:

@@ -27,6 +27,7 @@ from headrace._flows import (
     TaskLike,
     VersionLike,
     Wanted,
+    WeightsLike,
     nothing_in_time,
     plain_task,
     tell,
@@ -253,9 +254,11 @@ class AsyncClient:
             self._held()
         return resumed
 
-    async def ack(self, batch: Batch, version: VersionLike | None = None) -> wire.AckReply:
+    async def ack(
+        self, batch: Batch, version: VersionLike | None = None, *, weights: WeightsLike | None = None
+    ) -> wire.AckReply:
         """As ``Client.ack``."""
-        return await self._run(self._flows.ack(batch, version))
+        return await self._run(self._flows.ack(batch, version, weights))
 
     async def nack(self, batch: Batch, reason: str) -> None:
         """As ``Client.nack``."""
@@ -263,9 +266,11 @@ class AsyncClient:
 
     # Versions
 
-    async def announce(self, run: str, version: VersionLike) -> wire.VersionReply:
+    async def announce(
+        self, run: str, version: VersionLike, *, weights: WeightsLike | None = None
+    ) -> wire.VersionReply:
         """As ``Client.announce``."""
-        return await self._run(self._flows.announce(run, version))
+        return await self._run(self._flows.announce(run, version, weights))
 
     async def rewind(self, run: str, version: VersionLike) -> wire.VersionReply:
         """As ``Client.rewind``."""

@@ -24,7 +24,18 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from headrace import wire
-from headrace._flows import PAGE, Flows, OnWait, PullField, Resumed, TaskLike, VersionLike, Wanted, plain_task
+from headrace._flows import (
+    PAGE,
+    Flows,
+    OnWait,
+    PullField,
+    Resumed,
+    TaskLike,
+    VersionLike,
+    Wanted,
+    WeightsLike,
+    plain_task,
+)
 from headrace._http import Connections, Origin
 from headrace._keepalive import Keepalive, drive
 from headrace._names import names
@@ -228,10 +239,13 @@ class Client:
             self._keepalive.wake()
         return resumed
 
-    def ack(self, batch: Batch, version: VersionLike | None = None) -> wire.AckReply:
-        """The batch was trained on. ``version``: the one that the step made, its weights loaded; an int counts in the
-        batch's lineage. Raises BatchSuperseded if the lease was lost."""
-        return self._run(self._flows.ack(batch, version))
+    def ack(
+        self, batch: Batch, version: VersionLike | None = None, *, weights: WeightsLike | None = None
+    ) -> wire.AckReply:
+        """The batch was trained on. ``version``: the one that the step made; an int counts in the batch's lineage.
+        ``weights``: where it is, and the service loads it into the run's policy servers; without, it is loaded already.
+        Raises BatchSuperseded if the lease was lost."""
+        return self._run(self._flows.ack(batch, version, weights))
 
     def nack(self, batch: Batch, reason: str) -> None:
         """Give the batch back untrained; it is served again while it is fresh enough."""
@@ -239,9 +253,10 @@ class Client:
 
     # Versions
 
-    def announce(self, run: str, version: VersionLike) -> wire.VersionReply:
-        """A version's weights are loaded. An int counts in the run's lineage now. Raises VersionConflict."""
-        return self._run(self._flows.announce(run, version))
+    def announce(self, run: str, version: VersionLike, *, weights: WeightsLike | None = None) -> wire.VersionReply:
+        """A version is there: its weights are loaded, or the service loads them from ``weights``. An int counts in the
+        run's lineage now. Raises VersionConflict."""
+        return self._run(self._flows.announce(run, version, weights))
 
     def rewind(self, run: str, version: VersionLike) -> wire.VersionReply:
         """Go back to a checkpoint, named in full as in ``"0.12"``: opens a new lineage, which the reply names."""

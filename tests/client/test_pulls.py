@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,6 +89,29 @@ def test_an_ack_carries_the_generation_and_the_version_that_the_step_made(
         client.ack(client.pull("guess"), version)
     asked = stub.asked(ACK)[0].json
     assert (asked["generation"], asked.get("version")) == (3, text)
+
+
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        ("/shared/step-4", {"path": "/shared/step-4"}),
+        (Path("/shared/step-4"), {"path": "/shared/step-4"}),
+        ("step-4", {"path": os.path.abspath("step-4")}),
+        (wire.Weights(path="/shared/lora", kind="adapter"), {"path": "/shared/lora", "kind": "adapter"}),
+    ],
+    ids=str,
+)
+def test_a_version_says_where_its_weights_are_by_a_path_that_servers_can_read(
+    stub: Stub, connect: Connect, body: bytes, given: Any, sent: dict[str, str]
+) -> None:
+    stub.on(PULL, batch(body))
+    stub.on(ACK, good(wire.AckReply(epoch=1, batch="batch-1", version="0.4")))
+    stub.on("POST /v1/runs/guess/version", good(wire.VersionReply(epoch=1, version="0.5")))
+    with connect() as client:
+        client.ack(client.pull("guess"), "0.4", weights=given)
+        client.announce("guess", "0.5", weights=given)
+    assert stub.asked(ACK)[0].json["weights"] == sent
+    assert stub.asked("POST /v1/runs/guess/version")[0].json == {"version": "0.5", "weights": sent}
 
 
 def test_an_ack_whose_answer_got_lost_is_repeated_and_answered_as_before(
