@@ -1,0 +1,244 @@
+"""The protocol of policy servers: what workers and the service send to an engine, and what it answers.
+
+* The shapes are vLLM's; each struct holds the fields that we use, and a reader ignores all others.
+* Token ids go in and come out. Text is asked for only where a server knows nothing else.
+* What an answer leaves out is None, never a default that could be taken for the engine's word.
+
+Three routes sample, from the best to the least: ``POST /inference/v1/generate`` says which weights sampled which
+tokens; ``POST /v1/completions`` takes and gives token ids; ``POST /v1/chat/completions`` takes messages and gives token
+ids where the server can. ``GET /weight_info`` names the weights, ``GET /v1/models`` the models, ``GET /health`` says
+that the server lives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+GENERATE = "/inference/v1/generate"
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+WEIGHT_INFO = "/weight_info"
+MODELS = "/v1/models"
+HEALTH = "/health"
+
+REQUEST_ID = "X-Request-Id"
+"""Header: the id of a request. No two that are open at one server share theirs."""
+
+FRESH_VERSION = "default"
+"""The weight version of a vLLM server before anybody named one. It reads as 0.0."""
+
+CLAMPED_LOGPROB = -9999.0
+"""What vLLM writes for a logprob that is no finite number, or that it does not know. JSON has no NaN."""
+
+ABORTED = "abort"
+"""The finish reason of a request that the server ended itself, with what was sampled until then."""
+
+
+# Sampling -----------------------------------------------------------------------------------------------------
+
+
+class GenerateSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the tokens of a ``GenerateRequest`` are drawn.
+
+    ``logprobs`` 0: of each sampled token and no other. ``prompt_logprobs`` 0: of each prompt token and no other.
+    ``structured_outputs``: what the answer must match, as vLLM has it: one of ``json``, ``regex``, ``choice``,
+    ``grammar``.
+    """
+
+    max_tokens: int
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    structured_outputs: dict[str, Any] | None = None
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Body of ``POST /inference/v1/generate``. ``token_ids`` int[n] is the prompt. ``cache_salt``: requests with
+    different ones share no cached prefixes."""
+
+    model: str
+    token_ids: Sequence[int]
+    sampling_params: GenerateSampling
+    return_token_ids: bool = False
+    cache_salt: str | None = None
+
+
+class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Body of ``POST /v1/completions``. ``prompt`` int[n] are token ids; the rest is as in ``GenerateSampling``."""
+
+    model: str
+    prompt: Sequence[int]
+    max_tokens: int
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    structured_outputs: dict[str, Any] | None = None
+    return_token_ids: bool = False
+    cache_salt: str | None = None
+
+
+class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """One message of a chat: ``content`` is text, or parts as OpenAI has them."""
+
+    role: str
+    content: str | list[dict[str, Any]]
+
+
+class ChatRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Body of ``POST /v1/chat/completions``. ``logprobs`` true: of each sampled token. ``response_format``: what the
+    answer must match, as OpenAI has it."""
+
+    model: str
+    messages: Sequence[ChatMessage]
+    max_tokens: int
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    logprobs: bool = False
+    return_token_ids: bool = False
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+
+
+# Answers ------------------------------------------------------------------------------------------------------
+
+
+class VersionSpan(msgspec.Struct, frozen=True, kw_only=True):
+    """The sampled tokens ``[start, end)`` are of the weights named ``version``."""
+
+    version: str | int
+    start: int
+    end: int
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """One sampled token. A chat server names it by its text, and leaves out the id."""
+
+    logprob: float | None = None
+    token_id: int | None = None
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """One item for each sampled token."""
+
+    content: list[TokenLogprob] | None = None
+
+
+class PromptLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """The logprob of a token of the prompt, given those before it."""
+
+    logprob: float | None = None
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+"""One item for each token of a prompt, by token id; the first one has no logprob and is None."""
+
+
+class GenerateChoice(msgspec.Struct, frozen=True, kw_only=True):
+    token_ids: list[int] | None = None
+    logprobs: TokenLogprobs | None = None
+    finish_reason: str | None = None
+    weight_versions: list[VersionSpan] | None = None
+
+
+class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to a ``GenerateRequest``."""
+
+    choices: list[GenerateChoice] = []
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """``token_logprobs`` float[n], one for each sampled token."""
+
+    token_logprobs: list[float | None] | None = None
+
+
+class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """``weight_versions`` is no field of vLLM's here; a server may give it all the same."""
+
+    text: str = ""
+    token_ids: list[int] | None = None
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    weight_versions: list[VersionSpan] | None = None
+
+
+class CompletionAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to a ``CompletionRequest``."""
+
+    choices: list[CompletionChoice] = []
+
+
+class ChatText(msgspec.Struct, frozen=True, kw_only=True):
+    content: str | None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
+    message: ChatText = ChatText()
+    token_ids: list[int] | None = None
+    logprobs: TokenLogprobs | None = None
+    finish_reason: str | None = None
+    weight_versions: list[VersionSpan] | None = None
+
+
+class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to a ``ChatRequest``."""
+
+    choices: list[ChatChoice] = []
+    prompt_token_ids: list[int] | None = None
+
+
+# The server ---------------------------------------------------------------------------------------------------
+
+
+class WeightInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to ``GET /weight_info``: the version of the weights, in text form ``lineage.n``, or ``FRESH_VERSION``."""
+
+    weight_version: str | int | float | None = None
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that a server answers for. ``max_model_len``: most tokens of prompt and answer. ``parent``: the base of
+    an adapter."""
+
+    id: str
+    max_model_len: int | None = None
+    parent: str | None = None
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to ``GET /v1/models``."""
+
+    data: list[ModelCard] = []
+
+
+class EngineError(msgspec.Struct, frozen=True, kw_only=True):
+    """What is in the body of an error: ``param`` names the field that was wrong."""
+
+    message: str = ""
+    type: str = ""
+    param: str | None = None
+    code: int | str | None = None
+
+
+class ErrorAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of an answer with an error status."""
+
+    error: EngineError
