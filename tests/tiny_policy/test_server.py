@@ -44,6 +44,24 @@ async def test_completions_take_prompt_token_ids_and_give_token_ids_log_probabil
     }
 
 
+async def test_the_generate_route_says_the_same_in_its_own_shape(api):
+    _, answer = await api.complete(GUESSING, seed=5, stop_token_ids=[END])
+    completion = answer["choices"][0]
+    sampling = {"max_tokens": 64, "seed": 5, "stop_token_ids": [END], "logprobs": 0}
+    status, generated = await api.post(
+        "/inference/v1/generate", {"model": "policy", "token_ids": GUESSING, "sampling_params": sampling}
+    )
+    choice = generated["choices"][0]
+    assert status == 200
+    for name in ("token_ids", "finish_reason", "stop_reason", "weight_versions"):
+        assert choice[name] == completion[name]
+    content = choice["logprobs"]["content"]
+    assert [item["token_id"] for item in content] == completion["token_ids"]
+    assert [item["logprob"] for item in content] == completion["logprobs"]["token_logprobs"]
+    assert generated["prompt_token_ids"] is None
+    assert (await api.post("/inference/v1/generate", {}))[0] == 400
+
+
 async def test_tokens_and_offsets_spell_the_text(api):
     _, answer = await api.complete(GUESSING, seed=5)
     choice = answer["choices"][0]

@@ -1,6 +1,7 @@
 """The tiny policy over HTTP: vLLM's completions protocol, as raw ASGI because it must be cheap.
 
 * ``POST /v1/completions`` takes prompt token ids and gives token ids, log-probabilities and weight versions.
+* ``POST /inference/v1/generate`` does the same in the shape that vLLM has there.
 * Errors have vLLM's shape: 400 for a request that cannot be, 404 for another model.
 * ``POST /weights`` replaces the weights whole, and only then confirms their version.
 * A client that goes away ends its request; ``vllm:num_requests_running`` counts the live ones.
@@ -23,6 +24,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from headrace import engine
 from headrace.errors import InvalidRequest, NotFound, RequestError
 from headrace.trajectory import Version
 from headrace_workers.rendering.bytes_renderer import END
@@ -30,6 +32,7 @@ from headrace_workers.tiny_policy.misbehaviour import LIES, STOP_OVERRUNS, Answe
 from headrace_workers.tiny_policy.model import SIZE
 from headrace_workers.tiny_policy.policy import TinyPolicy
 from headrace_workers.tiny_policy.sampling import Generation, Sampling, end_generation
+from headrace_workers.tiny_policy.shapes import CompletionRequest, generate_answer, read_completion, read_generate
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -41,6 +44,8 @@ VERSION_HEADER = "x-weight-version"
 MAX_MODEL_LEN = 131072
 """Most tokens of prompt and answer; reported by ``/v1/models`` and refused beyond, as vLLM does."""
 
+SAMPLING_ROUTES = (engine.COMPLETIONS, engine.GENERATE)
+
 MAX_N = 256
 """Most answers to one request."""
 
@@ -49,24 +54,6 @@ class ClientGone(Exception):
     """Nobody waits for the answer any more."""
 
 
-class CompletionRequest(msgspec.Struct, kw_only=True):
-    """The fields of vLLM's request that mean something here; others are ignored, as vLLM does."""
-
-    model: str = ""
-    prompt: msgspec.Raw
-    max_tokens: int | None = 16
-    n: int = 1
-    seed: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    logprobs: int | None = None
-    return_token_ids: bool | None = None
-    stream: bool | None = None
-
-
-_decode_request = msgspec.json.Decoder(CompletionRequest).decode
 _decode_prompt = msgspec.json.Decoder(list[int]).decode
 _decode_misbehaviour = msgspec.json.Decoder(Misbehaviour).decode
 _encode = msgspec.json.Encoder().encode
@@ -101,8 +88,8 @@ class Server:
             return
         body = await _read(receive)
         try:
-            if scope["path"] == "/v1/completions" and scope["method"] == "POST":
-                await _answer(send, 200, await self._completion(scope, body, receive))
+            if scope["path"] in SAMPLING_ROUTES and scope["method"] == "POST":
+                await _answer(send, 200, await self._sampled(scope, body, receive))
                 return
             route = self._routes.get((scope["method"], scope["path"]))
             if route is None:
@@ -116,7 +103,7 @@ class Server:
         except RequestError as error:
             await _answer(send, error.status, _error(error.status, str(error)))
 
-    async def _completion(self, scope: Scope, body: bytes, receive: Receive) -> bytes:
+    async def _sampled(self, scope: Scope, body: bytes, receive: Receive) -> bytes:
         request_id = _header(scope, b"x-request-id") or f"{next(self._numbers):x}"
         if request_id in self._live:
             raise InvalidRequest(f"Request id {request_id} is already running.")
@@ -127,7 +114,7 @@ class Server:
                 await self._wait(fault.wait_s, receive)
             if fault.fail:
                 raise _Refused(self._misbehaving.settings.fail_status)
-            return self._complete(body, request_id, fault.lie)
+            return self._complete(body, request_id, fault.lie, generate=scope["path"] == engine.GENERATE)
         finally:
             self._live.discard(request_id)
 
@@ -141,14 +128,15 @@ class Server:
             raise ClientGone
         gone.cancel()
 
-    def _complete(self, body: bytes, request_id: str, lie: str) -> bytes:
-        request = _read_request(body)
+    def _complete(self, body: bytes, request_id: str, lie: str, *, generate: bool) -> bytes:
+        request = read_generate(body) if generate else read_completion(body)
         if request.model not in ("", self._model):
             raise NotFound(f"The model `{request.model}` does not exist.")
         prompt = _read_prompt(request.prompt)
         sampling = _sampling(request, len(prompt))
         generated, version = self._generate(prompt, sampling, request, lie)
-        want_ids = bool(request.return_token_ids)
+        want_prompt = bool(request.return_token_ids)
+        want_ids = want_prompt or generate
         want_logprobs = request.logprobs is not None
         choices: list[Answer] = []
         for index, made in enumerate(generated):
@@ -163,7 +151,7 @@ class Server:
                     "token_ids": made.token_ids if want_ids else None,
                     "prompt_logprobs": None,
                     # The bytes as they came: an echo that need not be read or written again.
-                    "prompt_token_ids": request.prompt if want_ids else None,
+                    "prompt_token_ids": request.prompt if want_prompt else None,
                     "weight_versions": [{"version": str(version), "start": 0, "end": len(made.token_ids)}],
                 }
             )
@@ -181,7 +169,12 @@ class Server:
                 "completion_tokens": completion_tokens,
             },
         }
-        return _told_with_lie(answer, lie, prompt) if lie else _encode(answer)
+        if lie:
+            _tell(lie, answer, prompt)
+        if generate:
+            answer = generate_answer(answer)
+        # Only the standard library writes NaN and infinities as literals.
+        return json.dumps(answer).encode() if lie else _encode(answer)
 
     def _generate(
         self, prompt: list[int], sampling: Sampling, request: CompletionRequest, lie: str
@@ -252,13 +245,6 @@ class _Refused(Exception):
         self.status = status
 
 
-def _read_request(body: bytes) -> CompletionRequest:
-    try:
-        return _decode_request(body)
-    except msgspec.DecodeError as error:
-        raise InvalidRequest(f"The request cannot be read: {error}.") from error
-
-
 def _read_prompt(raw: msgspec.Raw) -> list[int]:
     try:
         return _decode_prompt(raw)
@@ -298,15 +284,14 @@ def _overrun(generation: Generation, sampling: Sampling) -> Generation:
     return told._replace(token_ids=ids, logprobs=generation.logprobs[: len(ids)])
 
 
-def _told_with_lie(answer: dict[str, Any], lie: str, prompt: list[int]) -> bytes:
-    """The answer with the lie in it, written so that NaN and infinities survive as literals."""
+def _tell(lie: str, answer: dict[str, Any], prompt: list[int]) -> None:
+    """Put the lie into the answer."""
     for choice in answer["choices"]:
         if choice["prompt_token_ids"] is not None:
             choice["prompt_token_ids"] = prompt
         if choice["logprobs"] is not None:
             choice["logprobs"]["token_logprobs"] = list(choice["logprobs"]["token_logprobs"])
         LIES[lie](choice)
-    return json.dumps(answer).encode()
 
 
 async def _read(receive: Receive) -> bytes:
