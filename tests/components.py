@@ -38,6 +38,7 @@ LEAST_TESTS: dict[str, int] = {
     "client": 140,
     "e2e": 15,
     "environments": 130,
+    "integrations": 30,
     "orchestrator": 350,
     "project": 130,
     "reasoning-gym": 10,

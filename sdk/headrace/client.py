@@ -22,6 +22,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
+from weakref import WeakSet
 
 from headrace import wire
 from headrace._flows import (
@@ -90,7 +91,7 @@ class Client:
         self._flows = Flows(learner=learner, session=session, retry_for_s=retry_for_s, poll_s=poll_s, on_wait=on_wait)
         self._connections = Connections(Origin(self.url), bearer(token))
         self._keepalive = Keepalive(self._flows, self._connections) if keepalive else None
-        self._prefetching: set[Prefetch] = set()
+        self._prefetching: WeakSet[Prefetch] = WeakSet()
 
     def close(self) -> None:
         """Give back what was prefetched and not used, stop renewing leases and close the connections. Batches still
@@ -214,20 +215,24 @@ class Client:
 
     def _ahead(self, wanted: Wanted, timeout_s: float | None, on_wait: OnWait | None, prefetch: int) -> Iterator[Batch]:
         self._run(self._flows.require_room(wanted.run, prefetch))
-        ahead = Prefetch(
-            wanted.run,
-            lambda note: self._pulled(wanted, None, note),
-            lambda batch: self._run(self._flows.give_back(batch, UNUSED)),
-            self._connections,
-            prefetch,
-        )
-        self._prefetching.add(ahead)
+        ahead = self._prefetch(wanted, prefetch)
         try:
             while True:
                 yield ahead.take(timeout_s, on_wait or self._flows.on_wait)
         finally:
-            self._prefetching.discard(ahead)
             ahead.close()
+
+    def _prefetch(self, wanted: Wanted, ahead: int) -> Prefetch:
+        """Pull ahead, until it is closed or the client is."""
+        begun = Prefetch(
+            wanted.run,
+            lambda note: self._pulled(wanted, None, note),
+            lambda batch: self._run(self._flows.give_back(batch, UNUSED)),
+            self._connections,
+            ahead,
+        )
+        self._prefetching.add(begun)
+        return begun
 
     def resume(self, run: str, *, fields: Collection[PullField] = (), shard: int = 0, shards: int = 1) -> Resumed:
         """What a learner that was started again left: the batches that it leased and never acked and that are still

@@ -26,14 +26,14 @@ def body() -> bytes:
     return make_body("batch-1")
 
 
-def make_body(name: str) -> bytes:
+def make_body(name: str, *, estimator: EstimatorSpec = EstimatorSpec()) -> bytes:  # noqa: B008 - it is frozen
     groups, records = [], []
     for number in (1, 2):
         trajectory = builders.make_trajectory(number=number)
         record = codec.encode(trajectory)
         groups.append(GroupInput(f"g{number}", trajectory.task, 1, [(codec.decode_head(record), len(record))]))
         records.append(record)
-    head = batch.build_head(batch=name, run="guess", estimator=EstimatorSpec(), version=Version(0, 3), groups=groups)
+    head = batch.build_head(batch=name, run="guess", estimator=estimator, version=Version(0, 3), groups=groups)
     return head + b"".join(records)
 
 

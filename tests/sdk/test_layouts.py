@@ -1,17 +1,13 @@
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import pytest
 
-from headrace.batch import Batch, GroupInput, Row, build_head
-from headrace.codec import decode_head, encode
+from headrace.batch import Row
 from headrace.errors import InvalidRequest
 from headrace.layouts import Layout, packed, padded, scalar_advantages, split_turns
-from headrace.runspec import EstimatorSpec
-from headrace.trajectory import Segment, Task, Trajectory, Version
 from tests.builders import make_segment, make_trajectory
+from tests.sdk.batches import EPISODE, SIBLING, g24_rows, rows_of
 
 LAYOUTS = {
     "packed": packed,
@@ -21,46 +17,7 @@ LAYOUTS = {
 }
 
 
-def rows_of(trajectories: list[Trajectory], *, name: str) -> list[Row]:
-    records = [encode(trajectory) for trajectory in trajectories]
-    members = [(decode_head(record), len(record)) for record in records]
-    group = GroupInput("g", Task(environment="test:Echo", seed=0), len(members), members)
-    spec = EstimatorSpec(name=name, eps=0.0, ddof=0)  # type: ignore[arg-type]
-    head = build_head(batch="b", run="run", estimator=spec, version=Version(0, 0), groups=[group])
-    return list(Batch.parse(head + b"".join(records)).rows)
-
-
 # G24 ------------------------------------------------------------------------------------------------------------
-
-
-class Shape(NamedTuple):
-    length: int
-    start: int
-    end: int
-
-
-EPISODE = (Shape(45, 40, 45), Shape(30, 10, 30), Shape(203, 200, 203))
-SIBLING = Shape(9, 2, 9)
-
-
-def g24_rows(rewards: tuple[float, float, float], sibling_reward: float, *, name: str) -> list[Row]:
-    segments: list[Segment] = [
-        make_segment(
-            spans=[(shape.start, shape.end)],
-            length=shape.length,
-            rewards=[reward],
-            indices=[k],
-            terminated=k == 2,
-            salt=k,
-        )
-        for k, (shape, reward) in enumerate(zip(EPISODE, rewards, strict=True))
-    ]
-    sibling = make_segment(
-        spans=[(SIBLING.start, SIBLING.end)], length=SIBLING.length, rewards=[sibling_reward], salt=5
-    )
-    return rows_of(
-        [make_trajectory(number=1, segments=segments), make_trajectory(number=2, segments=[sibling])], name=name
-    )
 
 
 def check_g24(layout: Layout, rows: list[Row], expected: tuple[float, float, float, float], shift: bool) -> None:
@@ -83,7 +40,7 @@ def check_g24(layout: Layout, rows: list[Row], expected: tuple[float, float, flo
 
 @pytest.mark.parametrize("shift", [False, True])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_G24_the_episodes_advantage_stands_at_each_rows_own_tokens(name: str, shift: bool) -> None:  # noqa: N802
+def test_g24_the_episodes_advantage_stands_at_each_rows_own_tokens(name: str, shift: bool) -> None:
     rows = g24_rows((0.0, 0.0, 1.0), 0.0, name="grpo")
     layout = LAYOUTS[name](rows, shift=shift)
     check_g24(layout, rows, (1.0, 1.0, 1.0, -1.0), shift)
@@ -93,7 +50,7 @@ def test_G24_the_episodes_advantage_stands_at_each_rows_own_tokens(name: str, sh
 
 @pytest.mark.parametrize("shift", [False, True])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_G24_per_turn_advantages_stand_at_each_rows_own_tokens(name: str, shift: bool) -> None:  # noqa: N802
+def test_g24_per_turn_advantages_stand_at_each_rows_own_tokens(name: str, shift: bool) -> None:
     # The advantages of `reinforce` are returns: 0.5, -0.25 and 2.0 come from these rewards.
     rows = g24_rows((0.75, -2.25, 2.0), 0.0, name="reinforce")
     layout = LAYOUTS[name](rows, shift=shift)
@@ -101,7 +58,7 @@ def test_G24_per_turn_advantages_stand_at_each_rows_own_tokens(name: str, shift:
     assert layout.advantages[layout.row_ids >= 0].sum() == 3.5
 
 
-def test_G24_a_layout_with_one_scalar_per_row_holds_rows_whose_turns_agree() -> None:  # noqa: N802
+def test_g24_a_layout_with_one_scalar_per_row_holds_rows_whose_turns_agree() -> None:
     assert scalar_advantages(g24_rows((0.0, 0.0, 1.0), 0.0, name="grpo")).tolist() == [1.0, 1.0, 1.0, -1.0]
     assert scalar_advantages(g24_rows((0.75, -2.25, 2.0), 0.0, name="reinforce")).tolist() == [0.5, -0.25, 2.0, 0.0]
 
@@ -112,14 +69,14 @@ def one_row_with_turns_that_differ() -> list[Row]:
     return rows_of([make_trajectory(segments=[segment])], name="reinforce")
 
 
-def test_G24_a_layout_with_one_scalar_per_row_refuses_turns_that_differ() -> None:  # noqa: N802
+def test_g24_a_layout_with_one_scalar_per_row_refuses_turns_that_differ() -> None:
     with pytest.raises(InvalidRequest, match=r"Row 0 has turns with different advantages \(-0.25 to 2\)"):
         scalar_advantages(one_row_with_turns_that_differ())
 
 
 @pytest.mark.parametrize("shift", [False, True])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_G24_split_rows_hold_each_turn_once(name: str, shift: bool) -> None:  # noqa: N802
+def test_g24_split_rows_hold_each_turn_once(name: str, shift: bool) -> None:
     split = split_turns(one_row_with_turns_that_differ())
     assert scalar_advantages(split).tolist() == [0.5, -0.25, 2.0]
     layout = LAYOUTS[name](split, shift=shift)

@@ -1,0 +1,102 @@
+"""Rows of a batch as TRL's asynchronous GRPO trainer takes them. NumPy only.
+
+* A sample carries one advantage, at its own sampled tokens; a row whose turns differ becomes a sample for each turn.
+* Mask and log-probabilities have the length of the tokens, and 0 where nothing was sampled.
+* A sample is as old as its oldest token, in the trainer's own count of versions.
+* A row that the trainer would silently misread is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.batch import Batch, Row
+from headrace.errors import InvalidRequest
+from headrace.layouts import TurnRow, split_turns
+from headrace.trajectory import Message, Trajectory
+
+
+@dataclass(slots=True, eq=False)
+class RolloutSample:
+    """The fields of TRL's class of that name, which the trainer reads by name. Arrays are [tokens]: ``input_ids`` and
+    ``completion_mask`` i64, ``old_log_probs`` f32. ``enqueued_at`` is wall-clock time in seconds, as TRL's is."""
+
+    prompt: list[dict[str, str]]
+    completion: list[dict[str, str]]
+    input_ids: npt.NDArray[np.int64]
+    completion_mask: npt.NDArray[np.int64]
+    old_log_probs: npt.NDArray[np.float32]
+    advantage: float
+    model_version: int
+    group_id: int
+    metrics: dict[str, float]
+    enqueued_at: float | None = None
+
+
+def samples(batch: Batch, *, first_version: int, first_group: int, now_s: float) -> Iterator[RolloutSample]:
+    """The samples of a batch, in the order of its rows. ``first_version``: the ``n`` of the version that the trainer
+    counts as 0. ``first_group``: number of the batch's first group; the others follow.
+
+    Raises InvalidRequest for a row that the trainer cannot take, and with estimator ``none``.
+    """
+    numbers = {group.id: first_group + k for k, group in enumerate(batch.manifest.groups)}
+    for row in batch.rows:
+        _require_readable(row)
+        prompt, completion = _messages(row.trajectory)
+        version = min(run.n for run in row.versions) - first_version
+        for part in _parts(row):
+            yield RolloutSample(
+                prompt=prompt,
+                completion=completion,
+                input_ids=part.token_ids.astype(np.int64),
+                completion_mask=part.sampled.astype(np.int64),
+                old_log_probs=part.logprobs.astype(np.float32),
+                advantage=float(part.advantages[0]),
+                model_version=version,
+                group_id=numbers[row.group.id],
+                metrics={"reward": episode_reward(row.trajectory)},
+                enqueued_at=now_s,
+            )
+
+
+def episode_reward(trajectory: Trajectory) -> float:
+    """The sum over the turns of agents that train."""
+    return float(sum(turn.reward for segment in trajectory.rows() for turn in segment.turns))
+
+
+def _parts(row: Row) -> list[Row] | list[TurnRow]:
+    alike = bool(np.all(row.advantages == row.advantages[0]))
+    return [row] if alike else split_turns([row])
+
+
+def _require_readable(row: Row) -> None:
+    if row.sampled[0]:
+        raise InvalidRequest(
+            f"Row {row.index} samples its first token, which TRL leaves out: nothing stands before it.",
+            hint="Give each episode a prompt, even if it is only a token that begins a text.",
+        )
+    sampling = row.segment.sampling
+    if sampling.logprobs == "raw" and sampling.temperature != 1:
+        raise InvalidRequest(
+            f"Row {row.index} was sampled at temperature {sampling.temperature:g}, and its log-probabilities are those "
+            "before temperature; TRL would compare them with those after it.",
+            hint="Sample at temperature 1, or have the servers report processed log-probabilities and give "
+            "AsyncGRPOConfig the run's temperature.",
+        )
+
+
+def _messages(trajectory: Trajectory) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """What stands before the policy's first word, and the rest; for traces only."""
+    plain = [_message(message) for message in trajectory.messages]
+    first = next((k for k, message in enumerate(trajectory.messages) if message.turn >= 0), len(plain))
+    return plain[:first], plain[first:]
+
+
+def _message(message: Message) -> dict[str, str]:
+    content = message.content
+    text = content if isinstance(content, str) else "".join(part.text for part in content)
+    return {"role": message.role, "content": text}

@@ -1,0 +1,205 @@
+"""TRL's asynchronous GRPO trainer as a learner (``trl.experimental.async_grpo``, trl 1.16), by its two protocols.
+
+* The next batch is pulled while the trainer works on this one.
+* A batch is acked with the version that the trainer makes after it took its last row; before that only where it
+  wants more rows than the batch has.
+* A batch that the trainer did not finish is given back when it stops.
+* What a pull raises is raised in the trainer. One that waits too long ends it with the pull's reasons.
+* Each version of the trainer is announced, and with ``weights`` the service loads it into the run's policy servers.
+
+::
+
+    weights = HeadraceWeights("model", "/shared/weights")
+    rollouts = HeadraceRollouts(client, "guess", weights=weights)
+    trainer = AsyncGRPOTrainer("model", ..., rollout_worker=rollouts, weight_transfer=weights)
+
+TRL is not imported here: the trainer asks for methods by name. Its interface is experimental; pin its version.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from headrace._flows import Wanted
+from headrace.batch import Batch
+from headrace.client import Client
+from headrace.errors import BatchAlreadyAcked, BatchSuperseded, NothingToServe, RunFinished, UnknownBatch
+from headrace.integrations._samples import RolloutSample, samples
+from headrace.integrations._weights import WeightFolder
+from headrace.trajectory import Version
+
+if TYPE_CHECKING:
+    import torch
+
+    from headrace._prefetch import Prefetch
+
+log = logging.getLogger("headrace.trl")
+
+AHEAD = 1
+"""Batches that are pulled ahead. Where the run's staleness does not allow it, the pull waits for the ack."""
+
+
+class HeadraceWeights(WeightFolder):
+    """TRL's ``weight_transfer``: writes the weights of each step as a folder. ``HeadraceRollouts`` announces it; the
+    service pauses, loads and resumes the servers."""
+
+    def init_weight_transfer(self) -> None:
+        """Nothing to connect to."""
+
+    def pause(self) -> None:
+        """The service pauses servers, each when its turn has come."""
+
+    def send_weights(self, iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Write the tensors, by name."""
+        self.write(iterator)
+
+    def resume(self) -> None:
+        """The service resumes servers."""
+
+    def destroy(self) -> None:
+        """The folders stay, for servers that start later."""
+
+
+class HeadraceRollouts:
+    """TRL's ``rollout_worker``. ``weights``: where each version is; without, the trainer's own ``weight_transfer``
+    loads it into the servers, which have to name it. Times are in seconds of ``clock``."""
+
+    def __init__(
+        self,
+        client: Client,
+        run: str,
+        *,
+        weights: HeadraceWeights | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.rollout_buffer = _Rows(self._more)
+        self.metrics_queue: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._client, self._run, self._weights, self._clock = client, run, weights, clock
+        self._ahead: Prefetch | None = None
+        self._batch: Batch | None = None  # the one whose rows the trainer takes
+        self._waiting: NothingToServe | None = None
+        self._served_at = clock()
+        self._version: Version | None = None
+        self._model_version = 0
+        self._groups = 0
+
+    # What the trainer calls
+
+    def start(self) -> None:
+        """Begin to pull."""
+        self._served_at = self._clock()
+        self._ahead = self._client._prefetch(Wanted(run=self._run), AHEAD)
+
+    def stop(self) -> None:
+        """Stop pulling; give back what was not taken, or taken and not trained on yet."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.close()
+        if self._batch is not None:
+            left = self.rollout_buffer.clear()
+            self._end(lambda batch: self._client.nack(batch, f"the trainer stopped; it had not taken {left} samples"))
+
+    def update_model_version(self, model_version: int) -> None:
+        """The trainer made a version: ack what it finished with it, or announce it. Both counts go up alike; the
+        run's goes on where it was."""
+        now = self._version or Version.parse(self._client.run(self._run).version)
+        version = Version(now.lineage, now.n + model_version - self._model_version)
+        weights = None if self._weights is None else self._weights.newest
+        finished = self._batch is not None and not self.rollout_buffer.qsize()
+        if not (finished and self._end(lambda batch: self._client.ack(batch, version, weights=weights))):
+            self._client.announce(self._run, version, weights=weights)
+        self._version, self._model_version = version, model_version
+
+    def check_health(self, stale_after_s: float) -> None:
+        """Raise NothingToServe where the trainer has waited that long, with what the pull waits on."""
+        waited_s = self._clock() - self._served_at
+        if waited_s > stale_after_s:
+            why = self._waiting
+            raise NothingToServe(
+                f"No batch of run {self._run!r} for {waited_s:.0f} s. {why.detail if why else ''}".rstrip(),
+                hint="Where episodes take that long, raise heartbeat_stale_after_s of AsyncGRPOConfig.",
+                **(why.extra if why else {}),
+            )
+
+    # Batches
+
+    def _more(self, timeout_s: float | None) -> Iterable[RolloutSample]:
+        """The samples of the next batch; raises queue.Empty where there is none in time."""
+        if self._batch is not None:
+            self._end(self._client.ack)
+        if self._ahead is None:
+            raise queue.Empty
+        asked = self._clock()
+        try:
+            batch = self._ahead.take(timeout_s, None)
+        except NothingToServe as error:
+            self._waiting = error
+            raise queue.Empty from error
+        except RunFinished as error:
+            error.hint = "The trainer wants more than the run has: lower its max_steps, or give the run more tasks."
+            raise
+        self._served_at = self._clock()
+        self._batch, self._waiting = batch, None
+        found = self._samples(batch)
+        self._tell(batch, found, waited_s=self._served_at - asked)
+        return found
+
+    def _samples(self, batch: Batch) -> list[RolloutSample]:
+        first_version = 0 if self._version is None else self._version.n - self._model_version
+        found = samples(batch, first_version=first_version, first_group=self._groups, now_s=time.time())
+        self._groups += len(batch.manifest.groups)
+        return list(found)
+
+    def _end(self, how: Callable[[Batch], Any]) -> bool:
+        """Be done with the batch in hand. False: its lease was lost, and it may be served again."""
+        batch, self._batch = self._batch, None
+        assert batch is not None
+        try:
+            how(batch)
+        except (BatchAlreadyAcked, BatchSuperseded, UnknownBatch) as error:
+            log.warning("Batch %s was not this trainer's any more, and may be trained on again: %s", batch.id, error)
+            self.metrics_queue.put({"headrace/batches_lost_total": 1.0})
+            return False
+        return True
+
+    def _tell(self, batch: Batch, found: list[RolloutSample], waited_s: float) -> None:
+        manifest = batch.manifest
+        self.metrics_queue.put(
+            {
+                "headrace/batches_total": 1.0,
+                "headrace/episodes_total": float(manifest.counts.trajectories),
+                "headrace/samples_total": float(len(found)),
+                "headrace/staleness_max": float(manifest.staleness_max),
+                "headrace/episode_reward": manifest.moments.rewards.mean,
+                "headrace/batch_wait_s": waited_s,
+            }
+        )
+
+
+class _Rows:
+    """What the trainer reads like a ``queue.Queue``: the samples of the batch in hand; then those of the next."""
+
+    def __init__(self, more: Callable[[float | None], Iterable[RolloutSample]]) -> None:
+        self._more = more
+        self._rows: deque[RolloutSample] = deque()
+
+    def get(self, block: bool = True, timeout: float | None = None) -> RolloutSample:
+        """The next sample. Raises queue.Empty where there is none in time."""
+        while not self._rows:
+            self._rows.extend(self._more(timeout if block else 0.0))
+        return self._rows.popleft()
+
+    def qsize(self) -> int:
+        """Samples that are there at once."""
+        return len(self._rows)
+
+    def clear(self) -> int:
+        """Forget them; gives how many there were."""
+        left = len(self._rows)
+        self._rows.clear()
+        return left
