@@ -40,6 +40,7 @@ LEAST_TESTS: dict[str, int] = {
     "environments": 130,
     "integrations": 30,
     "orchestrator": 350,
+    "policies": 7,
     "project": 130,
     "reasoning-gym": 10,
     "scheduler": 310,

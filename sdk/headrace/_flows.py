@@ -434,6 +434,17 @@ class Flows:
     def hold(self, run: str, wait_s: float) -> Flow[wire.HoldReply]:
         return (yield from self.call(_poll("runs", run, "hold", kind=wire.HoldReply).waiting(wait_s)))
 
+    # Policy servers ------------------------------------------------------------------------------------------
+
+    def servers(self, run: str, revision: int | None, wait_s: float) -> Flow[wire.ServersReply]:
+        query = {} if revision is None else {"revision": revision}
+        poll = _poll("runs", run, "servers", kind=wire.ServersReply, **query)
+        return (yield from self.call(poll.waiting(wait_s)))
+
+    def change_server(self, method: str, run: str, address: str, *what: str) -> Flow[None]:
+        body = wire.ServerRequest(address=address)
+        yield from self.call(Call(request=request(method, "runs", run, "servers", *what, body=body), read=_nothing))
+
     # Groups and evaluations ----------------------------------------------------------------------------------
 
     def submit_groups(self, run: str, groups: Sequence[wire.GroupRequest | TaskLike]) -> Flow[list[str]]:
@@ -565,9 +576,9 @@ def _version_call(run: str, what: str, body: msgspec.Struct, *, repeatable: bool
     )
 
 
-def _poll(*parts: str, kind: type[T]) -> Call[T]:
+def _poll(*parts: str, kind: type[T], **query: Any) -> Call[T]:
     def build(wait_s: float) -> Any:
-        return request("GET", *parts, query={"wait_s": f"{wait_s:g}"}, wait_s=wait_s)
+        return request("GET", *parts, query={**query, "wait_s": f"{wait_s:g}"}, wait_s=wait_s)
 
     return Call(request=build(0.0), read=json_reader(kind), rebuild=build)
 

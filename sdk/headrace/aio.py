@@ -288,6 +288,25 @@ class AsyncClient:
         """As ``Client.hold``."""
         return await self._run(self._flows.hold(run, wait_s))
 
+    # Policy servers
+
+    async def servers(self, run: str, *, revision: int | None = None, wait_s: float = 0.0) -> wire.ServersReply:
+        """The run's policy servers and what each is at. With the ``revision`` of an earlier reply: waits up to
+        ``wait_s`` for news."""
+        return await self._run(self._flows.servers(run, revision, wait_s))
+
+    async def add_server(self, run: str, address: str) -> None:
+        """Give the run another policy server while it runs, or end the drain of one."""
+        await self._run(self._flows.change_server("POST", run, address))
+
+    async def drain_server(self, run: str, address: str) -> None:
+        """Let a policy server finish what it has; it takes nothing new. Raises UnknownServer."""
+        await self._run(self._flows.change_server("POST", run, address, "drain"))
+
+    async def remove_server(self, run: str, address: str) -> None:
+        """Take a policy server from the run. Raises UnknownServer."""
+        await self._run(self._flows.change_server("DELETE", run, address))
+
     # Groups and evaluations
 
     async def submit_groups(self, run: str, groups: Sequence[wire.GroupRequest | TaskLike]) -> list[str]:

@@ -280,6 +280,25 @@ class Client:
         """Whether weights may be replaced now; waits up to ``wait_s`` for evaluations that need the old ones."""
         return self._run(self._flows.hold(run, wait_s))
 
+    # Policy servers
+
+    def servers(self, run: str, *, revision: int | None = None, wait_s: float = 0.0) -> wire.ServersReply:
+        """The run's policy servers and what each is at. With the ``revision`` of an earlier reply: waits up to
+        ``wait_s`` for news."""
+        return self._run(self._flows.servers(run, revision, wait_s))
+
+    def add_server(self, run: str, address: str) -> None:
+        """Give the run another policy server while it runs, or end the drain of one."""
+        self._run(self._flows.change_server("POST", run, address))
+
+    def drain_server(self, run: str, address: str) -> None:
+        """Let a policy server finish what it has; it takes nothing new. Raises UnknownServer."""
+        self._run(self._flows.change_server("POST", run, address, "drain"))
+
+    def remove_server(self, run: str, address: str) -> None:
+        """Take a policy server from the run. Raises UnknownServer."""
+        self._run(self._flows.change_server("DELETE", run, address))
+
     # Groups and evaluations
 
     def submit_groups(self, run: str, groups: Sequence[wire.GroupRequest | TaskLike]) -> list[str]:

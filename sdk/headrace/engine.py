@@ -23,6 +23,7 @@ CHAT = "/v1/chat/completions"
 WEIGHT_INFO = "/weight_info"
 MODELS = "/v1/models"
 HEALTH = "/health"
+IS_PAUSED = "/is_paused"
 
 REQUEST_ID = "X-Request-Id"
 """Header: the id of a request. No two that are open at one server share theirs."""
@@ -212,6 +213,12 @@ class WeightInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Answer to ``GET /weight_info``: the version of the weights, in text form ``lineage.n``, or ``FRESH_VERSION``."""
 
     weight_version: str | int | float | None = None
+
+
+class PauseInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to ``GET /is_paused``: whether the engine holds requests back."""
+
+    is_paused: bool = False
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):

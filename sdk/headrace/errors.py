@@ -19,6 +19,7 @@ The tree::
     │   │   ├── UnknownAsset
     │   │   ├── UnknownGroup
     │   │   ├── UnknownEvaluation
+    │   │   ├── UnknownServer
     │   │   └── UnknownEnvironment
     │   ├── MethodNotAllowed                405  the address is there, the method is not
     │   ├── Conflict                        409  well formed, but not now
@@ -36,6 +37,11 @@ The tree::
     │   ├── RequestTooLarge                 413  the body is over the server's limit
     │   ├── InvalidRunSpec                  422
     │   ├── InvalidAsset                    422  bytes that are not the image or array that they should be
+    │   ├── InvalidWeights                  422  announced weights that no server could load
+    │   │   ├── WeightsMissing
+    │   │   ├── WeightsDamaged              cut short, or no safetensors
+    │   │   ├── WeightsDoNotFit             other tensors or shapes than those that are loaded
+    │   │   └── AdapterDoesNotFit           another rank than the adapter that is loaded
     │   └── InvalidTrajectory               422
     │       ├── UnreadableRecord            bytes that are no record of this schema
     │       ├── WrongDtype
@@ -205,6 +211,11 @@ class UnknownEvaluation(NotFound):
     title = "No evaluation of that id"
 
 
+class UnknownServer(NotFound):
+    code = "unknown-server"
+    title = "The run has no policy server of that address"
+
+
 class UnknownEnvironment(NotFound):
     code = "unknown-environment"
     title = "No environment of that id is registered"
@@ -305,6 +316,34 @@ class InvalidAsset(RequestError):
     status = 422
     code = "invalid-asset"
     title = "The asset is not valid"
+
+
+class InvalidWeights(RequestError):
+    """A pull says it as a reason: the announcement itself is taken, and the files may be mended."""
+
+    status = 422
+    code = "invalid-weights"
+    title = "No server could load these weights"
+
+
+class WeightsMissing(InvalidWeights):
+    code = "weights-missing"
+    title = "The weights are not there"
+
+
+class WeightsDamaged(InvalidWeights):
+    code = "weights-damaged"
+    title = "The files of the weights are damaged"
+
+
+class WeightsDoNotFit(InvalidWeights):
+    code = "weights-do-not-fit"
+    title = "The weights have other tensors or shapes than the model that is served"
+
+
+class AdapterDoesNotFit(InvalidWeights):
+    code = "adapter-does-not-fit"
+    title = "The adapter has another rank than the one that is served"
 
 
 class InvalidTrajectory(RequestError):

@@ -223,8 +223,8 @@ class PullRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 class Reason(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One reason why nothing can be served. ``code`` is one of: collecting, no-workers, all-stale, batches-held,
     shards-not-fetched, byte-bound, service-byte-bound, disk-bound, tasks-exhausted, groups-left, group-ended,
-    evaluation-hold, quarantined, no-tasks, draining, closed, filtered, zero-variance, row-too-long. Where a layer keeps
-    failing it is LAYER-failing, such as policy-failing.
+    evaluation-hold, quarantined, no-tasks, no-policy-servers, draining, closed, filtered, zero-variance, row-too-long.
+    Where a layer keeps failing it is LAYER-failing, such as policy-failing.
 
     ``group-ended``: an awaited group was retired unserved, ``facts["reason"]`` says why. ``shards-not-fetched``: a
     batch is held for ranks that did not pull, ``facts["missing"]`` lists them. ``filtered``: what is ready is not what

@@ -20,7 +20,7 @@ from tests import builders
 from tests.cli.conftest import Headrace, run_status, service_status, waiting_run
 from tests.client.stub import Reply, Stub, good, page, problem
 
-COMMANDS = ["close", "demo", "doctor", "orchestrator", "run", "runs", "top", "trajectories", "up", "version"]
+COMMANDS = ["close", "demo", "doctor", "orchestrator", "run", "runs", "servers", "top", "trajectories", "up", "version"]
 
 
 # Every command
@@ -141,6 +141,35 @@ def test_runs_as_json_are_the_statuses(headrace: Headrace, stub: Stub) -> None:
     stub.on("GET /v1/runs", good([run_status()]))
     (found,) = json.loads(headrace("runs", "--json").stdout)
     assert (found["name"], found["in_flight"]) == ("guess", 7)
+
+
+SERVERS = wire.ServersReply(
+    epoch=1,
+    revision=7,
+    servers=[
+        wire.PolicyServer(address="http://a:1", state="serving", version="0.3", paused_s=61.0),
+        wire.PolicyServer(address="http://b:1", state="ejected", reason="nobody listens there"),
+    ],
+)
+
+
+def test_servers_are_a_table_with_what_each_is_at_and_why(headrace: Headrace, stub: Stub) -> None:
+    stub.on("GET /v1/runs/guess/servers", good(SERVERS))
+    lines = [line.split("\t") for line in headrace("servers", "guess").stdout.splitlines()]
+    assert lines[0][:4] == ["server", "state", "version", "paused"]
+    assert lines[1][:4] == ["http://a:1", "serving", "0.3", "1.0 min"]
+    assert (lines[2][1], lines[2][-1]) == ("ejected", "nobody listens there")
+    assert json.loads(headrace("servers", "guess", "--json").stdout)["revision"] == 7
+
+
+@pytest.mark.parametrize(("action", "route"), [("add", "POST {}"), ("drain", "POST {}/drain"), ("remove", "DELETE {}")])
+def test_a_server_is_added_drained_and_removed(headrace: Headrace, stub: Stub, action: str, route: str) -> None:
+    asked = route.format("/v1/runs/guess/servers")
+    stub.on(asked, good({}))
+    stub.on("GET /v1/runs/guess/servers", good(SERVERS))
+    assert headrace("servers", "guess", action, "http://a:1").exit_code == 0
+    assert stub.asked(asked)[0].json == {"address": "http://a:1"}
+    assert headrace("servers", "guess", action).exit_code == 2
 
 
 def test_no_runs_says_how_to_make_one(headrace: Headrace, stub: Stub) -> None:

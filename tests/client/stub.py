@@ -98,7 +98,7 @@ class Stub:
             def do_GET(self) -> None:
                 stub._answer(self)
 
-            do_POST = do_GET  # noqa: N815 - the name that http.server looks for
+            do_POST = do_DELETE = do_GET  # noqa: N815 - the name that http.server looks for
 
             def log_message(self, *args: object) -> None:
                 """Tests are quiet."""

@@ -112,6 +112,21 @@ def test_a_trajectory_is_read_from_its_record(stub: Stub, connect: Connect) -> N
         assert client.trajectory(wanted.id).task == wanted.task
 
 
+def test_policy_servers_are_read_added_drained_and_removed(stub: Stub, connect: Connect) -> None:
+    servers = [wire.PolicyServer(address="http://a:1", state="serving", version="0.3")]
+    path = "/v1/runs/guess/servers"
+    stub.on(f"GET {path}", good(wire.ServersReply(epoch=1, revision=8, servers=servers)))
+    for route in (f"POST {path}", f"POST {path}/drain", f"DELETE {path}"):
+        stub.on(route, good({}))
+    with connect() as client:
+        assert client.servers("guess", revision=7, wait_s=2.0).servers == servers
+        client.add_server("guess", "http://b:1")
+        client.drain_server("guess", "http://b:1")
+        client.remove_server("guess", "http://b:1")
+    assert stub.asked(f"GET {path}")[0].query == {"revision": "7", "wait_s": "2"}
+    assert stub.asked(f"DELETE {path}")[0].json == {"address": "http://b:1"}
+
+
 def test_status_and_hold_are_read(stub: Stub, connect: Connect) -> None:
     status = wire.ServiceStatus(epoch=1, version="0.0.1", uptime_s=1.0, runs=[], workers=[], store={})
     stub.on("GET /v1/status", good(status))

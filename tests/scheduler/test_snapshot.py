@@ -8,6 +8,7 @@ from headrace.errors import CorruptRecord, InternalError
 from headrace_orchestrator.scheduler import snapshot
 from headrace_orchestrator.scheduler.batches import Batch
 from headrace_orchestrator.scheduler.evaluations import Evaluation
+from headrace_orchestrator.scheduler.hosts import Hosting
 from headrace_orchestrator.scheduler.ledger import Ledger
 from headrace_orchestrator.scheduler.runs import Run
 from headrace_orchestrator.scheduler.states import Episode, Group
@@ -112,6 +113,7 @@ SOFT = {
     Evaluation: {"deadline", "expired"},
     Ledger: set(),
     Versions: set(),
+    Hosting: {"told"},
     Run: {"brake", "learners", "retiring", "waiting"},
 }
 BY_REFERENCE = {
@@ -121,6 +123,7 @@ BY_REFERENCE = {
     Evaluation: {"groups"},
     Ledger: {"bounds", "spec"},
     Versions: set(),
+    Hosting: set(),
     Run: {
         "active_evaluations",
         "apart",
@@ -129,6 +132,7 @@ BY_REFERENCE = {
         "due",
         "episodes",
         "evaluation_queue",
+        "hosting",
         "evaluations",
     }
     | {"given", "groups", "kinds", "ledger", "name", "open_groups", "own_source", "queue", "shelves", "source", "spec"}
@@ -141,6 +145,7 @@ ROWS = {
     Evaluation: snapshot.EvaluationRow,
     Ledger: snapshot.LedgerRow,
     Versions: snapshot.VersionsRow,
+    Hosting: snapshot.HostingRow,
     Run: snapshot.RunRow,
 }
 

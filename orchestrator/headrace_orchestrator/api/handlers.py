@@ -164,6 +164,29 @@ async def evaluation(service: Service, call: Call) -> Reply:
     return await service.evaluation(call.params["run"], call.params["evaluation"], call.wait_s(), call.left)
 
 
+# Policy servers
+
+
+async def servers(service: Service, call: Call) -> Reply:
+    revision = call.number("revision", -1, int)
+    return await service.servers(call.params["run"], revision, call.wait_s(), call.left)
+
+
+async def add_server(service: Service, call: Call) -> Reply:
+    await service.add_server(call.params["run"], call.read(wire.ServerRequest).address)
+    return _done(service)
+
+
+async def drain_server(service: Service, call: Call) -> Reply:
+    await service.drain_server(call.params["run"], call.read(wire.ServerRequest).address)
+    return _done(service)
+
+
+async def remove_server(service: Service, call: Call) -> Reply:
+    await service.remove_server(call.params["run"], call.read(wire.ServerRequest).address)
+    return _done(service)
+
+
 # Reading
 
 

@@ -294,6 +294,49 @@ def _learner_routes() -> list[Route]:
     ]
 
 
+def _server_routes() -> list[Route]:
+    path = f"{API}/runs/{{run}}/servers"
+    return [
+        Route(
+            method="GET",
+            path=path,
+            summary="The policy servers of a run; waits while their revision is the one that is given.",
+            handler=handlers.servers,
+            roles=ANY_READER,
+            response=wire.ServersReply,
+            query=(Query("revision", "The revision that is known. Default: none.", "integer"), WAIT),
+            errors=RUN_ERRORS,
+        ),
+        Route(
+            method="POST",
+            path=path,
+            summary="Give a run another policy server, or end the drain of one.",
+            handler=handlers.add_server,
+            roles=LEARNER,
+            request=wire.ServerRequest,
+            errors=(*RUN_ERRORS, errors.InvalidRequest, errors.Conflict),
+        ),
+        Route(
+            method="POST",
+            path=f"{path}/drain",
+            summary="Let a policy server finish what it has; it takes nothing new.",
+            handler=handlers.drain_server,
+            roles=LEARNER,
+            request=wire.ServerRequest,
+            errors=(*RUN_ERRORS, errors.UnknownServer),
+        ),
+        Route(
+            method="DELETE",
+            path=path,
+            summary="Take a policy server from a run.",
+            handler=handlers.remove_server,
+            roles=LEARNER,
+            request=wire.ServerRequest,
+            errors=(*RUN_ERRORS, errors.UnknownServer),
+        ),
+    ]
+
+
 def _reading_routes() -> list[Route]:
     return [
         Route(
@@ -407,4 +450,10 @@ def _reading_routes() -> list[Route]:
     ]
 
 
-ROUTES: tuple[Route, ...] = (*_worker_routes(), *_run_routes(), *_learner_routes(), *_reading_routes())
+ROUTES: tuple[Route, ...] = (
+    *_worker_routes(),
+    *_run_routes(),
+    *_learner_routes(),
+    *_server_routes(),
+    *_reading_routes(),
+)

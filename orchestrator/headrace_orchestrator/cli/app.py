@@ -24,6 +24,7 @@ from headrace_orchestrator.cli.orchestrator import orchestrator
 from headrace_orchestrator.cli.output import FAILED, USAGE, Shared, exit_code, report
 from headrace_orchestrator.cli.run import run
 from headrace_orchestrator.cli.runs import runs
+from headrace_orchestrator.cli.servers import servers
 from headrace_orchestrator.cli.top import top
 from headrace_orchestrator.cli.trajectories import trajectories
 from headrace_orchestrator.cli.up import up
@@ -141,6 +142,7 @@ for command in (
     restore,
     run,
     runs,
+    servers,
     top,
     trajectories,
     up,

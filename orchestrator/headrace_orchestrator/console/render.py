@@ -68,6 +68,7 @@ def headline(run: RunStatus) -> Headline:
 _WAITED_FOR = {
     "collecting": "episodes that are running",
     "no-workers": "workers",
+    "no-policy-servers": "policy servers: none answers",
     **{f"{layer}-failing": f"the {layer}, which fails" for layer in LAYERS},
     "all-stale": "fresh episodes: what there was is too stale",
     "batches-held": "itself: it holds batches that it has not acked",

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from headrace.errors import VersionConflict, VersionUnknown
 from headrace.trajectory import Version
-from headrace_orchestrator.scheduler import records, settling
+from headrace.wire import Weights
+from headrace_orchestrator.scheduler import hosting, records, settling
 from headrace_orchestrator.scheduler.book import Book
 from headrace_orchestrator.scheduler.runs import Run
 from headrace_orchestrator.scheduler.versions import parse_version
 
 
-def checked(run: Run, text: str) -> Version:
-    """The announced version; raises where it does not follow the version now."""
+def checked(run: Run, text: str, weights: Weights | None) -> Version:
+    """The announced version; raises where it does not follow the version now, or has other weights already."""
     version = parse_version(text)
     now = run.versions.now
     if version.lineage >= len(run.versions.forks):
@@ -29,14 +30,16 @@ def checked(run: Run, text: str) -> Version:
             f"Version {version} does not follow {now}, the version of run {run.name} now.",
             hint="Announce versions of the lineage now, in rising order; go back with a rewind.",
         )
+    hosting.require_weights_fit(run, version, weights)
     return version
 
 
-def announce(book: Book, run: Run, text: str, now: float) -> None:
-    """Take a new version."""
-    version = checked(run, text)
-    if version != run.versions.now:
-        book.emit(records.VersionAnnounced(run=run.name, version=version), now)
+def announce(book: Book, run: Run, text: str, weights: Weights | None, now: float) -> None:
+    """Take a new version, or say where the weights of the version now are."""
+    version = checked(run, text, weights)
+    known = weights is None or (version, weights) == (run.hosting.target, run.hosting.weights)
+    if version != run.versions.now or not known:
+        book.emit(records.VersionAnnounced(run=run.name, version=version, weights=weights), now)
         settling.retire_out_of_bound(book, run, now)
         settling.settle(book, run, now)
 

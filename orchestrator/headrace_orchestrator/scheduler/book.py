@@ -63,6 +63,10 @@ class Book:
             records.BatchDissolved: self._batch_dissolved,
             records.BatchAcked: self._batch_acked,
             records.VersionAnnounced: self._version_announced,
+            records.WeightsLoaded: self._weights_loaded,
+            records.ServerAdded: self._server_added,
+            records.ServerDrained: self._server_drained,
+            records.ServerRemoved: self._server_removed,
             records.SessionStarted: self._session_started,
             records.PrioritiesSet: self._priorities_set,
             records.EvaluationStarted: self._evaluation_started,
@@ -226,7 +230,19 @@ class Book:
         taking.batch_acked(self.runs[record.run], record)
 
     def _version_announced(self, record: records.VersionAnnounced, now: float) -> None:
-        self.runs[record.run].announce(record.version, record.fork)
+        self.runs[record.run].announce(record.version, record.fork, record.weights)
+
+    def _weights_loaded(self, record: records.WeightsLoaded, now: float) -> None:
+        self.runs[record.run].hosting.served(record.version, record.weights)
+
+    def _server_added(self, record: records.ServerAdded, now: float) -> None:
+        self.runs[record.run].hosting.servers[record.address] = False
+
+    def _server_drained(self, record: records.ServerDrained, now: float) -> None:
+        self.runs[record.run].hosting.servers[record.address] = True
+
+    def _server_removed(self, record: records.ServerRemoved, now: float) -> None:
+        self.runs[record.run].hosting.servers.pop(record.address, None)
 
     def _session_started(self, record: records.SessionStarted, now: float) -> None:
         taking.session_now(self.runs[record.run], record.learner, record.session)

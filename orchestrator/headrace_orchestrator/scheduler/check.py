@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from headrace_orchestrator.scheduler.book import Book
+from headrace_orchestrator.scheduler.hosts import Hosting
 from headrace_orchestrator.scheduler.runs import Run
 from headrace_orchestrator.scheduler.shelves import Shelves
 from headrace_orchestrator.scheduler.states import AT_WORKER, COMPLETE, Episode, Group
@@ -170,6 +171,7 @@ def _durable_run(run: Run) -> dict[str, Any]:
     return {
         "closed": run.closed,
         "versions": (run.versions.now, list(run.versions.forks), list(run.versions.tops)),
+        "hosting": {name: getattr(run.hosting, name) for name in Hosting.__slots__ if name != "told"},
         "position": run.position,
         "next_order": run.next_order,
         "ledger": (ledger.in_flight, ledger.unfinished, ledger.held_bytes, ledger.estimate, ledger.batch_groups),

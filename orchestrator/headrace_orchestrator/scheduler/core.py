@@ -8,8 +8,8 @@
 
 The parts: ``states`` (episodes, groups), ``runs`` (the state of a run), ``book`` (all of it; the one way to change it);
 ``leasing`` and ``judging`` (workers), ``serving``, ``resuming``, ``selection`` and ``announcing`` (learners),
-``submitting``, ``prioritizing`` and ``evaluating``; ``settling`` (what follows from what happened); ``why`` and
-``views`` (answers); ``check`` (invariants); ``snapshot`` (all of it as bytes).
+``submitting``, ``prioritizing`` and ``evaluating``; ``hosts`` and ``hosting`` (policy servers); ``settling`` (what
+follows from what happened); ``why`` and ``views`` (answers); ``check`` (invariants); ``snapshot`` (all of it as bytes).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from headrace_orchestrator.scheduler import (
     announcing,
     braking,
     evaluating,
+    hosting,
     leasing,
     prioritizing,
     records,
@@ -39,6 +40,7 @@ from headrace_orchestrator.scheduler import (
 from headrace_orchestrator.scheduler.book import STALL_SHARE, Book
 from headrace_orchestrator.scheduler.bounds import RETRY_S, Bounds
 from headrace_orchestrator.scheduler.check import check, durable
+from headrace_orchestrator.scheduler.hosts import Hosting
 from headrace_orchestrator.scheduler.judging import judge
 from headrace_orchestrator.scheduler.plans import Form, Plan, Redeliver
 from headrace_orchestrator.scheduler.records import AnyRecord, EpisodeEnded
@@ -270,7 +272,7 @@ class Scheduler:
     def announce(self, run: str, request: wire.VersionRequest, now: float) -> wire.VersionReply:
         """Take a new version of the lineage now."""
         book = self._ready(now)
-        announcing.announce(book, book.run(run), request.version, now)
+        announcing.announce(book, book.run(run), request.version, request.weights, now)
         return wire.VersionReply(epoch=book.epoch, version=str(book.run(run).versions.now))
 
     def rewind(self, run: str, request: wire.RewindRequest, now: float) -> wire.VersionReply:
@@ -278,6 +280,35 @@ class Scheduler:
         book = self._ready(now)
         announcing.rewind(book, book.run(run), request.version, now)
         return wire.VersionReply(epoch=book.epoch, version=str(book.run(run).versions.now))
+
+    # Policy servers
+    def add_server(self, run: str, address: str, now: float) -> None:
+        """Give the run a policy server, or end the drain of one."""
+        book = self._ready(now)
+        hosting.add(book, book.run(run), address, now)
+
+    def drain_server(self, run: str, address: str, now: float) -> None:
+        """Let a policy server of the run finish what it has; raises UnknownServer."""
+        book = self._ready(now)
+        hosting.drain(book, book.run(run), address, now)
+
+    def remove_server(self, run: str, address: str, now: float) -> None:
+        """Take a policy server from the run; raises UnknownServer."""
+        book = self._ready(now)
+        hosting.remove(book, book.run(run), address, now)
+
+    def weights_served(self, run: str, version: Version, weights: wire.Weights, now: float) -> None:
+        """A policy server takes requests with this version."""
+        book = self._ready(now)
+        hosting.served(book, book.run(run), version, weights, now)
+
+    def tell_servers(self, run: str, told: list[wire.Reason]) -> None:
+        """What the run's policy servers are at, in words for those whose pull waits. Soft."""
+        hosting.tell(self._book.run(run), told)
+
+    def hosting(self, run: str) -> Hosting:
+        """The run's policy servers and weights; to be read only."""
+        return self._book.run(run).hosting
 
     def set_priorities(self, run: str, request: wire.PrioritiesRequest, now: float) -> wire.PrioritiesReply:
         """Set what a prioritized draw goes by."""
@@ -300,6 +331,10 @@ class Scheduler:
     def worker_statuses(self, now: float) -> list[wire.WorkerStatus]:
         """All workers heard of of late, or holding attempts."""
         return views.worker_statuses(self._book, now)
+
+    def closed(self, run: str) -> bool:
+        """Whether the run was closed."""
+        return self._book.run(run).closed
 
     def version(self, run: str) -> Version:
         """The run's version now."""

@@ -64,8 +64,8 @@ def report(book: Book, run: Run, id: str, now: float) -> wire.EvaluationReply:
 
 
 def _holds(run: Run, evaluation: Evaluation, now: float) -> float:
-    """Seconds that a weight sync waits for it: only while its version is the one now."""
-    return evaluation.hold_s(now) if evaluation.version == run.versions.now else 0.0
+    """Seconds that a weight sync waits for it: only while its version is the one that is served."""
+    return evaluation.hold_s(now) if evaluation.version == run.hosting.held else 0.0
 
 
 def sync_hold(run: Run, now: float) -> tuple[float, list[str]]:

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from headrace.trajectory import Failure, PolicyRef, Status, Task, Version
+from headrace.wire import Weights
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -149,9 +150,13 @@ class EpisodeEnded(Record, frozen=True, kw_only=True):
     """Id of the stored trajectory; empty until the shell has given one."""
 
 
+REPLACED = "version-replaced"
+"""Reason for which episodes of an evaluation are stopped: the version that they are pinned to is served no more."""
+
+
 class GroupRetired(Record, frozen=True, kw_only=True):
     """A group's last state. ``reason``: acked, stale, zero-variance, incomplete, row-too-long, rejected, evicted,
-    failed, rewound, closed; of an evaluation: evaluated, deadline."""
+    failed, rewound, closed; of an evaluation: evaluated, deadline, version-replaced."""
 
     run: str
     group: str
@@ -223,20 +228,53 @@ class BatchDissolved(Record, frozen=True, kw_only=True):
 
 
 class BatchAcked(Record, frozen=True, kw_only=True):
-    """Acked, at most once. ``version``: what the step made, announced by this very record; None if it made none."""
+    """Acked, at most once. ``version``: what the step made, announced by this very record; None if it made none.
+    ``weights``: where it is, if the service is to load it."""
 
     run: str
     batch: str
     generation: int
     version: Version | None = None
+    weights: Weights | None = None
 
 
 class VersionAnnounced(Record, frozen=True, kw_only=True):
-    """The run's version now. A first version of a new lineage names its fork point."""
+    """The run's version now. A first version of a new lineage names its fork point. ``weights``: where it is, if the
+    service is to load it."""
 
     run: str
     version: Version
     fork: Version | None = None
+    weights: Weights | None = None
+
+
+class WeightsLoaded(Record, frozen=True, kw_only=True):
+    """A policy server takes requests with this version, the first one to do so."""
+
+    run: str
+    version: Version
+    weights: Weights
+
+
+class ServerAdded(Record, frozen=True, kw_only=True):
+    """A policy server of the run beside those of its spec; or one of its servers drains no longer."""
+
+    run: str
+    address: str
+
+
+class ServerDrained(Record, frozen=True, kw_only=True):
+    """A policy server of the run takes nothing new."""
+
+    run: str
+    address: str
+
+
+class ServerRemoved(Record, frozen=True, kw_only=True):
+    """A policy server is none of the run's any more."""
+
+    run: str
+    address: str
 
 
 class SessionStarted(Record, frozen=True, kw_only=True):
@@ -299,6 +337,10 @@ AnyRecord = (
     | BatchDissolved
     | BatchAcked
     | VersionAnnounced
+    | WeightsLoaded
+    | ServerAdded
+    | ServerDrained
+    | ServerRemoved
     | SessionStarted
     | PrioritiesSet
     | EvaluationStarted

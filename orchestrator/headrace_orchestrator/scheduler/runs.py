@@ -10,11 +10,13 @@ from typing import Any
 
 from headrace.runspec import RunSpec
 from headrace.trajectory import Failure, Task, Version
+from headrace.wire import Weights
 from headrace_orchestrator.scheduler.batches import Batch, Closed, Sessions
 from headrace_orchestrator.scheduler.bounds import Bounds
 from headrace_orchestrator.scheduler.braking import Brake
 from headrace_orchestrator.scheduler.evaluations import Evaluation
 from headrace_orchestrator.scheduler.filters import EVERYTHING, Filter, kinds_of
+from headrace_orchestrator.scheduler.hosts import Hosting
 from headrace_orchestrator.scheduler.ledger import Ledger
 from headrace_orchestrator.scheduler.shelves import Shelves
 from headrace_orchestrator.scheduler.sources import source_of, task_key
@@ -73,6 +75,7 @@ class Run:
         self.kinds = kinds_of(spec)
         self.closed = False
         self.versions = Versions()
+        self.hosting = Hosting(spec.policy.endpoints)
         self.ledger = Ledger(spec, bounds)
         #: Position of the next group of the run's own source.
         self.position = 0
@@ -241,9 +244,10 @@ class Run:
         given = self.spec.max_replaced
         return REPLACED_BATCHES * self.ledger.batch_groups if given is None else given
 
-    def announce(self, version: Version, fork: Version | None) -> None:
+    def announce(self, version: Version, fork: Version | None, weights: Weights | None = None) -> None:
         """Take a version, and see what it leaves behind."""
         self.versions.announce(version, fork)
+        self.hosting.announced(version, fork is not None, weights)
         self.shelves.turn_to(self.versions)
         self.apart.turn_to(self.versions)
 

@@ -317,8 +317,17 @@ def ack(book: Book, run: Run, id: str, request: wire.AckRequest, now: float) -> 
     _require_fetched(batch)
     version: Version | None = None
     if request.version:
-        version = announcing.checked(run, request.version)
-    book.emit(records.BatchAcked(run=run.name, batch=id, generation=request.generation, version=version), now)
+        version = announcing.checked(run, request.version, request.weights)
+    elif request.weights is not None:
+        raise InvalidRequest(
+            f"The ack of batch {id} brings weights and names no version.", hint="Name the version that the step made."
+        )
+    book.emit(
+        records.BatchAcked(
+            run=run.name, batch=id, generation=request.generation, version=version, weights=request.weights
+        ),
+        now,
+    )
     settling.retire_out_of_bound(book, run, now)
     settling.settle(book, run, now)
     return wire.AckReply(epoch=book.epoch, batch=id, version=str(run.versions.now))

@@ -20,7 +20,7 @@ import msgspec
 from headrace.errors import CorruptRecord
 from headrace.runspec import RunSpec
 from headrace.trajectory import Failure, Task, Version
-from headrace.wire import EvaluationEpisode
+from headrace.wire import EvaluationEpisode, Weights
 from headrace_orchestrator.scheduler.batches import Batch, Closed, Sessions
 from headrace_orchestrator.scheduler.book import Book
 from headrace_orchestrator.scheduler.evaluations import Evaluation
@@ -28,7 +28,7 @@ from headrace_orchestrator.scheduler.runs import Run
 from headrace_orchestrator.scheduler.states import Episode, EpisodeState, Group, GroupState
 from headrace_orchestrator.scheduler.workers import Worker
 
-FORMAT = 1
+FORMAT = 2
 """Of the bytes, and the first thing in them; another one is refused."""
 
 
@@ -114,6 +114,15 @@ class VersionsRow(Row, frozen=True):
     tops: list[int]
 
 
+class HostingRow(Row, frozen=True):
+    servers: dict[str, bool]
+    target: Version | None
+    weights: Weights | None
+    held: Version
+    loaded: Weights | None
+    skipped: list[Version]
+
+
 class LedgerRow(Row, frozen=True):
     in_flight: int
     unfinished: int
@@ -166,6 +175,7 @@ class RunState(Row, frozen=True):
     given: dict[str, Any]
     run: RunRow
     versions: VersionsRow
+    hosting: HostingRow
     ledger: LedgerRow
     evaluations: list[EvaluationRow]
     groups: list[msgspec.Raw]
@@ -203,7 +213,7 @@ def _fields(row: type[Row]) -> Callable[[Any], Any]:
 
 _episode, _group, _batch = _fields(EpisodeRow), _fields(GroupRow), _fields(BatchRow)
 _evaluation, _versions = _fields(EvaluationRow), _fields(VersionsRow)
-_ledger, _run = _fields(LedgerRow), _fields(RunRow)
+_hosting, _ledger, _run = _fields(HostingRow), _fields(LedgerRow), _fields(RunRow)
 
 
 def _plain(value: Any) -> Any:
@@ -238,6 +248,7 @@ def _run_state(run: Run) -> tuple[Any, ...]:
         run.given,
         _run(run),
         _versions(run.versions),
+        _hosting(run.hosting),
         _ledger(run.ledger),
         [_evaluation(evaluation) for evaluation in run.evaluations.values()],
         [msgspec.Raw(_encoder.encode(_whole(group))) for group in run.groups.values()],
@@ -287,6 +298,7 @@ def _restored_run(state: RunState, book: Book, now: float) -> Run:
     episodes = book.episodes
     _fill(run, state.run)
     _set(run.versions, state.versions)
+    _set(run.hosting, state.hosting)
     _fill(run.ledger, state.ledger)
     for row in state.evaluations:
         evaluation = Evaluation(row.id, row.version, row.wanted, row.deadline_s, row.temperature, now)

@@ -367,7 +367,7 @@ def batch_dissolved(run: Run, record: records.BatchDissolved) -> None:
 def batch_acked(run: Run, record: records.BatchAcked) -> None:
     batch = run.batches.pop(record.batch, None)
     if record.version is not None:
-        run.announce(record.version, None)
+        run.announce(record.version, None, record.weights)
     if batch is None:
         # Its definition was lost in the log. The version stands, and its groups retire by records of their own.
         return

@@ -36,7 +36,7 @@ def empty(
             return ended, True
     elif run.over(filter):
         return _finished(run, filter), True
-    reasons = _blocked(run, awaited) + _filtered(run, filter) + _starved(book, run, now)
+    reasons = run.hosting.told + _blocked(run, awaited) + _filtered(run, filter) + _starved(book, run, now)
     if awaited is None and run.exhausted:
         reasons += _finished(run, filter)
     if not reasons or run.ledger.unfinished or run.evaluation_leased:

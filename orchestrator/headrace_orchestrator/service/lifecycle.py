@@ -29,6 +29,7 @@ from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.scheduler.bounds import Bounds
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.service.gate import Gate
+from headrace_orchestrator.service.policyplane import PolicyPlane
 from headrace_orchestrator.service.pulling import Pulls
 from headrace_orchestrator.service.replay import replay
 from headrace_orchestrator.service.retaining import Retainer
@@ -63,6 +64,7 @@ class Running(NamedTuple):
     pulls: Pulls
     assets: Assets
     gate: Gate
+    plane: PolicyPlane
 
 
 class Lifecycle:
@@ -116,7 +118,8 @@ class Lifecycle:
         self._replayed_s = self._clock() - begun
         shell = Shell(core, store, self.metrics, lambda: self._clock() - self._replayed_s)
         gate = Gate(shell, assets)
-        self._running = Running(shell, Pulls(shell, Bodies(store), self.metrics, self.epoch), assets, gate)
+        pulls = Pulls(shell, Bodies(store), self.metrics, self.epoch)
+        self._running = Running(shell, pulls, assets, gate, PolicyPlane(shell, self.epoch))
         retainer = Retainer(
             store,
             assets,
@@ -165,6 +168,7 @@ class Lifecycle:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._running is not None:
+            await self._running.plane.close()
             self._running.shell.stop_timer()
             await self._running.assets.close()
             await self._running.shell.store.close()

@@ -257,6 +257,27 @@ class Service(Lifecycle):
         finally:
             await shell.store.log.synced()
 
+    # Policy servers -------------------------------------------------------------------------------------------
+
+    async def servers(self, run: str, revision: int, wait_s: float, left: Left) -> wire.ServersReply:
+        """The policy servers of a run; waits until there is news of them."""
+        return await self._require().plane.servers(run, revision, wait_s, left)
+
+    async def add_server(self, run: str, address: str) -> None:
+        """Give a run another policy server."""
+        await self._do(lambda core, now: core.add_server(run, address, now))
+        log.info("policy server added", run=run, address=address)
+
+    async def drain_server(self, run: str, address: str) -> None:
+        """Let a policy server finish what it has."""
+        await self._do(lambda core, now: core.drain_server(run, address, now))
+        log.info("policy server drains", run=run, address=address)
+
+    async def remove_server(self, run: str, address: str) -> None:
+        """Take a policy server from a run."""
+        await self._do(lambda core, now: core.remove_server(run, address, now))
+        log.info("policy server removed", run=run, address=address)
+
     # Views ----------------------------------------------------------------------------------------------------
 
     def run_status(self, run: str) -> wire.RunStatus:

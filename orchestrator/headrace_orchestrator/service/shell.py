@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version as installed_version
 from typing import TypeVar
 
@@ -47,6 +47,8 @@ class Shell:
         self.store = store
         self.bells = Bells()
         self.draining = False
+        #: Told of facts when they are appended.
+        self.listeners: list[Callable[[Sequence[AnyRecord]], None]] = []
         self._metrics = metrics
         self._clock = clock
         self._timer: asyncio.TimerHandle | None = None
@@ -75,6 +77,8 @@ class Shell:
                 _log(fact)
             self._metrics.observe(facts)
             self.bells.tell(facts)
+            for listener in self.listeners:
+                listener(facts)
             self.set_timer()
         except StoreError:
             raise

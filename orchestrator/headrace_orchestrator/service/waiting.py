@@ -73,15 +73,20 @@ class Bell:
 
 
 class Bells:
-    """One bell for each run, and one for each kind of worker."""
+    """Bells for each run and for its policy servers, and one for each kind of worker."""
 
     def __init__(self) -> None:
         self._runs: dict[str, Bell] = {}
+        self._servers: dict[str, Bell] = {}
         self._workers: dict[tuple[str, tuple[str, ...]], Bell] = {}
 
     def of_run(self, run: str) -> Bell:
         """Rung when something happens in the run."""
         return self._runs.setdefault(run, Bell())
+
+    def of_servers(self, run: str) -> Bell:
+        """Rung when something happens to the run's policy servers."""
+        return self._servers.setdefault(run, Bell())
 
     def of_worker(self, request: LeaseRequest) -> Bell:
         """Rung when there may be work for a worker like this one."""
@@ -107,5 +112,5 @@ class Bells:
 
     def ring_all(self) -> None:
         """Wake everybody."""
-        for bell in (*self._runs.values(), *self._workers.values()):
+        for bell in (*self._runs.values(), *self._servers.values(), *self._workers.values()):
             bell.ring_all()

@@ -1,0 +1,79 @@
+"""``headrace servers``: the policy servers of a run, and adding, draining and removing one while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import click
+
+from headrace import wire
+from headrace.client import Client
+from headrace_orchestrator.cli.output import (
+    connect,
+    emit,
+    json_option,
+    note,
+    service_options,
+    shared,
+    span,
+    table,
+)
+
+COLUMNS = ("server", "state", "version", "paused", "running", "waiting", "cache", "reason")
+"""``paused``: for new weights, all in all. ``running`` and ``waiting`` are requests, ``cache`` the share in use."""
+
+ACTIONS: dict[str, Callable[[Client, str, str], None]] = {
+    "add": Client.add_server,
+    "drain": Client.drain_server,
+    "remove": Client.remove_server,
+}
+
+FIRST_LOOK_S = 5.0
+"""How long it waits for the first look at a server that was just added."""
+
+
+def row(server: wire.PolicyServer) -> list[str]:
+    """One server as a line of the table; ``COLUMNS`` are its columns."""
+    return [
+        server.address,
+        server.state,
+        server.version or "–",
+        span(server.paused_s),
+        f"{server.running:.0f}",
+        f"{server.waiting:.0f}",
+        f"{server.kv_cache_used:.0%}",
+        server.reason or "–",
+    ]
+
+
+@click.command(short_help="Show the policy servers of a run; add, drain or remove one.")
+@click.argument("run")
+@click.argument("action", required=False, type=click.Choice(list(ACTIONS)))
+@click.argument("address", required=False)
+@service_options
+@json_option
+def servers(run: str, action: str | None, address: str | None, url: str | None, token: str | None) -> None:
+    """Show the policy servers of RUN. `add` gives it another one while it runs (or ends the drain of one), `drain` lets
+    one finish what it has, `remove` takes it away.
+
+    \b
+    Examples:
+      headrace servers guess
+      headrace servers guess add http://127.0.0.1:8472
+    """
+    if (action is None) != (address is None):
+        raise click.UsageError(f"`{action}` needs the address of a server.")
+    with connect(url, token) as client:
+        if action is not None and address is not None:
+            ACTIONS[action](client, run, address)
+        found = client.servers(run)
+        if any(server.state == "unknown" for server in found.servers):
+            found = client.servers(run, revision=found.revision, wait_s=FIRST_LOOK_S)
+    if shared().json:
+        emit(found)
+    elif found.servers:
+        table(COLUMNS, [row(server) for server in found.servers])
+    else:
+        note(f"The run {run} has no policy servers of its own: each worker asks the one that it was started with.")
+    if found.sync:
+        note(found.sync)

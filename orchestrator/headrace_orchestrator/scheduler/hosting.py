@@ -1,0 +1,99 @@
+"""The policy servers of a run, and the weights that they are to hold.
+
+* Servers that were added, drained or removed are known after a restart.
+* A version that comes with weights is to be loaded by the service; one without was loaded by the learner.
+* A version that was overtaken before any server served it is skipped, and said to be.
+* Weights that are served are not replaced under the same version.
+* Once a version is served, evaluations that are pinned to an older one are cancelled: nothing can answer them any more.
+
+What the servers do at the moment is not known here; who drives them says so in ``told``.
+"""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from headrace.errors import Conflict, InvalidRequest, UnknownServer, VersionConflict
+from headrace.trajectory import Version
+from headrace.wire import Reason, Weights
+from headrace_orchestrator.scheduler import records, settling
+from headrace_orchestrator.scheduler.book import Book
+from headrace_orchestrator.scheduler.runs import Run
+
+MAX_SERVERS = 4096
+"""Of one run: their states are told in one answer."""
+
+
+def address_of(text: str) -> str:
+    """An address as servers are known by; raises InvalidRequest for what is none."""
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:
+        raise InvalidRequest(
+            f"{text!r} is no address of a policy server.", hint="Give its base address, as in http://127.0.0.1:8471."
+        )
+    return text.rstrip("/")
+
+
+def add(book: Book, run: Run, address: str, now: float) -> None:
+    """Know a server from now on; one that drains takes requests again."""
+    address = address_of(address)
+    if run.closed:
+        raise Conflict(f"Run {run.name} was closed.")
+    if len(run.hosting.servers) >= MAX_SERVERS and address not in run.hosting.servers:
+        raise InvalidRequest(f"Run {run.name} has {MAX_SERVERS} policy servers, and no more can be added.")
+    if run.hosting.servers.get(address) is not False:
+        book.emit(records.ServerAdded(run=run.name, address=address), now)
+
+
+def drain(book: Book, run: Run, address: str, now: float) -> None:
+    """Let a server finish what it has."""
+    address = _known(run, address)
+    if not run.hosting.servers[address]:
+        book.emit(records.ServerDrained(run=run.name, address=address), now)
+
+
+def remove(book: Book, run: Run, address: str, now: float) -> None:
+    """Forget a server."""
+    book.emit(records.ServerRemoved(run=run.name, address=_known(run, address)), now)
+
+
+def _known(run: Run, address: str) -> str:
+    address = address_of(address)
+    if address not in run.hosting.servers:
+        raise UnknownServer(
+            f"Run {run.name} has no policy server {address}.", hint=f"`headrace servers {run.name}` lists them."
+        )
+    return address
+
+
+def require_weights_fit(run: Run, version: Version, weights: Weights | None) -> None:
+    """Raise VersionConflict for other weights of the version that is served."""
+    hosting = run.hosting
+    if weights is not None and version == hosting.held == hosting.target and weights != hosting.weights:
+        raise VersionConflict(
+            f"The policy servers of run {run.name} hold version {version} from {hosting.loaded.path!r} already."
+            if hosting.loaded is not None
+            else f"The policy servers of run {run.name} hold version {version} already.",
+            hint="Announce other weights as the next version.",
+        )
+
+
+def served(book: Book, run: Run, version: Version, weights: Weights, now: float) -> None:
+    """A server takes requests with this version, the first one to do so."""
+    if run.hosting.held != version:
+        book.emit(records.WeightsLoaded(run=run.name, version=version, weights=weights), now)
+        _cancel_unservable(book, run, now)
+
+
+def _cancel_unservable(book: Book, run: Run, now: float) -> None:
+    for evaluation in list(run.active_evaluations.values()):
+        if run.hosting.past(evaluation.version):
+            for group in list(evaluation.groups):
+                if group.state == "open":
+                    settling.retire(book, group, records.REPLACED, now)
+    settling.settle(book, run, now)
+
+
+def tell(run: Run, told: list[Reason]) -> None:
+    """Take what the policy servers and their weights are at, for those whose pull waits."""
+    run.hosting.told = told

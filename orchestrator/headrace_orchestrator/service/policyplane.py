@@ -1,0 +1,172 @@
+"""The policy servers of all runs: each active run's are watched, and who wants to know of them can wait for news.
+
+* A run's servers are watched from its creation to its end, and again after a restart.
+* A long poll that names the revision it knows is answered at the next one.
+* A watch that fails is logged whole and begins anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from headrace import wire
+from headrace_orchestrator import logs
+from headrace_orchestrator.policies.control import Control
+from headrace_orchestrator.policies.controller import Controller, Probe
+from headrace_orchestrator.scheduler.records import (
+    AnyRecord,
+    BatchAcked,
+    EvaluationEnded,
+    RunClosed,
+    RunCreated,
+    ServerAdded,
+    ServerDrained,
+    ServerRemoved,
+    VersionAnnounced,
+)
+from headrace_orchestrator.service.shell import Shell
+from headrace_orchestrator.service.waiting import Left
+
+log = logs.logger(__name__)
+
+NEWS = (
+    RunCreated,
+    RunClosed,
+    ServerAdded,
+    ServerDrained,
+    ServerRemoved,
+    VersionAnnounced,
+    BatchAcked,
+    EvaluationEnded,
+)
+"""Facts that a watch looks at anew."""
+
+AGAIN_S = 1.0
+"""Before a watch that failed begins anew."""
+
+REVISIONS_AN_EPOCH = 1 << 32
+"""A revision grows across restarts too."""
+
+
+class PolicyPlane:
+    """Watches the policy servers of the runs that are active."""
+
+    def __init__(self, shell: Shell, epoch: int) -> None:
+        self._shell = shell
+        self._epoch = epoch
+        self._control = Control()
+        self._watches: dict[str, Watch] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        shell.listeners.append(self._tell)
+        for name in shell.core.run_names():
+            self._begin(name)
+
+    async def close(self) -> None:
+        """Stop watching."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await self._control.close()
+
+    async def servers(self, run: str, revision: int, wait_s: float, left: Left) -> wire.ServersReply:
+        """The policy servers of a run; waits while ``revision`` is still theirs. Raises UnknownRun."""
+        shell = self._shell
+        shell.core.spec(run)  # raises UnknownRun
+        deadline = shell.now() + wait_s
+        while True:
+            watch = self._watches.get(run)
+            now = shell.now()
+            if watch is None or watch.controller.revision != revision or now >= deadline or shell.draining:
+                break
+            await shell.bells.of_servers(run).wait(deadline - now, left)
+        if watch is None:  # the run is closed
+            return wire.ServersReply(epoch=self._epoch, revision=0)
+        return wire.ServersReply(
+            epoch=self._epoch, revision=watch.controller.revision, servers=watch.controller.shown(now)
+        )
+
+    def _tell(self, facts: Sequence[AnyRecord]) -> None:
+        for fact in facts:
+            if isinstance(fact, NEWS):
+                if isinstance(fact, RunCreated):
+                    self._begin(fact.run)
+                elif fact.run in self._watches:
+                    self._watches[fact.run].wake()
+
+    def _begin(self, name: str) -> None:
+        if not self._shell.core.closed(name):
+            self._watches[name] = Watch(name, self._shell, self._control, self._epoch)
+            self._tasks[name] = asyncio.create_task(self._keep_watching(name))
+
+    async def _keep_watching(self, name: str) -> None:
+        while True:
+            watch = self._watches[name]
+            try:
+                await watch.run()
+            except Exception:
+                log.exception("the watch over policy servers failed", run=name)
+                await asyncio.sleep(AGAIN_S)
+                watch = Watch(name, self._shell, self._control, self._epoch, watch.controller.revision + 1)
+                self._watches[name] = watch
+            else:
+                del self._watches[name], self._tasks[name]
+                self._shell.bells.of_servers(name).ring_all()
+                return
+
+
+class Watch:
+    """Watches the servers of one run."""
+
+    def __init__(self, run: str, shell: Shell, control: Control, epoch: int, revision: int = 0) -> None:
+        self.controller = Controller(revision or epoch * REVISIONS_AN_EPOCH)
+        self._run = run
+        self._shell = shell
+        self._control = control
+        self._news = asyncio.Event()
+        self._told = self.controller.revision
+        self._calls: set[asyncio.Task[None]] = set()
+
+    def wake(self) -> None:
+        """Something happened that may concern the servers."""
+        self._news.set()
+
+    async def run(self) -> None:
+        """Watch until the run is closed."""
+        try:
+            while not self._shell.core.closed(self._run):
+                self._news.clear()
+                self._step()
+                due = self.controller.due()
+                timeout_s = None if due is None else max(0.0, due - self._shell.now())
+                await _until(self._news, timeout_s)
+        finally:
+            for call in self._calls:
+                call.cancel()
+            await asyncio.gather(*self._calls, return_exceptions=True)
+
+    def _step(self) -> None:
+        core = self._shell.core
+        self.controller.take_servers(core.hosting(self._run).servers)
+        for call in self.controller.step(self._shell.now()):
+            task = asyncio.create_task(self._carry_out(call))
+            self._calls.add(task)
+            task.add_done_callback(self._calls.discard)
+        if self.controller.revision != self._told:
+            self._told = self.controller.revision
+            core.tell_servers(self._run, self.controller.reasons())
+            self._shell.bells.of_servers(self._run).ring_all()
+
+    async def _carry_out(self, call: Probe) -> None:
+        seen = await self._control.probe(call.address)
+        self.controller.probed(call.address, seen, self._shell.now())
+        self.wake()
+
+
+async def _until(event: asyncio.Event, timeout_s: float | None) -> None:
+    """Until the event is set, or the time is over."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return

@@ -1,0 +1,107 @@
+"""The policy servers of a run, at the orchestrator: which there are, what each is at, and who is told."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace import wire
+from tests.orchestrator.serving import Api, orchestrator
+from tests.policies.doubles import double
+
+PATH = "/v1/runs/run/servers"
+NOBODY = "http://127.0.0.1:9"
+
+
+async def servers(api: Api, **query: Any) -> wire.ServersReply:
+    fields = "&".join(f"{name}={value}" for name, value in query.items())
+    return msgspec.convert(await api.ask("GET", f"{PATH}?{fields}"), wire.ServersReply)
+
+
+async def until(api: Api, enough: Callable[[dict[str, wire.PolicyServer]], bool]) -> wire.ServersReply:
+    """Wait for news until the servers are as they should be."""
+    reply = await servers(api)
+    end = time.monotonic() + 20
+    while not enough({server.address: server for server in reply.servers}):
+        assert time.monotonic() < end, reply
+        reply = await servers(api, revision=reply.revision, wait_s=5)
+    return reply
+
+
+async def test_the_servers_of_a_run_are_those_of_its_spec_and_each_is_looked_at(api: Api) -> None:
+    async with double() as one, double() as two:
+        await api.create_run(policy={"endpoints": [f"{one}/", two, NOBODY]})
+        reply = await until(api, lambda found: all(server.state != "unknown" for server in found.values()))
+        shown = {server.address: (server.state, server.version) for server in reply.servers}
+        assert shown == {one: ("serving", "0.0"), two: ("serving", "0.0"), NOBODY: ("ejected", "")}
+        assert "nobody listens there" in reply.servers[2].reason
+
+
+async def test_a_run_without_endpoints_has_no_servers_and_can_be_given_some(api: Api) -> None:
+    await api.create_run()
+    assert (await servers(api)).servers == []
+    async with double() as one:
+        await api.ask("POST", PATH, {"address": one})
+        await until(api, lambda found: found[one].state == "serving")
+
+
+async def test_servers_that_were_added_drained_or_removed_are_known_after_a_restart(data_dir: Path) -> None:
+    async with double() as one, double() as two, double() as three:
+        async with orchestrator(data_dir) as api:
+            await api.create_run(policy={"endpoints": [one, two]})
+            await api.ask("POST", PATH, {"address": three})
+            await api.ask("POST", f"{PATH}/drain", {"address": one})
+            await api.ask("DELETE", PATH, {"address": two})
+        async with orchestrator(data_dir) as api:
+            reply = await until(api, lambda found: all(server.state != "unknown" for server in found.values()))
+            assert {server.address: server.state for server in reply.servers} == {one: "draining", three: "serving"}
+            await api.ask("POST", PATH, {"address": one})
+            await until(api, lambda found: found[one].state == "serving")
+
+
+async def test_a_long_poll_is_answered_at_the_next_news_and_its_revision_grows(api: Api) -> None:
+    async with double() as one:
+        await api.create_run(policy={"endpoints": [one]})
+        known = await until(api, lambda found: found[one].state == "serving")
+        waiting = asyncio.create_task(servers(api, revision=known.revision, wait_s=20))
+        await asyncio.sleep(0)
+        await api.ask("POST", f"{PATH}/drain", {"address": one})
+        news = await waiting
+        assert news.servers[0].state == "draining"
+        assert news.revision > known.revision
+        assert (await servers(api, revision=news.revision, wait_s=0.01)).revision == news.revision
+
+
+async def test_a_server_that_dies_is_ejected_and_comes_back_by_itself(api: Api) -> None:
+    async with double() as one:
+        await api.create_run(policy={"endpoints": [one]})
+        await until(api, lambda found: found[one].state == "serving")
+    reply = await until(api, lambda found: found[one].state == "ejected")
+    told = (await api.ask("GET", "/v1/runs/run"))["reasons"][0]
+    assert (told["code"], one in told["message"]) == ("no-policy-servers", True)
+    async with double(int(one.rsplit(":", 1)[1])):
+        again = await until(api, lambda found: found[one].state == "serving")
+        assert again.revision > reply.revision
+
+
+async def test_a_server_that_the_run_does_not_have_is_named_and_so_is_what_is_no_address(api: Api) -> None:
+    await api.create_run()
+    problem = await api.ask("POST", f"{PATH}/drain", {"address": NOBODY}, status=404)
+    assert (problem["code"], NOBODY in problem["detail"]) == ("unknown-server", True)
+    assert (await api.ask("DELETE", PATH, {"address": NOBODY}, status=404))["code"] == "unknown-server"
+    problem = await api.ask("POST", PATH, {"address": "127.0.0.1:8000"}, status=400)
+    assert "no address of a policy server" in problem["detail"]
+
+
+async def test_a_closed_run_has_no_servers_any_more(api: Api) -> None:
+    async with double() as one:
+        await api.create_run(policy={"endpoints": [one]})
+        known = await until(api, lambda found: found[one].state == "serving")
+        waiting = asyncio.create_task(servers(api, revision=known.revision, wait_s=20))
+        await api.ask("POST", "/v1/runs/run/close")
+        assert (await waiting).servers == []
