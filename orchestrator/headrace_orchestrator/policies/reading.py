@@ -1,0 +1,41 @@
+"""A server's metrics, as vLLM exposes them, read as one ``Load``.
+
+* The engines of a server count together; of the KV cache the fullest counts.
+* A server without vLLM's gauges has no load to read; what it has else is passed over.
+* Text that is no exposition raises ``ValueError``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from headrace_orchestrator.policies.admission import Load
+
+_GAUGES = frozenset({"vllm:num_requests_running", "vllm:num_requests_waiting"})
+
+_SUMMED = _GAUGES | {"vllm:num_preemptions_total", "vllm:generation_tokens_total", "vllm:request_success_total"}
+
+_KV_CACHE = "vllm:kv_cache_usage_perc"
+
+
+def read_load(text: str) -> Load | None:
+    """What a server says of itself; None where it has none of the gauges."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name in _SUMMED:
+                found[sample.name] += sample.value
+            elif sample.name == _KV_CACHE:
+                found[_KV_CACHE] = max(found[_KV_CACHE], sample.value)
+    if not _GAUGES & found.keys():
+        return None
+    return Load(
+        running=found["vllm:num_requests_running"],
+        waiting=found["vllm:num_requests_waiting"],
+        kv_cache_used=found[_KV_CACHE],
+        completed=found["vllm:request_success_total"],
+        preemptions=found["vllm:num_preemptions_total"],
+        tokens=found["vllm:generation_tokens_total"],
+    )

@@ -1,0 +1,243 @@
+"""Admission by what the engines say: step by step, and against simulated engines."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from headrace_orchestrator.policies.admission import BLIND_POLLS, START, Admission, Load, Seen, poll
+from tests.policies.engines import Engine, World
+
+IDLE = Load(running=1)
+
+
+class Polls:
+    """One server, polled by hand; ``leased`` follows what the run may have unless it is given."""
+
+    def __init__(self, state: Admission | None = None) -> None:
+        self.state = state or Admission()
+        self.load = IDLE
+        self.see("serving", IDLE)
+
+    def see(self, state, load=None, leased=None, **more):
+        size = self.state.attainable or 0
+        self.state = poll(self.state, {"a": Seen(state, load, **more)}, size if leased is None else leased)
+        return self.state.attainable
+
+    def serve(self, leased=None, **changes):
+        """A reading after the last one; counters grow by what is given."""
+        for name in ("completed", "preemptions", "tokens"):
+            changes[name] = getattr(self.load, name) + changes.get(name, 0)
+        self.load = replace(self.load, **changes)
+        return self.see("serving", self.load, leased)
+
+
+def test_a_window_opens_by_slow_start_then_by_additive_increase():
+    polls = Polls()
+    assert [polls.serve(completed=16) for _ in range(3)] == [START + 16, START + 32, START + 48], "one for each request"
+    before = polls.serve(completed=0)
+    assert polls.serve(completed=1000) == before * 1.5, "at most half of it a poll"
+    cut = polls.serve(running=60, preemptions=60)
+    polls.serve()
+    sizes = [cut, *(polls.serve(completed=200) for _ in range(3))]
+    steps = [after - before for before, after in itertools.pairwise(sizes)]
+    assert max(steps) - min(steps) <= 1
+    assert cut / 16 < steps[0] < cut / 4
+
+
+def test_a_window_does_not_grow_while_the_run_does_not_fill_it():
+    polls = Polls()
+    assert polls.serve(completed=100, leased=10) == START
+    assert polls.serve(completed=100) > START
+
+
+def test_a_preemption_cuts_a_window_by_what_was_preempted():
+    few, many = Polls(), Polls()
+    assert few.serve(running=32, preemptions=1) == pytest.approx(START * 0.9, abs=1)
+    assert many.serve(running=32, preemptions=32) == pytest.approx(START * 0.6, abs=1)
+
+
+def test_a_standing_queue_takes_off_a_window_what_stands_and_a_passing_one_nothing():
+    polls = Polls()
+    assert polls.serve(running=24, waiting=8) == START
+    assert polls.serve(running=32, waiting=0) == START, "it passed"
+    polls.serve(running=24, waiting=8)
+    assert polls.serve(running=24, waiting=8) == 24
+
+
+def test_a_cut_takes_effect_before_the_next_one():
+    polls = Polls()
+    cut = polls.serve(running=32, preemptions=8)
+    for _ in range(20):
+        assert polls.serve(running=32, preemptions=8, leased=32) == cut, "what is at workers still drains"
+    assert polls.serve(preemptions=8, leased=cut) == cut, "the last of what came before it"
+    assert polls.serve(preemptions=8, leased=cut) < cut
+
+
+def test_growth_stops_while_the_kv_cache_is_nearly_full():
+    polls = Polls()
+    assert polls.serve(completed=100, kv_cache_used=0.95) == START
+    slow = polls.serve(completed=100, kv_cache_used=0.7)
+    assert START < slow <= START + 4, "slow start is over from half of it on"
+
+
+def test_a_reading_of_nothing_while_tokens_come_is_no_reading():
+    polls = Polls()
+    polls.serve(running=24, waiting=8)
+    for _ in range(BLIND_POLLS - 1):
+        assert polls.serve(running=0, waiting=0, tokens=50, completed=4) == START
+    assert polls.serve(running=24, waiting=8) == 24, "the queue was there all the time"
+    seen = Polls()
+    for _ in range(BLIND_POLLS):
+        size = seen.serve(running=0, waiting=0, tokens=50, completed=4)
+    assert size == START + 4 * BLIND_POLLS, "so many that saw no queue count as one, for all that was completed"
+
+
+def test_a_server_whose_metrics_do_not_answer_keeps_its_window_and_one_that_has_none_lifts_the_cap():
+    polls = Polls()
+    grown = polls.serve(completed=16)
+    for _ in range(50):
+        assert polls.see("serving") == grown
+    assert polls.see("serving", unmetered=True) is None
+    assert polls.serve(completed=0) == grown, "it has them now"
+    assert poll(Admission(), {"a": Seen("serving")}, 0).attainable == START, "not heard of yet"
+    assert Admission().attainable is None, "no servers that one knows of"
+
+
+def test_nothing_is_concluded_from_a_pause_nor_shortly_after():
+    polls = Polls()
+    for _ in range(5):
+        polls.load = replace(polls.load, waiting=32, preemptions=polls.load.preemptions + 1)
+        assert polls.see("paused", polls.load) == START
+    for _ in range(3):
+        assert polls.serve(waiting=32, preemptions=1) == START
+    assert polls.serve(waiting=0, completed=8) == START + 8
+
+
+def test_a_server_that_is_away_counts_nothing_and_comes_back_by_slow_start():
+    polls = Polls()
+    while polls.serve(completed=400) < 200:
+        pass
+    before = polls.state.attainable
+    assert polls.see("away") == 1
+    polls.load = IDLE
+    assert polls.see("serving", IDLE) == START
+    sizes = [polls.serve(completed=400) for _ in range(12)]
+    jumps = [after - before for before, after in itertools.pairwise(sizes)]
+    assert max(jumps) > 20, "slow start"
+    assert max(jump for size, jump in zip(sizes, jumps, strict=False) if size >= 0.75 * before) <= before / 8
+
+
+def test_counters_that_begin_anew_are_no_preemptions():
+    polls = Polls()
+    polls.serve(preemptions=5, running=1, tokens=9)
+    polls.see("serving", polls.load, leased=1)
+    size = polls.state.attainable
+    polls.load = Load(running=1, preemptions=3)
+    assert polls.see("serving", polls.load) == size
+
+
+def test_a_run_has_its_floor_and_never_more_than_its_ceiling():
+    low = Polls(Admission(floor=4))
+    for _ in range(60):
+        size = low.serve(running=1, waiting=9, preemptions=9, leased=1)
+    assert size == 4
+    high = Polls(Admission(ceiling=48))
+    for _ in range(20):
+        size = high.serve(completed=100)
+    assert size == 48
+
+
+def test_windows_of_several_servers_add_up_and_servers_come_and_go():
+    state = Admission()
+    for servers in ("a", "ab", "b", ""):
+        state = poll(state, dict.fromkeys(servers, Seen("serving", IDLE)), 0)
+        assert state.attainable == (len(servers) * START or None)
+
+
+# Simulated engines --------------------------------------------------------------------------------------------
+
+KV_BOUND = {"kv_tokens": 8000}
+SEQUENCE_BOUND = {"kv_tokens": 100_000, "most": 64}
+
+
+@pytest.mark.parametrize("engine", [KV_BOUND, SEQUENCE_BOUND, {**SEQUENCE_BOUND, "blind": 0.6}], ids=str)
+def test_it_converges_near_the_knee_and_swings_within_a_factor_of_two(engine):
+    knee = 80
+    best = World([Engine(**engine)], fixed=knee)
+    world = World([Engine(**engine)])
+    for one in (best, world):
+        one.polls(100)
+    found = world.polls(100)
+    best.polls(100)
+    assert max(found) <= 2 * min(found)
+    assert knee / 2 <= sum(found) / len(found) <= 1.5 * knee
+    assert world.useful >= 0.8 * best.useful
+
+
+def test_it_recovers_after_a_server_dies_and_returns():
+    world = World([Engine(**SEQUENCE_BOUND), Engine(**SEQUENCE_BOUND)])
+    world.polls(100)
+    both = world.state.attainable
+    world.kill(1)
+    world.polls(1)
+    assert world.state.attainable <= 0.75 * both
+    world.polls(40)
+    world.engines[1].up = True
+    world.polls(60)
+    assert world.state.attainable >= 0.75 * both
+    assert world.engines[1].completed > 0.5 * (world.engines[0].completed - world.engines[1].completed) / 3
+
+
+def test_a_pause_for_weights_does_not_change_what_is_attainable_for_long():
+    world = World([Engine(**SEQUENCE_BOUND)])
+    before = sum(world.polls(100)[-20:]) / 20
+    for _ in range(10):
+        world.engines[0].paused = True
+        world.polls(2)
+        world.engines[0].paused = False
+        world.polls(8)
+    assert sum(world.history[-20:]) / 20 >= 0.8 * before
+
+
+def test_a_run_of_few_slots_does_not_open_windows_that_it_never_tested():
+    world = World([Engine(**SEQUENCE_BOUND)], slots=20)
+    assert max(world.polls(60)) <= START
+
+
+@settings(max_examples=16, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(
+    engines=st.lists(
+        st.builds(
+            Engine,
+            kv_tokens=st.integers(4000, 20_000),
+            most=st.integers(16, 200),
+            speed=st.floats(20, 300),
+            blind=st.sampled_from([0.0, 0.0, 0.3, 0.8]),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    turns=st.integers(1, 6),
+    wanted=st.integers(10, 120),
+    pause=st.integers(0, 60),
+    seed=st.integers(0, 9),
+)
+def test_no_engine_is_starved_and_none_is_flooded(engines, turns, wanted, pause, seed):
+    def world(**more):
+        copies = [replace(engine, running=[], waiting=type(engine.waiting)()) for engine in engines]
+        return World(copies, turns=turns, wanted=wanted, pause=pause, seed=seed, **more)
+
+    ours, flooded = world(), world(fixed=500)
+    found = ours.polls(90)
+    flooded.polls(90)
+    assert all(1 <= size < math.inf for size in found)
+    assert ours.useful >= 0.6 * flooded.useful
+    assert sum(engine.preemptions for engine in ours.engines) <= sum(e.preemptions for e in flooded.engines) + 100
+    late = found[45:]
+    assert max(late) <= 3 * min(late)
