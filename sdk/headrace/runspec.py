@@ -145,9 +145,23 @@ class PolicySpec(_Model):
     protocol: Literal["completions"] = "completions"
     """vLLM's ``/v1/completions`` with prompt token ids."""
     renderer: str = "bytes"
-    """Turns messages into tokens: a renderer that the worker knows. Default: the byte-level one."""
+    """Turns messages into tokens: ``bytes``; ``template``, the chat template of the model; a model family, such as
+    ``qwen3``; or ``auto``, the model's family if it is known, else its template. Default: the byte-level one."""
+    tokenizer: str = ""
+    """The model's folder, as it is on the workers, or its name on the hub. Every renderer but ``bytes`` needs it."""
+    renderer_options: Json = {}
+    """Variables of the chat template, or fields of the family's configuration, such as ``{"enable_thinking": false}``.
+    Default: none."""
     agents: dict[str, AgentSpec] = {}
     """Overrides by agent name, for environments with several agents. Default: this policy plays all, and trains."""
+
+    @model_validator(mode="after")
+    def _renderer_has_what_it_needs(self) -> Self:
+        if self.renderer != "bytes" and not self.tokenizer:
+            raise ValueError(f"renderer = {self.renderer!r} needs a tokenizer: the model's folder, or its name")
+        if self.renderer == "bytes" and (self.tokenizer or self.renderer_options):
+            raise ValueError("renderer = 'bytes' has no tokenizer and no options; set renderer to 'auto' or 'template'")
+        return self
 
 
 class SamplingSpec(_Model):

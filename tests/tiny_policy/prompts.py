@@ -14,7 +14,8 @@ RENDERER = BytesRenderer()
 def prompt_of(*texts: str) -> list[int]:
     """A conversation in which user and assistant take turns, the user first."""
     roles = ("user", "assistant")
-    return RENDERER.start([Message(role=roles[at % 2], content=text) for at, text in enumerate(texts)])
+    messages = [Message(role=roles[at % 2], content=text) for at, text in enumerate(texts)]
+    return RENDERER.start(messages).new_ids
 
 
 def sampled(text: str) -> list[int]:

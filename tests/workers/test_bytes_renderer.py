@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import InfrastructureFailure
+from headrace.runspec import PolicySpec
 from headrace.trajectory import ContentPart, Message
-from headrace_workers.rendering import BytesRenderer, make_renderer
+from headrace_workers.rendering import BytesRenderer, Reply, Standing, make_renderer
 from headrace_workers.rendering.bytes_renderer import ASSISTANT, BOS, END, SYSTEM, TOOL, USER, VOCAB_SIZE
 
 RENDERER = BytesRenderer()
@@ -25,7 +26,7 @@ def test_a_prompt_is_bos_then_role_mark_bytes_and_end_for_each_message_then_the_
         Message(role="user", content="é"),
         Message(role="tool", content=""),
     ]
-    assert RENDERER.start(messages) == [
+    assert RENDERER.start(messages).new_ids == [
         *(BOS, SYSTEM, ord("a"), END),
         *(USER, 0xC3, 0xA9, END),
         *(TOOL, END, ASSISTANT),
@@ -34,31 +35,51 @@ def test_a_prompt_is_bos_then_role_mark_bytes_and_end_for_each_message_then_the_
 
 def test_text_parts_are_joined() -> None:
     parts = [ContentPart(type="text", text="a"), ContentPart(type="text", text="b")]
-    assert RENDERER.start([Message(role="user", content=parts)]) == [BOS, USER, ord("a"), ord("b"), END, ASSISTANT]
+    assert RENDERER.start([Message(role="user", content=parts)]).new_ids == [
+        BOS,
+        USER,
+        ord("a"),
+        ord("b"),
+        END,
+        ASSISTANT,
+    ]
 
 
 def test_a_renderer_of_text_shows_the_text_that_stands_for_an_image_and_refuses_one_without() -> None:
     parts = [ContentPart(type="image", asset="0" * 64, text="b")]
-    assert RENDERER.start([Message(role="user", content=parts)]) == [BOS, USER, ord("b"), END, ASSISTANT]
+    assert RENDERER.start([Message(role="user", content=parts)]).new_ids == [BOS, USER, ord("b"), END, ASSISTANT]
     with pytest.raises(InfrastructureFailure, match="reads text only"):
         RENDERER.start([Message(role="user", content=[ContentPart(type="image", asset="0" * 64)])])
+
+
+def extend(standing: list[int], new_messages: list[Message]) -> list[int]:
+    return RENDERER.extend(Standing(standing, 0, [], ""), new_messages).new_ids
 
 
 @given(before=MESSAGES, sampled=SAMPLED, after=MESSAGES)
 def test_the_next_prompt_extends_the_last_one_exactly(
     before: list[Message], sampled: list[int], after: list[Message]
 ) -> None:
-    standing = RENDERER.start(before) + sampled
+    standing = RENDERER.start(before).new_ids + sampled
     kept = list(standing)
-    new = RENDERER.extend(standing, after)
+    new = extend(standing, after)
     assert standing == kept
     assert (standing + new)[: len(standing)] == kept
     assert new[-1] == ASSISTANT
 
 
 def test_the_bridge_adds_the_end_of_turn_that_a_sampled_turn_lacks() -> None:
-    assert RENDERER.extend([BOS, ASSISTANT, 65], [])[:1] == [END]
-    assert RENDERER.extend([BOS, ASSISTANT, 65, END], []) == [ASSISTANT]
+    assert extend([BOS, ASSISTANT, 65], [])[:1] == [END]
+    assert extend([BOS, ASSISTANT, 65, END], []) == [ASSISTANT]
+
+
+@given(before=MESSAGES, sampled=SAMPLED, after=MESSAGES)
+def test_a_new_segment_shows_what_was_sampled_before_as_the_ids_that_it_was(
+    before: list[Message], sampled: list[int], after: list[Message]
+) -> None:
+    reply = Reply(sampled, RENDERER.parse(sampled))
+    standing = RENDERER.start(before).new_ids + sampled
+    assert RENDERER.start([*before, reply, *after]).new_ids == standing + extend(standing, after)
 
 
 @given(SAMPLED)
@@ -77,6 +98,6 @@ def test_text_reads_back_as_it_was(text: str) -> None:
 
 
 def test_the_fingerprint_is_fixed() -> None:
-    assert make_renderer("bytes").tokenizer.fingerprint == RENDERER.tokenizer.fingerprint
+    assert make_renderer(PolicySpec()).tokenizer.fingerprint == RENDERER.tokenizer.fingerprint
     assert len(RENDERER.tokenizer.fingerprint) == 64
     assert RENDERER.tokenizer.vocab_size == VOCAB_SIZE

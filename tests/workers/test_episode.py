@@ -6,6 +6,7 @@ import asyncio
 import math
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -17,8 +18,11 @@ from headrace.errors import EnvironmentFailure, PolicyFailure, ToolFailure
 from headrace.trajectory import Message, Task, ToolCall, VersionRun
 from headrace.validation import validate
 from headrace_workers.episode import Episode, turn_seed
+from headrace_workers.policies import Sample, one_version
 from headrace_workers.rendering.bytes_renderer import ASSISTANT, BOS, END, USER
-from tests.workers.fakes import Clock, OneTurn, Script, Turns, assignment, failure_of, plan, play, say, tools
+from headrace_workers.rendering.folder_tokenizer import load_tokenizer
+from tests.workers.fakes import FIRST, Clock, OneTurn, Script, Turns, assignment, failure_of, plan, play, say, tools
+from tests.workers.models import STRIPS_THINKING, make_model
 
 
 async def test_a_finished_episode_holds_exact_tokens_rewards_messages_and_infos() -> None:
@@ -85,6 +89,42 @@ async def test_the_first_prompt_may_be_over_long_already() -> None:
     record = await play(Script(say("x")), Turns, limits={"max_context_tokens": 5})
     validate(record)
     assert (record.status, record.stop_reason, record.segments) == ("truncated", "max_tokens", [])
+
+
+async def test_a_prompt_that_is_too_long_for_the_engine_is_a_truncation_as_well() -> None:
+    overflow = PolicyFailure("Too long.", kind="context-overflow", retryable=False)
+    record = await play(Script(say("x"), overflow), lambda: Turns(last=9))
+    validate(record)
+    assert (record.status, record.stop_reason, record.failure) == ("truncated", "max_tokens", None)
+    (turn,) = record.segments[0].turns
+    assert turn.truncated
+    assert turn.end == len(record.segments[0].token_ids)  # what did not fit was never asked about
+
+
+async def test_a_prompt_that_cannot_extend_what_stands_starts_a_new_segment(tmp_path: Path) -> None:
+    model = make_model(tmp_path, STRIPS_THINKING)
+    tokenizer = load_tokenizer(str(model))
+
+    def sample(text: str) -> Sample:
+        ids = tokenizer.encode(text)
+        return Sample(
+            token_ids=ids, logprobs=[-0.5] * len(ids), finish_reason="stop", versions=one_version(len(ids), FIRST)
+        )
+
+    policy = Script(*(sample(text) for text in ("hm\n</think>\n\nA<|im_end|>", "B<|im_end|>", "C<|im_end|>")))
+    record = await play(policy, Turns, policy={"renderer": "template", "tokenizer": str(model)})
+    validate(record)
+    first, second = record.segments
+    assert [[turn.index for turn in segment.turns] for segment in (first, second)] == [[0], [1, 2]]
+    assert tokenizer.decode(first.token_ids.tolist()).endswith("<think>\nhm\n</think>\n\nA<|im_end|>")
+    assert [list(request.prompt) for request in policy.requests] == [
+        first.token_ids.tolist()[: first.turns[0].start],
+        *(second.token_ids.tolist()[: turn.start] for turn in second.turns),
+    ]
+    assert tokenizer.decode(policy.requests[1].prompt) == (
+        "<|im_start|>user\nobs 0<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n"
+        "<|im_start|>user\nobs 1<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    )
 
 
 async def test_sampled_tokens_are_capped_by_the_room_in_the_context() -> None:

@@ -450,7 +450,7 @@ async def test_an_unknown_run_is_a_failure_of_the_infrastructure() -> None:
 async def test_an_unknown_renderer_is_a_failure_that_no_retry_mends() -> None:
     async with orchestrating() as stub:
         stub.queue = attempts(1)
-        stub.spec = RunSpec(name="r", policy={"renderer": "runes"})
+        stub.spec = RunSpec(name="r", policy={"renderer": "runes", "tokenizer": "none"})
         async with working(stub):
             await stub.until(lambda: stub.records)
     failure = stub.records[0].failure

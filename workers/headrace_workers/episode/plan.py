@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from headrace.errors import InfrastructureFailure
 from headrace.runspec import LimitSpec, RunSpec
 from headrace.trajectory import PolicyRef, Sampling
 from headrace_workers.rendering import Renderer, make_renderer
@@ -54,8 +55,18 @@ class RunPlan:
 
 
 def make_plan(spec: RunSpec) -> RunPlan:
-    """The plan of a run. Raises InfrastructureFailure ``unknown-renderer``."""
+    """The plan of a run. It may read and fetch the files of a tokenizer. Raises InfrastructureFailure as
+    ``make_renderer`` does, and ``no-stop-token``."""
     policy = spec.policy
+    renderer = make_renderer(policy)
+    if not renderer.stop_token_ids and not spec.sampling.stop:
+        raise InfrastructureFailure(
+            f"Nothing ends a turn: the tokenizer {policy.tokenizer!r} has no end-of-turn token, and there is no stop "
+            "string.",
+            hint="Set sampling.stop in the run spec, or name eos_token in the model's tokenizer_config.json.",
+            kind="no-stop-token",
+            retryable=False,
+        )
     everyone = AgentPlan(
         tuple(policy.endpoints), policy.model, PolicyRef(base=policy.base), train=True, temperature=None
     )
@@ -71,7 +82,7 @@ def make_plan(spec: RunSpec) -> RunPlan:
     }
     return RunPlan(
         run=spec.name,
-        renderer=make_renderer(policy.renderer),
+        renderer=renderer,
         limits=spec.limits,
         max_tokens=spec.sampling.max_tokens,
         temperature=spec.sampling.temperature,

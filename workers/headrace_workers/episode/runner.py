@@ -1,7 +1,8 @@
 """Runs one attempt of an episode to its record.
 
 * Every way to end gives one record; a fault of ours becomes an infrastructure failure. The orchestrator validates it.
-* Terminated wins over truncated; a budget's end is a truncation, a deadline's end is a failure.
+* Terminated wins over truncated; a budget's end is a truncation, a deadline's end is a failure. A prompt that is too
+  long for the engine is the end of a budget.
 * Working time is sampling and environment time; waits do not count.
 * A failure keeps the turns that were completed before it, and the message that led to it.
 * A turn that an evaluation's pinned version did not answer ends the episode ``cancelled``.
@@ -20,7 +21,7 @@ import msgspec
 
 from headrace.assets import AssetData
 from headrace.environment import make
-from headrace.errors import EnvironmentFailure, EpisodeFailure, InfrastructureFailure
+from headrace.errors import EnvironmentFailure, EpisodeFailure, InfrastructureFailure, PolicyFailure
 from headrace.trajectory import Failure, Message, Status, StopReason, Timing, Trajectory
 from headrace.wire import Assignment
 from headrace_workers.episode.boundary import AGENT, Content, Seen
@@ -28,11 +29,14 @@ from headrace_workers.episode.driver import EnvironmentDriver, EnvironmentKinds,
 from headrace_workers.episode.plan import RunPlan, agent_sampling, turn_sampling
 from headrace_workers.episode.records import Outcome, failed, record_of
 from headrace_workers.episode.threads import EnvironmentThreads
-from headrace_workers.episode.tracks import AgentTrack, TurnRecord
+from headrace_workers.episode.tracks import AgentTrack, NextPrompt, TurnRecord
 from headrace_workers.policies.base import PolicySource, Sample, SampleRequest, check_sample
 
 DEADLINE_KINDS = frozenset({"timeout", "environment-timeout"})
 """Failures that the episode's own deadline may have caused, since no call gets more time than the episode has left."""
+
+CONTEXT_OVERFLOW = "context-overflow"
+"""Kind of the failure of a prompt that is too long for the engine. No fault of anybody: it truncates the episode."""
 
 MAX_ASSET_BYTES = 256 << 20
 """Of all that one episode shows: as much as a worker's whole spool by default."""
@@ -89,6 +93,7 @@ class Episode:
         self._messages: list[Message] = []
         self._infos: list[dict[str, Any]] = []
         self._turns = 0
+        self._context_tokens = plan.limits.max_context_tokens
         self._endpoint = ""
         self._policy_s = 0.0
         self._policy_waiting_s = 0.0
@@ -127,11 +132,11 @@ class Episode:
                 raise _Ended("truncated", "max_turns")
             if self._policy_s + self._driver.environment_s > limits.working_time_s:
                 raise _Ended("truncated", "working_time")
-            tokens, new = track.prompt()
-            room = limits.max_context_tokens - len(tokens) - len(new)
+            asked = track.prompt()
+            room = self._context_tokens - asked.length
             if room < 1:
                 raise _Ended("truncated", "max_tokens")
-            await self._turn(track, tokens, new, min(room, self._plan.max_tokens))
+            await self._turn(track, asked, min(room, self._plan.max_tokens))
 
     def _begin(self, seen: Seen) -> None:
         plan, assignment = self._plan, self._assignment
@@ -167,10 +172,17 @@ class Episode:
             )
         return self._tracks[agent]
 
-    async def _turn(self, track: AgentTrack, tokens: list[int], new: list[int], max_tokens: int) -> None:
+    async def _turn(self, track: AgentTrack, asked: NextPrompt, max_tokens: int) -> None:
         index = self._turns
-        sample, policy_s = await self._sample(track, tokens + new, max_tokens)
-        action = self._text(sample)
+        try:
+            sample, policy_s = await self._sample(track, asked.token_ids, max_tokens)
+        except PolicyFailure as error:
+            if error.kind != CONTEXT_OVERFLOW:
+                raise
+            self._context_tokens = asked.length - 1  # the engine's context is smaller than the run's limit
+            raise _Ended("truncated", "max_tokens") from error
+        said = self._plan.renderer.parse(sample.token_ids)
+        action = self._action(said)
         self._messages.append(Message(role="assistant", content=action, agent=track.agent, turn=index))
         seen = await self._driver.step(action, self._time_left())
         if track.agent not in seen.rewards:
@@ -186,7 +198,7 @@ class Episode:
             policy_s=policy_s,
             environment_s=self._driver.last_s,
         )
-        track.commit(new, sample, turn)
+        track.commit(asked, sample, said, turn)
         self._turns = index + 1
         self._late_rewards(seen, track.agent)
         self._flags(seen)
@@ -287,11 +299,11 @@ class Episode:
                     ),
                 )
 
-    def _text(self, sample: Sample) -> str:
-        text = self._plan.renderer.parse(sample.token_ids)
+    def _action(self, said: str) -> str:
+        """What the environment gets: the text up to the first stop string."""
         for stop in self._plan.stop:
-            text = text.partition(stop)[0] if stop else text
-        return text
+            said = said.partition(stop)[0] if stop else said
+        return said
 
     # Deadlines, blame and the record
 
@@ -359,7 +371,7 @@ class Episode:
             truncated = name in self._truncated or ended.status == "truncated"
             track.end_turns(terminated=terminated, truncated=truncated)
             if ended.status == "truncated":
-                track.append_unseen(self._plan.limits.max_context_tokens)
+                track.append_unseen(self._context_tokens)
         unplaced = {name: track.early_reward for name, track in self._tracks.items() if track.early_reward}
         if unplaced and self._infos:
             # No turn of the agent ever came that could carry them; they are named instead of lost.

@@ -3,15 +3,17 @@
 * Tokens are appended and never changed: a prompt is what stands plus what is new.
 * A turn enters the track when its step has answered; a turn whose step failed leaves no tokens behind.
 * A reward that comes between turns belongs to the last turn; before any turn, to the first.
-* A history edit starts a new segment.
+* A history edit starts a new segment. So does a prompt that does not extend what stands: a template may show earlier
+  turns in another way than they were sampled, for example without their thinking.
 * On truncation what the agent would have seen next is appended, unsampled, if it fits into the context whole. Else it
   is left out: no policy could have been asked about it, and a part of it would be an observation that never was.
-  The same holds for what the renderer cannot show.
+  The same holds for what the renderer cannot show, or cannot append.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,7 +22,22 @@ from headrace.errors import EpisodeFailure
 from headrace.trajectory import Message, Sampling, Segment, ToolCall, Turn, VersionRun
 from headrace_workers.episode.plan import AgentPlan
 from headrace_workers.policies.base import Sample
-from headrace_workers.rendering import Renderer
+from headrace_workers.rendering import Prompt, Renderer, Reply, Said, Standing
+
+
+class NextPrompt(NamedTuple):
+    """What an agent's next turn is asked with: the tokens that stand (none in a new segment), and what comes after."""
+
+    standing: list[int]
+    prompt: Prompt
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.standing + self.prompt.new_ids
+
+    @property
+    def length(self) -> int:
+        return len(self.standing) + len(self.prompt.new_ids)
 
 
 class TurnRecord(msgspec.Struct, kw_only=True):
@@ -96,8 +113,10 @@ class AgentTrack:
         self.sampling = sampling
         self._renderer = renderer
         self._segments: list[SegmentRecord] = []
+        self._conversation: list[Said] = []
         self._pending: list[Message] = []
         self._edited = False
+        self._answered = Prompt([])
         self._early_reward = 0.0
         self._early_parts: dict[str, float] = {}
 
@@ -117,24 +136,34 @@ class AgentTrack:
 
     def replace_history(self, messages: list[Message]) -> None:
         """All that the agent sees from now on: its next turn starts a new segment."""
+        self._conversation = []
         self._pending = list(messages)
         self._edited = True
 
-    def prompt(self) -> tuple[list[int], list[int]]:
-        """The tokens that stand before the new ones (none in a new segment), and the new ones."""
-        if not self._segments or self._edited:
-            return [], self._renderer.start(self._pending)
-        tokens = self._segments[-1].tokens
-        return tokens, self._renderer.extend(tokens, self._pending)
+    def prompt(self) -> NextPrompt:
+        """What the next turn is asked with. Raises InfrastructureFailure of the renderer."""
+        if self._segments and not self._edited:
+            extension = self._extension()
+            if extension is not None:
+                return NextPrompt(self._segments[-1].tokens, extension)
+        return NextPrompt([], self._renderer.start([*self._conversation, *self._pending]))
 
-    def commit(self, new: list[int], sample: Sample, turn: TurnRecord) -> None:
-        """Append the new prompt tokens and a sampled turn; sets its span."""
-        if not self._segments or self._edited:
+    def _extension(self) -> Prompt | None:
+        segment = self._segments[-1]
+        standing = Standing(segment.tokens, segment.turns[-1].start, self._conversation, self._answered.text)
+        return self._renderer.extend(standing, self._pending)
+
+    def commit(self, asked: NextPrompt, sample: Sample, text: str, turn: TurnRecord) -> None:
+        """Append what a turn was asked with, and what was sampled; ``text`` is all that it says. Sets its span."""
+        if not asked.standing:
             self._segments.append(SegmentRecord())
             self._edited = False
         segment = self._segments[-1]
-        segment.append_unsampled(new)
+        segment.append_unsampled(asked.prompt.new_ids)
         segment.append_turn(sample, turn)
+        self._answered = asked.prompt
+        self._conversation += self._pending
+        self._conversation.append(Reply(sample.token_ids, text))
         self._pending.clear()
         if self._early_reward or self._early_parts:
             turn.reward += self._early_reward
@@ -166,12 +195,12 @@ class AgentTrack:
             return
         segment = self._segments[-1]
         try:
-            unseen = self._renderer.extend(segment.tokens, self._pending)
+            unseen = self._extension()
         except EpisodeFailure:
             return  # such as an image without a text: no policy could have been asked about it either
-        if len(segment.tokens) + len(unseen) > max_context_tokens:
+        if unseen is None or len(segment.tokens) + len(unseen.new_ids) > max_context_tokens:
             return
-        segment.append_unsampled(unseen)
+        segment.append_unsampled(unseen.new_ids)
         run = segment.versions.pop()
         segment.versions.append(VersionRun(len(segment.tokens), run.lineage, run.n))
         self._pending.clear()

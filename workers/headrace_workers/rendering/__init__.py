@@ -2,27 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from headrace.errors import InfrastructureFailure
-from headrace_workers.rendering.base import Renderer, text_of
+from headrace.runspec import PolicySpec
+from headrace_workers.rendering.base import Prompt, Renderer, Reply, Said, Standing, Tools, text_of
 from headrace_workers.rendering.bytes_renderer import BytesRenderer
 
-RENDERERS: dict[str, Callable[[], Renderer]] = {"bytes": BytesRenderer}
-"""Renderers by the name that a run spec gives."""
 
+def make_renderer(spec: PolicySpec) -> Renderer:
+    """The renderer that a run asks for. Reads files, and may fetch them from the hub. Raises InfrastructureFailure:
+    ``unknown-renderer``, ``missing-extra``, ``tokenizer-…``, ``no-chat-template``, ``template-unreadable``,
+    ``renderer-does-not-fit``."""
+    if spec.renderer == "bytes":
+        return BytesRenderer()
+    # Not at the top: the packages that these need are an extra.
+    from headrace_workers.rendering.family_renderer import FamilyRenderer, families, family_of
+    from headrace_workers.rendering.folder_tokenizer import load_tokenizer, missing_extra
 
-def make_renderer(name: str) -> Renderer:
-    """The renderer of that name. Raises InfrastructureFailure ``unknown-renderer``."""
-    factory = RENDERERS.get(name)
-    if factory is None:
+    try:
+        from headrace_workers.rendering.template_renderer import TemplateRenderer
+    except ImportError as error:
+        raise missing_extra(error) from error
+    family = spec.renderer if spec.renderer != "auto" else family_of(spec.tokenizer) or "template"
+    if family == "template":
+        return TemplateRenderer(load_tokenizer(spec.tokenizer), spec.renderer_options)
+    if family not in (known := families()):
         raise InfrastructureFailure(
-            f"This worker knows no renderer {name!r}.",
-            hint=f"Known here: {', '.join(sorted(RENDERERS))}. Set policy.renderer in the run spec to one of them.",
+            f"This worker knows no renderer {family!r}.",
+            hint=f"Set policy.renderer in the run spec to one of: auto, bytes, template, {', '.join(known)}.",
             kind="unknown-renderer",
             retryable=False,
         )
-    return factory()
+    return FamilyRenderer(family, load_tokenizer(spec.tokenizer), spec.renderer_options)
 
 
-__all__ = ["RENDERERS", "BytesRenderer", "Renderer", "make_renderer", "text_of"]
+__all__ = [
+    "BytesRenderer",
+    "Prompt",
+    "Renderer",
+    "Reply",
+    "Said",
+    "Standing",
+    "Tools",
+    "make_renderer",
+    "text_of",
+]

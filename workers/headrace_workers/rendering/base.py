@@ -1,22 +1,62 @@
 """What a renderer is: messages to prompt tokens, sampled tokens to text.
 
 * The next prompt extends the last one exactly: ``extend`` gives only the ids to append.
-* What was sampled is never encoded again; text made from it is for reading.
+* Where no exact extension exists ``extend`` gives None, and the conversation goes on in a new segment.
+* What was sampled is never encoded again within its segment; text made from it is for reading.
 * Where a sampled turn lacks its end-of-turn token, the bridge adds it, unsampled.
 * A renderer of text shows the text that stands for an image; an image without one it refuses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
 
 from headrace.errors import InfrastructureFailure
 from headrace.trajectory import ContentPart, Message, Tokenizer
 
+Tools = Sequence[Mapping[str, Any]]
+"""Functions that the policy may call, each as a JSON schema in the form of OpenAI's ``tools``."""
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """A sampled turn in a conversation. ``token_ids`` int[n] as sampled; ``text``: all that they say, whatever part of
+    it the environment was given."""
+
+    token_ids: Sequence[int]
+    text: str
+
+
+Said = Message | Reply
+"""One item of a conversation: a message, or what the policy sampled."""
+
+
+class Prompt(NamedTuple):
+    """What to ask with. ``new_ids`` int[n]: what comes after the tokens that stand, at the start of a segment all of
+    them. ``text`` is the renderer's own note, which it finds in ``Standing`` again."""
+
+    new_ids: list[int]
+    text: str = ""
+
+
+class Standing(NamedTuple):
+    """A segment that ends with a sampled turn.
+
+    ``token_ids`` int[n], of which those from ``turn_start`` on were sampled last. ``conversation`` is what they stand
+    for, the last item a Reply. ``text`` is that of the Prompt that this turn answered.
+    """
+
+    token_ids: Sequence[int]
+    turn_start: int
+    conversation: Sequence[Said]
+    text: str
+    tools: Tools = ()
+
 
 class Renderer(Protocol):
-    """Turns messages into tokens. Stateless; one object serves all episodes of a worker."""
+    """Turns messages into tokens. Stateless; one object serves all episodes of a run."""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -28,16 +68,17 @@ class Renderer(Protocol):
         """Ids that end a turn when the policy samples one."""
         ...
 
-    def start(self, messages: Sequence[Message]) -> list[int]:
-        """The first prompt of a segment, generation prompt included."""
+    def start(self, conversation: Sequence[Said], tools: Tools = ()) -> Prompt:
+        """The first prompt of a segment, generation prompt included. Raises InfrastructureFailure."""
         ...
 
-    def extend(self, previous_ids: Sequence[int], new_messages: Sequence[Message]) -> list[int]:
-        """The ids to append to ``previous_ids`` (which end with a sampled turn) so that they form the next prompt."""
+    def extend(self, standing: Standing, new_messages: Sequence[Message]) -> Prompt | None:
+        """The prompt that extends what stands by ``new_messages``; None if what stands would have to change for it.
+        Raises InfrastructureFailure."""
         ...
 
     def parse(self, sampled_ids: Sequence[int]) -> str:
-        """The action text of a sampled turn, without its end-of-turn token."""
+        """All the text of a sampled turn, without its end-of-turn token."""
         ...
 
 

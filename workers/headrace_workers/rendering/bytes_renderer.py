@@ -1,5 +1,7 @@
 """The byte-level renderer: ids 0 to 255 are bytes, a few more are the marks of a conversation.
 
+It knows no tools: an environment's first message has to describe them.
+
 * A prompt is BOS, then role mark, UTF-8 bytes and END for each message, then the ASSISTANT mark.
 * Sampled bytes that are no valid UTF-8 stay as they are; only the text for reading has replacement characters.
 * The fingerprint is the SHA-256 of the definition, so it changes when the meaning of an id does.
@@ -11,7 +13,7 @@ import hashlib
 from collections.abc import Sequence
 
 from headrace.trajectory import Message, Tokenizer
-from headrace_workers.rendering.base import text_of
+from headrace_workers.rendering.base import Prompt, Reply, Said, Standing, Tools, text_of
 
 BOS = 256
 SYSTEM = 257
@@ -38,12 +40,12 @@ class BytesRenderer:
     tokenizer = TOKENIZER
     stop_token_ids: tuple[int, ...] = (END,)
 
-    def start(self, messages: Sequence[Message]) -> list[int]:
-        return [BOS, *_body(messages), ASSISTANT]
+    def start(self, conversation: Sequence[Said], tools: Tools = ()) -> Prompt:
+        return Prompt([BOS, *_body(conversation), ASSISTANT])
 
-    def extend(self, previous_ids: Sequence[int], new_messages: Sequence[Message]) -> list[int]:
-        bridge = [] if previous_ids and previous_ids[-1] == END else [END]
-        return [*bridge, *_body(new_messages), ASSISTANT]
+    def extend(self, standing: Standing, new_messages: Sequence[Message]) -> Prompt:
+        bridge = [] if standing.token_ids[-1] == END else [END]
+        return Prompt([*bridge, *_body(new_messages), ASSISTANT])
 
     def parse(self, sampled_ids: Sequence[int]) -> str:
         try:
@@ -53,10 +55,13 @@ class BytesRenderer:
             return bytes(id_ for id_ in sampled_ids if id_ < BOS).decode(errors="replace")
 
 
-def _body(messages: Sequence[Message]) -> list[int]:
+def _body(conversation: Sequence[Said]) -> list[int]:
     ids: list[int] = []
-    for message in messages:
-        ids.append(ROLE_MARKS[message.role])
-        ids += text_of(message).encode()
-        ids.append(END)
+    for item in conversation:
+        if isinstance(item, Reply):
+            ids += [ASSISTANT, *item.token_ids] if item.token_ids[-1] == END else [ASSISTANT, *item.token_ids, END]
+        else:
+            ids.append(ROLE_MARKS[item.role])
+            ids += text_of(item).encode()
+            ids.append(END)
     return ids

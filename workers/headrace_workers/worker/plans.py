@@ -1,6 +1,7 @@
 """The plans of the runs that a worker serves.
 
 * A run's spec is fetched once and kept.
+* What a plan reads of files and of the model hub it reads on a thread; episodes go on meanwhile.
 * While the orchestrator is away, an attempt waits for its spec; what it cannot have is a failure with a kind.
 """
 
@@ -38,10 +39,12 @@ class Plans:
         backoff = Backoff()
         while True:
             try:
-                return make_plan(await self._connection.run_spec(run))
+                spec = await self._connection.run_spec(run)
             except RequestError as error:
                 raise InfrastructureFailure(
                     f"The spec of run {run!r} cannot be had: {error}", kind="no-run-spec", retryable=True
                 ) from error
             except ServiceError as error:
                 await backoff.pause(error)
+            else:
+                return await asyncio.to_thread(make_plan, spec)

@@ -1,0 +1,110 @@
+"""A model's chat template, rendered to text as the ``transformers`` package renders it.
+
+* Same Jinja settings, filters and variables, so the text is the same to the character.
+* A template runs in a sandbox: it computes text and reaches nothing else.
+* A template that refuses a conversation is a failure that quotes its reason.
+* The date that a template asks for comes from the injected clock.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from headrace.errors import InfrastructureFailure
+
+ChatMessage = Mapping[str, Any]
+"""A message in the form that templates read: ``role``, ``content``, and what else belongs to it."""
+
+
+class ChatTemplate:
+    """The templates of one tokenizer. ``variables`` are the special tokens by name and what the run spec adds."""
+
+    def __init__(
+        self, templates: Mapping[str, str], variables: Mapping[str, Any], now: Callable[[], datetime] = datetime.now
+    ) -> None:
+        """Raises InfrastructureFailure ``no-chat-template`` or ``template-unreadable``."""
+        if "default" not in templates:
+            raise InfrastructureFailure(
+                "The tokenizer has no chat template.",
+                hint="Put a chat_template.jinja into its folder, or choose the renderer of a model family.",
+                kind="no-chat-template",
+                retryable=False,
+            )
+        environment = _environment(now)
+        try:
+            compiled = {name: environment.from_string(text) for name, text in templates.items()}
+        except TemplateError as error:
+            raise InfrastructureFailure(
+                f"The chat template is no valid Jinja: {error}", kind="template-unreadable", retryable=False
+            ) from error
+        self._default = compiled["default"]
+        self._with_tools = compiled.get("tool_use", self._default)
+        self._variables = dict(variables)
+
+    def render(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = (), *, generation_prompt: bool
+    ) -> str:
+        """The text of a conversation. Raises InfrastructureFailure ``template-refused``."""
+        variables: dict[str, Any] = {
+            "messages": messages,
+            "tools": list(tools) or None,
+            "documents": None,
+            "add_generation_prompt": generation_prompt,
+            **self._variables,
+        }
+        try:
+            return (self._with_tools if tools else self._default).render(variables)
+        except Exception as error:  # the template is somebody else's program, and raises what its operations raise
+            raise InfrastructureFailure(
+                f"The chat template refuses a conversation of {_roles(messages)}: {error}",
+                hint="Let the environment show messages of roles and an order that the model's template takes.",
+                kind="template-refused",
+                retryable=False,
+            ) from error
+
+
+def _roles(messages: Sequence[ChatMessage]) -> str:
+    return ", ".join(str(message["role"]) for message in messages[:8]) + (", …" if len(messages) > 8 else "")
+
+
+class _Generation(Extension):
+    """``{% generation %}`` marks what an assistant said; here it only shows its content."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja's own attribute
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda format_: now().strftime(format_)
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Without the escapes that Jinja's own filter makes for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)
