@@ -140,7 +140,7 @@ def make_trajectory(
         "tokenizer": TOKENIZER,
         "assets": [],
         "timing": Timing(wall_s=0.5, working_s=0.25, policy_s=0.2, environment_s=0.05),
-        "provenance": Provenance(worker="worker-1", endpoint="http://127.0.0.1:1", sampling_seed=number),
+        "provenance": Provenance(worker="worker-1", endpoints=["http://127.0.0.1:1"], sampling_seed=number),
     }
     return Trajectory(**{**fields, **overrides})
 

@@ -142,8 +142,15 @@ class PolicySpec(_Model):
     """The model name that requests carry."""
     base: str = "policy"
     """Name of the weights, as trajectories record it."""
-    protocol: Literal["completions"] = "completions"
-    """vLLM's ``/v1/completions`` with prompt token ids."""
+    protocol: Literal["auto", "generate", "completions", "chat"] = "auto"
+    """How the servers are asked: vLLM's ``/inference/v1/generate`` (which says what version sampled each token),
+    ``/v1/completions``, or ``/v1/chat/completions``. Default: the first of these that a server has."""
+    logprobs: Literal["raw", "processed"] = "raw"
+    """What the servers' log-probabilities are: of the policy itself, or after temperature and filters (vLLM's
+    ``--logprobs-mode``). It is recorded with every row. Default: raw, as vLLM's own."""
+    interrupted: Literal["continue", "restart"] = "continue"
+    """A turn that the engine ended for new weights goes on from its tokens, on the new weights, or is sampled again.
+    Default: it goes on, and nothing is lost."""
     renderer: str = "bytes"
     """Turns messages into tokens: ``bytes``; ``template``, the chat template of the model; a model family, such as
     ``qwen3``; or ``auto``, the model's family if it is known, else its template. Default: the byte-level one."""
@@ -175,6 +182,9 @@ class SamplingSpec(_Model):
     """Most tokens a turn may sample. Default 512."""
     stop: list[str] = []
     """Stop strings. Default: only the renderer's end-of-turn token."""
+    structured_outputs: Json | None = None
+    """What every answer must match, as vLLM has it: ``{"json": SCHEMA}``, or with ``regex``, ``choice`` or ``grammar``.
+    Default: anything goes."""
 
 
 class LimitSpec(_Model):

@@ -59,7 +59,8 @@ def table_schema() -> pa.Schema:
 
     turn = struct(
         index=count, start=count, end=count, reward=real, reward_parts=text, terminated=pa.bool_(),
-        truncated=pa.bool_(), finish_reason=text, tool_calls=text, policy_s=real, environment_s=real,
+        truncated=pa.bool_(), finish_reason=text, continued=pa.list_(count),
+        tool_calls=text, policy_s=real, environment_s=real,
     )  # fmt: skip
     segment = struct(
         agent=text, train=pa.bool_(), base=text, adapter=text, temperature=real, top_p=real, logprob_kind=text,
@@ -77,7 +78,7 @@ def table_schema() -> pa.Schema:
         assets=pa.list_(struct(name=text, media_type=text, size_bytes=count)),
         timing=struct(wall_s=real, working_s=real, policy_s=real, environment_s=real, waiting_s=real),
         provenance=struct(
-            worker=text, endpoint=text, environment_version=text, headrace_version=text, evaluation=text,
+            worker=text, endpoints=pa.list_(text), environment_version=text, headrace_version=text, evaluation=text,
             sampling_seed=text,
         ),
     )  # fmt: skip

@@ -156,6 +156,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     ``index`` counts turns over the whole episode, all agents together. ``[start, end)`` is the sampled span in
     the segment, at least one token. A reward that arrives between an agent's turns belongs to its last turn.
+    ``continued``: the positions in the span at which sampling went on after the engine had interrupted it; each part
+    was drawn with a seed of its own.
     """
 
     index: int
@@ -166,6 +168,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     terminated: bool = False
     truncated: bool = False
     finish_reason: str = ""
+    continued: list[int] = []
     tool_calls: list[ToolCall] = []
     policy_s: float = 0.0
     environment_s: float = 0.0
@@ -230,11 +233,11 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Who made this record, with what. ``evaluation`` names the evaluation it belongs to; such a record is never
-    in a batch. ``sampling_seed`` is the episode's own seed."""
+    """Who made this record, with what. ``endpoints``: the policy servers that were asked. ``evaluation`` names the
+    evaluation it belongs to; such a record is never in a batch. ``sampling_seed`` is the episode's own seed."""
 
     worker: str = ""
-    endpoint: str = ""
+    endpoints: list[str] = []
     environment_version: str = ""
     headrace_version: str = ""
     evaluation: str = ""

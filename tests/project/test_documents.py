@@ -14,8 +14,8 @@ import pytest
 from headrace.errors import PolicyFailure
 from headrace.trajectory import Sampling
 from headrace_orchestrator.fleets.components import free_port
+from headrace_workers.policies import ServedPolicies
 from headrace_workers.policies.base import Policy, Sample, SampleRequest
-from headrace_workers.policies.completions import CompletionsPolicies
 from scripts.check_tree import ROOT, files
 
 DOCUMENTS = [path for path in files() if path.suffix == ".md"]
@@ -68,7 +68,7 @@ async def test_the_policy_server_of_the_documents_answers_as_a_worker_needs_it()
     (code,) = [code for language, code in FENCE.findall(text) if language == "python"]
     port = free_port()
     process = subprocess.Popen([sys.executable, "-c", code.replace("8000", str(port))], stderr=subprocess.DEVNULL)
-    policies = CompletionsPolicies(slots=1, default_endpoint=f"http://127.0.0.1:{port}", clock=time.monotonic)
+    policies = ServedPolicies(slots=1, default_endpoints=[f"http://127.0.0.1:{port}"], clock=time.monotonic)
     try:
         sample = await sampled(policies.at([]))
     finally:
@@ -92,6 +92,7 @@ async def sampled(policy: Policy) -> Sample:
         stop=[],
         stop_token_ids=[],
         timeout_s=10.0,
+        vocab_size=256,
     )
     for _ in range(100):
         try:

@@ -9,8 +9,8 @@ import pytest
 
 from headrace.errors import InvalidRequest, PolicyFailure
 from headrace.trajectory import Sampling as TrajectorySampling
-from headrace_workers.policies.base import SampleRequest, check_sample
-from headrace_workers.policies.completions import CompletionsPolicies
+from headrace_workers.policies import ServedPolicies
+from headrace_workers.policies.base import SampleRequest
 from headrace_workers.rendering.bytes_renderer import END, VOCAB_SIZE
 from headrace_workers.tiny_policy.misbehaviour import LIES, Misbehaving, Misbehaviour
 from tests.tiny_policy import prompts
@@ -175,7 +175,7 @@ KINDS = {
 @pytest.mark.parametrize("lie", ["", *LIES])
 async def test_the_workers_client_tells_the_lies_apart(api, lie):
     await api.misbehave(lie=lie, reply="7</a>\n\nX" if lie.startswith("stop-overrun") else None)
-    policies = CompletionsPolicies(slots=1, default_endpoint=api.address, clock=time.monotonic)
+    policies = ServedPolicies(slots=1, default_endpoints=[api.address], clock=time.monotonic)
     request = SampleRequest(
         group="g",
         episode="e",
@@ -187,11 +187,11 @@ async def test_the_workers_client_tells_the_lies_apart(api, lie):
         stop=["</a>"],
         stop_token_ids=[END],
         timeout_s=20.0,
+        vocab_size=VOCAB_SIZE,
     )
     kind = None
     try:
-        sample = await policies.at([]).sample(request)
-        check_sample(sample, VOCAB_SIZE, 64)
+        await policies.at([]).sample(request)
     except PolicyFailure as failure:
         kind = failure.kind
     finally:

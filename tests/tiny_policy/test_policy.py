@@ -82,6 +82,7 @@ def request(prompt: list[int], seed: int) -> SampleRequest:
         stop=(),
         stop_token_ids=(END,),
         timeout_s=1.0,
+        vocab_size=VOCAB_SIZE,
     )
 
 

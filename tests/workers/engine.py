@@ -39,6 +39,8 @@ class Engine:
         self.aborted = asyncio.Event()
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
+        if "X-Request-Id" not in request.headers:
+            return web.json_response({"error": {"message": "an empty request"}}, status=400)
         self.request_ids.append(request.headers["X-Request-Id"])
         body = await request.json()
         self.bodies.append(body)

@@ -34,7 +34,12 @@ EXTRAS = {"reasoning-gym": "reasoning_gym"}
     help="Address of the orchestrator.",
 )
 @click.option("--slots", type=click.IntRange(1), default=64, show_default=True, help="Episodes at a time.")
-@click.option("--policy-endpoint", default="", help="Address of the policy server, for runs that name none.")
+@click.option(
+    "--policy-endpoint",
+    "policy_endpoints",
+    multiple=True,
+    help="Address of a policy server, for runs that name none. May be given again: they then serve one policy.",
+)
 @click.option("--policy", default="", metavar="MODULE:FACTORY", help="Use an in-process policy instead of a server.")
 @click.option(
     "--import",
@@ -77,7 +82,7 @@ def worker(
     *,
     url: str,
     slots: int,
-    policy_endpoint: str,
+    policy_endpoints: tuple[str, ...],
     policy: str,
     imports: tuple[str, ...],
     pool: str,
@@ -101,7 +106,7 @@ def worker(
         spool_bytes=spool_mib << 20,
         grace_s=grace_s,
     )
-    context.exit(run_worker(settings, policy_endpoint=policy_endpoint, policy=policy))
+    context.exit(run_worker(settings, policy_endpoints=policy_endpoints, policy=policy))
 
 
 def default_name() -> str:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 import struct
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import msgspec
 
 from headrace.errors import InfrastructureFailure
 from headrace.runspec import LimitSpec, RunSpec
 from headrace.trajectory import PolicyRef, Sampling
+from headrace_workers.policies.base import AnyProtocol, Interrupted
 from headrace_workers.rendering import Renderer, make_renderer
 
 _TWO_SEEDS = struct.Struct("<QQ")
@@ -26,8 +28,10 @@ SEED_BITS = 63
 
 @dataclass(frozen=True, slots=True)
 class AgentPlan:
-    """Who plays one agent. ``endpoints`` may be empty: the worker's own. ``temperature`` None: the run's."""
+    """Who plays one agent. ``endpoints`` may be empty: the worker's own. ``run``: the run whose servers they are, which
+    the orchestrator keeps; empty for servers of the agent's own. ``temperature`` None: the run's."""
 
+    run: str
     endpoints: tuple[str, ...]
     model: str
     policy: PolicyRef
@@ -46,6 +50,10 @@ class RunPlan:
     temperature: float
     top_p: float
     stop: list[str]
+    structured_outputs: dict[str, Any] | None
+    logprobs: Literal["raw", "processed"]
+    protocol: AnyProtocol
+    interrupted: Interrupted
     everyone: AgentPlan
     agents: dict[str, AgentPlan]
 
@@ -68,10 +76,16 @@ def make_plan(spec: RunSpec) -> RunPlan:
             retryable=False,
         )
     everyone = AgentPlan(
-        tuple(policy.endpoints), policy.model, PolicyRef(base=policy.base), train=True, temperature=None
+        run=spec.name if policy.endpoints else "",
+        endpoints=tuple(policy.endpoints),
+        model=policy.model,
+        policy=PolicyRef(base=policy.base),
+        train=True,
+        temperature=None,
     )
     agents = {
         name: AgentPlan(
+            run=everyone.run if agent.endpoints is None else "",
             endpoints=tuple(agent.endpoints) if agent.endpoints is not None else everyone.endpoints,
             model=agent.base if agent.base is not None else everyone.model,
             policy=PolicyRef(base=agent.base) if agent.base is not None else everyone.policy,
@@ -88,6 +102,10 @@ def make_plan(spec: RunSpec) -> RunPlan:
         temperature=spec.sampling.temperature,
         top_p=spec.sampling.top_p,
         stop=spec.sampling.stop,
+        structured_outputs=spec.sampling.structured_outputs,
+        logprobs=policy.logprobs,
+        protocol=policy.protocol,
+        interrupted=policy.interrupted,
         everyone=everyone,
         agents=agents,
     )
@@ -103,7 +121,7 @@ def agent_sampling(plan: RunPlan, agent: AgentPlan, *, evaluation_temperature: f
     """How an agent's tokens are drawn in an episode. An agent's own temperature comes first, then the evaluation's."""
     run_temperature = plan.temperature if evaluation_temperature is None else evaluation_temperature
     temperature = run_temperature if agent.temperature is None else agent.temperature
-    return Sampling(temperature=temperature, top_p=plan.top_p, seed=seed)
+    return Sampling(temperature=temperature, top_p=plan.top_p, seed=seed, logprobs=plan.logprobs)
 
 
 def turn_sampling(sampling: Sampling, turn: int) -> Sampling:

@@ -40,7 +40,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     assets: list[Asset] = []
     tokenizer: Tokenizer | None = None
     timing: Timing = Timing()
-    endpoint: str = ""
+    endpoints: list[str] = []
     environment_version: str = ""
 
 
@@ -70,7 +70,7 @@ def record_of(assignment: Assignment, outcome: Outcome, *, trajectory_id: str, w
         timing=outcome.timing,
         provenance=Provenance(
             worker=worker,
-            endpoint=outcome.endpoint,
+            endpoints=outcome.endpoints,
             environment_version=outcome.environment_version,
             headrace_version=headrace_version(),
             evaluation=assignment.evaluation,

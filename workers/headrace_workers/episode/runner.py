@@ -3,7 +3,7 @@
 * Every way to end gives one record; a fault of ours becomes an infrastructure failure. The orchestrator validates it.
 * Terminated wins over truncated; a budget's end is a truncation, a deadline's end is a failure. A prompt that is too
   long for the engine is the end of a budget.
-* Working time is sampling and environment time; waits do not count.
+* Working time is sampling and environment time; waits do not count. Pauses for new weights count against no deadline.
 * A failure keeps the turns that were completed before it, and the message that led to it.
 * A turn that an evaluation's pinned version did not answer ends the episode ``cancelled``.
 * The environment gets the text of the sampled ids up to the first stop string; the ids are stored whole.
@@ -30,7 +30,7 @@ from headrace_workers.episode.plan import RunPlan, agent_sampling, turn_sampling
 from headrace_workers.episode.records import Outcome, failed, record_of
 from headrace_workers.episode.threads import EnvironmentThreads
 from headrace_workers.episode.tracks import AgentTrack, NextPrompt, TurnRecord
-from headrace_workers.policies.base import PolicySource, Sample, SampleRequest, check_sample
+from headrace_workers.policies.base import PolicySource, Sample, SampleRequest
 
 DEADLINE_KINDS = frozenset({"timeout", "environment-timeout"})
 """Failures that the episode's own deadline may have caused, since no call gets more time than the episode has left."""
@@ -94,9 +94,10 @@ class Episode:
         self._infos: list[dict[str, Any]] = []
         self._turns = 0
         self._context_tokens = plan.limits.max_context_tokens
-        self._endpoint = ""
+        self._servers: dict[str, None] = {}
         self._policy_s = 0.0
         self._policy_waiting_s = 0.0
+        self._paused_s = 0.0
         self.assets: dict[str, AssetData] = {}
         """The assets that the record refers to, by name."""
         self._assets_bytes = 0
@@ -266,20 +267,23 @@ class Episode:
             stop=plan.stop,
             stop_token_ids=plan.renderer.stop_token_ids,
             timeout_s=min(plan.limits.policy_timeout_s, self._time_left()),
+            vocab_size=plan.renderer.tokenizer.vocab_size,
+            structured_outputs=plan.structured_outputs,
+            interrupted=plan.interrupted,
         )
         started_at = tools.clock()
         tools.sampling_now += 1
         try:
-            policy = tools.policies.at(track.plan.endpoints)
-            self._endpoint = self._endpoint or policy.endpoint
+            policy = tools.policies.at(track.plan.endpoints, run=track.plan.run, protocol=plan.protocol)
             sample = await policy.sample(request)
-            check_sample(sample, plan.renderer.tokenizer.vocab_size, max_tokens)
         finally:
             tools.sampling_now -= 1
             took_s = tools.clock() - started_at
             self._policy_s += took_s
         self._policy_s -= sample.waiting_s
         self._policy_waiting_s += sample.waiting_s
+        self._paused_s += sample.paused_s
+        self._servers.update(dict.fromkeys(sample.servers))
         self._check_pinned(sample)
         return sample, took_s - sample.waiting_s
 
@@ -308,10 +312,14 @@ class Episode:
     # Deadlines, blame and the record
 
     def _time_left(self) -> float:
-        left_s = self._plan.limits.episode_timeout_s - (self._tools.clock() - self._started_at)
+        left_s = self._plan.limits.episode_timeout_s - self._ran_s()
         if left_s <= 0:
             raise self._overdue()
         return left_s
+
+    def _ran_s(self) -> float:
+        """How long the attempt has run. Pauses for new weights are nobody's fault, and do not count."""
+        return self._tools.clock() - self._started_at - self._paused_s
 
     def _overdue(self) -> InfrastructureFailure:
         return InfrastructureFailure(
@@ -323,8 +331,7 @@ class Episode:
 
     def _blamed(self, error: EpisodeFailure) -> Failure:
         """The failure with its turn named, or the episode's deadline if that was what ended the call."""
-        ran_s = self._tools.clock() - self._started_at
-        if error.kind in DEADLINE_KINDS and ran_s >= self._plan.limits.episode_timeout_s:
+        if error.kind in DEADLINE_KINDS and self._ran_s() >= self._plan.limits.episode_timeout_s:
             return Failure.of(self._overdue())
         where = f"Turn {self._turns}" if self._tracks else "Reset"
         return msgspec.structs.replace(Failure.of(error), message=f"{where}: {error}")
@@ -358,7 +365,7 @@ class Episode:
                 environment_s=driver.environment_s,
                 waiting_s=driver.waiting_s + self._policy_waiting_s,
             ),
-            endpoint=self._endpoint,
+            endpoints=list(self._servers),
             environment_version=driver.version,
         )
 

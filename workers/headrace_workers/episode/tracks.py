@@ -51,6 +51,7 @@ class TurnRecord(msgspec.Struct, kw_only=True):
     terminated: bool = False
     truncated: bool = False
     finish_reason: str
+    continued: list[int] = []
     tool_calls: list[ToolCall]
     policy_s: float
     environment_s: float
@@ -65,6 +66,7 @@ class TurnRecord(msgspec.Struct, kw_only=True):
             terminated=self.terminated,
             truncated=self.truncated,
             finish_reason=self.finish_reason,
+            continued=self.continued,
             tool_calls=self.tool_calls,
             policy_s=self.policy_s,
             environment_s=self.environment_s,
@@ -91,6 +93,7 @@ class SegmentRecord(msgspec.Struct):
         turn.start = len(self.tokens)
         self.tokens += sample.token_ids
         turn.end = len(self.tokens)
+        turn.continued = [turn.start + position for position in sample.continued]
         self.sampled += [1] * (turn.end - turn.start)
         self.logprobs += sample.logprobs
         self.append_versions(sample.versions, turn.start)

@@ -1,16 +1,16 @@
 """Policies: where a turn's tokens come from."""
 
 from headrace_workers.policies.base import Policy, PolicySource, Sample, SampleRequest, check_sample, one_version
-from headrace_workers.policies.completions import CompletionsPolicies
 from headrace_workers.policies.inprocess import InProcessPolicy, load_in_process_policy
+from headrace_workers.policies.served import ServedPolicies
 
 __all__ = [
-    "CompletionsPolicies",
     "InProcessPolicy",
     "Policy",
     "PolicySource",
     "Sample",
     "SampleRequest",
+    "ServedPolicies",
     "check_sample",
     "load_in_process_policy",
     "one_version",

@@ -8,15 +8,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import struct
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 import numpy as np
 
 from headrace.errors import PolicyFailure
-from headrace.trajectory import Sampling, Version, VersionRun
+from headrace.trajectory import Message, Sampling, Version, VersionRun
+
+Interrupted = Literal["continue", "restart"]
+"""``continue``: go on from the tokens that are there, on the new weights. ``restart``: sample the turn again."""
+
+AnyProtocol = Literal["auto", "generate", "completions", "chat"]
+"""How a server is asked. ``auto``: the best way that it knows."""
+
+_TWO_SEEDS = struct.Struct("<QQ")
+_WORD = 2**64 - 1
 
 LOWEST_LOGPROB = float(np.finfo(np.float32).min)
 """Logprobs are stored as float32; a lower value would become an infinity."""
@@ -26,9 +37,12 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One turn to be sampled.
 
     ``id`` names the turn (``episode-attempt-turn``); whoever sends a request appends the number of the try.
-    ``prompt`` int[n] token ids. ``sampling`` carries this turn's own seed; temperature 0 is greedy.
-    ``timeout_s`` bounds the whole call, its retries included; what is paused for new weights is not counted.
     ``group`` and ``episode`` say whose turn it is: a router keeps both where their prefix is cached.
+    ``prompt`` int[n] token ids, all below ``vocab_size``; ``messages`` say the same for a server that renders itself.
+    ``sampling`` carries this turn's own seed; temperature 0 is greedy. ``structured_outputs``: what the answer must
+    match, as vLLM has it. ``interrupted``: what becomes of an answer that the engine ended for new weights.
+    ``timeout_s`` bounds the whole call, its retries included; what is paused for new weights is not counted.
+    ``text_will_do``: nothing is trained on this turn, so a server that gives no token ids is good enough.
     """
 
     id: str
@@ -41,29 +55,38 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop: Sequence[str]
     stop_token_ids: Sequence[int]
     timeout_s: float
+    vocab_size: int
+    messages: Sequence[Message] = ()
+    structured_outputs: dict[str, Any] | None = None
+    interrupted: Interrupted = "continue"
+    text_will_do: bool = False
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine sampled.
 
     ``token_ids`` int[n] and ``logprobs`` float[n], n ≥ 1. ``versions`` are runs ``(end, version)`` over these n
-    positions. ``waiting_s``: part of the call that was no sampling (backoff before another try), in seconds.
+    positions. ``continued``: the positions at which sampling went on after an interruption, each part with a seed of
+    its own (``part_seed``). ``prompt``: the ids that the engine saw, where it rendered the messages itself.
+    ``text``: all that a server gave that gives no ids; the arrays are empty then.
+    ``servers``: where it was sampled, in order, failed tries included. ``waiting_s``: part of the call that was no
+    sampling (pauses for new weights, backoff, no server that takes requests); ``paused_s``: the pauses alone.
     """
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     finish_reason: str
     versions: Sequence[VersionRun]
+    continued: Sequence[int] = ()
+    prompt: Sequence[int] | None = None
+    text: str | None = None
+    servers: Sequence[str] = ()
     waiting_s: float = 0.0
+    paused_s: float = 0.0
 
 
 class Policy(Protocol):
     """Samples turns."""
-
-    @property
-    def endpoint(self) -> str:
-        """Where it is served; empty for one in the worker's own process."""
-        ...
 
     async def sample(self, request: SampleRequest) -> Sample:
         """Sample one turn. Raises PolicyFailure. Cancelling the call aborts it at the engine."""
@@ -73,13 +96,25 @@ class Policy(Protocol):
 class PolicySource(Protocol):
     """Gives the policy behind endpoints."""
 
-    def at(self, endpoints: Sequence[str]) -> Policy:
-        """The policy that these servers serve. Raises PolicyFailure ``no-endpoint``."""
+    def at(self, endpoints: Sequence[str], *, run: str = "", protocol: AnyProtocol = "auto") -> Policy:
+        """The policy that these servers serve. Raises PolicyFailure ``no-endpoint``.
+
+        ``run``: the run whose servers these are, if the orchestrator keeps them; its list goes before ``endpoints``.
+        """
         ...
 
     async def close(self) -> None:
         """Close what is open."""
         ...
+
+
+def part_seed(seed: int | None, part: int) -> int | None:
+    """The seed of a part of an interrupted turn, 63 bits; part 0 has the turn's own. With the same seed, an engine
+    would draw the first tokens of each part by the same random numbers."""
+    if seed is None or part == 0:
+        return seed
+    packed = _TWO_SEEDS.pack(seed & _WORD, part)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8, person=b"part").digest(), "little") >> 1
 
 
 def one_version(count: int, version: Version) -> list[VersionRun]:
@@ -130,7 +165,7 @@ def _refuse_logprob(logprobs: Sequence[float | None]) -> None:
     for position, value in enumerate(logprobs):
         where = f"at position {position}"
         if value is None:
-            raise _broken("logprob-missing", f"The logprob {where} is null.")
+            raise _broken("logprob-missing", f"The engine has no logprob {where}.")
         if math.isnan(value):
             raise _broken("logprob-nan", f"The logprob {where} is NaN.")
         if math.isinf(value):

@@ -11,15 +11,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from headrace.engine import FRESH_VERSION
 from headrace.errors import PolicyFailure
 from headrace.trajectory import Version
 
 FRESH_S = 0.05
 """A confirmation this young still counts as "before". Under load one is always younger; after a pause the endpoint
 is asked again, so that the first calls after new weights are not charged to the old ones."""
-
-FRESH_VERSION = "default"
-"""What vLLM says before any weights were given a version."""
 
 
 def read_version(text: object) -> Version:

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, cast
 
 from headrace.errors import EpisodeFailure, PolicyFailure, SetupError
-from headrace_workers.policies.base import Policy, Sample, SampleRequest
+from headrace_workers.policies.base import AnyProtocol, Policy, Sample, SampleRequest, check_sample
 
 
 class InProcessSampler(Protocol):
@@ -27,15 +27,18 @@ class InProcessSampler(Protocol):
 class InProcessPolicy:
     """An in-process object as the policy of every endpoint."""
 
-    endpoint = ""
-
     def __init__(self, sampler: InProcessSampler) -> None:
         self._sampler = sampler
 
-    def at(self, endpoints: Sequence[str]) -> Policy:
+    def at(self, endpoints: Sequence[str], *, run: str = "", protocol: AnyProtocol = "auto") -> Policy:
         return self
 
     async def sample(self, request: SampleRequest) -> Sample:
+        sample = await self._sample(request)
+        check_sample(sample, request.vocab_size, request.max_tokens)
+        return sample
+
+    async def _sample(self, request: SampleRequest) -> Sample:
         try:
             result = self._sampler.sample(request)
             if isinstance(result, Sample):

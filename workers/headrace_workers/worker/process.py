@@ -10,13 +10,14 @@ import asyncio
 import gc
 import signal
 import time
+from collections.abc import Sequence
 
 import uvloop
 
 from headrace.ids import new_id
 from headrace_workers import environments
 from headrace_workers.episode import EnvironmentThreads, EpisodeTools
-from headrace_workers.policies import CompletionsPolicies, PolicySource, load_in_process_policy
+from headrace_workers.policies import PolicySource, ServedPolicies, load_in_process_policy
 from headrace_workers.worker.logs import logger
 from headrace_workers.worker.worker import Worker, WorkerSettings
 
@@ -25,18 +26,18 @@ YOUNG_OBJECTS = 50_000
 700 costs some 5 % of a busy worker's time."""
 
 
-def run_worker(settings: WorkerSettings, *, policy_endpoint: str = "", policy: str = "") -> int:
+def run_worker(settings: WorkerSettings, *, policy_endpoints: Sequence[str] = (), policy: str = "") -> int:
     """Run a worker until it is stopped; gives the exit code. ``policy``: ``module:factory`` of an in-process one."""
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS)
-    return uvloop.run(_run(settings, policy_endpoint, policy))
+    return uvloop.run(_run(settings, policy_endpoints, policy))
 
 
-async def _run(settings: WorkerSettings, policy_endpoint: str, policy: str) -> int:
+async def _run(settings: WorkerSettings, policy_endpoints: Sequence[str], policy: str) -> int:
     policies: PolicySource = (
         load_in_process_policy(policy)
         if policy
-        else CompletionsPolicies(slots=settings.slots, default_endpoint=policy_endpoint, clock=time.monotonic)
+        else ServedPolicies(slots=settings.slots, default_endpoints=policy_endpoints, clock=time.monotonic)
     )
     tools = EpisodeTools(
         worker=settings.name,

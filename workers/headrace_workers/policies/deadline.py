@@ -1,0 +1,42 @@
+"""A deadline that does not run while the servers are paused for new weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import TracebackType
+
+
+class Deadline:
+    """``async with``: raises TimeoutError after ``timeout_s`` seconds, those not counted that ``paused_s`` says.
+
+    ``paused_s`` gives the seconds of pause since the block was entered; it may grow while nobody looks.
+    """
+
+    def __init__(self, timeout_s: float, paused_s: Callable[[], float]) -> None:
+        self._timeout_s = timeout_s
+        self._paused_s = paused_s
+        self._scope = asyncio.timeout(None)
+        self.expired = False
+
+    async def __aenter__(self) -> Deadline:
+        await self._scope.__aenter__()
+        self._loop = asyncio.get_running_loop()
+        self._started_at = self._loop.time()
+        self._timer = self._loop.call_later(self._timeout_s, self._look)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
+        await self._scope.__aexit__(kind, error, trace)
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        left_s = self._timeout_s + self._paused_s() - (now - self._started_at)
+        if left_s > 0:
+            self._timer = self._loop.call_later(left_s, self._look)
+        else:
+            self.expired = True
+            self._scope.reschedule(now)

@@ -1,0 +1,218 @@
+"""The three ways to ask a server for tokens, each as a request body and a reader of the answer.
+
+* ``generate`` and ``completions`` send the prompt as token ids; ``chat`` sends messages, and the server renders them.
+* A reader takes ids and logprobs as they stand; what is not there is None.
+* An answer that is no JSON, or holds not one choice, is ``unreadable-response``. NaN and infinities are read, so that
+  the check of the sample can name their position.
+* A logprob that vLLM had to make up reads as missing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, TypeVar
+
+import msgspec
+
+from headrace import engine
+from headrace.errors import PolicyFailure
+from headrace.trajectory import Message
+from headrace_workers.policies.base import SampleRequest
+from headrace_workers.policies.refusals import quoted
+
+ProtocolName = Literal["generate", "completions", "chat"]
+
+
+class Choice(NamedTuple):
+    """One choice of an answer, whatever route gave it. ``prompt``: the ids that the server says it saw. ``spans``:
+    which weights sampled which tokens."""
+
+    token_ids: list[int] | None
+    logprobs: list[float | None] | None
+    finish_reason: str
+    spans: list[engine.VersionSpan] | None
+    prompt: list[int] | None
+    text: str | None
+
+
+class Protocol(NamedTuple):
+    """One way to ask. ``body`` makes a request's body; ``read`` gives the choice of an answer."""
+
+    name: ProtocolName
+    path: str
+    body: Callable[[SampleRequest], bytes]
+    read: Callable[[bytes], Choice]
+
+
+_encode = msgspec.json.Encoder().encode
+_generate_answer = msgspec.json.Decoder(engine.GenerateAnswer)
+_completion_answer = msgspec.json.Decoder(engine.CompletionAnswer)
+_chat_answer = msgspec.json.Decoder(engine.ChatAnswer)
+
+T = TypeVar("T")
+
+
+def _generate_body(request: SampleRequest) -> bytes:
+    sampling = request.sampling
+    return _encode(
+        engine.GenerateRequest(
+            model=request.model,
+            token_ids=request.prompt,
+            sampling_params=engine.GenerateSampling(
+                max_tokens=request.max_tokens,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                seed=sampling.seed,
+                stop=request.stop,
+                stop_token_ids=request.stop_token_ids,
+                logprobs=0,
+                structured_outputs=request.structured_outputs,
+            ),
+        )
+    )
+
+
+def _read_generate(body: bytes) -> Choice:
+    answer = _decoded(_generate_answer, body)
+    choice = _only(answer.choices)
+    logprobs = None if choice.logprobs is None else choice.logprobs.content
+    if logprobs is not None and choice.token_ids is not None:
+        _check_same_tokens(choice.token_ids, logprobs)
+    return Choice(
+        token_ids=choice.token_ids,
+        logprobs=None if logprobs is None else _known([item.logprob for item in logprobs]),
+        finish_reason=choice.finish_reason or "",
+        spans=choice.weight_versions,
+        prompt=answer.prompt_token_ids,
+        text=None,
+    )
+
+
+def _completion_body(request: SampleRequest) -> bytes:
+    sampling = request.sampling
+    return _encode(
+        engine.CompletionRequest(
+            model=request.model,
+            prompt=request.prompt,
+            max_tokens=request.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            seed=sampling.seed,
+            stop=request.stop,
+            stop_token_ids=request.stop_token_ids,
+            logprobs=0,
+            structured_outputs=request.structured_outputs,
+            return_token_ids=True,
+        )
+    )
+
+
+def _read_completion(body: bytes) -> Choice:
+    choice = _only(_decoded(_completion_answer, body).choices)
+    logprobs = None if choice.logprobs is None else choice.logprobs.token_logprobs
+    return Choice(
+        token_ids=choice.token_ids,
+        logprobs=None if logprobs is None else _known(logprobs),
+        finish_reason=choice.finish_reason or "",
+        spans=choice.weight_versions,
+        prompt=choice.prompt_token_ids,
+        text=choice.text,
+    )
+
+
+def _chat_body(request: SampleRequest) -> bytes:
+    sampling, wanted = request.sampling, request.structured_outputs
+    schema = wanted["json"] if wanted is not None and wanted.keys() == {"json"} else None
+    return _encode(
+        engine.ChatRequest(
+            model=request.model,
+            messages=[_chat_message(message) for message in request.messages],
+            max_tokens=request.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            seed=sampling.seed,
+            stop=request.stop,
+            stop_token_ids=request.stop_token_ids,
+            logprobs=True,
+            return_token_ids=True,
+            # What OpenAI's own interface has, where that can say it.
+            response_format=None
+            if schema is None
+            else {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}},
+            structured_outputs=wanted if schema is None else None,
+        )
+    )
+
+
+def _chat_message(message: Message) -> engine.ChatMessage:
+    content = message.content
+    if not isinstance(content, str):
+        content = "".join(part.text for part in content)
+    return engine.ChatMessage(role=message.role, content=content)
+
+
+def _read_chat(body: bytes) -> Choice:
+    answer = _decoded(_chat_answer, body)
+    choice = _only(answer.choices)
+    logprobs = None if choice.logprobs is None else choice.logprobs.content
+    return Choice(
+        token_ids=choice.token_ids,
+        logprobs=None if logprobs is None else _known([item.logprob for item in logprobs]),
+        finish_reason=choice.finish_reason or "",
+        spans=choice.weight_versions,
+        prompt=answer.prompt_token_ids,
+        text=choice.message.content,
+    )
+
+
+PROTOCOLS: dict[ProtocolName, Protocol] = {
+    protocol.name: protocol
+    for protocol in (
+        Protocol("generate", engine.GENERATE, _generate_body, _read_generate),
+        Protocol("completions", engine.COMPLETIONS, _completion_body, _read_completion),
+        Protocol("chat", engine.CHAT, _chat_body, _read_chat),
+    )
+}
+
+
+def _known(logprobs: list[float | None]) -> list[float | None]:
+    """The same, with None where the engine made one up."""
+    if engine.CLAMPED_LOGPROB not in logprobs:
+        return logprobs
+    return [None if value == engine.CLAMPED_LOGPROB else value for value in logprobs]
+
+
+def _check_same_tokens(token_ids: list[int], logprobs: Sequence[engine.TokenLogprob]) -> None:
+    for position, (token, item) in enumerate(zip(token_ids, logprobs, strict=False)):
+        if item.token_id is not None and item.token_id != token:
+            raise PolicyFailure(
+                f"The logprob at position {position} is of token {item.token_id}, and the token there is {token}.",
+                kind="logprob-of-another-token",
+                retryable=True,
+            )
+
+
+def _only(choices: list[T]) -> T:
+    if len(choices) != 1:
+        raise PolicyFailure(
+            f"The answer holds {len(choices)} choices, not one.", kind="unreadable-response", retryable=True
+        )
+    return choices[0]
+
+
+def _decoded(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return lenient(body, decoder.type, error)
+
+
+def lenient(body: bytes, kind: type[T], first_error: Exception) -> T:
+    """Read an answer that strict JSON refuses for NaN or Infinity. Raises PolicyFailure ``unreadable-response``."""
+    try:
+        return msgspec.convert(json.loads(body), kind)
+    except (ValueError, msgspec.ValidationError):
+        raise PolicyFailure(
+            f"The answer cannot be read ({first_error}): {quoted(body)}", kind="unreadable-response", retryable=True
+        ) from first_error

@@ -1,0 +1,223 @@
+"""Policies that are served over HTTP: each is several servers, and a turn goes to one of them.
+
+* What another server may cure is tried there, within the turn's deadline and under an id of its own.
+* The same server is asked again only if it gave no answer, or refused for its rate; a bounded number of times.
+* No part of an answer that was refused is kept; the sample of a turn comes from one try, or from parts of one turn that
+  the engine itself interrupted.
+* Pauses for new weights do not count against the deadline; they are waiting time.
+* A server that does not even say whether it lives is given up where another one is in.
+* Connections: one for each slot and one for questions, to each server; nothing ever queues for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import aiohttp
+
+from headrace.errors import PolicyFailure
+from headrace_workers.policies.base import AnyProtocol, Policy, Sample, SampleRequest
+from headrace_workers.policies.deadline import Deadline
+from headrace_workers.policies.pools import FixedPool, Pool
+from headrace_workers.policies.router import Router
+from headrace_workers.policies.server import NO_ANSWER, PolicyServer
+from headrace_workers.policies.turn import Turn
+from headrace_workers.policies.watching import Watch
+
+KEEPALIVE_S = 60.0
+"""How long an idle connection is kept: longer than an environment's usual turn."""
+
+MAX_TRIES = 3
+"""Tries at one server that gives no answer, the first included. More would hide a dead server."""
+
+BACKOFF_S = 0.1
+"""Pause before the second try at the same server; it doubles. A restarted load balancer is back within it."""
+
+LONGEST_BACKOFF_S = 5.0
+"""Between tries at a server that refuses for its rate."""
+
+MAX_INTERRUPTIONS = 64
+"""Parts of one turn. Weights change a few times while a long one is sampled; an engine that aborts all is broken."""
+
+NOT_THE_SERVERS = frozenset({"context-overflow", "request-refused", "prompt-out-of-vocabulary"})
+"""Kinds of failures that the request brings with it: another server would say the same."""
+
+NOT_ITS_HEALTH = frozenset({"rate-limited", "unknown-model"})
+"""Kinds of failures that another server may cure, and that do not make this one a bad one for other requests."""
+
+
+class ServedPolicies:
+    """All servers that a worker talks to; they share one connection pool and one router.
+
+    ``slots`` is the number of episodes that may run at once, so the number of requests that may be open.
+    ``default_endpoints`` serve runs that name none.
+    """
+
+    def __init__(self, *, slots: int, default_endpoints: Sequence[str], clock: Callable[[], float]) -> None:
+        self._slots = slots
+        self._default_endpoints = tuple(default_endpoints)
+        self._clock = clock
+        self._session: aiohttp.ClientSession | None = None
+        self._servers: dict[str, PolicyServer] = {}
+        self._policies: dict[tuple[Any, ...], Policy] = {}
+        self.router = Router(clock)
+        self._watch = Watch(self.router, self._server, clock)
+
+    def at(self, endpoints: Sequence[str], *, run: str = "", protocol: AnyProtocol = "auto") -> Policy:
+        key = (tuple(endpoints), run, protocol)
+        policy = self._policies.get(key)
+        if policy is None:
+            policy = self._policies[key] = ServedPolicy(
+                self._pool(endpoints), protocol, self.router, self._server, self._watch, self._clock
+            )
+        return policy
+
+    async def close(self) -> None:
+        """Close every connection; open requests end, and their engines stop."""
+        await self._watch.stop()
+        if self._session is not None:
+            await self._session.close()
+
+    def _pool(self, endpoints: Sequence[str]) -> Pool:
+        addresses = list(dict.fromkeys(address.rstrip("/") for address in endpoints or self._default_endpoints))
+        if not any(addresses):
+            raise PolicyFailure(
+                "Nothing says where the policy is served.",
+                hint="Set policy.endpoints in the run spec, or start the worker with --policy-endpoint.",
+                kind="no-endpoint",
+                retryable=False,
+            )
+        return FixedPool(addresses)
+
+    def _server(self, address: str) -> PolicyServer:
+        server = self._servers.get(address)
+        if server is None:
+            server = self._servers[address] = PolicyServer(self._open(), address, self._clock)
+        return server
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=0, limit_per_host=self._slots + 1, keepalive_timeout=KEEPALIVE_S)
+            self._session = aiohttp.ClientSession(
+                connector=connector,
+                trust_env=False,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                timeout=aiohttp.ClientTimeout(total=None),
+            )
+        return self._session
+
+
+class ServedPolicy:
+    """One policy behind a pool of servers."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        protocol: AnyProtocol,
+        router: Router,
+        server: Callable[[str], PolicyServer],
+        watch: Watch,
+        clock: Callable[[], float],
+    ) -> None:
+        self._pool = pool
+        self._protocol: AnyProtocol = protocol
+        self._router = router
+        self._server = server
+        self._watch = watch
+        self._clock = clock
+
+    async def sample(self, request: SampleRequest) -> Sample:
+        turn = Turn(request, self._pool, self._clock)
+        deadline = Deadline(request.timeout_s, turn.paused_s)
+        try:
+            async with deadline:
+                return await self._sample(turn, deadline)
+        except TimeoutError as error:
+            raise turn.overdue() from error
+
+    async def _sample(self, turn: Turn, deadline: Deadline) -> Sample:
+        while True:
+            address = await self._take(turn)
+            try:
+                part = await self._ask(turn, address, deadline)
+            except PolicyFailure as failure:
+                await self._recover(turn, address, failure)
+                continue
+            whole = turn.add(part)
+            if whole is not None:
+                return whole
+            if turn.interruptions >= MAX_INTERRUPTIONS:
+                raise PolicyFailure(
+                    f"The engine aborted the turn {turn.interruptions} times.", kind="aborted", retryable=True
+                )
+            if not part.token_ids:
+                await turn.pause(BACKOFF_S)
+
+    async def _take(self, turn: Turn) -> str:
+        """The server that is asked next; waits while none may be."""
+        request = turn.request
+        while True:
+            candidates = turn.untried(self._pool.addresses())
+            address = self._router.choose(
+                candidates, policy=self._pool.name, group=request.group, episode=request.episode
+            )
+            if address is not None:
+                return address
+            if turn.failure is not None and self._pool.addresses():
+                raise turn.failure  # all that there are have failed it
+            await turn.wait_for_a_server()
+
+    async def _ask(self, turn: Turn, address: str, deadline: Deadline) -> Sample:
+        """One try at one server; the router is told how it went."""
+        router = self._router
+        server = self._server(address)
+        request, request_id = turn.begin(address)
+        router.sent(address)
+        self._watch.start()
+        try:
+            sample = await server.sample(
+                request,
+                protocol=self._protocol,
+                request_id=request_id,
+                movable=lambda: self._others(turn, address),
+            )
+            turn.check(sample)
+        except PolicyFailure as failure:
+            if failure.kind in NOT_THE_SERVERS | NOT_ITS_HEALTH:
+                router.let_go(address)
+            else:
+                router.failed(address, str(failure), at_once=failure.kind == "connection-refused")
+            raise
+        except BaseException:
+            if deadline.expired:
+                router.failed(address, f"No answer within {turn.request.timeout_s:g} s.")
+            else:
+                router.let_go(address)
+            raise
+        finally:
+            turn.end()
+        router.answered(address)
+        return sample
+
+    async def _recover(self, turn: Turn, address: str, failure: PolicyFailure) -> None:
+        """Prepare another try, or raise."""
+        turn.failure = failure
+        if failure.kind in NOT_THE_SERVERS:
+            raise failure
+        if self._others(turn, address):
+            turn.tried.add(address)
+        elif failure.kind in NO_ANSWER:
+            turn.silences += 1
+            if turn.silences == MAX_TRIES:
+                raise failure
+            await turn.pause(BACKOFF_S * 2 ** (turn.silences - 1))
+        elif failure.kind == "rate-limited":
+            turn.refusals += 1
+            await turn.pause(min(LONGEST_BACKOFF_S, BACKOFF_S * 2 ** min(turn.refusals, 16)))
+        else:
+            raise failure
+
+    def _others(self, turn: Turn, address: str) -> bool:
+        """Whether another server is in that this turn has not tried."""
+        return any(other != address and self._router.is_in(other) for other in turn.untried(self._pool.addresses()))

@@ -1,0 +1,310 @@
+"""The client of one policy server.
+
+* A request is sent once: who may be asked again, and where, is decided elsewhere.
+* Token ids are asked for and needed, unless the request says that text will do.
+* Each way a request can fail has a kind of its own, and says whether another try could help.
+* Cancelling a call closes its connection, so that the engine stops.
+* What the server is (the best way to ask it, its models) is found out once, by requests that sample nothing.
+* An answer that says which weights made which token is believed; else it is bracketed by what the server confirms.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import NamedTuple
+
+import aiohttp
+import msgspec
+
+from headrace import engine
+from headrace.errors import PolicyFailure
+from headrace.trajectory import Version, VersionRun
+from headrace_workers.policies.base import AnyProtocol, Sample, SampleRequest, one_version
+from headrace_workers.policies.confirmations import Confirmations, read_version
+from headrace_workers.policies.protocols import PROTOCOLS, Choice, Protocol, lenient
+from headrace_workers.policies.refusals import context_overflow, refusal
+
+CONFIRM_TIMEOUT_S = 10.0
+"""Deadline of one question for the weight version, or for what the server is."""
+
+PROBE_TIMEOUT_S = 5.0
+"""Deadline of one question whether the server lives. A busy one answers late, a frozen one never."""
+
+NO_ANSWER = frozenset({"connection-refused", "connection-lost"})
+"""Kinds of failures without any answer: the same server may be asked again."""
+
+_JSON = {"Content-Type": "application/json"}
+_ABSENT = frozenset({404, 405})
+_decode_weight_info = msgspec.json.Decoder(engine.WeightInfo).decode
+_decode_models = msgspec.json.Decoder(engine.ModelList).decode
+
+
+class _Answer(NamedTuple):
+    status: int
+    body: bytes
+
+
+class PolicyServer:
+    """One server, for all policies that it serves. ``clock`` is monotonic, in seconds."""
+
+    def __init__(self, session: aiohttp.ClientSession, address: str, clock: Callable[[], float]) -> None:
+        self._session = session
+        self.address = address
+        self._confirmations = Confirmations(self._weight_version, clock)
+        self._answers_carry_versions = False
+        self._meeting: asyncio.Task[None] | None = None
+        self._best: Protocol | None = None
+        self._longest: dict[str, int] = {}
+        self._open: dict[asyncio.Timeout, Callable[[], bool]] = {}
+        self._given_up: set[asyncio.Timeout] = set()
+
+    async def sample(
+        self, request: SampleRequest, *, protocol: AnyProtocol, request_id: str, movable: Callable[[], bool]
+    ) -> Sample:
+        """Sample one turn, or a part of it. Raises PolicyFailure; ``finish_reason`` may be ``engine.ABORTED``.
+
+        ``movable``: whether another server could take the request if this one is given up.
+        """
+        if self._best is None:
+            await self._meet()
+        way = PROTOCOLS[protocol] if protocol != "auto" else self._best
+        assert way is not None
+        request = self._fitted(request)
+        before = await self._version_before(request)
+        answer = await self._post(way.path, way.body(request), request_id, movable)
+        if answer.status != 200:
+            raise await self._refused(answer)
+        choice = way.read(answer.body)
+        prompt = self._check_prompt(choice, request, way)
+        if choice.token_ids is None or (way.name == "chat" and prompt is None):
+            return self._text_sample(choice, request)
+        if choice.logprobs is None:
+            raise _no_logprobs(self.address)
+        return Sample(
+            token_ids=choice.token_ids,
+            logprobs=choice.logprobs,  # type: ignore[arg-type]  # the check of the sample refuses None
+            finish_reason=choice.finish_reason,
+            versions=await self._versions(choice, len(choice.token_ids), before),
+            prompt=prompt,
+        )
+
+    def give_up(self) -> None:
+        """End the open requests that could go elsewhere as ``not-responding``."""
+        for scope in [scope for scope, movable in self._open.items() if movable()]:
+            self._given_up.add(scope)
+            scope.reschedule(asyncio.get_running_loop().time())
+
+    async def problem(self) -> str:
+        """What keeps the server from answering a question for its health; empty if it lives."""
+        try:
+            answer = await self._get(engine.HEALTH, PROBE_TIMEOUT_S)
+        except PolicyFailure as failure:
+            return str(failure)
+        # A server that has no such route lives all the same.
+        return "" if answer.status < 500 else str(refusal(f"{self.address}{engine.HEALTH}", *answer))
+
+    def is_back(self) -> None:
+        """It was away, and may be another server now: what was found out about it is asked again."""
+        self._best = None
+        self._longest = {}
+        self._answers_carry_versions = False
+
+    # One answer
+
+    def _fitted(self, request: SampleRequest) -> SampleRequest:
+        """The request with no more tokens than the server's context has room for."""
+        longest = self._longest.get(request.model)
+        if longest is None:
+            return request
+        room = longest - len(request.prompt)
+        if room < 1:
+            raise context_overflow(f"The prompt of {len(request.prompt)} tokens fills the {longest} of {self.address}.")
+        return request if request.max_tokens <= room else msgspec.structs.replace(request, max_tokens=room)
+
+    def _check_prompt(self, choice: Choice, request: SampleRequest, way: Protocol) -> list[int] | None:
+        """The prompt that the server rendered itself, if it did; one that was sent must be the one that it saw."""
+        if way.name == "chat":
+            return choice.prompt
+        if choice.prompt is not None and choice.prompt != list(request.prompt):
+            raise PolicyFailure(
+                f"The engine saw a prompt of {len(choice.prompt)} tokens that is not the one of "
+                f"{len(request.prompt)} that was sent.",
+                kind="prompt-changed",
+                retryable=False,
+            )
+        return None
+
+    def _text_sample(self, choice: Choice, request: SampleRequest) -> Sample:
+        if not (request.text_will_do and choice.text):
+            raise PolicyFailure(
+                f"{self.address} answered with text but without token ids. Text is never turned back into tokens.",
+                hint="For training the server must return token ids: it needs to know `return_token_ids` (vLLM 0.10.2 "
+                "or later). Evaluations do without.",
+                kind="no-token-ids",
+                retryable=False,
+            )
+        return Sample(token_ids=[], logprobs=[], finish_reason=choice.finish_reason, versions=[], text=choice.text)
+
+    # Versions
+
+    async def _version_before(self, request: SampleRequest) -> Version | PolicyFailure:
+        known = self._confirmations.known
+        if known is not None and self._answers_carry_versions:
+            return known
+        try:
+            return await self._confirmations.before()
+        except PolicyFailure as failure:
+            if request.text_will_do and failure.kind == "request-refused":
+                return failure  # a server that knows no versions may still answer with text
+            raise
+
+    async def _versions(self, choice: Choice, count: int, before: Version | PolicyFailure) -> list[VersionRun]:
+        if choice.spans is None:
+            self._answers_carry_versions = False
+            if isinstance(before, PolicyFailure):
+                raise before
+            return one_version(count, min(before, await self._confirmations.after())) if count else []
+        _check_spans(choice.spans)
+        versions = [VersionRun(span.end, *read_version(span.version)) for span in choice.spans]
+        self._answers_carry_versions = True
+        if versions:
+            self._confirmations.learn(versions[-1].version)
+        return versions
+
+    async def _weight_version(self) -> Version:
+        answer = await self._get(engine.WEIGHT_INFO, CONFIRM_TIMEOUT_S)
+        if answer.status != 200:
+            raise refusal(f"{self.address}{engine.WEIGHT_INFO}", *answer)
+        try:
+            return read_version(_decode_weight_info(answer.body).weight_version)
+        except msgspec.DecodeError as error:
+            return read_version(lenient(answer.body, engine.WeightInfo, error).weight_version)
+
+    # What the server is
+
+    async def _meet(self) -> None:
+        if self._meeting is None:
+            self._meeting = asyncio.get_running_loop().create_task(self._find_out())
+            self._meeting.add_done_callback(self._met)
+        await asyncio.shield(self._meeting)
+
+    def _met(self, task: asyncio.Task[None]) -> None:
+        self._meeting = None
+        if not task.cancelled():
+            task.exception()  # whoever waited has it; perhaps nobody did
+
+    async def _find_out(self) -> None:
+        for card in (await self._models()).data:
+            if card.max_model_len is not None:
+                self._longest[card.id] = card.max_model_len
+        # An empty request samples nothing. Where the route is there it is a bad one; vLLM answers 403 where it is shut.
+        if await self._status_of_nothing(engine.GENERATE) in (400, 422):
+            self._best = PROTOCOLS["generate"]
+        elif (
+            await self._status_of_nothing(engine.COMPLETIONS) in _ABSENT
+            and await self._status_of_nothing(engine.CHAT) not in _ABSENT
+        ):
+            self._best = PROTOCOLS["chat"]
+        else:
+            self._best = PROTOCOLS["completions"]
+
+    async def _status_of_nothing(self, path: str) -> int:
+        try:
+            return (await self._ask("POST", path, CONFIRM_TIMEOUT_S, body=b"{}")).status
+        except PolicyFailure as failure:
+            if failure.kind == "connection-lost":
+                return 0  # some break off rather than refuse what they cannot read
+            raise
+
+    async def _models(self) -> engine.ModelList:
+        answer = await self._get(engine.MODELS, CONFIRM_TIMEOUT_S)
+        try:
+            return _decode_models(answer.body) if answer.status == 200 else engine.ModelList()
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return engine.ModelList()  # not every server keeps a list
+
+    async def _refused(self, answer: _Answer) -> PolicyFailure:
+        failure = refusal(self.address, *answer)
+        if failure.kind != "unknown-model":
+            return failure
+        try:
+            names = sorted(card.id for card in (await self._models()).data)
+        except PolicyFailure:
+            names = []
+        if names:
+            failure.hint = f"The server has {', '.join(names)}. Set policy.model (or the agent's base) to one of them."
+        return failure
+
+    # HTTP
+
+    async def _post(self, path: str, body: bytes, request_id: str, movable: Callable[[], bool]) -> _Answer:
+        headers = {"Content-Type": "application/json", engine.REQUEST_ID: request_id}
+        try:
+            async with asyncio.timeout(None) as scope:
+                self._open[scope] = movable
+                try:
+                    async with self._session.post(f"{self.address}{path}", data=body, headers=headers) as response:
+                        return _Answer(response.status, await response.read())
+                finally:
+                    del self._open[scope]
+        except TimeoutError as error:
+            if scope not in self._given_up:
+                raise
+            self._given_up.discard(scope)
+            raise PolicyFailure(
+                f"{self.address} does not answer, not even whether it lives.", kind="not-responding", retryable=True
+            ) from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._unreachable(error) from error
+
+    async def _get(self, path: str, timeout_s: float) -> _Answer:
+        return await self._ask("GET", path, timeout_s)
+
+    async def _ask(self, method: str, path: str, timeout_s: float, body: bytes | None = None) -> _Answer:
+        try:
+            question = self._session.request(
+                method, f"{self.address}{path}", data=body, headers=None if body is None else _JSON
+            )
+            async with asyncio.timeout(timeout_s), question as response:
+                return _Answer(response.status, await response.read())
+        except TimeoutError as error:
+            raise PolicyFailure(
+                f"{self.address}{path} did not answer within {timeout_s:g} s.", kind="timeout", retryable=True
+            ) from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._unreachable(error) from error
+
+    def _unreachable(self, error: Exception) -> PolicyFailure:
+        if isinstance(error, aiohttp.ClientPayloadError):
+            return PolicyFailure(
+                f"The answer of {self.address} broke off: {error}.", kind="unreadable-response", retryable=True
+            )
+        refused = isinstance(error, aiohttp.ClientConnectorError)
+        return PolicyFailure(
+            f"No answer from {self.address}: {type(error).__name__}: {error}.",
+            hint="Is the policy server running at that address?",
+            kind="connection-refused" if refused else "connection-lost",
+            retryable=True,
+        )
+
+
+def _no_logprobs(address: str) -> PolicyFailure:
+    return PolicyFailure(
+        f"{address} answered without logprobs.",
+        hint="The server must return the logprob of each sampled token when it is asked for.",
+        kind="no-logprobs",
+        retryable=False,
+    )
+
+
+def _check_spans(spans: list[engine.VersionSpan]) -> None:
+    start = 0
+    for span in spans:
+        if span.start != start:
+            raise PolicyFailure(
+                f"The answer's weight versions leave a gap: one starts at {span.start}, not {start}.",
+                kind="versions-do-not-cover",
+                retryable=True,
+            )
+        start = span.end

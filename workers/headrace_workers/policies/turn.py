@@ -1,0 +1,161 @@
+"""One turn while it is sampled: its tries, its parts, and where its time went.
+
+* Each try has a number of its own, whatever server it goes to.
+* Parts that the engine interrupted are put together in order: ids, logprobs, version runs. Each has a seed of its own.
+* With ``restart``, and where going on is impossible (structured outputs, messages instead of ids), parts are dropped.
+* Time in which the asked server was paused, or all servers were, is pause; backoff and want of servers is waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from headrace.engine import ABORTED
+from headrace.errors import PolicyFailure
+from headrace.trajectory import VersionRun
+from headrace_workers.policies.base import Sample, SampleRequest, check_sample, part_seed
+from headrace_workers.policies.pools import Pool
+
+
+class Turn:
+    """The state of one call of ``Policy.sample``. ``failure`` is that of the last try."""
+
+    def __init__(self, request: SampleRequest, pool: Pool, clock: Callable[[], float]) -> None:
+        self.request = request
+        self.tried: set[str] = set()
+        self.failure: PolicyFailure | None = None
+        self.silences = 0
+        self.refusals = 0
+        self.interruptions = 0
+        self._pool = pool
+        self._clock = clock
+        self._parts: list[Sample] = []
+        self._tries = 0
+        self._servers: list[str] = []
+        self._asked = ""
+        self._asked_paused_s = 0.0
+        self._held_s: float | None = None
+        self._paused_s = 0.0
+        self._waiting_s = 0.0
+
+    def untried(self, addresses: Iterable[str]) -> list[str]:
+        """Those of these servers that did not fail this turn."""
+        if not self.tried:
+            return list(addresses)
+        return [address for address in addresses if address not in self.tried]
+
+    # Tries
+
+    def begin(self, address: str) -> tuple[SampleRequest, str]:
+        """The request of the next try, and its id."""
+        self._tries += 1
+        if address not in self._servers:
+            self._servers.append(address)
+        self._asked = address
+        self._asked_paused_s = self._pool.paused_s(address)
+        return self._rest(), f"{self.request.id}-{self._tries}"
+
+    def end(self) -> None:
+        """The try is over."""
+        self._paused_s += self._pool.paused_s(self._asked) - self._asked_paused_s
+        self._asked = ""
+
+    def check(self, sample: Sample) -> None:
+        """Raise the PolicyFailure that says what is wrong with a part, if anything is."""
+        if sample.text is None and (sample.token_ids or sample.finish_reason != ABORTED):
+            check_sample(sample, self.request.vocab_size, self._left())
+
+    def add(self, part: Sample) -> Sample | None:
+        """Take a part; gives the whole sample if it is the last one."""
+        if part.finish_reason == ABORTED:
+            self.interruptions += 1
+            goes_on = self.request.interrupted == "continue" and part.prompt is None
+            if goes_on and self.request.structured_outputs is None:
+                self._parts += [part] if part.token_ids else []
+            if self._left():
+                return None
+            part = self._parts.pop()
+        return self._whole(part)
+
+    def _whole(self, last: Sample) -> Sample:
+        parts = [*self._parts, last]
+        reason = "length" if last.finish_reason == ABORTED else last.finish_reason
+        waiting_s = self._waiting_s + self._paused_s
+        if len(parts) == 1:
+            return msgspec.structs.replace(
+                last, finish_reason=reason, servers=self._servers, waiting_s=waiting_s, paused_s=self._paused_s
+            )
+        ends: list[int] = []
+        versions: list[VersionRun] = []
+        for part in parts:
+            start = ends[-1] if ends else 0
+            for run in part.versions:
+                if versions and versions[-1].version == run.version:
+                    versions.pop()
+                versions.append(VersionRun(start + run.end, run.lineage, run.n))
+            ends.append(start + len(part.token_ids))
+        return Sample(
+            token_ids=[token for part in parts for token in part.token_ids],
+            logprobs=[value for part in parts for value in part.logprobs],
+            finish_reason=reason,
+            versions=versions,
+            continued=ends[:-1],
+            servers=self._servers,
+            waiting_s=waiting_s,
+            paused_s=self._paused_s,
+        )
+
+    def _left(self) -> int:
+        return self.request.max_tokens - sum(len(part.token_ids) for part in self._parts)
+
+    def _rest(self) -> SampleRequest:
+        """The request for what is not sampled yet."""
+        if not self._parts:
+            return self.request
+        sampling = self.request.sampling
+        return msgspec.structs.replace(
+            self.request,
+            prompt=[*self.request.prompt, *(token for part in self._parts for token in part.token_ids)],
+            max_tokens=self._left(),
+            sampling=msgspec.structs.replace(sampling, seed=part_seed(sampling.seed, len(self._parts))),
+        )
+
+    # Time
+
+    def paused_s(self) -> float:
+        """Seconds of pauses so far."""
+        paused_s = self._paused_s
+        if self._asked:
+            paused_s += self._pool.paused_s(self._asked) - self._asked_paused_s
+        if self._held_s is not None:
+            paused_s += self._pool.held_s() - self._held_s
+        return paused_s
+
+    async def pause(self, seconds: float) -> None:
+        """Wait before another try."""
+        await asyncio.sleep(seconds)
+        self._waiting_s += seconds
+
+    async def wait_for_a_server(self) -> None:
+        """Wait until the servers that take requests are other ones."""
+        started_at, self._held_s = self._clock(), self._pool.held_s()
+        await self._pool.changed()
+        held_s = self._pool.held_s() - self._held_s
+        self._held_s = None
+        self._paused_s += held_s
+        self._waiting_s += max(0.0, self._clock() - started_at - held_s)
+
+    def overdue(self) -> PolicyFailure:
+        """The failure of a turn whose time is up."""
+        limit = f"within {self.request.timeout_s:g} s"
+        if self._asked or not self._pool.addresses():
+            return PolicyFailure(
+                f"{self._asked} did not answer {limit}." if self._asked else f"No server took the turn {limit}.",
+                hint="" if self._asked else self._pool.why(),
+                kind="timeout" if self._asked else "no-server",
+                retryable=True,
+            )
+        return self.failure or PolicyFailure(f"No answer {limit}.", kind="timeout", retryable=True)
