@@ -187,6 +187,9 @@ class _StateCollector(Collector):
             add("run_groups_in_flight", "Groups admitted and not retired.", "", (name,), run.in_flight)
             add("run_episodes_queued", "Episodes that wait for a slot.", "", (name,), run.queued)
             add("run_episodes_leased", "Episodes at workers.", "", (name,), run.leased)
+            if run.attainable is not None:
+                text = "Training episodes that the policy servers take at a time."
+                add("run_episodes_attainable", text, "", (name,), run.attainable)
             add("run_batches_open", "Batches formed and not acked.", "", (name,), run.batches_open)
             add("run_active", "1 while the run is active.", "", (name,), float(run.state == "active"))
             add("run_learner_waiting", "1 while a pull waits.", "", (name,), float(run.learner_waiting))

@@ -223,7 +223,8 @@ class PullRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 class Reason(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One reason why nothing can be served. ``code`` is one of: collecting, no-workers, all-stale, batches-held,
     shards-not-fetched, byte-bound, service-byte-bound, disk-bound, tasks-exhausted, groups-left, group-ended,
-    evaluation-hold, quarantined, no-tasks, no-policy-servers, draining, closed, filtered, zero-variance, row-too-long.
+    evaluation-hold, quarantined, no-tasks, no-policy-servers,
+    policy-saturated, draining, closed, filtered, zero-variance, row-too-long.
     Where a layer keeps failing it is LAYER-failing, such as policy-failing.
 
     ``group-ended``: an awaited group was retired unserved, ``facts["reason"]`` says why. ``shards-not-fetched``: a
@@ -454,6 +455,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Episodes that wait for a slot."""
     leased: int
     """Episodes at workers."""
+    attainable: int | None = None
+    """Training episodes that the policy servers take at a time, as their metrics say; None for no cap."""
     episodes: dict[str, int]
     """Terminal records by status (evaluation not counted)."""
     batches_acked: int

@@ -292,6 +292,11 @@ class Harness:
         self.settle()
         return reply
 
+    def cap(self, slots: int | None, run: str = "r") -> bool:
+        more = self.core.set_inference_slots(run, slots)
+        self.settle()
+        return more
+
     # What the log says
     def found(self, kind: type[Any], since: int = 0) -> list[Any]:
         return [record for record in self.log[since:] if isinstance(record, kind)]

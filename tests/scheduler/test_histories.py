@@ -289,6 +289,10 @@ class Histories(RuleBasedStateMachine):
         now = self.harness.core.version("r")
         self.attempt(self.harness.rewind, f"{max(0, now.lineage - lineage)}.{max(0, now.n - back)}")
 
+    @rule(slots=st.sampled_from([None, 1, 4, 64]))
+    def cap(self, slots):
+        self.harness.cap(slots)
+
     @rule(index=INDEX, priority=st.sampled_from([0.25, 1.0, 1e6]))
     def prioritize(self, index, priority):
         groups = list(self.harness.core._book.runs["r"].groups) or ["nobody"]

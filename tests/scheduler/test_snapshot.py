@@ -114,7 +114,7 @@ SOFT = {
     Ledger: set(),
     Versions: set(),
     Hosting: {"told"},
-    Run: {"brake", "learners", "retiring", "waiting"},
+    Run: {"brake", "cap", "learners", "retiring", "waiting"},
 }
 BY_REFERENCE = {
     Episode: {"group"},

@@ -18,7 +18,8 @@ from headrace_orchestrator.cli.output import (
 from headrace_orchestrator.console.silence import learner_is_silent
 
 COLUMNS = ("run", "version", "learner", "waits on", "groups", "queued", "leased", "done", "failed", "reward")
-"""``groups`` are in flight; ``queued`` and ``leased`` are episodes now, ``done`` and ``failed`` those that ended."""
+"""``groups`` are in flight; ``queued`` and ``leased`` are episodes now, the latter of how many the policy servers take
+at a time, where that is known; ``done`` and ``failed`` are those that ended."""
 
 
 def doing(run: wire.RunStatus) -> str:
@@ -41,7 +42,7 @@ def row(run: wire.RunStatus) -> list[str]:
         waits or "–",
         str(run.in_flight),
         str(run.queued),
-        str(run.leased),
+        str(run.leased) if run.attainable is None else f"{run.leased} of {run.attainable}",
         str(ended),
         str(run.episodes.get("failed", 0)),
         number(run.mean_reward),
@@ -59,7 +60,8 @@ def troubles(run: wire.RunStatus) -> list[str]:
 def runs(url: str | None, token: str | None) -> None:
     """List all runs: what each learner does, and what it waits on.
 
-    `groups` are in flight. `queued` and `leased` are episodes now; `done` counts those that ended by themselves or by a
+    `groups` are in flight. `queued` and `leased` are episodes now, of how many the policy
+    servers take at a time, where that is known; `done` counts those that ended by themselves or by a
     budget. `reward` is the mean of the last 256. What keeps failing is said below the table.
 
     \b

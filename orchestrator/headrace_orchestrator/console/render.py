@@ -68,6 +68,7 @@ def headline(run: RunStatus) -> Headline:
 _WAITED_FOR = {
     "collecting": "episodes that are running",
     "no-workers": "workers",
+    "policy-saturated": "policy servers: they take no more at a time",
     "no-policy-servers": "policy servers: none answers",
     **{f"{layer}-failing": f"the {layer}, which fails" for layer in LAYERS},
     "all-stale": "fresh episodes: what there was is too stale",

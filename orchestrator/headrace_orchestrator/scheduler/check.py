@@ -6,6 +6,7 @@
 * An attempt is held by exactly the worker that it was granted to.
 * A group in a batch is in exactly one and is leased; what is in no batch is not.
 * Bytes held and episodes reserved are those of the groups in flight.
+* No grant goes beyond what the policy servers take.
 * Every index says what the episodes and groups say; queues, eligible groups and counts are indexes.
 """
 
@@ -68,6 +69,11 @@ def _check_run(book: Book, run: Run, held: dict[str, str]) -> int:
     _require(
         run.evaluation_leased == states["evaluation leased"] + states["evaluation cancelling"],
         f"run {run.name} miscounts leased evaluation episodes",
+    )
+    cap = run.cap
+    _require(
+        cap.slots is None or run.leased <= max(cap.slots, cap.over),
+        f"run {run.name} has {run.leased} training episodes at workers, its policy servers take {cap.slots}",
     )
     _check_ledger(run)
     _check_batches(run)

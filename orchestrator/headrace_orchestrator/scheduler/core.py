@@ -8,8 +8,9 @@
 
 The parts: ``states`` (episodes, groups), ``runs`` (the state of a run), ``book`` (all of it; the one way to change it);
 ``leasing`` and ``judging`` (workers), ``serving``, ``resuming``, ``selection`` and ``announcing`` (learners),
-``submitting``, ``prioritizing`` and ``evaluating``; ``hosts`` and ``hosting`` (policy servers); ``settling`` (what
-follows from what happened); ``why`` and ``views`` (answers); ``check`` (invariants); ``snapshot`` (all of it as bytes).
+``submitting``, ``prioritizing`` and ``evaluating``; ``hosts``, ``hosting`` and ``capping`` (policy servers);
+``settling`` (what follows from what happened); ``why`` and ``views`` (answers); ``check`` (invariants); ``snapshot``
+(all of it as bytes).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from headrace.trajectory import Version
 from headrace_orchestrator.scheduler import (
     announcing,
     braking,
+    capping,
     evaluating,
     hosting,
     leasing,
@@ -302,9 +304,18 @@ class Scheduler:
         book = self._ready(now)
         hosting.served(book, book.run(run), version, weights, now)
 
+    def set_inference_slots(self, run: str, slots: int | None) -> bool:
+        """How many training episodes the run's policy servers take at a time; None where nobody knows. Soft. Returns
+        whether there is more room than before."""
+        return capping.set_slots(self._book.run(run), slots)
+
     def tell_servers(self, run: str, told: list[wire.Reason]) -> None:
         """What the run's policy servers are at, in words for those whose pull waits. Soft."""
         hosting.tell(self._book.run(run), told)
+
+    def leased(self, run: str) -> int:
+        """The run's training episodes at workers."""
+        return self._book.run(run).leased
 
     def hosting(self, run: str) -> Hosting:
         """The run's policy servers and weights; to be read only."""

@@ -4,6 +4,7 @@
 * Runs share a pool evenly: the next slot goes to the run with the fewest leased.
 * A run that only fails, or only goes stale, gets one attempt at a time.
 * Evaluation goes first up to its share of the pool's slots; beyond it only where training has nothing queued.
+* What the policy servers of a run take at a time caps its training episodes.
 * A grant whose reply was lost is granted again: same worker, same attempt, same nonce.
 * A heartbeat renews what it lists; it tells the worker what of it is over.
 """
@@ -15,7 +16,7 @@ from collections import deque
 from itertools import islice
 
 from headrace import wire
-from headrace_orchestrator.scheduler import braking, records, settling
+from headrace_orchestrator.scheduler import braking, capping, records, settling
 from headrace_orchestrator.scheduler.book import Book
 from headrace_orchestrator.scheduler.runs import Run
 from headrace_orchestrator.scheduler.states import Episode
@@ -144,10 +145,12 @@ def _grant(book: Book, worker: Worker, free: int, attempts: list[wire.Assignment
         and run.leased + run.evaluation_leased < run.spec.max_concurrent
         and run.capabilities <= worker.capabilities
     ]
-    for run, count in _share(wanting, [braking.room(run, now) for run in wanting], free):
+    slots = book.workers.slots[worker.pool]
+    most = [min(braking.room(run, now), _grantable(run, slots)) for run in wanting]
+    for run, count in _share(wanting, most, free):
         if run.brake.since is not None:
             run.brake.tried(now)
-        episodes = _pick(run, count, book.workers.slots[worker.pool])
+        episodes = _pick(run, count, slots)
         nonce = book.new_nonce()  # one for all: it tells this grant of an attempt from any other
         grants = [records.Grant(episode.id, episode.attempt + 1, nonce) for episode in episodes]
         book.emit(
@@ -160,10 +163,19 @@ def _grant(book: Book, worker: Worker, free: int, attempts: list[wire.Assignment
         settling.admit_ahead(book, run, now)
 
 
+def _grantable(run: Run, slots: int) -> int:
+    """Queued episodes that may be granted now, of a pool with so many slots."""
+    return capping.trainable(run) + capping.evaluable(run, _evaluation_share(run, slots))
+
+
+def _evaluation_share(run: Run, slots: int) -> int:
+    return math.ceil(run.spec.evaluation_slots * slots)
+
+
 def _share(wanting: list[Run], most: list[int], free: int) -> list[tuple[Run, int]]:
-    """How many of the free slots each run gets; ``most`` is what its brake allows."""
+    """How many of the free slots each run gets; ``most`` is what may be granted of it."""
     room = [
-        min(run.queued + run.evaluation_queued, run.spec.max_concurrent - run.leased - run.evaluation_leased, allowed)
+        min(run.spec.max_concurrent - run.leased - run.evaluation_leased, allowed)
         for run, allowed in zip(wanting, most, strict=True)
     ]
     if len(wanting) == 1:
@@ -182,12 +194,11 @@ def _share(wanting: list[Run], most: list[int], free: int) -> list[tuple[Run, in
 
 
 def _pick(run: Run, count: int, slots: int) -> list[Episode]:
-    """The next episodes of a run, ``count`` of them; it has that many."""
+    """The next episodes of a run, ``count`` of them; it has that many that may be granted."""
     if not run.evaluation_queued:
         return _head(run.queue, count)
-    share = math.ceil(run.spec.evaluation_slots * slots)
-    evaluation = min(count, run.evaluation_queued, max(0, share - run.evaluation_leased))
-    training = min(count - evaluation, run.queued)
+    evaluation = min(count, run.evaluation_queued, max(0, _evaluation_share(run, slots) - run.evaluation_leased))
+    training = min(count - evaluation, capping.trainable(run))
     evaluation = count - training
     return _head(run.evaluation_queue, evaluation) + _head(run.queue, training)
 

@@ -14,6 +14,7 @@ from headrace.wire import Weights
 from headrace_orchestrator.scheduler.batches import Batch, Closed, Sessions
 from headrace_orchestrator.scheduler.bounds import Bounds
 from headrace_orchestrator.scheduler.braking import Brake
+from headrace_orchestrator.scheduler.capping import Cap
 from headrace_orchestrator.scheduler.evaluations import Evaluation
 from headrace_orchestrator.scheduler.filters import EVERYTHING, Filter, kinds_of
 from headrace_orchestrator.scheduler.hosts import Hosting
@@ -136,6 +137,7 @@ class Run:
         self.retiring = False
         #: Soft.
         self.brake = Brake()
+        self.cap = Cap()
         self.learners: dict[str, Learner] = {}
 
     # Questions ------------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ def run_status(book: Book, run: Run, now: float) -> wire.RunStatus:
         in_flight=run.ledger.in_flight,
         queued=run.queued + run.evaluation_queued,
         leased=run.leased + run.evaluation_leased,
+        attainable=run.cap.slots,
         episodes=dict(run.ends),
         batches_acked=run.batches_acked,
         batches_open=len(run.batches),

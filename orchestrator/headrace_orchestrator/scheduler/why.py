@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 
 from headrace.wire import Reason
-from headrace_orchestrator.scheduler import braking
+from headrace_orchestrator.scheduler import braking, capping
 from headrace_orchestrator.scheduler.book import Book
 from headrace_orchestrator.scheduler.bounds import Bounds
 from headrace_orchestrator.scheduler.filters import EVERYTHING, Filter, kind_of
@@ -219,6 +219,17 @@ def _starved(book: Book, run: Run, now: float) -> list[Reason]:
                 code="draining",
                 message=f"all {_count(len(fit), 'worker')} in pool {pool!r} drain: {_count(queued, 'episode')} queued",
                 facts={"pool": pool, "queued": queued, "workers": len(fit)},
+            )
+        )
+    if capping.saturated(run):
+        reasons.append(
+            Reason(
+                code="policy-saturated",
+                message=(
+                    f"By their metrics the policy servers take {_count(run.cap.slots or 0, 'episode')} at a time: "
+                    f"{run.leased} at workers, {run.queued} queued."
+                ),
+                facts={"attainable": run.cap.slots, "leased": run.leased, "queued": run.queued},
             )
         )
     reasons += _failing(run, now)
