@@ -394,6 +394,11 @@ class VersionRunsDoNotCover(InvalidTrajectory):
     title = "Version runs do not cover the segment"
 
 
+class PlaceholdersDoNotMatch(InvalidTrajectory):
+    code = "placeholders-do-not-match"
+    title = "Images and their placeholder tokens do not match"
+
+
 class FailureHasReward(InvalidTrajectory):
     code = "failure-has-reward"
     title = "The status and the failure disagree"

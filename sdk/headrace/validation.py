@@ -16,6 +16,8 @@ and is one pass of vector instructions per array for a long one.
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,13 +29,14 @@ from headrace.errors import (
     InvalidTrajectory,
     NonFiniteValue,
     NotAppendOnly,
+    PlaceholdersDoNotMatch,
     SpansDoNotCover,
     TokenOutOfRange,
     VersionRunsDoNotCover,
     WrongDtype,
     WrongShape,
 )
-from headrace.trajectory import MAX_VERSION_PART, Segment, Trajectory, Turn
+from headrace.trajectory import MAX_VERSION_PART, Message, Segment, Trajectory, Turn
 
 _I4, _U4, _F4, _U1 = np.dtype("<i4"), np.dtype("<u4"), np.dtype("<f4"), np.dtype("u1")
 
@@ -69,6 +72,8 @@ def validate(trajectory: Trajectory) -> None:
         for what, name in segment.arrays.items():
             _check_listed(f"{where}: array {what!r}", name, assets)
     _check_last_turns(trajectory)
+    if any(segment.placeholders for segment in trajectory.segments):
+        _check_shown(trajectory)
 
 
 def _check_end(trajectory: Trajectory) -> None:
@@ -272,18 +277,64 @@ def _check_placeholders(where: str, segment: Segment, n: int, assets: set[str]) 
     last_end = 0
     for item in segment.placeholders:
         if not last_end <= item.start < item.end <= n:
-            raise InvalidTrajectory(
+            raise PlaceholdersDoNotMatch(
                 f"{where}: the placeholder [{item.start}, {item.end}) of {item.asset!r} must hold a token, start at "
                 f"{last_end} or later, and end by {n}.",
                 hint="Placeholders are ordered and do not overlap.",
             )
         if segment.sampled[item.start : item.end].any():
-            raise SpansDoNotCover(
+            raise PlaceholdersDoNotMatch(
                 f"{where}: the placeholder [{item.start}, {item.end}) of {item.asset!r} covers sampled positions.",
                 hint="An asset stands in a prompt or an observation, never in a policy's answer.",
             )
         _check_listed(f"{where}: the placeholder [{item.start}, {item.end})", item.asset, assets)
         last_end = item.end
+    _check_whole(where, segment, n)
+
+
+def _check_whole(where: str, segment: Segment, n: int) -> None:
+    """A run of the same placeholder token that goes on beyond a range, in no other one, was cut."""
+    tokens, sampled = segment.token_ids, segment.sampled
+    starts = {item.start for item in segment.placeholders}
+    ends = {item.end for item in segment.placeholders}
+    for item in segment.placeholders:
+        before, after = item.start - 1, item.end
+        is_cut_before = before >= 0 and item.start not in ends and _same_unsampled(tokens, sampled, before, item.start)
+        is_cut_after = after < n and after not in starts and _same_unsampled(tokens, sampled, after, item.end - 1)
+        if is_cut_before or is_cut_after:
+            raise PlaceholdersDoNotMatch(
+                f"{where}: the placeholder [{item.start}, {item.end}) of {item.asset!r} does not hold all tokens "
+                f"of its image: token {before if is_cut_before else after} is of the same kind.",
+                hint="A range holds every token that stands for its image, as the engine placed them.",
+            )
+
+
+def _same_unsampled(tokens: NDArray[Any], sampled: NDArray[Any], outside: int, inside: int) -> bool:
+    return bool(tokens[outside] == tokens[inside] and not sampled[outside])
+
+
+def _check_shown(trajectory: Trajectory) -> None:
+    """Of an agent with one segment, each image that it was shown before its last turn has a range of its own."""
+    segments = Counter(segment.agent for segment in trajectory.segments)
+    for segment in trajectory.segments:
+        if segments[segment.agent] > 1 or not segment.placeholders:
+            continue  # a history edit may drop an image, or show it again
+        ranges = Counter(item.asset for item in segment.placeholders)
+        shown = Counter(_images_before_last_turn(trajectory.messages, segment.agent))
+        for asset, count in shown.items():
+            if ranges[asset] < count:
+                raise PlaceholdersDoNotMatch(
+                    f"{segment.agent} was shown asset {asset!r} {count} times, and its segment has {ranges[asset]} "
+                    "placeholders of it.",
+                    hint="Each image that a policy sees has a range of placeholder tokens.",
+                )
+
+
+def _images_before_last_turn(messages: Sequence[Message], agent: str) -> list[str]:
+    own = [message for message in messages if message.agent == agent]
+    last = max((number for number, message in enumerate(own) if message.role == "assistant"), default=0)
+    contents = [message.content for message in own[:last] if not isinstance(message.content, str)]
+    return [part.asset for content in contents for part in content if part.type == "image"]
 
 
 def _check_last_turns(trajectory: Trajectory) -> None:

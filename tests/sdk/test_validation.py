@@ -17,6 +17,7 @@ from headrace.errors import (
     InvalidTrajectory,
     NonFiniteValue,
     NotAppendOnly,
+    PlaceholdersDoNotMatch,
     SpansDoNotCover,
     TokenOutOfRange,
     VersionRunsDoNotCover,
@@ -219,9 +220,9 @@ def test_spans_cover_placeholders_stand_outside_them() -> None:
     name = PICTURE.name
     validate(replace_segment(trajectory, placeholders=[Placeholder(1, 3, name), Placeholder(3, 6, name)]))
     for placeholder, error, text in (
-        (Placeholder(5, 7, name), SpansDoNotCover, "covers sampled positions"),
-        (Placeholder(3, 3, name), InvalidTrajectory, "must hold a token"),
-        (Placeholder(12, 99, name), InvalidTrajectory, "end by 17"),
+        (Placeholder(5, 7, name), PlaceholdersDoNotMatch, "covers sampled positions"),
+        (Placeholder(3, 3, name), PlaceholdersDoNotMatch, "must hold a token"),
+        (Placeholder(12, 99, name), PlaceholdersDoNotMatch, "end by 17"),
         (Placeholder(1, 3, "sound"), InvalidTrajectory, "names asset 'sound'"),
     ):
         refused(replace_segment(trajectory, placeholders=[placeholder]), error, text)
