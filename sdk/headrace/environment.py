@@ -54,7 +54,8 @@ class Step(NamedTuple):
 
 @runtime_checkable
 class Environment(Protocol):
-    """A single-agent environment. ``close()`` is optional."""
+    """A single-agent environment. ``close()`` is optional. ``info["tools"]`` of ``reset`` may list JSON schemas of
+    functions that the policy may call; its renderer shows them, and a call is part of the action's text."""
 
     def reset(
         self, seed: int | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import threading
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from headrace.trajectory import Message, Task, ToolCall, VersionRun
 from headrace.validation import validate
 from headrace_workers.episode import Episode, turn_seed
 from headrace_workers.policies import Sample, one_version
-from headrace_workers.rendering.bytes_renderer import ASSISTANT, BOS, END, USER
+from headrace_workers.rendering.bytes_renderer import ASSISTANT, BOS, END, SYSTEM, USER
 from headrace_workers.rendering.folder_tokenizer import load_tokenizer
 from tests.workers.fakes import FIRST, Clock, OneTurn, Script, Turns, assignment, failure_of, plan, play, say, tools
 from tests.workers.models import STRIPS_THINKING, make_model
@@ -125,6 +126,27 @@ async def test_a_prompt_that_cannot_extend_what_stands_starts_a_new_segment(tmp_
         "<|im_start|>user\nobs 0<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n"
         "<|im_start|>user\nobs 1<|im_end|>\n<|im_start|>assistant\n<think>\n"
     )
+
+
+async def test_tools_that_the_reset_lists_are_in_the_prompt() -> None:
+    tools = [{"type": "function", "function": {"name": "lookup"}}]
+
+    class Helped(Turns):
+        def __init__(self, tools: Any = tools) -> None:
+            super().__init__(last=2)
+            self.tools = tools
+
+        def reset(self, seed: int | None = None) -> Any:
+            return "obs 0", {"tools": self.tools}
+
+    policy = Script(say("x"))
+    record = await play(policy, Helped)
+    assert policy.requests[0].prompt[:2] == [BOS, SYSTEM]
+    assert json.loads(bytes(policy.requests[0].prompt[2 : policy.requests[0].prompt.index(END)])) == tools
+    assert len(record.segments) == 1
+    assert record.infos[0] == {"tools": tools}
+    broken = await play(Script(say("x")), lambda: Helped(tools=["lookup"]))
+    assert failure_of(broken) == ("environment", "tools-type", False)
 
 
 async def test_sampled_tokens_are_capped_by_the_room_in_the_context() -> None:

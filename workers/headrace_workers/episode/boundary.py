@@ -151,6 +151,16 @@ def seen_step_by_agent(result: Any, agents: list[str]) -> Seen:
     )
 
 
+def tools_of(info: dict[str, Any], agent: str, agents: list[str] | None) -> list[dict[str, Any]]:
+    """The functions that an agent may call, as the info of a reset lists them under ``tools`` (with several agents,
+    under its name). Raises EnvironmentFailure ``tools-type``."""
+    own = info if agents is None else info.get(agent)
+    tools = own.get("tools", []) if isinstance(own, dict) else []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise _broken("tools-type", "info['tools'] is not a list of JSON schemas of functions.")
+    return tools
+
+
 def checked_reward(value: Any, what: str) -> float:
     """A reward as a float. Raises EnvironmentFailure ``reward-not-a-number``, ``reward-not-finite`` or
     ``reward-out-of-range``."""

@@ -24,7 +24,7 @@ from headrace.environment import make
 from headrace.errors import EnvironmentFailure, EpisodeFailure, InfrastructureFailure, PolicyFailure
 from headrace.trajectory import Failure, Message, Status, StopReason, Timing, Trajectory
 from headrace.wire import Assignment
-from headrace_workers.episode.boundary import AGENT, Content, Seen
+from headrace_workers.episode.boundary import AGENT, Content, Seen, tools_of
 from headrace_workers.episode.driver import EnvironmentDriver, EnvironmentKinds, described
 from headrace_workers.episode.plan import RunPlan, agent_sampling, turn_sampling
 from headrace_workers.episode.records import Outcome, failed, record_of
@@ -147,7 +147,8 @@ class Episode:
             sampling = agent_sampling(
                 plan, agent, evaluation_temperature=assignment.temperature, seed=assignment.sampling_seed
             )
-            self._tracks[name] = AgentTrack(name, agent, sampling, plan.renderer)
+            tools = tools_of(seen.info, name, self._driver.agents)
+            self._tracks[name] = AgentTrack(name, agent, sampling, plan.renderer, tools)
         self._look(seen, over=False)
 
     def _check_agents(self) -> None:

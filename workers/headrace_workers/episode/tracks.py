@@ -22,7 +22,7 @@ from headrace.errors import EpisodeFailure
 from headrace.trajectory import Message, Sampling, Segment, ToolCall, Turn, VersionRun
 from headrace_workers.episode.plan import AgentPlan
 from headrace_workers.policies.base import Sample
-from headrace_workers.rendering import Prompt, Renderer, Reply, Said, Standing
+from headrace_workers.rendering import Prompt, Renderer, Reply, Said, Standing, Tools
 
 
 class NextPrompt(NamedTuple):
@@ -108,13 +108,14 @@ class SegmentRecord(msgspec.Struct):
 
 
 class AgentTrack:
-    """One agent of one episode. ``sampling`` carries the episode's own seed."""
+    """One agent of one episode. ``sampling`` carries the episode's own seed; ``tools`` are what its policy may call."""
 
-    def __init__(self, agent: str, plan: AgentPlan, sampling: Sampling, renderer: Renderer) -> None:
+    def __init__(self, agent: str, plan: AgentPlan, sampling: Sampling, renderer: Renderer, tools: Tools = ()) -> None:
         self.agent = agent
         self.plan = plan
         self.sampling = sampling
         self._renderer = renderer
+        self._tools = tools
         self._segments: list[SegmentRecord] = []
         self._conversation: list[Said] = []
         self._pending: list[Message] = []
@@ -149,11 +150,12 @@ class AgentTrack:
             extension = self._extension()
             if extension is not None:
                 return NextPrompt(self._segments[-1].tokens, extension)
-        return NextPrompt([], self._renderer.start([*self._conversation, *self._pending]))
+        return NextPrompt([], self._renderer.start([*self._conversation, *self._pending], self._tools))
 
     def _extension(self) -> Prompt | None:
         segment = self._segments[-1]
-        standing = Standing(segment.tokens, segment.turns[-1].start, self._conversation, self._answered.text)
+        turn_start, note = segment.turns[-1].start, self._answered.text
+        standing = Standing(segment.tokens, turn_start, self._conversation, note, self._tools)
         return self._renderer.extend(standing, self._pending)
 
     def commit(self, asked: NextPrompt, sample: Sample, text: str, turn: TurnRecord) -> None:

@@ -1,8 +1,7 @@
 """The byte-level renderer: ids 0 to 255 are bytes, a few more are the marks of a conversation.
 
-It knows no tools: an environment's first message has to describe them.
-
 * A prompt is BOS, then role mark, UTF-8 bytes and END for each message, then the ASSISTANT mark.
+* Tools come first, as JSON in a message of the system.
 * Sampled bytes that are no valid UTF-8 stay as they are; only the text for reading has replacement characters.
 * The fingerprint is the SHA-256 of the definition, so it changes when the meaning of an id does.
 """
@@ -11,6 +10,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+
+import msgspec
 
 from headrace.trajectory import Message, Tokenizer
 from headrace_workers.rendering.base import Prompt, Reply, Said, Standing, Tools, text_of
@@ -27,7 +28,7 @@ ROLE_MARKS = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT, "tool": TO
 
 DEFINITION = (
     "headrace bytes 1: 0..255 bytes; 256 bos; 257 system; 258 user; 259 assistant; 260 tool; 261 end; "
-    "prompt = bos (role utf8 end)* assistant"
+    "prompt = bos (system tools-as-json end)? (role utf8 end)* assistant"
 )
 """All that gives an id its meaning, in words; the fingerprint is taken of this text."""
 
@@ -41,7 +42,8 @@ class BytesRenderer:
     stop_token_ids: tuple[int, ...] = (END,)
 
     def start(self, conversation: Sequence[Said], tools: Tools = ()) -> Prompt:
-        return Prompt([BOS, *_body(conversation), ASSISTANT])
+        shown = [SYSTEM, *msgspec.json.encode(tools), END] if tools else []
+        return Prompt([BOS, *shown, *_body(conversation), ASSISTANT])
 
     def extend(self, standing: Standing, new_messages: Sequence[Message]) -> Prompt:
         bridge = [] if standing.token_ids[-1] == END else [END]
