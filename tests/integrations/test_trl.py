@@ -48,7 +48,7 @@ class Folder:
 @pytest.fixture
 def served(stub: Stub) -> Stub:
     """A run at version 0.3 that takes acks, nacks and versions. Batches ``b1``, ... have two samples."""
-    stub.on("GET /v1/runs/guess", good(run_status()))
+    stub.on("GET /v1/runs/guess", good(run_status(spec={"max_staleness": 1})))
     stub.on(VERSION, good(wire.VersionReply(epoch=1, version="0.4")))
     for number in range(1, 5):
         stub.on(ack(number), good(wire.AckReply(epoch=1, batch=f"b{number}", version="0.4")))
@@ -96,7 +96,7 @@ def test_the_next_batch_is_pulled_while_the_trainer_works_on_this_one(served: St
     assert rollouts.rollout_buffer.qsize() == 1
 
 
-def test_a_batch_is_acked_with_the_version_that_the_trainer_makes_after_its_last_row(
+def test_a_batch_is_acked_with_the_version_that_the_trainer_makes_after_it_took_the_last_row(
     served: Stub, rollouts: HeadraceRollouts
 ) -> None:
     serve(served, rollouts, batch(make_body("b1"), generation=7), good(WAITING))
@@ -118,13 +118,46 @@ def test_a_batch_that_is_not_finished_is_not_acked_with_a_version(served: Stub, 
     assert served.asked(ack(1))[0].json["version"] == "0.6"
 
 
-def test_a_step_of_more_rows_than_a_batch_acks_it_to_get_the_next(served: Stub, rollouts: HeadraceRollouts) -> None:
+def test_a_step_of_several_batches_acks_the_last_of_them_with_the_version(
+    served: Stub, rollouts: HeadraceRollouts
+) -> None:
     serve(served, rollouts, *(batch(make_body(f"b{k}")) for k in (1, 2)), good(WAITING))
     groups = [sample.group_id for sample in take(rollouts, 4)]
     assert groups == [0, 1, 2, 3]
-    assert served.asked(ack(1))[0].json.get("version", "") == ""
+    assert not served.asked(ack(1))
     rollouts.update_model_version(2)
+    assert served.asked(ack(1))[0].json.get("version", "") == ""
     assert served.asked(ack(2))[0].json["version"] == "0.5"
+
+
+def test_a_batch_is_acked_early_only_where_so_many_are_held_that_no_other_could_come(
+    served: Stub, rollouts: HeadraceRollouts
+) -> None:
+    serve(served, rollouts, *(batch(make_body(f"b{k}")) for k in (1, 2, 3, 4)), good(WAITING))
+    take(rollouts, 5)  # the run holds two at most: to get the third, the first has to go
+    assert [len(served.asked(ack(k))) for k in (1, 2, 3)] == [1, 0, 0]
+    assert served.asked(ack(1))[0].json.get("version", "") == ""
+
+
+def test_a_trainer_that_waits_in_vain_holds_nothing_that_it_has_finished(
+    served: Stub, rollouts: HeadraceRollouts
+) -> None:
+    serve(served, rollouts, batch(make_body("b1")), good(WAITING))
+    take(rollouts, 2)
+    with pytest.raises(queue.Empty):
+        rollouts.rollout_buffer.get(timeout=0.01)
+    assert len(served.asked(ack(1))) == 1
+
+
+def test_rows_that_wait_for_several_versions_are_warned_of(
+    served: Stub, rollouts: HeadraceRollouts, caplog: pytest.LogCaptureFixture
+) -> None:
+    serve(served, rollouts, batch(make_body("b1")), good(WAITING))
+    take(rollouts, 1)
+    rollouts.update_model_version(2)
+    assert not caplog.records
+    rollouts.update_model_version(3)
+    assert "Let a step take about a batch" in caplog.text
 
 
 def test_every_batch_is_acked_once_and_none_is_given_back(served: Stub, rollouts: HeadraceRollouts) -> None:
@@ -137,13 +170,15 @@ def test_every_batch_is_acked_once_and_none_is_given_back(served: Stub, rollouts
     assert not [seen for seen in served.seen if seen.path.endswith("/nack")]
 
 
-def test_what_the_trainer_did_not_finish_is_given_back_when_it_stops(served: Stub, rollouts: HeadraceRollouts) -> None:
+def test_a_batch_that_no_version_was_made_of_is_given_back_when_the_trainer_stops(
+    served: Stub, rollouts: HeadraceRollouts
+) -> None:
     serve(served, rollouts, *(batch(make_body(f"b{k}")) for k in (1, 2)), good(WAITING))
     take(rollouts, 1)
     served.wait_for(PULL, 2)
     rollouts.stop()
     rollouts.stop()
-    assert served.asked(nack(1))[0].json["reason"] == "the trainer stopped; it had not taken 1 samples"
+    assert served.asked(nack(1))[0].json["reason"] == "the trainer stopped with 1 samples left"
     assert not served.asked(ack(1))
     with pytest.raises(queue.Empty):
         rollouts.rollout_buffer.get(timeout=0.01)

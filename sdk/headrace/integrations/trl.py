@@ -1,9 +1,9 @@
 """TRL's asynchronous GRPO trainer as a learner (``trl.experimental.async_grpo``, trl 1.16), by its two protocols.
 
 * The next batch is pulled while the trainer works on this one.
-* A batch is acked with the version that the trainer makes after it took its last row; before that only where it
-  wants more rows than the batch has.
-* A batch that the trainer did not finish is given back when it stops.
+* A batch is acked with the version that the trainer makes after it took the last row; earlier only where so many
+  batches are held that no other could come.
+* A batch that no version was made of is given back when the trainer stops.
 * What a pull raises is raised in the trainer. One that waits too long ends it with the pull's reasons.
 * Each version of the trainer is announced, and with ``weights`` the service loads it into the run's policy servers.
 
@@ -42,6 +42,9 @@ log = logging.getLogger("headrace.trl")
 
 AHEAD = 1
 """Batches that are pulled ahead. Where the run's staleness does not allow it, the pull waits for the ack."""
+
+FEW_VERSIONS = 2
+"""Versions that may be made of one batch before it is worth a warning: its last rows get older with each."""
 
 
 class HeadraceWeights(WeightFolder):
@@ -82,6 +85,9 @@ class HeadraceRollouts:
         self._client, self._run, self._weights, self._clock = client, run, weights, clock
         self._ahead: Prefetch | None = None
         self._batch: Batch | None = None  # the one whose rows the trainer takes
+        self._finished: list[Batch] = []  # all rows taken, and no version made since; oldest first
+        self._room = 1  # batches that may be held at a time
+        self._versions_of_batch = 0
         self._waiting: NothingToServe | None = None
         self._served_at = clock()
         self._version: Version | None = None
@@ -93,16 +99,18 @@ class HeadraceRollouts:
     def start(self) -> None:
         """Begin to pull."""
         self._served_at = self._clock()
+        self._room = self._client.run(self._run).spec["max_staleness"] + 1
         self._ahead = self._client._prefetch(Wanted(run=self._run), AHEAD)
 
     def stop(self) -> None:
-        """Stop pulling; give back what was not taken, or taken and not trained on yet."""
+        """Stop pulling; give back what no version was made of."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             ahead.close()
-        if self._batch is not None:
-            left = self.rollout_buffer.clear()
-            self._end(lambda batch: self._client.nack(batch, f"the trainer stopped; it had not taken {left} samples"))
+        left = self.rollout_buffer.clear()
+        for batch in self._held():
+            self._end(batch, lambda batch: self._client.nack(batch, f"the trainer stopped with {left} samples left"))
+        self._batch, self._finished = None, []
 
     def update_model_version(self, model_version: int) -> None:
         """The trainer made a version: ack what it finished with it, or announce it. Both counts go up alike; the
@@ -110,10 +118,13 @@ class HeadraceRollouts:
         now = self._version or Version.parse(self._client.run(self._run).version)
         version = Version(now.lineage, now.n + model_version - self._model_version)
         weights = None if self._weights is None else self._weights.newest
-        finished = self._batch is not None and not self.rollout_buffer.qsize()
-        if not (finished and self._end(lambda batch: self._client.ack(batch, version, weights=weights))):
+        self._finish()
+        self._ack(len(self._finished) - 1)
+        last = self._finished.pop() if self._finished else None
+        if last is None or not self._end(last, lambda batch: self._client.ack(batch, version, weights=weights)):
             self._client.announce(self._run, version, weights=weights)
         self._version, self._model_version = version, model_version
+        self._watch_size()
 
     def check_health(self, stale_after_s: float) -> None:
         """Raise NothingToServe where the trainer has waited that long, with what the pull waits on."""
@@ -130,8 +141,8 @@ class HeadraceRollouts:
 
     def _more(self, timeout_s: float | None) -> Iterable[RolloutSample]:
         """The samples of the next batch; raises queue.Empty where there is none in time."""
-        if self._batch is not None:
-            self._end(self._client.ack)
+        self._finish()
+        self._ack(len(self._finished) - self._room + 1)
         if self._ahead is None:
             raise queue.Empty
         asked = self._clock()
@@ -139,15 +150,31 @@ class HeadraceRollouts:
             batch = self._ahead.take(timeout_s, None)
         except NothingToServe as error:
             self._waiting = error
+            self._ack(len(self._finished))  # whatever it waits for, that is not what it waits for
             raise queue.Empty from error
         except RunFinished as error:
             error.hint = "The trainer wants more than the run has: lower its max_steps, or give the run more tasks."
             raise
         self._served_at = self._clock()
-        self._batch, self._waiting = batch, None
+        self._batch, self._waiting, self._versions_of_batch = batch, None, 0
         found = self._samples(batch)
         self._tell(batch, found, waited_s=self._served_at - asked)
         return found
+
+    def _finish(self) -> None:
+        """Note whether the trainer took the last row of the batch in hand."""
+        if self._batch is not None and not self.rollout_buffer.qsize():
+            self._finished.append(self._batch)
+            self._batch = None
+
+    def _held(self) -> list[Batch]:
+        return [*self._finished, *([] if self._batch is None else [self._batch])]
+
+    def _ack(self, count: int) -> None:
+        """Ack so many finished batches, the oldest first, without a version."""
+        for batch in self._finished[: max(0, count)]:
+            self._finished.remove(batch)
+            self._end(batch, self._client.ack)
 
     def _samples(self, batch: Batch) -> list[RolloutSample]:
         first_version = 0 if self._version is None else self._version.n - self._model_version
@@ -155,10 +182,8 @@ class HeadraceRollouts:
         self._groups += len(batch.manifest.groups)
         return list(found)
 
-    def _end(self, how: Callable[[Batch], Any]) -> bool:
-        """Be done with the batch in hand. False: its lease was lost, and it may be served again."""
-        batch, self._batch = self._batch, None
-        assert batch is not None
+    def _end(self, batch: Batch, how: Callable[[Batch], Any]) -> bool:
+        """Be done with a batch. False: its lease was lost, and it may be served again."""
         try:
             how(batch)
         except (BatchAlreadyAcked, BatchSuperseded, UnknownBatch) as error:
@@ -166,6 +191,17 @@ class HeadraceRollouts:
             self.metrics_queue.put({"headrace/batches_lost_total": 1.0})
             return False
         return True
+
+    def _watch_size(self) -> None:
+        self._versions_of_batch += self._batch is not None
+        if self._versions_of_batch == FEW_VERSIONS:
+            log.warning(
+                "The trainer made %d versions and batch %s is not used up: its rows get older, and TRL drops those "
+                "beyond its max_staleness. Let a step take about a batch: per_device_train_batch_size times "
+                "gradient_accumulation_steps samples, or a smaller batch_size of the run.",
+                FEW_VERSIONS,
+                self._batch and self._batch.id,
+            )
 
     def _tell(self, batch: Batch, found: list[RolloutSample], waited_s: float) -> None:
         manifest = batch.manifest
