@@ -38,7 +38,7 @@ LEAST_TESTS: dict[str, int] = {
     "client": 140,
     "e2e": 15,
     "environments": 130,
-    "integrations": 30,
+    "integrations": 55,
     "orchestrator": 350,
     "policies": 7,
     "project": 130,

@@ -61,6 +61,7 @@ The tree::
     ├── ServingEnd                          a pull has nothing to give
     │   ├── NothingToServe                  the caller's patience ended first; says why
     │   ├── GroupEnded                      an awaited group was retired and will not be served
+    │   ├── GroupIncomplete                 an awaited group has fewer episodes than were asked for
     │   └── RunFinished                     tasks exhausted, or the run was closed
     ├── SetupError                          this process cannot start as it was asked to
     │   ├── PortInUse
@@ -467,6 +468,14 @@ class GroupEnded(ServingEnd):
 
     code = "group-ended"
     title = "An awaited group will not be served"
+
+
+class GroupIncomplete(ServingEnd):
+    """An awaited group came with fewer episodes than were asked for; ``extra`` has ``group``, ``episodes``,
+    ``wanted``."""
+
+    code = "group-incomplete"
+    title = "An awaited group has too few episodes"
 
 
 class RunFinished(ServingEnd):
