@@ -59,7 +59,7 @@ def table_schema() -> pa.Schema:
 
     turn = struct(
         index=count, start=count, end=count, reward=real, reward_parts=text, terminated=pa.bool_(),
-        truncated=pa.bool_(), finish_reason=text, continued=pa.list_(count),
+        truncated=pa.bool_(), finish_reason=text, continued=pa.list_(count), said=text,
         tool_calls=text, policy_s=real, environment_s=real,
     )  # fmt: skip
     segment = struct(

@@ -157,7 +157,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ``index`` counts turns over the whole episode, all agents together. ``[start, end)`` is the sampled span in
     the segment, at least one token. A reward that arrives between an agent's turns belongs to its last turn.
     ``continued``: the positions in the span at which sampling went on after the engine had interrupted it; each part
-    was drawn with a seed of its own.
+    was drawn with a seed of its own. ``said``: all the text of the span, where the environment was given only the part
+    of it before a stop string.
     """
 
     index: int
@@ -169,6 +170,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     truncated: bool = False
     finish_reason: str = ""
     continued: list[int] = []
+    said: str = ""
     tool_calls: list[ToolCall] = []
     policy_s: float = 0.0
     environment_s: float = 0.0

@@ -118,6 +118,17 @@ def test_a_transcript_of_several_agents_names_whom_a_message_addresses() -> None
     assert "[bold]user[/]" in list(trajectories.transcript(alone, 1.0, None))
 
 
+def test_g11_a_transcript_shows_ids_and_text_where_the_environment_was_given_less() -> None:
+    given = builders.make_trajectory()
+    (segment,) = given.segments
+    turns = [msgspec.structs.replace(segment.turns[0], said="hello</a>\nX [b]")]
+    cut = msgspec.structs.replace(given, segments=[msgspec.structs.replace(segment, turns=turns)])
+    ids = segment.token_ids[turns[0].start : turns[0].end].tolist()
+    shown = f"sampled 4 tokens: {' '.join(map(str, ids))}\nwhich say: 'hello</a>\\nX \\[b]'"
+    assert f"[yellow]{shown}[/]" in list(trajectories.transcript(cut, 1.0, None))
+    assert not any("which say" in line for line in trajectories.transcript(given, 1.0, None))
+
+
 def test_an_empty_action_is_shown_as_nothing() -> None:
     messages = [Message(role="assistant", content="", turn=0)]
     lines = list(trajectories.transcript(builders.make_trajectory(messages=messages), 1.0, None))

@@ -255,29 +255,6 @@ async def test_version_runs_join_over_turns_and_take_the_prompt_in() -> None:
     assert segment.versions == [VersionRun(segment.turns[1].start + 1, 0, 1), VersionRun(len(segment.token_ids), 0, 2)]
 
 
-async def test_G11_the_environment_gets_the_text_up_to_the_stop_and_the_ids_are_stored_whole() -> None:  # noqa: N802
-    actions: list[str] = []
-
-    class Hears(Turns):
-        def step(self, action: str) -> Any:
-            actions.append(action)
-            return super().step(action)
-
-    texts = ["7</a>", "7</a>\n\nX", "7</a", "7"]
-    policy = Script(*(say(text, end=text == "7") for text in texts))
-    record = await play(policy, lambda: Hears(last=4), sampling={"stop": ["</a>"]})
-    validate(record)
-    assert actions == ["7", "7", "7</a", "7"]
-    segment = record.segments[0]
-    stored = [
-        bytes(segment.token_ids[turn.start : turn.end].tolist()[:9] if turn.index < 3 else b"7")
-        for turn in segment.turns
-    ]
-    assert stored == [b"7</a>", b"7</a>\n\nX", b"7</a", b"7"]
-    for turn, request in zip(segment.turns, policy.requests, strict=True):
-        assert segment.token_ids[: turn.start].tolist() == list(request.prompt)
-
-
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 261), min_size=1, max_size=6), min_size=1, max_size=5))
 async def test_whatever_is_sampled_each_prompt_extends_the_tokens_before_it(turns: list[list[int]]) -> None:

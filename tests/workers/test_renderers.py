@@ -146,6 +146,7 @@ def answer(track: AgentTrack, asked: NextPrompt, renderer: Renderer, ids: list[i
         reward=0.0,
         reward_parts={},
         finish_reason="stop",
+        said="",
         tool_calls=[],
         policy_s=0.0,
         environment_s=0.0,

@@ -35,6 +35,9 @@ SPARE = ("tokens", "versions", "status")
 
 DEFAULT_LIMIT = 50
 
+SHOWN_IDS = 32
+"""Last ids of a turn that a transcript shows where they say more than the environment was given."""
+
 
 class TurnLine(NamedTuple):
     """What one turn was worth. ``return_to_go`` is discounted by γ per turn of its agent; ``advantage`` is what its
@@ -156,8 +159,10 @@ def _row(summary: wire.TrajectorySummary) -> list[str]:
 
 
 def _as_data(trajectory: Trajectory, gamma: float, batch: wire.TrajectoryAdvantages | None) -> dict[str, Any]:
-    """What people read; arrays stay in the record, which the API serves whole."""
+    """What people read; arrays stay in the record, which the API serves whole. A turn of which the environment got
+    only a part has its ids."""
     hidden = {"segments"}
+    sampled = _sampled_ids(trajectory)
     data = {
         name: msgspec.to_builtins(getattr(trajectory, name))
         for name in trajectory.__struct_fields__
@@ -171,6 +176,7 @@ def _as_data(trajectory: Trajectory, gamma: float, batch: wire.TrajectoryAdvanta
             "return_to_go": line.return_to_go,
             "advantage": line.advantage,
             **msgspec.to_builtins(line.turn),
+            **({"token_ids": sampled[line.turn.index]} if line.turn.said else {}),
         }
         for line in turn_lines(trajectory, gamma, batch).values()
     ]
@@ -200,13 +206,33 @@ def transcript(trajectory: Trajectory, gamma: float, batch: wire.TrajectoryAdvan
     if trajectory.failure is not None:
         failure = trajectory.failure
         yield f"[red]{failure.layer}: {escape(failure.kind)}[/] {escape(failure.message)}"
+    sampled = _sampled_ids(trajectory)
     several = len({segment.agent for segment in trajectory.segments}) > 1
     for message in trajectory.messages:
         yield ""
         yield f"[bold]{escape(_speaker(message, several))}[/]"
         yield escape(_text(message)) or "[dim](nothing)[/]"
         if message.turn in lines and message.role == "assistant":
+            turn = lines[message.turn].turn
+            if turn.said:
+                yield f"[yellow]{escape(_sampled(turn, sampled[turn.index]))}[/]"
             yield f"[cyan]{escape(_worth(lines[message.turn]))}[/]"
+
+
+def _sampled_ids(trajectory: Trajectory) -> dict[int, list[int]]:
+    """The ids that each turn sampled, by the turn's index."""
+    return {
+        turn.index: segment.token_ids[turn.start : turn.end].tolist()
+        for segment in trajectory.segments
+        for turn in segment.turns
+    }
+
+
+def _sampled(turn: Turn, ids: list[int]) -> str:
+    """Ids and text of a turn of which the environment was given only the text above."""
+    shown = " ".join(map(str, ids[-SHOWN_IDS:]))
+    before = "… " if len(ids) > SHOWN_IDS else ""
+    return f"sampled {_count(len(ids), 'token')}: {before}{shown}\nwhich say: {turn.said!r}"
 
 
 def _count(count: int, noun: str) -> str:

@@ -196,6 +196,7 @@ class Episode:
             reward=seen.rewards[track.agent],
             reward_parts=seen.reward_parts.get(track.agent, {}),
             finish_reason=sample.finish_reason,
+            said=said if said != action else "",
             tool_calls=seen.tool_calls.get(track.agent, []),
             policy_s=policy_s,
             environment_s=self._driver.last_s,

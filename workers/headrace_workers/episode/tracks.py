@@ -52,6 +52,7 @@ class TurnRecord(msgspec.Struct, kw_only=True):
     truncated: bool = False
     finish_reason: str
     continued: list[int] = []
+    said: str
     tool_calls: list[ToolCall]
     policy_s: float
     environment_s: float
@@ -67,6 +68,7 @@ class TurnRecord(msgspec.Struct, kw_only=True):
             truncated=self.truncated,
             finish_reason=self.finish_reason,
             continued=self.continued,
+            said=self.said,
             tool_calls=self.tool_calls,
             policy_s=self.policy_s,
             environment_s=self.environment_s,
