@@ -166,6 +166,11 @@ def _check_spans(where: str, segment: Segment, n: int, seen: set[int]) -> None:
                 + (", and there is another turn of that index." if index in seen else "."),
                 hint="Turns are numbered over the whole episode, upwards within a segment.",
             )
+        if turn.continued and not start < turn.continued[0] <= turn.continued[-1] < end:
+            raise SpansDoNotCover(
+                f"{where}, turn {index}: sampling went on at {turn.continued}, outside its span [{start}, {end}).",
+                hint="A turn goes on after its first token and before its end.",
+            )
         seen.add(index)
         expected[start:end] = b"\1" * (end - start)
         if turn.reward_parts or not (turn.reward.__class__ is float and abs(turn.reward) <= MAX_REWARD):

@@ -106,7 +106,8 @@ class HeartbeatRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     slots: int
     holding: list[AttemptKey] = []
     stats: dict[str, float] = {}
-    """The worker's own gauges: ``event_loop_lag_s``, ``spool_bytes``, ``policy_waiting``, ``environment_waiting``."""
+    """The worker's own gauges: ``event_loop_lag_s``, ``spool_bytes``, ``policy_waiting``, ``environment_waiting``; of
+    each policy server ``policy_requests ADDRESS`` and ``policy_failures ADDRESS``, since the worker began."""
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -192,6 +192,12 @@ def test_spans_cover_exactly_what_was_sampled(position: int, value: int) -> None
     )
 
 
+@pytest.mark.parametrize("continued", [[6], [10], [7, 14]])
+def test_spans_cover_where_a_turn_went_on(continued: list[int]) -> None:
+    validate(replace_turn(make_trajectory(turns=3), 0, continued=[7, 9]))
+    refused(replace_turn(make_trajectory(turns=3), 0, continued=continued), SpansDoNotCover, "sampling went on at")
+
+
 def test_spans_cover_a_missing_turn_is_found() -> None:
     trajectory = make_trajectory(turns=3)
     kept = [trajectory.segments[0].turns[0], trajectory.segments[0].turns[2]]

@@ -36,9 +36,16 @@ class Engine:
         self.request_ids: list[str] = []
         self.bodies: list[dict[str, Any]] = []
         self.weight_questions = 0
+        self.models: list[dict[str, Any]] = []
+        self.healthy = True
         self.aborted = asyncio.Event()
 
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        return await self._complete(request, generated)
+
+    async def _complete(
+        self, request: web.Request, shape: Callable[[dict[str, Any]], dict[str, Any]] = lambda answer: answer
+    ) -> web.StreamResponse:
         if "X-Request-Id" not in request.headers:
             return web.json_response({"error": {"message": "an empty request"}}, status=400)
         self.request_ids.append(request.headers["X-Request-Id"])
@@ -55,7 +62,13 @@ class Engine:
             assert request.transport is not None
             request.transport.abort()
             await asyncio.Event().wait()
-        return answer if isinstance(answer, web.StreamResponse) else web.json_response(answer)
+        return answer if isinstance(answer, web.StreamResponse) else web.json_response(shape(answer))
+
+    async def _list(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": self.models})
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response(status=200 if self.healthy else 503)
 
     async def _weight_info(self, request: web.Request) -> web.Response:
         self.weight_questions += 1
@@ -64,12 +77,31 @@ class Engine:
         return web.json_response({"weight_version": self.version})
 
 
+def generated(answer: dict[str, Any]) -> dict[str, Any]:
+    """A completion in the shape of the generate route."""
+    choices = []
+    for choice in answer["choices"]:
+        ids, logprobs = choice.get("token_ids"), choice.get("logprobs")
+        content = None
+        if logprobs is not None:
+            content = [
+                {"token_id": token, "logprob": value, "rank": 1, "top_logprobs": []}
+                for token, value in zip(ids, logprobs["token_logprobs"], strict=True)
+            ]
+        choices.append({**choice, "logprobs": content and {"content": content}})
+    return {"request_id": "generate-tokens-1", "choices": choices, "prompt_token_ids": None}
+
+
 @asynccontextmanager
-async def serving(answer: Answer) -> AsyncIterator[Engine]:
-    """An engine that listens while the block runs."""
+async def serving(answer: Answer, *, generate: bool = False) -> AsyncIterator[Engine]:
+    """An engine that listens while the block runs. ``generate``: it has vLLM's generate route too."""
     engine = Engine(answer)
     application = web.Application()
     application.router.add_post("/v1/completions", engine._complete)
+    if generate:
+        application.router.add_post("/inference/v1/generate", engine._generate)
+    application.router.add_get("/v1/models", engine._list)
+    application.router.add_get("/health", engine._health)
     application.router.add_get("/weight_info", engine._weight_info)
     runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()

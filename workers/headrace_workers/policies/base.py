@@ -103,6 +103,10 @@ class PolicySource(Protocol):
         """
         ...
 
+    def stats(self) -> dict[str, float]:
+        """Gauges for the worker's heartbeat. Safe to call from any thread."""
+        ...
+
     async def close(self) -> None:
         """Close what is open."""
         ...

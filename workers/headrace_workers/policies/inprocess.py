@@ -62,6 +62,9 @@ class InProcessPolicy:
                 f"The in-process policy raised {type(error).__name__}: {error}", kind="raised", retryable=True
             ) from error
 
+    def stats(self) -> dict[str, float]:
+        return {}
+
     async def close(self) -> None:
         """Nothing is open."""
 

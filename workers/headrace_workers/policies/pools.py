@@ -1,13 +1,24 @@
 """The servers of one policy: which of them take requests now, and how long they were paused.
 
 * A fixed pool is what a spec or a command line names; all of its servers take requests, and none is ever paused.
+* A kept pool is what the orchestrator says: servers that are paused, drained or ejected take nothing new.
+* Until the orchestrator was heard, a kept pool takes nothing; if it keeps no list, or is away from the start, what the
+  spec names takes all.
+* A pause is told by the orchestrator's own count of its seconds, and by our clock since that was heard.
+* A pause of which nobody has heard for a while is taken to be over: the server itself holds requests while it is
+  paused, and says which weights made what.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
+
+from headrace.wire import PolicyServer, ServersReply
+
+UNHEARD_S = 120.0
+"""A pause lasts no longer than its lease, and the orchestrator is back by then."""
 
 
 class Pool(Protocol):
@@ -20,6 +31,10 @@ class Pool(Protocol):
 
     def addresses(self) -> Sequence[str]:
         """The servers that take requests now."""
+        ...
+
+    def all_addresses(self) -> set[str]:
+        """Every server that the pool knows of."""
         ...
 
     def paused_s(self, address: str) -> float:
@@ -49,6 +64,9 @@ class FixedPool:
     def addresses(self) -> Sequence[str]:
         return self._addresses
 
+    def all_addresses(self) -> set[str]:
+        return set(self._addresses)
+
     def paused_s(self, address: str) -> float:
         return 0.0
 
@@ -60,3 +78,72 @@ class FixedPool:
 
     def why(self) -> str:
         return ""
+
+
+class KeptPool:
+    """The servers of a run, as the orchestrator tells. ``named``: those of the run's spec."""
+
+    def __init__(self, run: str, named: Sequence[str], clock: Callable[[], float]) -> None:
+        self.name = f"run {run}"
+        self._named = list(named)
+        self._clock = clock
+        self._servers: dict[str, PolicyServer] = {}
+        self._takers: list[str] = []
+        self._heard_at: float | None = None
+        self._hold_began_at: float | None = None
+        self._held_s = 0.0
+        self._change = asyncio.Event()
+
+    def hear(self, reply: ServersReply) -> None:
+        """What the orchestrator says now."""
+        if not reply.revision and not reply.servers:
+            self.miss()  # it keeps no list of this run
+            return
+        # A server that left may still answer; its pauses are over.
+        self._servers = {server.address.rstrip("/"): server for server in reply.servers}
+        self._heard_at = self._clock()
+        self._take([name for name, server in self._servers.items() if server.state in ("serving", "unknown")])
+
+    def miss(self) -> None:
+        """It could not be heard."""
+        if self._heard_at is None:
+            self._take(self._named)
+        elif self._clock() - self._heard_at > UNHEARD_S:
+            states = ("serving", "unknown", "syncing")
+            self._take([name for name, server in self._servers.items() if server.state in states])
+
+    def addresses(self) -> Sequence[str]:
+        return self._takers
+
+    def all_addresses(self) -> set[str]:
+        return {*self._named, *self._servers}
+
+    def paused_s(self, address: str) -> float:
+        server = self._servers.get(address)
+        if server is None or self._heard_at is None:
+            return 0.0
+        since_s = min(self._clock() - self._heard_at, UNHEARD_S) if server.state == "syncing" else 0.0
+        return server.paused_s + since_s
+
+    def held_s(self) -> float:
+        now_s = 0.0 if self._hold_began_at is None else self._clock() - self._hold_began_at
+        return self._held_s + now_s
+
+    async def changed(self) -> None:
+        await self._change.wait()
+
+    def why(self) -> str:
+        if self._heard_at is None:
+            return "The orchestrator did not say which servers the run has."
+        states = [f"{name} is {server.state} {server.reason}".strip() for name, server in self._servers.items()]
+        return f"{'; '.join(states) or 'The run has no policy server'}. `headrace servers` lists them."
+
+    def _take(self, takers: list[str]) -> None:
+        holds = not takers and any(server.state == "syncing" for server in self._servers.values())
+        if holds and self._hold_began_at is None:
+            self._hold_began_at = self._clock()
+        elif not holds and self._hold_began_at is not None:
+            self._held_s, self._hold_began_at = self.held_s(), None
+        self._takers = takers
+        self._change.set()
+        self._change = asyncio.Event()

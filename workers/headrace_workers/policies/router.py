@@ -158,7 +158,9 @@ class Router:
 
     def probed(self, address: str, problem: str) -> None:
         """What a probe of a server that is out found; empty: it lives."""
-        server = self.server(address)
+        server = self.servers.get(address)
+        if server is None:
+            return  # forgotten meanwhile
         if problem:
             self._put_out(server, problem)
         elif server.out_until is not None:

@@ -19,7 +19,8 @@ import aiohttp
 from headrace.errors import PolicyFailure
 from headrace_workers.policies.base import AnyProtocol, Policy, Sample, SampleRequest
 from headrace_workers.policies.deadline import Deadline
-from headrace_workers.policies.pools import FixedPool, Pool
+from headrace_workers.policies.following import Follower, ListServers
+from headrace_workers.policies.pools import FixedPool, KeptPool, Pool
 from headrace_workers.policies.router import Router
 from headrace_workers.policies.server import NO_ANSWER, PolicyServer
 from headrace_workers.policies.turn import Turn
@@ -51,35 +52,63 @@ class ServedPolicies:
     """All servers that a worker talks to; they share one connection pool and one router.
 
     ``slots`` is the number of episodes that may run at once, so the number of requests that may be open.
-    ``default_endpoints`` serve runs that name none.
+    ``default_endpoints`` serve runs that name none. ``list_servers`` asks the orchestrator for the servers of a run;
+    without it, they are those that the run's spec names.
     """
 
-    def __init__(self, *, slots: int, default_endpoints: Sequence[str], clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        *,
+        slots: int,
+        default_endpoints: Sequence[str],
+        clock: Callable[[], float],
+        list_servers: ListServers | None = None,
+    ) -> None:
         self._slots = slots
+        self._list_servers = list_servers
+        self._followers: dict[str, Follower] = {}
         self._default_endpoints = tuple(default_endpoints)
         self._clock = clock
         self._session: aiohttp.ClientSession | None = None
         self._servers: dict[str, PolicyServer] = {}
         self._policies: dict[tuple[Any, ...], Policy] = {}
+        self._pools: dict[str, Pool] = {}
         self.router = Router(clock)
         self._watch = Watch(self.router, self._server, clock)
 
     def at(self, endpoints: Sequence[str], *, run: str = "", protocol: AnyProtocol = "auto") -> Policy:
+        if run and self._list_servers is not None:
+            self._follower(run, endpoints, self._list_servers).used()
         key = (tuple(endpoints), run, protocol)
         policy = self._policies.get(key)
         if policy is None:
+            pool = self._pool(endpoints, run)
             policy = self._policies[key] = ServedPolicy(
-                self._pool(endpoints), protocol, self.router, self._server, self._watch, self._clock
+                self._pools.setdefault(pool.name, pool), protocol, self.router, self._server, self._watch, self._clock
             )
         return policy
 
     async def close(self) -> None:
         """Close every connection; open requests end, and their engines stop."""
         await self._watch.stop()
+        for follower in self._followers.values():
+            await follower.stop()
         if self._session is not None:
             await self._session.close()
 
-    def _pool(self, endpoints: Sequence[str]) -> Pool:
+    def _follower(self, run: str, endpoints: Sequence[str], ask: ListServers) -> Follower:
+        follower = self._followers.get(run)
+        if follower is None:
+            pool = KeptPool(run, [address.rstrip("/") for address in endpoints], self._clock)
+            follower = self._followers[run] = Follower(run, pool, ask, self._tidy, self._clock)
+        return follower
+
+    def _pool(self, endpoints: Sequence[str], run: str) -> Pool:
+        if run in self._followers:
+            return self._followers[run].pool
+        return self._fixed_pool(endpoints)
+
+    def _fixed_pool(self, endpoints: Sequence[str]) -> Pool:
         addresses = list(dict.fromkeys(address.rstrip("/") for address in endpoints or self._default_endpoints))
         if not any(addresses):
             raise PolicyFailure(
@@ -89,6 +118,21 @@ class ServedPolicies:
                 retryable=False,
             )
         return FixedPool(addresses)
+
+    def _tidy(self) -> None:
+        """Forget the servers that no policy has any more, once nothing is open there."""
+        known = set().union(*(pool.all_addresses() for pool in self._pools.values()))
+        self.router.forget(known)
+        for address in [name for name in self._servers if name not in known and name not in self.router.servers]:
+            del self._servers[address]
+
+    def stats(self) -> dict[str, float]:
+        """Requests and failures of each server so far. Safe to call from any thread."""
+        counts: dict[str, float] = {}
+        for server in list(self.router.servers.values()):
+            counts[f"policy_requests {server.address}"] = float(server.requests)
+            counts[f"policy_failures {server.address}"] = float(server.failures)
+        return counts
 
     def _server(self, address: str) -> PolicyServer:
         server = self._servers.get(address)

@@ -33,7 +33,7 @@ _LENGTH = struct.Struct("<I")
 _encode = msgspec.json.Encoder().encode
 
 T = TypeVar("T")
-Reply = TypeVar("Reply", wire.LeaseReply, wire.HeartbeatReply, wire.SubmitReply, wire.AssetsReply)
+Reply = TypeVar("Reply", wire.LeaseReply, wire.HeartbeatReply, wire.SubmitReply, wire.AssetsReply, wire.ServersReply)
 
 
 class EpochFence:
@@ -102,6 +102,12 @@ class OrchestratorConnection:
         """The spec of a run. Raises UnknownRun, InvalidRunSpec."""
         body = await self._request("GET", f"/runs/{quote(run, safe='')}", b"", "", ANSWER_S)
         return parse_run_spec(_decoded(body, wire.RunStatus).spec)
+
+    async def servers(self, run: str, revision: int, wait_s: float) -> wire.ServersReply:
+        """The policy servers of a run; waits while ``revision`` is still theirs. Raises UnknownRun."""
+        target = f"/runs/{quote(run, safe='')}/servers?revision={revision}&wait_s={wait_s:g}"
+        body = await self._request("GET", target, b"", "", wait_s + ANSWER_S)
+        return self._fenced(_decoded(body, wire.ServersReply))
 
     async def close(self) -> None:
         """Close the connections."""

@@ -18,6 +18,7 @@ from headrace.ids import new_id
 from headrace_workers import environments
 from headrace_workers.episode import EnvironmentThreads, EpisodeTools
 from headrace_workers.policies import PolicySource, ServedPolicies, load_in_process_policy
+from headrace_workers.worker.connection import EpochFence, OrchestratorConnection
 from headrace_workers.worker.logs import logger
 from headrace_workers.worker.worker import Worker, WorkerSettings
 
@@ -34,10 +35,18 @@ def run_worker(settings: WorkerSettings, *, policy_endpoints: Sequence[str] = ()
 
 
 async def _run(settings: WorkerSettings, policy_endpoints: Sequence[str], policy: str) -> int:
+    connection = OrchestratorConnection(
+        settings.orchestrator, worker=settings.name, token=settings.token, fence=EpochFence()
+    )
     policies: PolicySource = (
         load_in_process_policy(policy)
         if policy
-        else ServedPolicies(slots=settings.slots, default_endpoints=policy_endpoints, clock=time.monotonic)
+        else ServedPolicies(
+            slots=settings.slots,
+            default_endpoints=policy_endpoints,
+            clock=time.monotonic,
+            list_servers=connection.servers,
+        )
     )
     tools = EpisodeTools(
         worker=settings.name,
@@ -61,6 +70,7 @@ async def _run(settings: WorkerSettings, policy_endpoints: Sequence[str], policy
         ended_well = await worker.run()
     finally:
         await policies.close()
+        await connection.close()
         tools.threads.close()
     logger().info("worker ends", worker=settings.name, ended_well=ended_well)
     return 0 if ended_well else 1

@@ -364,6 +364,7 @@ class Worker:
                 "environment_waiting": float(self._tools.threads.running),
                 "environment_abandoned": float(self._tools.threads.abandoned),
                 "environment_hanging": float(self._tools.threads.hanging),
+                **self._tools.policies.stats(),
             },
         )
 

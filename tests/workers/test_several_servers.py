@@ -1,0 +1,300 @@
+"""One policy behind several servers, over real HTTP: what fails at one is tried at another."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from headrace.errors import PolicyFailure, Unavailable
+from headrace.wire import PolicyServer, ServersReply
+from headrace_workers.policies import Policy, ServedPolicies
+from headrace_workers.policies import following as following_module
+from headrace_workers.policies import served as served_module
+from headrace_workers.policies.deadline import Deadline
+from headrace_workers.policies.pools import KeptPool
+from tests.workers.engine import DROP, Engine, completion, serving
+from tests.workers.fakes import Clock
+from tests.workers.test_served import REQUEST, fine, raw, reply
+
+Answer = Any
+
+
+@asynccontextmanager
+async def several(*answers: Answer) -> AsyncIterator[tuple[list[Engine], Policy, ServedPolicies]]:
+    """A policy behind an engine for each answer; an episode of group ``g`` starts at the first one."""
+    async with AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(serving(answer)) for answer in answers]
+        policies = ServedPolicies(slots=8, default_endpoints=[engine.url for engine in engines], clock=Clock())
+        stack.push_async_callback(policies.close)
+        policy = policies.at([])
+        for engine in engines[1:]:
+            policies.router.sent(engine.url)  # a little load, so that the first one is chosen first
+        yield engines, policy, policies
+
+
+G09 = {
+    "logprob-nan": reply(raw("NaN")),
+    "logprob-missing": reply(raw("null")),
+    "logprob-infinite": reply(raw("-Infinity")),
+    "logprob-positive": reply(raw("0.3")),
+    "logprob-out-of-range": reply(raw("-1e308")),
+    "made up by vLLM": reply(raw("-9999.0")),
+    "logprobs-too-many": reply(raw("-1.0", ids="[1, 2, 3, 4, 5, 6, 7, 8, 9]")),
+    "logprobs-too-few": reply(raw("-1.0", ids="[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]")),
+    "token-out-of-range": reply(raw("-1.0", ids="[1, 2, 3, 4, 999, 6, 7, 8, 9, 10]")),
+    "server-error": reply('{"error": {"message": "Out of range float values"}}', status=500),
+    "garbage": reply("<html>"),
+    "cut short": reply(raw("-1.0")[:40]),
+    "no ids": lambda engine, body: completion(None, [-0.5]),
+    "connection-lost": lambda engine, body: DROP,
+}
+
+
+@pytest.mark.parametrize("name", G09)
+async def test_G09_a_bad_answer_is_tried_at_another_server_and_never_there_again(name: str) -> None:  # noqa: N802
+    async with several(G09[name], fine) as (engines, policy, policies):
+        sample = await policy.sample(REQUEST)
+        assert sample.token_ids == [66, 261]
+        assert [len(engine.request_ids) for engine in engines] == [1, 1]
+        assert engines[0].request_ids != engines[1].request_ids
+        assert list(sample.servers) == [engine.url for engine in engines]
+        first = engines[0].url
+        assert policies.stats()[f"policy_failures {first}"] == 1
+
+
+async def test_what_fails_everywhere_is_a_failure_of_the_last_kind() -> None:
+    async with several(reply("x", status=500), reply(raw("NaN"))) as (engines, policy, _):
+        with pytest.raises(PolicyFailure) as caught:
+            await policy.sample(REQUEST)
+        assert (caught.value.kind, caught.value.retryable) == ("logprob-nan", True)
+        assert [len(engine.request_ids) for engine in engines] == [1, 1]
+
+
+async def test_a_request_that_no_server_can_take_is_sent_to_one_only() -> None:
+    async with several(reply('{"error": {"message": "no"}}', status=400), fine) as (engines, policy, policies):
+        with pytest.raises(PolicyFailure) as caught:
+            await policy.sample(REQUEST)
+        assert caught.value.kind == "request-refused"
+        assert engines[1].request_ids == []
+        assert policies.stats()[f"policy_failures {engines[0].url}"] == 0
+
+
+async def test_a_model_that_one_server_lacks_is_asked_for_at_another_and_the_hint_lists_what_there_is() -> None:
+    unknown = reply('{"error": {"message": "The model `tiny` does not exist.", "param": "model"}}', status=404)
+    async with several(unknown, fine) as (engines, policy, _):
+        assert (await policy.sample(REQUEST)).token_ids == [66, 261]
+    async with several(unknown) as (engines, policy, _):
+        engines[0].models = [{"id": "qwen"}, {"id": "llama"}]
+        with pytest.raises(PolicyFailure) as caught:
+            await policy.sample(REQUEST)
+    assert (caught.value.kind, caught.value.retryable) == ("unknown-model", False)
+    assert "llama, qwen" in caught.value.hint
+
+
+async def test_a_server_that_is_gone_gets_nothing_while_another_one_is_in() -> None:
+    async with several(fine, fine) as (engines, _, policies):
+        policy = policies.at(["http://127.0.0.1:1", engines[0].url])
+        policies.router.sent(engines[0].url)  # so that the other one is chosen first
+        samples = [await policy.sample(REQUEST) for _ in range(5)]
+        assert {address for sample in samples[1:] for address in sample.servers} == {engines[0].url}
+        assert not policies.router.is_in("http://127.0.0.1:1")
+
+
+async def test_a_rate_limit_is_waited_out_where_there_is_no_other_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served_module, "BACKOFF_S", 0.001)
+
+    def busy(engine: Engine, body: dict[str, Any]) -> Any:
+        return fine(engine, body) if len(engine.request_ids) > 2 else web.Response(status=429, text="slow down")
+
+    async with several(busy) as (engines, policy, _):
+        sample = await policy.sample(REQUEST)
+    assert len(set(engines[0].request_ids)) == 3
+    assert sample.waiting_s > 0
+
+
+async def test_a_rate_limit_that_lasts_is_named_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served_module, "BACKOFF_S", 0.001)
+    async with several(reply("slow down", status=429)) as (_, policy, _):
+        with pytest.raises(PolicyFailure) as caught:
+            await policy.sample(msgspec.structs.replace(REQUEST, timeout_s=0.1))
+    assert (caught.value.kind, caught.value.retryable) == ("rate-limited", True)
+
+
+async def test_a_prompt_that_fills_the_context_is_an_overflow_and_max_tokens_is_what_fits() -> None:
+    async with several(fine) as (engines, policy, _):
+        engines[0].models = [{"id": "tiny", "max_model_len": 12}]
+        await policy.sample(REQUEST)
+        assert engines[0].bodies[-1]["max_tokens"] == 12 - len(REQUEST.prompt)
+        with pytest.raises(PolicyFailure) as caught:
+            await policy.sample(msgspec.structs.replace(REQUEST, prompt=[1] * 12))
+    assert caught.value.kind == "context-overflow"
+    assert len(engines[0].bodies) == 1
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "This model's maximum context length is 8 tokens. However, your prompt contains 9 input tokens",
+        "The decoder prompt (length 9) is longer than the maximum model length of 8.",
+    ],
+)
+async def test_vllms_words_for_a_long_prompt_are_understood(said: str) -> None:
+    async with several(reply(msgspec.json.encode({"error": {"message": said}}), status=400)) as (_, policy, _):
+        with pytest.raises(PolicyFailure) as caught:
+            await policy.sample(REQUEST)
+    assert caught.value.kind == "context-overflow"
+
+
+# The servers of a run, as the orchestrator tells
+
+
+class Orchestrator:
+    """Answers long polls with the list that it was told."""
+
+    def __init__(self) -> None:
+        self.reply: ServersReply | None = None
+        self._change = asyncio.Event()
+
+    def tell(self, revision: int, *servers: PolicyServer) -> None:
+        self.reply = ServersReply(epoch=1, revision=revision, servers=list(servers))
+        self._change.set()
+        self._change = asyncio.Event()
+
+    async def list_servers(self, run: str, revision: int, wait_s: float) -> ServersReply:
+        if self.reply is None:
+            raise Unavailable("nobody there")
+        while self.reply.revision == revision:
+            await self._change.wait()
+        return self.reply
+
+
+@asynccontextmanager
+async def kept(
+    orchestrator: Orchestrator, *answers: Answer, clock: Any = None
+) -> AsyncIterator[tuple[list[Engine], Policy]]:
+    async with AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(serving(answer)) for answer in answers]
+        policies = ServedPolicies(
+            slots=8, default_endpoints=[], clock=clock or Clock(), list_servers=orchestrator.list_servers
+        )
+        stack.push_async_callback(policies.close)
+        yield engines, policies.at([engine.url for engine in engines], run="r")
+
+
+@pytest.mark.parametrize("state", ["syncing", "draining", "ejected"])
+async def test_a_server_that_the_orchestrator_does_not_call_serving_gets_nothing_new(
+    state: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(following_module, "SHORTEST_POLL_S", 0.0)
+    orchestrator = Orchestrator()
+    async with kept(orchestrator, fine, fine) as (engines, policy), asyncio.timeout(10):
+        a, b = (engine.url for engine in engines)
+        orchestrator.tell(1, PolicyServer(address=a, state=state), PolicyServer(address=b, state="serving"))
+        for number in range(6):
+            await policy.sample(msgspec.structs.replace(REQUEST, episode=f"e{number}", group=f"g{number}"))
+        assert (len(engines[0].bodies), len(engines[1].bodies)) == (0, 6)
+        orchestrator.tell(2, PolicyServer(address=a, state="serving"), PolicyServer(address=b, state=state))
+        while not engines[0].bodies:
+            await policy.sample(REQUEST)
+
+
+async def test_a_server_that_joins_or_leaves_a_run_is_heard_of() -> None:
+    orchestrator = Orchestrator()
+    orchestrator.tell(1)
+    async with kept(orchestrator, fine) as (engines, policy), asyncio.timeout(10):
+        waits = asyncio.create_task(policy.sample(REQUEST))
+        await asyncio.sleep(0)
+        orchestrator.tell(2, PolicyServer(address=engines[0].url, state="unknown"))
+        assert list((await waits).servers) == [engines[0].url]
+
+
+async def test_without_the_orchestrator_the_servers_of_the_spec_are_asked() -> None:
+    async with kept(Orchestrator(), fine) as (engines, policy), asyncio.timeout(10):
+        assert list((await policy.sample(REQUEST)).servers) == [engines[0].url]
+
+
+async def test_when_no_server_takes_a_turn_in_time_the_failure_says_why() -> None:
+    orchestrator = Orchestrator()
+    async with kept(orchestrator, fine) as (engines, policy), asyncio.timeout(10):
+        orchestrator.tell(1, PolicyServer(address=engines[0].url, state="ejected", reason="missed version 0.8"))
+        with pytest.raises(PolicyFailure) as caught:
+            await policy.sample(msgspec.structs.replace(REQUEST, timeout_s=0.05))
+    assert (caught.value.kind, caught.value.retryable) == ("no-server", True)
+    assert "missed version 0.8" in caught.value.hint
+
+
+def policy_waits(policy: Policy) -> bool:
+    """Whether a pause of all servers has begun."""
+    assert isinstance(policy, served_module.ServedPolicy)
+    pool = policy._pool
+    assert isinstance(pool, KeptPool)
+    return pool._hold_began_at is not None
+
+
+class Looks:
+    """Counts how often a deadline looked whether the time is up."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        look = Deadline._look
+
+        def counted(deadline: Deadline) -> None:
+            self.count += 1
+            look(deadline)
+
+        monkeypatch.setattr(Deadline, "_look", counted)
+
+    async def one(self) -> None:
+        """Wait until it looked: the time would be up."""
+        while not self.count:
+            await asyncio.sleep(0.005)
+
+
+async def test_a_pause_for_new_weights_counts_against_no_deadline_and_is_waiting_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks = Looks(monkeypatch)
+    clock, orchestrator, resumed = Clock(), Orchestrator(), asyncio.Event()
+
+    async def paused(engine: Engine, body: dict[str, Any]) -> Any:
+        orchestrator.tell(2, PolicyServer(address=engine.url, state="syncing", paused_s=0.0))
+        await resumed.wait()
+        return fine(engine, body)
+
+    async with kept(orchestrator, paused, clock=clock) as (engines, policy), asyncio.timeout(10):
+        url = engines[0].url
+        orchestrator.tell(1, PolicyServer(address=url, state="serving"))
+        task = asyncio.create_task(policy.sample(msgspec.structs.replace(REQUEST, timeout_s=0.3)))
+        while not policy_waits(policy):
+            await asyncio.sleep(0.005)
+        clock.now += 100
+        await looks.one()
+        assert not task.done()
+        orchestrator.tell(3, PolicyServer(address=url, state="serving", paused_s=100.0))
+        resumed.set()
+        sample = await task
+    assert (sample.paused_s, sample.waiting_s) == (100.0, 100.0)
+
+
+async def test_a_turn_that_comes_while_all_servers_are_paused_waits_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = Looks(monkeypatch)
+    clock, orchestrator = Clock(), Orchestrator()
+    async with kept(orchestrator, fine, clock=clock) as (engines, policy), asyncio.timeout(10):
+        url = engines[0].url
+        orchestrator.tell(1, PolicyServer(address=url, state="syncing"))
+        task = asyncio.create_task(policy.sample(msgspec.structs.replace(REQUEST, timeout_s=0.2)))
+        while not policy_waits(policy):
+            await asyncio.sleep(0.005)
+        clock.now += 50
+        await looks.one()
+        assert not task.done()
+        assert engines[0].bodies == []
+        orchestrator.tell(2, PolicyServer(address=url, state="serving", paused_s=50.0))
+        sample = await task
+    assert (sample.paused_s, sample.waiting_s) == (50.0, 50.0)
