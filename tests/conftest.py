@@ -12,6 +12,8 @@ import pytest
 from tests import leaks
 from tests.components import LEAST_TESTS, PARTS
 
+pytest_plugins = ["tests.vllm.server"]  # fixtures of every folder: one vLLM a session
+
 CI = os.environ.get("CI") == "true"
 
 _ran: pytest.StashKey[Counter[str]] = pytest.StashKey()

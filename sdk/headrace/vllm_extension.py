@@ -20,24 +20,35 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 logger = logging.getLogger(__name__)
 
 HEAD = "lm_head.weight"
 
 
+FLOATS = {"F64", "F32", "F16", "BF16"}
+"""Types that may stand for one another: a learner may train in another precision than it serves."""
+
+
 class Refused(ValueError):
     """A folder that cannot be loaded; the message says why."""
 
 
+class Kind(NamedTuple):
+    """Of a tensor, as safetensors writes it."""
+
+    type: str
+    shape: list[int]
+
+
 class Checkpoint(ExitStack):
-    """The open safetensors files of a folder: each tensor's file and shape by its name. Raises Refused."""
+    """The open safetensors files of a folder: file and kind of each tensor by its name. Raises Refused."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()
         self.files: dict[str, Any] = {}
-        self.shapes: dict[str, list[int]] = {}
+        self.kinds: dict[str, Kind] = {}
         self.size_bytes = 0
         try:
             self._open(Path(folder))
@@ -67,26 +78,30 @@ class Checkpoint(ExitStack):
                 if name in self.files:
                     raise Refused(f"{path}: {name} is in another file of the folder, too")
                 self.files[name] = file
-                self.shapes[name] = file.get_slice(name).get_shape()
+                entry = file.get_slice(name)
+                self.kinds[name] = Kind(entry.get_dtype(), entry.get_shape())
 
 
-def compare(found: dict[str, list[int]], expected: dict[str, list[int]], *, tied: bool) -> None:
-    """Raises Refused unless names and shapes are those of the checkpoint that the server was started with. Of tied
-    embeddings a checkpoint may hold the output's copy or not."""
+def compare(found: dict[str, Kind], expected: dict[str, Kind], *, tied: bool) -> None:
+    """Raises Refused unless names, shapes and types are those of the checkpoint that the server was started with. Of
+    tied embeddings a checkpoint may hold the output's copy or not."""
     spare = {HEAD} if tied else set()
     if missing := sorted(expected.keys() - found.keys() - spare):
         raise Refused(f"{len(missing)} tensors are missing, {missing[0]} for one")
     if unknown := sorted(found.keys() - expected.keys() - spare):
         raise Refused(f"{len(unknown)} tensors are not the model's, {unknown[0]} for one")
     for name in sorted(found.keys() & expected.keys()):
-        if found[name] != expected[name]:
-            raise Refused(f"{name} has shape {found[name]}, the model's is {expected[name]}")
+        kind, wanted = found[name], expected[name]
+        if kind.shape != wanted.shape:
+            raise Refused(f"{name} has shape {kind.shape}, the model's is {wanted.shape}")
+        if kind.type != wanted.type and not {kind.type, wanted.type} <= FLOATS:
+            raise Refused(f"{name} is of type {kind.type}, the model's is {wanted.type}")
 
 
 class Weights:
     """Mixed into vLLM's worker class; `self` is the worker."""
 
-    headrace_shapes: dict[str, list[int]]
+    headrace_kinds: dict[str, Kind]
 
     def headrace_check(self: Any, folder: str) -> dict[str, Any]:
         """Whether a load would be accepted. `folder`: a path on this machine."""
@@ -115,13 +130,13 @@ class Weights:
 
     def headrace_open(self: Any, folder: str) -> Checkpoint:
         """The folder, if it fits. Raises Refused."""
-        if not hasattr(self, "headrace_shapes"):  # once: that folder may be gone later
+        if not hasattr(self, "headrace_kinds"):  # once: that folder may be gone later
             with Checkpoint(_local(self.model_config)) as started_with:
-                self.headrace_shapes = started_with.shapes
+                self.headrace_kinds = started_with.kinds
         tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
         checkpoint = Checkpoint(folder)
         try:
-            compare(checkpoint.shapes, self.headrace_shapes, tied=tied)
+            compare(checkpoint.kinds, self.headrace_kinds, tied=tied)
         except Refused as error:
             checkpoint.close()
             raise Refused(f"{folder}: {error}") from None

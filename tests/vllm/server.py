@@ -1,0 +1,147 @@
+"""The real vLLM of a test session, and a PyTorch forward beside it.
+
+* One server for the whole session, of a tiny model with tied embeddings (the harder case of a reload), with adapters.
+* `vllm` gives it as it was started: unpaused, with its first weights, named "default".
+* `torch_logprobs` is transformers' own forward of a folder, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from examples.tiny_model import write_model
+from examples.vllm_server import NAME, start_vllm
+from tests.components import VLLM_PYTHON
+
+ARGUMENTS = (
+    *("--max-model-len", "2048"),
+    *("--enable-lora", "--max-loras", "2", "--max-cpu-loras", "4", "--max-lora-rank", "8"),
+)
+
+
+class Vllm:
+    """Short calls to the server. ``model`` is the folder that it was started with."""
+
+    def __init__(self, session: aiohttp.ClientSession, address: str, model: Path) -> None:
+        self.session, self.address, self.model = session, address, model
+
+    async def post(self, path: str, body: Any = None, **kwargs: Any) -> tuple[int, Any]:
+        async with self.session.post(f"{self.address}{path}", json=body, **kwargs) as response:
+            text = await response.text()
+            return response.status, json.loads(text) if response.content_type == "application/json" else text
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        async with self.session.get(f"{self.address}{path}") as response:
+            text = await response.text()
+            return response.status, json.loads(text) if response.content_type == "application/json" else text
+
+    async def generate(self, token_ids: list[int], *, model: str = NAME, **sampling: Any) -> dict[str, Any]:
+        """The one choice of POST /inference/v1/generate."""
+        body = {"model": model, "token_ids": token_ids, "sampling_params": {"logprobs": 0, **sampling}}
+        status, answer = await self.post("/inference/v1/generate", body)
+        assert status == 200, answer
+        choice: dict[str, Any] = answer["choices"][0]
+        return choice
+
+    async def call(self, method: str, *arguments: str) -> dict[str, Any]:
+        """What the one worker answers to a method of headrace.vllm_extension."""
+        status, answer = await self.post("/collective_rpc", {"method": method, "args": list(arguments)})
+        assert status == 200, answer
+        (result,) = answer["results"]
+        return result
+
+    async def sync(self, folder: Path, version: str, mode: str = "keep") -> None:
+        """New weights, as the orchestrator brings them."""
+        assert "refused" not in await self.call("headrace_check", str(folder))
+        assert (await self.post(f"/pause?mode={mode}&clear_cache=true"))[0] == 200
+        loaded = await self.call("headrace_load", str(folder))
+        assert "tensors" in loaded, loaded
+        assert (await self.post("/update_weight_version", {"new_version": version}))[0] == 200
+        assert (await self.post("/resume"))[0] == 200
+
+    async def until_sampling(self) -> None:
+        """Until one more token than now was sampled."""
+        async with asyncio.timeout(30):
+            before = await self.metric("vllm:generation_tokens_total")
+            while await self.metric("vllm:generation_tokens_total") == before:
+                await asyncio.sleep(0.005)
+
+    async def metric(self, name: str) -> float:
+        """Its value, summed over labels."""
+        _, text = await self.get("/metrics")
+        return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(f"{name}{{"))
+
+    async def version(self) -> str:
+        answer: str = (await self.get("/weight_info"))[1]["weight_version"]
+        return answer
+
+
+def logprobs_of(choice: dict[str, Any]) -> list[float]:
+    return [item["logprob"] for item in choice["logprobs"]["content"]]
+
+
+class TorchLogprobs:
+    """Calls to torch_forward.py."""
+
+    def __init__(self) -> None:
+        script = Path(__file__).with_name("torch_forward.py")
+        self._process = subprocess.Popen(
+            [str(VLLM_PYTHON), str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._process.stdout is not None
+        self._process.stdout.readline()  # it runs; torch is imported meanwhile
+
+    def __call__(self, folder: Path, token_ids: list[int], *, adapter: Path | None = None) -> list[float]:
+        """The logprob of each token but the first, given those before it, under the weights of a folder."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        asked = {"folder": str(folder), "adapter": str(adapter) if adapter else None, "token_ids": token_ids}
+        self._process.stdin.write(json.dumps(asked) + "\n")
+        self._process.stdin.flush()
+        logprobs: list[float] = json.loads(self._process.stdout.readline())
+        return logprobs
+
+    def close(self) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+        self._process.wait(30)
+
+
+@pytest.fixture(scope="session")
+def torch_logprobs() -> Iterator[TorchLogprobs]:
+    forward = TorchLogprobs()
+    yield forward
+    forward.close()
+
+
+@pytest.fixture(scope="session")
+def vllm_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """Address and model folder."""
+    folder = tmp_path_factory.mktemp("vllm")
+    write_model(folder / "model", tied=True)
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+
+    def say(text: str) -> None:
+        with capture.global_and_fixture_disabled():
+            print(f"\n{text}", flush=True)  # noqa: T201  (progress of a long wait)
+
+    with start_vllm(folder / "model", *ARGUMENTS, log=folder / "vllm.log", say=say) as address:
+        yield address, folder / "model"
+
+
+@pytest.fixture
+async def vllm(vllm_server: tuple[str, Path]) -> AsyncIterator[Vllm]:
+    address, model = vllm_server
+    async with aiohttp.ClientSession() as session:
+        server = Vllm(session, address, model)
+        yield server
+        await server.sync(model, "default", mode="abort")
