@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,8 +64,8 @@ def validate(trajectory: Trajectory) -> None:
         where = f"Segment {position} ({segment.agent})"
         n = _check_arrays(where, segment)
         _check_spans(where, segment, n, seen)
-        _check_tokens(where, segment, vocab_size)
-        _check_logprobs(where, segment)
+        _check_tokens(where, segment, n, vocab_size)
+        _check_logprobs(where, segment, n)
         _check_versions(where, segment, n)
         if segment.placeholders:
             _check_placeholders(where, segment, n, assets)
@@ -204,15 +204,19 @@ def _is_reward(value: object) -> bool:
     return isinstance(value, (float, int)) and abs(value) <= MAX_REWARD  # false for a NaN
 
 
-def _check_tokens(where: str, segment: Segment, vocab_size: int | None) -> None:
+def _check_tokens(where: str, segment: Segment, n: int, vocab_size: int | None) -> None:
     if vocab_size is None:
         raise TokenOutOfRange(
             f"{where} has token ids, but the record names no tokenizer.",
             hint="Say which tokenizer the ids belong to, with its vocabulary's size.",
         )
+    if n <= SHORT:
+        few: list[int] = segment.token_ids.tolist()
+        if min(few) >= 0 and max(few) < vocab_size:
+            return
     # Seen as unsigned, a negative id is a very large one: one pass finds both.
     ids = segment.token_ids.view(_U4)
-    if (max(ids.tolist()) if len(ids) <= SHORT else _greatest(ids)) >= vocab_size:
+    if _greatest(ids) >= vocab_size:
         wrong = int(np.flatnonzero(ids >= vocab_size)[0])
         raise TokenOutOfRange(
             f"{where}{_turn_at(segment, wrong)}, position {wrong}: token id {segment.token_ids[wrong]} is outside "
@@ -221,14 +225,15 @@ def _check_tokens(where: str, segment: Segment, vocab_size: int | None) -> None:
         )
 
 
-def _check_logprobs(where: str, segment: Segment) -> None:
+def _check_logprobs(where: str, segment: Segment, n: int) -> None:
     logprobs = segment.logprobs
-    if len(logprobs) <= SHORT:
-        pairs = zip(logprobs.tolist(), segment.sampled.tolist(), strict=True)
-        if all(-math.inf < value <= 0 if sampled else value == 0 for value, sampled in pairs):
+    if n <= SHORT:
+        few: list[float] = logprobs.tolist()
+        # A NaN or an infinity would be in the sum; SHORT numbers of 32 bits cannot overflow it.
+        if max(few) <= 0 and math.isfinite(sum(few)) and _silent_between(segment, few, any):
             return
     # A NaN is both the least and the greatest, and fails both comparisons.
-    elif _least(logprobs) > -math.inf and _greatest(logprobs) <= 0 and _silent_between(segment):
+    elif _least(logprobs) > -math.inf and _greatest(logprobs) <= 0 and _silent_between(segment, logprobs, _least):
         return
     sampled = segment.sampled == 1
     good = np.where(sampled, np.isfinite(logprobs) & (logprobs <= 0), logprobs == 0)
@@ -240,14 +245,15 @@ def _check_logprobs(where: str, segment: Segment) -> None:
     )
 
 
-def _silent_between(segment: Segment) -> bool:
-    """Whether the logprobs, which are known to be at most 0, are exactly 0 outside the turns."""
+def _silent_between(segment: Segment, logprobs: Any, sounds: Callable[[Any], object]) -> bool:
+    """Whether the logprobs, which are known to be at most 0, are exactly 0 outside the turns. ``sounds`` is false for
+    a part of them that is all zeros."""
     end = 0
     for turn in segment.turns:
-        if turn.start > end and _least(segment.logprobs[end : turn.start]) < 0:
+        if turn.start > end and sounds(logprobs[end : turn.start]):
             return False
         end = turn.end
-    return end == len(segment.logprobs) or _least(segment.logprobs[end:]) == 0
+    return end == len(logprobs) or not sounds(logprobs[end:])
 
 
 def _least(array: NDArray[Any]) -> float:
@@ -366,7 +372,6 @@ def _check_last_turns(trajectory: Trajectory) -> None:
                 f"Turn {turn.index} of {agent} is both terminated and truncated.", hint="Terminated wins; set one flag."
             )
     terminated, truncated = (last.terminated, last.truncated) if last is not None else (False, False)
-    all_terminated = bool(last_of) and last_of.keys() == {agent for agent, turn in ended if turn.terminated}
     if trajectory.status == "finished" and not (
         terminated or (truncated and any(turn.terminated for _, turn in ended))
     ):
@@ -374,9 +379,10 @@ def _check_last_turns(trajectory: Trajectory) -> None:
             "Status is 'finished' but the last turn is not terminated.",
             hint="finished means that the environment ended the episode; a budget's end is 'truncated'.",
         )
-    if trajectory.status == "truncated" and (
-        all_terminated or (trajectory.stop_reason == "environment_truncated" and not truncated)
-    ):
+    if trajectory.status != "truncated":
+        return
+    all_terminated = bool(last_of) and last_of.keys() == {agent for agent, turn in ended if turn.terminated}
+    if all_terminated or (trajectory.stop_reason == "environment_truncated" and not truncated):
         flag = "terminated" if all_terminated else "not truncated"
         raise FailureHasReward(
             f"Status is 'truncated' ({trajectory.stop_reason}) but the last turn is {flag}.",
