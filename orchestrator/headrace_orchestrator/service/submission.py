@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -34,11 +33,13 @@ from headrace.wire import Submission, SubmitResult
 from headrace_orchestrator import logs
 from headrace_orchestrator.buffer.assets import Assets
 from headrace_orchestrator.scheduler.core import Scheduler
+from headrace_orchestrator.scheduler.records import EpisodeEnded
 from headrace_orchestrator.service.outcomes import outcome_of
 from headrace_orchestrator.service.store import Store
 
 log = logs.logger(__name__)
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 _LENGTH = struct.Struct("<I")
@@ -56,22 +57,22 @@ class Submitted(NamedTuple):
     record: memoryview
 
 
-class Read(NamedTuple):
-    """A record that is valid in itself."""
-
-    worker: str
-    head: Submission
-    record: bytes
-    trajectory: Trajectory
-
-
 class Accepted(NamedTuple):
-    """A record that the scheduler took, and what its outcome does not say of it; the rest of it is let go at once."""
+    """A record that the scheduler took, and what its outcome does not say of it."""
 
     record: bytes
     stop_reason: StopReason
     provenance: Provenance
     assets: Sequence[str]
+
+
+class Read(NamedTuple):
+    """A record that is valid in itself: its outcome, and what is stored if the scheduler takes it. The rest of it is
+    let go at once, while the memory that it takes is still in the processor's cache."""
+
+    submitted: Submitted
+    outcome: EpisodeEnded
+    accepted: Accepted
 
 
 def parse_submission(worker: str, body: bytes) -> list[Submitted]:
@@ -134,15 +135,15 @@ class Intake:
 
     def judge(self, submitted: Sequence[Submitted]) -> list[SubmitResult]:
         """Validate each record and ask the scheduler; one result each, in their order. Raises StoreError."""
-        read = [self._tried(item.head, partial(_read, item)) for item in submitted]
+        read = [self._tried(self._read, item, item.head) for item in submitted]
         # One lookup for all: one each would cost more than all the rest.
-        self._owners = self._store.owners([item.trajectory.id for item in read if isinstance(item, Read)])
-        return [self._tried(item.head, partial(self._ask, item)) if isinstance(item, Read) else item for item in read]
+        self._owners = self._store.owners([item.outcome.trajectory for item in read if isinstance(item, Read)])
+        return [self._tried(self._ask, item, item.submitted.head) if isinstance(item, Read) else item for item in read]
 
-    def _tried(self, head: Submission, step: Callable[[], T]) -> T | SubmitResult:
+    def _tried(self, step: Callable[[S], T], item: S, head: Submission) -> T | SubmitResult:
         """The step's result, or the refusal that its error means. Raises StoreError."""
         try:
-            return step()
+            return step(item)
         except StoreError:
             raise  # the disk's fault, not the record's: it is submitted again
         except AssetsMissing as error:
@@ -156,31 +157,46 @@ class Intake:
             )
             return SubmitResult(episode=head.episode, verdict="refused", problem=refusal.problem())
 
+    def _read(self, item: Submitted) -> Read:
+        """The record, valid, of the attempt that its head names, by the worker that submits it."""
+        head, record = item.head, bytes(item.record)
+        trajectory = codec.decode(record)
+        validate(trajectory)
+        if trajectory.episode != head.episode or trajectory.attempt != head.attempt:
+            raise InvalidTrajectory(
+                f"The submission names attempt {head.attempt} of episode {head.episode}, its record attempt "
+                f"{trajectory.attempt} of episode {trajectory.episode}.",
+                hint="Lay the records end to end in the order of their heads.",
+            )
+        self._check_making(item.worker, trajectory)
+        assets = [asset.name for asset in trajectory.assets] if trajectory.assets else ()
+        accepted = Accepted(record, trajectory.stop_reason, trajectory.provenance, assets)
+        return Read(item, outcome_of(trajectory, len(record)), accepted)
+
     def _ask(self, item: Read) -> SubmitResult:
-        worker, head, record, trajectory = item
-        self._check_owner(trajectory)
-        self._check_making(worker, trajectory)
-        assets = self._check_assets(trajectory)
-        verdict = self._core.judge(worker, head.nonce, outcome_of(trajectory, len(record)), self._now)
+        (worker, head, _), outcome, accepted = item
+        self._check_owner(outcome)
+        if accepted.assets:
+            self._check_assets(accepted.assets)
+        verdict = self._core.judge(worker, head.nonce, outcome, self._now)
         if verdict == "accepted":
-            self.accepted[head.episode] = Accepted(record, trajectory.stop_reason, trajectory.provenance, assets)
-            self._owners[trajectory.id] = head.episode
-        elif verdict == "superseded" and trajectory.id in self._owners:
+            self.accepted[head.episode] = accepted
+            self._owners[outcome.trajectory] = head.episode
+        elif verdict == "superseded" and outcome.trajectory in self._owners:
             verdict = "duplicate"  # by this very record, which is stored; the core forgets it with its complete group
         return SubmitResult(episode=head.episode, verdict=verdict)
 
-    def _check_owner(self, trajectory: Trajectory) -> None:
+    def _check_owner(self, outcome: EpisodeEnded) -> None:
         """Its id is not another record's."""
-        owner = self._owners.get(trajectory.id)
-        if owner not in (None, trajectory.episode):
+        owner = self._owners.get(outcome.trajectory)
+        if owner is not None and owner != outcome.episode:
             raise InvalidTrajectory(
-                f"The trajectory id {trajectory.id} is that of episode {owner}.",
+                f"The trajectory id {outcome.trajectory} is that of episode {owner}.",
                 hint="Make a fresh id for each record.",
             )
 
-    def _check_assets(self, trajectory: Trajectory) -> list[str]:
+    def _check_assets(self, names: Sequence[str]) -> None:
         """All that it refers to is there, and stays from now on: nothing is deleted before it is stored."""
-        names = [asset.name for asset in trajectory.assets]
         missing = [name for name in names if not self._assets.is_there(name)]
         if missing:
             raise AssetsMissing(
@@ -189,7 +205,6 @@ class Intake:
                 hint="Send them, then submit the record again.",
                 assets=missing,
             )
-        return names
 
     def _check_making(self, worker: str, trajectory: Trajectory) -> None:
         """The record is by the worker that submits it, and trains what its run trains."""
@@ -219,20 +234,6 @@ class Intake:
                     f"{trajectory.run} trains {base!r}.",
                     hint="Record the base of the run's policy spec.",
                 )
-
-
-def _read(item: Submitted) -> Read:
-    """The record, decoded and valid, of the attempt that its head names."""
-    head, record = item.head, bytes(item.record)
-    trajectory = codec.decode(record)
-    validate(trajectory)
-    if (trajectory.episode, trajectory.attempt) != (head.episode, head.attempt):
-        raise InvalidTrajectory(
-            f"The submission names attempt {head.attempt} of episode {head.episode}, its record attempt "
-            f"{trajectory.attempt} of episode {trajectory.episode}.",
-            hint="Lay the records end to end in the order of their heads.",
-        )
-    return Read(item.worker, head, record, trajectory)
 
 
 def _unreadable(problem: str) -> InvalidRequest:
