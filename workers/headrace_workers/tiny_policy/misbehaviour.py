@@ -13,12 +13,16 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from headrace.engine import CLAMPED_LOGPROB
 from headrace.errors import InvalidRequest
 from headrace.trajectory import Version
 from headrace_workers.rendering.bytes_renderer import VOCAB_SIZE
 
 LIE_POSITION = 4
 """Where a lie about one token sits."""
+
+TOO_MANY = 10_000
+"""Tokens of an answer that is longer than anybody asked for."""
 
 Answer = dict[str, Any]
 """One choice of a completion, as JSON-able data."""
@@ -123,6 +127,12 @@ def _long_logprobs(answer: Answer) -> None:
     answer["logprobs"]["token_logprobs"].append(0.0)
 
 
+def _too_many(answer: Answer) -> None:
+    answer["token_ids"] = [0] * TOO_MANY
+    answer["logprobs"]["token_logprobs"] = [-0.5] * TOO_MANY
+    answer["weight_versions"][0]["end"] = TOO_MANY
+
+
 def _negative_zeros(answer: Answer) -> None:
     logprobs = answer["logprobs"]["token_logprobs"]
     logprobs[:] = [-0.0 if value == 0 else value for value in logprobs]
@@ -156,18 +166,27 @@ def _nothing(answer: Answer) -> None:
 
 
 def _as_it_is(answer: Answer) -> None:
-    """The server itself lets the ids run on past the stop string."""
+    """The server itself lets the ids run on past the stop string, or spoils the bytes of the answer."""
 
 
 STOP_OVERRUNS = ("stop-overrun", "stop-overrun-short-logprobs")
 """Lies in which the text ends at the stop string and the ids do not."""
 
+SPOILS: dict[str, Callable[[bytes], bytes]] = {
+    "garbage": lambda body: b"<html>proxy error</html>",
+    "cut-short": lambda body: body[: len(body) // 2],
+}
+"""Lies about the whole answer: what becomes of its bytes."""
+
 LIES: dict[str, Callable[[Answer], None]] = {
+    **dict.fromkeys(SPOILS, _as_it_is),
+    "too-many-tokens": _too_many,
     "no-token-ids": _without("token_ids"),
     "no-logprobs": _without("logprobs"),
     "no-versions": _without("weight_versions"),
     "nan-logprob": _logprob(math.nan),
     "null-logprob": _logprob(None),
+    "made-up-logprob": _logprob(CLAMPED_LOGPROB),
     "infinite-logprob": _logprob(-math.inf),
     "positive-logprob": _logprob(0.3),
     "huge-logprob": _logprob(-1e308),

@@ -28,7 +28,7 @@ from headrace import engine
 from headrace.errors import InvalidRequest, NotFound, RequestError
 from headrace.trajectory import Version
 from headrace_workers.rendering.bytes_renderer import END
-from headrace_workers.tiny_policy.misbehaviour import LIES, STOP_OVERRUNS, Answer, Misbehaving, Misbehaviour
+from headrace_workers.tiny_policy.misbehaviour import LIES, SPOILS, STOP_OVERRUNS, Answer, Misbehaving, Misbehaviour
 from headrace_workers.tiny_policy.model import SIZE
 from headrace_workers.tiny_policy.policy import TinyPolicy
 from headrace_workers.tiny_policy.sampling import Generation, Sampling, end_generation
@@ -174,7 +174,8 @@ class Server:
         if generate:
             answer = generate_answer(answer)
         # Only the standard library writes NaN and infinities as literals.
-        return json.dumps(answer).encode() if lie else _encode(answer)
+        told = json.dumps(answer).encode() if lie else _encode(answer)
+        return SPOILS[lie](told) if lie in SPOILS else told
 
     def _generate(
         self, prompt: list[int], sampling: Sampling, request: CompletionRequest, lie: str
