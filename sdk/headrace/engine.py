@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -24,6 +25,7 @@ WEIGHT_INFO = "/weight_info"
 MODELS = "/v1/models"
 HEALTH = "/health"
 IS_PAUSED = "/is_paused"
+METRICS = "/metrics"
 
 REQUEST_ID = "X-Request-Id"
 """Header: the id of a request. No two that are open at one server share theirs."""
@@ -36,6 +38,23 @@ CLAMPED_LOGPROB = -9999.0
 
 ABORTED = "abort"
 """The finish reason of a request that the server ended itself, with what was sampled until then."""
+
+BY_NAME = "dns+http://"
+"""What an address begins with that is a name: it stands for the servers at all IP addresses that it resolves to."""
+
+
+def address_of(text: str) -> str:
+    """An address of a policy server, or a name of several, as they are known by; raises ValueError for what is none."""
+    parts = urlsplit(text)
+    plain = not (parts.query or parts.fragment)
+    if parts.scheme in ("http", "https") and parts.netloc and plain:
+        return text.rstrip("/")
+    if text.startswith(BY_NAME) and parts.hostname and parts.port and plain and parts.path in ("", "/"):
+        return text.rstrip("/")
+    raise ValueError(
+        f"{text!r} is no address of a policy server: give its base address, as in http://127.0.0.1:8471, or a name and "
+        f"a port that stand for several, as in {BY_NAME}vllm:8000"
+    )
 
 
 # Sampling -----------------------------------------------------------------------------------------------------

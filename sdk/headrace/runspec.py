@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self
 import msgspec
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from headrace.engine import address_of
 from headrace.errors import InvalidRunSpec
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
@@ -133,11 +134,33 @@ class AgentSpec(_Model):
     """Sampling temperature. Default: the run's own."""
 
 
+class AdmissionSpec(_Model):
+    """How many training episodes are at workers at a time: as many as the policy servers take by their own metrics.
+    ``docs/policy.md`` has the rules."""
+
+    adapt: bool = True
+    """Whether it goes by that. Default yes, where ``policy.endpoints`` have vLLM's metrics. ``max_concurrent``
+    bounds it in any case."""
+    start: int = Field(default=32, ge=1, le=MAX_COUNT)
+    """Episodes for each server before anything is known of it. Default 32: few enough for any engine."""
+    floor: int = Field(default=1, ge=1, le=MAX_COUNT)
+    """Fewest episodes, whatever the servers say. Default 1."""
+    ceiling: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    """Most episodes, whatever the servers say. Default none."""
+
+    @model_validator(mode="after")
+    def _floor_fits(self) -> Self:
+        if self.ceiling is not None and self.ceiling < self.floor:
+            raise ValueError(f"ceiling = {self.ceiling} is below floor = {self.floor}")
+        return self
+
+
 class PolicySpec(_Model):
     """The policy that acts in this run, and where it is served."""
 
     endpoints: list[str] = []
-    """Base addresses of the servers, such as ``http://127.0.0.1:8471``. Default: what each worker was started with."""
+    """Base addresses of the servers, such as ``http://127.0.0.1:8471``; or names such as ``dns+http://vllm:8000``, each
+    of which stands for the servers at all addresses that it resolves to. Default: what each worker was started with."""
     model: str = "policy"
     """The model name that requests carry."""
     base: str = "policy"
@@ -159,6 +182,8 @@ class PolicySpec(_Model):
     renderer_options: Json = {}
     """Variables of the chat template, or fields of the family's configuration, such as ``{"enable_thinking": false}``.
     Default: none."""
+    admission: AdmissionSpec = AdmissionSpec()
+    """How many episodes its servers get at a time."""
     agents: dict[str, AgentSpec] = {}
     """Overrides by agent name, for environments with several agents. Default: this policy plays all, and trains."""
 
@@ -169,6 +194,13 @@ class PolicySpec(_Model):
         if self.renderer == "bytes" and (self.tokenizer or self.renderer_options):
             raise ValueError("renderer = 'bytes' has no tokenizer and no options; set renderer to 'auto' or 'template'")
         return self
+
+    @field_validator("endpoints")
+    @classmethod
+    def _endpoints_are_addresses(cls, value: list[str]) -> list[str]:
+        for endpoint in value:
+            address_of(endpoint)
+        return value
 
 
 class SamplingSpec(_Model):

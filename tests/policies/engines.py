@@ -73,6 +73,12 @@ class Engine:
         self.completed, self.preemptions, self.tokens, self.up = 0, 0, 0.0, False
         return lost
 
+    @property
+    def used(self) -> float:
+        """Share in use of what it has least of: KV cache, sequences, speed."""
+        held = sum(request.held for request in self.running)
+        return min(1.0, max(held / self.kv_tokens, len(self.running) / self.most, len(self.running) / self.speed))
+
     def read(self, chance: random.Random) -> Load:
         if chance.random() < self.blind:
             return Load(0, 0, 0, self.completed, self.preemptions, self.tokens)
@@ -97,6 +103,7 @@ class World:
     leased: int = 0
     ended: int = 0
     useful: float = 0.0
+    used: float = 0.0
     history: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -123,6 +130,7 @@ class World:
                 self._tick()
             seen = {str(number): self._seen(engine) for number, engine in enumerate(self.engines)}
             self.state = admission.poll(self.state, seen, self.leased)
+            self.used += sum(engine.used for engine in self.engines) / len(self.engines)
             self.history.append(self.state.attainable or 0)
         return self.history[begun:]
 

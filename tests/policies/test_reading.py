@@ -47,9 +47,9 @@ def test_the_engines_of_a_server_count_together_and_of_the_kv_cache_the_fullest(
 
 def test_a_server_without_vllms_gauges_has_no_load():
     assert read_load("# TYPE up gauge\nup 1.0\n") is None
-    assert read_load("") is None
+    assert read_load("<html>Not here</html>") is None
 
 
-def test_text_that_is_no_exposition_raises():
+def test_a_line_that_cannot_be_read_raises():
     with pytest.raises(ValueError, match=r"."):
-        read_load("<html>vllm:num_requests_running")
+        read_load("vllm:num_requests_running{engine=")

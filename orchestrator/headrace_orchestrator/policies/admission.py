@@ -17,12 +17,9 @@ Cutting needs no knowledge of how long an episode is at the engine: it goes by s
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
-
-START = 32.0
-"""Episodes that a server gets before anything is known of it."""
 
 FILLED_SHARE = 0.8
 """Of what a run may have, at workers: from there on the bound is felt, and a window may grow. What is left lets a
@@ -58,7 +55,7 @@ KV_FULL = 0.9
 """Share of the KV cache in use from which on nothing grows."""
 
 BLIND_POLLS = 4
-"""Readings of nothing while tokens come that together count as one of no queue."""
+"""Readings of nothing while tokens come that together count as one of no queue, if the one before them was of none."""
 
 AFTER_PAUSE_POLLS = 3
 """Polls after a pause from which nothing is concluded: what gathered meanwhile is worked off."""
@@ -81,23 +78,24 @@ class Load:
     tokens: float = 0.0
 
 
+Reading = Load | Literal["none", "no answer"]
+"""What a server's metrics said: ``none`` where it has none of vLLM's."""
+
+
 @dataclass(frozen=True)
 class Seen:
-    """What one poll of a server found. ``load`` is None where its metrics did not answer, or where it is
-    ``unmetered``: it answered, and has none of vLLM's."""
+    """What one poll of a server found."""
 
     state: Literal["serving", "paused", "away"]
-    load: Load | None = None
-    unmetered: bool = False
+    reading: Reading = "no answer"
 
 
 @dataclass(frozen=True)
 class Window:
     """What is known of one server. ``size`` in episodes; it opens by slow start up to ``threshold``."""
 
-    size: float = START
+    size: float
     threshold: float = math.inf
-    step: float = 1.0
     #: The last reading; None where counters begin anew.
     load: Load | None = None
     unmetered: bool = False
@@ -112,12 +110,18 @@ class Window:
     #: Polls to come from which nothing is concluded.
     ignoring: int = 0
 
+    @property
+    def step(self) -> float:
+        """What it grows by for each of its episodes' worth of requests, once it is past slow start."""
+        return max(1.0, ADDITIVE_SHARE * min(self.size, self.threshold))
+
 
 @dataclass(frozen=True)
 class Admission:
-    """State of the controller of one run: the windows of its servers by address. ``floor`` and ``ceiling`` in
-    episodes."""
+    """State of the controller of one run: the windows of its servers by address. In episodes: ``start``, what a server
+    gets before anything is known of it; ``floor`` and ``ceiling`` of the run."""
 
+    start: float = 32.0
     floor: int = 1
     ceiling: float = math.inf
     windows: Mapping[str, Window] = field(default_factory=dict)
@@ -131,32 +135,32 @@ class Admission:
         total = min(sum(window.size for window in there), self.ceiling)
         return max(self.floor, int(total))
 
+    def only(self, servers: Container[str]) -> Admission:
+        """The same, without servers that are not there any more."""
+        return replace(self, windows={name: window for name, window in self.windows.items() if name in servers})
+
 
 def poll(admission: Admission, seen: Mapping[str, Seen], leased: int) -> Admission:
-    """The controller after one poll of all servers of the run. ``leased``: the run's training episodes at workers.
-    Servers that are not in ``seen`` are forgotten."""
+    """The controller after one poll of some of the run's servers. ``leased``: its training episodes at workers."""
     attainable = admission.attainable
     filled = attainable is None or leased >= FILLED_SHARE * attainable
     over = attainable is not None and leased > attainable
-    return replace(
-        admission,
-        windows={
-            name: _window(admission.windows.get(name) or Window(), one, filled, over, admission.ceiling)
-            for name, one in seen.items()
-        },
-    )
+    windows = dict(admission.windows)
+    for name, one in seen.items():
+        window = windows.get(name) or Window(admission.start)
+        windows[name] = _window(window, one, admission, filled=filled, over=over)
+    return replace(admission, windows=windows)
 
 
-def _window(window: Window, seen: Seen, filled: bool, over: bool, ceiling: float) -> Window:
+def _window(window: Window, seen: Seen, admission: Admission, *, filled: bool, over: bool) -> Window:
     if seen.state == "away":
         return replace(window, away=True)
     if window.away:
-        window = _returned(window)
-    window = replace(window, unmetered=seen.unmetered)
-    if seen.load is None:
-        return replace(window, queued=0)
-    before, now = window.load, seen.load
-    window = replace(window, load=now)
+        window = _returned(window, admission.start)
+    if not isinstance(seen.reading, Load):
+        return replace(window, unmetered=seen.reading == "none" or window.unmetered, queued=0)
+    before, now = window.load, seen.reading
+    window = replace(window, load=now, unmetered=False)
     if seen.state == "paused":
         return replace(window, queued=0, ignoring=AFTER_PAUSE_POLLS)
     if window.ignoring:
@@ -168,14 +172,15 @@ def _window(window: Window, seen: Seen, filled: bool, over: bool, ceiling: float
     if preempted := now.preemptions - before.preemptions:
         least, most = PREEMPTION_CUTS
         return _cut(window, max(least, min(most, preempted / (now.running or window.size))))
-    return _by_queue(window, before, now, filled, ceiling)
+    return _by_queue(window, before, now, filled, admission.ceiling)
 
 
 def _by_queue(window: Window, before: Load, now: Load, filled: bool, ceiling: float) -> Window:
     """Cut by a queue that stands; grow where there is none."""
     completed = window.completed + now.completed - before.completed
-    if now.running + now.waiting == 0 and now.tokens > before.tokens:
-        if window.blind + 1 < BLIND_POLLS:
+    blind = now.running + now.waiting == 0 and now.tokens > before.tokens
+    if blind:
+        if window.queued or window.blind + 1 < BLIND_POLLS:
             return replace(window, blind=window.blind + 1, completed=completed)
     elif now.waiting > max(1.0, QUEUE_SHARE * window.size):
         queued = window.queued + 1
@@ -185,7 +190,7 @@ def _by_queue(window: Window, before: Load, now: Load, filled: bool, ceiling: fl
     window = replace(window, queued=0, blind=0, completed=0.0)
     if not filled or now.waiting > 1 or now.kv_cache_used >= KV_FULL:
         return window
-    if window.size < window.threshold and now.kv_cache_used < KV_SLOW:
+    if window.size < window.threshold and now.kv_cache_used < KV_SLOW and not blind:
         more = min(SLOW_START_SHARE * completed, SLOW_START_MOST * window.size, window.threshold - window.size)
     else:
         more = window.step * min(1.0, completed / window.size)
@@ -194,9 +199,9 @@ def _by_queue(window: Window, before: Load, now: Load, filled: bool, ceiling: fl
 
 def _cut(window: Window, share: float) -> Window:
     size = max(1.0, window.size * (1 - share))
-    return replace(window, size=size, threshold=size, step=max(1.0, ADDITIVE_SHARE * size), queued=0, blind=0, cut=True)
+    return replace(window, size=size, threshold=size, queued=0, blind=0, cut=True)
 
 
-def _returned(window: Window) -> Window:
+def _returned(window: Window, start: float) -> Window:
     """A server that was away: another process, most likely, of the same capacity."""
-    return Window(size=min(START, window.size), threshold=max(START, RETURN_SHARE * window.size))
+    return Window(size=min(start, window.size), threshold=max(start, RETURN_SHARE * window.size))

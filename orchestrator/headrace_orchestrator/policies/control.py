@@ -12,8 +12,10 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
-from headrace.engine import HEALTH, IS_PAUSED, WEIGHT_INFO, PauseInfo, WeightInfo
+from headrace.engine import HEALTH, IS_PAUSED, METRICS, WEIGHT_INFO, PauseInfo, WeightInfo
 from headrace.errors import PolicyFailure
+from headrace_orchestrator.policies.admission import Reading
+from headrace_orchestrator.policies.reading import read_load
 from headrace_orchestrator.policies.server import Seen
 
 _T = TypeVar("_T")
@@ -52,6 +54,15 @@ class Control:
             return Seen(failure.detail)
         weights = "" if named is None or named.weight_version is None else str(named.weight_version)
         return Seen(weights=weights, paused=paused is not None and paused.is_paused)
+
+    async def read_metrics(self, address: str) -> Reading:
+        """How busy a server is, by its metrics."""
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                body = await self._ask("GET", address, METRICS, missing_ok=True)
+            return read_load("" if body is None else body.decode(errors="replace")) or "none"
+        except (TimeoutError, PolicyFailure, ValueError):
+            return "no answer"
 
     async def _read(self, address: str, path: str, kind: type[_T]) -> _T | None:
         """An answer; None where the server has no such route."""

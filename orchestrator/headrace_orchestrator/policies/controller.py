@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from headrace.wire import PolicyServer, Reason, ServerState
-from headrace_orchestrator.policies.server import Load, Seen, Server
+from headrace_orchestrator.policies.admission import Load, Reading
+from headrace_orchestrator.policies.server import Seen, Server
 
 PROBE_EVERY_S = 1.0
 """How often a server is asked how it is: a learner waits that long at most for one that is back."""
@@ -59,10 +60,10 @@ class Controller:
             server.pause(seen.paused, now)
         self._judge(server, news)
 
-    def measured(self, address: str, load: Load) -> None:
+    def measured(self, address: str, reading: Reading) -> None:
         """How busy a server is; no news for those who wait for a change."""
-        if address in self.servers:
-            self.servers[address].load = load
+        if address in self.servers and isinstance(reading, Load):
+            self.servers[address].load = reading
 
     # What to do -----------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from headrace.engine import FRESH_VERSION
 from headrace.trajectory import Version
 from headrace.wire import PolicyServer, ServerState
+from headrace_orchestrator.policies.admission import Load
 
 
 class Seen(NamedTuple):
@@ -20,14 +21,6 @@ class Seen(NamedTuple):
     problem: str = ""
     weights: str = ""
     paused: bool = False
-
-
-class Load(NamedTuple):
-    """How busy its engine is, as ``wire.PolicyServer`` has it."""
-
-    running: float = 0.0
-    waiting: float = 0.0
-    kv_cache_used: float = 0.0
 
 
 class Server:

@@ -11,8 +11,7 @@ What the servers do at the moment is not known here; who drives them says so in 
 
 from __future__ import annotations
 
-from urllib.parse import urlsplit
-
+from headrace import engine
 from headrace.errors import Conflict, InvalidRequest, UnknownServer, VersionConflict
 from headrace.trajectory import Version
 from headrace.wire import Reason, Weights
@@ -24,19 +23,17 @@ MAX_SERVERS = 4096
 """Of one run: their states are told in one answer."""
 
 
-def address_of(text: str) -> str:
+def _address(text: str) -> str:
     """An address as servers are known by; raises InvalidRequest for what is none."""
-    parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:
-        raise InvalidRequest(
-            f"{text!r} is no address of a policy server.", hint="Give its base address, as in http://127.0.0.1:8471."
-        )
-    return text.rstrip("/")
+    try:
+        return engine.address_of(text)
+    except ValueError as error:
+        raise InvalidRequest(f"{error}.") from error
 
 
 def add(book: Book, run: Run, address: str, now: float) -> None:
     """Know a server from now on; one that drains takes requests again."""
-    address = address_of(address)
+    address = _address(address)
     if run.closed:
         raise Conflict(f"Run {run.name} was closed.")
     if len(run.hosting.servers) >= MAX_SERVERS and address not in run.hosting.servers:
@@ -58,7 +55,7 @@ def remove(book: Book, run: Run, address: str, now: float) -> None:
 
 
 def _known(run: Run, address: str) -> str:
-    address = address_of(address)
+    address = _address(address)
     if address not in run.hosting.servers:
         raise UnknownServer(
             f"Run {run.name} has no policy server {address}.", hint=f"`headrace servers {run.name}` lists them."

@@ -3,17 +3,22 @@
 * A run's servers are watched from its creation to its end, and again after a restart.
 * A long poll that names the revision it knows is answered at the next one.
 * A watch that fails is logged whole and begins anew.
+* A run's cap is there before its first episode is granted, and follows the metrics of its servers.
+* Names among its servers are looked up again and again.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 from headrace import wire
 from headrace_orchestrator import logs
 from headrace_orchestrator.policies.control import Control
 from headrace_orchestrator.policies.controller import Controller, Probe
+from headrace_orchestrator.policies.discovery import Discovery
+from headrace_orchestrator.policies.metering import Meter
 from headrace_orchestrator.scheduler.records import (
     AnyRecord,
     BatchAcked,
@@ -25,6 +30,7 @@ from headrace_orchestrator.scheduler.records import (
     ServerRemoved,
     VersionAnnounced,
 )
+from headrace_orchestrator.service.lookups import Resolve, look_up, resolve
 from headrace_orchestrator.service.shell import Shell
 from headrace_orchestrator.service.waiting import Left
 
@@ -52,8 +58,9 @@ REVISIONS_AN_EPOCH = 1 << 32
 class PolicyPlane:
     """Watches the policy servers of the runs that are active."""
 
-    def __init__(self, shell: Shell, epoch: int) -> None:
+    def __init__(self, shell: Shell, epoch: int, *, resolver: Resolve = resolve) -> None:
         self._shell = shell
+        self._resolver = resolver
         self._epoch = epoch
         self._control = Control()
         self._watches: dict[str, Watch] = {}
@@ -96,7 +103,7 @@ class PolicyPlane:
 
     def _begin(self, name: str) -> None:
         if not self._shell.core.closed(name):
-            self._watches[name] = Watch(name, self._shell, self._control, self._epoch)
+            self._watches[name] = Watch(name, self._shell, self._control, self._resolver, self._epoch)
             self._tasks[name] = asyncio.create_task(self._keep_watching(name))
 
     async def _keep_watching(self, name: str) -> None:
@@ -107,7 +114,9 @@ class PolicyPlane:
             except Exception:
                 log.exception("the watch over policy servers failed", run=name)
                 await asyncio.sleep(AGAIN_S)
-                watch = Watch(name, self._shell, self._control, self._epoch, watch.controller.revision + 1)
+                watch = Watch(
+                    name, self._shell, self._control, self._resolver, self._epoch, watch.controller.revision + 1
+                )
                 self._watches[name] = watch
             else:
                 del self._watches[name], self._tasks[name]
@@ -118,14 +127,22 @@ class PolicyPlane:
 class Watch:
     """Watches the servers of one run."""
 
-    def __init__(self, run: str, shell: Shell, control: Control, epoch: int, revision: int = 0) -> None:
+    def __init__(
+        self, run: str, shell: Shell, control: Control, resolver: Resolve, epoch: int, revision: int = 0
+    ) -> None:
         self.controller = Controller(revision or epoch * REVISIONS_AN_EPOCH)
+        self._discovery = Discovery()
+        self._meter = Meter(shell.core.spec(run).policy.admission)
+        self._resolver = resolver
         self._run = run
         self._shell = shell
         self._control = control
         self._news = asyncio.Event()
         self._told = self.controller.revision
         self._calls: set[asyncio.Task[None]] = set()
+        #: Servers whose metrics are being read; one that is slow with them is not asked again meanwhile.
+        self._measuring: set[str] = set()
+        self._take_servers()
 
     def wake(self) -> None:
         """Something happened that may concern the servers."""
@@ -137,8 +154,8 @@ class Watch:
             while not self._shell.core.closed(self._run):
                 self._news.clear()
                 self._step()
-                due = self.controller.due()
-                timeout_s = None if due is None else max(0.0, due - self._shell.now())
+                dues = [due for due in (self.controller.due(), self._discovery.due()) if due is not None]
+                timeout_s = max(0.0, min(dues) - self._shell.now()) if dues else None
                 await _until(self._news, timeout_s)
         finally:
             for call in self._calls:
@@ -146,20 +163,57 @@ class Watch:
             await asyncio.gather(*self._calls, return_exceptions=True)
 
     def _step(self) -> None:
-        core = self._shell.core
-        self.controller.take_servers(core.hosting(self._run).servers)
-        for call in self.controller.step(self._shell.now()):
-            task = asyncio.create_task(self._carry_out(call))
-            self._calls.add(task)
-            task.add_done_callback(self._calls.discard)
+        core, now = self._shell.core, self._shell.now()
+        self._take_servers()
+        for call in self.controller.step(now):
+            self._begin(self._carry_out(call))
+        for name in self._discovery.step(now):
+            self._begin(self._look_up(name))
+        core.tell_servers(self._run, self.controller.reasons() + self._discovery.reasons())
         if self.controller.revision != self._told:
             self._told = self.controller.revision
-            core.tell_servers(self._run, self.controller.reasons())
             self._shell.bells.of_servers(self._run).ring_all()
+
+    def _begin(self, call: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(call)
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+
+    def _take_servers(self) -> None:
+        """The servers that the run has now, and how many episodes they take."""
+        core, servers = self._shell.core, self.controller.servers
+        given = core.hosting(self._run).servers
+        ejected = {server.address for server in servers.values() if server.state == "ejected"}
+        self._discovery.take_servers(given)
+        self.controller.take_servers(self._discovery.servers(given, ejected, self._shell.now()))
+        self._meter.take_servers(servers.values(), core.leased(self._run))
+        self._cap()
+
+    def _cap(self) -> None:
+        if self._shell.core.set_inference_slots(self._run, self._meter.attainable):
+            self._shell.bells.offer_work()
 
     async def _carry_out(self, call: Probe) -> None:
         seen = await self._control.probe(call.address)
         self.controller.probed(call.address, seen, self._shell.now())
+        self.wake()
+        if not seen.problem and call.address not in self._measuring:
+            await self._measure(call.address)
+
+    async def _measure(self, address: str) -> None:
+        self._measuring.add(address)
+        try:
+            reading = await self._control.read_metrics(address)
+        finally:
+            self._measuring.discard(address)
+        self.controller.measured(address, reading)
+        server = self.controller.servers.get(address)
+        if server is not None:
+            self._meter.measured(server, reading, self._shell.core.leased(self._run))
+            self._cap()
+
+    async def _look_up(self, name: str) -> None:
+        await look_up(name, self._discovery, self._resolver, self._shell.now)
         self.wake()
 
 
