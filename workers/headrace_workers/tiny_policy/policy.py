@@ -42,6 +42,11 @@ class TinyPolicy:
         return self._loaded.version
 
     @property
+    def model(self) -> Model:
+        """The model of the weights in use."""
+        return self._loaded.model
+
+    @property
     def weights(self) -> Floats:
         """Weights in use, f64[SIZE]."""
         return self._loaded.model.weights

@@ -29,9 +29,10 @@ from headrace.errors import InvalidRequest, NotFound, RequestError
 from headrace.trajectory import Version
 from headrace_workers.rendering.bytes_renderer import END
 from headrace_workers.tiny_policy.misbehaviour import LIES, SPOILS, STOP_OVERRUNS, Answer, Misbehaving, Misbehaviour
-from headrace_workers.tiny_policy.model import SIZE
+from headrace_workers.tiny_policy.model import SIZE, Model
 from headrace_workers.tiny_policy.policy import TinyPolicy
 from headrace_workers.tiny_policy.sampling import Generation, Sampling, end_generation
+from headrace_workers.tiny_policy.scoring import prompt_logprobs
 from headrace_workers.tiny_policy.shapes import CompletionRequest, generate_answer, read_completion, read_generate
 
 Scope = MutableMapping[str, Any]
@@ -133,11 +134,12 @@ class Server:
         if request.model not in ("", self._model):
             raise NotFound(f"The model `{request.model}` does not exist.")
         prompt = _read_prompt(request.prompt)
-        sampling = _sampling(request, len(prompt))
+        sampling = _sampling(request, len(prompt), clipped=generate)
         generated, version = self._generate(prompt, sampling, request, lie)
         want_prompt = bool(request.return_token_ids)
         want_ids = want_prompt or generate
         want_logprobs = request.logprobs is not None
+        of_prompt = None if request.prompt_logprobs is None else _prompt_logprobs(self._policy.model, prompt)
         choices: list[Answer] = []
         for index, made in enumerate(generated):
             self._sampled_tokens += len(made.token_ids)
@@ -149,14 +151,14 @@ class Server:
                     "finish_reason": made.finish_reason,
                     "stop_reason": made.stop_reason,
                     "token_ids": made.token_ids if want_ids else None,
-                    "prompt_logprobs": None,
+                    "prompt_logprobs": of_prompt,
                     # The bytes as they came: an echo that need not be read or written again.
                     "prompt_token_ids": request.prompt if want_prompt else None,
                     "weight_versions": [{"version": str(version), "start": 0, "end": len(made.token_ids)}],
                 }
             )
         completion_tokens = sum(len(made.token_ids) for made in generated)
-        self._finished += 1
+        self._finished += len(generated)
         answer = {
             "id": f"cmpl-{request_id}",
             "object": "text_completion",
@@ -225,6 +227,11 @@ class Server:
             "vllm:num_requests_waiting": ("gauge", 0),
             "vllm:request_success_total": ("counter", self._finished),
             "vllm:generation_tokens_total": ("counter", self._sampled_tokens),
+            # It has no cache of any kind.
+            "vllm:kv_cache_usage_perc": ("gauge", 0),
+            "vllm:num_preemptions_total": ("counter", 0),
+            "vllm:prefix_cache_queries_total": ("counter", 0),
+            "vllm:prefix_cache_hits_total": ("counter", 0),
         }
         lines = [
             f'# TYPE {name} {kind}\n{name}{{model_name="{self._model}"}} {value}\n'
@@ -253,23 +260,34 @@ def _read_prompt(raw: msgspec.Raw) -> list[int]:
         raise InvalidRequest(f"The prompt must be a list of token ids: {error}.") from error
 
 
-def _sampling(request: CompletionRequest, prompt_length: int) -> Sampling:
+def _sampling(request: CompletionRequest, prompt_length: int, *, clipped: bool) -> Sampling:
+    """How to sample. ``clipped``: more tokens than the model has room for are asked for and not refused."""
     temperature = 1.0 if request.temperature is None else request.temperature
     top_p = 1.0 if request.top_p is None else request.top_p
     max_tokens = 16 if request.max_tokens is None else request.max_tokens
+    most = max_tokens if clipped else MAX_MODEL_LEN
     checks = {
         "stream": (not request.stream, "streaming is not offered"),
         "temperature": (temperature >= 0, "it must be 0 or more"),
         "top_p": (0 < top_p <= 1, "it must be above 0 and at most 1"),
-        "max_tokens": (max_tokens >= 1, "it must be 1 or more"),
-        "prompt": (prompt_length + max_tokens <= MAX_MODEL_LEN, f"with max_tokens it is beyond {MAX_MODEL_LEN} tokens"),
+        "max_tokens": (1 <= max_tokens <= most, f"it must be 1 to {MAX_MODEL_LEN}"),
+        "prompt": (1 <= prompt_length < MAX_MODEL_LEN, f"it must have 1 to {MAX_MODEL_LEN - 1} tokens"),
         "n": (1 <= request.n <= MAX_N, f"it must be 1 to {MAX_N}"),
+        "logprobs": ((request.logprobs or 0) >= -1, "it must be -1 or more"),
     }
     for name, (fine, problem) in checks.items():
         if not fine:
             raise InvalidRequest(f"{name}: {problem}.", param=name)
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
-    return Sampling(temperature, top_p, max_tokens, stop, request.stop_token_ids or ())
+    room = min(max_tokens, MAX_MODEL_LEN - prompt_length)
+    return Sampling(temperature, top_p, room, stop, request.stop_token_ids or ())
+
+
+def _prompt_logprobs(model: Model, prompt: list[int]) -> list[dict[int, dict[str, Any]] | None]:
+    return [
+        None if logprob is None else {token: {"logprob": logprob, "rank": None, "decoded_token": None}}
+        for token, logprob in zip(prompt, prompt_logprobs(model, prompt), strict=True)
+    ]
 
 
 def _logprobs(made: Generation) -> dict[str, Any]:

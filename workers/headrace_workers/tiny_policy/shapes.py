@@ -26,6 +26,7 @@ class CompletionRequest(msgspec.Struct, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     stream: bool | None = None
 
@@ -39,6 +40,7 @@ class _GenerateSampling(msgspec.Struct, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 class _GenerateRequest(msgspec.Struct, kw_only=True):
