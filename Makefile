@@ -4,7 +4,7 @@ BIN := .venv/bin
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench bench-buffer chaos lock parts clean
+.PHONY: help setup demo train-demo test check bench bench-buffer chaos lock parts clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -14,6 +14,9 @@ setup: ## make .venv from the hashed lock (demo, test and check do it by themsel
 
 demo: setup ## a whole run on this machine: orchestrator, workers, tiny policy, learner
 	@$(BIN)/headrace demo
+
+train-demo: setup ## a transformer learns a game with PyTorch and a real vLLM, plotted (needs make parts; some minutes)
+	@$(BIN)/python examples/train_demo.py $(ARGS)
 
 test: setup ## every test
 	@$(BIN)/pytest

@@ -91,14 +91,15 @@ def config(vocabulary: int, *, tied: bool = False, hidden: int = 64, layers: int
     }
 
 
-def weights(config: dict[str, Any], seed: int = 0) -> Tensors:
-    """Random float32 weights under transformers' names. Wide enough that the next token is far from uniform."""
+def weights(config: dict[str, Any], seed: int = 0, spread: float = 0.15) -> Tensors:
+    """Random float32 weights under transformers' names. With this spread the next token is far from uniform; with 0.02,
+    as transformers begins, all are about as likely."""
     random = np.random.default_rng(seed)
     hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
 
     def matrix(rows: int, columns: int) -> npt.NDArray[np.float32]:
-        return random.normal(0.0, 0.15, (rows, columns)).astype(np.float32)
+        return random.normal(0.0, spread, (rows, columns)).astype(np.float32)
 
     def ones(size: int) -> npt.NDArray[np.float32]:
         return np.ones(size, np.float32)
@@ -137,13 +138,15 @@ def token_id(special: str) -> int:
     return 256 + len(MERGES) + SPECIAL.index(special)
 
 
-def write_model(folder: Path, *, seed: int = 0, tied: bool = False, hidden: int = 64, layers: int = 2) -> None:
+def write_model(
+    folder: Path, *, seed: int = 0, tied: bool = False, hidden: int = 64, layers: int = 2, spread: float = 0.15
+) -> None:
     """A folder with everything a server needs to serve the model."""
     folder.mkdir(parents=True, exist_ok=True)
     described = config(len(vocabulary()), tied=tied, hidden=hidden, layers=layers)
     _write_json(folder / "config.json", described)
     _write_tokenizer(folder, described["max_position_embeddings"])
-    write(folder / WEIGHTS, weights(described, seed))
+    write(folder / WEIGHTS, weights(described, seed, spread))
 
 
 def write_adapter(folder: Path, model: Path, *, seed: int = 0, rank: int = 4) -> None:
