@@ -39,6 +39,25 @@ CLAMPED_LOGPROB = -9999.0
 ABORTED = "abort"
 """The finish reason of a request that the server ended itself, with what was sampled until then."""
 
+BAD_ANSWERS = frozenset(
+    {
+        "empty-sample",
+        "logprob-infinite",
+        "logprob-missing",
+        "logprob-nan",
+        "logprob-of-another-token",
+        "logprob-out-of-range",
+        "logprob-positive",
+        "logprob-unwritable",
+        "logprobs-too-few",
+        "logprobs-too-many",
+        "token-out-of-range",
+        "too-many-tokens",
+    }
+)
+"""Kinds of policy failures in which a server that works answered this very prompt wrongly. Unlike an engine that is
+away, they may be the task's doing, such as a context that is too long for the engine's arithmetic."""
+
 BY_NAME = "dns+http://"
 """What an address begins with that is a name: it stands for the servers at all IP addresses that it resolves to."""
 

@@ -248,7 +248,8 @@ class RetrySpec(_Model):
     """Attempts of an episode, the first included, that may fail retryably or be dropped by a worker that lives. Default
     3."""
     quarantine_after: int = Field(default=3, ge=1, le=MAX_COUNT)
-    """Attempts that a task may kill (over all its episodes) before it is quarantined. Default 3."""
+    """Attempts that a task may kill (over all its episodes) before it is quarantined. A policy server that is away
+    kills none; one that answers with what is no sample does. Default 3."""
 
 
 class SelectionSpec(_Model):

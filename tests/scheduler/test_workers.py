@@ -7,6 +7,7 @@ import pytest
 
 from headrace import wire
 from headrace.errors import InternalError, InvalidTrajectory, VersionUnknown
+from headrace.trajectory import Failure
 from headrace_orchestrator.scheduler import records
 from headrace_orchestrator.scheduler.states import TERMINAL
 from tests.scheduler.harness import BROKEN, FLAKY, NO_POLICY, Harness, codes, version
@@ -466,6 +467,15 @@ def test_a_task_that_killed_too_many_attempts_is_quarantined_with_its_story(harn
     harness.work()
     assert {r.task.seed for r in harness.found(records.GroupAdmitted)} == {1, 2}
     assert [r.task.seed for r in harness.found(records.GroupAdmitted)].count(1) == 1
+
+
+def test_answers_that_are_wrong_quarantine_the_task_that_gets_them(harness):
+    harness.run(group_size=2, batch_size=2, retries={"quarantine_after": 2, "max_attempts": 2})
+    broken = Failure(layer="policy", kind="logprob-nan", message="Turn 1: position 4 is NaN.", retryable=False)
+    for attempt in harness.lease(2):
+        harness.finish(attempt, "failed", failure=broken)
+    (quarantined,) = harness.found(records.TaskQuarantined)
+    assert "policy/logprob-nan: Turn 1: position 4 is NaN." in quarantined.story[0]
 
 
 def test_policy_failures_spend_attempts_but_quarantine_no_task(harness):

@@ -125,9 +125,9 @@ async def test_G09_each_bad_answer_has_a_kind_of_its_own(body: str, kind: str) -
     assert "position 4" in str(error) or kind.startswith("logprobs-too")
 
 
-async def test_G09_a_500_about_floats_is_a_server_error_that_quotes_the_body() -> None:  # noqa: N802
+async def test_G09_a_500_about_floats_has_a_kind_of_its_own_and_quotes_the_body() -> None:  # noqa: N802
     error = await failure(reply('{"error": {"message": "Out of range float values"}}', status=500))
-    assert (error.kind, error.retryable) == ("server-error", True)
+    assert (error.kind, error.retryable) == ("logprob-unwritable", True)
     assert "Out of range float values" in str(error)
 
 

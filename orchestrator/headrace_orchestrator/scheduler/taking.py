@@ -15,6 +15,7 @@ is reviewed: it becomes eligible by itself, or is put in ``due`` where someone m
 
 from __future__ import annotations
 
+from headrace.engine import BAD_ANSWERS
 from headrace.errors import InternalError
 from headrace.trajectory import Failure, Version
 from headrace_orchestrator.scheduler import records
@@ -26,9 +27,6 @@ from headrace_orchestrator.scheduler.states import TERMINAL, USABLE, Episode, Ep
 
 LEASE_EXPIRED = "lease-expired"
 """Kind of the failure that ends an episode which lost too many workers."""
-
-UNCOUNTED_LAYERS = frozenset({"policy"})
-"""A failure of the endpoint says nothing about the task."""
 
 UNCOUNTED_KINDS = frozenset({"drained", "cancelled", "quarantined"})
 """Kinds of infrastructure failure that the task has no part in."""
@@ -195,7 +193,8 @@ def _count_failure(run: Run, episode: Episode, failure: Failure | None) -> None:
         return
     if failure.kind not in UNCOUNTED_KINDS:
         run.recent.append(failure)
-        if failure.layer not in UNCOUNTED_LAYERS:
+        # An engine that is away says nothing about the task; one that answers it wrongly again and again does.
+        if failure.layer != "policy" or failure.kind in BAD_ANSWERS:
             what = f"{failure.layer}/{failure.kind}: {failure.message}"
             _killed(run, episode, what, once=failure.kind == LEASE_EXPIRED)
 

@@ -17,6 +17,9 @@ QUOTE_CHARACTERS = 300
 _CONTEXT_WORDS = ("maximum context length", "maximum model length", "context_length_exceeded", "context window")
 _VOCABULARY_WORDS = ("out of vocabulary", "outside the vocabulary")
 
+_UNWRITABLE = b"out of range float"
+"""What Python's JSON says of NaN and infinities, and servers pass on."""
+
 _decode_error = msgspec.json.Decoder(ErrorAnswer).decode
 
 
@@ -25,6 +28,13 @@ def refusal(who: str, status: int, body: bytes) -> PolicyFailure:
     said = quoted(body)
     if status == 429:
         return PolicyFailure(f"{who} is over its rate limit (429): {said}", kind="rate-limited", retryable=True)
+    if status == 500 and _UNWRITABLE in body.lower():
+        return PolicyFailure(
+            f"{who} could not write a logprob that is no finite number ({status}): {said}",
+            hint="The model's arithmetic breaks down on this prompt; a shorter context or a wider dtype may help.",
+            kind="logprob-unwritable",
+            retryable=True,
+        )
     if status >= 500:
         return PolicyFailure(f"{who} failed ({status}): {said}", kind="server-error", retryable=True)
     if status == 404 and _is_about_the_model(body):

@@ -235,6 +235,7 @@ class ServedPolicy:
             raise
         except BaseException:
             if deadline.expired:
+                turn.late = address
                 router.failed(address, f"No answer within {turn.request.timeout_s:g} s.")
             else:
                 router.let_go(address)

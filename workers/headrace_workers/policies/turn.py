@@ -21,12 +21,14 @@ from headrace_workers.policies.pools import Pool
 
 
 class Turn:
-    """The state of one call of ``Policy.sample``. ``failure`` is that of the last try."""
+    """The state of one call of ``Policy.sample``. ``failure`` is that of the last try; ``late``: the server that was
+    being asked when the time was up."""
 
     def __init__(self, request: SampleRequest, pool: Pool, clock: Callable[[], float]) -> None:
         self.request = request
         self.tried: set[str] = set()
         self.failure: PolicyFailure | None = None
+        self.late = ""
         self.silences = 0
         self.refusals = 0
         self.interruptions = 0
@@ -151,11 +153,10 @@ class Turn:
     def overdue(self) -> PolicyFailure:
         """The failure of a turn whose time is up."""
         limit = f"within {self.request.timeout_s:g} s"
-        if self._asked or not self._pool.addresses():
-            return PolicyFailure(
-                f"{self._asked} did not answer {limit}." if self._asked else f"No server took the turn {limit}.",
-                hint="" if self._asked else self._pool.why(),
-                kind="timeout" if self._asked else "no-server",
-                retryable=True,
-            )
-        return self.failure or PolicyFailure(f"No answer {limit}.", kind="timeout", retryable=True)
+        if self.late:
+            return PolicyFailure(f"{self.late} did not answer {limit}.", kind="timeout", retryable=True)
+        if self.failure is not None:
+            return self.failure
+        return PolicyFailure(
+            f"No server took the turn {limit}.", hint=self._pool.why(), kind="no-server", retryable=True
+        )

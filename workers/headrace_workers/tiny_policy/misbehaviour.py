@@ -29,7 +29,8 @@ Answer = dict[str, Any]
 
 
 class Misbehaviour(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Settings of the double, the body of ``POST /misbehave``. Requests for completions are counted from 1."""
+    """Settings of the double, the body of ``POST /misbehave``. Requests for tokens are counted from 1, as far as they
+    can be read."""
 
     slow_s: float = 0.0
     """Wait so long before each answer, in seconds."""

@@ -105,6 +105,8 @@ class Server:
             await _answer(send, error.status, _error(error.status, str(error)))
 
     async def _sampled(self, scope: Scope, body: bytes, receive: Receive) -> bytes:
+        generate = scope["path"] == engine.GENERATE
+        request = read_generate(body) if generate else read_completion(body)
         request_id = _header(scope, b"x-request-id") or f"{next(self._numbers):x}"
         if request_id in self._live:
             raise InvalidRequest(f"Request id {request_id} is already running.")
@@ -115,7 +117,7 @@ class Server:
                 await self._wait(fault.wait_s, receive)
             if fault.fail:
                 raise _Refused(self._misbehaving.settings.fail_status)
-            return self._complete(body, request_id, fault.lie, generate=scope["path"] == engine.GENERATE)
+            return self._complete(request, request_id, fault.lie, generate=generate)
         finally:
             self._live.discard(request_id)
 
@@ -129,8 +131,7 @@ class Server:
             raise ClientGone
         gone.cancel()
 
-    def _complete(self, body: bytes, request_id: str, lie: str, *, generate: bool) -> bytes:
-        request = read_generate(body) if generate else read_completion(body)
+    def _complete(self, request: CompletionRequest, request_id: str, lie: str, *, generate: bool) -> bytes:
         if request.model not in ("", self._model):
             raise NotFound(f"The model `{request.model}` does not exist.")
         prompt = _read_prompt(request.prompt)

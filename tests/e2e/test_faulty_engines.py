@@ -1,0 +1,165 @@
+"""Policy servers that fail, in every way they can: their turns are played elsewhere, and nothing of it is a reward."""
+
+from __future__ import annotations
+
+import json
+import signal
+import urllib.request
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+
+from headrace import Client
+from headrace.errors import RunFinished
+from headrace.runspec import RunSpec
+from tests.e2e.processes import Process, Processes, answers, free_port, wait_for
+
+EPISODES = 6
+TASKS = [{"environment": "game:GuessTheNumber-v0-easy", "seed": seed} for seed in range(EPISODES)]
+
+
+class Plant(NamedTuple):
+    """A service with one worker, and policy servers: one that does as it is told, and one that is honest."""
+
+    processes: Processes
+    client: Client
+    liar: str
+    honest: str
+
+    def add_server(self) -> tuple[Process, str]:
+        """One more policy server."""
+        port = free_port()
+        process = self.processes.tiny_policy(port).start()
+        wait_for("the policy is ready", lambda: answers(f"http://127.0.0.1:{port}/health"))
+        return process, f"http://127.0.0.1:{port}"
+
+    def run(self, name: str, *endpoints: str, **fields: Any) -> None:
+        """Start a run of six episodes on these servers."""
+        spec = {
+            "name": name,
+            "tasks": TASKS,
+            "batch_size": EPISODES,
+            "policy": {"endpoints": list(endpoints)},
+            "sampling": {"max_tokens": 32},
+            "retries": {"max_attempts": 3, "quarantine_after": 100},
+            **fields,
+        }
+        self.client.create_run(RunSpec.model_validate(spec))
+
+
+@pytest.fixture(scope="module")
+def plant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plant]:
+    folder = tmp_path_factory.mktemp("plant")
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with Processes(folder / "logs") as processes:
+        processes.orchestrator(folder / "data", port).start()
+        wait_for("the orchestrator is ready", lambda: answers(f"{url}/readyz"))
+        processes.worker("worker", url, "", slots=EPISODES).start()
+        with Client(url, keepalive=False) as client:
+            made = Plant(processes, client, "", "")
+            yield made._replace(liar=made.add_server()[1], honest=made.add_server()[1])
+
+
+def misbehave(address: str, **settings: Any) -> None:
+    request = urllib.request.Request(f"{address}/misbehave", json.dumps(settings).encode(), method="POST")
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        assert answer.status == 200
+
+
+def running(address: str) -> int:
+    with urllib.request.urlopen(f"{address}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return int(next(line for line in lines if line.startswith("vllm:num_requests_running{")).split()[-1])
+
+
+FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "500s about floats": ({"fail_every": 1}, "logprob-unwritable"),
+    "503s": ({"fail_every": 1, "fail_status": 503}, "server-error"),
+    "garbage": ({"lie": "garbage"}, "unreadable-response"),
+    "truncated JSON": ({"lie": "cut-short"}, "unreadable-response"),
+    "too many tokens": ({"lie": "too-many-tokens"}, "too-many-tokens"),
+    "too few logprobs": ({"lie": "short-logprobs"}, "logprobs-too-few"),
+    "NaN": ({"lie": "nan-logprob"}, "logprob-nan"),
+    "a made-up logprob": ({"lie": "made-up-logprob"}, "logprob-missing"),
+    "slow": ({"slow_s": 60.0}, "timeout"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_turns_of_a_faulty_engine_are_played_elsewhere_and_without_another_one_they_are_failures(
+    plant: Plant, fault: str
+) -> None:
+    settings, kind = FAULTS[fault]
+    misbehave(plant.liar, **settings)
+    name = fault.replace(" ", "-")
+    limits = {"policy_timeout_s": 0.5 if fault == "slow" else 20.0}
+    plant.run(f"{name}-two", plant.liar, plant.honest, limits=limits)
+    once = {"max_attempts": 1, "quarantine_after": 100}
+    plant.run(f"{name}-one", plant.liar, limits=limits, retries=once, short_groups="serve")
+
+    batch = plant.client.pull(f"{name}-two", timeout_s=60)
+    assert {trajectory.status for trajectory in batch.trajectories} <= {"finished", "truncated"}
+    assert len(batch.trajectories) == EPISODES
+    assert {trajectory.provenance.endpoints[-1] for trajectory in batch.trajectories} == {plant.honest}
+
+    with pytest.raises(RunFinished):
+        plant.client.pull(f"{name}-one", timeout_s=60)
+    failed = list(plant.client.trajectories(f"{name}-one"))
+    assert len(failed) == EPISODES
+    assert {(item.failure.layer, item.failure.kind, item.reward) for item in failed if item.failure} == {
+        ("policy", kind, None)
+    }
+    assert all("Turn 0: " in item.failure.message for item in failed if item.failure)
+    worker = plant.client.status().workers[0]
+    assert worker.stats.get(f"policy_failures {plant.honest}", 0.0) == 0.0
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_engine_that_dies_or_freezes_in_the_middle_of_turns_costs_no_episode(
+    plant: Plant, number: signal.Signals
+) -> None:
+    process, address = plant.add_server()
+    misbehave(address, slow_s=60.0)
+    name = number.name.lower()
+    plant.run(name, address, plant.honest, limits={"policy_timeout_s": 60.0})
+    wait_for("turns are sampled there", lambda: running(address) > 0)
+    process.send(number)
+    batch = plant.client.pull(name, timeout_s=60)
+    assert len(batch.trajectories) == EPISODES
+    assert {trajectory.status for trajectory in batch.trajectories} <= {"finished", "truncated"}
+    assert {trajectory.attempt for trajectory in batch.trajectories} == {1}
+    process.kill()
+
+
+def test_G09_a_task_that_keeps_getting_bad_logprobs_is_quarantined_and_its_group_is_served_as_it_is(  # noqa: N802
+    plant: Plant,
+) -> None:
+    misbehave(plant.liar, lie="nan-logprob", lie_after=1)  # the first member is lucky
+    plant.run(
+        "g09",
+        plant.liar,
+        tasks=TASKS[:1],
+        group_size=3,
+        batch_size=3,
+        max_concurrent=1,
+        short_groups="serve",
+        limits={"max_turns": 1},
+        retries={"max_attempts": 2, "quarantine_after": 2},
+    )
+
+    batch = plant.client.pull("g09", timeout_s=60)
+    assert len(batch.trajectories) == 1
+    assert plant.client.run("g09").quarantined == 1
+    failed = list(plant.client.trajectories("g09", status="failed"))
+    assert [(item.attempt, item.reward) for item in failed] == [(2, None)] * 2
+    for item in failed:
+        assert item.failure is not None
+        assert (item.failure.layer, item.failure.kind) == ("policy", "logprob-nan")
+        assert "Turn 0: The logprob at position 4 is NaN." in item.failure.message
+    plant.client.ack(batch)
+    wait_for(
+        "the server's share of errors shows",
+        lambda: plant.client.status().workers[0].stats.get(f"policy_failures {plant.liar}", 0.0) >= 2,
+    )
