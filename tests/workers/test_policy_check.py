@@ -1,0 +1,149 @@
+"""``headrace policy check``: a server that keeps the protocol passes, and each fault is named by its check."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from headrace.errors import SetupError
+from headrace_workers.policy_check import ending
+from headrace_workers.policy_check.cli import check_server, policy
+from headrace_workers.policy_check.findings import Finding
+from headrace_workers.rendering.folder_tokenizer import load_tokenizer
+from tests.workers.models import CHATML, STRIPS_THINKING, make_model
+from tests.workers.token_server import TokenServer, serving_tokens
+
+
+async def found(
+    folder: Path, *, wrong: str = "", served: Path | None = None, renderer: str = "template"
+) -> dict[str, Finding]:
+    """What a check of a server of the model in ``served`` (or ``folder``) finds, by name."""
+    asked = {"model": "policy", "renderer": renderer, "tokenizer": str(folder)}
+    async with serving_tokens(TokenServer(load_tokenizer(str(served or folder)), wrong)) as server:
+        findings = await check_server(server.url, asked, tolerance=0.01, timeout_s=10.0)
+    return {finding.check: finding for finding in findings}
+
+
+def failed(findings: dict[str, Finding]) -> list[str]:
+    return [name for name, finding in findings.items() if finding.status == "FAIL"]
+
+
+async def test_a_server_that_keeps_the_protocol_passes_every_check(tmp_path: Path) -> None:
+    findings = await found(make_model(tmp_path))
+    assert {name: finding.status for name, finding in findings.items()} == dict.fromkeys(findings, "PASS")
+    assert findings["turns"].detail == "two turns in one segment"
+    assert "0.3" in findings["version"].detail
+
+
+@pytest.mark.parametrize(
+    ("wrong", "check"),
+    [
+        ("model", "model"),
+        ("fewer ids", "vocabulary"),
+        ("no ids", "ids"),
+        ("echo", "ids"),
+        ("logprobs", "logprobs"),
+        ("scores", "scores"),
+        ("greedy", "greedy"),
+        ("seed", "seeds"),
+        ("n", "several"),
+        ("stop token", "stop token"),
+        ("stop string", "stop string"),
+        ("truncates", "context"),
+        ("version", "version"),
+        ("abort", "abort"),
+    ],
+)
+async def test_each_fault_of_a_server_is_named_by_its_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str, check: str
+) -> None:
+    monkeypatch.setattr(ending, "ABORT_POLLS", 2)
+    findings = await found(make_model(tmp_path), wrong=wrong)
+    assert failed(findings)[0] == check
+    assert findings[check].remedy
+
+
+async def test_what_a_server_does_not_offer_is_skipped_and_fails_nothing(tmp_path: Path) -> None:
+    findings = await found(make_model(tmp_path), wrong="unscored")
+    assert findings["scores"] == Finding("scores", "SKIPPED", "the server gives no prompt_logprobs")
+    assert failed(findings) == []
+
+
+async def test_a_tokenizer_of_another_model_is_detected(tmp_path: Path) -> None:
+    other = make_model(tmp_path / "other")
+    definition = json.loads((other / "tokenizer.json").read_text())
+    vocab = definition["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (other / "tokenizer.json").write_text(json.dumps(definition))
+    findings = await found(make_model(tmp_path / "one"), served=other)
+    assert failed(findings)[0] == "vocabulary"
+    assert "to the tokenizer, but [" in findings["vocabulary"].detail
+
+
+async def test_a_larger_model_than_the_tokenizers_is_detected(tmp_path: Path) -> None:
+    larger = make_model(tmp_path / "larger")
+    (larger / "config.json").write_text(json.dumps({"vocab_size": 1000}))
+    findings = await found(make_model(tmp_path / "one"), served=larger)
+    assert "the server knows id 423; the tokenizer has 423 ids" in findings["vocabulary"].detail
+
+
+async def test_another_template_is_detected_with_the_place_where_it_differs(tmp_path: Path) -> None:
+    findings = await found(make_model(tmp_path / "one", STRIPS_THINKING), served=make_model(tmp_path / "other", CHATML))
+    assert failed(findings) == ["template"]
+    assert "'<think>\\n' here, '' at the server" in findings["template"].detail
+
+
+async def test_a_template_that_rewrites_turns_is_told_beforehand(tmp_path: Path) -> None:
+    numbered = CHATML.replace("m.role", "loop.revindex | string + m.role")
+    findings = await found(make_model(tmp_path, numbered))
+    assert findings["turns"].status == "PASS"
+    assert "two turns in two segments" in findings["turns"].detail
+
+
+@pytest.fixture(scope="module")
+def tiny_policy() -> Iterator[str]:
+    command = [sys.executable, "-m", "headrace_workers.tiny_policy", "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    yield json.loads(process.stdout.readline())["address"]
+    process.terminate()
+    process.wait(timeout=20)
+    process.stdout.close()
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(policy, ["check", *arguments])
+
+
+def test_the_tiny_policy_passes_and_the_command_says_so(tiny_policy: str) -> None:
+    result = run("--endpoint", tiny_policy)
+    assert result.exit_code == 0
+    assert "PASS    ids" in result.output
+    assert result.output.endswith("Renderer and server agree.\n")
+
+
+def test_a_failed_check_ends_with_1_and_json_is_for_scripts(tiny_policy: str) -> None:
+    result = run("--endpoint", tiny_policy, "--model", "nobody", "--json")
+    assert result.exit_code == 1
+    findings = {item["check"]: item for item in json.loads(result.output)}
+    assert findings["model"]["status"] == "FAIL"
+    assert findings["ids"]["detail"] == "it needs the check 'model'"
+
+
+def test_a_server_that_is_not_there_is_a_failed_check() -> None:
+    result = run("--endpoint", "http://127.0.0.1:9")
+    assert result.exit_code == 1
+    assert "FAIL    server" in result.output
+    assert "Is the server running" in result.output
+
+
+def test_a_tokenizer_that_is_not_there_is_an_error_of_the_command(tmp_path: Path) -> None:
+    result = run("--endpoint", "http://127.0.0.1:9", "--tokenizer", str(tmp_path / "none"))
+    assert isinstance(result.exception, SetupError)
+    assert "There is no folder" in str(result.exception)

@@ -1,0 +1,51 @@
+"""Two turns, played as a worker plays them: through its own client, the second prompt standing on the first answer."""
+
+from __future__ import annotations
+
+from headrace.errors import EpisodeFailure
+from headrace.trajectory import Sampling
+from headrace_workers.policies import Sample, SampleRequest, check_sample
+from headrace_workers.policy_check.findings import Failed
+from headrace_workers.policy_check.subject import MORE, QUESTION, TOKENS, Subject
+from headrace_workers.rendering import Prompt, Reply, Standing
+
+
+async def turns(subject: Subject) -> str:
+    """Two turns through the worker's own client; the second prompt stands on the first answer."""
+    first = subject.renderer.start([QUESTION])
+    sample = await _asked(subject, first.new_ids, 0)
+    standing = _standing(subject, first, sample)
+    following = subject.renderer.extend(standing, [MORE])
+    prompt = [*standing.token_ids, *following.new_ids] if following is not None else None
+    await _asked(subject, prompt or subject.renderer.start([*standing.conversation, MORE]).new_ids, 1)
+    if following is not None:
+        return "two turns in one segment"
+    return "two turns in two segments: this template shows what was sampled in another way than it was"
+
+
+async def _asked(subject: Subject, prompt: list[int], turn: int) -> Sample:
+    vocab_size = subject.renderer.tokenizer.vocab_size
+    request = SampleRequest(
+        id=f"check-{turn}",
+        group="check",
+        episode="check",
+        model=subject.server.model,
+        prompt=prompt,
+        sampling=Sampling(seed=turn),
+        max_tokens=TOKENS,
+        stop=(),
+        stop_token_ids=subject.renderer.stop_token_ids,
+        timeout_s=120.0,
+        vocab_size=vocab_size,
+    )
+    try:
+        sample = await subject.policies.at([subject.server.address]).sample(request)
+        check_sample(sample, vocab_size, TOKENS)
+    except EpisodeFailure as failure:
+        raise Failed(f"turn {turn}: {failure.kind}: {failure.detail}", failure.hint) from failure
+    return sample
+
+
+def _standing(subject: Subject, asked: Prompt, sample: Sample) -> Standing:
+    reply = Reply(sample.token_ids, subject.renderer.parse(sample.token_ids))
+    return Standing([*asked.new_ids, *sample.token_ids], len(asked.new_ids), [QUESTION, reply], asked.text)
