@@ -48,4 +48,4 @@ parts: ## install the heavy parts: vLLM with torch (6 GB, build/parts), a browse
 
 clean: ## remove what the other targets made
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	find sdk workers orchestrator tests examples benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} +
+	find sdk sandbox workers orchestrator tests examples benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -12,6 +12,8 @@ system_parts() {
     missing=
     # The browser of the console's tests.
     command -v chromium >/dev/null 2>&1 || missing="$missing chromium"
+    # The default runtime of sandboxes.
+    command -v bwrap >/dev/null 2>&1 || missing="$missing bubblewrap"
     # What reasoning-gym is built with, unless it is installed.
     if ! .venv/bin/python -c 'import reasoning_gym' >/dev/null 2>&1; then
         command -v cc >/dev/null 2>&1 || missing="$missing gcc libc6-dev"

@@ -14,6 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+from headrace_sandbox.cgroups import find_driver
+
 
 class Part(NamedTuple):
     """``present()`` says whether it can be used here; ``install`` is the command that a person would type."""
@@ -26,12 +28,18 @@ VLLM_PYTHON = Path(__file__).parent.parent / "build" / "parts" / "vllm" / "bin" 
 """The interpreter of the environment with vLLM, torch and TRL, where ``make parts`` made it."""
 
 PARTS: dict[str, Part] = {
+    "bubblewrap": Part(lambda: shutil.which("bwrap") is not None, "make parts"),
+    "cgroups": Part(
+        lambda: find_driver().name != "none", "run as root, or where control groups are delegated to this user"
+    ),
     "chromium": Part(lambda: shutil.which("chromium") is not None, "make parts"),
     "reasoning-gym": Part(lambda: find_spec("reasoning_gym") is not None, "make parts && make setup"),
     "vllm": Part(lambda: (VLLM_PYTHON.parent.parent / ".headrace-parts").exists(), "make parts"),
 }
 
 LEAST_TESTS: dict[str, int] = {
+    "bubblewrap": 70,
+    "cgroups": 10,
     "chaos": 22,
     "chromium": 2,
     "cli": 100,
@@ -44,6 +52,7 @@ LEAST_TESTS: dict[str, int] = {
     "policy_conformance": 130,
     "project": 130,
     "reasoning-gym": 10,
+    "sandbox": 80,
     "scheduler": 310,
     "sdk": 460,
     "tiny_policy": 120,

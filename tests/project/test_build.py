@@ -152,7 +152,7 @@ def test_the_wheel_holds_code_types_templates_and_examples_and_nothing_else(tmp_
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     packages = {name.split("/")[0] for name in names if not re.match(r"headrace-[^/]*\.dist-info/", name)}
-    assert packages == {"headrace", "headrace_workers", "headrace_orchestrator"}
+    assert packages == {"headrace", "headrace_sandbox", "headrace_workers", "headrace_orchestrator"}
     assert {f"headrace_orchestrator/_examples/{name}" for name in ("learner.py", "guess_the_number.json")} <= set(names)
     assert any(re.fullmatch(r"headrace_orchestrator/console/.*\.html", name) for name in names)
     assert any(name.endswith("dist-info/licenses/LICENSE") for name in names)

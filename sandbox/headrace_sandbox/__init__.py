@@ -1,0 +1,1 @@
+"""Isolated execution: run anything that a model writes."""

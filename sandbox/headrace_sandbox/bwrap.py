@@ -1,0 +1,207 @@
+"""Starts bubblewrap: a sandbox is made, and waits before anything runs in it.
+
+* Nothing of this process reaches the sandbox: no variable, no descriptor but those that are handed, no file but what is
+  mounted, no network.
+* Where this process is root, a sandbox runs as a user id of its own that owns nothing; never as root.
+* A sandbox that cannot be made is a failure of ours, with what bubblewrap said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from headrace.errors import SandboxFailure
+from headrace_sandbox.result import Limits
+
+SCRATCH = "/scratch"
+"""The scratch folder of a sandbox, where a program starts and its files are."""
+
+PROGRAM_PATH = "/usr/local/bin:/usr/bin:/bin"
+
+NAMESPACES = ("--unshare-all", "--unshare-user", "--uid", "1000", "--gid", "1000", "--die-with-parent", "--new-session")
+
+OF_USR = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
+"""Folders of the root that are links into /usr on a merged system."""
+
+SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
+
+FIRST_UID, UIDS = 0x60000000, 1 << 20
+"""User ids that no system gives to anybody. Each sandbox takes the next one."""
+
+SPARE_PIDS = 8
+"""More processes that the user of a sandbox may have than its control group: bubblewrap's own."""
+
+START_TIMEOUT_S = 10.0
+"""For a sandbox to be made; on a quiet machine it takes some milliseconds."""
+
+QUOTED_BYTES = 2000
+"""Of what bubblewrap said when it failed."""
+
+_numbers = itertools.count(os.getpid() * 256)
+
+
+class Bwrap:
+    """Starts sandboxes. ``version`` is that of bubblewrap."""
+
+    def __init__(self) -> None:
+        """Raises SandboxFailure ``runtime-missing``."""
+        self._bwrap, self._prlimit = _program("bwrap"), _program("prlimit")
+        said = subprocess.run([self._bwrap, "--version"], capture_output=True, text=True, check=True).stdout
+        self.version = said.split()[-1]
+        self._is_root = os.geteuid() == 0
+
+    def start(
+        self, arguments: Sequence[str], limits: Limits, handed: Sequence[int], stdin: int | IO[bytes]
+    ) -> subprocess.Popen[bytes]:
+        """Start it with these arguments; closes what is handed. Output goes to pipes. Raises SandboxFailure."""
+        user = FIRST_UID + next(_numbers) % UIDS if self._is_root else None
+        rlimits = _rlimits(limits, has_own_user=self._is_root)
+        try:
+            return subprocess.Popen(
+                [self._prlimit, *rlimits, "--", self._bwrap, *NAMESPACES, *arguments],
+                env={},
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=handed,
+                user=user,
+                group=user,
+                extra_groups=[] if self._is_root else None,
+                start_new_session=True,
+                cwd="/",
+            )
+        except OSError as error:
+            raise not_made(str(error)) from error
+        finally:
+            for descriptor in handed:
+                os.close(descriptor)
+
+
+def system(root: Path = Path("/")) -> Iterator[str]:
+    """The files of this machine that programs need, read-only, and nothing that is anybody's."""
+    yield from ("--ro-bind", "/usr", "/usr")
+    for name in OF_USR:
+        folder = root / name
+        if folder.is_symlink():
+            yield from ("--symlink", os.readlink(folder), f"/{name}")
+        elif folder.is_dir():
+            yield from ("--ro-bind", f"/{name}", f"/{name}")
+    for path in SYSTEM_FILES:
+        yield from ("--ro-bind-try", path, path)
+    yield from ("--dev", "/dev", "--proc", "/proc", "--symlink", SCRATCH, "/tmp")
+
+
+def scratch_files(contents: Mapping[str, int]) -> Iterator[str]:
+    """Files in the scratch folder: descriptors to read them from, by path."""
+    for path, descriptor in contents.items():
+        for parent in _parents(path):
+            yield from ("--dir", f"{SCRATCH}/{parent}")
+        yield from ("--perms", "0644", "--file", f"{descriptor}", f"{SCRATCH}/{path}")
+
+
+def environment(given: Mapping[str, str]) -> dict[str, str]:
+    """What a program finds in its environment."""
+    return {"PATH": PROGRAM_PATH, "HOME": SCRATCH, "LANG": "C.UTF-8", **given}
+
+
+def memory_file(content: bytes) -> int:
+    """A descriptor from which this is read."""
+    descriptor = os.memfd_create("headrace", os.MFD_CLOEXEC)
+    with os.fdopen(os.dup(descriptor), "wb") as file:
+        file.write(content)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
+
+
+async def first_process(status: int) -> int | None:
+    """The first process inside, as this machine numbers it, from what bubblewrap writes to its status descriptor; None
+    if there is none."""
+    loop = asyncio.get_running_loop()
+    readable = asyncio.Event()
+    text = b""
+    loop.add_reader(status, readable.set)
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while (found := re.search(rb'"child-pid": (\d+)\D', text)) is None:
+                await readable.wait()
+                readable.clear()
+                more = os.read(status, 4096)
+                if not more:
+                    return None
+                text += more
+    except TimeoutError:
+        return None
+    finally:
+        loop.remove_reader(status)
+    return int(found[1])
+
+
+def reap(process: subprocess.Popen[bytes]) -> None:
+    """End bubblewrap, and with it the sandbox; nothing of it is left behind."""
+    process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stdout, process.stderr):
+        if stream is not None:
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+
+
+def taken(stream: IO[bytes] | None) -> int:
+    """The descriptor of a stream, which is closed: the end of the input must be its only end."""
+    assert stream is not None
+    descriptor = os.dup(stream.fileno())
+    stream.close()
+    return descriptor
+
+
+def kill(pidfd: int) -> None:
+    """Kill a process; one that has ended is fine."""
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+
+
+def not_made(said: str) -> SandboxFailure:
+    """The failure of a sandbox that could not be made."""
+    return SandboxFailure(
+        f"bubblewrap could not make a sandbox: {said[-QUOTED_BYTES:] or 'it said nothing'}",
+        hint="User namespaces may be switched off here, by a sysctl, AppArmor or the container's profile.",
+        kind="sandbox-not-made",
+        retryable=True,
+    )
+
+
+def _rlimits(limits: Limits, *, has_own_user: bool) -> Iterator[str]:
+    yield "--core=0"
+    yield f"--fsize={limits.file_bytes}"
+    yield f"--nofile={limits.open_files}"
+    if has_own_user:
+        # It counts by user, so where that is ours it would count our own processes. The control group comes first,
+        # because that one says when it refuses.
+        yield f"--nproc={limits.pids + SPARE_PIDS}"
+
+
+def _parents(path: str) -> Iterable[str]:
+    names = path.split("/")[:-1]
+    return itertools.accumulate(names, lambda above, name: f"{above}/{name}")
+
+
+def _program(name: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        raise SandboxFailure(
+            f"The program {name} is not installed.",
+            hint="Debian, Ubuntu: apt-get install bubblewrap util-linux.",
+            kind="runtime-missing",
+            retryable=False,
+        )
+    return found

@@ -1,0 +1,333 @@
+"""Control groups: what bounds and counts all processes of an execution together, and ends them all.
+
+* Three drivers: v2 where this process may make groups, v1 as root, and none; which one is found out by trying.
+* A group is used again once nothing runs in it; what it counts begins anew. One that cannot be emptied is not used
+  again.
+* Without a driver nothing is counted and only rlimits bound; what is not enforced is not called active.
+* Groups are below one folder and carry the id of the process that made them, so that a later one finds what a killed
+  one left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+from headrace.errors import SandboxFailure
+from headrace_sandbox.result import Limits, Usage
+
+ROOT = Path("/sys/fs/cgroup")
+
+PARENT = "headrace"
+"""The group below which all of ours are."""
+
+PERIOD_US = 100_000
+"""Of the CPU quota: the kernel's default."""
+
+V1_CONTROLLERS = ("memory", "pids", "cpu", "cpuacct")
+
+EMPTY_S = 2.0
+"""For the processes of a group to be gone once they were killed."""
+
+NOTHING = Usage(cpu_s=0.0, peak_memory_bytes=0)
+
+_numbers = itertools.count()
+
+
+class Cgroup(Protocol):
+    """A group, for one execution after the other."""
+
+    def open(self, limits: Limits) -> None:
+        """Set its limits, and count from here on. Raises OSError."""
+        ...
+
+    def add(self, pid: int) -> None:
+        """Put a process into it; its children to come are in it too."""
+        ...
+
+    def usage(self) -> Usage:
+        """What was used since it was opened."""
+        ...
+
+    def pids(self) -> list[int]:
+        """What runs in it."""
+        ...
+
+    def remove(self) -> None:
+        """Remove it. Raises OSError if something runs in it."""
+        ...
+
+
+class Driver(Protocol):
+    """Makes groups. ``name`` is v1, v2 or none; ``active`` are the limits that its groups enforce."""
+
+    name: str
+    active: tuple[str, ...]
+
+    def make(self, name: str) -> Cgroup:
+        """A new group. Raises OSError."""
+        ...
+
+
+class Groups:
+    """Groups of one driver, used again and again: making one costs milliseconds."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self._free: list[Cgroup] = []
+
+    def take(self, limits: Limits) -> Cgroup:
+        """A group with these limits, and nothing in it. Raises SandboxFailure ``no-cgroup``."""
+        try:
+            group = self._free.pop() if self._free else self.driver.make(f"{os.getpid()}-{next(_numbers)}")
+            group.open(limits)
+        except OSError as error:
+            raise SandboxFailure(
+                f"No control group could be made: {error}.", kind="no-cgroup", retryable=True
+            ) from error
+        return group
+
+    def give_back(self, group: Cgroup) -> None:
+        """Kill what is left in it; then it may be taken again. Raises SandboxFailure ``unkillable``."""
+        empty(group)
+        self._free.append(group)
+
+    def close(self) -> None:
+        """Remove all that are free."""
+        while self._free:
+            self._free.pop().remove()
+
+
+def empty(group: Cgroup) -> None:
+    """Kill what is in a group, until nothing is. Raises SandboxFailure ``unkillable``."""
+    deadline = time.monotonic() + EMPTY_S
+    while pids := group.pids():
+        if time.monotonic() > deadline:
+            raise SandboxFailure(
+                f"Processes {pids} do not end, although they were killed.",
+                hint="They wait in the kernel, most likely for a disk or a network file system.",
+                kind="unkillable",
+                retryable=True,
+            )
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.0005)
+
+
+def find_driver(root: Path = ROOT) -> Driver:
+    """The best driver that works here, found by making a group and removing it."""
+    drivers: list[Driver] = []
+    if (root / "cgroup.controllers").is_file():
+        drivers.append(V2(root))
+    drivers.append(V1(root))
+    for driver in drivers:
+        try:
+            group = driver.make(f"{os.getpid()}-{next(_numbers)}")
+            group.open(Limits())
+            group.remove()
+        except OSError:
+            continue
+        return driver
+    return NoDriver()
+
+
+class NoDriver:
+    """Where no group can be made."""
+
+    name = "none"
+    active: tuple[str, ...] = ()
+
+    def make(self, name: str) -> Cgroup:
+        return _NoGroup()
+
+
+class _NoGroup:
+    def open(self, limits: Limits) -> None:
+        pass
+
+    def add(self, pid: int) -> None:
+        pass
+
+    def usage(self) -> Usage:
+        return Usage()
+
+    def pids(self) -> list[int]:
+        return []
+
+    def remove(self) -> None:
+        pass
+
+
+class V1:
+    """One hierarchy for each controller."""
+
+    name = "v1"
+    active: tuple[str, ...] = ("memory_bytes", "pids", "cpus", "cpu_s")
+
+    def __init__(self, root: Path = ROOT) -> None:
+        # Controllers that are mounted together are one folder by several names.
+        self._folders = {name: (root / name).resolve() for name in V1_CONTROLLERS}
+
+    def make(self, name: str) -> Cgroup:
+        for controller, folder in self._folders.items():
+            if not folder.is_dir():
+                raise OSError(f"the controller {controller} is not mounted")
+        group = V1Group({controller: folder / PARENT / name for controller, folder in self._folders.items()})
+        group.make()
+        return group
+
+
+class V1Group:
+    """A group in each hierarchy."""
+
+    def __init__(self, folders: dict[str, Path]) -> None:
+        self._memory, self._pids = folders["memory"], folders["pids"]
+        self._cpu, self._cpuacct = folders["cpu"], folders["cpuacct"]
+        self._distinct = list(dict.fromkeys(folders.values()))
+        self._limits: Limits | None = None
+        self._before = NOTHING
+
+    def make(self) -> None:
+        """Make its folders. Raises OSError."""
+        for folder in self._distinct:
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def open(self, limits: Limits) -> None:
+        if limits != self._limits:
+            self._limit(limits)
+            self._limits = limits
+        _write(self._memory / "memory.max_usage_in_bytes", 0)
+        self._before = self._counted()
+
+    def _limit(self, limits: Limits) -> None:
+        swap = self._memory / "memory.memsw.limit_in_bytes"
+        if swap.exists():
+            _write(swap, -1)  # it must never be below the other one
+        _write(self._memory / "memory.limit_in_bytes", limits.memory_bytes)
+        if swap.exists():
+            _write(swap, limits.memory_bytes)
+        _write(self._pids / "pids.max", limits.pids)
+        _write(self._cpu / "cpu.cfs_period_us", PERIOD_US)
+        _write(self._cpu / "cpu.cfs_quota_us", round(limits.cpus * PERIOD_US))
+
+    def add(self, pid: int) -> None:
+        for folder in self._distinct:
+            _write(folder / "cgroup.procs", pid)
+
+    def usage(self) -> Usage:
+        return _since(self._before, self._counted())
+
+    def _counted(self) -> Usage:
+        return Usage(
+            cpu_s=int((self._cpuacct / "cpuacct.usage").read_text()) / 1e9,
+            peak_memory_bytes=int((self._memory / "memory.max_usage_in_bytes").read_text()),
+            memory_kills=_named(self._memory / "memory.oom_control", "oom_kill"),
+            refused_pids=_named(self._pids / "pids.events", "max"),
+        )
+
+    def pids(self) -> list[int]:
+        return sorted({pid for folder in self._distinct for pid in _pids(folder)})
+
+    def remove(self) -> None:
+        for folder in self._distinct:
+            folder.rmdir()
+
+
+class V2:
+    """One hierarchy, with the controllers delegated to this process."""
+
+    name = "v2"
+    active: tuple[str, ...] = ("memory_bytes", "pids", "cpus", "cpu_s")
+
+    def __init__(self, root: Path = ROOT) -> None:
+        self._root = root
+
+    def make(self, name: str) -> Cgroup:
+        parent = self._root / PARENT
+        parent.mkdir(exist_ok=True)
+        for folder in (self._root, parent):
+            _write(folder / "cgroup.subtree_control", "+cpu +memory +pids")
+        folder = parent / name
+        folder.mkdir(exist_ok=True)
+        return V2Group(folder)
+
+
+class V2Group:
+    """A group of the one hierarchy."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._limits: Limits | None = None
+        self._before = NOTHING
+
+    def open(self, limits: Limits) -> None:
+        folder = self._folder
+        if limits != self._limits:
+            _write(folder / "memory.max", limits.memory_bytes)
+            if (folder / "memory.swap.max").exists():
+                _write(folder / "memory.swap.max", 0)
+            _write(folder / "pids.max", limits.pids)
+            _write(folder / "cpu.max", f"{round(limits.cpus * PERIOD_US)} {PERIOD_US}")
+            self._limits = limits
+        with contextlib.suppress(OSError):
+            _write(folder / "memory.peak", 0)  # newer kernels can reset it; on others it is that of the group's life
+        self._before = self._counted()
+
+    def add(self, pid: int) -> None:
+        _write(self._folder / "cgroup.procs", pid)
+
+    def usage(self) -> Usage:
+        return _since(self._before, self._counted())
+
+    def _counted(self) -> Usage:
+        peak = self._folder / "memory.peak"
+        return Usage(
+            cpu_s=_named(self._folder / "cpu.stat", "usage_usec") / 1e6,
+            peak_memory_bytes=int(peak.read_text()) if peak.exists() else None,
+            memory_kills=_named(self._folder / "memory.events", "oom_kill"),
+            refused_pids=_named(self._folder / "pids.events", "max"),
+        )
+
+    def pids(self) -> list[int]:
+        return list(_pids(self._folder))
+
+    def remove(self) -> None:
+        self._folder.rmdir()
+
+
+def _since(before: Usage, now: Usage) -> Usage:
+    return Usage(
+        cpu_s=(now.cpu_s or 0.0) - (before.cpu_s or 0.0),
+        peak_memory_bytes=now.peak_memory_bytes,
+        memory_kills=now.memory_kills - before.memory_kills,
+        refused_pids=now.refused_pids - before.refused_pids,
+    )
+
+
+def _pids(folder: Path) -> Iterator[int]:
+    yield from map(int, (folder / "cgroup.procs").read_text().split())
+
+
+def _named(path: Path, name: str) -> int:
+    """A value in a file of lines ``name value``; 0 where it has none."""
+    for line in path.read_text().splitlines():
+        key, _, value = line.partition(" ")
+        if key == name:
+            return int(value)
+    return 0
+
+
+def _write(path: Path, value: object) -> None:
+    # No buffer: the kernel's answer is that of this very write.
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        os.write(descriptor, str(value).encode())
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""Programs that are run inside sandboxes, by the Python there."""

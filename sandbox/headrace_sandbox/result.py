@@ -1,0 +1,110 @@
+"""What an execution may use, and what came of it.
+
+* A verdict rests on what the supervisor saw from outside: never on text that the program wrote.
+* Output is bytes; of a long one head and tail are kept, and ``truncated`` says so.
+* A program that ran into a limit has the limit named; a fault of ours raises, and is no result.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+LimitName = Literal["time", "cpu", "memory", "pids", "output"]
+"""The limit that ended a program, or that it ran into before it failed."""
+
+Fault = Literal["", "program", "limit"]
+"""Whose fault it is that a program did not end with 0: its own, or a limit's. Ours is a SandboxFailure, not a
+result."""
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What an execution may use. The defaults suit unit tests and tool calls.
+
+    ``wall_s``: from the moment that the program starts; waiting for a sandbox and making one do not count.
+    ``cpu_s``: of all its processes together; none: as long as the wall clock lets it. ``memory_bytes``: of all its
+    processes together, files in memory included. ``pids``: processes and threads at a time. ``cpus``: share of
+    processors, 0.5 is half of one. ``kept_bytes``: of each output stream that the result keeps. ``output_bytes``: of
+    both together, after which it is killed. ``disk_bytes``: of its scratch folder. ``file_bytes``: of one file.
+    """
+
+    wall_s: float = 10.0
+    cpu_s: float | None = None
+    memory_bytes: int = 256 << 20
+    pids: int = 64
+    cpus: float = 1.0
+    kept_bytes: int = 64 << 10
+    output_bytes: int = 64 << 20
+    disk_bytes: int = 16 << 20
+    file_bytes: int = 16 << 20
+    open_files: int = 256
+
+
+class Output(msgspec.Struct, frozen=True, kw_only=True):
+    """What a stream held. ``head`` and ``tail`` are its first and last bytes; where nothing was left out all is in
+    ``head``. ``total_bytes`` were written."""
+
+    head: bytes = b""
+    tail: bytes = b""
+    total_bytes: int = 0
+
+    @property
+    def truncated(self) -> bool:
+        """Whether bytes between head and tail were left out."""
+        return self.total_bytes > len(self.head) + len(self.tail)
+
+    @property
+    def text(self) -> str:
+        """For reading: bytes that are no UTF-8 become U+FFFD, and a line names what was left out."""
+        if not self.truncated:
+            return (self.head + self.tail).decode(errors="replace")
+        left_out = self.total_bytes - len(self.head) - len(self.tail)
+        head, tail = self.head.decode(errors="replace"), self.tail.decode(errors="replace")
+        return f"{head}\n[… {left_out} bytes left out …]\n{tail}"
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """What all processes of an execution used, as the kernel counted it; None where nothing counts it here.
+
+    ``memory_kills``: processes that the kernel killed for memory. ``refused_pids``: forks that it refused.
+    """
+
+    cpu_s: float | None = None
+    peak_memory_bytes: int | None = None
+    memory_kills: int = 0
+    refused_pids: int = 0
+
+
+class Isolation(msgspec.Struct, frozen=True, kw_only=True):
+    """What stood between the program and this machine. ``runtime``: its name. ``versions``: of its parts.
+    ``active``: the limits that something here enforces; one that is not named was not enforced."""
+
+    runtime: str
+    versions: dict[str, str]
+    active: list[str]
+
+
+class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One execution. Either ``exit_code`` or ``signal`` is set; neither where it was killed for time or output.
+
+    ``queue_s``, ``start_s`` and ``wall_s`` are apart: waiting for a sandbox, making one, and the program itself.
+    """
+
+    exit_code: int | None
+    signal: int | None
+    stdout: Output
+    stderr: Output
+    limit: LimitName | None
+    wall_s: float
+    start_s: float
+    queue_s: float = 0.0
+    usage: Usage
+    isolation: Isolation
+
+    @property
+    def fault(self) -> Fault:
+        """Empty where the program ended with 0."""
+        if self.limit is not None and self.exit_code != 0:
+            return "limit"
+        return "" if self.exit_code == 0 else "program"

@@ -1,0 +1,1 @@
+"""What isolates a sandbox."""

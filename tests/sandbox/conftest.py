@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from headrace_sandbox.result import ExecResult, Limits
+from headrace_sandbox.runtimes.base import Command
+from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
+from headrace_sandbox.runtimes.forkserver import ForkServer, PythonProgram
+
+Run = Callable[..., Awaitable[ExecResult]]
+"""Runs Python code: ``code``, and by name ``stdin``, ``files`` and fields of ``Limits``."""
+
+
+@pytest.fixture
+async def fresh() -> AsyncIterator[Bubblewrap]:
+    runtime = Bubblewrap()
+    yield runtime
+    runtime.close()
+
+
+@pytest.fixture
+async def forked() -> AsyncIterator[ForkServer]:
+    server = ForkServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(params=["fresh", "forked"])
+async def run(request: pytest.FixtureRequest) -> AsyncIterator[Run]:
+    """The same program in a sandbox made for it, and in a fork of a warm interpreter."""
+    runtime: Any = Bubblewrap() if request.param == "fresh" else ForkServer()
+
+    async def run_code(code: str, *, stdin: bytes = b"", files: dict[str, bytes] | None = None, **limits: Any) -> Any:
+        bounds = Limits(**{"wall_s": 20.0, **limits})
+        if isinstance(runtime, ForkServer):
+            return await runtime.run(PythonProgram(code=code, stdin=stdin, files=files or {}), bounds)
+        return await runtime.run(
+            Command(
+                arguments=["/usr/bin/python3", "-I", "main.py"],
+                stdin=stdin,
+                files={"main.py": code.encode(), **(files or {})},
+            ),
+            bounds,
+        )
+
+    yield run_code
+    runtime.close()

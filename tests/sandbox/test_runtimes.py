@@ -1,0 +1,177 @@
+"""What a runtime promises beside isolation: apart figures, nothing left, faults of ours that raise."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.errors import SandboxFailure
+from headrace_sandbox import bwrap
+from headrace_sandbox.cgroups import Groups, NoDriver, find_driver
+from headrace_sandbox.result import Limits, Usage
+from headrace_sandbox.runtimes import forkserver
+from headrace_sandbox.runtimes.base import Command
+from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
+from headrace_sandbox.runtimes.forkserver import ForkServer, PythonProgram
+from tests.sandbox.conftest import Run
+from tests.sandbox.test_hostile import lives
+
+pytestmark = pytest.mark.component("bubblewrap")
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def our_groups() -> list[Path]:
+    return list(Path("/sys/fs/cgroup").glob(f"**/headrace/{os.getpid()}-*"))
+
+
+async def test_executions_leave_no_process_group_mount_or_descriptor(run: Run) -> None:
+    await run("print(1)")
+    before, mounts = descriptors(), Path("/proc/self/mounts").read_text()
+    groups = len(our_groups())
+    await asyncio.gather(*(run("print(1)") for _ in range(4)))
+    for _ in range(20):
+        await run("open('x', 'w').write('x')")
+    assert descriptors() == before
+    assert Path("/proc/self/mounts").read_text() == mounts
+    assert len(our_groups()) <= groups * 4
+
+
+def test_groups_are_removed_at_the_end() -> None:
+    async def scenario() -> None:
+        for runtime in (Bubblewrap(), ForkServer()):
+            program: Any = Command(arguments=["true"]) if isinstance(runtime, Bubblewrap) else PythonProgram(code="")
+            await runtime.run(program, Limits())
+            runtime.close()
+
+    before = our_groups()
+    asyncio.run(scenario())
+    assert our_groups() == before
+
+
+async def test_files_are_there_and_paths_that_lead_out_are_refused(run: Run) -> None:
+    result = await run("print(open('a/b/c.bin', 'rb').read())", files={"a/b/c.bin": b"\xff\0"})
+    assert result.stdout.text == "b'\\xff\\x00'\n"
+    for path in ("/etc/x", "../x", "a/../../x", "a//b", ""):
+        with pytest.raises(SandboxFailure) as caught:
+            await run("", files={path: b""})
+        assert caught.value.kind == "bad-path"
+
+
+async def test_input_of_a_megabyte_arrives_whole_and_may_be_left_unread(run: Run) -> None:
+    result = await run("import sys\nprint(len(sys.stdin.read()))", stdin=b"x" * 1_000_000)
+    assert result.stdout.text == "1000000\n"
+    assert (await run("print('unread')", stdin=b"x" * 1_000_000)).stdout.text == "unread\n"
+
+
+async def test_how_it_ended_is_told_as_the_kernel_told_it(run: Run) -> None:
+    for code, expected in (
+        ("raise SystemExit(7)", (7, None, "program")),
+        ("import os\nos._exit(0)", (0, None, "")),
+        ("import os\nos.kill(os.getpid(), 15)", (None, 15, "program")),
+        ("1 / 0", (1, None, "program")),
+        ("raise SystemExit('why')", (1, None, "program")),
+    ):
+        result = await run(code)
+        assert (result.exit_code, result.signal, result.fault) == expected
+    assert result.stderr.text == "why\n"
+
+
+async def test_a_traceback_shows_the_program_alone(run: Run) -> None:
+    result = await run("def f():\n    raise ValueError('hm')\nf()")
+    lines = result.stderr.text.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert "main.py" in lines[1]
+    assert lines[-1] == "ValueError: hm"
+
+
+async def test_making_the_sandbox_is_not_the_programs_time(run: Run) -> None:
+    result = await run("import time\ntime.sleep(0.3)", wall_s=20.0)
+    assert result.wall_s >= 0.3
+    assert result.start_s > 0
+
+
+async def test_a_runtime_says_what_isolates_and_what_is_enforced(run: Run) -> None:
+    isolation = (await run("")).isolation
+    assert isolation.runtime == "bubblewrap"
+    assert isolation.versions.keys() == {"bubblewrap", "kernel", "cgroups"}
+    assert {"wall_s", "output_bytes", "disk_bytes"} <= set(isolation.active)
+
+
+async def test_without_control_groups_nothing_is_counted_and_that_is_said() -> None:
+    runtime = Bubblewrap(NoDriver())
+    result = await runtime.run(Command(arguments=["true"]), Limits())
+    assert result.usage == Usage()
+    assert "memory_bytes" not in result.isolation.active
+    assert result.isolation.versions["cgroups"] == "none"
+
+
+async def test_a_sandbox_that_cannot_be_made_is_our_failure(fresh: Bubblewrap, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bwrap, "SYSTEM_FILES", ())
+    monkeypatch.setattr(bwrap, "OF_USR", ())
+    monkeypatch.setattr(bwrap, "system", lambda: ["--ro-bind", "/no/such/folder", "/usr"])
+    with pytest.raises(SandboxFailure, match="no/such/folder") as caught:
+        await fresh.run(Command(arguments=["true"]), Limits())
+    assert (caught.value.kind, caught.value.retryable) == ("sandbox-not-made", True)
+
+
+def test_a_missing_bubblewrap_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SandboxFailure, match="bwrap") as caught:
+        Bubblewrap()
+    assert caught.value.kind == "runtime-missing"
+    assert "apt-get install bubblewrap" in caught.value.hint
+
+
+async def test_a_fork_server_that_was_killed_is_made_anew(forked: ForkServer) -> None:
+    await forked.run(PythonProgram(code=""), Limits())
+    assert forked._server is not None
+    os.kill(forked._server._process.pid, signal.SIGKILL)
+    forked._server._process.wait()
+    assert (await forked.run(PythonProgram(code="print('again')"), Limits())).stdout.text == "again\n"
+
+
+async def test_a_fork_server_that_dies_under_a_program_is_our_failure(forked: ForkServer) -> None:
+    mark = secrets.token_hex(8)
+    code = f"import os\nos.execv('/bin/sleep', ['{mark}', '300'])"
+    running = asyncio.ensure_future(forked.run(PythonProgram(code=code), Limits(wall_s=30)))
+    async with asyncio.timeout(20):
+        while not lives(mark):
+            await asyncio.sleep(0.01)
+    assert forked._server is not None
+    os.kill(forked._server._process.pid, signal.SIGKILL)
+    with pytest.raises(SandboxFailure) as caught:
+        await running
+    assert (caught.value.kind, caught.value.retryable) == ("sandbox-lost", True)
+
+
+async def test_a_preloaded_module_that_does_not_exist_is_named() -> None:
+    server = ForkServer(preload=("no_such_module",))
+    with pytest.raises(SandboxFailure, match="no_such_module"):
+        await server.run(PythonProgram(code=""), Limits())
+    server.close()
+
+
+async def test_a_request_that_is_too_large_is_refused(forked: ForkServer) -> None:
+    with pytest.raises(SandboxFailure) as caught:
+        await forked.run(PythonProgram(code="#" * forkserver.MOST_BYTES), Limits())
+    assert caught.value.kind == "request-too-large"
+
+
+@pytest.mark.component("cgroups")
+def test_a_group_is_used_again_and_counts_anew() -> None:
+    groups = Groups(find_driver())
+    first = groups.take(Limits())
+    groups.give_back(first)
+    assert groups.take(Limits(pids=3)) is first
+    assert (first.usage().memory_kills, first.usage().refused_pids) == (0, 0)
+    groups.give_back(first)
+    groups.close()
