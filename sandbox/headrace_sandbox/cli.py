@@ -1,0 +1,106 @@
+"""``headrace sandbox``: what this machine has for sandboxes, and a command in one.
+
+* ``doctor`` ends with 1 if no runtime isolates, and says what to do.
+* ``run`` ends as the command did: with its exit code, 128 + n after signal n, 124 after a limit; 70 where it was our
+  fault.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+
+import click
+import msgspec
+
+from headrace.errors import SandboxFailure
+from headrace_sandbox.result import ExecResult, Limits
+from headrace_sandbox.runtimes.base import Command
+from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
+from headrace_sandbox.selftest import findings
+
+COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
+
+LIMIT_HIT, OUR_FAULT = 124, 70
+"""Exit codes: as ``timeout`` has it, and as ``sysexits`` has it for a fault of software."""
+
+_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
+
+
+@click.group("sandbox", short_help="Check what isolates here, and run a command in a sandbox.")
+def sandbox() -> None:
+    """Isolated execution of programs that nobody trusts."""
+
+
+@sandbox.command("doctor")
+@_json_option
+@click.pass_context
+def doctor(context: click.Context, as_json: bool) -> None:
+    """Run a self-test of every runtime, and print what was found; exit code 1 if none isolates.
+
+    \b
+    Example:
+      headrace sandbox doctor
+    """
+    found = asyncio.run(findings())
+    if as_json:
+        click.echo(json.dumps([msgspec.to_builtins(finding) for finding in found]))
+    else:
+        for finding in found:
+            mark = click.style(f"{finding.verdict:<5}", fg=COLOURS[finding.verdict])
+            click.echo(f"{mark} {finding.name}: {finding.found}")
+            if finding.hint:
+                click.echo(f"      {finding.hint}")
+    if not any(finding.verdict == "ok" for finding in found if finding.name != "control groups"):
+        context.exit(1)
+
+
+@sandbox.command("run", context_settings={"ignore_unknown_options": True})
+@click.option("--time-s", default=10.0, show_default=True, type=click.FloatRange(min=0.01), help="Wall clock, seconds.")
+@click.option("--memory-mib", default=256, show_default=True, type=click.IntRange(8), help="Of all its processes.")
+@click.option("--pids", default=64, show_default=True, type=click.IntRange(2), help="Processes and threads at a time.")
+@_json_option
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.pass_context
+def run(
+    context: click.Context, time_s: float, memory_mib: int, pids: int, as_json: bool, command: Sequence[str]
+) -> None:
+    """Run COMMAND in a fresh sandbox; standard input goes to it unless it is a terminal.
+
+    \b
+    Examples:
+      headrace sandbox run -- python3 -c 'print(1)'
+      headrace sandbox run --time-s 1 --json -- sleep 60
+    """
+    limits = Limits(wall_s=time_s, memory_bytes=memory_mib << 20, pids=pids)
+    stdin = b"" if sys.stdin.isatty() else sys.stdin.buffer.read()
+    try:
+        result = asyncio.run(_run(Command(arguments=command, stdin=stdin), limits))
+    except SandboxFailure as failure:
+        click.echo(f"Error: {failure}", err=True)
+        context.exit(OUR_FAULT)
+    if as_json:
+        shown = {"stdout": result.stdout.text, "stderr": result.stderr.text, "fault": result.fault}
+        click.echo(json.dumps({**msgspec.to_builtins(result), **shown}))
+    else:
+        click.echo(result.stdout.text, nl=False)
+        click.echo(result.stderr.text, nl=False, err=True)
+        if result.limit is not None and result.fault:
+            click.echo(f"Ended by its limit of {result.limit}.", err=True)
+    context.exit(_exit_code(result))
+
+
+async def _run(command: Command, limits: Limits) -> ExecResult:
+    runtime = Bubblewrap()
+    try:
+        return await runtime.run(command, limits)
+    finally:
+        runtime.close()
+
+
+def _exit_code(result: ExecResult) -> int:
+    if result.fault == "limit":
+        return LIMIT_HIT
+    return 128 + result.signal if result.signal is not None else result.exit_code or 0

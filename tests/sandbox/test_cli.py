@@ -1,0 +1,53 @@
+"""``headrace sandbox``, as its own process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.component("bubblewrap")
+
+HEADRACE = [str(Path(sys.executable).parent / "headrace"), "sandbox"]
+
+
+def headrace(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    given = {"capture_output": True, "text": True, "timeout": 60, "stdin": subprocess.DEVNULL, **options}
+    return subprocess.run([*HEADRACE, *arguments], check=False, **given)
+
+
+def test_doctor_names_what_isolates_with_evidence() -> None:
+    found = {item["name"]: item for item in json.loads(headrace("doctor", "--json").stdout)}
+    assert found["bubblewrap"]["verdict"] == "ok"
+    assert "filter of system calls" in found["bubblewrap"]["found"]
+    assert found["fork server"]["verdict"] == "ok"
+    assert headrace("doctor").returncode == 0
+
+
+def test_doctor_ends_with_1_where_nothing_isolates_and_says_what_to_install() -> None:
+    ended = headrace("doctor", env={"PATH": "/nowhere"})
+    assert ended.returncode == 1
+    assert "apt-get install bubblewrap" in ended.stdout
+
+
+def test_run_ends_as_the_command_did() -> None:
+    said = headrace("run", "--", "sh", "-c", "read line; echo got $line; exit 3", stdin=None, input="hello\n")
+    assert (said.stdout, said.returncode) == ("got hello\n", 3)
+    assert headrace("run", "--", "sh", "-c", "kill -TERM $$").returncode == 128 + 15
+
+
+def test_run_ends_with_124_after_a_limit_and_names_it() -> None:
+    ended = headrace("run", "--time-s", "0.5", "--", "sleep", "60")
+    assert (ended.returncode, ended.stderr) == (124, "Ended by its limit of time.\n")
+    told = json.loads(headrace("run", "--time-s", "0.5", "--json", "--", "sleep", "60").stdout)
+    assert (told["limit"], told["fault"], told["isolation"]["runtime"]) == ("time", "limit", "bubblewrap")
+
+
+def test_run_ends_with_70_where_it_was_our_fault() -> None:
+    ended = headrace("run", "--", "true", env={"PATH": "/nowhere"})
+    assert ended.returncode == 70
+    assert "bwrap is not installed" in ended.stderr
