@@ -48,7 +48,7 @@ LEAST_TESTS: dict[str, int] = {
     "environments": 130,
     "integrations": 55,
     "orchestrator": 350,
-    "policies": 7,
+    "policies": 25,
     "policy_conformance": 130,
     "project": 130,
     "reasoning-gym": 10,

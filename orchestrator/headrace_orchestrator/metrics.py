@@ -49,6 +49,7 @@ WAIT_BUCKETS_S = (0.01, 0.05, 0.1, 0.5, 1, 2, 5, 10, 20, 30, 60)
 SYNC_BUCKETS_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1)
 REQUEST_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 30, 60)
 STALENESS_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
+WEIGHT_BUCKETS_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 LAG_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
 
 
@@ -76,6 +77,9 @@ class Metrics:
         self.quarantined = counter("tasks_quarantined", "Tasks that killed too many attempts.", "run")
         self.submissions = counter("submissions", "Submitted records, by verdict.", "verdict")
         self.empty_pulls = counter("empty_pulls", "Pulls that served nothing, by reason.", "run", "reason")
+        self.weight_sync_failures = counter(
+            "weight_sync_failures", "Policy servers that did not get new weights, by kind.", "run", "kind"
+        )
         self.log_written = counter("log_written_bytes", "Bytes appended to the log.")
         self.log_deleted = counter("log_deleted_bytes", "Bytes of log files that retention deleted.")
         self.log_files_deleted = counter("log_deleted_files", "Log files that retention deleted.")
@@ -88,6 +92,9 @@ class Metrics:
 
         self.pull_wait = histogram("pull_wait_seconds", "Time that pulls waited.", WAIT_BUCKETS_S, "run")
         self.staleness = histogram("batch_staleness_versions", "Staleness of a batch.", STALENESS_BUCKETS, "run")
+        self.weight_sync = histogram(
+            "weight_sync_seconds", "Time that a policy server was paused for new weights.", WEIGHT_BUCKETS_S, "run"
+        )
         self.sync = histogram("log_sync_seconds", "Time of one group commit: write and sync.", SYNC_BUCKETS_S)
         self.lag = histogram("event_loop_lag_seconds", "How late the event loop runs its timers.", LAG_BUCKETS_S)
         self.request_time = histogram("http_request_seconds", "Time to answer.", REQUEST_BUCKETS_S, "route")
@@ -195,6 +202,8 @@ class _StateCollector(Collector):
             add("run_learner_waiting", "1 while a pull waits.", "", (name,), float(run.learner_waiting))
             for state in ("open", "eligible", "leased"):
                 add("run_groups", "Groups, by state.", "state", (name, state), getattr(run.groups, state))
+            for state, count in run.servers.items():
+                add("run_policy_servers", "Policy servers, by state.", "state", (name, state), count)
             for reason in run.reasons:
                 add("run_empty_reason", "1 for each reason why a pull waits.", "reason", (name, reason.code), 1.0)
         for (name, text, label), series in values.items():

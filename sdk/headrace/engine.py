@@ -8,15 +8,20 @@ Three routes sample, from the best to the least: ``POST /inference/v1/generate``
 tokens; ``POST /v1/completions`` takes and gives token ids; ``POST /v1/chat/completions`` takes messages and gives token
 ids where the server can. ``GET /weight_info`` names the weights, ``GET /v1/models`` the models, ``GET /health`` says
 that the server lives.
+
+Weights of a folder are loaded with ``POST /collective_rpc``, by what ``headrace.vllm_extension`` adds to vLLM's
+workers, while ``POST /pause`` holds requests back; ``POST /update_weight_version`` names them before ``POST /resume``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import msgspec
+
+from headrace.trajectory import Version
 
 GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
@@ -24,8 +29,12 @@ CHAT = "/v1/chat/completions"
 WEIGHT_INFO = "/weight_info"
 MODELS = "/v1/models"
 HEALTH = "/health"
+PAUSE = "/pause"
+RESUME = "/resume"
 IS_PAUSED = "/is_paused"
 METRICS = "/metrics"
+RPC = "/collective_rpc"
+UPDATE_WEIGHT_VERSION = "/update_weight_version"
 
 REQUEST_ID = "X-Request-Id"
 """Header: the id of a request. No two that are open at one server share theirs."""
@@ -74,6 +83,37 @@ def address_of(text: str) -> str:
         f"{text!r} is no address of a policy server: give its base address, as in http://127.0.0.1:8471, or a name and "
         f"a port that stand for several, as in {BY_NAME}vllm:8000"
     )
+
+
+PauseMode = Literal["keep", "wait", "abort"]
+"""What becomes of requests when an engine is paused: they go on from where they are, on the new weights; the pause
+waits until they are done, on the old ones; they are ended with what they have."""
+
+CHECK = "headrace_check"
+LOAD = "headrace_load"
+"""Methods of ``RPC``; their one argument is a folder."""
+
+_LOADING = " -> "
+
+
+def loading(held: str, version: Version) -> str:
+    """What a server is made to call its weights while ``version`` is loaded over those that it called ``held``."""
+    return f"{held.split(_LOADING)[0]}{_LOADING}{version}"
+
+
+def held_before(text: str) -> str:
+    """What a server called its weights before the load that is under way, or that was broken off; else the text."""
+    return text.split(_LOADING)[0]
+
+
+def version_of(text: str) -> Version | None:
+    """The version that a server's word for its weights stands for; None if it stands for none, as in a load."""
+    if text == FRESH_VERSION:
+        return Version(0, 0)
+    try:
+        return Version.parse(text)
+    except ValueError:
+        return None
 
 
 # Sampling -----------------------------------------------------------------------------------------------------
@@ -257,6 +297,35 @@ class PauseInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Answer to ``GET /is_paused``: whether the engine holds requests back."""
 
     is_paused: bool = False
+
+
+class RpcRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of ``POST /collective_rpc``: run a method in every process of the engine."""
+
+    method: str
+    args: list[str]
+
+
+class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What one process of the engine answers to ``CHECK`` or ``LOAD``. ``refused``: why nothing was changed. ``mixed``:
+    why its weights are neither the old nor the new ones. Neither: all is well."""
+
+    tensors: int = 0
+    bytes: int = 0
+    refused: str = ""
+    mixed: str = ""
+
+
+class RpcAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """One result for each process of the engine."""
+
+    results: list[LoadResult]
+
+
+class VersionUpdate(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of ``POST /update_weight_version``: what the weights are called from now on."""
+
+    new_version: str
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):

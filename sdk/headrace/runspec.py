@@ -155,6 +155,19 @@ class AdmissionSpec(_Model):
         return self
 
 
+class SyncSpec(_Model):
+    """How new weights get into the policy servers, where a version comes with them."""
+
+    order: Literal["together", "rolling"] = "together"
+    """All servers at once, or one after the other while the others serve. Default together: versions mix least."""
+    pause: Literal["keep", "wait", "abort"] = "keep"
+    """What becomes of requests that are under way: they go on from their tokens on the new weights; they are finished
+    on the old ones first; or they are ended and begun again from what they have. Default keep."""
+    pause_lease_s: float = Field(default=120.0, gt=0)
+    """Seconds that a server is paused at most, loading included. Default 120. After that it goes on with what it holds;
+    if nobody knows what that is, its requests are ended and go elsewhere."""
+
+
 class PolicySpec(_Model):
     """The policy that acts in this run, and where it is served."""
 
@@ -184,6 +197,8 @@ class PolicySpec(_Model):
     Default: none."""
     admission: AdmissionSpec = AdmissionSpec()
     """How many episodes its servers get at a time."""
+    sync: SyncSpec = SyncSpec()
+    """How new weights get into its servers."""
     agents: dict[str, AgentSpec] = {}
     """Overrides by agent name, for environments with several agents. Default: this policy plays all, and trains."""
 

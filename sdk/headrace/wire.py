@@ -224,9 +224,8 @@ class PullRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 class Reason(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One reason why nothing can be served. ``code`` is one of: collecting, no-workers, all-stale, batches-held,
     shards-not-fetched, byte-bound, service-byte-bound, disk-bound, tasks-exhausted, groups-left, group-ended,
-    evaluation-hold, quarantined, no-tasks, no-policy-servers,
-    policy-saturated, draining, closed, filtered, zero-variance, row-too-long.
-    Where a layer keeps failing it is LAYER-failing, such as policy-failing.
+    evaluation-hold, quarantined, no-tasks, no-policy-servers, policy-saturated, weight-sync, draining, closed,
+    filtered, zero-variance, row-too-long. Where a layer keeps failing it is LAYER-failing, such as policy-failing.
 
     ``group-ended``: an awaited group was retired unserved, ``facts["reason"]`` says why. ``shards-not-fetched``: a
     batch is held for ranks that did not pull, ``facts["missing"]`` lists them. ``filtered``: what is ready is not what
@@ -343,12 +342,14 @@ class PolicyServer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 class ServersReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The policy servers of a run. ``revision`` grows whenever a server comes, goes or changes its state or version: a
     long poll that names the one it knows is answered at the next. ``sync``: what the weight sync is at, or why the last
-    one failed; empty if there is nothing to say."""
+    one failed; empty if there is nothing to say. ``skipped``: versions that were overtaken before any server had them,
+    the last ones."""
 
     epoch: int
     revision: int
     servers: list[PolicyServer] = []
     sync: str = ""
+    skipped: list[str] = []
 
 
 class ServerRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -477,6 +478,10 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     mean_reward: float | None = None
     """Mean episode reward over the last 256 terminal records with rewards."""
     quarantined: int = 0
+    servers: dict[str, int] = {}
+    """Its policy servers by state."""
+    weight_sync: str = ""
+    """What the weight sync is at, or why it fails; empty if there is nothing to say."""
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

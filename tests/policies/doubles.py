@@ -26,6 +26,7 @@ COMMAND = [sys.executable, "-m", "headrace_workers.tiny_policy"]
 async def double(port: int = 0) -> AsyncIterator[str]:
     """A double in this event loop; gives its address."""
     listener = socket.create_server(("127.0.0.1", port))
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # the event loop sets it for sockets of its own only
     app = Server(TinyPolicy(), Misbehaving())
     config = uvicorn.Config(app, ws="none", lifespan="off", log_level="error", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)

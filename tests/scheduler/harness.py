@@ -277,8 +277,9 @@ class Harness:
         self.core.nack(batch.run, batch.id, request, self.now)
         self.settle()
 
-    def announce(self, version: str, run: str = "r") -> str:
-        reply = self.core.announce(run, wire.VersionRequest(version=version), self.now)
+    def announce(self, version: str, run: str = "r", path: str = "") -> str:
+        weights = wire.Weights(path=path) if path else None
+        reply = self.core.announce(run, wire.VersionRequest(version=version, weights=weights), self.now)
         self.settle()
         return reply.version
 

@@ -110,7 +110,7 @@ SOFT = {
     Episode: {"deadline"},
     Group: set(),
     Batch: {"deadline"},
-    Evaluation: {"deadline", "expired"},
+    Evaluation: {"asked_at", "deadline", "expired"},
     Ledger: set(),
     Versions: set(),
     Hosting: {"told"},

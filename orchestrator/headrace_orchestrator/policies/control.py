@@ -1,22 +1,46 @@
 """Calls to policy servers: what the controller decides, carried out. It decides nothing itself.
 
-* A probe never raises: what is wrong is what it found.
+* No call raises for what a server does: what went wrong is its result.
+* Before weights are touched a server is made to say that they are: whoever comes after a crash knows.
+* A load is well only if every process of the engine says so; the version has its name only then.
+* What is refused changes nothing, its name included. Nothing is loaded into a server that is not paused.
 * Proxy settings of the environment are not used.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import TypeVar
 
 import aiohttp
 import msgspec
 
-from headrace.engine import HEALTH, IS_PAUSED, METRICS, WEIGHT_INFO, PauseInfo, WeightInfo
+from headrace.engine import (
+    CHECK,
+    HEALTH,
+    IS_PAUSED,
+    LOAD,
+    METRICS,
+    PAUSE,
+    RESUME,
+    RPC,
+    UPDATE_WEIGHT_VERSION,
+    WEIGHT_INFO,
+    LoadResult,
+    PauseInfo,
+    RpcAnswer,
+    RpcRequest,
+    VersionUpdate,
+    WeightInfo,
+    loading,
+)
 from headrace.errors import PolicyFailure
+from headrace.trajectory import Version
 from headrace_orchestrator.policies.admission import Reading
+from headrace_orchestrator.policies.controller import Call
 from headrace_orchestrator.policies.reading import read_load
-from headrace_orchestrator.policies.server import Seen
+from headrace_orchestrator.policies.server import Problem, Seen
 
 _T = TypeVar("_T")
 
@@ -64,19 +88,64 @@ class Control:
         except (TimeoutError, PolicyFailure, ValueError):
             return "no answer"
 
+    async def carry_out(self, call: Call) -> Problem | None:
+        """Make a call that is no probe; gives what went wrong."""
+        try:
+            async with asyncio.timeout(None if call.timeout_s == math.inf else call.timeout_s):
+                return await self._carry_out(call)
+        except TimeoutError:
+            text = f"it did not answer {call.kind} within {call.timeout_s:.3g} s"
+            return Problem("timeout", text, untouched=call.kind != "load")
+        except PolicyFailure as failure:
+            return Problem(failure.kind, failure.detail, untouched=call.kind != "load")
+
+    async def _carry_out(self, call: Call) -> Problem | None:
+        if call.kind == "resume":
+            await self._ask("POST", call.address, RESUME)
+        elif call.kind in ("pause", "end-requests"):
+            # The caches must go: what is in them was computed with the old weights.
+            await self._ask("POST", call.address, f"{PAUSE}?mode={call.mode}&clear_cache=true")
+        elif call.version is not None and call.weights is not None:
+            if call.kind == "check":
+                return _refused(await self._rpc(call.address, CHECK, call.weights.path))
+            return await self._load(call.address, call.version, call.weights.path)
+        return None
+
+    async def _load(self, address: str, version: Version, path: str) -> Problem | None:
+        paused = await self._read(address, IS_PAUSED, PauseInfo)
+        if paused is None or not paused.is_paused:
+            return Problem("not-paused", "it is not paused any more: was it started again?", untouched=True)
+        named = await self._read(address, WEIGHT_INFO, WeightInfo)
+        held = "" if named is None else str(named.weight_version)
+        await self._name(address, loading(held, version))
+        results = await self._rpc(address, LOAD, path)
+        problem = _refused(results)
+        if problem is None:
+            await self._name(address, str(version))
+        elif problem.untouched:
+            await self._name(address, held)
+        return problem
+
+    async def _name(self, address: str, name: str) -> None:
+        await self._ask("POST", address, UPDATE_WEIGHT_VERSION, VersionUpdate(new_version=name))
+
+    async def _rpc(self, address: str, method: str, path: str) -> list[LoadResult]:
+        try:
+            body = await self._ask("POST", address, RPC, RpcRequest(method=method, args=[path]))
+        except PolicyFailure as failure:
+            if failure.kind not in ("server-error", "request-refused"):
+                raise
+            failure.detail += (
+                ". Does it know how to load weights of a folder? vLLM needs VLLM_SERVER_DEV_MODE=1 and "
+                "--worker-extension-cls headrace.vllm_extension.Weights"
+            )
+            raise
+        return _decoded(body or b"", RPC, RpcAnswer).results
+
     async def _read(self, address: str, path: str, kind: type[_T]) -> _T | None:
         """An answer; None where the server has no such route."""
         body = await self._ask("GET", address, path, missing_ok=True)
-        if body is None:
-            return None
-        try:
-            return msgspec.json.decode(body, type=kind)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise PolicyFailure(
-                f"{path} answers what cannot be read ({error}): {_quote(body)}",
-                kind="unreadable-response",
-                retryable=True,
-            ) from error
+        return None if body is None else _decoded(body, path, kind)
 
     async def _ask(
         self, method: str, address: str, path: str, body: object = None, *, missing_ok: bool = False
@@ -113,6 +182,28 @@ class Control:
                 timeout=aiohttp.ClientTimeout(total=None),
             )
         return self._session
+
+
+def _refused(results: list[LoadResult]) -> Problem | None:
+    """What is wrong with the results of a check or a load."""
+    refused = [result.refused for result in results if result.refused]
+    mixed = [result.mixed for result in results if result.mixed]
+    if mixed or (refused and len(refused) < len(results)):
+        return Problem("weights-mixed", f"its weights are neither the old nor the new ones: {(mixed or refused)[0]}")
+    if refused:
+        return Problem("weights-refused", refused[0], untouched=True)
+    return None if results else Problem("unreadable-response", f"{RPC} answers no result")
+
+
+def _decoded(body: bytes, path: str, kind: type[_T]) -> _T:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise PolicyFailure(
+            f"{path} answers what cannot be read ({error}): {_quote(body)}",
+            kind="unreadable-response",
+            retryable=True,
+        ) from error
 
 
 def _quote(body: bytes) -> str:

@@ -1,17 +1,26 @@
-"""One policy server of a run, as it was last seen.
+"""One policy server of a run, as it was last seen, and how far new weights are with it.
 
 * What it holds is what it confirmed last; whoever has not confirmed holds nothing that is known.
 * Time that it was paused adds up, the pause that lasts included.
+* Each failure in a row is waited for longer before the next try, up to a bound.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from headrace.engine import FRESH_VERSION
+from headrace.engine import version_of
 from headrace.trajectory import Version
-from headrace.wire import PolicyServer, ServerState
+from headrace.wire import PolicyServer, ServerState, Weights
 from headrace_orchestrator.policies.admission import Load
+
+RETRY_FIRST_S = 1.0
+RETRY_MOST_S = 30.0
+"""Between tries to bring a server to the version that it should hold: the first pause, doubled up to the longest."""
+
+Stage = Literal["", "check", "ready", "pause", "load", "confirm", "resume"]
+"""How far new weights are: not at all; the files are looked at; they are good, and it waits for its turn; it is being
+paused; they are being loaded; it is asked what it holds now; it is let go on."""
 
 
 class Seen(NamedTuple):
@@ -21,6 +30,14 @@ class Seen(NamedTuple):
     problem: str = ""
     weights: str = ""
     paused: bool = False
+
+
+class Problem(NamedTuple):
+    """Why a call failed. ``untouched``: the server surely holds what it held before."""
+
+    kind: str
+    message: str
+    untouched: bool = False
 
 
 class Server:
@@ -36,6 +53,20 @@ class Server:
         #: The call that is out.
         self.busy = ""
         self.probe_at = 0.0
+        self.stage: Stage = ""
+        #: The version that it is brought to, or was tried to be last, and where it is.
+        self.wanted: tuple[Version, Weights] | None = None
+        #: When it was asked to pause for that; the pause itself may be older.
+        self.began_at = 0.0
+        #: What it served when that version came, and may serve until its turn.
+        self.may_keep: Version | None = None
+        #: Why it could not be brought there, how often in a row, and when that is tried again.
+        self.problem: Problem | None = None
+        self.retry_at = 0.0
+        #: When a paused server may be told the next thing, and whether its requests were ended already.
+        self.told_at = 0.0
+        self.ended_requests = False
+        self._failures = 0
         self._paused_at: float | None = None
         self._paused_before_s = 0.0
 
@@ -47,9 +78,7 @@ class Server:
     @property
     def version(self) -> Version | None:
         """What it confirmed; None if that is nothing, or no version."""
-        if self.seen is None or self.seen.problem or not self.seen.weights:
-            return None
-        return version_of(self.seen.weights)
+        return version_of(self.seen.weights) if self.seen is not None and self.up else None
 
     @property
     def paused_at(self) -> float | None:
@@ -57,12 +86,26 @@ class Server:
         return self._paused_at
 
     def pause(self, paused: bool, now: float) -> None:
-        """It is seen to be paused, or not."""
+        """It is paused, or not."""
         if paused and self._paused_at is None:
             self._paused_at = now
         elif not paused and self._paused_at is not None:
             self._paused_before_s += now - self._paused_at
             self._paused_at = None
+            self.ended_requests = False
+
+    def fail(self, problem: Problem, now: float) -> None:
+        """It could not be brought to the version that it should hold."""
+        self.stage = ""
+        self.problem = problem
+        self.retry_at = now + min(RETRY_MOST_S, RETRY_FIRST_S * 2**self._failures)
+        self._failures += 1
+
+    def begin_anew(self) -> None:
+        """What failed is forgotten: there is another version to try."""
+        self.problem = None
+        self.retry_at = 0.0
+        self._failures = 0
 
     def shown(self, now: float) -> PolicyServer:
         """As workers and people see it."""
@@ -78,13 +121,3 @@ class Server:
             kv_cache_used=self.load.kv_cache_used,
             reason=self.reason,
         )
-
-
-def version_of(text: str) -> Version | None:
-    """The version that a server's word for its weights stands for; None if it stands for none."""
-    if text == FRESH_VERSION:
-        return Version(0, 0)
-    try:
-        return Version.parse(text)
-    except ValueError:
-        return None

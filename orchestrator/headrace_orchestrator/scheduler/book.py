@@ -103,6 +103,7 @@ class Book:
                 batch.deadline = now + run.spec.batch_lease_s
             for evaluation in run.active_evaluations.values():
                 evaluation.deadline = now + evaluation.deadline_s
+                evaluation.asked_at = now
                 evaluation.expired = False
             run.waiting.clear()
             for group in run.open_groups.values():

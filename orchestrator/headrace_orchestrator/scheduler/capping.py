@@ -51,8 +51,8 @@ def evaluable(run: Run, share: int) -> int:
     """Queued evaluation episodes that may be granted now: beyond their ``share`` of slots only where nothing that
     trains is held back."""
     if run.queued > room(run):
-        return min(run.evaluation_queued, max(0, share - run.evaluation_leased))
-    return run.evaluation_queued
+        return min(run.evaluation_ready, max(0, share - run.evaluation_leased))
+    return run.evaluation_ready
 
 
 def saturated(run: Run) -> bool:

@@ -51,6 +51,7 @@ def report(book: Book, run: Run, id: str, now: float) -> wire.EvaluationReply:
     evaluation = run.evaluations.get(id)
     if evaluation is None:
         raise UnknownEvaluation(f"Run {run.name} has no evaluation {id!r}.")
+    evaluation.asked_at = now
     return wire.EvaluationReply(
         epoch=book.epoch,
         evaluation=id,

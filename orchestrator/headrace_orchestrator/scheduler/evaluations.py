@@ -2,8 +2,10 @@
 
 * Episodes that are not over at the deadline are cancelled; the report counts them as wanted and not done.
 * An evaluation whose episodes were all cancelled before its deadline ends as cancelled.
-* A weight sync waits for evaluations of the version now; never longer than their deadlines.
+* A weight sync waits for evaluations of the version that is served; never longer than their deadlines, and not for one
+  that nobody asks for any more.
 * A newer version may be announced meanwhile; what cannot be finished on the pinned one is cancelled at the deadline.
+* Where the service loads the weights, an evaluation of a version that is yet to be loaded waits for it.
 """
 
 from __future__ import annotations
@@ -18,10 +20,15 @@ if TYPE_CHECKING:
     from headrace_orchestrator.scheduler.states import Group
 
 
+HOLD_LEASE_S = 90.0
+"""An evaluation that nobody asked for in so long holds up no weight sync: longer than the longest poll."""
+
+
 class Evaluation:
     """One evaluation. ``deadline`` is soft: a replay gives it its full term again."""
 
     __slots__ = (
+        "asked_at",
         "cut",
         "deadline",
         "deadline_s",
@@ -46,6 +53,8 @@ class Evaluation:
         self.deadline_s = deadline_s
         self.temperature = temperature
         self.deadline = now + deadline_s
+        #: Soft: when somebody asked how it stands.
+        self.asked_at = now
         #: Soft: whether the deadline has cancelled what was not over.
         self.expired = False
         self.groups: list[Group] = []
@@ -85,5 +94,5 @@ class Evaluation:
         return "deadline" if self.cut else "cancelled"
 
     def hold_s(self, now: float) -> float:
-        """Seconds that its version has to stay loaded; 0 when it is over, or should be."""
-        return 0.0 if self.reason else max(0.0, self.deadline - now)
+        """Seconds that its version has to stay loaded; 0 when it is over, or should be, or nobody asks for it."""
+        return 0.0 if self.reason else max(0.0, min(self.deadline, self.asked_at + HOLD_LEASE_S) - now)

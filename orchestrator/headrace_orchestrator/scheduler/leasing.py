@@ -195,12 +195,14 @@ def _share(wanting: list[Run], most: list[int], free: int) -> list[tuple[Run, in
 
 def _pick(run: Run, count: int, slots: int) -> list[Episode]:
     """The next episodes of a run, ``count`` of them; it has that many that may be granted."""
-    if not run.evaluation_queued:
+    ready = run.evaluation_ready
+    if not ready:
         return _head(run.queue, count)
-    evaluation = min(count, run.evaluation_queued, max(0, _evaluation_share(run, slots) - run.evaluation_leased))
+    evaluation = min(count, ready, max(0, _evaluation_share(run, slots) - run.evaluation_leased))
     training = min(count - evaluation, capping.trainable(run))
     evaluation = count - training
-    return _head(run.evaluation_queue, evaluation) + _head(run.queue, training)
+    evaluations = deque(episode for episode in run.evaluation_queue if run.is_ready(episode))
+    return _head(evaluations, evaluation) + _head(run.queue, training)
 
 
 def _head(queue: deque[Episode], count: int) -> list[Episode]:

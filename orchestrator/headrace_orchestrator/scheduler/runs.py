@@ -142,6 +142,18 @@ class Run:
 
     # Questions ------------------------------------------------------------------------------------------------
 
+    @property
+    def evaluation_ready(self) -> int:
+        """Queued episodes of evaluations whose version is served. Those of a version that is yet to be loaded wait."""
+        if all(evaluation.version == self.hosting.held for evaluation in self.active_evaluations.values()):
+            return self.evaluation_queued
+        return sum(episode.state == "queued" and self.is_ready(episode) for episode in self.evaluation_queue)
+
+    def is_ready(self, episode: Episode) -> bool:
+        """Whether a policy server can play an episode of an evaluation."""
+        hosting, evaluation = self.hosting, episode.group.evaluation
+        return hosting.target is None or evaluation is None or evaluation.version == hosting.held
+
     def plain(self, group: Group) -> bool:
         """Whether a pull that names no groups may take it: in a run with tasks of its own, not the submitted ones."""
         return not (group.evaluation is not None or (group.submitted and self.own_source))

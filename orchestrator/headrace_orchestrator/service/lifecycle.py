@@ -119,7 +119,7 @@ class Lifecycle:
         shell = Shell(core, store, self.metrics, lambda: self._clock() - self._replayed_s)
         gate = Gate(shell, assets)
         pulls = Pulls(shell, Bodies(store), self.metrics, self.epoch)
-        self._running = Running(shell, pulls, assets, gate, PolicyPlane(shell, self.epoch))
+        self._running = Running(shell, pulls, assets, gate, PolicyPlane(shell, self.metrics, self.epoch))
         retainer = Retainer(
             store,
             assets,

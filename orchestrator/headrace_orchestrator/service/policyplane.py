@@ -5,20 +5,25 @@
 * A watch that fails is logged whole and begins anew.
 * A run's cap is there before its first episode is granted, and follows the metrics of its servers.
 * Names among its servers are looked up again and again.
+* Whoever stops watching lets paused servers go on, but for those that are in the middle of a load.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from headrace import wire
+from headrace.errors import StoreError
 from headrace_orchestrator import logs
+from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.policies.control import Control
-from headrace_orchestrator.policies.controller import Controller, Probe
+from headrace_orchestrator.policies.controller import Call, Controller, Resumed, Target
 from headrace_orchestrator.policies.discovery import Discovery
 from headrace_orchestrator.policies.metering import Meter
+from headrace_orchestrator.scheduler.hosts import Hosting
 from headrace_orchestrator.scheduler.records import (
     AnyRecord,
     BatchAcked,
@@ -58,8 +63,9 @@ REVISIONS_AN_EPOCH = 1 << 32
 class PolicyPlane:
     """Watches the policy servers of the runs that are active."""
 
-    def __init__(self, shell: Shell, epoch: int, *, resolver: Resolve = resolve) -> None:
+    def __init__(self, shell: Shell, metrics: Metrics, epoch: int, *, resolver: Resolve = resolve) -> None:
         self._shell = shell
+        self._metrics = metrics
         self._resolver = resolver
         self._epoch = epoch
         self._control = Control()
@@ -90,8 +96,19 @@ class PolicyPlane:
         if watch is None:  # the run is closed
             return wire.ServersReply(epoch=self._epoch, revision=0)
         return wire.ServersReply(
-            epoch=self._epoch, revision=watch.controller.revision, servers=watch.controller.shown(now)
+            epoch=self._epoch,
+            revision=watch.controller.revision,
+            servers=watch.controller.shown(now),
+            sync=watch.sync,
+            skipped=[str(version) for version in shell.core.hosting(run).skipped],
         )
+
+    def shown(self, run: str) -> tuple[dict[str, int], str]:
+        """How many servers of a run are in each state, and what the weight sync is at."""
+        watch = self._watches.get(run)
+        if watch is None:
+            return {}, ""
+        return dict(Counter(server.state for server in watch.controller.servers.values())), watch.sync
 
     def _tell(self, facts: Sequence[AnyRecord]) -> None:
         for fact in facts:
@@ -103,8 +120,12 @@ class PolicyPlane:
 
     def _begin(self, name: str) -> None:
         if not self._shell.core.closed(name):
-            self._watches[name] = Watch(name, self._shell, self._control, self._resolver, self._epoch)
+            self._watches[name] = self._watch(name)
             self._tasks[name] = asyncio.create_task(self._keep_watching(name))
+
+    def _watch(self, name: str, revision: int = 0) -> Watch:
+        first = revision or self._epoch * REVISIONS_AN_EPOCH
+        return Watch(name, self._shell, self._control, self._metrics, self._resolver, first)
 
     async def _keep_watching(self, name: str) -> None:
         while True:
@@ -114,10 +135,7 @@ class PolicyPlane:
             except Exception:
                 log.exception("the watch over policy servers failed", run=name)
                 await asyncio.sleep(AGAIN_S)
-                watch = Watch(
-                    name, self._shell, self._control, self._resolver, self._epoch, watch.controller.revision + 1
-                )
-                self._watches[name] = watch
+                self._watches[name] = self._watch(name, watch.controller.revision + 1)
             else:
                 del self._watches[name], self._tasks[name]
                 self._shell.bells.of_servers(name).ring_all()
@@ -128,18 +146,22 @@ class Watch:
     """Watches the servers of one run."""
 
     def __init__(
-        self, run: str, shell: Shell, control: Control, resolver: Resolve, epoch: int, revision: int = 0
+        self, run: str, shell: Shell, control: Control, metrics: Metrics, resolver: Resolve, revision: int
     ) -> None:
-        self.controller = Controller(revision or epoch * REVISIONS_AN_EPOCH)
+        self.controller = Controller(shell.core.spec(run).policy.sync, revision)
+        #: What the weight sync is at, in words; empty where there is nothing to say.
+        self.sync = ""
         self._discovery = Discovery()
         self._meter = Meter(shell.core.spec(run).policy.admission)
         self._resolver = resolver
         self._run = run
         self._shell = shell
         self._control = control
+        self._metrics = metrics
         self._news = asyncio.Event()
         self._told = self.controller.revision
         self._calls: set[asyncio.Task[None]] = set()
+        self._broken: BaseException | None = None
         #: Servers whose metrics are being read; one that is slow with them is not asked again meanwhile.
         self._measuring: set[str] = set()
         self._take_servers()
@@ -153,31 +175,52 @@ class Watch:
         try:
             while not self._shell.core.closed(self._run):
                 self._news.clear()
-                self._step()
-                dues = [due for due in (self.controller.due(), self._discovery.due()) if due is not None]
-                timeout_s = max(0.0, min(dues) - self._shell.now()) if dues else None
+                if self._broken is not None:
+                    raise self._broken
+                await self._step()
+                now = self._shell.now()
+                dues = [due for due in (self.controller.due(now), self._discovery.due()) if due is not None]
+                timeout_s = max(0.0, min(dues) - now) if dues else None
                 await _until(self._news, timeout_s)
+            await asyncio.gather(*self._calls)  # each has its own end
         finally:
             for call in self._calls:
                 call.cancel()
             await asyncio.gather(*self._calls, return_exceptions=True)
+            let_go = [self._control.carry_out(call) for call in self.controller.let_go()]
+            await asyncio.gather(*let_go, return_exceptions=True)
 
-    def _step(self) -> None:
-        core, now = self._shell.core, self._shell.now()
+    async def _step(self) -> None:
+        controller, core, now = self.controller, self._shell.core, self._shell.now()
+        hosting = core.hosting(self._run)
+        hold_s, holders = core.sync_hold(self._run, now)
         self._take_servers()
-        for call in self.controller.step(now):
+        controller.take_target(
+            Target(hosting.target, hosting.weights, hosting.held, (holders[0] if holders else "", hold_s))
+        )
+        for call in controller.step(now):
             self._begin(self._carry_out(call))
         for name in self._discovery.step(now):
             self._begin(self._look_up(name))
-        core.tell_servers(self._run, self.controller.reasons() + self._discovery.reasons())
-        if self.controller.revision != self._told:
-            self._told = self.controller.revision
+        self._count()
+        reasons = controller.reasons()
+        core.tell_servers(self._run, reasons + self._discovery.reasons())
+        self.sync = " ".join(reason.message for reason in reasons if reason.code == "weight-sync")
+        if controller.revision != self._told:
+            self._told = controller.revision
             self._shell.bells.of_servers(self._run).ring_all()
+        await self._served(hosting)
 
     def _begin(self, call: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(call)
         self._calls.add(task)
-        task.add_done_callback(self._calls.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, call: asyncio.Task[None]) -> None:
+        self._calls.discard(call)
+        if not call.cancelled() and call.exception() is not None:
+            self._broken = call.exception()  # the watch ends with it, and begins anew
+            self.wake()
 
     def _take_servers(self) -> None:
         """The servers that the run has now, and how many episodes they take."""
@@ -193,7 +236,39 @@ class Watch:
         if self._shell.core.set_inference_slots(self._run, self._meter.attainable):
             self._shell.bells.offer_work()
 
-    async def _carry_out(self, call: Probe) -> None:
+    async def _served(self, hosting: Hosting) -> None:
+        version, weights = hosting.target, hosting.weights
+        if version is None or weights is None or version == hosting.held or not self.controller.newest_served:
+            return
+        try:
+            await self._shell.do(lambda now: self._shell.core.weights_served(self._run, version, weights, now))
+        except StoreError as error:
+            log.error("it could not be stored that new weights are served", run=self._run, problem=error.detail)
+        else:
+            log.info("new weights are served", run=self._run, version=str(version))
+
+    def _count(self) -> None:
+        metrics, label = self._metrics, self._metrics.run_label(self._run)
+        for event in self.controller.events():
+            if isinstance(event, Resumed):
+                metrics.weight_sync.labels(label).observe(event.paused_s)
+            else:
+                metrics.weight_sync_failures.labels(label, event.problem.kind).inc()
+                log.warning(
+                    "weight sync failed",
+                    run=self._run,
+                    server=event.address,
+                    version=str(event.version),
+                    kind=event.problem.kind,
+                    problem=event.problem.message,
+                )
+
+    async def _carry_out(self, call: Call) -> None:
+        if call.kind != "probe":
+            problem = await self._control.carry_out(call)
+            self.controller.answered(call, problem, self._shell.now())
+            self.wake()
+            return
         seen = await self._control.probe(call.address)
         self.controller.probed(call.address, seen, self._shell.now())
         self.wake()

@@ -284,7 +284,10 @@ class Service(Lifecycle):
         """One run. Raises UnknownRun."""
         running = self._require()
         status = running.shell.core.run_status(run, running.shell.now())
-        return msgspec.structs.replace(status, learner_waiting=running.pulls.waiting(run))
+        servers, sync = running.plane.shown(run)
+        return msgspec.structs.replace(
+            status, learner_waiting=running.pulls.waiting(run), servers=servers, weight_sync=sync
+        )
 
     def groups(self, run: str) -> list[dict[str, Any]]:
         """The oldest groups in flight. Raises UnknownRun."""

@@ -3,6 +3,7 @@
 * A call is bracketed by the version its endpoint confirmed before and after it.
 * Where the two differ the lower one covers the call.
 * One question is open at a time; all calls that ended before it was asked share its answer.
+* While new weights are loaded the version before covers what was sampled.
 * A version that cannot be read is a failure, never a guess. vLLM's fresh ``default`` reads as 0.0.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from headrace.engine import FRESH_VERSION
+from headrace.engine import held_before, version_of
 from headrace.errors import PolicyFailure
 from headrace.trajectory import Version
 
@@ -22,17 +23,21 @@ is asked again, so that the first calls after new weights are not charged to the
 
 def read_version(text: object) -> Version:
     """The version that an endpoint's word stands for. Raises PolicyFailure ``unknown-version``."""
-    if text == FRESH_VERSION:
-        return Version(0, 0)
-    try:
-        return Version.parse(str(text))
-    except ValueError as error:
+    version = version_of(str(text))
+    if version is None:
         raise PolicyFailure(
             f"The endpoint names its weights {text!r}, which is no version.",
             hint="Give the server a weight version of the form 'lineage.n', as in '0.12', when its weights change.",
             kind="unknown-version",
             retryable=False,
-        ) from error
+        )
+    return version
+
+
+def confirmed_version(text: object) -> Version:
+    """The version that covers all that an endpoint has sampled up to now. While new weights are loaded it samples
+    nothing, so that is the one before. Raises PolicyFailure ``unknown-version``."""
+    return read_version(held_before(str(text)))
 
 
 class Confirmations:

@@ -21,7 +21,7 @@ from headrace import engine
 from headrace.errors import PolicyFailure
 from headrace.trajectory import Version, VersionRun
 from headrace_workers.policies.base import AnyProtocol, Sample, SampleRequest, one_version
-from headrace_workers.policies.confirmations import Confirmations, read_version
+from headrace_workers.policies.confirmations import Confirmations, confirmed_version, read_version
 from headrace_workers.policies.protocols import PROTOCOLS, Choice, Protocol, lenient
 from headrace_workers.policies.refusals import context_overflow, refusal
 
@@ -177,9 +177,9 @@ class PolicyServer:
         if answer.status != 200:
             raise refusal(f"{self.address}{engine.WEIGHT_INFO}", *answer)
         try:
-            return read_version(_decode_weight_info(answer.body).weight_version)
+            return confirmed_version(_decode_weight_info(answer.body).weight_version)
         except msgspec.DecodeError as error:
-            return read_version(lenient(answer.body, engine.WeightInfo, error).weight_version)
+            return confirmed_version(lenient(answer.body, engine.WeightInfo, error).weight_version)
 
     # What the server is
 

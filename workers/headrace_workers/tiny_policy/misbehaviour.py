@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -48,6 +48,13 @@ class Misbehaviour(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """How long a stall lasts, in seconds."""
     keep_generating: bool = False
     """Go on with a request whose client has gone, as an engine that notices nothing."""
+    load: Literal["", "fail", "mixed", "late", "die"] = ""
+    """How a load of weights goes wrong: half of it is done and it answers 500, or says so; it is done, but takes
+    ``load_s``; the process ends."""
+    load_times: int = -1
+    """How many loads. -1: no end."""
+    load_s: float = 5.0
+    """How long a late load takes, in seconds."""
     lie: str = ""
     """What to lie about: a key of ``LIES``. Empty: nothing."""
     lie_after: int = 0
@@ -79,6 +86,7 @@ class Misbehaving:
         self.settings = settings
         self._asked = 0
         self._answered = 0
+        self._loads = 0
         self._calm = settings == Misbehaviour()
 
     def next_fault(self) -> Fault:
@@ -90,6 +98,14 @@ class Misbehaving:
         fail = self._asked <= settings.fail_next or _each(settings.fail_every, self._asked)
         stall = self._asked <= settings.stall_next or _each(settings.stall_every, self._asked)
         return Fault(fail, settings.slow_s + (settings.stall_s if stall else 0.0), "" if fail else self._next_lie())
+
+    def next_load(self) -> tuple[str, float]:
+        """How the load that is asked for now goes wrong, and how long it takes besides."""
+        self._loads += 1
+        settings = self.settings
+        if not settings.load or 0 <= settings.load_times < self._loads:
+            return "", 0.0
+        return ("", settings.load_s) if settings.load == "late" else (settings.load, 0.0)
 
     def _next_lie(self) -> str:
         self._answered += 1

@@ -4,6 +4,7 @@
 * ``POST /inference/v1/generate`` does the same in the shape that vLLM has there.
 * Errors have vLLM's shape: 400 for a request that cannot be, 404 for another model.
 * ``POST /weights`` replaces the weights whole, and only then confirms their version.
+* It is paused, loads folders and names weights by the routes of vLLM (``headrace_workers.tiny_policy.engine``).
 * A client that goes away ends its request; ``vllm:num_requests_running`` counts the live ones.
 * Two live requests never share an id (``X-Request-Id``): the second is refused.
 * ``POST /misbehave`` makes it the test double of a server that fails.
@@ -19,7 +20,8 @@ import itertools
 import json
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from typing import Any, TypeVar, get_args
+from urllib.parse import parse_qs
 
 import msgspec
 import numpy as np
@@ -28,7 +30,16 @@ from headrace import engine
 from headrace.errors import InvalidRequest, NotFound, RequestError
 from headrace.trajectory import Version
 from headrace_workers.rendering.bytes_renderer import END
-from headrace_workers.tiny_policy.misbehaviour import LIES, SPOILS, STOP_OVERRUNS, Answer, Misbehaving, Misbehaviour
+from headrace_workers.tiny_policy.engine import Aborted, Engine, LoadFailed, read_folder
+from headrace_workers.tiny_policy.misbehaviour import (
+    LIES,
+    SPOILS,
+    STOP_OVERRUNS,
+    Answer,
+    Fault,
+    Misbehaving,
+    Misbehaviour,
+)
 from headrace_workers.tiny_policy.model import SIZE, Model
 from headrace_workers.tiny_policy.policy import TinyPolicy
 from headrace_workers.tiny_policy.sampling import Generation, Sampling, end_generation
@@ -51,6 +62,10 @@ MAX_N = 256
 """Most answers to one request."""
 
 
+ABORTED = Generation([], [], "", engine.ABORTED, None)
+"""What is left of a request that a pause ended."""
+
+
 class ClientGone(Exception):
     """Nobody waits for the answer any more."""
 
@@ -67,6 +82,7 @@ class Server:
         self._policy = policy
         self._misbehaving = misbehaving
         self._model = model
+        self._engine = Engine(policy)
         self._live: set[str] = set()
         self._finished = 0
         self._sampled_tokens = 0
@@ -75,7 +91,10 @@ class Server:
             ("GET", "/health"): lambda scope, body: (b"", "text/plain", ""),
             ("GET", "/version"): lambda scope, body: _json({"version": "headrace-tiny-policy"}),
             ("GET", "/v1/models"): self._models,
-            ("GET", "/weight_info"): lambda scope, body: _json({"weight_version": str(self._policy.version)}),
+            ("GET", engine.WEIGHT_INFO): lambda scope, body: _json({"weight_version": self._engine.name}),
+            ("GET", engine.IS_PAUSED): lambda scope, body: _json({"is_paused": self._engine.paused}),
+            ("POST", engine.RESUME): self._resume,
+            ("POST", engine.UPDATE_WEIGHT_VERSION): self._rename,
             ("GET", "/weights"): self._get_weights,
             ("POST", "/weights"): self._post_weights,
             ("GET", "/metrics"): self._metrics,
@@ -92,6 +111,13 @@ class Server:
             if scope["path"] in SAMPLING_ROUTES and scope["method"] == "POST":
                 await _answer(send, 200, await self._sampled(scope, body, receive))
                 return
+            if scope["path"] == engine.PAUSE and scope["method"] == "POST":
+                await self._engine.pause(_pause_mode(scope))
+                await _answer(send, 200, _encode({"status": "paused"}))
+                return
+            if scope["path"] == engine.RPC and scope["method"] == "POST":
+                await _answer(send, 200, await self._rpc(body))
+                return
             route = self._routes.get((scope["method"], scope["path"]))
             if route is None:
                 raise NotFound(f"No route {scope['method']} {scope['path']}.")
@@ -99,6 +125,8 @@ class Server:
             await _answer(send, 200, payload, media_type, version)
         except ClientGone:
             return
+        except LoadFailed:
+            await _answer(send, 500, _error(500, "The double was told to break off a load."))
         except _Refused as refused:
             await _answer(send, refused.status, _error(refused.status, str(refused)))
         except RequestError as error:
@@ -113,30 +141,49 @@ class Server:
         self._live.add(request_id)
         try:
             fault = self._misbehaving.next_fault()
-            if fault.wait_s > 0:
-                await self._wait(fault.wait_s, receive)
+            if fault.wait_s > 0 or self._engine.paused:
+                return await self._later(fault, request, request_id, receive, generate=generate)
             if fault.fail:
                 raise _Refused(self._misbehaving.settings.fail_status)
             return self._complete(request, request_id, fault.lie, generate=generate)
         finally:
             self._live.discard(request_id)
 
-    async def _wait(self, seconds: float, receive: Receive) -> None:
-        if self._misbehaving.settings.keep_generating:
-            await asyncio.sleep(seconds)
-            return
-        gone = asyncio.ensure_future(receive())
-        done, _ = await asyncio.wait([gone], timeout=seconds)
-        if done:
-            raise ClientGone
-        gone.cancel()
+    async def _later(
+        self, fault: Fault, request: CompletionRequest, request_id: str, receive: Receive, *, generate: bool
+    ) -> bytes:
+        """A request that takes its time, or is held back. Raises ClientGone."""
 
-    def _complete(self, request: CompletionRequest, request_id: str, lie: str, *, generate: bool) -> bytes:
+        def make() -> bytes:
+            if fault.fail:
+                raise _Refused(self._misbehaving.settings.fail_status)
+            return self._complete(request, request_id, fault.lie, generate=generate)
+
+        work = asyncio.ensure_future(self._engine.sample(fault.wait_s, make))
+        gone = asyncio.ensure_future(receive())
+        try:
+            await asyncio.wait(
+                [work] if self._misbehaving.settings.keep_generating else [work, gone],
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if not work.done():
+                raise ClientGone
+            return work.result()
+        except Aborted:
+            return self._complete(request, request_id, "", generate=generate, aborted=True)
+        finally:
+            gone.cancel()
+            work.cancel()
+
+    def _complete(
+        self, request: CompletionRequest, request_id: str, lie: str, *, generate: bool, aborted: bool = False
+    ) -> bytes:
         if request.model not in ("", self._model):
             raise NotFound(f"The model `{request.model}` does not exist.")
         prompt = _read_prompt(request.prompt)
         sampling = _sampling(request, len(prompt), clipped=generate)
-        generated, version = self._generate(prompt, sampling, request, lie)
+        generated = [ABORTED] * request.n if aborted else self._generate(prompt, sampling, request, lie)
+        version = self._engine.name
         want_prompt = bool(request.return_token_ids)
         want_ids = want_prompt or generate
         want_logprobs = request.logprobs is not None
@@ -155,7 +202,7 @@ class Server:
                     "prompt_logprobs": of_prompt,
                     # The bytes as they came: an echo that need not be read or written again.
                     "prompt_token_ids": request.prompt if want_prompt else None,
-                    "weight_versions": [{"version": str(version), "start": 0, "end": len(made.token_ids)}],
+                    "weight_versions": [{"version": version, "start": 0, "end": len(made.token_ids)}],
                 }
             )
         completion_tokens = sum(len(made.token_ids) for made in generated)
@@ -182,17 +229,17 @@ class Server:
 
     def _generate(
         self, prompt: list[int], sampling: Sampling, request: CompletionRequest, lie: str
-    ) -> tuple[list[Generation], Version]:
+    ) -> list[Generation]:
         reply = self._misbehaving.settings.reply
         longer = sampling._replace(stop=()) if lie in STOP_OVERRUNS else sampling
         if reply is None:
-            made, version = self._policy.generate(prompt, longer, count=request.n, seed=request.seed)
+            made, _ = self._policy.generate(prompt, longer, count=request.n, seed=request.seed)
         else:
             ids = [*reply.encode(), END]
-            made, version = [end_generation(ids, [0.0] * len(ids), longer)] * request.n, self._policy.version
+            made = [end_generation(ids, [0.0] * len(ids), longer)] * request.n
         if longer is not sampling:
             made = [_overrun(generation, sampling) for generation in made]
-        return made, version
+        return made
 
     def _models(self, scope: Scope, body: bytes) -> tuple[bytes, str, str]:
         card = {
@@ -220,12 +267,36 @@ class Server:
                 f"The body has {len(body)} bytes.", hint=f"Send {SIZE} little-endian float64 values, {8 * SIZE} bytes."
             )
         self._policy.load(np.frombuffer(body, dtype="<f8").astype(np.float64), version)
-        return _json({"weight_version": str(self._policy.version)})
+        self._engine.rename(str(version))
+        return _json({"weight_version": self._engine.name})
+
+    def _resume(self, scope: Scope, body: bytes) -> tuple[bytes, str, str]:
+        self._engine.resume()
+        return _json({"status": "resumed"})
+
+    def _rename(self, scope: Scope, body: bytes) -> tuple[bytes, str, str]:
+        name = _read_control(body, engine.VersionUpdate).new_version
+        self._engine.rename(name)
+        return _json({"success": True, "new_version": name})
+
+    async def _rpc(self, body: bytes) -> bytes:
+        request = _read_control(body, engine.RpcRequest)
+        if request.method == engine.CHECK:
+            try:
+                read_folder(request.args[0])
+                result = engine.LoadResult(tensors=1, bytes=8 * SIZE)
+            except InvalidRequest as error:
+                result = engine.LoadResult(refused=error.detail)
+        elif request.method == engine.LOAD:
+            result = await self._engine.load(request.args[0], *self._misbehaving.next_load())
+        else:
+            raise _Refused(500)
+        return _encode(engine.RpcAnswer(results=[result]))
 
     def _metrics(self, scope: Scope, body: bytes) -> tuple[bytes, str, str]:
         values = {
-            "vllm:num_requests_running": ("gauge", len(self._live)),
-            "vllm:num_requests_waiting": ("gauge", 0),
+            "vllm:num_requests_running": ("gauge", len(self._live) - self._engine.waiting),
+            "vllm:num_requests_waiting": ("gauge", self._engine.waiting),
             "vllm:request_success_total": ("counter", self._finished),
             "vllm:generation_tokens_total": ("counter", self._sampled_tokens),
             # It has no cache of any kind.
@@ -252,6 +323,26 @@ class _Refused(Exception):
     def __init__(self, status: int) -> None:
         super().__init__("Out of range float values are not JSON compliant: the double was told to fail.")
         self.status = status
+
+
+_T = TypeVar("_T")
+
+
+def _read_control(body: bytes, kind: type[_T]) -> _T:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"The request cannot be read: {error}.") from error
+
+
+def _pause_mode(scope: Scope) -> engine.PauseMode:
+    query = parse_qs(scope["query_string"].decode("latin-1"))
+    mode = query.get("mode", ["abort"])[0]
+    modes: tuple[engine.PauseMode, ...] = get_args(engine.PauseMode)
+    for known in modes:
+        if mode == known:
+            return known
+    raise InvalidRequest(f"mode: {mode!r} is none of {modes}")
 
 
 def _read_prompt(raw: msgspec.Raw) -> list[int]:

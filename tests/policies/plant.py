@@ -1,0 +1,211 @@
+"""An orchestrator, doubles that learn what they are told to load, a worker that plays on them, and what is true of it.
+
+The weights of each version are drawn from its number, so whoever has a stored record can say which weights sampled it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+from aiohttp import web
+
+from headrace import codec, wire
+from headrace.trajectory import Trajectory, Version
+from headrace_workers.tiny_policy.engine import FILE, write_folder
+from headrace_workers.tiny_policy.model import SIZE, Floats, Model, neutral_weights
+from tests.e2e.processes import Processes
+from tests.orchestrator.serving import Api, Process
+from tests.policies.doubles import double, post
+
+SERVERS = "/v1/runs/run/servers"
+
+
+def weights_of(version: Version) -> Floats:
+    """The weights of a version of these tests."""
+    if version == Version(0, 0):
+        return neutral_weights()
+    return np.random.default_rng(version.n).normal(scale=0.5, size=SIZE)
+
+
+class Tap:
+    """Stands before a double and sees what it is asked. ``hook`` may hold a request back."""
+
+    def __init__(self, behind: str) -> None:
+        self.behind = behind
+        self.hook: Callable[[str], Awaitable[None]] | None = None
+        self.seen: list[str] = []
+
+    async def answer(self, request: web.Request) -> web.Response:
+        body = await request.read()
+        what = request.path
+        if what == "/collective_rpc":
+            what = json.loads(body)["method"]
+        self.seen.append(what)
+        if self.hook is not None:
+            await self.hook(what)
+        async with (
+            aiohttp.ClientSession() as session,
+            session.request(request.method, f"{self.behind}{request.rel_url}", data=body) as answer,
+        ):
+            return web.Response(body=await answer.read(), status=answer.status, content_type=answer.content_type)
+
+
+@asynccontextmanager
+async def tap(behind: str) -> AsyncIterator[tuple[Tap, str]]:
+    """A tap before a double, and its address."""
+    made = Tap(behind)
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", made.answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.2)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield made, f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+class Plant:
+    """What tests work with. ``addresses`` are those of the doubles, or of the taps before them."""
+
+    def __init__(self, url: str, api: Api, folder: Path, addresses: list[str]) -> None:
+        self.url = url
+        self.api = api
+        self.folder = folder
+        self.addresses = addresses
+
+    async def create_run(self, **fields: Any) -> None:
+        """A run that plays on, whatever the learner does."""
+        sync = {"pause_lease_s": 4.0, **fields.pop("sync", {})}
+        await self.api.create_run(
+            environments=[{"id": "game:GuessTheNumber-v0-easy"}],
+            group_size=2,
+            batch_size=16,
+            max_staleness=200,
+            policy={"endpoints": self.addresses, "sync": sync},
+            sampling={"max_tokens": 32},
+            **fields,
+        )
+
+    def write(self, n: int) -> wire.Weights:
+        """Write the weights of a version."""
+        path = self.folder / f"version-{n}"
+        write_folder(path, weights_of(Version(0, n)))
+        return wire.Weights(path=str(path))
+
+    async def announce(self, n: int, weights: wire.Weights | None = None) -> None:
+        """Announce a version with its weights, which are written first."""
+        body = wire.VersionRequest(version=f"0.{n}", weights=weights or self.write(n))
+        await self.api.ask("POST", "/v1/runs/run/version", body)
+
+    async def servers(self, **query: Any) -> wire.ServersReply:
+        fields = "&".join(f"{name}={value}" for name, value in query.items())
+        return msgspec.convert(await self.api.ask("GET", f"{SERVERS}?{fields}"), wire.ServersReply)
+
+    async def until(
+        self, enough: Callable[[dict[str, wire.PolicyServer]], bool], within_s: float = 30
+    ) -> wire.ServersReply:
+        """Wait for news until the servers are as they should be."""
+        end = time.monotonic() + within_s
+        reply = await self.servers()
+        while not enough({server.address: server for server in reply.servers}):
+            assert time.monotonic() < end, reply
+            reply = await self.servers(revision=reply.revision, wait_s=1)
+        return reply
+
+    async def until_served(self, n: int) -> None:
+        """Until all servers take requests with a version."""
+        await self.until(lambda found: all((s.state, s.version) == ("serving", f"0.{n}") for s in found.values()))
+
+    async def until_said(self, text: str, within_s: float = 20) -> wire.Reason:
+        """Until a pull that waits is told so."""
+        end = time.monotonic() + within_s
+        while True:
+            reasons = msgspec.convert((await self.api.ask("GET", "/v1/runs/run"))["reasons"], list[wire.Reason])
+            for reason in reasons:
+                if text in reason.message:
+                    return reason
+            assert time.monotonic() < end, reasons
+            await asyncio.sleep(0.05)
+
+    async def records(self) -> list[Trajectory]:
+        """All stored trajectories."""
+        found, before = [], ""
+        while True:
+            page = await self.api.ask("GET", f"/v1/runs/run/trajectories?limit=1000{before and f'&before={before}'}")
+            for line in page["trajectories"]:
+                async with self.api.session.get(f"/v1/trajectories/{line['id']}") as answer:
+                    found.append(codec.decode(await answer.read()))
+            before = page.get("next", "")
+            if not before:
+                return found
+
+    async def until_played(self, count: int, within_s: float = 60) -> None:
+        """Until so many more episodes ended."""
+
+        async def ended() -> int:
+            return sum((await self.api.ask("GET", "/v1/runs/run"))["episodes"].values())
+
+        wanted, end = await ended() + count, time.monotonic() + within_s
+        while await ended() < wanted:
+            assert time.monotonic() < end, await self.api.ask("GET", "/v1/runs/run")
+            await asyncio.sleep(0.05)
+
+    async def check_truth(self) -> set[str]:
+        """Each turn was sampled by the weights that it is said to be of, and nothing was lost; gives the versions."""
+        records = await self.records()
+        versions: set[str] = set()
+        for record in records:
+            assert record.status in ("finished", "truncated"), (record.status, record.failure)
+            for segment in record.segments:
+                for turn in segment.turns:
+                    version = next(run.version for run in segment.versions if run.end >= turn.end)
+                    versions.add(str(version))
+                    prompt, sampled = segment.token_ids[: turn.start], segment.token_ids[turn.start : turn.end]
+                    right = Model(weights_of(version)).log_prob(prompt.tolist(), sampled.tolist())
+                    said = float(segment.logprobs[turn.start : turn.end].sum())
+                    assert abs(said - right) < 1e-3, f"a turn of {record.id} is said to be of {version}, and is not"
+        return versions
+
+
+def cut_short(weights: wire.Weights) -> wire.Weights:
+    """The same, half of it gone."""
+    path = Path(weights.path) / FILE
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    return weights
+
+
+@asynccontextmanager
+async def plant(
+    tmp_path: Path, *, servers: int = 2, slots: int = 4, tapped: bool = False, slow_s: float = 0.02
+) -> AsyncIterator[tuple[Plant, list[Tap], Process]]:
+    """Doubles in this event loop, an orchestrator process, and a worker process if ``slots`` are given."""
+    orchestrator = Process(tmp_path / "data")
+    async with AsyncExitStack() as stack:
+        stack.callback(orchestrator.end)
+        addresses = [await stack.enter_async_context(double()) for _ in range(servers)]
+        for address in addresses:
+            await post(address, "/misbehave", {"slow_s": slow_s})
+        taps: list[Tap] = []
+        if tapped:
+            pairs = [await stack.enter_async_context(tap(address)) for address in addresses]
+            taps, addresses = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        base = await asyncio.to_thread(orchestrator.start)
+        session = await stack.enter_async_context(aiohttp.ClientSession(base))
+        if slots:
+            processes = stack.enter_context(Processes(tmp_path / "logs"))
+            worker = processes.add(
+                "worker", "-m", "headrace_workers", "--orchestrator", base, "--name", "w", "--slots", str(slots)
+            )
+            worker.start()
+        yield Plant(base, Api(session), tmp_path, addresses), taps, orchestrator

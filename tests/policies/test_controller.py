@@ -1,0 +1,228 @@
+"""The controller of policy servers, in a world where everything may fail at any moment."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.runspec import SyncSpec
+from headrace.trajectory import Version
+from tests.policies.simulation import World
+
+A, B, C = "http://a:1", "http://b:1", "http://c:1"
+LEASE_S = 5.0
+
+faults = st.sampled_from(["", "", "lost", "never", "half"])
+addresses = st.sampled_from([A, B, C])
+moves = st.one_of(
+    st.tuples(st.just("announce"), st.booleans()),
+    st.tuples(st.just("crash"), st.none()),
+    st.tuples(st.just("die"), addresses),
+    st.tuples(st.just("down"), addresses),
+    st.tuples(st.just("up"), addresses),
+    st.tuples(st.just("drain"), addresses),
+    st.tuples(st.just("hold"), st.floats(0, 20)),
+    st.tuples(st.just("fault"), st.tuples(addresses, st.lists(faults, max_size=6))),
+    st.tuples(st.just("pass"), st.floats(0.001, 12)),
+    st.tuples(st.just("pass"), st.floats(0.001, 0.5)),
+)
+
+
+def world(order: str = "together", *, servers: int = 2) -> World:
+    made = World([A, B, C][:servers], SyncSpec(order=order, pause_lease_s=LEASE_S))
+    made.pass_time(2.0)
+    return made
+
+
+def states(made: World) -> dict[str, tuple[str, str]]:
+    return {server.address: (server.state, server.version) for server in made.controller.shown(made.now)}
+
+
+@settings(max_examples=100, deadline=None)
+@given(order=st.sampled_from(["together", "rolling"]), seed=st.integers(0, 1000), script=st.lists(moves, max_size=25))
+def test_no_server_ever_samples_under_a_wrong_name_and_in_the_end_all_have_the_newest_version(order, seed, script):
+    made = World([A, B, C], SyncSpec(order=order, pause_lease_s=LEASE_S), seed)
+    n = 0
+    for move, what in script:
+        if move == "announce":
+            n += 1
+            made.announce(n, bad=what)
+        elif move == "crash":
+            made.crash()
+        elif move == "die":
+            made.die(what)
+        elif move in ("down", "up"):
+            made.engines[what].up = move == "up"
+        elif move == "drain":
+            made.listed[what] = not made.listed[what]
+        elif move == "hold":
+            made.target = made.target._replace(hold=("e1", what))
+        elif move == "fault":
+            made.faults[what[0]] = list(what[1])
+        else:
+            made.pass_time(what)
+    made.faults.clear()
+    made.listed = dict.fromkeys(made.listed, False)
+    made.target = made.target._replace(hold=("", 0.0))
+    for engine in made.engines.values():
+        engine.up = True
+    made.announce(n + 1)
+    made.pass_time(150.0)  # a look at files may take a minute
+    assert states(made) == dict.fromkeys([A, B, C], ("serving", f"0.{n + 1}"))
+    assert all(engine.paused_at is None for engine in made.engines.values())
+
+
+def test_all_servers_get_a_new_version_together_and_the_pause_is_short():
+    made = world()
+    made.announce(1)
+    made.pass_time(2.0)
+    assert states(made) == {A: ("serving", "0.1"), B: ("serving", "0.1")}
+    assert made.longest_pause_s < 1.5
+    kinds = [call.kind for call in made.calls if call.kind != "probe" and call.address == A]
+    assert kinds == ["check", "pause", "load", "resume"]
+
+
+def test_rolling_pauses_one_server_at_a_time_while_the_others_serve():
+    made = world("rolling", servers=3)
+    made.announce(1)
+    for _ in range(400):
+        made.pass_time(0.01)
+        paused = [engine for engine in made.engines.values() if engine.paused_at is not None]
+        assert len(paused) <= 1
+        assert sum(state == "serving" for state, _ in states(made).values()) >= 2
+    assert states(made) == dict.fromkeys([A, B, C], ("serving", "0.1"))
+
+
+def test_files_that_are_refused_cost_no_pause_and_the_servers_go_on_with_what_they_hold():
+    made = world()
+    made.announce(1, bad=True)
+    made.pass_time(10.0)
+    assert states(made) == {A: ("serving", "0.0"), B: ("serving", "0.0")}
+    assert {call.kind for call in made.calls} == {"probe", "check"}
+    (reason,) = made.controller.reasons()
+    assert reason.code == "weight-sync"
+    assert "weight sync of version 0.1 failed" in reason.message
+    assert "cut short" in reason.message
+    made.announce(2)
+    made.pass_time(2.0)
+    assert states(made) == {A: ("serving", "0.2"), B: ("serving", "0.2")}
+    assert made.controller.reasons() == []
+
+
+def test_a_server_whose_load_breaks_off_is_out_and_its_requests_end_until_a_load_is_confirmed():
+    made = world()
+    made.faults[B] = ["", "", "half", "", "", "half"]
+    made.announce(1)
+    made.pass_time(1.0)
+    assert states(made)[A] == ("serving", "0.1")
+    assert states(made)[B][0] == "ejected"
+    assert made.engines[B].requests_ended
+    made.pass_time(20.0)
+    assert states(made) == {A: ("serving", "0.1"), B: ("serving", "0.1")}
+
+
+def test_a_server_that_never_answers_is_out_after_the_pause_lease_and_the_others_serve():
+    made = world()
+    made.faults[B] = ["", "", "never"]
+    made.announce(1)
+    made.pass_time(LEASE_S - 0.5)
+    assert (states(made)[A], states(made)[B][0]) == (("serving", "0.1"), "syncing")
+    made.pass_time(1.0)
+    # It was never touched, and it says so: it goes on with what it holds, and is not asked for it.
+    assert (states(made)[B], made.engines[B].paused_at) == (("ejected", "0.0"), None)
+    made.pass_time(10.0)
+    assert states(made)[B] == ("serving", "0.1")
+
+
+def test_a_server_that_was_paused_for_long_gets_a_whole_lease_for_its_next_load():
+    made = world()
+    made.faults[B] = ["", "", "half"]
+    made.announce(1)
+    made.pass_time(0.5)
+    made.engines[B].up = False
+    made.pass_time(1.0)
+    made.engines[B].up = True
+    made.faults[B] = ["", "", "half", "", "", "half", "", "", "half", "", "", "half"]
+    made.pass_time(60.0)
+    assert states(made)[B] == ("serving", "0.1")
+
+
+def test_a_server_paused_before_its_load_goes_on_as_what_it_is_after_a_crash():
+    made = world()
+    made.announce(1)
+    while all(engine.paused_at is None for engine in made.engines.values()):
+        made.pass_time(0.01)
+    made.out.clear()
+    made.crash()
+    made.pass_time(3.0)
+    assert states(made) == {A: ("serving", "0.1"), B: ("serving", "0.1")}
+    assert made.longest_pause_s < LEASE_S
+
+
+def test_a_server_whose_load_was_broken_off_by_a_crash_is_loaded_again_and_never_just_resumed():
+    made = world()
+    made.announce(1)
+    half = made.engines[B]
+    half.name, half.holds, half.paused_at = "0.0 -> 0.1", "mixed", made.now
+    made.crash()
+    begun = len(made.calls)
+    made.pass_time(3.0)
+    assert states(made)[B] == ("serving", "0.1")
+    calls = [call.kind for call in made.calls[begun:] if call.address == B and call.kind != "probe"]
+    assert calls == ["check", "pause", "load", "resume"]
+
+
+def test_nothing_is_paused_while_an_evaluation_holds_the_version_and_the_reason_names_it():
+    made = world()
+    made.announce(1)
+    made.target = made.target._replace(hold=("e1", 12.0))
+    made.pass_time(5.0)
+    assert {call.kind for call in made.calls} == {"probe", "check"}
+    (reason,) = made.controller.reasons()
+    assert "evaluation e1 holds version 0.0 for 12 s" in reason.message
+    made.announce(2)
+    made.target = made.target._replace(hold=("", 0.0))
+    made.pass_time(3.0)
+    assert states(made) == {A: ("serving", "0.2"), B: ("serving", "0.2")}
+    assert not any(call.version == Version(0, 1) for call in made.calls if call.kind == "load")
+
+
+def test_a_server_that_comes_back_fresh_takes_no_requests_before_it_has_caught_up():
+    made = world()
+    made.announce(1)
+    made.pass_time(3.0)
+    made.die(B)
+    seen = set()
+    for _ in range(300):
+        made.pass_time(0.01)
+        seen.add(states(made)[B])
+    assert ("serving", "0.0") not in seen
+    assert states(made)[B] == ("serving", "0.1")
+
+
+def test_whoever_pauses_a_server_it_goes_on_when_the_lease_is_over():
+    made = world()
+    made.engines[A].paused_at = made.now
+    made.pass_time(LEASE_S - 1)
+    assert states(made)[A][0] == "syncing"
+    made.pass_time(3.0)
+    assert (states(made)[A], made.engines[A].paused_at) == (("serving", "0.0"), None)
+
+
+def test_a_version_without_servers_says_what_to_do():
+    made = World([], SyncSpec())
+    made.announce(1)
+    made.pass_time(1.0)
+    (reason,) = made.controller.reasons()
+    assert "policy.endpoints" in reason.message
+
+
+def test_a_draining_server_gets_no_new_weights_and_one_that_was_taken_away_is_not_left_paused():
+    made = world()
+    made.listed[B] = True
+    made.announce(1)
+    while made.engines[A].paused_at is None:
+        made.pass_time(0.01)
+    del made.listed[A]
+    made.pass_time(3.0)
+    assert (states(made)[B], made.engines[A].paused_at) == (("draining", "0.0"), None)

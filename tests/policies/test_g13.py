@@ -1,0 +1,164 @@
+"""G13: a load of weights that fails must not end with a server that takes requests all the same."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from headrace import wire
+from headrace.trajectory import Version
+from headrace_workers.tiny_policy.engine import write_folder
+from tests.orchestrator.serving import Process
+from tests.policies.doubles import get, post
+from tests.policies.plant import Plant, Tap, cut_short, plant, weights_of
+
+LEASE_S = 3.0
+
+
+async def on_seven(made: Plant) -> None:
+    await made.create_run(sync={"pause_lease_s": LEASE_S})
+    await made.announce(7)
+    await made.until_served(7)
+    await made.until_played(2)
+
+
+async def recovers(made: Plant, n: int) -> set[str]:
+    """A sound version brings everything back; gives the versions of all turns, which are true."""
+    await made.announce(n)
+    await made.until_served(n)
+    await made.until_played(2)
+    for address in made.addresses:
+        assert (await get(address, "/is_paused"))["is_paused"] is False
+    return await made.check_truth()
+
+
+def misshapen(folder: Path) -> wire.Weights:
+    write_folder(folder, weights_of(Version(0, 8))[:-1])
+    return wire.Weights(path=str(folder))
+
+
+async def test_g13_damage_in_the_files_is_found_before_anything_is_paused(tmp_path: Path) -> None:
+    async with plant(tmp_path) as (made, _, _):
+        await on_seven(made)
+        paused = [server.paused_s for server in (await made.servers()).servers]
+        damages = [
+            (8, wire.Weights(path=str(tmp_path / "nowhere")), "No such file"),
+            (9, cut_short(made.write(9)), "cut short"),
+            (10, misshapen(tmp_path / "misshapen"), "has shape"),
+        ]
+        for n, weights, said in damages:
+            await made.announce(n, weights)
+            reason = await made.until_said(f"weight sync of version 0.{n} failed")
+            assert (reason.code, reason.facts["kind"]) == ("weight-sync", "weights-refused")
+            assert said in reason.message
+            await made.until_played(2)
+            reply = await made.servers()
+            assert {(server.state, server.version) for server in reply.servers} == {("serving", "0.7")}
+            assert said in reply.sync
+        assert [server.paused_s for server in (await made.servers()).servers] == paused
+        assert await recovers(made, 11) <= {"0.0", "0.7", "0.11"}
+        assert (await made.servers()).skipped == ["0.8", "0.9", "0.10"]
+
+
+async def test_g13_a_server_whose_load_fails_is_out_while_the_other_serves_the_new_version(tmp_path: Path) -> None:
+    async with plant(tmp_path) as (made, _, _):
+        await on_seven(made)
+        good, bad = made.addresses
+        for n, fault in ((8, "fail"), (9, "mixed")):
+            await post(bad, "/misbehave", {"load": fault})
+            await made.announce(n)
+            await made.until(lambda found, n=n: (found[good].state, found[good].version) == ("serving", f"0.{n}"))
+            reply = await made.until(lambda found: found[bad].state == "ejected")
+            assert "nobody knows which weights it holds" in reply.servers[1].reason
+            await made.until_said(f"weight sync of version 0.{n} failed")
+            assert (await get(bad, "/is_paused"))["is_paused"] is True
+            await made.until_played(2)
+            await post(bad, "/misbehave", {"slow_s": 0.02})
+            await made.until_served(n)  # by itself
+        assert await recovers(made, 10) <= {"0.0", "0.7", "0.8", "0.9", "0.10"}
+
+
+async def test_g13_a_server_that_answers_too_late_is_out_and_comes_back_by_itself(tmp_path: Path) -> None:
+    async with plant(tmp_path) as (made, _, _):
+        await on_seven(made)
+        good, late = made.addresses
+        await post(late, "/misbehave", {"load": "late", "load_s": LEASE_S + 0.5, "load_times": 1, "slow_s": 0.02})
+        await made.announce(8)
+        await made.until(lambda found: (found[good].state, found[good].version) == ("serving", "0.8"))
+        await made.until(lambda found: found[late].state == "ejected")
+        await made.until_played(2)
+        await made.until_served(8)
+        await recovers(made, 9)
+
+
+PHASES = ["headrace_check", "/pause", "/update_weight_version", "headrace_load", "/resume"]
+
+
+async def test_g13_an_orchestrator_killed_in_any_phase_of_an_update_finishes_it_when_it_is_back(
+    tmp_path: Path,
+) -> None:
+    async with plant(tmp_path, tapped=True) as (made, taps, orchestrator):
+        await on_seven(made)
+        for n, phase in enumerate(PHASES, 8):
+            await killed_at(phase, n, taps[0], made, orchestrator)
+            begun = time.monotonic()
+            await made.until_served(n)
+            assert time.monotonic() - begun < LEASE_S + 1
+            await made.until_played(2)
+        assert {"0.7", "0.8", "0.12", "0.13"} <= await recovers(made, 13)
+
+
+async def killed_at(phase: str, n: int, tap: Tap, made: Plant, orchestrator: Process) -> None:
+    """Announce n, kill the orchestrator when it asks the first server for this, and start it again."""
+    reached, gone = asyncio.Event(), asyncio.Event()
+
+    async def hold(what: str) -> None:
+        if what == phase and not reached.is_set():
+            reached.set()
+            await gone.wait()
+
+    tap.hook = hold
+    await made.announce(n)
+    await asyncio.wait_for(reached.wait(), 20)
+    await asyncio.to_thread(orchestrator.kill)
+    tap.hook = None
+    gone.set()
+    await asyncio.to_thread(orchestrator.start, port=int(made.url.rsplit(":", 1)[1]))
+
+
+@contextmanager
+def learner(made: Plant, code: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A learner process that does something with its client, and then stays."""
+    whole = f"import sys, time, headrace\nclient = headrace.Client(sys.argv[1])\n{code}\ntime.sleep(600)"
+    process = subprocess.Popen([sys.executable, "-c", whole, made.url, *arguments])
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(20)
+
+
+async def test_g13_an_update_goes_on_when_the_learner_is_killed_in_it(tmp_path: Path) -> None:
+    async with plant(tmp_path, tapped=True) as (made, taps, _):
+        await on_seven(made)
+        weights = made.write(8)
+        reached, gone = asyncio.Event(), asyncio.Event()
+
+        async def hold(what: str) -> None:
+            if what == "headrace_load":
+                reached.set()
+                await gone.wait()
+
+        taps[0].hook = hold
+        with learner(made, "client.announce('run', '0.8', weights=sys.argv[2])", weights.path) as process:
+            await asyncio.wait_for(reached.wait(), 20)
+            process.kill()
+        gone.set()
+        await made.until_served(8)
+        await made.until_played(2)
+        await made.check_truth()

@@ -1,0 +1,171 @@
+"""The policy servers of a run and the weights they are to hold, as the scheduler knows them."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace import wire
+from headrace.errors import InvalidRequest, UnknownServer, VersionConflict
+from headrace.trajectory import Version
+from headrace_orchestrator.scheduler import records
+from headrace_orchestrator.scheduler.evaluations import HOLD_LEASE_S
+
+A, B = "http://a:1", "http://b:1"
+
+
+def served(harness, version: str) -> None:
+    """A server takes requests with a version."""
+    weights = wire.Weights(path=f"/w/{version}")
+    harness.core.weights_served("r", Version.parse(version), weights, harness.now)
+    harness.settle()
+
+
+def evaluate(harness, version: str = "", *, episodes: int = 2, deadline_s: float = 60.0) -> str:
+    request = wire.EvaluationRequest(
+        tasks=[{"environment": "game:A"}], episodes_per_task=episodes, version=version, deadline_s=deadline_s
+    )
+    found = harness.core.start_evaluation("r", request, harness.now)
+    harness.settle()
+    return found
+
+
+def hold_s(harness) -> float:
+    return harness.core.sync_hold("r", harness.now)[0]
+
+
+def test_servers_begin_with_those_of_the_spec_and_change_by_records_of_their_own(harness):
+    harness.run(policy={"endpoints": [f"{A}/"]})
+    hosting = harness.core.hosting("r")
+    harness.core.add_server("r", B, harness.now)
+    harness.core.drain_server("r", A, harness.now)
+    assert hosting.servers == {A: True, B: False}
+    harness.core.add_server("r", A, harness.now)
+    harness.core.remove_server("r", B, harness.now)
+    assert hosting.servers == {A: False}
+    harness.settle()
+    changes = (records.ServerAdded, records.ServerDrained, records.ServerRemoved)
+    assert len([fact for fact in harness.log if isinstance(fact, changes)]) == 4
+    harness.restart()
+    harness.restart(harness.restored(harness.core.snapshot()))
+
+
+def test_what_changes_nothing_is_no_record_and_what_is_not_there_is_named(harness):
+    harness.run(policy={"endpoints": [A]})
+    harness.core.add_server("r", A, harness.now)
+    harness.core.drain_server("r", A, harness.now)
+    harness.core.drain_server("r", A, harness.now)
+    assert len(harness.settle()) == 1
+    with pytest.raises(UnknownServer, match=B):
+        harness.core.remove_server("r", B, harness.now)
+    with pytest.raises(InvalidRequest, match="no address"):
+        harness.core.add_server("r", "b:1", harness.now)
+
+
+def test_a_version_with_weights_is_to_be_loaded_and_one_without_was_loaded_by_the_learner(harness):
+    harness.run()
+    hosting = harness.core.hosting("r")
+    harness.announce("0.1")
+    assert (hosting.target, hosting.held) == (None, Version(0, 1))
+    harness.announce("0.2", path="/w/2")
+    assert (hosting.target, hosting.held, hosting.weights.path) == (Version(0, 2), Version(0, 1), "/w/2")
+    served(harness, "0.2")
+    assert hosting.held == Version(0, 2)
+    harness.announce("0.3")
+    assert (hosting.target, hosting.held) == (None, Version(0, 3))
+    harness.restart()
+
+
+def test_an_ack_carries_where_the_weights_are_and_weights_without_a_version_are_refused(harness):
+    harness.run(batch_size=1)
+    harness.work(1)
+    batch = harness.batch()
+    fields = {"learner": batch.learner, "session": batch.session, "generation": batch.generation}
+    weights = wire.Weights(path="/w/1")
+    with pytest.raises(InvalidRequest, match="names no version"):
+        harness.core.ack("r", batch.id, wire.AckRequest(**fields, weights=weights), harness.now)
+    harness.core.ack("r", batch.id, wire.AckRequest(**fields, version="0.1", weights=weights), harness.now)
+    harness.settle()
+    assert (harness.core.hosting("r").target, harness.core.hosting("r").weights) == (Version(0, 1), weights)
+    harness.restart()
+
+
+def test_versions_that_were_overtaken_before_a_server_had_them_are_skipped(harness):
+    harness.run()
+    for n in (1, 2, 3, 4):
+        harness.announce(f"0.{n}", path=f"/w/{n}")
+        if n == 2:
+            served(harness, "0.2")
+    hosting = harness.core.hosting("r")
+    assert hosting.skipped == [Version(0, 1), Version(0, 3)]
+    harness.restart()
+    harness.restart(harness.restored(harness.core.snapshot()))
+
+
+def test_the_same_again_changes_nothing_and_served_weights_are_not_replaced_under_their_version(harness):
+    harness.run()
+    harness.announce("0.1", path="/w/1")
+    harness.announce("0.1", path="/w/elsewhere")  # nobody has it yet
+    assert harness.core.hosting("r").weights.path == "/w/elsewhere"
+    known = len(harness.log)
+    harness.announce("0.1", path="/w/elsewhere")
+    assert len(harness.log) == known
+    served(harness, "0.1")
+    with pytest.raises(VersionConflict, match=r"hold version 0\.1"):
+        harness.announce("0.1", path="/w/1")
+
+
+def test_after_a_rewind_the_servers_keep_what_they_hold_until_weights_come(harness):
+    harness.run()
+    harness.announce("0.1", path="/w/1")
+    harness.announce("0.2", path="/w/2")
+    served(harness, "0.2")
+    harness.rewind("0.1")
+    hosting = harness.core.hosting("r")
+    assert (hosting.target, hosting.held) == (Version(0, 2), Version(0, 2))
+    harness.announce("1.1", path="/w/1")
+    assert (hosting.target, hosting.weights.path) == (Version(1, 1), "/w/1")
+    with pytest.raises(VersionConflict, match="rewind"):
+        harness.announce("1.0", path="/w/0")
+
+
+def test_an_evaluation_holds_the_version_that_is_served_while_newer_ones_come(harness):
+    harness.run()
+    harness.announce("0.4", path="/w/4")
+    served(harness, "0.4")
+    evaluation = evaluate(harness, deadline_s=50.0)
+    for n in (5, 6, 7):
+        harness.announce(f"0.{n}", path=f"/w/{n}")
+    assert harness.core.sync_hold("r", harness.now) == (50.0, [evaluation])
+    harness.advance(50.0)
+    assert hold_s(harness) == 0.0
+
+
+def test_an_evaluation_that_nobody_asks_for_holds_no_longer(harness):
+    harness.run()
+    evaluation = evaluate(harness, deadline_s=1000.0)
+    harness.advance(HOLD_LEASE_S - 1)
+    assert hold_s(harness) == pytest.approx(1.0)
+    harness.core.evaluation("r", evaluation, harness.now)
+    assert hold_s(harness) == pytest.approx(HOLD_LEASE_S)
+    harness.advance(HOLD_LEASE_S + 1)
+    assert hold_s(harness) == 0.0
+
+
+def test_an_evaluation_of_a_version_that_is_yet_to_be_loaded_waits_for_it(harness):
+    harness.run(policy={"endpoints": [A]})
+    harness.announce("0.1", path="/w/1")
+    evaluation = evaluate(harness)
+    assert {attempt.evaluation for attempt in harness.lease(4)} == {""}
+    served(harness, "0.1")
+    assert {attempt.evaluation for attempt in harness.lease(4)} >= {evaluation}
+
+
+def test_what_is_left_of_an_evaluation_is_cancelled_once_its_version_is_served_no_more(harness):
+    harness.run()
+    harness.announce("0.1", path="/w/1")
+    served(harness, "0.1")
+    evaluation = evaluate(harness, deadline_s=1000.0)
+    harness.announce("0.2", path="/w/2")
+    served(harness, "0.2")
+    report = harness.core.evaluation("r", evaluation, harness.now)
+    assert (report.finished, report.done, report.wanted) == (True, 0, 2)
