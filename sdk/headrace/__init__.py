@@ -1,6 +1,6 @@
 """Headrace: keeps GPU learners fed. This package is the contract: what learners and environment authors import.
 
-* Learners: ``Client`` or ``AsyncClient``, ``Batch``, ``headrace.layouts``, ``headrace.estimators``.
+* Learners: ``Client`` or ``AsyncClient``, ``Batch``, ``headrace.layouts``, ``headrace.estimators``, ``score``.
 * Environment authors: ``Environment``, ``Step``, ``register``, ``make``.
 * Everybody: ``Trajectory`` and its parts, ``RunSpec``, ``open`` for stored data, and the errors of ``headrace.errors``.
 
@@ -27,8 +27,10 @@ from headrace.runspec import (
     RetrySpec,
     RunSpec,
     SamplingSpec,
+    ScorerSpec,
     TaskSpec,
 )
+from headrace.scoring import score
 from headrace.trajectory import ContentPart, Failure, Segment, Task, ToolCall, Trajectory, Turn, Version
 from headrace.validation import validate
 
@@ -56,6 +58,7 @@ __all__ = [
     "Row",
     "RunSpec",
     "SamplingSpec",
+    "ScorerSpec",
     "Segment",
     "Step",
     "Task",
@@ -68,5 +71,6 @@ __all__ = [
     "open",
     "register",
     "registered",
+    "score",
     "validate",
 ]

@@ -168,6 +168,16 @@ class SyncSpec(_Model):
     if nobody knows what that is, its requests are ended and go elsewhere."""
 
 
+class ScorerSpec(_Model):
+    """A policy that gives its logprobs of the tokens in a batch: a reference, or a teacher."""
+
+    endpoints: list[str] = Field(min_length=1)
+    """Base addresses of its servers. They must know ``prompt_logprobs`` on ``/v1/completions``, as vLLM does, and have
+    room for one token more than the longest row."""
+    model: str
+    """The model name that requests carry."""
+
+
 class PolicySpec(_Model):
     """The policy that acts in this run, and where it is served."""
 
@@ -201,6 +211,8 @@ class PolicySpec(_Model):
     """How new weights get into its servers."""
     agents: dict[str, AgentSpec] = {}
     """Overrides by agent name, for environments with several agents. Default: this policy plays all, and trains."""
+    scorers: dict[Name, ScorerSpec] = {}
+    """Policies whose logprobs of every token of a row come with it, as the array ``logprobs.NAME``. Default: none."""
 
     @model_validator(mode="after")
     def _renderer_has_what_it_needs(self) -> Self:

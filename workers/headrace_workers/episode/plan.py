@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.errors import InfrastructureFailure
-from headrace.runspec import LimitSpec, RunSpec
+from headrace.runspec import LimitSpec, RunSpec, ScorerSpec
 from headrace.trajectory import PolicyRef, Sampling
 from headrace_workers.policies.base import AnyProtocol, Interrupted
 from headrace_workers.rendering import Renderer, make_renderer
@@ -54,6 +54,7 @@ class RunPlan:
     logprobs: Literal["raw", "processed"]
     protocol: AnyProtocol
     interrupted: Interrupted
+    scorers: dict[str, ScorerSpec]
     everyone: AgentPlan
     agents: dict[str, AgentPlan]
 
@@ -106,6 +107,7 @@ def make_plan(spec: RunSpec) -> RunPlan:
         logprobs=policy.logprobs,
         protocol=policy.protocol,
         interrupted=policy.interrupted,
+        scorers=policy.scorers,
         everyone=everyone,
         agents=agents,
     )

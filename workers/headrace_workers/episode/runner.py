@@ -28,6 +28,7 @@ from headrace_workers.episode.boundary import AGENT, Content, Seen, tools_of
 from headrace_workers.episode.driver import EnvironmentDriver, EnvironmentKinds, described
 from headrace_workers.episode.plan import RunPlan, agent_sampling, turn_sampling
 from headrace_workers.episode.records import Outcome, failed, record_of
+from headrace_workers.episode.scoring import scored_rows
 from headrace_workers.episode.threads import EnvironmentThreads
 from headrace_workers.episode.tracks import AgentTrack, NextPrompt, TurnRecord
 from headrace_workers.policies.base import PolicySource, Sample, SampleRequest
@@ -98,6 +99,7 @@ class Episode:
         self._policy_s = 0.0
         self._policy_waiting_s = 0.0
         self._paused_s = 0.0
+        self._step = ""
         self.assets: dict[str, AssetData] = {}
         """The assets that the record refers to, by name."""
         self._assets_bytes = 0
@@ -107,9 +109,9 @@ class Episode:
     async def run(self) -> Trajectory:
         """Run the attempt to its end. Never raises: a cancelled call ends in a record as well."""
         try:
-            await self._play()
-            raise InfrastructureFailure("The episode stopped without an end.", kind="worker-fault", retryable=True)
-        except _Ended as ended:
+            ended = await self._ended()
+            if self._plan.scorers and ended.status in ("finished", "truncated"):
+                return self._record_of(await self._scored(self._outcome(ended)))
             return self._record(ended)
         except EpisodeFailure as error:
             return self._record(_Ended("failed", "failure", self._blamed(error)))
@@ -117,6 +119,13 @@ class Episode:
             return self._record(_Ended("cancelled", "cancelled", _cancelled(self.cancel_reason)))
         except Exception as error:  # noqa: BLE001 - a fault of ours is recorded like any other, never lost
             return self._record(_Ended("failed", "failure", Failure.of(_fault("The worker failed", error))))
+
+    async def _ended(self) -> _Ended:
+        try:
+            await self._play()
+        except _Ended as ended:
+            return ended
+        raise InfrastructureFailure("The episode stopped without an end.", kind="worker-fault", retryable=True)
 
     async def close(self) -> None:
         """Close the environment. Raises EnvironmentFailure; the record is made by then and does not change."""
@@ -335,17 +344,39 @@ class Episode:
         """The failure with its turn named, or the episode's deadline if that was what ended the call."""
         if error.kind in DEADLINE_KINDS and self._ran_s() >= self._plan.limits.episode_timeout_s:
             return Failure.of(self._overdue())
-        where = f"Turn {self._turns}" if self._tracks else "Reset"
+        where = self._step or (f"Turn {self._turns}" if self._tracks else "Reset")
         return msgspec.structs.replace(Failure.of(error), message=f"{where}: {error}")
 
+    async def _scored(self, outcome: Outcome) -> Outcome:
+        """The outcome with the logprobs that the run's scorers give."""
+        assignment, began_at = self._assignment, self._tools.clock()
+        self._step = "Scoring"
+        segments, assets = await scored_rows(
+            outcome.segments,
+            self._plan.scorers,
+            self._tools.policies,
+            attempt=f"{assignment.episode}-{assignment.attempt}",
+            timeout_s=min(self._plan.limits.policy_timeout_s, self._time_left()),
+        )
+        self.assets.update({asset.name: asset for asset in assets})
+        took_s = self._tools.clock() - began_at
+        timing = outcome.timing
+        return msgspec.structs.replace(
+            outcome,
+            segments=segments,
+            assets=[asset.entry for asset in self.assets.values()],
+            timing=msgspec.structs.replace(timing, wall_s=timing.wall_s + took_s, waiting_s=timing.waiting_s + took_s),
+        )
+
     def _record(self, ended: _Ended) -> Trajectory:
-        tools, assignment = self._tools, self._assignment
         try:
-            outcome = self._outcome(ended)
-            return record_of(assignment, outcome, trajectory_id=tools.new_id(), worker=tools.worker)
+            return self._record_of(self._outcome(ended))
         except Exception as error:  # noqa: BLE001 - a fault of ours is recorded like any other, never lost
-            fault = _fault("The worker could not make the record", error)
-        return record_of(assignment, failed(fault), trajectory_id=tools.new_id(), worker=tools.worker)
+            return self._record_of(failed(_fault("The worker could not make the record", error)))
+
+    def _record_of(self, outcome: Outcome) -> Trajectory:
+        tools = self._tools
+        return record_of(self._assignment, outcome, trajectory_id=tools.new_id(), worker=tools.worker)
 
     def _outcome(self, ended: _Ended) -> Outcome:
         self._end_turns(ended)

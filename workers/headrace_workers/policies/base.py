@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from headrace.errors import PolicyFailure
 from headrace.trajectory import Message, Sampling, Version, VersionRun
@@ -85,6 +86,15 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     paused_s: float = 0.0
 
 
+class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens whose logprobs are wanted. ``id`` names the request, as in ``SampleRequest``. ``token_ids`` int[n]."""
+
+    id: str
+    model: str
+    token_ids: Sequence[int]
+    timeout_s: float
+
+
 class Policy(Protocol):
     """Samples turns."""
 
@@ -101,6 +111,11 @@ class PolicySource(Protocol):
 
         ``run``: the run whose servers these are, if the orchestrator keeps them; its list goes before ``endpoints``.
         """
+        ...
+
+    async def score(self, endpoints: Sequence[str], request: ScoreRequest) -> npt.NDArray[np.float32]:
+        """f32[n]: the logprob of each token under the policy that these servers serve, 0 for the first. Raises
+        PolicyFailure."""
         ...
 
     def stats(self) -> dict[str, float]:

@@ -12,8 +12,11 @@ import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, cast
 
+import numpy as np
+import numpy.typing as npt
+
 from headrace.errors import EpisodeFailure, PolicyFailure, SetupError
-from headrace_workers.policies.base import AnyProtocol, Policy, Sample, SampleRequest, check_sample
+from headrace_workers.policies.base import AnyProtocol, Policy, Sample, SampleRequest, ScoreRequest, check_sample
 
 
 class InProcessSampler(Protocol):
@@ -61,6 +64,14 @@ class InProcessPolicy:
             raise PolicyFailure(
                 f"The in-process policy raised {type(error).__name__}: {error}", kind="raised", retryable=True
             ) from error
+
+    async def score(self, endpoints: Sequence[str], request: ScoreRequest) -> npt.NDArray[np.float32]:
+        raise PolicyFailure(
+            "A policy in the worker's own process does not score.",
+            hint="Start the worker without --policy for runs that have scorers.",
+            kind="no-scoring",
+            retryable=False,
+        )
 
     def stats(self) -> dict[str, float]:
         return {}

@@ -11,18 +11,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import aiohttp
+import numpy as np
+import numpy.typing as npt
 
 from headrace.errors import PolicyFailure
-from headrace_workers.policies.base import AnyProtocol, Policy, Sample, SampleRequest
+from headrace_workers.policies.base import AnyProtocol, Policy, Sample, SampleRequest, ScoreRequest
 from headrace_workers.policies.deadline import Deadline
 from headrace_workers.policies.following import Follower, ListServers
 from headrace_workers.policies.pools import FixedPool, KeptPool, Pool
 from headrace_workers.policies.router import Router
-from headrace_workers.policies.server import NO_ANSWER, PolicyServer
+from headrace_workers.policies.scoring import scored
+from headrace_workers.policies.server import NO_ANSWER, NOT_ITS_HEALTH, NOT_THE_SERVERS, PolicyServer
 from headrace_workers.policies.turn import Turn
 from headrace_workers.policies.watching import Watch
 
@@ -40,12 +44,6 @@ LONGEST_BACKOFF_S = 5.0
 
 MAX_INTERRUPTIONS = 64
 """Parts of one turn. Weights change a few times while a long one is sampled; an engine that aborts all is broken."""
-
-NOT_THE_SERVERS = frozenset({"context-overflow", "request-refused", "prompt-out-of-vocabulary"})
-"""Kinds of failures that the request brings with it: another server would say the same."""
-
-NOT_ITS_HEALTH = frozenset({"rate-limited", "unknown-model"})
-"""Kinds of failures that another server may cure, and that do not make this one a bad one for other requests."""
 
 
 class ServedPolicies:
@@ -87,6 +85,18 @@ class ServedPolicies:
                 self._pools.setdefault(pool.name, pool), protocol, self.router, self._server, self._watch, self._clock
             )
         return policy
+
+    async def score(self, endpoints: Sequence[str], request: ScoreRequest) -> npt.NDArray[np.float32]:
+        pool = self._fixed_pool(endpoints)
+        self._pools.setdefault(pool.name, pool)
+        self._watch.start()
+        try:
+            async with asyncio.timeout(request.timeout_s):
+                return await scored(request, pool, self.router, self._server)
+        except TimeoutError as error:
+            raise PolicyFailure(
+                f"{pool.name} gave no logprobs within {request.timeout_s:g} s.", kind="timeout", retryable=True
+            ) from error
 
     async def close(self) -> None:
         """Close every connection; open requests end, and their engines stop."""

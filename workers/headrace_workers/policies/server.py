@@ -16,11 +16,14 @@ from typing import NamedTuple
 
 import aiohttp
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from headrace import engine
 from headrace.errors import PolicyFailure
+from headrace.scoring import read_scores, scoring_body, version_changed
 from headrace.trajectory import Version, VersionRun
-from headrace_workers.policies.base import AnyProtocol, Sample, SampleRequest, one_version
+from headrace_workers.policies.base import AnyProtocol, Sample, SampleRequest, ScoreRequest, one_version
 from headrace_workers.policies.confirmations import Confirmations, confirmed_version, read_version
 from headrace_workers.policies.protocols import PROTOCOLS, Choice, Protocol, lenient
 from headrace_workers.policies.refusals import context_overflow, refusal
@@ -33,6 +36,12 @@ PROBE_TIMEOUT_S = 5.0
 
 NO_ANSWER = frozenset({"connection-refused", "connection-lost"})
 """Kinds of failures without any answer: the same server may be asked again."""
+
+NOT_THE_SERVERS = frozenset({"context-overflow", "request-refused", "prompt-out-of-vocabulary"})
+"""Kinds of failures that the request brings with it: another server would say the same."""
+
+NOT_ITS_HEALTH = frozenset({"rate-limited", "unknown-model", "version-changed"})
+"""Kinds of failures that another try may cure, and that do not make the server a bad one for other requests."""
 
 _JSON = {"Content-Type": "application/json"}
 _ABSENT = frozenset({404, 405})
@@ -88,6 +97,19 @@ class PolicyServer:
             versions=await self._versions(choice, len(choice.token_ids), before),
             prompt=prompt,
         )
+
+    async def score(self, request: ScoreRequest, *, request_id: str) -> npt.NDArray[np.float32]:
+        """f32[n]: the logprob of each token under the one version that the server held. Raises PolicyFailure."""
+        before = await self._confirmations.before()
+        body = scoring_body(request.model, request.token_ids)
+        answer = await self._post(engine.COMPLETIONS, body, request_id, lambda: True)
+        if answer.status != 200:
+            raise await self._refused(answer)
+        scores = read_scores(answer.body, request.token_ids)
+        after = await self._confirmations.after()
+        if after != before:
+            raise version_changed(self.address, before, after)
+        return scores
 
     def give_up(self) -> None:
         """End the open requests that could go elsewhere as ``not-responding``."""

@@ -153,10 +153,10 @@ class Turn:
     def overdue(self) -> PolicyFailure:
         """The failure of a turn whose time is up."""
         limit = f"within {self.request.timeout_s:g} s"
+        if self.failure is not None and (self.refusals or not self.late):
+            return self.failure  # a rate limit that lasted is the reason, also if the last try was under way
         if self.late:
             return PolicyFailure(f"{self.late} did not answer {limit}.", kind="timeout", retryable=True)
-        if self.failure is not None:
-            return self.failure
         return PolicyFailure(
             f"No server took the turn {limit}.", hint=self._pool.why(), kind="no-server", retryable=True
         )

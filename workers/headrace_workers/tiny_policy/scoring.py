@@ -32,4 +32,5 @@ def _answer_logprobs(model: Model, before: list[int], answer: list[int]) -> list
         except InvalidRequest:
             break
     never = [CLAMPED_LOGPROB] * (len(answer) + 1 - len(whole))
-    return [after - first for first, after in pairwise(whole)] + never
+    # A difference of sums may come out a rounding error above 0.
+    return [min(0.0, after - first) for first, after in pairwise(whole)] + never

@@ -1,4 +1,5 @@
-"""Policy servers that fail, in every way they can: their turns are played elsewhere, and nothing of it is a reward."""
+"""Policy servers as real processes. Those that fail, in every way they can: their turns are played elsewhere, and
+nothing of it is a reward. Those that score: their logprobs come with the batch."""
 
 from __future__ import annotations
 
@@ -8,10 +9,12 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
-from headrace import Client
-from headrace.errors import RunFinished
+from headrace import Client, score
+from headrace.assets import decode_array
+from headrace.errors import PolicyFailure, RunFinished
 from headrace.runspec import RunSpec
 from tests.e2e.processes import Process, Processes, answers, free_port, wait_for
 
@@ -163,3 +166,42 @@ def test_G09_a_task_that_keeps_getting_bad_logprobs_is_quarantined_and_its_group
         "the server's share of errors shows",
         lambda: plant.client.status().workers[0].stats.get(f"policy_failures {plant.liar}", 0.0) >= 2,
     )
+
+
+def test_the_logprobs_of_a_scorer_come_with_the_batch_and_a_learner_can_ask_for_them_itself(plant: Plant) -> None:
+    scorers = {"ref": {"endpoints": [plant.honest], "model": "policy"}}
+    plant.run("scored", plant.honest, policy={"endpoints": [plant.honest], "scorers": scorers})
+    batch = plant.client.pull("scored", timeout_s=60, fields=["assets"])
+    rows = [segment for trajectory in batch.trajectories for segment in trajectory.rows()]
+    assert len(rows) == EPISODES
+    for row in rows:
+        told = decode_array(batch.asset(row.arrays["logprobs.ref"]))
+        assert (told.dtype, told.shape) == (np.dtype(np.float32), row.token_ids.shape)
+        sampled = row.sampled == 1
+        np.testing.assert_allclose(told[sampled], row.logprobs[sampled], rtol=0, atol=1e-5)
+    own = score(plant.honest, "policy", rows[0].token_ids)
+    np.testing.assert_array_equal(own.logprobs, decode_array(batch.asset(rows[0].arrays["logprobs.ref"])))
+    assert str(own.version) == "0.0"
+    with pytest.raises(PolicyFailure) as caught:
+        score("http://127.0.0.1:1", "policy", [1, 2])
+    assert caught.value.kind == "unreachable"
+
+
+def test_a_scorer_that_fails_is_a_failure_of_the_policy_and_never_zeros(plant: Plant) -> None:
+    scorers = {"ref": {"endpoints": [plant.honest], "model": "another"}}
+    once = {"max_attempts": 1, "quarantine_after": 100}
+    plant.run(
+        "unscored",
+        plant.honest,
+        policy={"endpoints": [plant.honest], "scorers": scorers},
+        retries=once,
+        short_groups="serve",
+    )
+    with pytest.raises(RunFinished):
+        plant.client.pull("unscored", timeout_s=60)
+    failed = list(plant.client.trajectories("unscored"))
+    assert len(failed) == EPISODES
+    for item in failed:
+        assert item.failure is not None
+        assert (item.failure.layer, item.failure.kind, item.reward) == ("policy", "unknown-model", None)
+        assert item.failure.message.startswith("Scoring: Scorer 'ref', row 0: ")

@@ -1,0 +1,73 @@
+"""The logprobs of an episode's rows under other policies, as its run asks for them.
+
+* Every row is scored by every scorer, once the episode has ended; all at a time.
+* A score is an asset beside the row, f32[n], named in ``Segment.arrays`` as ``logprobs.NAME``.
+* A scorer that fails, fails the episode: layer ``policy``, its name in the message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+import msgspec
+
+from headrace.assets import AssetData, encode_array
+from headrace.errors import PolicyFailure
+from headrace.runspec import ScorerSpec
+from headrace.trajectory import Segment
+from headrace_workers.policies.base import PolicySource, ScoreRequest
+
+PREFIX = "logprobs."
+"""What the name of the array of a scorer begins with."""
+
+
+async def scored_rows(
+    segments: list[Segment],
+    scorers: Mapping[str, ScorerSpec],
+    policies: PolicySource,
+    *,
+    attempt: str,
+    timeout_s: float,
+) -> tuple[list[Segment], list[AssetData]]:
+    """The segments with their scores, and those as assets. Raises PolicyFailure.
+
+    ``attempt`` names it in the ids of requests; ``timeout_s`` bounds each.
+    """
+    wanted = [
+        (position, name)
+        for position, segment in enumerate(segments)
+        if segment.train and segment.turns
+        for name in scorers
+    ]
+
+    async def score(position: int, name: str) -> AssetData:
+        scorer = scorers[name]
+        request = ScoreRequest(
+            id=f"{attempt}-{name}-{position}",
+            model=scorer.model,
+            token_ids=segments[position].token_ids.tolist(),
+            timeout_s=timeout_s,
+        )
+        try:
+            return encode_array(await policies.score(scorer.endpoints, request))
+        except PolicyFailure as failure:
+            raise PolicyFailure(
+                f"Scorer {name!r}, row {position}: {failure}", kind=failure.kind, retryable=failure.retryable
+            ) from failure
+
+    results = await asyncio.gather(*(score(*row) for row in wanted), return_exceptions=True)
+    made = [result for result in results if not isinstance(result, BaseException)]
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    arrays: dict[int, dict[str, str]] = {}
+    for (position, name), asset in zip(wanted, made, strict=True):
+        arrays.setdefault(position, {})[PREFIX + name] = asset.name
+    scored = [
+        msgspec.structs.replace(segment, arrays={**segment.arrays, **arrays[position]})
+        if position in arrays
+        else segment
+        for position, segment in enumerate(segments)
+    ]
+    return scored, made
