@@ -138,13 +138,22 @@ class GenerateSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     structured_outputs: dict[str, Any] | None = None
 
 
+class ImagePart(msgspec.Struct, frozen=True, kw_only=True):
+    """An image for a placeholder token of the prompt, as a ``data:`` URL."""
+
+    url: str
+    type: Literal["image_url"] = "image_url"
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Body of ``POST /inference/v1/generate``. ``token_ids`` int[n] is the prompt. ``cache_salt``: requests with
-    different ones share no cached prefixes."""
+    different ones share no cached prefixes. ``content_parts``: images in the order of their placeholder tokens, one
+    token each; the server puts as many there as the image has."""
 
     model: str
     token_ids: Sequence[int]
     sampling_params: GenerateSampling
+    content_parts: Sequence[ImagePart] = ()
     return_token_ids: bool = False
     cache_salt: str | None = None
 
@@ -233,11 +242,20 @@ class GenerateChoice(msgspec.Struct, frozen=True, kw_only=True):
     weight_versions: list[VersionSpan] | None = None
 
 
+class PlaceholderRange(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens ``[offset, offset + length)`` of a prompt stand for one image."""
+
+    offset: int
+    length: int
+
+
 class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to a ``GenerateRequest``."""
+    """Answer to a ``GenerateRequest``. ``prompt_token_ids`` have all placeholder tokens of each image;
+    ``mm_placeholders`` says where they are, by kind (``image``)."""
 
     choices: list[GenerateChoice] = []
     prompt_token_ids: list[int] | None = None
+    mm_placeholders: dict[str, list[PlaceholderRange]] | None = None
     prompt_logprobs: PromptLogprobs | None = None
 
 

@@ -186,12 +186,16 @@ class Episode:
     async def _turn(self, track: AgentTrack, asked: NextPrompt, max_tokens: int) -> None:
         index = self._turns
         try:
-            sample, policy_s = await self._sample(track, asked.token_ids, max_tokens)
+            sample, policy_s = await self._sample(track, asked, max_tokens)
         except PolicyFailure as error:
             if error.kind != CONTEXT_OVERFLOW:
                 raise
             self._context_tokens = asked.length - 1  # the engine's context is smaller than the run's limit
             raise _Ended("truncated", "max_tokens") from error
+        if sample.seen is not None:
+            asked = asked.as_seen(sample.seen)
+            if asked.length + len(sample.token_ids) > self._context_tokens:
+                raise _Ended("truncated", "max_tokens")  # its images have more tokens than there was room for
         said = self._plan.renderer.parse(sample.token_ids)
         action = self._action(said)
         self._messages.append(Message(role="assistant", content=action, agent=track.agent, turn=index))
@@ -265,14 +269,15 @@ class Episode:
 
     # One sample
 
-    async def _sample(self, track: AgentTrack, prompt: list[int], max_tokens: int) -> tuple[Sample, float]:
+    async def _sample(self, track: AgentTrack, asked: NextPrompt, max_tokens: int) -> tuple[Sample, float]:
         tools, plan, assignment = self._tools, self._plan, self._assignment
         request = SampleRequest(
             id=f"{assignment.episode}-{assignment.attempt}-{self._turns}",
             group=assignment.group,
             episode=assignment.episode,
             model=track.plan.model,
-            prompt=prompt,
+            prompt=asked.token_ids,
+            images=[self.assets[name] for name in asked.images],
             sampling=turn_sampling(track.sampling, self._turns),
             max_tokens=max_tokens,
             stop=plan.stop,

@@ -13,27 +13,64 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import msgspec
 import numpy as np
 
-from headrace.errors import EpisodeFailure
-from headrace.trajectory import Message, Sampling, Segment, ToolCall, Turn, VersionRun
+from headrace.errors import EpisodeFailure, PolicyFailure
+from headrace.trajectory import Message, Placeholder, Sampling, Segment, ToolCall, Turn, VersionRun
 from headrace_workers.episode.plan import AgentPlan
-from headrace_workers.policies.base import Sample
+from headrace_workers.policies.base import Sample, SeenPrompt
 from headrace_workers.rendering import Prompt, Renderer, Reply, Said, Standing, Tools
 
 
 class NextPrompt(NamedTuple):
-    """What an agent's next turn is asked with: the tokens that stand (none in a new segment), and what comes after."""
+    """What an agent's next turn is asked with: the tokens that stand (none in a new segment), and what comes after.
+
+    ``placeholders`` are those of what stands, and once the engine has seen the new images, theirs too. ``image_token``:
+    the one token that each image has in a prompt that is sent.
+    """
 
     standing: list[int]
     prompt: Prompt
+    placeholders: list[Placeholder]
+    image_token: int | None
 
     @property
     def token_ids(self) -> list[int]:
-        return self.standing + self.prompt.new_ids
+        """The prompt to send."""
+        if not self.placeholders:
+            return self.standing + self.prompt.new_ids
+        sent: list[int] = []
+        last = 0
+        for item in self.placeholders:
+            sent += self.standing[last : item.start]
+            sent.append(cast(int, self.image_token))
+            last = item.end
+        return sent + self.standing[last:] + self.prompt.new_ids
+
+    @property
+    def images(self) -> list[str]:
+        """The assets that it shows, in order."""
+        return [*(item.asset for item in self.placeholders), *self.prompt.images]
+
+    def as_seen(self, seen: SeenPrompt) -> NextPrompt:
+        """The prompt with all tokens of its images, as the engine saw it. Raises PolicyFailure ``images-changed``."""
+        length, count = len(self.standing), len(self.placeholders)
+        ranges = [(item.start, item.end) for item in self.placeholders]
+        if seen.token_ids[:length] != self.standing or seen.images[:count] != ranges:
+            raise PolicyFailure(
+                "The engine saw other tokens for images that it has seen before.",
+                hint="All servers of a policy must process images alike.",
+                kind="images-changed",
+                retryable=False,
+            )
+        new = zip(seen.images[count:], self.prompt.images, strict=True)
+        return self._replace(
+            prompt=self.prompt._replace(new_ids=seen.token_ids[length:]),
+            placeholders=[*self.placeholders, *(Placeholder(start, end, asset) for (start, end), asset in new)],
+        )
 
     @property
     def length(self) -> int:
@@ -83,6 +120,7 @@ class SegmentRecord(msgspec.Struct):
     logprobs: list[float] = []
     turns: list[TurnRecord] = []
     versions: list[VersionRun] = []
+    placeholders: list[Placeholder] = []
 
     def append_unsampled(self, tokens: list[int]) -> None:
         """Tokens of a prompt, or of what the agent would have seen next."""
@@ -151,8 +189,10 @@ class AgentTrack:
         if self._segments and not self._edited:
             extension = self._extension()
             if extension is not None:
-                return NextPrompt(self._segments[-1].tokens, extension)
-        return NextPrompt([], self._renderer.start([*self._conversation, *self._pending], self._tools))
+                segment = self._segments[-1]
+                return NextPrompt(segment.tokens, extension, segment.placeholders, self._renderer.image_token_id)
+        started = self._renderer.start([*self._conversation, *self._pending], self._tools)
+        return NextPrompt([], started, [], self._renderer.image_token_id)
 
     def _extension(self) -> Prompt | None:
         segment = self._segments[-1]
@@ -167,6 +207,7 @@ class AgentTrack:
             self._edited = False
         segment = self._segments[-1]
         segment.append_unsampled(asked.prompt.new_ids)
+        segment.placeholders = asked.placeholders
         segment.append_turn(sample, turn)
         self._answered = asked.prompt
         self._conversation += self._pending
@@ -207,6 +248,8 @@ class AgentTrack:
             return  # such as an image without a text: no policy could have been asked about it either
         if unseen is None or len(segment.tokens) + len(unseen.new_ids) > max_context_tokens:
             return
+        if unseen.images:
+            return  # how many tokens an image has only an engine knows that saw it
         segment.append_unsampled(unseen.new_ids)
         run = segment.versions.pop()
         segment.versions.append(VersionRun(len(segment.tokens), run.lineage, run.n))
@@ -227,6 +270,7 @@ class AgentTrack:
             logprobs=np.array(record.logprobs, np.float32),
             versions=record.versions,
             turns=[turn.frozen() for turn in record.turns],
+            placeholders=record.placeholders,
         )
 
 

@@ -12,12 +12,13 @@ import hashlib
 import math
 import struct
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from headrace.assets import AssetData
 from headrace.errors import PolicyFailure
 from headrace.trajectory import Message, Sampling, Version, VersionRun
 
@@ -40,6 +41,7 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     ``id`` names the turn (``episode-attempt-turn``); whoever sends a request appends the number of the try.
     ``group`` and ``episode`` say whose turn it is: a router keeps both where their prefix is cached.
     ``prompt`` int[n] token ids, all below ``vocab_size``; ``messages`` say the same for a server that renders itself.
+    ``images``: those that the prompt shows, in order, each with one token in it.
     ``sampling`` carries this turn's own seed; temperature 0 is greedy. ``structured_outputs``: what the answer must
     match, as vLLM has it. ``interrupted``: what becomes of an answer that the engine ended for new weights.
     ``timeout_s`` bounds the whole call, its retries included; what is paused for new weights is not counted.
@@ -58,9 +60,18 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float
     vocab_size: int
     messages: Sequence[Message] = ()
+    images: Sequence[AssetData] = ()
     structured_outputs: dict[str, Any] | None = None
     interrupted: Interrupted = "continue"
     text_will_do: bool = False
+
+
+class SeenPrompt(NamedTuple):
+    """A prompt with images, as the engine saw it. ``token_ids`` int[n]; ``images``: the range ``[start, end)`` of the
+    tokens that stand for each image, in order."""
+
+    token_ids: list[int]
+    images: list[tuple[int, int]]
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +80,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     ``token_ids`` int[n] and ``logprobs`` float[n], n ≥ 1. ``versions`` are runs ``(end, version)`` over these n
     positions. ``continued``: the positions at which sampling went on after an interruption, each part with a seed of
     its own (``part_seed``). ``prompt``: the ids that the engine saw, where it rendered the messages itself.
+    ``seen``: a prompt with images, all tokens of each image in it.
     ``text``: all that a server gave that gives no ids; the arrays are empty then.
     ``servers``: where it was sampled, in order, failed tries included. ``waiting_s``: part of the call that was no
     sampling (pauses for new weights, backoff, no server that takes requests); ``paused_s``: the pauses alone.
@@ -80,6 +92,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     versions: Sequence[VersionRun]
     continued: Sequence[int] = ()
     prompt: Sequence[int] | None = None
+    seen: SeenPrompt | None = None
     text: str | None = None
     servers: Sequence[str] = ()
     waiting_s: float = 0.0

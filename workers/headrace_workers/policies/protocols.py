@@ -19,6 +19,7 @@ from headrace import engine
 from headrace.errors import PolicyFailure
 from headrace.trajectory import Message
 from headrace_workers.policies.base import SampleRequest
+from headrace_workers.policies.images import data_url
 from headrace_workers.policies.refusals import quoted
 
 ProtocolName = Literal["generate", "completions", "chat"]
@@ -26,7 +27,7 @@ ProtocolName = Literal["generate", "completions", "chat"]
 
 class Choice(NamedTuple):
     """One choice of an answer, whatever route gave it. ``prompt``: the ids that the server says it saw. ``spans``:
-    which weights sampled which tokens."""
+    which weights sampled which tokens. ``images``: the ranges of the prompt that stand for images."""
 
     token_ids: list[int] | None
     logprobs: list[float | None] | None
@@ -34,6 +35,7 @@ class Choice(NamedTuple):
     spans: list[engine.VersionSpan] | None
     prompt: list[int] | None
     text: str | None
+    images: list[tuple[int, int]] | None = None
 
 
 class Protocol(NamedTuple):
@@ -69,6 +71,8 @@ def _generate_body(request: SampleRequest) -> bytes:
                 logprobs=0,
                 structured_outputs=request.structured_outputs,
             ),
+            content_parts=[engine.ImagePart(url=data_url(image)) for image in request.images],
+            return_token_ids=bool(request.images),
         )
     )
 
@@ -86,7 +90,12 @@ def _read_generate(body: bytes) -> Choice:
         spans=choice.weight_versions,
         prompt=answer.prompt_token_ids,
         text=None,
+        images=None if answer.mm_placeholders is None else _ranges(answer.mm_placeholders.get("image", [])),
     )
+
+
+def _ranges(placeholders: list[engine.PlaceholderRange]) -> list[tuple[int, int]]:
+    return [(item.offset, item.offset + item.length) for item in placeholders]
 
 
 def _completion_body(request: SampleRequest) -> bytes:

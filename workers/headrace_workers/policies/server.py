@@ -25,6 +25,7 @@ from headrace.scoring import read_scores, scoring_body, version_changed
 from headrace.trajectory import Version, VersionRun
 from headrace_workers.policies.base import AnyProtocol, Sample, SampleRequest, ScoreRequest, one_version
 from headrace_workers.policies.confirmations import Confirmations, confirmed_version, read_version
+from headrace_workers.policies.images import seen_prompt
 from headrace_workers.policies.protocols import PROTOCOLS, Choice, Protocol, lenient
 from headrace_workers.policies.refusals import context_overflow, refusal
 
@@ -79,6 +80,8 @@ class PolicyServer:
             await self._meet()
         way = PROTOCOLS[protocol] if protocol != "auto" else self._best
         assert way is not None
+        if request.images and way.name != "generate":
+            raise _no_images(self.address)
         request = self._fitted(request)
         before = await self._version_before(request)
         answer = await self._post(way.path, way.body(request), request_id, movable)
@@ -96,6 +99,9 @@ class PolicyServer:
             finish_reason=choice.finish_reason,
             versions=await self._versions(choice, len(choice.token_ids), before),
             prompt=prompt,
+            seen=seen_prompt(request.prompt, len(request.images), choice.prompt, choice.images)
+            if request.images
+            else None,
         )
 
     async def score(self, request: ScoreRequest, *, request_id: str) -> npt.NDArray[np.float32]:
@@ -148,6 +154,8 @@ class PolicyServer:
         """The prompt that the server rendered itself, if it did; one that was sent must be the one that it saw."""
         if way.name == "chat":
             return choice.prompt
+        if request.images:
+            return None  # the engine saw more tokens than were sent; `seen_prompt` compares them
         if choice.prompt is not None and choice.prompt != list(request.prompt):
             raise PolicyFailure(
                 f"The engine saw a prompt of {len(choice.prompt)} tokens that is not the one of "
@@ -309,6 +317,15 @@ class PolicyServer:
             kind="connection-refused" if refused else "connection-lost",
             retryable=True,
         )
+
+
+def _no_images(address: str) -> PolicyFailure:
+    return PolicyFailure(
+        f"{address} takes no images with a prompt of token ids.",
+        hint="Serve with vLLM's generate route (--enable-scale-out).",
+        kind="images-not-taken",
+        retryable=False,
+    )
 
 
 def _no_logprobs(address: str) -> PolicyFailure:

@@ -105,6 +105,7 @@ class Turn:
             finish_reason=reason,
             versions=versions,
             continued=ends[:-1],
+            seen=parts[0].seen,
             servers=self._servers,
             waiting_s=waiting_s,
             paused_s=self._paused_s,

@@ -35,10 +35,12 @@ Said = Message | Reply
 
 class Prompt(NamedTuple):
     """What to ask with. ``new_ids`` int[n]: what comes after the tokens that stand, at the start of a segment all of
-    them. ``text`` is the renderer's own note, which it finds in ``Standing`` again."""
+    them. ``text`` is the renderer's own note, which it finds in ``Standing`` again. ``images``: names of the assets
+    that it shows, in order; each has one token of ``image_token_id`` among ``new_ids``."""
 
     new_ids: list[int]
     text: str = ""
+    images: Sequence[str] = ()
 
 
 class Standing(NamedTuple):
@@ -66,6 +68,11 @@ class Renderer(Protocol):
     @property
     def stop_token_ids(self) -> Sequence[int]:
         """Ids that end a turn when the policy samples one."""
+        ...
+
+    @property
+    def image_token_id(self) -> int | None:
+        """The id that stands for an image in a prompt that is sent; None: it reads text only."""
         ...
 
     def start(self, conversation: Sequence[Said], tools: Tools = ()) -> Prompt:

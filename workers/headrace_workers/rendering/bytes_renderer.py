@@ -40,6 +40,7 @@ class BytesRenderer:
 
     tokenizer = TOKENIZER
     stop_token_ids: tuple[int, ...] = (END,)
+    image_token_id: int | None = None
 
     def start(self, conversation: Sequence[Said], tools: Tools = ()) -> Prompt:
         shown = [SYSTEM, *msgspec.json.encode(tools), END] if tools else []

@@ -24,6 +24,9 @@ NO_FAMILIES = frozenset({"auto", "default", "custom"})
 class FamilyRenderer:
     """Renders as a family of models does. ``options`` are the fields of the family's configuration."""
 
+    image_token_id: int | None = None
+    """Text only: families' own rendering of images needs their processors."""
+
     def __init__(self, family: str, tokenizer: FolderTokenizer, options: Mapping[str, Any] | None = None) -> None:
         """Raises InfrastructureFailure ``renderer-does-not-fit`` or ``missing-extra``."""
         options = dict(options or {})

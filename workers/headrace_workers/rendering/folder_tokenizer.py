@@ -74,8 +74,8 @@ class FolderTokenizer:
     @property
     def image_token_id(self) -> int | None:
         """The id that stands for an image, if the model's configuration names one."""
-        value = self._model_config.get("image_token_id")
-        return value if isinstance(value, int) else None
+        named = [self._model_config.get(key) for key in ("image_token_id", "image_token_index")]
+        return next((value for value in named if isinstance(value, int)), None)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """The ids of a text; marks in it become special tokens, as in a template's text."""

@@ -5,6 +5,7 @@
 * A template that would show what stands in another way (thinking stripped, text trimmed, another date) gives no
   extension.
 * What a generation prompt begins for the assistant (``<think>``) is part of what the template is told it said.
+* Where the model has a token for an image and its template shows it, images are shown; else the text in their place.
 * A turn that was cut off gets the template's end-of-turn token, unsampled.
 """
 
@@ -43,13 +44,14 @@ class TemplateRenderer:
             vocab_size=tokenizer.vocab_size,
         )
         self._prefill, self._end = self._looked_at()
+        self.image_token_id = self._image_token()
         self._stops: dict[int, str] = {tokenizer.added_tokens[self._end]: self._end} if self._end else {}
         self._stops |= {id_: tokenizer.decode([id_]) for id_ in tokenizer.eos_token_ids if id_ not in self._stops}
         self.stop_token_ids: Sequence[int] = tuple(self._stops)
 
     def start(self, conversation: Sequence[Said], tools: Tools = ()) -> Prompt:
         text = self._text(conversation, tools)
-        return Prompt(self._tokenizer.encode(text), text)
+        return Prompt(self._tokenizer.encode(text), text, self._images(conversation))
 
     def extend(self, standing: Standing, new_messages: Sequence[Message]) -> Prompt | None:
         reply = standing.conversation[-1]
@@ -61,10 +63,10 @@ class TemplateRenderer:
         bridge = text[len(said) :]
         end = self._stops.get(reply.token_ids[-1])
         if end is not None and bridge.startswith(end):
-            return Prompt(self._encode_after(end, bridge.removeprefix(end)), text)
+            return Prompt(self._encode_after(end, bridge.removeprefix(end)), text, self._images(new_messages))
         if not bridge.startswith(self._end) or (end is not None and not self._end):
             return None
-        return Prompt(self._encode_inside(bridge), text)
+        return Prompt(self._encode_inside(bridge), text, self._images(new_messages))
 
     def parse(self, sampled_ids: Sequence[int]) -> str:
         ended = bool(sampled_ids) and sampled_ids[-1] in self._stops
@@ -76,7 +78,30 @@ class TemplateRenderer:
     def _shown(self, item: Said) -> ChatMessage:
         if isinstance(item, Reply):
             return {"role": "assistant", "content": self._prefill + item.text}
-        return {"role": item.role, "content": text_of(item)}
+        if self.image_token_id is None or isinstance(item.content, str):
+            return {"role": item.role, "content": text_of(item)}
+        parts = [{"type": "image"} if part.type == "image" else _text_part(part.text) for part in item.content]
+        return {"role": item.role, "content": parts}
+
+    def _images(self, conversation: Sequence[Said]) -> list[str]:
+        """The assets that a policy sees as images."""
+        if self.image_token_id is None:
+            return []
+        contents = [item.content for item in conversation if isinstance(item, Message)]
+        parts = [part for content in contents if not isinstance(content, str) for part in content]
+        return [part.asset for part in parts if part.type == "image"]
+
+    def _image_token(self) -> int | None:
+        """The model's token for an image, if its template shows an image as one."""
+        token = self._tokenizer.image_token_id
+        if token is None:
+            return None
+        message = {"role": "user", "content": [{"type": "image"}, _text_part("u")]}
+        try:
+            shown = self._tokenizer.encode(self._template.render([message], generation_prompt=True))
+        except InfrastructureFailure:
+            return None  # it takes text only
+        return token if shown.count(token) == 1 else None
 
     def _encode_inside(self, text: str) -> list[int]:
         """The ids of a text in the middle of a conversation."""
@@ -106,6 +131,10 @@ class TemplateRenderer:
                 ends = [mark for mark in self._tokenizer.added_tokens if rest.startswith(mark)]
                 return asked.removeprefix(head) if asked.startswith(head) else "", max(ends, key=len, default="")
         return "", ""
+
+
+def _text_part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
 
 
 _SYSTEM = {"role": "system", "content": "s"}
