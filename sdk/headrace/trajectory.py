@@ -105,12 +105,13 @@ class PolicyRef(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How tokens were drawn. ``logprobs`` names what the engine reported: before (``raw``) or after
-    (``processed``) temperature and filters."""
+    (``processed``) temperature and filters. ``none``: the server gave text alone; ids were encoded from it, and its
+    logprobs are 0. Only an evaluation may have that."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     seed: int | None = None
-    logprobs: Literal["raw", "processed"] = "raw"
+    logprobs: Literal["raw", "processed", "none"] = "raw"
 
 
 class Tokenizer(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,6 +1,7 @@
 """``validate``: the invariants of the trajectory schema that one record can show.
 
 * Engine tokens only: ids are inside the vocabulary; logprobs are finite, at most 0, and exactly 0 where not sampled.
+  What was encoded from a text is a row of no run; only evaluations have it.
 * Append-only: every turn follows tokens that were there before it, and nothing is sampled after the end.
 * Spans cover: turns are ordered, disjoint, not empty, and cover exactly the positions with ``sampled == 1``.
 * A failure is not a zero: a record is failed if and only if it has a failure; every reward is a finite number, at most
@@ -67,6 +68,11 @@ def validate(trajectory: Trajectory) -> None:
         _check_tokens(where, segment, n, vocab_size)
         _check_logprobs(where, segment, n)
         _check_versions(where, segment, n)
+        if segment.train and segment.sampling.logprobs == "none" and not trajectory.provenance.evaluation:
+            raise NonFiniteValue(
+                f"{where} is to be trained on, and the server gave no token ids: they were encoded from its text.",
+                hint="Text is never turned into training data. Set train to false, or use a server that gives ids.",
+            )
         if segment.placeholders:
             _check_placeholders(where, segment, n, assets)
         for what, name in segment.arrays.items():

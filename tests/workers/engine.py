@@ -43,6 +43,9 @@ class Engine:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         return await self._complete(request, generated)
 
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._complete(request, chatted)
+
     async def _complete(
         self, request: web.Request, shape: Callable[[dict[str, Any]], dict[str, Any]] = lambda answer: answer
     ) -> web.StreamResponse:
@@ -92,12 +95,27 @@ def generated(answer: dict[str, Any]) -> dict[str, Any]:
     return {"request_id": "generate-tokens-1", "choices": choices, "prompt_token_ids": None}
 
 
+def chatted(answer: dict[str, Any]) -> dict[str, Any]:
+    """A completion as a chat server gives it."""
+    choices = []
+    for choice in answer["choices"]:
+        logprobs = choice.get("logprobs")
+        content = logprobs and [{"token": "x", "logprob": value} for value in logprobs["token_logprobs"]]
+        message = {"role": "assistant", "content": choice["text"]}
+        choices.append({**choice, "message": message, "logprobs": content and {"content": content}})
+    return {"id": "chatcmpl-1", "choices": choices, "prompt_token_ids": choices[0].get("prompt_token_ids")}
+
+
 @asynccontextmanager
-async def serving(answer: Answer, *, generate: bool = False) -> AsyncIterator[Engine]:
-    """An engine that listens while the block runs. ``generate``: it has vLLM's generate route too."""
+async def serving(answer: Answer, *, generate: bool = False, chat: bool = False) -> AsyncIterator[Engine]:
+    """An engine that listens while the block runs. ``generate``: it has vLLM's generate route too; ``chat``: it has a
+    chat route alone."""
     engine = Engine(answer)
     application = web.Application()
-    application.router.add_post("/v1/completions", engine._complete)
+    if chat:
+        application.router.add_post("/v1/chat/completions", engine._chat)
+    else:
+        application.router.add_post("/v1/completions", engine._complete)
     if generate:
         application.router.add_post("/inference/v1/generate", engine._generate)
     application.router.add_get("/v1/models", engine._list)

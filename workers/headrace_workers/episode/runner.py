@@ -22,7 +22,7 @@ import msgspec
 from headrace.assets import AssetData
 from headrace.environment import make
 from headrace.errors import EnvironmentFailure, EpisodeFailure, InfrastructureFailure, PolicyFailure
-from headrace.trajectory import Failure, Message, Status, StopReason, Timing, Trajectory
+from headrace.trajectory import Failure, Message, Status, StopReason, Timing, Trajectory, Version
 from headrace.wire import Assignment
 from headrace_workers.episode.boundary import AGENT, Content, Seen, tools_of
 from headrace_workers.episode.driver import EnvironmentDriver, EnvironmentKinds, described
@@ -31,7 +31,7 @@ from headrace_workers.episode.records import Outcome, failed, record_of
 from headrace_workers.episode.scoring import scored_rows
 from headrace_workers.episode.threads import EnvironmentThreads
 from headrace_workers.episode.tracks import AgentTrack, NextPrompt, TurnRecord
-from headrace_workers.policies.base import PolicySource, Sample, SampleRequest
+from headrace_workers.policies.base import PolicySource, Sample, SampleRequest, one_version
 
 DEADLINE_KINDS = frozenset({"timeout", "environment-timeout"})
 """Failures that the episode's own deadline may have caused, since no call gets more time than the episode has left."""
@@ -192,11 +192,13 @@ class Episode:
                 raise
             self._context_tokens = asked.length - 1  # the engine's context is smaller than the run's limit
             raise _Ended("truncated", "max_tokens") from error
+        if sample.prompt is not None:
+            asked = track.rendered_as(asked, list(sample.prompt))
         if sample.seen is not None:
             asked = asked.as_seen(sample.seen)
             if asked.length + len(sample.token_ids) > self._context_tokens:
                 raise _Ended("truncated", "max_tokens")  # its images have more tokens than there was room for
-        said = self._plan.renderer.parse(sample.token_ids)
+        said = self._plan.renderer.parse(sample.token_ids) if sample.text is None else sample.text
         action = self._action(said)
         self._messages.append(Message(role="assistant", content=action, agent=track.agent, turn=index))
         seen = await self._driver.step(action, self._time_left())
@@ -278,6 +280,8 @@ class Episode:
             model=track.plan.model,
             prompt=asked.token_ids,
             images=[self.assets[name] for name in asked.images],
+            messages=track.messages(),
+            text_will_do=bool(assignment.evaluation),
             sampling=turn_sampling(track.sampling, self._turns),
             max_tokens=max_tokens,
             stop=plan.stop,
@@ -301,7 +305,16 @@ class Episode:
         self._paused_s += sample.paused_s
         self._servers.update(dict.fromkeys(sample.servers))
         self._check_pinned(sample)
-        return sample, took_s - sample.waiting_s
+        return self._with_ids(sample), took_s - sample.waiting_s
+
+    def _with_ids(self, sample: Sample) -> Sample:
+        """The same, with ids made of its text where it has no others. The server names no version then."""
+        if sample.text is None:
+            return sample
+        ids = self._plan.renderer.encode(sample.text)
+        return msgspec.structs.replace(
+            sample, token_ids=ids, logprobs=[0.0] * len(ids), versions=one_version(len(ids), Version(0, 0))
+        )
 
     def _check_pinned(self, sample: Sample) -> None:
         pinned = self._assignment.pinned_version

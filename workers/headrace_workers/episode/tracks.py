@@ -121,6 +121,8 @@ class SegmentRecord(msgspec.Struct):
     turns: list[TurnRecord] = []
     versions: list[VersionRun] = []
     placeholders: list[Placeholder] = []
+    is_text: bool = False
+    """Whether the ids of a turn were encoded from its text."""
 
     def append_unsampled(self, tokens: list[int]) -> None:
         """Tokens of a prompt, or of what the agent would have seen next."""
@@ -194,6 +196,21 @@ class AgentTrack:
         started = self._renderer.start([*self._conversation, *self._pending], self._tools)
         return NextPrompt([], started, [], self._renderer.image_token_id)
 
+    def messages(self) -> list[Message]:
+        """What the next turn is asked with, for a server that renders messages itself."""
+        said = [
+            Message(role="assistant", content=item.text, agent=self.agent) if isinstance(item, Reply) else item
+            for item in self._conversation
+        ]
+        return said + self._pending
+
+    def rendered_as(self, asked: NextPrompt, rendered: list[int]) -> NextPrompt:
+        """What a turn was asked with, where the server rendered it: its ids extend the segment, or start a new one."""
+        standing = self._segments[-1].tokens if self._segments and not self._edited else []
+        if len(rendered) <= len(standing) or rendered[: len(standing)] != standing:
+            standing = []
+        return NextPrompt(standing, Prompt(rendered[len(standing) :], asked.prompt.text), [], None)
+
     def _extension(self) -> Prompt | None:
         segment = self._segments[-1]
         turn_start, note = segment.turns[-1].start, self._answered.text
@@ -209,6 +226,7 @@ class AgentTrack:
         segment.append_unsampled(asked.prompt.new_ids)
         segment.placeholders = asked.placeholders
         segment.append_turn(sample, turn)
+        segment.is_text = segment.is_text or sample.text is not None
         self._answered = asked.prompt
         self._conversation += self._pending
         self._conversation.append(Reply(sample.token_ids, text))
@@ -263,7 +281,7 @@ class AgentTrack:
         return Segment(
             agent=self.agent,
             policy=self.plan.policy,
-            sampling=self.sampling,
+            sampling=msgspec.structs.replace(self.sampling, logprobs="none") if record.is_text else self.sampling,
             train=self.plan.train,
             token_ids=np.array(record.tokens, np.int32),
             sampled=np.array(record.sampled, np.uint8),

@@ -88,6 +88,11 @@ class Renderer(Protocol):
         """All the text of a sampled turn, without its end-of-turn token."""
         ...
 
+    def encode(self, text: str) -> list[int]:
+        """Ids for a turn of which the server gave the text alone, end-of-turn token included. They are for reading:
+        nothing is ever trained on them."""
+        ...
+
 
 def text_of(message: Message) -> str:
     """The text of a message: its content, or the texts of its parts joined without anything between them. Raises

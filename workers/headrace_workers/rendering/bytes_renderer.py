@@ -57,6 +57,9 @@ class BytesRenderer:
             # Marks in the middle are no bytes, and bytes need not be UTF-8; the ids in the record are the truth.
             return bytes(id_ for id_ in sampled_ids if id_ < BOS).decode(errors="replace")
 
+    def encode(self, text: str) -> list[int]:
+        return [*text.encode(), END]
+
 
 def _body(conversation: Sequence[Said]) -> list[int]:
     ids: list[int] = []

@@ -59,6 +59,9 @@ class FamilyRenderer:
         ended = bool(sampled_ids) and sampled_ids[-1] in self.stop_token_ids
         return self._tokenizer.decode(sampled_ids[:-1] if ended else sampled_ids)
 
+    def encode(self, text: str) -> list[int]:
+        return [*self._tokenizer.encode(text), *self.stop_token_ids[:1]]
+
     def _rendered(self, messages: list[dict[str, Any]], tools: Tools, *, generation_prompt: bool) -> list[int]:
         try:
             return list(

@@ -68,6 +68,9 @@ class TemplateRenderer:
             return None
         return Prompt(self._encode_inside(bridge), text, self._images(new_messages))
 
+    def encode(self, text: str) -> list[int]:
+        return [*self._tokenizer.encode(text), *self.stop_token_ids[:1]]
+
     def parse(self, sampled_ids: Sequence[int]) -> str:
         ended = bool(sampled_ids) and sampled_ids[-1] in self._stops
         return self._tokenizer.decode(sampled_ids[:-1] if ended else sampled_ids)
