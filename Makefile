@@ -4,7 +4,7 @@ BIN := .venv/bin
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo train-demo test check bench bench-buffer chaos lock parts clean
+.PHONY: help setup demo train-demo test check bench bench-buffer bench-policy chaos lock parts clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -33,6 +33,9 @@ bench: setup ## every benchmark that needs no GPU
 
 bench-buffer: setup ## the replay buffer beside Reverb and TransferQueue; installs them under build/peers (7 GB)
 	@$(BIN)/python -m benchmarks.buffer $(ARGS)
+
+bench-policy: setup ## a real vLLM under load by Headrace and by a load generator, 50 weight updates; needs make parts
+	@$(BIN)/python -m benchmarks.policy $(ARGS)
 
 chaos: setup ## kill every process again and again and cut the power, with checkers (some minutes)
 	@$(BIN)/python -m tests.chaos

@@ -41,6 +41,23 @@ class Paced:
         return "?", 0.0, self.done >= self.turns, False, {}
 
 
+class Talk:
+    """``turns`` turns, whatever is said."""
+
+    blocking = False
+
+    def __init__(self, turns: int) -> None:
+        self.turns, self.done = turns, 0
+
+    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        self.done = 0
+        return f"Say something about number {seed}.", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.done += 1
+        return "Go on.", float(len(action)), self.done >= self.turns, False, {}
+
+
 class NullPolicy:
     """Ends every turn at once, with probability one."""
 
@@ -57,3 +74,4 @@ def policy() -> NullPolicy:
 
 headrace.register("bench:Null", Null)
 headrace.register("bench:Paced", Paced)
+headrace.register("bench:Talk", Talk)

@@ -1,0 +1,100 @@
+"""What the policy client costs: CPU per turn beside a bare request, and turns per second of one process.
+
+Against the tiny policy in a process of its own, 64 turns at a time, in alternation, so that both meet the same machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from statistics import median
+from typing import NamedTuple
+
+import aiohttp
+import uvloop
+
+from benchmarks.service import service
+from benchmarks.table import Row
+from headrace.engine import GENERATE
+from headrace.trajectory import Sampling
+from headrace_workers.policies.base import SampleRequest
+from headrace_workers.policies.served import ServedPolicies
+from headrace_workers.rendering.bytes_renderer import ASSISTANT, BOS, END, USER, VOCAB_SIZE
+
+TURNS, AT_ONCE, ROUNDS = 3_000, 64, 5
+
+PROMPT = [BOS, USER, *b"I have chosen a secret whole number from 1 to 50. Guess it, boxed." * 4, END, ASSISTANT]
+
+
+class Spent(NamedTuple):
+    """Of one turn."""
+
+    cpu_s: float
+    wall_s: float
+
+
+def rows() -> list[Row]:
+    with service() as running:
+        running.start_tiny_policy()
+        bare, whole = uvloop.run(_measure(running.policy_url))
+    client_ms, bare_ms = (1e3 * median(spent.cpu_s for spent in both) for both in (whole, bare))
+    print(f"CPU per turn: client {client_ms:.2f} ms, a bare aiohttp request {bare_ms:.2f} ms")
+    rate, bare_rate = (1 / min(spent.wall_s for spent in both) for both in (whole, bare))
+    return [
+        Row("CPU of the client, all of it", client_ms, "ms/turn", "the goal", 0.6, 1.0, "lower"),
+        Row("turns of one process, with the double", rate, "1/s", "the goal", 1500, 1.0, "higher"),
+        Row("turns of one process, with the double", rate, "1/s", "bare requests", bare_rate, 0.9, "higher"),
+    ]
+
+
+async def _measure(address: str) -> tuple[list[Spent], list[Spent]]:
+    policies = ServedPolicies(slots=AT_ONCE, default_endpoints=[address], clock=time.monotonic)
+    bare: list[Spent] = []
+    whole: list[Spent] = []
+    try:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=AT_ONCE)) as session:
+            policy = policies.at(())
+
+            async def ask(number: int) -> None:
+                body = {"model": "policy", "token_ids": PROMPT, "sampling_params": {"max_tokens": 64, "logprobs": 0}}
+                async with session.post(f"{address}{GENERATE}", json=body) as answer:
+                    await answer.json()
+
+            async def sample(number: int) -> None:
+                await policy.sample(_turn(number))
+
+            for _ in range(ROUNDS):
+                bare.append(await _turns(ask))
+                whole.append(await _turns(sample))
+    finally:
+        await policies.close()
+    return bare, whole
+
+
+async def _turns(one: Callable[[int], Awaitable[None]]) -> Spent:
+    numbers = iter(range(TURNS))
+
+    async def work() -> None:
+        for number in numbers:
+            await one(number)
+
+    cpu, wall = time.process_time(), time.perf_counter()
+    await asyncio.gather(*(work() for _ in range(AT_ONCE)))
+    return Spent((time.process_time() - cpu) / TURNS, (time.perf_counter() - wall) / TURNS)
+
+
+def _turn(number: int) -> SampleRequest:
+    return SampleRequest(
+        id=f"e{number}-1-0",
+        group=f"g{number // 8}",
+        episode=f"e{number}",
+        model="policy",
+        prompt=PROMPT,
+        sampling=Sampling(temperature=1.0, top_p=1.0, seed=number),
+        max_tokens=64,
+        stop=(),
+        stop_token_ids=(END,),
+        timeout_s=60.0,
+        vocab_size=VOCAB_SIZE,
+    )

@@ -1,0 +1,100 @@
+"""Tokens per second of a real vLLM under Headrace's whole path, and under a raw asynchronous load generator.
+
+The generator sends the requests that Headrace sent, taken from the stored records, as many at a time, turn by turn.
+Both take turns, so that both meet the same machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from statistics import median
+from typing import Any
+
+import aiohttp
+import msgspec
+import uvloop
+
+from benchmarks.policy.vllm import AT_ONCE, TOKENS, Vllm, spec
+from benchmarks.service import wait_for
+from benchmarks.table import Row
+from headrace import Client
+from headrace.engine import GENERATE
+
+ROUNDS, WARM_S, MEASURED_S = 3, 4.0, 15.0
+EPISODES = 200
+
+Requests = list[list[dict[str, Any]]]
+"""Bodies, by episode and turn."""
+
+
+def rows(client: Client, server: Vllm) -> list[Row]:
+    ours, raw = [], []
+    requests: Requests = []
+    for number in range(ROUNDS):
+        name = f"load-{number}"
+        client.create_run(spec(name, server))
+        ours.append(server.tokens_per_s(WARM_S, MEASURED_S))
+        requests = requests or _requests(client, name, server)
+        client.close_run(name)
+        server.until_idle()
+        raw.append(uvloop.run(_raw(server, requests)))
+        server.until_idle()
+        print(
+            f"tokens per second, round {number + 1}: Headrace {ours[-1]:.0f}, load generator {raw[-1]:.0f}", flush=True
+        )
+    pairs = sorted(mine / other for mine, other in zip(ours, raw, strict=True))
+    print("ratios: " + ", ".join(f"{ratio:.3f}" for ratio in pairs))
+    return [
+        Row("tokens, 64 episodes in flight", median(ours), "1/s", "raw load generator", median(raw), 0.95, "higher")
+    ]
+
+
+def _requests(client: Client, run: str, server: Vllm) -> Requests:
+    wait_for("episodes", lambda: client.run(run).episodes.get("finished", 0) >= AT_ONCE, timeout_s=120)
+    found = []
+    for summary in itertools.islice(client.trajectories(run, status="finished"), EPISODES):
+        turns = [
+            {
+                "model": "policy",
+                "token_ids": segment.token_ids[: turn.start].tolist(),
+                "sampling_params": {
+                    "max_tokens": TOKENS,
+                    "temperature": 1.0,
+                    "seed": len(found) + turn.index,
+                    "stop_token_ids": segment_stops(server),
+                    "logprobs": 0,
+                },
+            }
+            for segment in client.trajectory(summary.id).rows()
+            for turn in segment.turns
+        ]
+        found.append(turns)
+    return found
+
+
+def segment_stops(server: Vllm) -> list[int]:
+    config = msgspec.json.decode((server.model / "config.json").read_bytes())
+    return [config["eos_token_id"]]
+
+
+async def _raw(server: Vllm, requests: Requests) -> float:
+    episodes = itertools.cycle(requests)
+    connector = aiohttp.TCPConnector(limit=AT_ONCE)
+    async with aiohttp.ClientSession(connector=connector) as session:
+
+        async def work() -> None:
+            while True:
+                for body in next(episodes):
+                    data = msgspec.json.encode(body)
+                    headers = {"Content-Type": "application/json"}
+                    async with session.post(f"{server.address}{GENERATE}", data=data, headers=headers) as answer:
+                        msgspec.json.decode(await answer.read())
+
+        load = [asyncio.create_task(work()) for _ in range(AT_ONCE)]
+        try:
+            return await asyncio.to_thread(server.tokens_per_s, WARM_S, MEASURED_S)
+        finally:
+            for task in load:
+                task.cancel()
+            await asyncio.gather(*load, return_exceptions=True)
