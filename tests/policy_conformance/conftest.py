@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from examples.tiny_model import write_model
+from headrace_workers.tiny_policy.engine import write_folder
 from headrace_workers.tiny_policy.model import SIZE, Model, neutral_weights
 from tests.tiny_policy import prompts
 
@@ -126,6 +127,8 @@ def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         return Kind(address, [*b"Guess a number."], (model, others), torch, 280, is_double=False)
     first = tmp_path_factory.mktemp("weights") / "first"
     weights = {first: neutral_weights(), others: np.random.default_rng(0).normal(size=SIZE)}
+    for folder in weights:
+        write_folder(folder, weights[folder])
 
     def exact(folder: Path, prompt: list[int], sampled: list[int]) -> list[float]:
         model = Model(weights[folder])

@@ -107,7 +107,9 @@ async def test_a_folder_that_cannot_be_loaded_is_refused_and_changes_nothing(
 
 
 async def test_an_unknown_method_is_an_error_and_nothing_more(server: Server):
-    status, body = await server.post("/collective_rpc", {"method": "nothing"}, headers={"Connection": "close"})
+    status, body = await server.post(
+        "/collective_rpc", {"method": "nothing", "args": []}, headers={"Connection": "close"}
+    )
     assert status == 500
     assert body["error"]["message"]
     await server.sample()
@@ -150,7 +152,7 @@ async def test_a_running_request_goes_on_on_keep_is_finished_on_wait_and_ends_on
     assert status == 200
     choice = answer["choices"][0]
     assert choice["finish_reason"] in reason
-    spans = choice["weight_versions"] or []
+    spans = choice["weight_versions"]
     assert {span["version"] for span in spans} <= {"0.0", names}
     assert [span["end"] for span in spans][-1:] == ([len(ids(choice))] if ids(choice) else [])
     assert [span["start"] for span in spans] == [0, *(span["end"] for span in spans[:-1])][: len(spans)]

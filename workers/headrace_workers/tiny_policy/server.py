@@ -202,7 +202,7 @@ class Server:
                     "prompt_logprobs": of_prompt,
                     # The bytes as they came: an echo that need not be read or written again.
                     "prompt_token_ids": request.prompt if want_prompt else None,
-                    "weight_versions": [{"version": version, "start": 0, "end": len(made.token_ids)}],
+                    "weight_versions": _spans(version, len(made.token_ids)),
                 }
             )
         completion_tokens = sum(len(made.token_ids) for made in generated)
@@ -380,6 +380,10 @@ def _prompt_logprobs(model: Model, prompt: list[int]) -> list[dict[int, dict[str
         None if logprob is None else {token: {"logprob": logprob, "rank": None, "decoded_token": None}}
         for token, logprob in zip(prompt, prompt_logprobs(model, prompt), strict=True)
     ]
+
+
+def _spans(version: str, count: int) -> list[dict[str, Any]]:
+    return [{"version": version, "start": 0, "end": count}] if count else []
 
 
 def _logprobs(made: Generation) -> dict[str, Any]:
