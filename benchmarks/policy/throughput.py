@@ -21,7 +21,7 @@ from benchmarks.table import Row
 from headrace import Client
 from headrace.engine import GENERATE
 
-ROUNDS, WARM_S, MEASURED_S = 3, 4.0, 15.0
+ROUNDS, WARM_S, MEASURED_S = 8, 2.0, 6.0
 EPISODES = 200
 
 Requests = list[list[dict[str, Any]]]
