@@ -13,7 +13,17 @@ from headrace.aio import AsyncClient
 from headrace.assets import Image
 from headrace.batch import Batch, Row
 from headrace.client import Client
-from headrace.environment import Environment, MultiAgentEnvironment, Observation, Step, make, register, registered
+from headrace.environment import (
+    Action,
+    Call,
+    Environment,
+    MultiAgentEnvironment,
+    Observation,
+    Step,
+    make,
+    register,
+    registered,
+)
 from headrace.errors import EpisodeFailure, HeadraceError
 from headrace.manifest import Manifest
 from headrace.moments import Moments
@@ -35,9 +45,11 @@ from headrace.trajectory import ContentPart, Failure, Segment, Task, ToolCall, T
 from headrace.validation import validate
 
 __all__ = [
+    "Action",
     "AgentSpec",
     "AsyncClient",
     "Batch",
+    "Call",
     "Client",
     "ContentPart",
     "Environment",

@@ -23,9 +23,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+
+import msgspec
 
 from headrace.assets import Image
 from headrace.errors import InvalidRequest, UnknownEnvironment
@@ -52,10 +54,34 @@ class Step(NamedTuple):
     info: dict[str, Any]
 
 
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of a function in an action. ``text`` as it was said; ``error``: why it cannot be read, empty if it can."""
+
+    name: str = ""
+    arguments: dict[str, Any] = {}
+    text: str
+    error: str = ""
+
+
+class Action(str):
+    """An action taken apart, for an environment with ``reads_calls = True``: the text as ever, and in it ``reasoning``,
+    then ``content``, then ``calls``."""
+
+    content: str
+    reasoning: str
+    calls: list[Call]
+
+    def __new__(cls, text: str, *, content: str, reasoning: str = "", calls: Sequence[Call] = ()) -> Action:
+        action = super().__new__(cls, text)
+        action.content, action.reasoning, action.calls = content, reasoning, list(calls)
+        return action
+
+
 @runtime_checkable
 class Environment(Protocol):
     """A single-agent environment. ``close()`` is optional. ``info["tools"]`` of ``reset`` may list JSON schemas of
-    functions that the policy may call; its renderer shows them, and a call is part of the action's text."""
+    functions that the policy may call; its renderer shows them, and a call is part of the action's text. With
+    ``reads_calls = True`` on the class an action is an :class:`Action`, which has the calls by name and arguments."""
 
     def reset(
         self, seed: int | None = None

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from headrace.assets import Image, encode_array
+from headrace.environment import Action
 from headrace.runspec import PolicySpec
 from headrace.trajectory import ContentPart, Message, Placeholder, Tokenizer, Trajectory
 from headrace.validation import validate
@@ -52,6 +53,12 @@ class Twenty:
 
     def parse(self, sampled_ids: Sequence[int]) -> str:
         return "ok"
+
+    def action(self, sampled_ids: Sequence[int], text: str) -> Action:
+        return Action(text, content=text)
+
+    def encode(self, text: str) -> list[int]:
+        return [1]
 
 
 class Album:

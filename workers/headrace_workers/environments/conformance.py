@@ -36,6 +36,7 @@ import numpy as np
 from headrace.assets import Image
 from headrace.errors import RequestError
 from headrace.trajectory import ContentPart
+from headrace_workers.rendering.calls import taken_apart
 
 DEFAULT_ACTIONS = (r"\boxed{1}", r"\boxed{2}", r"\boxed{1 1}", r"\boxed{2 1}", "hello", "")
 """Actions that some environment understands; an author gives those that lead far into an episode of theirs."""
@@ -113,7 +114,8 @@ class _Player:
         for action in plan:
             if several:
                 _check_due(environment, ended=False)
-            returned.append(self.call(environment.step, action))
+            given = taken_apart(action) if getattr(environment, "reads_calls", False) is True else action
+            returned.append(self.call(environment.step, given))
             _check_step(returned[-1], several)
             copies.append(copy.deepcopy(returned[-1]))
             yield copies[-1]

@@ -73,6 +73,8 @@ class EnvironmentDriver:
         self._due: str | None = AGENT
         self.agents: list[str] | None = None
         """All agents of a multi-agent environment; None for a single agent."""
+        self.reads_calls = False
+        """Whether the environment is given actions taken apart."""
         self.version = ""
         """The environment's own ``version``, if it has one."""
         self.environment_s = 0.0
@@ -114,6 +116,7 @@ class EnvironmentDriver:
         environment = self._environment = self._make(task.environment, **kwargs)
         if getattr(environment, "next_agent", None) is not None:
             self.agents = [str(name) for name in environment.agents]
+        self.reads_calls = getattr(environment, "reads_calls", False) is True
         self.version = str(getattr(environment, "version", ""))
         if not self._inline:
             self._kinds.learn(task.environment, environment)

@@ -201,7 +201,9 @@ class Episode:
         said = self._plan.renderer.parse(sample.token_ids) if sample.text is None else sample.text
         action = self._action(said)
         self._messages.append(Message(role="assistant", content=action, agent=track.agent, turn=index))
-        seen = await self._driver.step(action, self._time_left())
+        taken_apart = self._driver.reads_calls
+        given = self._plan.renderer.action(sample.token_ids, action) if taken_apart else action
+        seen = await self._driver.step(given, self._time_left())
         if track.agent not in seen.rewards:
             raise EnvironmentFailure(
                 f"step gave no reward for {track.agent}, which acted.", kind="reward-missing", retryable=False

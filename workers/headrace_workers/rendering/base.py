@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from headrace.environment import Action
 from headrace.errors import InfrastructureFailure
 from headrace.trajectory import ContentPart, Message, Tokenizer
 
@@ -91,6 +92,10 @@ class Renderer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Ids for a turn of which the server gave the text alone, end-of-turn token included. They are for reading:
         nothing is ever trained on them."""
+        ...
+
+    def action(self, sampled_ids: Sequence[int], text: str) -> Action:
+        """A sampled turn taken apart; ``text`` is the part of its text that the environment is given."""
         ...
 
 

@@ -13,8 +13,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from headrace.environment import Action
 from headrace.trajectory import Message, Tokenizer
 from headrace_workers.rendering.base import Prompt, Reply, Said, Standing, Tools, text_of
+from headrace_workers.rendering.calls import taken_apart
 
 BOS = 256
 SYSTEM = 257
@@ -59,6 +61,9 @@ class BytesRenderer:
 
     def encode(self, text: str) -> list[int]:
         return [*text.encode(), END]
+
+    def action(self, sampled_ids: Sequence[int], text: str) -> Action:
+        return taken_apart(text)
 
 
 def _body(conversation: Sequence[Said]) -> list[int]:

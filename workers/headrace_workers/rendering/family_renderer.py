@@ -12,9 +12,11 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
+from headrace.environment import Action, Call
 from headrace.errors import InfrastructureFailure
 from headrace.trajectory import Message, Tokenizer
 from headrace_workers.rendering.base import Prompt, Reply, Said, Standing, Tools, text_of
+from headrace_workers.rendering.calls import call_of
 from headrace_workers.rendering.folder_tokenizer import FolderTokenizer, missing_extra
 
 NO_FAMILIES = frozenset({"auto", "default", "custom"})
@@ -62,6 +64,13 @@ class FamilyRenderer:
     def encode(self, text: str) -> list[int]:
         return [*self._tokenizer.encode(text), *self.stop_token_ids[:1]]
 
+    def action(self, sampled_ids: Sequence[int], text: str) -> Action:
+        # Text that a stop string cut is encoded again to be read; nothing of that is stored.
+        ids = list(sampled_ids) if text == self.parse(sampled_ids) else self._tokenizer.encode(text)
+        parsed = self._renderer.parse_response(ids, prompt_ids=self._generation_prompt)
+        calls = [_read(call) for call in parsed.tool_calls]
+        return Action(text, content=parsed.content, reasoning=parsed.reasoning_content or "", calls=calls)
+
     def _rendered(self, messages: list[dict[str, Any]], tools: Tools, *, generation_prompt: bool) -> list[int]:
         try:
             return list(
@@ -101,6 +110,12 @@ def _message(message: Message) -> dict[str, Any]:
 def _call(number: int, call: Any) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"type": "function", "id": call.id or f"call_{number}", "function": function}
+
+
+def _read(call: Any) -> Call:
+    if call.status != "ok":
+        return Call(text=call.raw, name=call.name or "", error=f"the call cannot be read: {call.status}")
+    return call_of(call.raw, {"name": call.name, "arguments": call.arguments})
 
 
 def _schemas(tools: Tools) -> list[dict[str, Any]] | None:

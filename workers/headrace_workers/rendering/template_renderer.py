@@ -15,9 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from headrace.environment import Action
 from headrace.errors import InfrastructureFailure
 from headrace.trajectory import Message, Tokenizer
 from headrace_workers.rendering.base import Prompt, Reply, Said, Standing, Tools, text_of
+from headrace_workers.rendering.calls import taken_apart
 from headrace_workers.rendering.chat_template import ChatMessage, ChatTemplate
 from headrace_workers.rendering.folder_tokenizer import FolderTokenizer
 
@@ -74,6 +76,9 @@ class TemplateRenderer:
     def parse(self, sampled_ids: Sequence[int]) -> str:
         ended = bool(sampled_ids) and sampled_ids[-1] in self._stops
         return self._tokenizer.decode(sampled_ids[:-1] if ended else sampled_ids)
+
+    def action(self, sampled_ids: Sequence[int], text: str) -> Action:
+        return taken_apart(text, self._prefill)
 
     def _text(self, conversation: Sequence[Said], tools: Tools) -> str:
         return self._template.render([self._shown(item) for item in conversation], tools, generation_prompt=True)

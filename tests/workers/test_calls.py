@@ -1,0 +1,113 @@
+"""Actions taken apart: calls, content and thinking, for environments that ask for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace import Action, Call
+from headrace.trajectory import Message
+from headrace_workers.environments.conformance import check_environment
+from headrace_workers.rendering.calls import taken_apart
+from headrace_workers.rendering.family_renderer import FamilyRenderer
+from headrace_workers.rendering.folder_tokenizer import load_tokenizer
+from tests.workers.fakes import Script, Turns, play, say
+from tests.workers.models import make_model
+
+ADD = '{"name": "add", "arguments": {"a": 2}}'
+CALL = f"<tool_call>\n{ADD}\n</tool_call>"
+
+
+def test_thinking_is_what_stands_before_its_end_and_content_what_follows_up_to_the_first_call() -> None:
+    action = taken_apart(f"<think>\nhm\n</think>\n\nI add.\n{CALL}\n{CALL}")
+    assert (action.reasoning, action.content) == ("hm", "I add.")
+    assert action.calls == [Call(name="add", arguments={"a": 2}, text=ADD)] * 2
+    assert taken_apart("hm\n</think>\n\n4", "<think>\n").reasoning == "hm"
+    assert taken_apart("hm", "<think>\n") == "hm"
+    assert (taken_apart("hm", "<think>\n").reasoning, taken_apart("hm", "<think>\n").content) == ("hm", "")
+    assert taken_apart("4").content == "4"
+
+
+@pytest.mark.parametrize(
+    ("block", "error", "name"),
+    [
+        ("<tool_call>{", "the call is not closed", ""),
+        ("<tool_call>{oops}</tool_call>", "the call is no JSON: ", ""),
+        ("<tool_call>[]</tool_call>", "the call names no function", ""),
+        ('<tool_call>{"name": "add", "arguments": 3}</tool_call>', "the arguments are no JSON object", "add"),
+    ],
+)
+def test_a_call_that_cannot_be_read_is_there_with_its_text_and_with_what_is_wrong(
+    block: str, error: str, name: str
+) -> None:
+    first, second = taken_apart(f"{CALL}\n{block}").calls
+    assert (first.name, first.error) == ("add", "")
+    assert second.error.startswith(error)
+    assert (second.name, second.arguments) == (name, {})
+    assert second.text in block
+
+
+@given(st.text(alphabet='<>/ntolcak_{}" ', max_size=40) | st.text(max_size=40))
+def test_an_action_is_its_text_whatever_it_holds(text: str) -> None:
+    assert taken_apart(text) == text
+    assert taken_apart(text, "<think>\n") == text
+
+
+def test_a_family_reads_calls_by_its_own_rules_and_what_a_stop_string_cut_as_it_was_given(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(make_model(tmp_path)))
+    renderer = FamilyRenderer("qwen3", tokenizer)
+    said = f"<think>\nhm\n</think>\n\nI add.\n{CALL}"
+    action = renderer.action(tokenizer.encode(f"{said}<|im_end|>"), said)
+    assert (action, action.reasoning.strip(), action.content.strip()) == (said, "hm", "I add.")
+    assert action.calls == [Call(name="add", arguments={"a": 2}, text=ADD)]
+    cut = said.partition("<tool_call>")[0]
+    assert renderer.action(tokenizer.encode(said), cut).calls == []
+    broken = "<tool_call>\n{oops\n</tool_call>"
+    (call,) = renderer.action(tokenizer.encode(broken), broken).calls
+    assert (call.text, call.error) == ("{oops", "the call cannot be read: invalid_json")
+
+
+class Calculator(Turns):
+    """Keeps what it was given."""
+
+    reads_calls = True
+    given: list[Any]
+
+    def __init__(self) -> None:
+        super().__init__(last=1)
+        self.given = []
+
+    def reset(self, seed: int | None = None) -> Any:
+        self.turn = 0
+        return super().reset(seed)
+
+    def step(self, action: str) -> Any:
+        self.given.append(action)
+        assert isinstance(action, Action)
+        return super().step(action)
+
+
+async def test_an_environment_that_reads_calls_gets_an_action_and_the_record_its_text() -> None:
+    environment = Calculator()
+    record = await play(Script(say(f"I add.\n{CALL}")), lambda: environment)
+    (action,) = environment.given
+    assert action.calls == [Call(name="add", arguments={"a": 2}, text=ADD)]
+    assert record.messages[1] == Message(role="assistant", content=f"I add.\n{CALL}", agent="agent", turn=0)
+    assert type(record.messages[1].content) is str
+
+
+async def test_any_other_environment_gets_plain_text() -> None:
+    class Plain(Turns):
+        def step(self, action: str) -> Any:
+            assert type(action) is str
+            return super().step(action)
+
+    assert (await play(Script(say(CALL)), lambda: Plain(last=1))).status == "finished"
+
+
+def test_the_check_of_environments_gives_actions_to_one_that_reads_calls() -> None:
+    assert check_environment(Calculator, actions=["hello"], max_steps=2) == []
