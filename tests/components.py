@@ -56,7 +56,7 @@ LEAST_TESTS: dict[str, int] = {
     "scheduler": 310,
     "sdk": 460,
     "tiny_policy": 120,
-    "vllm": 100,  # a folder and a part: a test of the folder counts twice
+    "vllm": 108,  # a folder and a part: a test of the folder counts twice
     "workers": 240,
 }
 """A little below what there is, so that a test can be removed without ceremony and a folder cannot."""

@@ -193,6 +193,16 @@ def test_the_trainer_counts_versions_from_1_and_the_run_goes_on_where_it_was(
     assert {1 - sample.model_version for sample in take(rollouts, 2)} == {4}
 
 
+def test_a_trainer_that_goes_on_from_a_checkpoint_counts_in_the_lineage_that_was_opened_for_it(stub: Stub) -> None:
+    stub.on("GET /v1/runs/guess", good(run_status(version="1.50", spec={"max_staleness": 1})))
+    stub.on(VERSION, good(wire.VersionReply(epoch=1, version="1.51")))
+    with Client(stub.url, keepalive=False) as client:
+        rollouts = HeadraceRollouts(client, "guess")
+        rollouts.update_model_version(1)
+        rollouts.update_model_version(2)
+    assert [seen.json["version"] for seen in stub.asked(VERSION)] == ["1.51", "1.52"]
+
+
 def test_each_version_says_where_its_weights_are(served: Stub, client: Client) -> None:
     weights: Any = Folder()
     rollouts = HeadraceRollouts(client, "guess", weights=weights)

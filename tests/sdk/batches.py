@@ -16,12 +16,16 @@ def rows_of(trajectories: list[Trajectory], *, name: str) -> list[Row]:
 
 
 def batch_of(trajectories: list[Trajectory], *, name: str, version: Version = Version(0, 0)) -> Batch:  # noqa: B008
+    return Batch.parse(body_of(trajectories, name=name, version=version))
+
+
+def body_of(trajectories: list[Trajectory], *, name: str, version: Version = Version(0, 0)) -> bytes:  # noqa: B008
     records = [encode(trajectory) for trajectory in trajectories]
     members = [(decode_head(record), len(record)) for record in records]
     group = GroupInput("g", Task(environment="test:Echo", seed=0), len(members), members)
     spec = EstimatorSpec(name=name, eps=0.0, ddof=0)  # type: ignore[arg-type]
     head = build_head(batch="b", run="run", estimator=spec, version=version, groups=[group])
-    return Batch.parse(head + b"".join(records))
+    return head + b"".join(records)
 
 
 class Shape(NamedTuple):
