@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -23,12 +24,25 @@ _SEED_BYTES = 32
 _POOL_BYTES = 4096
 """So much is made of a seed at a time."""
 
+_WORDS = struct.Struct(">QQ")
+
+_forks = 0
+"""How many forks lie between this process and the one that imported this module."""
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
 
 class RandomPool:
     """Random bytes in small portions, each given out once. A forked child never gives out what its parent might.
 
-    They are SHAKE-256 of a seed that the system gave and a counter. A system call for each would let go of the
-    interpreter's lock, and with other threads about it can take milliseconds to get it back.
+    They are SHAKE-256 of a seed that the system gave and a counter. A system call for each would cost more than all the
+    rest, and one that lets go of the interpreter's lock can take milliseconds to get it back.
     """
 
     def __init__(self, random_bytes: Callable[[int], bytes] = os.urandom) -> None:
@@ -38,19 +52,19 @@ class RandomPool:
         self._blocks = 0
         self._pool = b""
         self._used = 0
-        self._pid = 0
+        self._forks = -1
 
     def __call__(self, size: int) -> bytes:
         """``size`` bytes, at most 4096. Safe to call from several threads."""
         with self._lock:
-            if self._used + size > len(self._pool) or self._pid != os.getpid():
+            if self._used + size > len(self._pool) or self._forks != _forks:
                 self._fill()
             used, self._used = self._used, self._used + size
             return self._pool[used : used + size]
 
     def _fill(self) -> None:
-        if self._pid != os.getpid():
-            self._pid, self._seed = os.getpid(), self._random_bytes(_SEED_BYTES)
+        if self._forks != _forks:
+            self._forks, self._seed = _forks, self._random_bytes(_SEED_BYTES)
         self._pool = hashlib.shake_256(self._seed + self._blocks.to_bytes(8, "little")).digest(_POOL_BYTES)
         self._blocks += 1
         self._used = 0
@@ -93,7 +107,7 @@ class IdSource:
             ms, counter = self._last_ms, self._counter
         high = (ms << 16) | 0x7000 | (counter >> 18)
         low = (0b10 << 62) | ((counter & 0x3FFFF) << _RANDOM_BITS) | (noise & ((1 << _RANDOM_BITS) - 1))
-        text = f"{high:016x}{low:016x}"
+        text = _WORDS.pack(high, low).hex()
         return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
 
 
