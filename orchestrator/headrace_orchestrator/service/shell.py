@@ -17,6 +17,7 @@ from headrace import codec
 from headrace.errors import InternalError, StoreError
 from headrace.ids import new_id
 from headrace_orchestrator import logs
+from headrace_orchestrator.buffer.listing import TrajectoryListed
 from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.scheduler.records import (
@@ -29,7 +30,6 @@ from headrace_orchestrator.scheduler.records import (
 from headrace_orchestrator.service.outcomes import outcome_of, record_of
 from headrace_orchestrator.service.serving import Formed
 from headrace_orchestrator.service.store import Decided, Ended, Frozen, Store
-from headrace_orchestrator.service.submission import Accepted
 from headrace_orchestrator.service.waiting import Bells
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ class Shell:
             self.commit()
             await self.store.log.synced()
 
-    def commit(self, accepted: Mapping[str, Accepted] | None = None, formed: Formed | None = None) -> None:
+    def commit(self, accepted: Mapping[str, Ended] | None = None, formed: Formed | None = None) -> None:
         """Append what the core has decided since the last time. ``accepted`` are the records of submissions by
         episode, ``formed`` the batch that was frozen."""
         try:
@@ -85,7 +85,7 @@ class Shell:
         except Exception as error:
             raise self._stop(error) from error
 
-    def _decided(self, fact: AnyRecord, accepted: Mapping[str, Accepted], formed: Formed | None) -> Decided:
+    def _decided(self, fact: AnyRecord, accepted: Mapping[str, Ended], formed: Formed | None) -> Decided:
         """What is stored of a fact."""
         if isinstance(fact, BatchFormed):
             if formed is None:
@@ -94,10 +94,11 @@ class Shell:
         if not isinstance(fact, EpisodeEnded):
             return fact
         if fact.by_worker:
-            return Ended(fact, *accepted[fact.episode])
+            return accepted[fact.episode]
         trajectory = record_of(fact, new_id=new_id, headrace_version=HEADRACE_VERSION)
         record = codec.encode(trajectory)
-        return Ended(outcome_of(trajectory, len(record)), record, trajectory.stop_reason, trajectory.provenance, ())
+        outcome = outcome_of(trajectory, len(record))
+        return Ended(TrajectoryListed(outcome, trajectory.stop_reason, trajectory.provenance, ()), record)
 
     def _stop(self, error: Exception) -> InternalError:
         """Nothing more is decided or stored: a restart goes back to what the log says."""

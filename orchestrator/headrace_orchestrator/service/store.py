@@ -22,7 +22,6 @@ from headrace.batch import read_manifest
 from headrace.codec import TrajectoryHead
 from headrace.logformat import Frame, FrameType
 from headrace.manifest import Manifest
-from headrace.trajectory import Provenance, StopReason
 from headrace_orchestrator.buffer.listing import (
     BatchListed,
     FileGone,
@@ -60,13 +59,10 @@ proportion to what it saves."""
 
 
 class Ended(NamedTuple):
-    """A terminal record to be stored as its trajectory's own bytes. The outcome is of that record."""
+    """A terminal record to be stored as its trajectory's own bytes, and what is listed of it."""
 
-    outcome: EpisodeEnded
+    listed: TrajectoryListed
     record: bytes
-    stop_reason: StopReason
-    provenance: Provenance
-    assets: Sequence[str]
 
 
 class Frozen(NamedTuple):
@@ -115,10 +111,8 @@ class Store:
             location = self.log.append(kind, payload)
             for entry in entries:
                 if isinstance(entry, Ended):
-                    self.index.note_trajectory(entry.outcome, location)
-                    self._list(
-                        TrajectoryListed(entry.outcome, entry.stop_reason, entry.provenance, entry.assets), location
-                    )
+                    self.index.note_trajectory(entry.listed.outcome, location)
+                    self._list(entry.listed, location)
                 elif isinstance(entry, Frozen):
                     self.index.note_batch(entry.formed, location, entry.groups)
                     self._list(_listed(entry), location)
@@ -221,7 +215,8 @@ class Store:
         self._unprojected.append(Unprojected(listed, location))
         if isinstance(listed, TrajectoryListed):
             self._unprojected_ids.setdefault(listed.outcome.trajectory, listed.outcome.episode)
-            self._unprojected_assets.update(dict.fromkeys(listed.assets, location.position))
+            for name in listed.assets:
+                self._unprojected_assets[name] = location.position
 
     def project_now(self, cursor: int) -> None:
         """Write the rows of what waits, whose frames are on disk. Blocking. Raises StoreError."""

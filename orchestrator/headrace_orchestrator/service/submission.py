@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, TypeVarTuple
 
 import msgspec
 
@@ -27,19 +27,20 @@ from headrace.errors import (
     StoreError,
     UnknownRun,
 )
-from headrace.trajectory import Provenance, StopReason, Trajectory
+from headrace.trajectory import Trajectory
 from headrace.validation import validate
 from headrace.wire import Submission, SubmitResult
 from headrace_orchestrator import logs
 from headrace_orchestrator.buffer.assets import Assets
+from headrace_orchestrator.buffer.listing import TrajectoryListed
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.scheduler.records import EpisodeEnded
 from headrace_orchestrator.service.outcomes import outcome_of
-from headrace_orchestrator.service.store import Store
+from headrace_orchestrator.service.store import Ended, Store
 
 log = logs.logger(__name__)
 
-S = TypeVar("S")
+Given = TypeVarTuple("Given")
 T = TypeVar("T")
 
 _LENGTH = struct.Struct("<I")
@@ -55,24 +56,6 @@ class Submitted(NamedTuple):
     worker: str
     head: Submission
     record: memoryview
-
-
-class Accepted(NamedTuple):
-    """A record that the scheduler took, and what its outcome does not say of it."""
-
-    record: bytes
-    stop_reason: StopReason
-    provenance: Provenance
-    assets: Sequence[str]
-
-
-class Read(NamedTuple):
-    """A record that is valid in itself: its outcome, and what is stored if the scheduler takes it. The rest of it is
-    let go at once, while the memory that it takes is still in the processor's cache."""
-
-    submitted: Submitted
-    outcome: EpisodeEnded
-    accepted: Accepted
 
 
 def parse_submission(worker: str, body: bytes) -> list[Submitted]:
@@ -122,10 +105,14 @@ def unwanted(head: Submission, result: SubmitResult, worker: str) -> SubmitResul
 
 
 class Intake:
-    """Judges records together; ``accepted`` are those that the scheduler took, by episode."""
+    """Judges records together; ``accepted`` are those that the scheduler took, by episode.
+
+    Of a record only its bytes and what is listed of it are kept. The rest is let go before the next one is read, while
+    the memory that it takes is still in the processor's cache.
+    """
 
     def __init__(self, core: Scheduler, store: Store, assets: Assets, now: float) -> None:
-        self.accepted: dict[str, Accepted] = {}
+        self.accepted: dict[str, Ended] = {}
         self._core = core
         self._store = store
         self._assets = assets
@@ -135,15 +122,18 @@ class Intake:
 
     def judge(self, submitted: Sequence[Submitted]) -> list[SubmitResult]:
         """Validate each record and ask the scheduler; one result each, in their order. Raises StoreError."""
-        read = [self._tried(self._read, item, item.head) for item in submitted]
+        read = [self._tried(item.head, self._read, item) for item in submitted]
         # One lookup for all: one each would cost more than all the rest.
-        self._owners = self._store.owners([item.outcome.trajectory for item in read if isinstance(item, Read)])
-        return [self._tried(self._ask, item, item.submitted.head) if isinstance(item, Read) else item for item in read]
+        self._owners = self._store.owners([item.listed.outcome.trajectory for item in read if isinstance(item, Ended)])
+        return [
+            self._tried(item.head, self._ask, item, ended) if isinstance(ended, Ended) else ended
+            for item, ended in zip(submitted, read, strict=True)
+        ]
 
-    def _tried(self, step: Callable[[S], T], item: S, head: Submission) -> T | SubmitResult:
+    def _tried(self, head: Submission, step: Callable[[*Given], T], *given: *Given) -> T | SubmitResult:
         """The step's result, or the refusal that its error means. Raises StoreError."""
         try:
-            return step(item)
+            return step(*given)
         except StoreError:
             raise  # the disk's fault, not the record's: it is submitted again
         except AssetsMissing as error:
@@ -157,7 +147,7 @@ class Intake:
             )
             return SubmitResult(episode=head.episode, verdict="refused", problem=refusal.problem())
 
-    def _read(self, item: Submitted) -> Read:
+    def _read(self, item: Submitted) -> Ended:
         """The record, valid, of the attempt that its head names, by the worker that submits it."""
         head, record = item.head, bytes(item.record)
         trajectory = codec.decode(record)
@@ -170,17 +160,18 @@ class Intake:
             )
         self._check_making(item.worker, trajectory)
         assets = [asset.name for asset in trajectory.assets] if trajectory.assets else ()
-        accepted = Accepted(record, trajectory.stop_reason, trajectory.provenance, assets)
-        return Read(item, outcome_of(trajectory, len(record)), accepted)
+        outcome = outcome_of(trajectory, len(record))
+        return Ended(TrajectoryListed(outcome, trajectory.stop_reason, trajectory.provenance, assets), record)
 
-    def _ask(self, item: Read) -> SubmitResult:
-        (worker, head, _), outcome, accepted = item
+    def _ask(self, item: Submitted, ended: Ended) -> SubmitResult:
+        head, listed = item.head, ended.listed
+        outcome = listed.outcome
         self._check_owner(outcome)
-        if accepted.assets:
-            self._check_assets(accepted.assets)
-        verdict = self._core.judge(worker, head.nonce, outcome, self._now)
+        if listed.assets:
+            self._check_assets(listed.assets)
+        verdict = self._core.judge(item.worker, head.nonce, outcome, self._now)
         if verdict == "accepted":
-            self.accepted[head.episode] = accepted
+            self.accepted[head.episode] = ended
             self._owners[outcome.trajectory] = head.episode
         elif verdict == "superseded" and outcome.trajectory in self._owners:
             verdict = "duplicate"  # by this very record, which is stored; the core forgets it with its complete group
