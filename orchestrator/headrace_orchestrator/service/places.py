@@ -16,7 +16,7 @@ _ENTRY = struct.Struct("<QIi")
 """Position, length in bytes, and bytes of the id that follows as text; ``_UUID`` for an id of 16 bytes."""
 
 _UUID = -1
-_UUID_BYTES = 16
+_UUID_BYTES, _UUID_CHARS = 16, 36
 
 
 class GroupAt:
@@ -66,11 +66,14 @@ class GroupAt:
 
 def _uuid(id: str) -> bytes:
     """The 16 bytes of an id that is a UUID as Headrace writes them; nothing for any other."""
+    if len(id) != _UUID_CHARS or id[8:24:5] != "----":
+        return b""
+    digits = id.replace("-", "")
     try:
-        short = bytes.fromhex(id.replace("-", ""))
+        short = bytes.fromhex(digits)
     except ValueError:
         return b""
-    return short if len(short) == _UUID_BYTES and _text(short) == id else b""
+    return short if len(short) == _UUID_BYTES and short.hex() == digits else b""
 
 
 def _text(uuid: bytes) -> str:
