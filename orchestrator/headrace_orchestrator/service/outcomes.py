@@ -19,22 +19,28 @@ SCORED = frozenset({"finished", "truncated"})
 
 def outcome_of(head: Trajectory | TrajectoryHead, size_bytes: int) -> EpisodeEnded:
     """What the scheduler needs to know of a record."""
-    turns = 0
-    row_tokens: list[int] = []
-    versions: list[Version] = []
-    trained: dict[str, list[float]] = {}
+    turns = rows = row_tokens = longest_row = 0
+    low: tuple[int, int] | None = None
+    high: tuple[int, int] | None = None
+    trained: set[str] = set()
     for segment in head.segments:
         turns += len(segment.turns)
         if segment.train and segment.turns:
-            row_tokens.append(segment.length if isinstance(segment, SegmentHead) else len(segment.token_ids))
-            versions += [run.version for run in segment.versions]
-            trained[segment.agent] = []
+            tokens = segment.length if isinstance(segment, SegmentHead) else len(segment.token_ids)
+            rows += 1
+            row_tokens += tokens
+            longest_row = max(longest_row, tokens)
+            trained.add(segment.agent)
+            for run in segment.versions:
+                version = (run.lineage, run.n)
+                low = version if low is None or version < low else low
+                high = version if high is None or version > high else high
     rewards: dict[str, float] = {}
-    if trained and head.status in SCORED:
-        for segment in head.segments:
-            if segment.agent in trained:
-                trained[segment.agent] += [turn.reward for turn in segment.turns]
-        rewards = {agent: math.fsum(trained[agent]) for agent in sorted(trained)}
+    if head.status in SCORED:
+        for agent in sorted(trained):
+            rewards[agent] = math.fsum(
+                [turn.reward for segment in head.segments if segment.agent == agent for turn in segment.turns]
+            )
     return EpisodeEnded(
         run=head.run,
         group=head.group,
@@ -45,12 +51,12 @@ def outcome_of(head: Trajectory | TrajectoryHead, size_bytes: int) -> EpisodeEnd
         status=head.status,
         failure=head.failure,
         rewards=rewards,
-        low=min(versions, default=None),
-        high=max(versions, default=None),
+        low=None if low is None else Version(*low),
+        high=None if high is None else Version(*high),
         turns=turns,
-        rows=len(row_tokens),
-        row_tokens=sum(row_tokens),
-        longest_row=max(row_tokens, default=0),
+        rows=rows,
+        row_tokens=row_tokens,
+        longest_row=longest_row,
         size_bytes=size_bytes,
         evaluation=head.provenance.evaluation,
         by_worker=bool(head.provenance.worker),
