@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -87,15 +87,15 @@ class Plant:
     async def create_run(self, **fields: Any) -> None:
         """A run that plays on, whatever the learner does."""
         sync = {"pause_lease_s": 4.0, **fields.pop("sync", {})}
-        await self.api.create_run(
-            environments=[{"id": "game:GuessTheNumber-v0-easy"}],
-            group_size=2,
-            batch_size=16,
-            max_staleness=200,
-            policy={"endpoints": self.addresses, "sync": sync},
-            sampling={"max_tokens": 32},
-            **fields,
-        )
+        given: dict[str, Any] = {
+            "environments": [{"id": "game:GuessTheNumber-v0-easy"}],
+            "group_size": 2,
+            "batch_size": 16,
+            "max_staleness": 200,
+            "policy": {"endpoints": self.addresses, "sync": sync},
+            "sampling": {"max_tokens": 32},
+        }
+        await self.api.create_run(**{**given, **fields})
 
     def write(self, n: int) -> wire.Weights:
         """Write the weights of a version."""
@@ -187,7 +187,13 @@ def cut_short(weights: wire.Weights) -> wire.Weights:
 
 @asynccontextmanager
 async def plant(
-    tmp_path: Path, *, servers: int = 2, slots: int = 4, tapped: bool = False, slow_s: float = 0.02
+    tmp_path: Path,
+    *,
+    servers: int = 2,
+    slots: int = 4,
+    tapped: bool = False,
+    slow_s: float = 0.02,
+    imports: Sequence[str] = (),
 ) -> AsyncIterator[tuple[Plant, list[Tap], Process]]:
     """Doubles in this event loop, an orchestrator process, and a worker process if ``slots`` are given."""
     orchestrator = Process(tmp_path / "data")
@@ -205,7 +211,16 @@ async def plant(
         if slots:
             processes = stack.enter_context(Processes(tmp_path / "logs"))
             worker = processes.add(
-                "worker", "-m", "headrace_workers", "--orchestrator", base, "--name", "w", "--slots", str(slots)
+                "worker",
+                "-m",
+                "headrace_workers",
+                "--orchestrator",
+                base,
+                "--name",
+                "w",
+                "--slots",
+                str(slots),
+                *(part for module in imports for part in ("--import", module)),
             )
             worker.start()
         yield Plant(base, Api(session), tmp_path, addresses), taps, orchestrator

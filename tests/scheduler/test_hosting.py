@@ -151,6 +151,18 @@ def test_an_evaluation_that_nobody_asks_for_holds_no_longer(harness):
     assert hold_s(harness) == 0.0
 
 
+def test_nothing_is_played_on_weights_that_are_too_old_for_a_batch_and_what_is_goes_by_their_version(harness):
+    harness.run(max_staleness=1)
+    harness.announce("0.1", path="/w/1")
+    (attempt,) = harness.lease(1)
+    assert [fact.version for fact in harness.log if isinstance(fact, records.Dispatched)] == [Version(0, 0)]
+    harness.announce("0.2", path="/w/2")
+    assert harness.lease(4) == []
+    served(harness, "0.2")
+    assert attempt.episode not in {found.episode for found in harness.lease(4)}
+    assert [fact.version for fact in harness.log if isinstance(fact, records.Dispatched)][-1] == Version(0, 2)
+
+
 def test_an_evaluation_of_a_version_that_is_yet_to_be_loaded_waits_for_it(harness):
     harness.run(policy={"endpoints": [A]})
     harness.announce("0.1", path="/w/1")

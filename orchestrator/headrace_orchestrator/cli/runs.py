@@ -50,8 +50,9 @@ def row(run: wire.RunStatus) -> list[str]:
 
 
 def troubles(run: wire.RunStatus) -> list[str]:
-    """What keeps failing, in sentences, whether or not the learner waits."""
-    return [reason.message for reason in run.reasons if reason.code.endswith("-failing")]
+    """What keeps failing, in sentences, whether or not the learner waits; and what a weight sync is at."""
+    failing = [reason.message for reason in run.reasons if reason.code.endswith("-failing")]
+    return [*failing, run.weight_sync] if run.weight_sync else failing
 
 
 @click.command()

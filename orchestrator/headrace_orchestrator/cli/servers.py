@@ -77,3 +77,5 @@ def servers(run: str, action: str | None, address: str | None, url: str | None, 
         note(f"The run {run} has no policy servers of its own: each worker asks the one that it was started with.")
     if found.sync:
         note(found.sync)
+    if found.skipped:
+        note(f"Skipped, since newer versions came before any server had them: {', '.join(found.skipped)}.")

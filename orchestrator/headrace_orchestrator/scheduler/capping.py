@@ -43,8 +43,8 @@ def room(run: Run) -> int:
 
 
 def trainable(run: Run) -> int:
-    """Queued training episodes that may be granted now."""
-    return min(run.queued, room(run))
+    """Queued training episodes that may be granted now: none while nothing could be served of what they would play."""
+    return 0 if run.outdated else min(run.queued, room(run))
 
 
 def evaluable(run: Run, share: int) -> int:

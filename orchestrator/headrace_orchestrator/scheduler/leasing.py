@@ -155,7 +155,7 @@ def _grant(book: Book, worker: Worker, free: int, attempts: list[wire.Assignment
         grants = [records.Grant(episode.id, episode.attempt + 1, nonce) for episode in episodes]
         book.emit(
             records.Dispatched(
-                run=run.name, worker=worker.name, pool=worker.pool, version=run.versions.now, grants=grants
+                run=run.name, worker=worker.name, pool=worker.pool, version=run.hosting.held, grants=grants
             ),
             now,
         )

@@ -83,7 +83,8 @@ class Grant(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Dispatched(Record, frozen=True, kw_only=True):
-    """Attempts granted to a worker, all of one run. ``version`` is the run's at that moment."""
+    """Attempts granted to a worker, all of one run. ``version`` is the one that its policy servers hold at that moment:
+    the run's, unless the service is yet to load that."""
 
     run: str
     worker: str

@@ -143,6 +143,14 @@ class Run:
     # Questions ------------------------------------------------------------------------------------------------
 
     @property
+    def outdated(self) -> bool:
+        """Whether what the policy servers hold is so old that what is sampled with it is stale at once."""
+        if self.hosting.target is None:
+            return False
+        behind = self.versions.distance(self.hosting.held)
+        return behind is None or behind > self.spec.max_staleness
+
+    @property
     def evaluation_ready(self) -> int:
         """Queued episodes of evaluations whose version is served. Those of a version that is yet to be loaded wait."""
         if all(evaluation.version == self.hosting.held for evaluation in self.active_evaluations.values()):
