@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
 
@@ -21,6 +22,7 @@ from headrace.validation import validate
 from headrace_workers.episode import Episode
 from headrace_workers.policies import ServedPolicies
 from headrace_workers.policies.images import png
+from headrace_workers.policy_check import Server, Subject, playing
 from headrace_workers.rendering import Prompt, Reply, Said, Standing, Tools, make_renderer
 from tests.workers.fakes import assignment, failure_of, plan, tools
 from tests.workers.models import make_model
@@ -148,6 +150,24 @@ async def test_g12_an_engine_that_sees_an_image_otherwise_than_before_fails_the_
 async def test_a_server_that_takes_no_images_is_named() -> None:
     record = await play(VisionEngine(generate=False), Album([1]))
     assert failure_of(record) == ("policy", "images-not-taken", False)
+
+
+async def test_the_check_of_a_server_tells_how_many_tokens_an_image_is() -> None:
+    async with serving_vision(VisionEngine(17)) as engine, aiohttp.ClientSession() as session:
+        policies = ServedPolicies(slots=1, default_endpoints=[engine.url], clock=time.monotonic)
+        subject = Subject(
+            server=Server(session, engine.url, "policy", 10.0),
+            renderer=Twenty(),
+            encode=lambda text: [1],
+            decode=lambda ids: "",
+            policies=policies,
+            tolerance=0.1,
+        )
+        try:
+            assert await playing.image(subject) == "an image of 64 × 64 pixels is 17 tokens"
+        finally:
+            await policies.close()
+    assert engine.images[0][0].startswith(b"\x89PNG")
 
 
 def test_pixels_travel_as_a_png_that_loses_nothing() -> None:

@@ -23,6 +23,7 @@ CHECKS = (
     Check("context", ending.context),
     Check("version", serving.version),
     Check("turns", playing.turns),
+    Check("image", playing.image),
     Check("abort", ending.abort),
 )
 """All checks, in the order in which they are made: a fault is named by the first check that it breaks."""
