@@ -268,6 +268,20 @@ def test_a_trainer_that_waits_too_long_is_told_on_what_it_waits(served: Stub, cl
     rollouts.stop()
 
 
+def test_a_pull_that_waits_says_so_as_the_client_was_told_to(served: Stub) -> None:
+    told: list[str] = []
+    with Client(
+        served.url, keepalive=False, poll_s=1.0, on_wait=lambda run, reasons: told.append(reasons[0].code)
+    ) as client:
+        rollouts = HeadraceRollouts(client, "guess")
+        serve(served, rollouts, good(WAITING))
+        with pytest.raises(queue.Empty):
+            rollouts.rollout_buffer.get(timeout=1.0)
+        rollouts.stop()
+    assert told
+    assert set(told) == {"collecting"}
+
+
 def test_a_batch_that_came_makes_the_worker_healthy_again(served: Stub, client: Client) -> None:
     clock = Clock()
     rollouts = HeadraceRollouts(client, "guess", clock=clock)

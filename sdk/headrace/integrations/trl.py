@@ -147,7 +147,7 @@ class HeadraceRollouts:
             raise queue.Empty
         asked = self._clock()
         try:
-            batch = self._ahead.take(timeout_s, None)
+            batch = self._ahead.take(timeout_s, self._client._flows.on_wait)
         except NothingToServe as error:
             self._waiting = error
             self._ack(len(self._finished))  # whatever it waits for, that is not what it waits for
