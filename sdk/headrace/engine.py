@@ -29,6 +29,10 @@ CHAT = "/v1/chat/completions"
 WEIGHT_INFO = "/weight_info"
 MODELS = "/v1/models"
 HEALTH = "/health"
+ABORT_REQUESTS = "/inference/v1/abort_requests"
+
+GENERATE_PREFIX = "generate-tokens-"
+"""vLLM's own id of a request to ``GENERATE`` is this and the request's id."""
 PAUSE = "/pause"
 RESUME = "/resume"
 IS_PAUSED = "/is_paused"
@@ -156,6 +160,12 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     content_parts: Sequence[ImagePart] = ()
     return_token_ids: bool = False
     cache_salt: str | None = None
+
+
+class AbortRequests(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of ``POST /inference/v1/abort_requests``: ids as vLLM has them, see ``GENERATE_PREFIX``."""
+
+    request_ids: list[str]
 
 
 class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

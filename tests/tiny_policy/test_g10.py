@@ -51,8 +51,8 @@ async def test_G10_a_turn_that_timed_out_is_sampled_again_by_one_try_alone(  # n
 ) -> None:
     policy = policies.at([])
     honest = await policy.sample(REQUEST)
-    # One that notices nothing goes on with the abandoned try, beside the second.
-    await api.misbehave(stall_next=1, stall_s=60.0 if engine_notices else 0.8, keep_generating=not engine_notices)
+    # One that does not notice that the client has gone is told by the request's id.
+    await api.misbehave(**STALLS, keep_generating=not engine_notices)
     with pytest.raises(PolicyFailure) as caught:
         await policy.sample(attempt(1, timeout_s=0.2))
     assert caught.value.kind == "timeout"

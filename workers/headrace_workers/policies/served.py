@@ -103,6 +103,7 @@ class ServedPolicies:
         await self._watch.stop()
         for follower in self._followers.values():
             await follower.stop()
+        await asyncio.gather(*(server.close() for server in self._servers.values()))
         if self._session is not None:
             await self._session.close()
 

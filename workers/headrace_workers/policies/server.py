@@ -3,7 +3,7 @@
 * A request is sent once: who may be asked again, and where, is decided elsewhere.
 * Token ids are asked for and needed, unless the request says that text will do.
 * Each way a request can fail has a kind of its own, and says whether another try could help.
-* Cancelling a call closes its connection, so that the engine stops.
+* Cancelling a call closes its connection, so that the engine stops; where it can be told by the request's id, it is.
 * What the server is (the best way to ask it, its models) is found out once, by requests that sample nothing.
 * An answer that says which weights made which token is believed; else it is bracketed by what the server confirms.
 """
@@ -35,6 +35,9 @@ CONFIRM_TIMEOUT_S = 10.0
 PROBE_TIMEOUT_S = 5.0
 """Deadline of one question whether the server lives. A busy one answers late, a frozen one never."""
 
+LAST_WORDS_S = 1.0
+"""At the end, for aborts that are under way."""
+
 NO_ANSWER = frozenset({"connection-refused", "connection-lost"})
 """Kinds of failures without any answer: the same server may be asked again."""
 
@@ -46,6 +49,7 @@ NOT_ITS_HEALTH = frozenset({"rate-limited", "unknown-model", "version-changed"})
 
 _JSON = {"Content-Type": "application/json"}
 _ABSENT = frozenset({404, 405})
+_encode = msgspec.json.Encoder().encode
 _decode_weight_info = msgspec.json.Decoder(engine.WeightInfo).decode
 _decode_models = msgspec.json.Decoder(engine.ModelList).decode
 
@@ -68,6 +72,7 @@ class PolicyServer:
         self._longest: dict[str, int] = {}
         self._open: dict[asyncio.Timeout, Callable[[], bool]] = {}
         self._given_up: set[asyncio.Timeout] = set()
+        self._aborts: set[asyncio.Task[_Answer]] = set()
 
     async def sample(
         self, request: SampleRequest, *, protocol: AnyProtocol, request_id: str, movable: Callable[[], bool]
@@ -84,7 +89,12 @@ class PolicyServer:
             raise _no_images(self.address)
         request = self._fitted(request)
         before = await self._version_before(request)
-        answer = await self._post(way.path, way.body(request), request_id, movable)
+        try:
+            answer = await self._post(way.path, way.body(request), request_id, movable)
+        except BaseException as error:
+            if way.name == "generate" and not isinstance(error, PolicyFailure):
+                self._abort(request_id)
+            raise
         if answer.status != 200:
             raise await self._refused(answer)
         choice = way.read(answer.body)
@@ -122,6 +132,28 @@ class PolicyServer:
         for scope in [scope for scope, movable in self._open.items() if movable()]:
             self._given_up.add(scope)
             scope.reschedule(asyncio.get_running_loop().time())
+
+    def _abort(self, request_id: str) -> None:
+        """End a request at the engine by its id. Closing its connection has told the server already; this is for those
+        that stand behind something that hides it."""
+        body = _encode(engine.AbortRequests(request_ids=[engine.GENERATE_PREFIX + request_id]))
+        task = asyncio.get_running_loop().create_task(
+            self._ask("POST", engine.ABORT_REQUESTS, PROBE_TIMEOUT_S, body=body)
+        )
+        self._aborts.add(task)
+        task.add_done_callback(self._aborted)
+
+    def _aborted(self, task: asyncio.Task[_Answer]) -> None:
+        self._aborts.discard(task)
+        if not task.cancelled():
+            task.exception()  # a server that cannot be told is found out by those who still want something of it
+
+    async def close(self) -> None:
+        """Wait for what the server is still to be told."""
+        if self._aborts:
+            await asyncio.wait(self._aborts, timeout=LAST_WORDS_S)
+        for task in self._aborts:
+            task.cancel()
 
     async def problem(self) -> str:
         """What keeps the server from answering a question for its health; empty if it lives."""

@@ -70,6 +70,7 @@ class ClientGone(Exception):
     """Nobody waits for the answer any more."""
 
 
+_decode_abort = msgspec.json.Decoder(engine.AbortRequests).decode
 _decode_prompt = msgspec.json.Decoder(list[int]).decode
 _decode_misbehaviour = msgspec.json.Decoder(Misbehaviour).decode
 _encode = msgspec.json.Encoder().encode
@@ -83,7 +84,8 @@ class Server:
         self._misbehaving = misbehaving
         self._model = model
         self._engine = Engine(policy)
-        self._live: set[str] = set()
+        self._live: dict[str, asyncio.Event] = {}
+        """By id: set when the request is to end."""
         self._finished = 0
         self._sampled_tokens = 0
         self._numbers = itertools.count(1)
@@ -95,6 +97,7 @@ class Server:
             ("GET", engine.IS_PAUSED): lambda scope, body: _json({"is_paused": self._engine.paused}),
             ("POST", engine.RESUME): self._resume,
             ("POST", engine.UPDATE_WEIGHT_VERSION): self._rename,
+            ("POST", engine.ABORT_REQUESTS): self._abort,
             ("GET", "/weights"): self._get_weights,
             ("POST", "/weights"): self._post_weights,
             ("GET", "/metrics"): self._metrics,
@@ -138,7 +141,7 @@ class Server:
         request_id = _header(scope, b"x-request-id") or f"{next(self._numbers):x}"
         if request_id in self._live:
             raise InvalidRequest(f"Request id {request_id} is already running.")
-        self._live.add(request_id)
+        self._live[request_id] = asyncio.Event()
         try:
             fault = self._misbehaving.next_fault()
             if fault.wait_s > 0 or self._engine.paused:
@@ -147,7 +150,7 @@ class Server:
                 raise _Refused(self._misbehaving.settings.fail_status)
             return self._complete(request, request_id, fault.lie, generate=generate)
         finally:
-            self._live.discard(request_id)
+            del self._live[request_id]
 
     async def _later(
         self, fault: Fault, request: CompletionRequest, request_id: str, receive: Receive, *, generate: bool
@@ -160,19 +163,21 @@ class Server:
             return self._complete(request, request_id, fault.lie, generate=generate)
 
         work = asyncio.ensure_future(self._engine.sample(fault.wait_s, make))
+        ended = asyncio.ensure_future(self._live[request_id].wait())
         gone = asyncio.ensure_future(receive())
         try:
             await asyncio.wait(
-                [work] if self._misbehaving.settings.keep_generating else [work, gone],
+                [work, ended] if self._misbehaving.settings.keep_generating else [work, ended, gone],
                 return_when=asyncio.FIRST_COMPLETED,
             )
-            if not work.done():
-                raise ClientGone
-            return work.result()
+            if work.done():
+                return work.result()
+            raise Aborted if ended.done() else ClientGone
         except Aborted:
             return self._complete(request, request_id, "", generate=generate, aborted=True)
         finally:
             gone.cancel()
+            ended.cancel()
             work.cancel()
 
     def _complete(
@@ -252,6 +257,17 @@ class Server:
             "max_model_len": MAX_MODEL_LEN,
         }
         return _json({"object": "list", "data": [card]})
+
+    def _abort(self, scope: Scope, body: bytes) -> tuple[bytes, str, str]:
+        try:
+            ids = _decode_abort(body).request_ids
+        except msgspec.DecodeError as error:
+            raise InvalidRequest(f"The request cannot be read: {error}.") from error
+        for name in ids:
+            ends = self._live.get(name.removeprefix(engine.GENERATE_PREFIX))
+            if ends is not None:
+                ends.set()
+        return b"", "text/plain", ""
 
     def _get_weights(self, scope: Scope, body: bytes) -> tuple[bytes, str, str]:
         content = self._policy.weights.astype("<f8").tobytes()
