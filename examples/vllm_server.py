@@ -56,6 +56,7 @@ ARGUMENTS = [
 
 SETTINGS = {
     "VLLM_SERVER_DEV_MODE": "1",  # the routes that pause, load and name weights
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",  # with --enable-lora: adapters come and go while it runs
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else the executor above is refused
     "OMP_NUM_THREADS": "1",

@@ -120,6 +120,23 @@ def version_of(text: str) -> Version | None:
         return None
 
 
+LOAD_ADAPTER = "/v1/load_lora_adapter"
+UNLOAD_ADAPTER = "/v1/unload_lora_adapter"
+
+
+class AdapterRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Body of the two routes above. ``lora_path``: of the folder that is loaded."""
+
+    lora_name: str
+    lora_path: str = ""
+
+
+def versioned_adapter(run: str, adapter: str, version: Version) -> str:
+    """What a version of a run's trained adapter is called at the servers. A request names it as its model, so that the
+    version of every token is known by the name; a name is never used for two versions."""
+    return f"{run}.{adapter}@{version}"
+
+
 # Sampling -----------------------------------------------------------------------------------------------------
 
 
@@ -358,9 +375,10 @@ class VersionUpdate(msgspec.Struct, frozen=True, kw_only=True):
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """A model that a server answers for. ``max_model_len``: most tokens of prompt and answer. ``parent``: the base of
-    an adapter."""
+    an adapter; ``root``: the folder that it was loaded from."""
 
     id: str
+    root: str | None = None
     max_model_len: int | None = None
     parent: str | None = None
 

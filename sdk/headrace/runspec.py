@@ -121,6 +121,17 @@ class EstimatorSpec(_Model):
         return self
 
 
+class AdapterSpec(_Model):
+    """A frozen LoRA adapter: an opponent, a reference, a judge."""
+
+    name: Name
+    """Its name in this run and at the servers, such as ``opponent-3``."""
+    path: str = Field(min_length=1)
+    """Its folder as PEFT writes it, by a path that the servers can read."""
+    pinned: bool = False
+    """Whether servers hold it all the time. Default no: the least recently used make room for others."""
+
+
 class AgentSpec(_Model):
     """Who plays an agent of a multi-agent environment."""
 
@@ -128,6 +139,11 @@ class AgentSpec(_Model):
     """Name of the policy's weights; requests carry it as the model name. Default: the run's own."""
     endpoints: list[str] | None = None
     """Addresses of its servers. Default: the run's own."""
+    adapters: list[Name] = []
+    """Names of ``policy.adapters`` that play it, on the run's servers. Default: none, the policy itself plays."""
+    routing: Literal["fixed", "round_robin"] = "fixed"
+    """Which of the adapters plays in a group: always the first, or group after group the next one. All episodes of a
+    group have the same. Default fixed."""
     train: bool = True
     """Whether its segments are rows. Default yes; a frozen opponent has ``train = false``."""
     temperature: float | None = Field(default=None, ge=0)
@@ -209,6 +225,14 @@ class PolicySpec(_Model):
     """How many episodes its servers get at a time."""
     sync: SyncSpec = SyncSpec()
     """How new weights get into its servers."""
+    adapter: Name | None = None
+    """Name of the LoRA adapter that is trained: versions are announced with weights of kind ``adapter``. Default: none,
+    the base itself is trained."""
+    adapters: list[AdapterSpec] = []
+    """Frozen adapters that agents play with. Default: none."""
+    max_adapters: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    """Adapters that each server holds at a time; pinned ones and those in use may be more. Default: what a server runs
+    at a time, as its metrics say (vLLM's ``--max-loras``)."""
     agents: dict[str, AgentSpec] = {}
     """Overrides by agent name, for environments with several agents. Default: this policy plays all, and trains."""
     scorers: dict[Name, ScorerSpec] = {}
@@ -220,6 +244,23 @@ class PolicySpec(_Model):
             raise ValueError(f"renderer = {self.renderer!r} needs a tokenizer: the model's folder, or its name")
         if self.renderer == "bytes" and (self.tokenizer or self.renderer_options):
             raise ValueError("renderer = 'bytes' has no tokenizer and no options; set renderer to 'auto' or 'template'")
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_are_known(self) -> Self:
+        names = [adapter.name for adapter in self.adapters]
+        if len({*names, self.adapter}) < len(names) + 1:
+            raise ValueError("adapters have names of their own")
+        if (names or self.adapter) and not self.endpoints:
+            raise ValueError("adapters are loaded into the servers of the run: name them in policy.endpoints")
+        for name, agent in self.agents.items():
+            unknown = [adapter for adapter in agent.adapters if adapter not in names]
+            if unknown:
+                raise ValueError(f"agent {name!r} plays with {unknown[0]!r}, which is none of policy.adapters")
+            if agent.adapters and (agent.train or agent.endpoints is not None or agent.base is not None):
+                raise ValueError(
+                    f"agent {name!r} plays with frozen adapters: it needs train = false, and no base or endpoints"
+                )
         return self
 
     @field_validator("endpoints")

@@ -78,6 +78,8 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Evaluation only: the version that must answer every turn."""
     temperature: float | None = None
     """Evaluation only: replaces the run's."""
+    adapters: dict[str, str] = {}
+    """The frozen adapter that plays an agent, by agent: the same in all episodes of the group."""
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -224,8 +226,9 @@ class PullRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 class Reason(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One reason why nothing can be served. ``code`` is one of: collecting, no-workers, all-stale, batches-held,
     shards-not-fetched, byte-bound, service-byte-bound, disk-bound, tasks-exhausted, groups-left, group-ended,
-    evaluation-hold, quarantined, no-tasks, no-policy-servers, policy-saturated, weight-sync, draining, closed,
-    filtered, zero-variance, row-too-long. Where a layer keeps failing it is LAYER-failing, such as policy-failing.
+    evaluation-hold, quarantined, no-tasks, no-policy-servers, policy-saturated, weight-sync, adapters, draining,
+    closed, filtered, zero-variance, row-too-long. Where a layer keeps failing it is LAYER-failing, such as
+    policy-failing.
 
     ``group-ended``: an awaited group was retired unserved, ``facts["reason"]`` says why. ``shards-not-fetched``: a
     batch is held for ranks that did not pull, ``facts["missing"]`` lists them. ``filtered``: what is ready is not what

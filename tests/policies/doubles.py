@@ -72,7 +72,7 @@ async def post(address: str, path: str, body: Any = None) -> Any:
     async with aiohttp.ClientSession() as session, session.post(f"{address}{path}", json=body) as answer:
         raw = await answer.read()
         assert answer.status == 200, (answer.status, raw)
-        return json.loads(raw) if raw else None
+        return json.loads(raw) if answer.content_type == "application/json" else None
 
 
 async def get(address: str, path: str) -> Any:

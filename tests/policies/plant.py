@@ -19,7 +19,7 @@ import numpy as np
 from aiohttp import web
 
 from headrace import codec, wire
-from headrace.trajectory import Trajectory, Version
+from headrace.trajectory import Segment, Trajectory, Version
 from headrace_workers.tiny_policy.engine import FILE, write_folder
 from headrace_workers.tiny_policy.model import SIZE, Floats, Model, neutral_weights
 from tests.e2e.processes import Processes
@@ -92,7 +92,7 @@ class Plant:
             "group_size": 2,
             "batch_size": 16,
             "max_staleness": 200,
-            "policy": {"endpoints": self.addresses, "sync": sync},
+            "policy": {"endpoints": self.addresses, "sync": sync, **fields.pop("policy", {})},
             "sampling": {"max_tokens": 32},
         }
         await self.api.create_run(**{**given, **fields})
@@ -161,7 +161,9 @@ class Plant:
             assert time.monotonic() < end, await self.api.ask("GET", "/v1/runs/run")
             await asyncio.sleep(0.05)
 
-    async def check_truth(self) -> set[str]:
+    async def check_truth(
+        self, weights: Callable[[Segment, Version], Floats] = lambda segment, version: weights_of(version)
+    ) -> set[str]:
         """Each turn was sampled by the weights that it is said to be of, and nothing was lost; gives the versions."""
         records = await self.records()
         versions: set[str] = set()
@@ -172,7 +174,7 @@ class Plant:
                     version = next(run.version for run in segment.versions if run.end >= turn.end)
                     versions.add(str(version))
                     prompt, sampled = segment.token_ids[: turn.start], segment.token_ids[turn.start : turn.end]
-                    right = Model(weights_of(version)).log_prob(prompt.tolist(), sampled.tolist())
+                    right = Model(weights(segment, version)).log_prob(prompt.tolist(), sampled.tolist())
                     said = float(segment.logprobs[turn.start : turn.end].sum())
                     assert abs(said - right) < 1e-3, f"a turn of {record.id} is said to be of {version}, and is not"
         return versions

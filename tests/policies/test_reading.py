@@ -36,12 +36,15 @@ vllm:generation_tokens_total{engine="0",model_name="tiny"} 4096.0
 # TYPE vllm:request_success_total counter
 vllm:request_success_total{engine="0",finished_reason="stop",model_name="tiny"} 40.0
 vllm:request_success_total{engine="1",finished_reason="length",model_name="tiny"} 2.0
+# HELP vllm:lora_requests_info Running stats on lora requests.
+# TYPE vllm:lora_requests_info gauge
+vllm:lora_requests_info{max_lora="2",running_lora_adapters="a",waiting_lora_adapters=""} 1.7958168e+09
 """
 
 
 def test_the_engines_of_a_server_count_together_and_of_the_kv_cache_the_fullest():
     assert read_load(TWO_ENGINES) == Load(
-        running=22, waiting=3, kv_cache_used=0.75, completed=42, preemptions=2, tokens=4096
+        running=22, waiting=3, kv_cache_used=0.75, completed=42, preemptions=2, tokens=4096, max_adapters=2
     )
 
 

@@ -68,6 +68,7 @@ def headline(run: RunStatus) -> Headline:
 _WAITED_FOR = {
     "collecting": "episodes that are running",
     "no-workers": "workers",
+    "adapters": "policy servers: they could not take an adapter",
     "policy-saturated": "policy servers: they take no more at a time",
     "no-policy-servers": "policy servers: none takes requests",
     "weight-sync": "new weights in the policy servers",

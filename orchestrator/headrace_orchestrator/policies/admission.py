@@ -68,7 +68,7 @@ RETURN_SHARE = 0.75
 class Load:
     """One reading of a server's metrics, all its engines together. ``running``, ``waiting``: requests.
     ``kv_cache_used``: share, 0 to 1, of the fullest engine. Counters since its start: ``completed`` requests,
-    ``preemptions``, ``tokens`` generated."""
+    ``preemptions``, ``tokens`` generated. ``max_adapters`` that run at a time; 0 where it does not say."""
 
     running: float = 0.0
     waiting: float = 0.0
@@ -76,6 +76,7 @@ class Load:
     completed: float = 0.0
     preemptions: float = 0.0
     tokens: float = 0.0
+    max_adapters: int = 0
 
 
 Reading = Load | Literal["none", "no answer"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import aiohttp
 import msgspec
@@ -21,13 +21,18 @@ from headrace.engine import (
     HEALTH,
     IS_PAUSED,
     LOAD,
+    LOAD_ADAPTER,
     METRICS,
+    MODELS,
     PAUSE,
     RESUME,
     RPC,
+    UNLOAD_ADAPTER,
     UPDATE_WEIGHT_VERSION,
     WEIGHT_INFO,
+    AdapterRequest,
     LoadResult,
+    ModelList,
     PauseInfo,
     RpcAnswer,
     RpcRequest,
@@ -46,6 +51,14 @@ _T = TypeVar("_T")
 
 PROBE_TIMEOUT_S = 5.0
 """An engine answers between two of its steps, which take long where a CPU works through a long prompt."""
+
+ADAPTER_TIMEOUT_S = 60.0
+"""For a server to read an adapter from its disk."""
+
+_NO_ADAPTERS = (
+    ". Does it take adapters while it runs? vLLM needs --enable-lora, --max-lora-rank of the adapter's rank at least, "
+    "and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
+)
 
 CONNECTIONS = 4
 """To one server: a probe, a call that takes long, and what ends one."""
@@ -141,6 +154,29 @@ class Control:
             )
             raise
         return _decoded(body or b"", RPC, RpcAnswer).results
+
+    async def list_adapters(self, address: str) -> dict[str, str] | None:
+        """The adapters that a server has, by name: the folder of each. None where it does not say."""
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                models = await self._read(address, MODELS, ModelList)
+        except (TimeoutError, PolicyFailure):
+            return None
+        return {} if models is None else {card.id: card.root or "" for card in models.data if card.parent is not None}
+
+    async def change_adapter(self, address: str, kind: Literal["load", "unload"], name: str, path: str) -> str:
+        """Load an adapter, or unload it; gives what went wrong."""
+        route = LOAD_ADAPTER if kind == "load" else UNLOAD_ADAPTER
+        try:
+            async with asyncio.timeout(ADAPTER_TIMEOUT_S):
+                await self._ask("POST", address, route, AdapterRequest(lora_name=name, lora_path=path))
+        except TimeoutError:
+            return f"it did not answer within {ADAPTER_TIMEOUT_S:g} s"
+        except PolicyFailure as failure:
+            return (
+                f"{failure.detail}{_NO_ADAPTERS if '404' in failure.detail and 'Not Found' in failure.detail else ''}"
+            )
+        return ""
 
     async def _read(self, address: str, path: str, kind: type[_T]) -> _T | None:
         """An answer; None where the server has no such route."""

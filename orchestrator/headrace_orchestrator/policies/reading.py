@@ -19,7 +19,9 @@ _SUMMED = _GAUGES | {"vllm:num_preemptions_total", "vllm:generation_tokens_total
 
 _KV_CACHE = "vllm:kv_cache_usage_perc"
 
-_NAMES = (*sorted(_SUMMED), _KV_CACHE)
+_ADAPTERS, _MAX_ADAPTERS = "vllm:lora_requests_info", "max_lora"
+
+_NAMES = (*sorted(_SUMMED), _KV_CACHE, _ADAPTERS)
 
 
 def read_load(text: str) -> Load | None:
@@ -33,6 +35,8 @@ def read_load(text: str) -> Load | None:
                 found[sample.name] += sample.value
             elif sample.name == _KV_CACHE:
                 found[_KV_CACHE] = max(found[_KV_CACHE], sample.value)
+            elif sample.name == _ADAPTERS:
+                found[_MAX_ADAPTERS] = float(sample.labels.get(_MAX_ADAPTERS, 0))
     if not _GAUGES & found.keys():
         return None
     return Load(
@@ -42,4 +46,5 @@ def read_load(text: str) -> Load | None:
         completed=found["vllm:request_success_total"],
         preemptions=found["vllm:num_preemptions_total"],
         tokens=found["vllm:generation_tokens_total"],
+        max_adapters=int(found[_MAX_ADAPTERS]),
     )

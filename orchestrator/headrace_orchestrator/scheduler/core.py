@@ -317,6 +317,11 @@ class Scheduler:
         """The run's training episodes at workers."""
         return self._book.run(run).leased
 
+    def adapters_in_use(self, run: str) -> set[str]:
+        """The frozen adapters that the run's open groups play with."""
+        groups = self._book.run(run).open_groups.values()
+        return {adapter for group in groups for adapter in group.adapters.values()}
+
     def hosting(self, run: str) -> Hosting:
         """The run's policy servers and weights; to be read only."""
         return self._book.run(run).hosting

@@ -64,8 +64,18 @@ def _known(run: Run, address: str) -> str:
 
 
 def require_weights_fit(run: Run, version: Version, weights: Weights | None) -> None:
-    """Raise VersionConflict for other weights of the version that is served."""
-    hosting = run.hosting
+    """Raise VersionConflict for other weights of the version that is served; InvalidRequest for weights of a kind that
+    the run does not train."""
+    hosting, adapter = run.hosting, run.spec.policy.adapter
+    if weights is not None and (weights.kind == "adapter") != (adapter is not None):
+        raise InvalidRequest(
+            f"Run {run.name} trains "
+            + ("the base" if adapter is None else f"adapter {adapter!r}")
+            + f"; the weights of version {version} are of kind {weights.kind!r}.",
+            hint="Name the adapter in policy.adapter of the run spec."
+            if adapter is None
+            else "Announce the folder of the adapter, with kind = 'adapter'.",
+        )
     if weights is not None and version == hosting.held == hosting.target and weights != hosting.weights:
         raise VersionConflict(
             f"The policy servers of run {run.name} hold version {version} from {hosting.loaded.path!r} already."

@@ -225,4 +225,5 @@ def _assignment(run: Run, episode: Episode) -> wire.Assignment:
         evaluation=evaluation.id if evaluation is not None else "",
         pinned_version=str(evaluation.version) if evaluation is not None else "",
         temperature=evaluation.temperature if evaluation is not None else None,
+        adapters=group.adapters,
     )

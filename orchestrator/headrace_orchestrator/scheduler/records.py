@@ -43,7 +43,8 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
 class GroupAdmitted(Record, frozen=True, kw_only=True):
     """A group enters the ledger. ``position`` counts admissions of the run's own source; -1 for submitted groups and
-    evaluations. ``evaluation`` names the evaluation it belongs to, outside the ledger."""
+    evaluations. ``evaluation`` names the evaluation it belongs to, outside the ledger. ``adapters``: the frozen ones
+    that play in it, by agent."""
 
     run: str
     group: str
@@ -53,6 +54,7 @@ class GroupAdmitted(Record, frozen=True, kw_only=True):
     position: int = -1
     submitted: bool = False
     evaluation: str = ""
+    adapters: dict[str, str] = {}
 
 
 class MemberAdded(Record, frozen=True, kw_only=True):

@@ -80,6 +80,8 @@ class Run:
         self.ledger = Ledger(spec, bounds)
         #: Position of the next group of the run's own source.
         self.position = 0
+        #: Groups that were admitted, of whatever source.
+        self.admitted = 0
         #: Groups in flight, and retired ones of which a worker still holds attempts.
         self.groups: dict[str, Group] = {}
         #: Those of them that are open, in order of admission.

@@ -16,7 +16,7 @@ from itertools import islice, takewhile
 
 from headrace.errors import Conflict, UnknownGroup
 from headrace.trajectory import Failure, PolicyRef, Status, Task
-from headrace_orchestrator.scheduler import records
+from headrace_orchestrator.scheduler import casting, records
 from headrace_orchestrator.scheduler.book import Book
 from headrace_orchestrator.scheduler.runs import Run
 from headrace_orchestrator.scheduler.sources import sampling_seed, task_key
@@ -304,11 +304,12 @@ def admit_group(
             run=run.name,
             group=group,
             task=task,
-            policy=PolicyRef(base=run.spec.policy.base),
+            policy=PolicyRef(base=run.spec.policy.base, adapter=run.spec.policy.adapter),
             members=members,
             position=position,
             submitted=submitted,
             evaluation=evaluation,
+            adapters=casting.cast(run.spec, run.admitted),
         ),
         now,
     )

@@ -28,7 +28,7 @@ from headrace_orchestrator.scheduler.runs import Run
 from headrace_orchestrator.scheduler.states import Episode, EpisodeState, Group, GroupState
 from headrace_orchestrator.scheduler.workers import Worker
 
-FORMAT = 2
+FORMAT = 3
 """Of the bytes, and the first thing in them; another one is refused."""
 
 
@@ -61,6 +61,7 @@ class GroupRow(Row, frozen=True):
     task: Task
     position: int
     submitted: bool
+    adapters: dict[str, str]
     state: GroupState
     story: list[tuple[str, str]]
     size: int
@@ -136,6 +137,7 @@ class LedgerRow(Row, frozen=True):
 class RunRow(Row, frozen=True):
     closed: bool
     position: int
+    admitted: int
     queued: int
     evaluation_queued: int
     leased: int

@@ -185,6 +185,7 @@ class Group:
     """Episodes of one task whose returns are compared."""
 
     __slots__ = (
+        "adapters",
         "batch",
         "damaged",
         "evaluation",
@@ -226,6 +227,8 @@ class Group:
         self.position = position
         self.submitted = submitted
         self.evaluation = evaluation
+        #: The frozen adapters that play in it, by agent.
+        self.adapters: dict[str, str] = {}
         #: Its episodes; none once it is complete. Then ``records`` packs the ids of its usable trajectories, in the
         #: order of its members, and ``kept`` are their versions, each once.
         self.members: list[Episode] = []

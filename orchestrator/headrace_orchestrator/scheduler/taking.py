@@ -37,6 +37,8 @@ def admitted(run: Run, record: records.GroupAdmitted) -> None:
     group = Group(run, record.group, record.task, record.position, record.submitted, evaluation)
     run.groups[group.id] = run.open_groups[group.id] = group
     group.size = len(record.members)
+    group.adapters = record.adapters
+    run.admitted += 1
     if evaluation is None:
         run.states["open"] += 1
     if record.position >= 0:

@@ -19,6 +19,7 @@ from headrace import wire
 from headrace.errors import StoreError
 from headrace_orchestrator import logs
 from headrace_orchestrator.metrics import Metrics
+from headrace_orchestrator.policies.adapters import AdapterCall
 from headrace_orchestrator.policies.control import Control
 from headrace_orchestrator.policies.controller import Call, Controller, Resumed, Target
 from headrace_orchestrator.policies.discovery import Discovery
@@ -28,6 +29,7 @@ from headrace_orchestrator.scheduler.records import (
     AnyRecord,
     BatchAcked,
     EvaluationEnded,
+    GroupAdmitted,
     RunClosed,
     RunCreated,
     ServerAdded,
@@ -35,6 +37,7 @@ from headrace_orchestrator.scheduler.records import (
     ServerRemoved,
     VersionAnnounced,
 )
+from headrace_orchestrator.service.adapting import Adapting
 from headrace_orchestrator.service.lookups import Resolve, look_up, resolve
 from headrace_orchestrator.service.shell import Shell
 from headrace_orchestrator.service.waiting import Left
@@ -90,15 +93,15 @@ class PolicyPlane:
         while True:
             watch = self._watches.get(run)
             now = shell.now()
-            if watch is None or watch.controller.revision != revision or now >= deadline or shell.draining:
+            if watch is None or watch.revision != revision or now >= deadline or shell.draining:
                 break
             await shell.bells.of_servers(run).wait(deadline - now, left)
         if watch is None:  # the run is closed
             return wire.ServersReply(epoch=self._epoch, revision=0)
         return wire.ServersReply(
             epoch=self._epoch,
-            revision=watch.controller.revision,
-            servers=watch.controller.shown(now),
+            revision=watch.revision,
+            servers=watch.shown(now),
             sync=watch.sync,
             skipped=[str(version) for version in shell.core.hosting(run).skipped],
         )
@@ -112,7 +115,10 @@ class PolicyPlane:
 
     def _tell(self, facts: Sequence[AnyRecord]) -> None:
         for fact in facts:
-            if isinstance(fact, NEWS):
+            if isinstance(fact, GroupAdmitted):
+                if fact.adapters and fact.run in self._watches:
+                    self._watches[fact.run].wake()
+            elif isinstance(fact, NEWS):
                 if isinstance(fact, RunCreated):
                     self._begin(fact.run)
                 elif fact.run in self._watches:
@@ -135,7 +141,7 @@ class PolicyPlane:
             except Exception:
                 log.exception("the watch over policy servers failed", run=name)
                 await asyncio.sleep(AGAIN_S)
-                self._watches[name] = self._watch(name, watch.controller.revision + 1)
+                self._watches[name] = self._watch(name, watch.revision + 1)
             else:
                 del self._watches[name], self._tasks[name]
                 self._shell.bells.of_servers(name).ring_all()
@@ -154,17 +160,27 @@ class Watch:
         self._discovery = Discovery()
         self._meter = Meter(shell.core.spec(run).policy.admission)
         self._resolver = resolver
+        self._adapting = Adapting(run, shell, control)
         self._run = run
         self._shell = shell
         self._control = control
         self._metrics = metrics
         self._news = asyncio.Event()
-        self._told = self.controller.revision
+        self._told = self.revision
         self._calls: set[asyncio.Task[None]] = set()
         self._broken: BaseException | None = None
         #: Servers whose metrics are being read; one that is slow with them is not asked again meanwhile.
         self._measuring: set[str] = set()
         self._take_servers()
+
+    @property
+    def revision(self) -> int:
+        """Grows with whatever is told of the servers."""
+        return self.controller.revision + self._adapting.revision
+
+    def shown(self, now: float) -> list[wire.PolicyServer]:
+        """All servers, as workers and people see them."""
+        return self._adapting.shown(self.controller.shown(now))
 
     def wake(self) -> None:
         """Something happened that may concern the servers."""
@@ -179,10 +195,12 @@ class Watch:
                     raise self._broken
                 await self._step()
                 now = self._shell.now()
-                dues = [due for due in (self.controller.due(now), self._discovery.due()) if due is not None]
+                found = (self.controller.due(now), self._discovery.due(), self._adapting.due())
+                dues = [due for due in found if due is not None]
                 timeout_s = max(0.0, min(dues) - now) if dues else None
                 await _until(self._news, timeout_s)
             await asyncio.gather(*self._calls)  # each has its own end
+            await self._adapting.leave()
         finally:
             for call in self._calls:
                 call.cancel()
@@ -195,19 +213,21 @@ class Watch:
         hosting = core.hosting(self._run)
         hold_s, holders = core.sync_hold(self._run, now)
         self._take_servers()
-        controller.take_target(
-            Target(hosting.target, hosting.weights, hosting.held, (holders[0] if holders else "", hold_s))
-        )
+        target = (None, None) if self._adapting.trains else (hosting.target, hosting.weights)
+        controller.take_target(Target(*target, hosting.held, (holders[0] if holders else "", hold_s)))
         for call in controller.step(now):
             self._begin(self._carry_out(call))
         for name in self._discovery.step(now):
             self._begin(self._look_up(name))
+        if self._adapting.any:
+            for change in self._adapting.step(controller.servers, held=hold_s > 0):
+                self._begin(self._adapt(change))
         self._count()
         reasons = controller.reasons()
-        core.tell_servers(self._run, reasons + self._discovery.reasons())
+        core.tell_servers(self._run, reasons + self._discovery.reasons() + self._adapting.reasons())
         self.sync = " ".join(reason.message for reason in reasons if reason.code == "weight-sync")
-        if controller.revision != self._told:
-            self._told = controller.revision
+        if self.revision != self._told:
+            self._told = self.revision
             self._shell.bells.of_servers(self._run).ring_all()
         await self._served(hosting)
 
@@ -264,16 +284,22 @@ class Watch:
                 )
 
     async def _carry_out(self, call: Call) -> None:
-        if call.kind != "probe":
+        if call.kind == "probe":
+            await self._probe(call.address)
+        else:
             problem = await self._control.carry_out(call)
             self.controller.answered(call, problem, self._shell.now())
             self.wake()
-            return
-        seen = await self._control.probe(call.address)
-        self.controller.probed(call.address, seen, self._shell.now())
+
+    async def _probe(self, address: str) -> None:
+        seen = await self._control.probe(address)
+        if self._adapting.any and not seen.problem:
+            await self._adapting.look(address)
+            await self._adapting.tell_served()
+        self.controller.probed(address, seen, self._shell.now())
         self.wake()
-        if not seen.problem and call.address not in self._measuring:
-            await self._measure(call.address)
+        if not seen.problem and address not in self._measuring:
+            await self._measure(address)
 
     async def _measure(self, address: str) -> None:
         self._measuring.add(address)
@@ -282,10 +308,16 @@ class Watch:
         finally:
             self._measuring.discard(address)
         self.controller.measured(address, reading)
+        self._adapting.measured(reading)
         server = self.controller.servers.get(address)
         if server is not None:
             self._meter.measured(server, reading, self._shell.core.leased(self._run))
             self._cap()
+
+    async def _adapt(self, change: AdapterCall) -> None:
+        await self._adapting.carry_out(change)
+        await self._adapting.tell_served()
+        self.wake()
 
     async def _look_up(self, name: str) -> None:
         await look_up(name, self._discovery, self._resolver, self._shell.now)

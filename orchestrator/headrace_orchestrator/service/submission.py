@@ -27,7 +27,7 @@ from headrace.errors import (
     StoreError,
     UnknownRun,
 )
-from headrace.trajectory import Trajectory
+from headrace.trajectory import PolicyRef, Trajectory
 from headrace.validation import validate
 from headrace.wire import Submission, SubmitResult
 from headrace_orchestrator import logs
@@ -218,13 +218,18 @@ class Intake:
                     f"The record trains agent {segment.agent!r}, which run {trajectory.run} freezes.",
                     hint="Segments of a frozen agent have train = false.",
                 )
-            base = policy.base if agent is None or agent.base is None else agent.base
-            if segment.policy.base != base:
+            base = None if agent is None else agent.base
+            right = PolicyRef(base=base or policy.base, adapter=None if base else policy.adapter)
+            if segment.policy != right:
                 raise InvalidTrajectory(
-                    f"The record trains policy {segment.policy.base!r} as agent {segment.agent!r}; run "
-                    f"{trajectory.run} trains {base!r}.",
-                    hint="Record the base of the run's policy spec.",
+                    f"The record trains policy {_named(segment.policy)} as agent {segment.agent!r}; run "
+                    f"{trajectory.run} trains {_named(right)}.",
+                    hint="Record the base and the adapter of the run's policy spec.",
                 )
+
+
+def _named(policy: PolicyRef) -> str:
+    return repr(policy.base) + (f" with adapter {policy.adapter!r}" if policy.adapter else "")
 
 
 def _unreadable(problem: str) -> InvalidRequest:

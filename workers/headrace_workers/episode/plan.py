@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import msgspec
 
 from headrace.errors import InfrastructureFailure
-from headrace.runspec import LimitSpec, RunSpec, ScorerSpec
+from headrace.runspec import AgentSpec, LimitSpec, RunSpec, ScorerSpec
 from headrace.trajectory import PolicyRef, Sampling
 from headrace_workers.policies.base import AnyProtocol, Interrupted
 from headrace_workers.rendering import Renderer, make_renderer
@@ -29,7 +29,8 @@ SEED_BITS = 63
 @dataclass(frozen=True, slots=True)
 class AgentPlan:
     """Who plays one agent. ``endpoints`` may be empty: the worker's own. ``run``: the run whose servers they are, which
-    the orchestrator keeps; empty for servers of the agent's own. ``temperature`` None: the run's."""
+    the orchestrator keeps; empty for servers of the agent's own. ``adapter``: the run's trained one, if that plays;
+    ``frozen``: whether ``model`` is a frozen one. ``temperature`` None: the run's."""
 
     run: str
     endpoints: tuple[str, ...]
@@ -37,6 +38,13 @@ class AgentPlan:
     policy: PolicyRef
     train: bool
     temperature: float | None
+    adapter: str = ""
+    frozen: bool = False
+
+    def played_by(self, adapter: str) -> AgentPlan:
+        """The same with a frozen adapter."""
+        policy = PolicyRef(base=self.policy.base, adapter=adapter)
+        return replace(self, model=adapter, policy=policy, adapter="", frozen=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +66,10 @@ class RunPlan:
     everyone: AgentPlan
     agents: dict[str, AgentPlan]
 
-    def agent(self, name: str) -> AgentPlan:
-        """The plan of an agent: its own, or everyone's."""
-        return self.agents.get(name, self.everyone)
+    def agent(self, name: str, adapter: str = "") -> AgentPlan:
+        """The plan of an agent: its own, or everyone's. ``adapter``: the frozen one that plays it in this group."""
+        plan = self.agents.get(name, self.everyone)
+        return plan.played_by(adapter) if adapter else plan
 
 
 def make_plan(spec: RunSpec) -> RunPlan:
@@ -80,18 +89,20 @@ def make_plan(spec: RunSpec) -> RunPlan:
         run=spec.name if policy.endpoints else "",
         endpoints=tuple(policy.endpoints),
         model=policy.model,
-        policy=PolicyRef(base=policy.base),
+        policy=PolicyRef(base=policy.base, adapter=policy.adapter),
         train=True,
         temperature=None,
+        adapter=policy.adapter or "",
     )
     agents = {
         name: AgentPlan(
             run=everyone.run if agent.endpoints is None else "",
             endpoints=tuple(agent.endpoints) if agent.endpoints is not None else everyone.endpoints,
             model=agent.base if agent.base is not None else everyone.model,
-            policy=PolicyRef(base=agent.base) if agent.base is not None else everyone.policy,
+            policy=PolicyRef(base=agent.base or policy.base, adapter=_own(agent, policy.adapter)),
             train=agent.train,
             temperature=agent.temperature,
+            adapter=_own(agent, policy.adapter) or "",
         )
         for name, agent in policy.agents.items()
     }
@@ -111,6 +122,11 @@ def make_plan(spec: RunSpec) -> RunPlan:
         everyone=everyone,
         agents=agents,
     )
+
+
+def _own(agent: AgentSpec, adapter: str | None) -> str | None:
+    """The run's adapter, where the agent is played by the run's policy."""
+    return adapter if agent.base is None and agent.endpoints is None else None
 
 
 def turn_seed(sampling_seed: int, turn: int) -> int:

@@ -152,7 +152,7 @@ class Episode:
         plan, assignment = self._plan, self._assignment
         self._check_agents()
         for name in self._driver.agents or [AGENT]:
-            agent = plan.agent(name)
+            agent = plan.agent(name, assignment.adapters.get(name, ""))
             sampling = agent_sampling(
                 plan, agent, evaluation_temperature=assignment.temperature, seed=assignment.sampling_seed
             )
@@ -292,6 +292,8 @@ class Episode:
             vocab_size=plan.renderer.tokenizer.vocab_size,
             structured_outputs=plan.structured_outputs,
             interrupted=plan.interrupted,
+            adapter=track.plan.adapter,
+            frozen=track.plan.frozen,
         )
         started_at = tools.clock()
         tools.sampling_now += 1

@@ -45,6 +45,8 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     ``sampling`` carries this turn's own seed; temperature 0 is greedy. ``structured_outputs``: what the answer must
     match, as vLLM has it. ``interrupted``: what becomes of an answer that the engine ended for new weights.
     ``timeout_s`` bounds the whole call, its retries included; what is paused for new weights is not counted.
+    ``adapter``: the trained adapter of the run, which samples this turn in the version that the server has; ``model``
+    is then its base. ``frozen``: whether ``model`` is a frozen adapter.
     ``text_will_do``: nothing is trained on this turn, so a server that gives no token ids is good enough.
     """
 
@@ -64,6 +66,8 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     structured_outputs: dict[str, Any] | None = None
     interrupted: Interrupted = "continue"
     text_will_do: bool = False
+    adapter: str = ""
+    frozen: bool = False
 
 
 class SeenPrompt(NamedTuple):

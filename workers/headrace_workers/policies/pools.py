@@ -4,6 +4,7 @@
 * A kept pool is what the orchestrator says: servers that are paused, drained or ejected take nothing new.
 * Until the orchestrator was heard, a kept pool takes nothing; if it keeps no list, or is away from the start, what the
   spec names takes all.
+* Which version of a trained adapter a server has is what the orchestrator saw there; its name at the server says it.
 * A pause is told by the orchestrator's own count of its seconds, and by our clock since that was heard.
 * A pause of which nobody has heard for a while is taken to be over: the server itself holds requests while it is
   paused, and says which weights made what.
@@ -15,7 +16,13 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from headrace.engine import BY_NAME, versioned_adapter
+from headrace.errors import PolicyFailure
+from headrace.trajectory import Version
 from headrace.wire import PolicyServer, ServersReply
+
+BASE = Version(0, 0)
+"""What a trained adapter is before its first version: nothing, added to the base."""
 
 UNHEARD_S = 120.0
 """A pause lasts no longer than its lease, and the orchestrator is back by then."""
@@ -39,6 +46,11 @@ class Pool(Protocol):
 
     def paused_s(self, address: str) -> float:
         """Seconds that a server was paused for new weights so far."""
+        ...
+
+    def adapter(self, address: str, name: str) -> tuple[str, Version]:
+        """What the run's trained adapter is called at a server, in the version that it has there; no name where that
+        is the base alone. Raises PolicyFailure."""
         ...
 
     def held_s(self) -> float:
@@ -70,6 +82,9 @@ class FixedPool:
     def paused_s(self, address: str) -> float:
         return 0.0
 
+    def adapter(self, address: str, name: str) -> tuple[str, Version]:
+        raise _unknown_version(address, name)
+
     def held_s(self) -> float:
         return 0.0
 
@@ -85,7 +100,9 @@ class KeptPool:
 
     def __init__(self, run: str, named: Sequence[str], clock: Callable[[], float]) -> None:
         self.name = f"run {run}"
-        self._named = list(named)
+        self._run = run
+        #: Those that are names of several are known to the orchestrator alone.
+        self._named = [server for server in named if not server.startswith(BY_NAME)]
         self._clock = clock
         self._servers: dict[str, PolicyServer] = {}
         self._takers: list[str] = []
@@ -125,6 +142,13 @@ class KeptPool:
         since_s = min(self._clock() - self._heard_at, UNHEARD_S) if server.state == "syncing" else 0.0
         return server.paused_s + since_s
 
+    def adapter(self, address: str, name: str) -> tuple[str, Version]:
+        server = self._servers.get(address)
+        if server is None or not server.version:
+            raise _unknown_version(address, name)
+        version = Version.parse(server.version)
+        return "" if version == BASE else versioned_adapter(self._run, name, version), version
+
     def held_s(self) -> float:
         now_s = 0.0 if self._hold_began_at is None else self._clock() - self._hold_began_at
         return self._held_s + now_s
@@ -147,3 +171,12 @@ class KeptPool:
         self._takers = takers
         self._change.set()
         self._change = asyncio.Event()
+
+
+def _unknown_version(address: str, adapter: str) -> PolicyFailure:
+    return PolicyFailure(
+        f"Nobody says which version of adapter {adapter} {address} has.",
+        hint="The orchestrator does, of servers that policy.endpoints names: does it reach that one?",
+        kind="adapter-not-loaded",
+        retryable=True,
+    )

@@ -16,11 +16,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import aiohttp
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from headrace.errors import PolicyFailure
-from headrace_workers.policies.base import AnyProtocol, Policy, Sample, SampleRequest, ScoreRequest
+from headrace_workers.policies.base import AnyProtocol, Policy, Sample, SampleRequest, ScoreRequest, one_version
 from headrace_workers.policies.deadline import Deadline
 from headrace_workers.policies.following import Follower, ListServers
 from headrace_workers.policies.pools import FixedPool, KeptPool, Pool
@@ -227,7 +228,11 @@ class ServedPolicy:
         """One try at one server; the router is told how it went."""
         router = self._router
         server = self._server(address)
+        asked = turn.request
+        name, version = self._pool.adapter(address, asked.adapter) if asked.adapter else ("", None)
         request, request_id = turn.begin(address)
+        if name:
+            request = msgspec.structs.replace(request, model=name)
         router.sent(address)
         self._watch.start()
         try:
@@ -237,8 +242,12 @@ class ServedPolicy:
                 request_id=request_id,
                 movable=lambda: self._others(turn, address),
             )
+            if version is not None:  # the name that was asked for is the version
+                sample = msgspec.structs.replace(sample, versions=one_version(len(sample.token_ids), version))
             turn.check(sample)
         except PolicyFailure as failure:
+            if failure.kind == "unknown-model" and (request.adapter or request.frozen):
+                failure.kind, failure.retryable = "adapter-not-loaded", True  # it is loaded again, or was overtaken
             if failure.kind in NOT_THE_SERVERS | NOT_ITS_HEALTH:
                 router.let_go(address)
             else:
@@ -263,7 +272,7 @@ class ServedPolicy:
             raise failure
         if self._others(turn, address):
             turn.tried.add(address)
-        elif failure.kind in NO_ANSWER:
+        elif failure.kind in NO_ANSWER or failure.kind == "adapter-not-loaded":
             turn.silences += 1
             if turn.silences == MAX_TRIES:
                 raise failure

@@ -44,7 +44,7 @@ NO_ANSWER = frozenset({"connection-refused", "connection-lost"})
 NOT_THE_SERVERS = frozenset({"context-overflow", "request-refused", "prompt-out-of-vocabulary"})
 """Kinds of failures that the request brings with it: another server would say the same."""
 
-NOT_ITS_HEALTH = frozenset({"rate-limited", "unknown-model", "version-changed"})
+NOT_ITS_HEALTH = frozenset({"rate-limited", "unknown-model", "version-changed", "adapter-not-loaded"})
 """Kinds of failures that another try may cure, and that do not make the server a bad one for other requests."""
 
 _JSON = {"Content-Type": "application/json"}

@@ -28,20 +28,20 @@ TENSOR = "weights"
 FILE = "model.safetensors"
 
 
-def write_folder(folder: Path, weights: Floats) -> None:
+def write_folder(folder: Path, weights: Floats, file: str = FILE) -> None:
     """Write weights f64[SIZE] as the double loads them: one safetensors file, complete before it has its name."""
     data = weights.astype("<f8").tobytes()
     head = json.dumps({TENSOR: {"dtype": "F64", "shape": list(weights.shape), "data_offsets": [0, len(data)]}}).encode()
     head += b" " * (-len(head) % 8)
     folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f".{FILE}"
+    unfinished = folder / f".{file}"
     unfinished.write_bytes(struct.pack("<Q", len(head)) + head + data)
-    unfinished.replace(folder / FILE)
+    unfinished.replace(folder / file)
 
 
-def read_folder(folder: str) -> Floats:
+def read_folder(folder: str, file: str = FILE) -> Floats:
     """The weights of a folder. Raises InvalidRequest that says what is wrong with it."""
-    path = Path(folder) / FILE
+    path = Path(folder) / file
     try:
         data = path.read_bytes()
     except OSError as error:

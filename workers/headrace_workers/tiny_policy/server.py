@@ -5,6 +5,7 @@
 * Errors have vLLM's shape: 400 for a request that cannot be, 404 for another model.
 * ``POST /weights`` replaces the weights whole, and only then confirms their version.
 * It is paused, loads folders and names weights by the routes of vLLM (``headrace_workers.tiny_policy.engine``).
+* It takes adapters, each another weight vector, by the routes of vLLM (``headrace_workers.tiny_policy.adapters``).
 * A client that goes away ends its request; ``vllm:num_requests_running`` counts the live ones.
 * Two live requests never share an id (``X-Request-Id``): the second is refused.
 * ``POST /misbehave`` makes it the test double of a server that fails.
@@ -30,6 +31,7 @@ from headrace import engine
 from headrace.errors import InvalidRequest, NotFound, RequestError
 from headrace.trajectory import Version
 from headrace_workers.rendering.bytes_renderer import END
+from headrace_workers.tiny_policy.adapters import Adapters
 from headrace_workers.tiny_policy.engine import Aborted, Engine, LoadFailed, read_folder
 from headrace_workers.tiny_policy.misbehaviour import (
     LIES,
@@ -84,6 +86,7 @@ class Server:
         self._misbehaving = misbehaving
         self._model = model
         self._engine = Engine(policy)
+        self._adapters = Adapters(model, policy)
         self._live: dict[str, asyncio.Event] = {}
         """By id: set when the request is to end."""
         self._finished = 0
@@ -98,6 +101,8 @@ class Server:
             ("POST", engine.RESUME): self._resume,
             ("POST", engine.UPDATE_WEIGHT_VERSION): self._rename,
             ("POST", engine.ABORT_REQUESTS): self._abort,
+            ("POST", engine.LOAD_ADAPTER): lambda scope, body: _adapter(body, self._adapters.load),
+            ("POST", engine.UNLOAD_ADAPTER): lambda scope, body: _adapter(body, self._adapters.unload),
             ("GET", "/weights"): self._get_weights,
             ("POST", "/weights"): self._post_weights,
             ("GET", "/metrics"): self._metrics,
@@ -183,16 +188,15 @@ class Server:
     def _complete(
         self, request: CompletionRequest, request_id: str, lie: str, *, generate: bool, aborted: bool = False
     ) -> bytes:
-        if request.model not in ("", self._model):
-            raise NotFound(f"The model `{request.model}` does not exist.")
+        policy = self._adapters.policy(request.model)
         prompt = _read_prompt(request.prompt)
         sampling = _sampling(request, len(prompt), clipped=generate)
-        generated = [ABORTED] * request.n if aborted else self._generate(prompt, sampling, request, lie)
+        generated = [ABORTED] * request.n if aborted else self._generate(policy, prompt, sampling, request, lie)
         version = self._engine.name
         want_prompt = bool(request.return_token_ids)
         want_ids = want_prompt or generate
         want_logprobs = request.logprobs is not None
-        of_prompt = None if request.prompt_logprobs is None else _prompt_logprobs(self._policy.model, prompt)
+        of_prompt = None if request.prompt_logprobs is None else _prompt_logprobs(policy.model, prompt)
         choices: list[Answer] = []
         for index, made in enumerate(generated):
             self._sampled_tokens += len(made.token_ids)
@@ -233,12 +237,12 @@ class Server:
         return SPOILS[lie](told) if lie in SPOILS else told
 
     def _generate(
-        self, prompt: list[int], sampling: Sampling, request: CompletionRequest, lie: str
+        self, policy: TinyPolicy, prompt: list[int], sampling: Sampling, request: CompletionRequest, lie: str
     ) -> list[Generation]:
         reply = self._misbehaving.settings.reply
         longer = sampling._replace(stop=()) if lie in STOP_OVERRUNS else sampling
         if reply is None:
-            made, _ = self._policy.generate(prompt, longer, count=request.n, seed=request.seed)
+            made, _ = policy.generate(prompt, longer, count=request.n, seed=request.seed)
         else:
             ids = [*reply.encode(), END]
             made = [end_generation(ids, [0.0] * len(ids), longer)] * request.n
@@ -256,7 +260,7 @@ class Server:
             "parent": None,
             "max_model_len": MAX_MODEL_LEN,
         }
-        return _json({"object": "list", "data": [card]})
+        return _json({"object": "list", "data": [card, *self._adapters.cards()]})
 
     def _abort(self, scope: Scope, body: bytes) -> tuple[bytes, str, str]:
         try:
@@ -333,6 +337,14 @@ class Server:
         except msgspec.DecodeError as error:
             raise InvalidRequest(f"Not settings of misbehaviour: {error}.") from error
         return _json(msgspec.structs.asdict(self._misbehaving.settings))
+
+
+def _adapter(body: bytes, change: Callable[[engine.AdapterRequest], str]) -> tuple[bytes, str, str]:
+    try:
+        request = msgspec.json.decode(body, type=engine.AdapterRequest)
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"Not a request for an adapter: {error}.") from error
+    return change(request).encode(), "text/plain", ""
 
 
 class _Refused(Exception):

@@ -1,0 +1,17 @@
+"""Which frozen adapters play in a group, by agent: decided at its admission, the same for all its members.
+
+* fixed: always the first of the agent's adapters; round-robin: group after group the next one.
+"""
+
+from __future__ import annotations
+
+from headrace.runspec import RunSpec
+
+
+def cast(spec: RunSpec, number: int) -> dict[str, str]:
+    """The adapters of the ``number``-th group that the run admits, from 0."""
+    return {
+        name: agent.adapters[number % len(agent.adapters) if agent.routing == "round_robin" else 0]
+        for name, agent in spec.policy.agents.items()
+        if agent.adapters
+    }

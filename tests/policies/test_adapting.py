@@ -1,0 +1,151 @@
+"""Adapters at a real orchestrator: they get into the servers under running episodes, and every turn says which."""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headrace import wire
+from headrace.trajectory import Segment, Version
+from headrace_orchestrator.policies.adapterfiles import problem_of
+from headrace_workers.tiny_policy.adapters import CONFIG, FILE, write_adapter
+from headrace_workers.tiny_policy.model import SIZE, Floats, neutral_weights
+from tests.orchestrator.serving import orchestrator
+from tests.policies.doubles import double, get, post
+from tests.policies.plant import Plant, plant, weights_of
+
+MATH = {"adapter": "math"}
+
+
+def frozen_weights(name: str) -> Floats:
+    return np.random.default_rng(zlib.crc32(name.encode())).normal(scale=0.5, size=SIZE)
+
+
+def trained(made: Plant, n: int, **fields: int) -> wire.Weights:
+    path = made.folder / f"math-{n}"
+    write_adapter(path, weights_of(Version(0, n)), **fields)
+    return wire.Weights(path=str(path), kind="adapter")
+
+
+async def names(address: str) -> list[str]:
+    return [card["id"] for card in (await get(address, "/v1/models"))["data"]]
+
+
+async def test_versions_of_an_adapter_are_loaded_under_running_episodes_and_every_turn_says_what_sampled_it(
+    tmp_path: Path,
+) -> None:
+    async with plant(tmp_path) as (made, _, _):
+        await made.create_run(policy=MATH)
+        await made.until_played(2)
+        for n in range(1, 6):
+            await made.announce(n, trained(made, n))
+            await made.until_served(n)
+            await made.until_played(2)
+        await made.until_played(6)  # what was under way is over
+        assert {f"0.{n}" for n in (0, 5)} <= await made.check_truth()
+        records = await made.records()
+        assert {segment.policy.adapter for record in records for segment in record.segments} == {"math"}
+        assert set(await names(made.addresses[0])) == {"policy", "run.math@0.4", "run.math@0.5"}
+        assert (await get(made.addresses[0], "/weight_info"))["weight_version"] == "0.0", "the base stayed"
+
+
+async def test_a_group_plays_against_one_frozen_opponent_and_the_next_against_another(tmp_path: Path) -> None:
+    for name in "abc":
+        write_adapter(tmp_path / name, frozen_weights(name))
+    policy = {
+        **MATH,
+        "adapters": [{"name": name, "path": str(tmp_path / name)} for name in "abc"],
+        "agents": {"player_1": {"train": False, "adapters": list("abc"), "routing": "round_robin"}},
+    }
+
+    def weights(segment: Segment, version: Version) -> Floats:
+        adapter = segment.policy.adapter or ""
+        return weights_of(version) if adapter == "math" else frozen_weights(adapter)
+
+    async with plant(tmp_path, servers=1) as (made, _, _):
+        await made.create_run(environments=[{"id": "game:Nim-v0"}], policy=policy)
+        await made.announce(1, trained(made, 1))
+        await made.until_played(12)
+        await made.check_truth(weights)
+        played = defaultdict(set)
+        for record in await made.records():
+            for segment in record.segments:
+                if not segment.train:
+                    played[record.group].add(segment.policy.adapter)
+        assert all(len(adapters) == 1 for adapters in played.values()), "one for all members of a group"
+        assert set.union(*played.values()) == {"a", "b", "c"}
+
+
+async def test_an_adapter_that_does_not_fit_is_refused_with_why_and_what_was_served_stays(tmp_path: Path) -> None:
+    async with double() as one, orchestrator(tmp_path / "data") as api:
+        made = Plant("", api, tmp_path, [one])
+        await made.create_run(policy=MATH)
+        await made.announce(1, trained(made, 1))
+        await made.until_served(1)
+        await made.announce(2, trained(made, 2, rank=64))
+        assert "LoRA rank 64" in (await made.until_said("adapter")).message
+        half = trained(made, 3)
+        Path(half.path, FILE).unlink()
+        await made.announce(3, half)
+        await made.until_said("once it is complete")
+        await made.announce(4, wire.Weights(path=str(tmp_path / "nowhere"), kind="adapter"))
+        await made.until_said("No adapter found")
+        (server,) = (await made.servers()).servers
+        assert (server.state, server.version) == ("serving", "0.1")
+        await made.announce(5, trained(made, 5))
+        await made.until_served(5)
+        await api.ask("POST", "/v1/runs/run/close")
+        await made.until(lambda servers: not servers)
+        assert await names(one) == ["policy"], "its versions go with the run"
+
+
+async def test_a_run_takes_only_weights_of_the_kind_that_it_trains(tmp_path: Path) -> None:
+    async with double() as one, orchestrator(tmp_path / "data") as api:
+        made = Plant("", api, tmp_path, [one])
+        await made.create_run(policy=MATH)
+        request = wire.VersionRequest(version="0.1", weights=made.write(1))
+        problem = await made.api.ask("POST", "/v1/runs/run/version", request, status=400)
+        assert "trains adapter 'math'" in problem["detail"]
+
+
+async def test_after_a_restart_of_the_orchestrator_the_version_is_known_and_lost_adapters_are_loaded_again(
+    tmp_path: Path,
+) -> None:
+    async with double() as one:
+        async with orchestrator(tmp_path / "data") as api:
+            made = Plant("", api, tmp_path, [one])
+            await made.create_run(policy=MATH)
+            await made.announce(1, trained(made, 1))
+            await made.until_served(1)
+        await post(one, "/v1/unload_lora_adapter", {"lora_name": "run.math@0.1"})
+        async with orchestrator(tmp_path / "data") as api:
+            await Plant("", api, tmp_path, [one]).until_served(1)
+        assert "run.math@0.1" in await names(one)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (None, "has no adapter_config.json"),
+        ("{", "cannot be read"),
+        ('{"peft_type": "IA3"}', "of no LoRA adapter"),
+        ('{"peft_type": "LORA", "r": 0}', "rank r = 0"),
+        ('{"peft_type": "LORA", "r": 4, "base_model_name_or_path": "other"}', "made for base 'other'"),
+    ],
+)
+def test_what_the_files_of_an_adapter_say_against_it_is_found_before_it_is_loaded(
+    tmp_path: Path, config: str | None, said: str
+) -> None:
+    write_adapter(tmp_path / "new", neutral_weights())
+    write_adapter(tmp_path / "old", neutral_weights())
+    assert problem_of(str(tmp_path / "new"), str(tmp_path / "old")) == ""
+    assert problem_of(str(tmp_path / "not here")) == "", "the server may see it"
+    if config is None:
+        (tmp_path / "new" / CONFIG).unlink()
+    else:
+        (tmp_path / "new" / CONFIG).write_text(config)
+    assert said in problem_of(str(tmp_path / "new"), str(tmp_path / "old"))

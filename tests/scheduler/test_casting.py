@@ -1,0 +1,76 @@
+"""Which frozen adapters play in a group."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.errors import InvalidRunSpec
+from headrace.runspec import parse_run_spec
+from headrace_orchestrator.scheduler import records
+
+SERVER = "http://127.0.0.1:8000"
+POOL = [{"name": name, "path": f"/adapters/{name}"} for name in ("a", "b", "c")]
+
+
+def policy(routing, **more):
+    agents = {"opponent": {"train": False, "adapters": ["a", "b", "c"], "routing": routing}}
+    return {"endpoints": [SERVER], "adapters": POOL, "agents": agents, **more}
+
+
+def played(harness):
+    return [record.adapters["opponent"] for record in harness.found(records.GroupAdmitted)]
+
+
+@pytest.mark.parametrize(("routing", "expected"), [("round_robin", list("abcab")), ("fixed", list("aaaaa"))])
+def test_fixed_is_always_the_first_and_round_robin_group_after_group_the_next(harness, routing, expected):
+    harness.run(group_size=2, batch_size=6, policy=policy(routing))
+    assert played(harness)[:5] == expected
+
+
+def test_all_members_of_a_group_play_with_the_same_topped_up_ones_too(harness):
+    harness.run(group_size=3, batch_size=6, policy=policy("round_robin"))
+    attempts = harness.lease(6)
+    harness.finish(attempts[0], "failed")
+    attempts += harness.lease(6)
+    by_group = {}
+    for attempt in attempts:
+        by_group.setdefault(attempt.group, set()).add(attempt.adapters["opponent"])
+    assert all(len(adapters) == 1 for adapters in by_group.values())
+    assert len({*map(tuple, by_group.values())}) > 1
+
+
+def test_rotation_goes_on_after_a_restart_and_counts_submitted_and_evaluated_groups(harness):
+    harness.run(source="learner", policy=policy("round_robin"))
+    harness.submit("one")
+    harness.restart()
+    harness.evaluate(1)
+    harness.restart(harness.restored(harness.core.snapshot()))
+    harness.submit("two", "three")
+    assert played(harness) == list("abca")
+    (evaluated, *others) = harness.lease(8, capabilities=[])
+    assert {a.group: a.adapters for a in others} == {
+        "one": {"opponent": "a"},
+        "two": {"opponent": "c"},
+        "three": {"opponent": "a"},
+    }
+    assert evaluated.adapters == {"opponent": "b"}
+
+
+def test_a_group_says_which_adapter_is_trained(harness):
+    harness.run(batch_size=1, policy={"endpoints": [SERVER], "adapter": "math"})
+    assert harness.found(records.GroupAdmitted)[0].policy.adapter == "math"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"adapters": [*POOL, POOL[0]]}, "names of their own"),
+        ({"adapters": POOL, "adapter": "a"}, "names of their own"),
+        ({"adapter": "a", "endpoints": []}, "policy.endpoints"),
+        ({"agents": {"x": {"train": False, "adapters": ["z"]}}}, "none of policy.adapters"),
+        ({"adapters": POOL, "agents": {"x": {"adapters": ["a"]}}}, "train = false"),
+    ],
+)
+def test_adapters_that_cannot_be_are_refused_when_the_run_is_made(wrong, said):
+    with pytest.raises(InvalidRunSpec, match=said):
+        parse_run_spec({"name": "r", "policy": {"endpoints": [SERVER], **wrong}})
