@@ -205,3 +205,29 @@ def test_a_scorer_that_fails_is_a_failure_of_the_policy_and_never_zeros(plant: P
         assert item.failure is not None
         assert (item.failure.layer, item.failure.kind, item.reward) == ("policy", "unknown-model", None)
         assert item.failure.message.startswith("Scoring: Scorer 'ref', row 0: ")
+
+
+def test_G10_a_worker_that_was_frozen_asks_again_under_an_id_of_its_own(plant: Plant) -> None:  # noqa: N802
+    misbehave(plant.liar, stall_next=1, stall_s=60.0)
+    workers = [
+        plant.processes.add(
+            f"frozen-{number}",
+            *("-m", "headrace_workers", "--orchestrator", plant.client.url, "--name", f"frozen-{number}"),
+            *("--slots", "1", "--pool", "frozen"),
+        )
+        for number in (1, 2)
+    ]
+    limits = {"max_turns": 1, "policy_timeout_s": 6.0}
+    plant.run("frozen", plant.liar, tasks=TASKS[:1], batch_size=1, pool="frozen", attempt_lease_s=1.0, limits=limits)
+    workers[0].start()
+    wait_for("the first worker asks", lambda: running(plant.liar) == 1)
+    workers[0].send(signal.SIGSTOP)
+    workers[1].start()
+    batch = plant.client.pull("frozen", timeout_s=60)
+    assert [trajectory.attempt for trajectory in batch.trajectories] == [2]
+    workers[0].send(signal.SIGCONT)  # its first try has timed out by its own clock, or goes on; it may ask again
+    wait_for("nothing is left at the engine", lambda: running(plant.liar) == 0)
+    assert "already running" not in workers[0].tail(1000) + workers[1].tail(1000)
+    assert len(list(plant.client.trajectories("frozen"))) == 1
+    for worker in workers:
+        worker.kill()
