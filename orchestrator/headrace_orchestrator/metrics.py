@@ -1,7 +1,8 @@
 """Metrics of the orchestrator, for Prometheus.
 
 * Every name begins with ``headrace_`` and names its unit; counters end in ``_total``.
-* Labels are bounded: the first 100 runs have a label of their own, later ones share ``other``.
+* Labels are bounded: the first 100 runs have a label of their own, later ones share ``other``; so do policy servers
+  beyond the 100 busiest.
 * Gauges are read from the state when they are scraped, so they are never out of date.
 """
 
@@ -30,6 +31,9 @@ from headrace_orchestrator.scheduler.records import (
 
 MAX_RUN_LABELS = 100
 """A time series costs memory for ever; a deployment with more runs than this watches them on the console."""
+
+MAX_SERVER_LABELS = 100
+"""The policy servers with the most requests have a label of their own."""
 
 OTHER = "other"
 
@@ -172,6 +176,7 @@ class _StateCollector(Collector):
         yield from self._runs(status)
         yield self._selected(status)
         yield from self._workers(status)
+        yield from self._servers(status)
         for name, value in status.store.items():
             yield GaugeMetricFamily(f"headrace_store_{_with_unit(name)}", STORE_TEXTS[name], value=value)
         yield GaugeMetricFamily(
@@ -240,6 +245,28 @@ class _StateCollector(Collector):
             family = GaugeMetricFamily(f"headrace_{name}", text, labels=["pool"])
             for pool, value in series.items():
                 family.add_metric([pool], value)
+            yield family
+
+    def _servers(self, status: ServiceStatus) -> Iterator[GaugeMetricFamily]:
+        """What the workers that are there asked of each policy server, and how much of it failed."""
+        asked: Tally[str] = Tally()
+        counts: dict[str, Tally[str]] = {"policy_requests": asked, "policy_failures": Tally()}
+        for worker in status.workers:
+            for name, value in worker.stats.items():
+                kind, _, server = name.partition(" ")
+                if kind in counts:
+                    counts[kind][server] += int(value)
+        labels = {server for server, _ in asked.most_common(MAX_SERVER_LABELS)}
+        for kind, text in (
+            ("policy_requests", "Requests to a policy server, by the workers that are there."),
+            ("policy_failures", "Of them those that failed by the server's fault."),
+        ):
+            series: Tally[str] = Tally()
+            for server, count in counts[kind].items():
+                series[server if server in labels else OTHER] += count
+            family = GaugeMetricFamily(f"headrace_{kind}", text, labels=["server"])
+            for server, count in series.items():
+                family.add_metric([server], count)
             yield family
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 import msgspec
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from headrace.engine import address_of
+from headrace.engine import BY_NAME, address_of
 from headrace.errors import InvalidRunSpec
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
@@ -132,12 +132,25 @@ class AdapterSpec(_Model):
     """Whether servers hold it all the time. Default no: the least recently used make room for others."""
 
 
+def _plain_addresses(value: list[str]) -> list[str]:
+    for endpoint in value:
+        if address_of(endpoint).startswith(BY_NAME):
+            raise ValueError(
+                f"{endpoint!r} is a name that stands for several servers; only policy.endpoints take those"
+            )
+    return value
+
+
+Addresses = Annotated[list[str], Field(min_length=1), AfterValidator(_plain_addresses)]
+"""Base addresses of servers that the orchestrator does not look after."""
+
+
 class AgentSpec(_Model):
     """Who plays an agent of a multi-agent environment."""
 
     base: str | None = None
     """Name of the policy's weights; requests carry it as the model name. Default: the run's own."""
-    endpoints: list[str] | None = None
+    endpoints: Addresses | None = None
     """Addresses of its servers. Default: the run's own."""
     adapters: list[Name] = []
     """Names of ``policy.adapters`` that play it, on the run's servers. Default: none, the policy itself plays."""
@@ -187,7 +200,7 @@ class SyncSpec(_Model):
 class ScorerSpec(_Model):
     """A policy that gives its logprobs of the tokens in a batch: a reference, or a teacher."""
 
-    endpoints: list[str] = Field(min_length=1)
+    endpoints: Addresses
     """Base addresses of its servers. They must know ``prompt_logprobs`` on ``/v1/completions``, as vLLM does, and have
     room for one token more than the longest row."""
     model: str

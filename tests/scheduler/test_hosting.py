@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from headrace import wire
-from headrace.errors import InvalidRequest, UnknownServer, VersionConflict
+from headrace.errors import InvalidRequest, InvalidRunSpec, UnknownServer, VersionConflict
+from headrace.runspec import parse_run_spec
 from headrace.trajectory import Version
 from headrace_orchestrator.scheduler import records
 from headrace_orchestrator.scheduler.evaluations import HOLD_LEASE_S
@@ -181,3 +182,10 @@ def test_what_is_left_of_an_evaluation_is_cancelled_once_its_version_is_served_n
     served(harness, "0.2")
     report = harness.core.evaluation("r", evaluation, harness.now)
     assert (report.finished, report.done, report.wanted) == (True, 0, 2)
+
+
+def test_a_name_that_stands_for_several_servers_is_refused_where_nobody_looks_it_up():
+    name = "dns+http://vllm:8000"
+    for policy in ({"agents": {"x": {"endpoints": [name]}}}, {"scorers": {"ref": {"endpoints": [name], "model": "m"}}}):
+        with pytest.raises(InvalidRunSpec, match="is a name that stands for several servers"):
+            parse_run_spec({"name": "r", "policy": policy})
