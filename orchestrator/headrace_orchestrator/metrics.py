@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from headrace.wire import ServiceStatus
+from headrace.wire import ServiceStatus, SubmitResult
 from headrace_orchestrator.scheduler.records import (
     AnyRecord,
     AttemptEnded,
@@ -64,6 +64,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._runs: set[str] = set()
         self._requests: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
+        self._verdicts: dict[str, Counter] = {}
         self._counters()
         self._histograms()
         self.registry.register(_StateCollector(status, self.run_label))
@@ -122,6 +123,17 @@ class Metrics:
         count, time = series
         count.inc()
         time.observe(duration_s)
+
+    def judged(self, results: Iterable[SubmitResult]) -> None:
+        """Count what became of submitted records. As above, series are looked up once."""
+        counts: dict[str, int] = {}
+        for result in results:
+            counts[result.verdict] = counts.get(result.verdict, 0) + 1
+        for verdict, count in counts.items():
+            series = self._verdicts.get(verdict)
+            if series is None:
+                series = self._verdicts[verdict] = self.submissions.labels(verdict)
+            series.inc(count)
 
     def observe(self, facts: Iterable[AnyRecord]) -> None:
         """Count what the scheduler decided."""

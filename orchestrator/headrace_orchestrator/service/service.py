@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -103,8 +102,7 @@ class Service(Lifecycle):
                 results[number] = wire.SubmitResult(episode=result.episode, verdict="duplicate")
             elif result.verdict in UNWANTED:
                 results[number] = unwanted(item.head, result, worker)
-        for verdict, count in Counter(result.verdict for result in results).items():
-            self.metrics.submissions.labels(verdict).inc(count)
+        self.metrics.judged(results)
         return wire.SubmitReply(epoch=self.epoch, results=results)
 
     def claim_assets(self, request: wire.AssetsRequest) -> wire.AssetsReply:
