@@ -142,7 +142,7 @@ def train(client: Client, run: str, learner: Learner, policy: str, versions: int
                 "trained_s": trained - pulled,
                 "synced_s": time.monotonic() - trained,
             }
-            yield {"version": str(learner.version), **learner.figures, **seconds}
+            yield {"version": str(learner.version), "batch": batch.id, **learner.figures, **seconds}
 
 
 def _batches(client: Client, run: str) -> Iterator[Batch]:

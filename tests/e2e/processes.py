@@ -21,10 +21,13 @@ START_S = 30.0
 
 
 class Process:
-    """One child process whose output goes to a file."""
+    """One child process, by default of this interpreter, whose output goes to a file."""
 
-    def __init__(self, name: str, folder: Path, *command: str, **environment: str) -> None:
-        self.name, self.folder, self.command, self.environment = name, folder, command, environment
+    def __init__(
+        self, name: str, folder: Path, *command: str, python: str = sys.executable, **environment: str
+    ) -> None:
+        self.name, self.folder, self.environment = name, folder, environment
+        self.command = [python, *command]
         self._child: subprocess.Popen[bytes] | None = None
 
     @property
@@ -35,7 +38,7 @@ class Process:
         self.folder.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._child = subprocess.Popen(
-                [sys.executable, *self.command],
+                self.command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -95,8 +98,8 @@ class Processes:
             for process in self.all:
                 error.add_note(f"--- {process.name} (exit {process.exit_code})\n{process.tail()}")
 
-    def add(self, name: str, *command: str, **environment: str) -> Process:
-        process = Process(name, self.folder, *command, **environment)
+    def add(self, name: str, *command: str, python: str = sys.executable, **environment: str) -> Process:
+        process = Process(name, self.folder, *command, python=python, **environment)
         self.all.append(process)
         return process
 
