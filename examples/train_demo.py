@@ -47,6 +47,12 @@ COLUMNS = {
 }
 Steps = list[dict[str, Any]]
 
+# As short as can be: a model that knows nothing has to learn first where in its prompt anything is said.
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}<|im_start|>{{ message.content }}<|im_end|>{%- endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>{%- endif -%}
+"""
+
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
@@ -56,6 +62,7 @@ def run_demo(folder: Path, versions: int, seed: int) -> Iterator[dict[str, Any]]
     """Everything that runs, for as long as it is iterated; gives the figures of each version."""
     model = folder / "model"
     tiny_model.write_model(model, seed=seed, hidden=128, spread=0.02)
+    (model / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     with LocalFleet(folder / "logs") as fleet:
         port = components.free_port()
         url = f"http://127.0.0.1:{port}"
@@ -134,7 +141,7 @@ def summary(steps: Steps, seconds: float) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a tiny transformer with PyTorch and vLLM.")
-    parser.add_argument("--versions", type=int, default=80, help="steps of the learner")
+    parser.add_argument("--versions", type=int, default=100, help="steps of the learner")
     parser.add_argument("--seed", type=int, default=0, help="of the model's weights and of the run")
     parser.add_argument("--folder", type=Path, default=BUILD / "train_demo", help="what it makes; emptied first")
     parser.add_argument("--plot", type=Path, default=BUILD / "train_demo.png", help="where the plot goes")

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 from headrace import Batch, Client, Version
 from headrace.batch import Row
@@ -67,9 +68,10 @@ def policy_loss(model: Any, rows: Sequence[Row], sampled_tokens: int, cap: float
 class Learner:
     """Model and optimizer at a version. ``batch``: the last one in these weights, if any; ``figures`` tell of it."""
 
-    def __init__(self, model: Path, checkpoints: Path, *, rate: float, bonus: float) -> None:
-        """The newest checkpoint, or else the model as version 0.0."""
-        self.checkpoints, self.bonus = checkpoints, bonus
+    def __init__(self, model: Path, checkpoints: Path, *, versions: int, rate: float, bonus: float) -> None:
+        """The newest checkpoint, or else the model as version 0.0. The learning rate falls to a tenth of ``rate`` over
+        so many ``versions``."""
+        self.checkpoints, self.versions, self.rate, self.bonus = checkpoints, versions, rate, bonus
         self.version, self.batch, self.figures = max(_versions(checkpoints), default=Version(0, 0)), "", {}
         self.folder = checkpoints / str(self.version) if self.version.n else model
         self.model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
@@ -82,6 +84,8 @@ class Learner:
     def step(self, batch: Batch) -> None:
         """Train on a batch and save the version that it makes."""
         found = policy_loss(self.model, batch.rows, batch.manifest.counts.sampled_tokens, bonus=self.bonus)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate * max(0.1, 1 - self.version.n / self.versions)
         self.optimizer.zero_grad()
         found.total.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5).item()
@@ -193,14 +197,17 @@ def main() -> None:
     parser.add_argument("--policy", default="http://127.0.0.1:8000", help="address of the policy server")
     parser.add_argument("--model", type=Path, required=True, help="folder of the model at version 0.0")
     parser.add_argument("--checkpoints", type=Path, required=True, help="folder of the checkpoints; made if missing")
-    parser.add_argument("--versions", type=int, default=80, help="versions to make in all")
-    parser.add_argument("--rate", type=float, default=2e-3, help="learning rate")
+    parser.add_argument(
+        "--versions", type=int, default=80, help="versions to make; the learning rate falls over them"
+    )
+    parser.add_argument("--rate", type=float, default=2e-3, help="learning rate at the first of them")
     parser.add_argument("--bonus", type=float, default=0.0, help="weight of the entropy in the loss")
     parser.add_argument("--json", action="store_true", help="one line of JSON for each version")
     ask = parser.parse_args()
+    logging.disable_progress_bar()
     torch.set_num_threads(1)  # the other core is the policy's
     ask.checkpoints.mkdir(parents=True, exist_ok=True)
-    learner = Learner(ask.model, ask.checkpoints, rate=ask.rate, bonus=ask.bonus)
+    learner = Learner(ask.model, ask.checkpoints, versions=ask.versions, rate=ask.rate, bonus=ask.bonus)
     try:
         with Client(ask.url, learner=f"learner-{ask.run}") as client:
             for step in train(client, ask.run, learner, ask.policy, ask.versions):
