@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,13 @@ import tiny_model  # beside this file, as is the next
 import vllm_server
 
 from headrace import Client
+from headrace.errors import HeadraceError
 from headrace_orchestrator.fleets import components
 from headrace_orchestrator.fleets.local import Component, LocalFleet
 
 HERE = Path(__file__).parent
 BUILD = HERE.parent / "build"
-WORKERS, SLOTS = 1, 64
+SLOTS = 64
 FIRST, LAST = 5, 5  # versions whose means are compared
 RISE = 2.0  # what counts as learned
 LOOK_S = 0.2
@@ -43,7 +45,6 @@ COLUMNS = {
     "capped": "{:.1%}",
     "waited_s": "{:.1f}",
     "trained_s": "{:.1f}",
-    "synced_s": "{:.1f}",
 }
 Steps = list[dict[str, Any]]
 
@@ -60,40 +61,46 @@ def say(text: str) -> None:
 
 def run_demo(folder: Path, versions: int, seed: int) -> Iterator[dict[str, Any]]:
     """Everything that runs, for as long as it is iterated; gives the figures of each version."""
-    model = folder / "model"
+    for old in ("model", "data", "checkpoints", "logs"):
+        shutil.rmtree(folder / old, ignore_errors=True)
+    model, logs = folder / "model", folder / "logs"
+    logs.mkdir(parents=True)
     tiny_model.write_model(model, seed=seed, hidden=128, spread=0.02)
     (model / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    with LocalFleet(folder / "logs") as fleet:
-        port = components.free_port()
-        url = f"http://127.0.0.1:{port}"
-        fleet.start(components.orchestrator(folder / "data", host="127.0.0.1", port=port))
-        components.await_answer(fleet, "orchestrator", port, "/readyz")
-        say("vLLM is starting; that takes half a minute to three minutes")
-        with vllm_server.start_vllm(model, "--max-model-len", "512", log=folder / "logs" / "vllm.log", say=say) as vllm:
-            for number in range(WORKERS):
-                imports = [str(HERE / "kinds.py")]
-                fleet.start(
-                    components.worker(
-                        f"worker-{number}", url, slots=SLOTS, policy_endpoint=vllm, grace_s=0.0, imports=imports
-                    )
-                )
-            spec = json.loads((HERE / "kinds.json").read_text())
-            spec |= {"seed": seed, "policy": {"renderer": "template", "tokenizer": str(model), "endpoints": [vllm]}}
-            with Client(url, keepalive=False) as client:
-                client.create_run(spec)
-            say(f"training; console: {url}/  logs: {folder / 'logs'}")
-            arguments = ["--url", url, "--policy", vllm, "--run", spec["name"], "--model", str(model)]
-            arguments += ["--checkpoints", str(folder / "checkpoints"), "--versions", str(versions), "--json"]
-            fleet.start(
-                Component(
-                    name="learner",
-                    command=[str(vllm_server.PYTHON), str(HERE / "train_torch.py"), *arguments],
-                    environment={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-                    stage=components.LEARNER_STAGE,
-                    restart=False,
-                )
-            )
-            yield from figures(fleet)
+    say(f"vLLM is starting; that takes half a minute to three minutes (logs: {logs})")
+    vllm = vllm_server.start_vllm(model, "--max-model-len", "512", log=logs / "vllm.log", say=say)
+    with vllm as address, LocalFleet(logs) as fleet:
+        spec = json.loads((HERE / "kinds.json").read_text())
+        spec |= {"seed": seed, "policy": {"renderer": "template", "tokenizer": str(model), "endpoints": [address]}}
+        url = start_service(fleet, folder / "data")
+        with Client(url, keepalive=False) as client:
+            client.create_run(spec)
+        arguments = ["--url", url, "--run", spec["name"], "--model", str(model), "--versions", str(versions)]
+        fleet.start(learner(*arguments, "--checkpoints", str(folder / "checkpoints"), "--json"))
+        say(f"The learner is starting; the console is at {url}/")
+        yield from figures(fleet)
+
+
+def start_service(fleet: LocalFleet, data: Path) -> str:
+    """An orchestrator and a worker that knows the game; gives the address."""
+    port = components.free_port()
+    url = f"http://127.0.0.1:{port}"
+    fleet.start(components.orchestrator(data, host="127.0.0.1", port=port))
+    components.await_answer(fleet, "orchestrator", port, "/readyz")
+    game = str(HERE / "kinds.py")
+    fleet.start(components.worker("worker", url, slots=SLOTS, policy_endpoint="", grace_s=0.0, imports=[game]))
+    return url
+
+
+def learner(*arguments: str) -> Component:
+    """The learner, where torch is."""
+    return Component(
+        name="learner",
+        command=[str(vllm_server.PYTHON), str(HERE / "train_torch.py"), *arguments],
+        environment={"OMP_NUM_THREADS": "1"},
+        stage=components.LEARNER_STAGE,
+        restart=False,
+    )
 
 
 def figures(fleet: LocalFleet) -> Iterator[dict[str, Any]]:
@@ -143,18 +150,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train a tiny transformer with PyTorch and vLLM.")
     parser.add_argument("--versions", type=int, default=100, help="steps of the learner")
     parser.add_argument("--seed", type=int, default=0, help="of the model's weights and of the run")
-    parser.add_argument("--folder", type=Path, default=BUILD / "train_demo", help="what it makes; emptied first")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=BUILD / "train_demo",
+        help="for what it makes, instead of what is there",
+    )
     parser.add_argument("--plot", type=Path, default=BUILD / "train_demo.png", help="where the plot goes")
     parser.add_argument("--json", action="store_true", help="one line of JSON for each version, and one for the whole")
     ask = parser.parse_args()
     began = time.monotonic()
-    shutil.rmtree(ask.folder, ignore_errors=True)
     steps: Steps = []
-    if not ask.json:
-        print("  ".join(COLUMNS))
-    for step in run_demo(ask.folder.resolve(), ask.versions, ask.seed):
-        steps.append(step)
-        print(json.dumps(step) if ask.json else line(step), flush=True)
+    try:
+        with closing(run_demo(ask.folder.resolve(), ask.versions, ask.seed)) as running:
+            for step in running:
+                if not ask.json and not steps:
+                    print("  ".join(COLUMNS))
+                steps.append(step)
+                print(json.dumps(step) if ask.json else line(step), flush=True)
+    except (FileNotFoundError, vllm_server.StartFailed, HeadraceError) as error:
+        raise SystemExit(str(error)) from error
     found = summary(steps, time.monotonic() - began)
     plot(steps, ask.plot)
     text = (

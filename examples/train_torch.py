@@ -1,13 +1,13 @@
-"""A learner in PyTorch for a policy that vLLM serves: pull, REINFORCE, checkpoint, load the weights, ack.
+"""A learner in PyTorch for a policy that vLLM serves: pull, REINFORCE, checkpoint, ack with the weights.
 
     make train-demo        # everything that it needs, on this machine, with a plot at the end
-    python examples/train_torch.py --run kinds --model build/tiny --checkpoints build/checkpoints --policy http://…
+    python examples/train_torch.py --run kinds --model build/tiny --checkpoints build/checkpoints
 
 * Advantages are the batch's own, one for each turn. The loss is a sum over sampled tokens, divided by their number.
 * A batch is older than the weights that it trains. Each token's gradient is weighted by how likely the token is now
   against how likely it was to the engine that sampled it, and that ratio is truncated at a cap.
-* A checkpoint is a folder that is named for its version and appears whole: the weights, as the policy servers load
-  them, and what the optimizer knows.
+* A checkpoint is a folder that is named for its version and appears whole: the weights, which the service loads into
+  the run's policy servers from there, and what the optimizer knows.
 * It may be killed at any point. Started again it goes on from the newest checkpoint, and a batch that is in there
   already is acked and not trained on twice.
 
@@ -21,7 +21,6 @@ import json
 import os
 import shutil
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -38,7 +37,7 @@ from headrace.errors import BatchAlreadyAcked, BatchSuperseded, HeadraceError
 from headrace.layouts import padded
 
 CAP = 2.0  # of the ratio: a token that has become likelier than this counts no more than this
-KEEP = 3  # checkpoints: the newest, and what a policy server may still be loading
+KEEP = 3  # checkpoints: the newest, and those that policy servers may still be loading
 TEXT = "version {version}: reward {reward:.2f}, entropy {entropy:.2f}, staleness {staleness:.2f}, ratio {ratio:.3f}"
 
 
@@ -124,9 +123,8 @@ def versions_behind(rows: Sequence[Row], version: Version) -> np.ndarray[Any, np
     return np.concatenate(found)
 
 
-def train(client: Client, run: str, learner: Learner, policy: str, versions: int) -> Iterator[dict[str, Any]]:
+def train(client: Client, run: str, learner: Learner, versions: int) -> Iterator[dict[str, Any]]:
     """Pull and step until the service knows so many versions; gives the figures of each once it is acked."""
-    load(policy, learner)
     with closing(_batches(client, run)) as batches:
         while Version.parse(client.run(run).version).n < versions:
             began = time.monotonic()
@@ -135,17 +133,11 @@ def train(client: Client, run: str, learner: Learner, policy: str, versions: int
             if batch.id != learner.batch:  # else it was trained on before a restart, and only the ack is missing
                 client.doing(run, "training")
                 learner.step(batch)
-            trained = time.monotonic()
-            load(policy, learner)
             try:
-                client.ack(batch, version=learner.version)
+                client.ack(batch, version=learner.version, weights=learner.folder)
             except (BatchSuperseded, BatchAlreadyAcked):
                 continue  # the lease ran out, or an ack before a restart got through: the next one says which
-            seconds = {
-                "waited_s": pulled - began,
-                "trained_s": trained - pulled,
-                "synced_s": time.monotonic() - trained,
-            }
+            seconds = {"waited_s": pulled - began, "trained_s": time.monotonic() - pulled}
             yield {"version": str(learner.version), "batch": batch.id, **learner.figures, **seconds}
 
 
@@ -153,31 +145,6 @@ def _batches(client: Client, run: str) -> Iterator[Batch]:
     """What an earlier process of this learner left, then new ones, the next always fetched while one is trained on."""
     yield from client.resume(run).batches
     yield from client.batches(run, prefetch=1)
-
-
-_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open  # the policy is near: no proxy
-
-
-def load(policy: str, learner: Learner) -> None:
-    """Have vLLM load the weights: running requests wait, and go on with the new ones from their exact tokens."""
-    if json.loads(_open(f"{policy}/weight_info", timeout=60).read())["weight_version"] == str(learner.version):
-        return
-    _post(f"{policy}/pause?mode=keep", {})
-    try:
-        (found,) = _post(
-            f"{policy}/collective_rpc", {"method": "headrace_load", "args": [str(learner.folder.resolve())]}
-        )["results"]
-        if "tensors" not in found:
-            raise SystemExit(f"The policy server did not load {learner.folder}: {found}")
-        _post(f"{policy}/update_weight_version", {"new_version": str(learner.version)})
-    finally:
-        _post(f"{policy}/resume", {})
-
-
-def _post(url: str, body: Any) -> Any:
-    headers = {"Content-Type": "application/json"}
-    with _open(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=60) as reply:
-        return json.loads(reply.read())
 
 
 def _versions(checkpoints: Path) -> list[Version]:
@@ -194,12 +161,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train a model that vLLM serves on one run.")
     parser.add_argument("--url", help="address of the orchestrator (default: HEADRACE_URL, or this machine)")
     parser.add_argument("--run", default="kinds", help="name of the run")
-    parser.add_argument("--policy", default="http://127.0.0.1:8000", help="address of the policy server")
     parser.add_argument("--model", type=Path, required=True, help="folder of the model at version 0.0")
     parser.add_argument("--checkpoints", type=Path, required=True, help="folder of the checkpoints; made if missing")
-    parser.add_argument(
-        "--versions", type=int, default=80, help="versions to make; the learning rate falls over them"
-    )
+    parser.add_argument("--versions", type=int, default=80, help="versions to make; the learning rate falls over them")
     parser.add_argument("--rate", type=float, default=2e-3, help="learning rate at the first of them")
     parser.add_argument("--bonus", type=float, default=0.0, help="weight of the entropy in the loss")
     parser.add_argument("--json", action="store_true", help="one line of JSON for each version")
@@ -210,7 +174,7 @@ def main() -> None:
     learner = Learner(ask.model, ask.checkpoints, versions=ask.versions, rate=ask.rate, bonus=ask.bonus)
     try:
         with Client(ask.url, learner=f"learner-{ask.run}") as client:
-            for step in train(client, ask.run, learner, ask.policy, ask.versions):
+            for step in train(client, ask.run, learner, ask.versions):
                 print(json.dumps(step) if ask.json else TEXT.format(**step), flush=True)
     except HeadraceError as error:
         raise SystemExit(str(error)) from error

@@ -112,7 +112,7 @@ async def test_a_learner_that_is_killed_goes_on_at_the_right_version(
     learner = processes.add(
         "learner",
         str(ROOT / "examples" / "train_torch.py"),
-        *("--url", url, "--policy", vllm.address, "--model", str(vllm.model)),
+        *("--url", url, "--model", str(vllm.model)),
         *("--checkpoints", str(checkpoints), "--versions", "4", "--json"),
         python=str(VLLM_PYTHON),
         OMP_NUM_THREADS="1",
@@ -120,13 +120,14 @@ async def test_a_learner_that_is_killed_goes_on_at_the_right_version(
     with Client(url, keepalive=False) as client:
         client.create_run({**spec, "batch_size": 4, "policy": policy})
         learner.start()
-        # Dies between checkpoint and ack, or soon after.
+        # It dies between checkpoint and ack, or soon after.
         wait_for("version 0.2 is saved", (checkpoints / "0.2").exists, LEARNER_S, every_s=0.001)
         learner.kill()
         learner.start()
         wait_for("the learner has ended", lambda: not learner.running, LEARNER_S)
         assert learner.exit_code == 0, learner.tail()
         assert client.run("kinds").version == "0.4"
+        wait_for("vLLM serves it", lambda: client.servers("kinds").servers[0].version == "0.4")
     assert await vllm.version() == "0.4"
     trained = {step["version"]: step["batch"] for step in printed(learner)}
     assert [version for version in trained if version != "0.2"] == ["0.1", "0.3", "0.4"]  # 0.2: killed before it spoke?
