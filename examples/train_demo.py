@@ -131,7 +131,7 @@ def plot(steps: Steps, file: Path) -> None:
     figure, rows = pyplot.subplots(4, sharex=True, figsize=(6, 8), layout="constrained")
     labels = {"reward": "reward of an episode", "entropy": "entropy, nats a token", "staleness": "versions behind"}
     for axes, (name, label) in zip(rows, {**labels, "ratio": "importance ratio"}.items(), strict=True):
-        axes.plot([step[name] for step in steps], color="tab:blue")
+        axes.plot(range(1, len(steps) + 1), [step[name] for step in steps], color="tab:blue")
         axes.set_ylabel(label)
     rows[-1].set_xlabel("version")
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -148,7 +148,7 @@ def summary(steps: Steps, seconds: float) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a tiny transformer with PyTorch and vLLM.")
-    parser.add_argument("--versions", type=int, default=100, help="steps of the learner")
+    parser.add_argument("--versions", type=int, default=120, help="steps of the learner")
     parser.add_argument("--seed", type=int, default=0, help="of the model's weights and of the run")
     parser.add_argument(
         "--folder",
