@@ -58,8 +58,8 @@ def test_every_python_example_compiles(document: Path) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=_id)
 def test_every_make_target_that_a_document_names_exists(document: Path) -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    named = re.findall(r"(?:`|^\s*|&& )make ([a-z]+)\b", document.read_text(encoding="utf-8"), re.MULTILINE)
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    named = re.findall(r"(?:`|^\s*|&& )make ([a-z-]+)\b", document.read_text(encoding="utf-8"), re.MULTILINE)
     assert set(named) <= targets
 
 
