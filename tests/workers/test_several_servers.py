@@ -17,7 +17,7 @@ from headrace_workers.policies import Policy, ServedPolicies
 from headrace_workers.policies import following as following_module
 from headrace_workers.policies import served as served_module
 from headrace_workers.policies.deadline import Deadline
-from headrace_workers.policies.pools import KeptPool
+from headrace_workers.policies.pools import UNHEARD_S, KeptPool
 from tests.workers.engine import DROP, Engine, completion, serving
 from tests.workers.fakes import Clock
 from tests.workers.test_served import REQUEST, fine, raw, reply
@@ -298,3 +298,27 @@ async def test_a_turn_that_comes_while_all_servers_are_paused_waits_for_one(monk
         orchestrator.tell(2, PolicyServer(address=url, state="serving", paused_s=50.0))
         sample = await task
     assert (sample.paused_s, sample.waiting_s) == (50.0, 50.0)
+
+
+async def test_a_pause_that_a_restarted_orchestrator_counts_anew_is_counted_once() -> None:
+    clock = Clock()
+    pool = KeptPool("r", [], clock)
+    pool.hear(ServersReply(epoch=1, revision=1, servers=[PolicyServer(address="a", state="syncing", paused_s=5.0)]))
+    clock.now += 2
+    assert pool.paused_s("a") == 7.0
+    pool.hear(ServersReply(epoch=2, revision=9, servers=[PolicyServer(address="a", state="syncing", paused_s=0.5)]))
+    assert pool.paused_s("a") == 7.0
+    clock.now += 1
+    pool.hear(ServersReply(epoch=2, revision=10, servers=[PolicyServer(address="a", state="serving", paused_s=1.5)]))
+    assert pool.paused_s("a") == 8.0
+
+
+async def test_a_pause_of_which_nobody_hears_any_more_is_over() -> None:
+    clock = Clock()
+    pool = KeptPool("r", [], clock)
+    pool.hear(ServersReply(epoch=1, revision=1, servers=[PolicyServer(address="a", state="syncing")]))
+    clock.now += UNHEARD_S + 1
+    assert pool.addresses() == []
+    pool.miss()
+    assert pool.addresses() == ["a"]
+    assert (pool.paused_s("a"), pool.held_s()) == (UNHEARD_S, UNHEARD_S + 1)

@@ -5,7 +5,8 @@
 * Until the orchestrator was heard, a kept pool takes nothing; if it keeps no list, or is away from the start, what the
   spec names takes all.
 * Which version of a trained adapter a server has is what the orchestrator saw there; its name at the server says it.
-* A pause is told by the orchestrator's own count of its seconds, and by our clock since that was heard.
+* A pause is told by the orchestrator's own count of its seconds, and by our clock since that was heard. A restarted
+  orchestrator may count anew.
 * A pause of which nobody has heard for a while is taken to be over: the server itself holds requests while it is
   paused, and says which weights made what.
 """
@@ -105,6 +106,7 @@ class KeptPool:
         self._named = [server for server in named if not server.startswith(BY_NAME)]
         self._clock = clock
         self._servers: dict[str, PolicyServer] = {}
+        self._earlier_s: dict[str, float] = {}
         self._takers: list[str] = []
         self._heard_at: float | None = None
         self._hold_began_at: float | None = None
@@ -117,7 +119,11 @@ class KeptPool:
             self.miss()  # it keeps no list of this run
             return
         # A server that left may still answer; its pauses are over.
-        self._servers = {server.address.rstrip("/"): server for server in reply.servers}
+        servers = {server.address.rstrip("/"): server for server in reply.servers}
+        for name, server in servers.items():
+            if name in self._servers and server.paused_s < self._servers[name].paused_s:
+                self._earlier_s[name] = self.paused_s(name) - server.paused_s  # it began to count anew
+        self._servers = servers
         self._heard_at = self._clock()
         self._take([name for name, server in self._servers.items() if server.state in ("serving", "unknown")])
 
@@ -140,7 +146,7 @@ class KeptPool:
         if server is None or self._heard_at is None:
             return 0.0
         since_s = min(self._clock() - self._heard_at, UNHEARD_S) if server.state == "syncing" else 0.0
-        return server.paused_s + since_s
+        return self._earlier_s.get(address, 0.0) + server.paused_s + since_s
 
     def adapter(self, address: str, name: str) -> tuple[str, Version]:
         server = self._servers.get(address)

@@ -174,7 +174,8 @@ class PolicyServer:
 
     def _fitted(self, request: SampleRequest) -> SampleRequest:
         """The request with no more tokens than the server's context has room for."""
-        longest = self._longest.get(request.model)
+        # An adapter that came later has the context of the model below it.
+        longest = self._longest.get(request.model, min(self._longest.values(), default=None))
         if longest is None:
             return request
         room = longest - len(request.prompt)

@@ -62,7 +62,7 @@ class Turn:
 
     def end(self) -> None:
         """The try is over."""
-        self._paused_s += self._pool.paused_s(self._asked) - self._asked_paused_s
+        self._paused_s += self._asked_pause_s()
         self._asked = ""
 
     def check(self, sample: Sample) -> None:
@@ -132,10 +132,14 @@ class Turn:
         """Seconds of pauses so far."""
         paused_s = self._paused_s
         if self._asked:
-            paused_s += self._pool.paused_s(self._asked) - self._asked_paused_s
+            paused_s += self._asked_pause_s()
         if self._held_s is not None:
             paused_s += self._pool.held_s() - self._held_s
         return paused_s
+
+    def _asked_pause_s(self) -> float:
+        # Our clock may have run a little ahead of the orchestrator's count, and a server may have left meanwhile.
+        return max(0.0, self._pool.paused_s(self._asked) - self._asked_paused_s)
 
     async def pause(self, seconds: float) -> None:
         """Wait before another try."""

@@ -9,7 +9,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from headrace_workers.policies.router import Router
 from headrace_workers.policies.server import PolicyServer
@@ -60,9 +61,9 @@ class Watch:
             if server.open and server.out_until is None and server.heard_at < silent_since:
                 self._probe(server.address, self._ask_alive)
 
-    def _probe(self, address: str, ask: Callable[[str], object]) -> None:
+    def _probe(self, address: str, ask: Callable[[str], Coroutine[Any, Any, None]]) -> None:
         if address not in self._probes:
-            task = self._probes[address] = asyncio.get_running_loop().create_task(ask(address))  # type: ignore[arg-type]
+            task = self._probes[address] = asyncio.get_running_loop().create_task(ask(address))
             task.add_done_callback(lambda _: self._probes.pop(address, None))
 
     async def _ask_back(self, address: str) -> None:
