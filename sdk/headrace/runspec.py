@@ -59,6 +59,9 @@ Json = Annotated[dict[str, Any], AfterValidator(_storable)]
 Tags = Annotated[list[Name], Field(max_length=MAX_TAGS)]
 """Words that sort tasks into kinds."""
 
+CONSTRAINTS = frozenset({"json", "regex", "choice", "grammar"})
+"""What an answer can be made to match."""
+
 ESTIMATORS = ("none", "reinforce", "rebn", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
 """Estimators that the service computes; GAE needs the learner's values and is a client helper."""
 
@@ -298,6 +301,13 @@ class SamplingSpec(_Model):
     structured_outputs: Json | None = None
     """What every answer must match, as vLLM has it: ``{"json": SCHEMA}``, or with ``regex``, ``choice`` or ``grammar``.
     Default: anything goes."""
+
+    @field_validator("structured_outputs")
+    @classmethod
+    def _one_constraint(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value is not None and (len(value) != 1 or not value.keys() <= CONSTRAINTS):
+            raise ValueError(f"give one of {', '.join(sorted(CONSTRAINTS))}, and nothing else")
+        return value
 
 
 class LimitSpec(_Model):

@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.errors import PolicyFailure
+from headrace.errors import InvalidRunSpec, PolicyFailure
+from headrace.runspec import parse_run_spec
 from headrace.trajectory import VersionRun
 from headrace_workers.policies import served as served_module
 from headrace_workers.policies.base import part_seed
@@ -101,3 +102,10 @@ async def test_three_parts_of_one_version_are_one_run_and_two_seams() -> None:
 
 
 SPAN = {"version": "0.3", "start": 0, "end": 1}
+
+
+@pytest.mark.parametrize("wrong", [{}, {"jsn": {}}, {"json": {}, "regex": "a"}])
+def test_a_spec_gives_one_thing_that_answers_must_match(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRunSpec, match="give one of choice, grammar, json, regex"):
+        parse_run_spec({"name": "r", "sampling": {"structured_outputs": wrong}})
+    assert parse_run_spec({"name": "r", "sampling": {"structured_outputs": {"regex": "a"}}})
