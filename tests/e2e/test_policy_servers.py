@@ -115,6 +115,7 @@ def test_the_turns_of_a_faulty_engine_are_played_elsewhere_and_without_another_o
         ("policy", kind, None)
     }
     assert all("Turn 0: " in item.failure.message for item in failed if item.failure)
+    assert plant.client.trajectory(failed[0].id).provenance.endpoints == [plant.liar]
     worker = plant.client.status().workers[0]
     assert worker.stats.get(f"policy_failures {plant.honest}", 0.0) == 0.0
 

@@ -73,6 +73,7 @@ async def test_what_fails_everywhere_is_a_failure_of_the_last_kind() -> None:
         with pytest.raises(PolicyFailure) as caught:
             await policy.sample(REQUEST)
         assert (caught.value.kind, caught.value.retryable) == ("logprob-nan", True)
+        assert caught.value.extra["servers"] == [engine.url for engine in engines]
         assert [len(engine.request_ids) for engine in engines] == [1, 1]
 
 

@@ -300,6 +300,9 @@ class Episode:
         try:
             policy = tools.policies.at(track.plan.endpoints, run=track.plan.run, protocol=plan.protocol)
             sample = await policy.sample(request)
+        except PolicyFailure as failure:
+            self._servers.update(dict.fromkeys(failure.extra.get("servers", ())))
+            raise
         finally:
             tools.sampling_now -= 1
             took_s = tools.clock() - started_at

@@ -116,7 +116,8 @@ class Policy(Protocol):
     """Samples turns."""
 
     async def sample(self, request: SampleRequest) -> Sample:
-        """Sample one turn. Raises PolicyFailure. Cancelling the call aborts it at the engine."""
+        """Sample one turn. Raises PolicyFailure; ``extra["servers"]`` are those that were asked, as in ``Sample``.
+        Cancelling the call aborts it at the engine."""
         ...
 
 

@@ -190,7 +190,10 @@ class ServedPolicy:
             async with deadline:
                 return await self._sample(turn, deadline)
         except TimeoutError as error:
-            raise turn.overdue() from error
+            raise turn.named(turn.overdue()) from error
+        except PolicyFailure as failure:
+            turn.named(failure)
+            raise
 
     async def _sample(self, turn: Turn, deadline: Deadline) -> Sample:
         while True:

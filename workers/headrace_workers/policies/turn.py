@@ -155,6 +155,11 @@ class Turn:
         self._paused_s += held_s
         self._waiting_s += max(0.0, self._clock() - started_at - held_s)
 
+    def named(self, failure: PolicyFailure) -> PolicyFailure:
+        """The failure, with the servers that were asked."""
+        failure.extra["servers"] = self._servers
+        return failure
+
     def overdue(self) -> PolicyFailure:
         """The failure of a turn whose time is up."""
         limit = f"within {self.request.timeout_s:g} s"
