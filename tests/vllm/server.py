@@ -124,8 +124,10 @@ def torch_logprobs() -> Iterator[TorchLogprobs]:
 
 
 @pytest.fixture(scope="session")
-def vllm_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """Address and model folder."""
+def vllm_server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, torch_logprobs: TorchLogprobs
+) -> Iterator[tuple[str, Path]]:
+    """Address and model folder. Asks for ``torch_logprobs``, so that torch is imported while the server starts."""
     folder = tmp_path_factory.mktemp("vllm")
     write_model(folder / "model", tied=True)
     capture = request.config.pluginmanager.getplugin("capturemanager")
