@@ -118,13 +118,13 @@ def _spans(record: Trajectory, folders: list[Path], forward: Logprobs) -> list[t
     found = []
     for segment in record.rows():
         start = 0
-        for end, version in segment.versions:
-            sampled = [at for at in range(max(start, 1), end) if segment.sampled[at]]
+        for run in segment.versions:
+            sampled = [at for at in range(max(start, 1), run.end) if segment.sampled[at]]
             if sampled:
-                whole = forward(folders[version.n], segment.token_ids[:end].tolist())
+                whole = forward(folders[run.n], segment.token_ids[: run.end].tolist())
                 told = [float(segment.logprobs[at]) for at in sampled]
                 found.append((told, [whole[at - 1] for at in sampled]))
-            start = end
+            start = run.end
     return found
 
 
