@@ -14,8 +14,7 @@ from headrace import wire
 from headrace.batch import build_head
 from headrace.client import Client
 from headrace.codec import decode_head, encode
-from headrace.errors import GroupEnded, GroupIncomplete, InvalidRequest, Unavailable
-from headrace.integrations import trl_grpo
+from headrace.errors import GroupEnded, GroupIncomplete, InvalidRequest
 from headrace.integrations.prompts import Asked, Episode, roll_out, sizes
 from headrace.integrations.skyrl import HeadraceGenerator
 from headrace.integrations.trl_grpo import headrace_reward, rollout_func
@@ -31,7 +30,6 @@ SUBMIT = "POST /v1/runs/guess/groups"
 ACK = "POST /v1/runs/guess/batches/b/ack"
 NACK = "POST /v1/runs/guess/batches/b/nack"
 VERSION = "POST /v1/runs/guess/version"
-SERVERS = "GET /v1/runs/guess/servers"
 ENDED = wire.EmptyReply(epoch=1, reasons=[wire.Reason(code="group-ended", message="g2 was retired: failed")])
 
 
@@ -60,7 +58,7 @@ def task(prompt: Any) -> dict[str, Any]:
 @pytest.fixture
 def served(stub: Stub) -> Stub:
     """A run that takes groups ``g1`` and ``g2`` and serves two episodes of each, of rewards 1, 2, 3 and 4 to 9."""
-    stub.on("GET /v1/runs/guess", good(run_status(spec={"sampling": {"temperature": 1.0}})))
+    stub.on("GET /v1/runs/guess", good(run_status(spec={"sampling": {"temperature": 1.0}, "max_staleness": 0})))
     stub.on(SUBMIT, good(wire.SubmitGroupsReply(epoch=1, groups=["g1", "g2"])))
     stub.on(PULL, batch(body(group(1, [1.0], [2.0]), group(3, [3.0], [4.0, 5.0]))))
     stub.on(ACK, good(wire.AckReply(epoch=1, batch="b", version="0.3")))
@@ -206,14 +204,8 @@ def test_an_evaluation_of_the_trainer_asks_for_its_own_number_of_generations(ser
     assert [one["size"] for one in served.asked(SUBMIT)[0].json["groups"]] == [1, 1]
 
 
-def serving(version: str, state: Any = "serving", **more: Any) -> Any:
-    server = wire.PolicyServer(address="http://127.0.0.1:1", state=state, version=version)
-    return good(wire.ServersReply(epoch=1, revision=4, servers=[server], **more))
-
-
-def test_the_weights_of_a_step_are_in_use_before_its_groups_are_asked_for(served: Stub, client: Client) -> None:
+def test_the_weights_of_a_step_are_announced_before_its_groups_are_asked_for(served: Stub, client: Client) -> None:
     served.on(VERSION, good(wire.VersionReply(epoch=1, version="0.4")))
-    served.on(SERVERS, serving("0.3", "syncing"), serving("0.3"), serving("0.4"))
     folder: Any = Folder()
     roll = rollout_func(client, "guess", task, weights=folder)
     roll(["a", "a", "b", "b"], Trainer(0))
@@ -224,20 +216,13 @@ def test_the_weights_of_a_step_are_in_use_before_its_groups_are_asked_for(served
     assert first.json == {"version": "0.4", "weights": {"path": "/shared/step-1"}}
     assert second.json["weights"] == {"path": "/shared/step-2"}
     routes = [f"{seen.method} {seen.path}" for seen in served.seen]
-    assert routes.index(SUBMIT) > [k for k, route in enumerate(routes) if route == SERVERS][2]
-    assert [seen.query.get("revision") for seen in served.asked(SERVERS)][:3] == [None, "4", "4"]
+    assert [route for route in routes if route in (VERSION, SUBMIT)] == [VERSION, SUBMIT, SUBMIT, VERSION, SUBMIT]
 
 
-def test_weights_that_no_server_takes_end_the_trainer(
-    served: Stub, client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trl_grpo, "SERVED_WITHIN_S", 0.0)
-    served.on(VERSION, good(wire.VersionReply(epoch=1, version="0.4")))
-    served.on(SERVERS, serving("0.3", "ejected", sync="no such folder"))
-    folder: Any = Folder()
-    with pytest.raises(Unavailable, match=r"0\.4 .* not in use .*ejected 0\.3.* no such folder"):
-        rollout_func(client, "guess", task, weights=folder)(["a", "a", "b", "b"], Trainer())
-    assert not served.asked(SUBMIT)
+def test_a_run_that_allows_staleness_is_refused(stub: Stub, client: Client) -> None:
+    stub.on("GET /v1/runs/guess", good(run_status(spec={"max_staleness": 1})))
+    with pytest.raises(InvalidRequest, match=r"max_staleness of 1.* Give the run max_staleness 0"):
+        rollout_func(client, "guess", task)
 
 
 # SkyRL ----------------------------------------------------------------------------------------------------------

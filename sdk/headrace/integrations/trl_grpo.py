@@ -1,7 +1,7 @@
 """TRL's ``GRPOTrainer``, which owns its prompts: its ``rollout_func`` plays them with Headrace (trl 1.16).
 
 * The repetitions of a prompt are one group; one row comes back for each.
-* Before the first groups of a step the weights are written, announced, and waited for until they are in use.
+* Before the first groups of a step its weights are written and announced; no group is played on older ones.
 * What cannot be had ends the trainer with a typed error; there is no gap.
 
 ::
@@ -15,19 +15,17 @@
     )
 
 TRL is not imported here: the trainer is asked by name for what it is at. For one process or data parallelism without
-sharded parameters. The trainer takes what it is given as sampled by its own weights, so let the run's
-``max_staleness`` be 0.
+sharded parameters.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 from headrace._flows import TaskLike
 from headrace.client import Client
-from headrace.errors import Unavailable
+from headrace.errors import InvalidRequest
 from headrace.integrations._weights import WeightFolder
 from headrace.integrations.prompts import Asked, Episode, roll_out, sizes
 from headrace.trajectory import Version
@@ -36,11 +34,6 @@ __all__ = ["WeightFolder", "headrace_reward", "rollout_func"]
 
 RolloutFunc = Callable[[list[Any], Any], dict[str, Any]]
 """From prompts and the trainer to one completion for each prompt."""
-
-SERVED_WITHIN_S = 600.0
-"""Until some server serves new weights; large models take minutes to load."""
-
-POLL_S = 20.0
 
 
 def rollout_func(
@@ -54,8 +47,15 @@ def rollout_func(
     """``task(prompt)`` gives the task of a prompt. ``weights``: where those of each step are written; without, the
     trainer's own way of loading them into the servers counts. ``timeout_s``: as of ``Client.pull``.
 
-    The function raises what ``roll_out`` raises, and Unavailable where no server takes the weights.
+    Raises InvalidRequest for a run that allows staleness: the trainer takes all that it is given as sampled by its own
+    weights. The function raises what ``roll_out`` raises.
     """
+    bound = client.run(run).spec["max_staleness"]
+    if bound:
+        raise InvalidRequest(
+            f"Run {run!r} allows a max_staleness of {bound}; GRPOTrainer takes no episode for older than its weights.",
+            hint="Give the run max_staleness 0.",
+        )
     steps = _Steps(client, run, weights)
 
     def roll(prompts: list[Any], trainer: Any) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def _output(episodes: list[Episode]) -> dict[str, Any]:
 
 
 class _Steps:
-    """Keeps the run's policy servers at the trainer's step."""
+    """Keeps the run's policy servers at the trainer's step. A run without staleness plays nothing before they are."""
 
     def __init__(self, client: Client, run: str, weights: WeightFolder | None) -> None:
         self._client, self._run, self._weights = client, run, weights
@@ -102,31 +102,6 @@ class _Steps:
             model = trainer.accelerator.unwrap_model(trainer.model)
             folder = self._weights.write(model.named_parameters())
             now = Version.parse(self._client.run(self._run).version)
-            version = Version(now.lineage, now.n + 1)
-            self._client.announce(self._run, version, weights=folder)
-            self._wait_for(version)
+            self._client.announce(self._run, Version(now.lineage, now.n + 1), weights=folder)
         trainer.accelerator.wait_for_everyone()
         self._step = step
-
-    def _wait_for(self, version: Version) -> None:
-        """Until the run's servers sample with it. Without servers of its own it is its workers' affair."""
-        deadline = time.monotonic() + SERVED_WITHIN_S
-        revision = None
-        while True:
-            reply = self._client.servers(self._run, revision=revision, wait_s=POLL_S)
-            wanted = [server for server in reply.servers if server.state not in ("draining", "ejected")]
-            behind = [
-                server
-                for server in wanted
-                if server.state != "serving" or not server.version or Version.parse(server.version) < version
-            ]
-            if not behind and (wanted or not reply.servers):
-                return
-            if time.monotonic() > deadline:
-                states = ", ".join(f"{server.address}: {server.state} {server.version}" for server in reply.servers)
-                raise Unavailable(
-                    f"Version {version} of run {self._run!r} is not in use after {SERVED_WITHIN_S:g} s ({states}). "
-                    f"{reply.sync}".rstrip(),
-                    hint="headrace servers RUN shows what each policy server is at.",
-                )
-            revision = reply.revision
