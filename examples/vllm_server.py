@@ -33,6 +33,9 @@ NAME = "policy"
 START_S, END_S = 600.0, 30.0
 """A start on a busy machine takes minutes; an end does not."""
 
+GROUP_END_S = 5.0
+"""What the server has started dies of its own a moment later, a busy machine permitting."""
+
 # Started with -c and not with -m, because the processes that it spawns would import the whole API server again.
 # PR_SET_PDEATHSIG (1): a SIGTERM when the process that started this one dies.
 PROGRAM = """\
@@ -128,6 +131,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             os.killpg(process.pid, sign)
         with suppress(subprocess.TimeoutExpired):
             process.wait(END_S)
+    give_up_at = time.monotonic() + GROUP_END_S
+    with suppress(ProcessLookupError):  # raised once the last of the group is gone
+        while time.monotonic() < give_up_at:
+            os.killpg(process.pid, 0)
+            time.sleep(0.02)
 
 
 def _free_port() -> int:
