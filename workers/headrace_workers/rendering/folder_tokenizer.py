@@ -3,7 +3,7 @@
 * It is read from a local folder, or from the model hub by name; never is code of a model run.
 * Truncation and padding that a ``tokenizer.json`` may ask for are switched off: what is encoded is encoded whole.
 * The vocabulary is as large as the model's own, so that whatever the engine can sample is a known id.
-* The fingerprint covers the vocabulary, the special tokens and the templates, not the way a file spells them.
+* The fingerprint covers the vocabulary, the special tokens and the templates, and nothing else of the files.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from headrace.errors import InfrastructureFailure
 
@@ -35,10 +37,22 @@ FILES = (
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Special tokens that templates refer to by name."""
 
-MEANING = ("added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder", "model")
-"""Parts of a tokenizer.json that give an id its meaning."""
-
 EXTRA = "headrace[renderers]"
+
+
+_NULL = msgspec.Raw(b"null")
+
+
+class _Definition(msgspec.Struct):
+    """The parts of a tokenizer.json that give an id its meaning, as they are written: read, they would be a million
+    objects for a large vocabulary."""
+
+    added_tokens: msgspec.Raw = _NULL
+    normalizer: msgspec.Raw = _NULL
+    pre_tokenizer: msgspec.Raw = _NULL
+    post_processor: msgspec.Raw = _NULL
+    decoder: msgspec.Raw = _NULL
+    model: msgspec.Raw = _NULL
 
 
 class FolderTokenizer:
@@ -48,21 +62,21 @@ class FolderTokenizer:
         """Read ``folder``. Raises InfrastructureFailure ``tokenizer-missing``, ``tokenizer-unreadable``, or
         ``missing-extra``."""
         self.name_or_path = name
-        self._definition = _read(folder / TOKENIZER_FILE)
+        self._meaning = _meaning(folder / TOKENIZER_FILE)
         self._backend = _backend(folder / TOKENIZER_FILE)
-        config = _read(folder / "tokenizer_config.json", {})
-        self.special_tokens = _special_tokens(config, _read(folder / "special_tokens_map.json", {}))
+        config = _read(folder / "tokenizer_config.json")
+        self.special_tokens = _special_tokens(config, _read(folder / "special_tokens_map.json"))
         """Special tokens by the names that templates use."""
         self.templates = _templates(folder, config)
         """Chat templates by name; ``default`` is the usual one."""
         ids = self._backend.get_vocab(with_added_tokens=True)
-        self._model_config = _read(folder / "config.json", {})
+        self._model_config = _read(folder / "config.json")
         self.vocab_size = max(_vocab_size(self._model_config), max(ids.values()) + 1)
         self.unk_token_id = self._id_of("unk_token")
         self.eos_token_id = self._id_of("eos_token")
         self.eos_token_ids = list(
             dict.fromkeys(
-                [*_ids(self.eos_token_id), *_ids(_read(folder / "generation_config.json", {}).get("eos_token_id"))]
+                [*_ids(self.eos_token_id), *_ids(_read(folder / "generation_config.json").get("eos_token_id"))]
             )
         )
         """Ids that end a turn by the model's own word, the tokenizer's first."""
@@ -94,8 +108,8 @@ class FolderTokenizer:
 
     def fingerprint(self, *more: Any) -> str:
         """SHA-256 of what gives the ids their meaning, and of ``more`` JSON-able data."""
-        meaning = {part: self._definition.get(part) for part in MEANING}
-        text = json.dumps([meaning, self.special_tokens, self.templates, more], sort_keys=True, ensure_ascii=False)
+        value = [self._meaning, self.special_tokens, self.templates, more]
+        text = json.dumps(value, sort_keys=True, ensure_ascii=False)
         return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
     def _id_of(self, name: str) -> int | None:
@@ -158,15 +172,25 @@ def _unreadable(path: Path, error: Exception) -> InfrastructureFailure:
     )
 
 
-def _read(path: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
+def _meaning(path: Path) -> str:
+    """A digest of what gives the ids their meaning."""
     try:
-        value = json.loads(path.read_bytes())
+        definition = msgspec.json.decode(path.read_bytes(), type=_Definition)
     except FileNotFoundError as error:
-        if default is not None:
-            return default
         raise _missing(
             f"There is no {path.name} in {path.parent}; a tokenizer in an older format has to be converted."
         ) from error
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _unreadable(path, error) from error
+    return hashlib.sha256(msgspec.json.encode(definition)).hexdigest()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The object in a JSON file that need not be there."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
     except (OSError, ValueError) as error:
         raise _unreadable(path, error) from error
     if not isinstance(value, dict):
