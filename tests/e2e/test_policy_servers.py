@@ -97,7 +97,7 @@ def test_the_turns_of_a_faulty_engine_are_played_elsewhere_and_without_another_o
     settings, kind = FAULTS[fault]
     misbehave(plant.liar, **settings)
     name = fault.replace(" ", "-")
-    limits = {"policy_timeout_s": 0.5 if fault == "slow" else 20.0}
+    limits = {"policy_timeout_s": 2.0 if fault == "slow" else 20.0}
     plant.run(f"{name}-two", plant.liar, plant.honest, limits=limits)
     once = {"max_attempts": 1, "quarantine_after": 100}
     plant.run(f"{name}-one", plant.liar, limits=limits, retries=once, short_groups="serve")

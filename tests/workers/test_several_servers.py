@@ -15,7 +15,9 @@ from headrace.errors import PolicyFailure, Unavailable
 from headrace.wire import PolicyServer, ServersReply
 from headrace_workers.policies import Policy, ServedPolicies
 from headrace_workers.policies import following as following_module
+from headrace_workers.policies import router as router_module
 from headrace_workers.policies import served as served_module
+from headrace_workers.policies import watching as watching_module
 from headrace_workers.policies.deadline import Deadline
 from headrace_workers.policies.pools import UNHEARD_S, KeptPool
 from tests.workers.engine import DROP, Engine, completion, serving
@@ -323,3 +325,58 @@ async def test_a_pause_of_which_nobody_hears_any_more_is_over() -> None:
     pool.miss()
     assert pool.addresses() == ["a"]
     assert (pool.paused_s("a"), pool.held_s()) == (UNHEARD_S, UNHEARD_S + 1)
+
+
+async def test_a_server_that_is_out_comes_back_when_it_answers_a_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching_module, "LOOK_S", 0.005)
+    monkeypatch.setattr(router_module, "FIRST_OUT_S", 0.0)
+    monkeypatch.setattr(router_module, "LONGEST_OUT_S", 0.0)
+    async with several(reply("x", status=500), fine) as (engines, policy, policies), asyncio.timeout(10):
+        bad = engines[0]
+        bad.healthy = False
+        while policies.router.is_in(bad.url):
+            await policy.sample(msgspec.structs.replace(REQUEST, episode=f"e{len(bad.bodies)}", group="g"))
+        outs = policies.router.server(bad.url).outs
+        while policies.router.server(bad.url).outs < outs + 3:
+            await asyncio.sleep(0.005)  # each probe that fails puts it out for longer
+        bad.healthy, bad.answer = True, fine
+        while not policies.router.is_in(bad.url):
+            await asyncio.sleep(0.005)
+        asked = len(bad.bodies)
+        while len(bad.bodies) == asked:
+            await policy.sample(msgspec.structs.replace(REQUEST, episode="fresh", group="fresh"))
+            policies.router.sent(engines[1].url)  # until the other one has more than its share
+
+
+async def test_a_silent_server_that_does_not_say_that_it_lives_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching_module, "LOOK_S", 0.005)
+    monkeypatch.setattr(watching_module, "SILENT_S", -1.0)
+
+    async def never(engine: Engine, body: dict[str, Any]) -> Any:
+        engine.healthy = False
+        await asyncio.Event().wait()
+
+    async with several(never, fine) as (engines, policy, policies), asyncio.timeout(10):
+        sample = await policy.sample(REQUEST)
+        assert list(sample.servers) == [engine.url for engine in engines]
+        await engines[0].aborted.wait()
+        assert not policies.router.is_in(engines[0].url)
+
+
+async def test_without_another_server_a_silent_one_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching_module, "LOOK_S", 0.005)
+    monkeypatch.setattr(watching_module, "SILENT_S", -1.0)
+    given_up = asyncio.Event()
+
+    async def late(engine: Engine, body: dict[str, Any]) -> Any:
+        engine.healthy = False
+        await given_up.wait()
+        return fine(engine, body)
+
+    async with several(late) as (engines, policy, policies), asyncio.timeout(10):
+        turn = asyncio.create_task(policy.sample(REQUEST))
+        while policies.router.is_in(engines[0].url):
+            await asyncio.sleep(0.005)
+        given_up.set()
+        assert (await turn).token_ids == [66, 261]
+        assert policies.router.is_in(engines[0].url)
