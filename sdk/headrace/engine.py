@@ -131,10 +131,10 @@ class AdapterRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     lora_path: str = ""
 
 
-def versioned_adapter(run: str, adapter: str, version: Version) -> str:
-    """What a version of a run's trained adapter is called at the servers. A request names it as its model, so that the
-    version of every token is known by the name; a name is never used for two versions."""
-    return f"{run}.{adapter}@{version}"
+def adapter_at_server(run: str, adapter: str, version: Version | None = None) -> str:
+    """What a run's adapter is called at the servers; ``version``: of the trained one. A request names it as its model,
+    so that the version of every token is known by the name; a name is never used for two versions."""
+    return f"{run}/{adapter}" + (f"@{version}" if version is not None else "")
 
 
 # Sampling -----------------------------------------------------------------------------------------------------

@@ -25,27 +25,37 @@ def adapters(frozen="", *, pinned="", trained=None, limit=None, servers=(ONE,)):
     return found
 
 
+def plain(name):
+    """As the run knows it."""
+    assert name.startswith("run/")
+    return name.removeprefix("run/")
+
+
+def keep(found):
+    return {plain(name): path for name, path in found.keep().items()}
+
+
 def settle(found, now=0.0):
     """Carry out all that is wanted, well; returns it in order."""
     done = []
     while calls := found.step(now):
         for call in calls:
-            done.append(f"{call.kind} {call.name}")
+            done.append(f"{call.kind} {plain(call.name)}")
             found.answered(call, "", now)
     return done
 
 
 def test_pinned_ones_and_those_in_use_are_always_held_and_the_rest_by_their_last_use():
     found = adapters("abcd", pinned="d", limit=2)
-    assert set(found.keep()) == {"d", "a"}, "in the order of the spec, before any use"
+    assert set(keep(found)) == {"d", "a"}, "in the order of the spec, before any use"
     found.use({"c"})
-    assert set(found.keep()) == {"d", "c"}
+    assert set(keep(found)) == {"d", "c"}
     found.use({"b"})
-    assert set(found.keep()) == {"d", "b"}
+    assert set(keep(found)) == {"d", "b"}
     found.use(set())
-    assert set(found.keep()) == {"d", "b"}, "the last that was used"
+    assert set(keep(found)) == {"d", "b"}, "the last that was used"
     found.use({"a", "b", "c"})
-    assert set(found.keep()) == {"a", "b", "c", "d"}, "what is in use is more than fits"
+    assert set(keep(found)) == {"a", "b", "c", "d"}, "what is in use is more than fits"
     assert "4 adapters are in use" in found.reasons()[0].message
 
 
@@ -54,7 +64,7 @@ def test_each_version_of_the_trained_adapter_has_a_name_of_its_own_and_the_two_n
     for number in (1, 2, 3):
         found.announced(Version(0, number), f"/v{number}")
         settle(found)
-    assert found.keep() == {"run.math@0.2": "/v2", "run.math@0.3": "/v3"}
+    assert keep(found) == {"math@0.2": "/v2", "math@0.3": "/v3"}
     assert found.version(ONE) == Version(0, 3) == found.served
 
 
@@ -64,8 +74,8 @@ def test_a_new_version_is_loaded_beside_the_old_one_which_goes_afterwards():
     for number in (1, 2, 3):
         found.announced(Version(0, number), f"/v{number}")
         done.append(settle(found))
-    assert done[1] == ["load run.math@0.2"]
-    assert done[2] == ["load run.math@0.3", "unload run.math@0.1"]
+    assert done[1] == ["load math@0.2"]
+    assert done[2] == ["load math@0.3", "unload math@0.1"]
 
 
 def test_a_version_that_was_overtaken_is_not_loaded_and_the_served_one_stays_while_newer_ones_fail():
@@ -75,10 +85,10 @@ def test_a_version_that_was_overtaken_is_not_loaded_and_the_served_one_stays_whi
     for number in (2, 3, 4):
         found.announced(Version(0, number), f"/v{number}")
         (call,) = found.step(0.0)
-        assert call.name == f"run.math@0.{number}"
+        assert plain(call.name) == f"math@0.{number}"
         found.answered(call, "no", 0.0)
         found.announced(Version(0, 1), "/v1")
-        assert set(found.keep()) == {"run.math@0.1", f"run.math@0.{number}"}
+        assert set(keep(found)) == {"math@0.1", f"math@0.{number}"}
     assert found.version(ONE) == found.served == Version(0, 1)
 
 
@@ -88,13 +98,13 @@ def test_a_server_that_was_started_again_is_given_what_it_lost_and_foreign_adapt
     settle(found)
     found.listed(ONE, {"other.math@0.9": "/x", "guest": "/y"})
     assert found.lacks(ONE)
-    assert settle(found) == ["load run.math@0.1", "load a"]
+    assert settle(found) == ["load math@0.1", "load a"]
     assert not found.lacks(ONE)
 
 
 def test_an_adapter_of_our_name_from_another_folder_is_replaced():
     found = adapters("a")
-    found.listed(ONE, {"a": "/elsewhere"})
+    found.listed(ONE, {"run/a": "/elsewhere"})
     assert settle(found) == ["unload a", "load a"]
 
 
@@ -158,7 +168,7 @@ def test_pins_are_never_evicted_the_limit_is_kept_and_what_goes_is_what_was_used
             found.use(step)
             in_use = step
         done = settle(found)
-        kept = set(found.keep())
+        kept = set(keep(found))
         assert not {f"unload {name}" for name in pinned | in_use} & set(done)
         trained = {name for name in kept if "@" in name}
         assert len(trained) <= 2

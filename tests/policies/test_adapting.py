@@ -49,7 +49,7 @@ async def test_versions_of_an_adapter_are_loaded_under_running_episodes_and_ever
         assert {f"0.{n}" for n in (0, 5)} <= await made.check_truth()
         records = await made.records()
         assert {segment.policy.adapter for record in records for segment in record.segments} == {"math"}
-        assert set(await names(made.addresses[0])) == {"policy", "run.math@0.4", "run.math@0.5"}
+        assert set(await names(made.addresses[0])) == {"policy", "run/math@0.4", "run/math@0.5"}
         assert (await get(made.addresses[0], "/weight_info"))["weight_version"] == "0.0", "the base stayed"
 
 
@@ -100,7 +100,7 @@ async def test_an_adapter_that_does_not_fit_is_refused_with_why_and_what_was_ser
         await made.until_served(5)
         await api.ask("POST", "/v1/runs/run/close")
         await made.until(lambda servers: not servers)
-        assert await names(one) == ["policy"], "its versions go with the run"
+        assert await names(one) == ["policy"], "its adapters go with the run"
 
 
 async def test_a_run_takes_only_weights_of_the_kind_that_it_trains(tmp_path: Path) -> None:
@@ -121,10 +121,10 @@ async def test_after_a_restart_of_the_orchestrator_the_version_is_known_and_lost
             await made.create_run(policy=MATH)
             await made.announce(1, trained(made, 1))
             await made.until_served(1)
-        await post(one, "/v1/unload_lora_adapter", {"lora_name": "run.math@0.1"})
+        await post(one, "/v1/unload_lora_adapter", {"lora_name": "run/math@0.1"})
         async with orchestrator(tmp_path / "data") as api:
             await Plant("", api, tmp_path, [one]).until_served(1)
-        assert "run.math@0.1" in await names(one)
+        assert "run/math@0.1" in await names(one)
 
 
 @pytest.mark.parametrize(

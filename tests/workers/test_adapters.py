@@ -40,7 +40,7 @@ def following(engine: Engine, *versions: str) -> ServedPolicies:
     return ServedPolicies(slots=4, default_endpoints=[], clock=Clock(), list_servers=servers)
 
 
-@pytest.mark.parametrize(("version", "model"), [("0.7", "run.math@0.7"), ("0.0", "tiny")])
+@pytest.mark.parametrize(("version", "model"), [("0.7", "run/math@0.7"), ("0.0", "tiny")])
 async def test_a_trained_adapter_is_asked_for_by_its_version_there_and_before_the_first_one_the_base_is(
     version: str, model: str
 ) -> None:
@@ -102,6 +102,6 @@ def test_agents_are_played_by_the_trained_adapter_by_frozen_ones_or_by_what_they
     plan = make_plan(RunSpec.model_validate({"name": "run", "policy": policy}))
     mine, theirs, judge = plan.agent("self"), plan.agent("opponent", "old"), plan.agent("judge")
     assert (mine.policy, mine.adapter) == (PolicyRef(base="policy", adapter="math"), "math")
-    assert (theirs.policy, theirs.model) == (PolicyRef(base="policy", adapter="old"), "old")
+    assert (theirs.policy, theirs.model) == (PolicyRef(base="policy", adapter="old"), "run/old")
     assert (theirs.adapter, theirs.frozen) == ("", True)
     assert (judge.policy, judge.adapter) == (PolicyRef(base="judge"), "")

@@ -6,7 +6,7 @@
 * A version of the trained adapter has a name of its own at the servers, and is never loaded over another one: vLLM
   would read it from disk again at every step, and could bring an older one back while a request of that is under way.
 * Once a version was served, servers without it are not asked.
-* Adapters that are not this run's are not touched.
+* Adapters that are not this run's are not touched: what is its own has names that begin with the run's.
 * A server that was started again is given what it lost.
 * What is refused is tried again, each time later; the first reason stays told.
 """
@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from headrace.engine import versioned_adapter
+from headrace.engine import adapter_at_server
 from headrace.runspec import PolicySpec
 from headrace.trajectory import Version
 from headrace.wire import Reason
@@ -58,7 +58,7 @@ class Adapters:
     spec: PolicySpec
     limit: int | None = None
     revision: int = 0
-    #: Frozen ones in the order of their last use, latest last.
+    #: Frozen ones, as the servers know them, in the order of their last use, latest last.
     _order: list[str] = field(default_factory=list)
     _versions: dict[Version, str] = field(default_factory=dict)
     #: The newest version that a server had; 0.0 is the base alone.
@@ -67,9 +67,9 @@ class Adapters:
     _servers: dict[str, _Server] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._paths = {adapter.name: adapter.path for adapter in self.spec.adapters}
-        self._pinned = {adapter.name for adapter in self.spec.adapters if adapter.pinned}
-        self._order = [adapter.name for adapter in reversed(self.spec.adapters)]
+        self._paths = {self._at_server(adapter.name): adapter.path for adapter in self.spec.adapters}
+        self._pinned = {self._at_server(adapter.name) for adapter in self.spec.adapters if adapter.pinned}
+        self._order = [self._at_server(adapter.name) for adapter in reversed(self.spec.adapters)]
         self._in_use: set[str] = set()
 
     @property
@@ -93,11 +93,10 @@ class Adapters:
 
     def use(self, in_use: Collection[str]) -> None:
         """The frozen adapters that open groups play with now."""
-        for name in sorted(set(in_use) - self._in_use):
-            if name in self._paths:
-                self._order.remove(name)
-                self._order.append(name)
-        now = {name for name in in_use if name in self._paths}
+        now = {self._at_server(name) for name in in_use}
+        for name in sorted(now - self._in_use):
+            self._order.remove(name)
+            self._order.append(name)
         self.revision += now != self._in_use
         self._in_use = now
 
@@ -163,7 +162,10 @@ class Adapters:
         return trained | {name: self._paths[name] for name in self._order if name in self._pinned | self._in_use}
 
     def _name(self, version: Version) -> str:
-        return versioned_adapter(self.run, self.spec.adapter or "", version)
+        return self._at_server(self.spec.adapter or "", version)
+
+    def _at_server(self, name: str, version: Version | None = None) -> str:
+        return adapter_at_server(self.run, name, version)
 
     def step(self, now: float) -> list[AdapterCall]:
         """The calls to make now, one for each server that is not as it should be; each is out until it is answered."""
@@ -187,15 +189,15 @@ class Adapters:
         return None
 
     def _is_ours(self, name: str) -> bool:
-        return name in self._paths or bool(self.spec.adapter and name.startswith(f"{self.run}.{self.spec.adapter}@"))
+        return name.startswith(self._at_server(""))
 
     def leave(self) -> list[AdapterCall]:
-        """The last calls, where the run is over: its own versions go. Frozen ones may be another run's too."""
+        """The last calls, where the run is over: what is its own goes."""
         return [
             AdapterCall("unload", address, name)
             for address, server in self._servers.items()
             for name in server.has or ()
-            if self._is_ours(name) and name not in self._paths
+            if self._is_ours(name)
         ]
 
     def due(self) -> float | None:

@@ -72,8 +72,7 @@ class Adapting:
         """Make a call, and tell what came of it."""
         problem = ""
         if call.kind == "load":
-            trained = call.name not in {adapter.name for adapter in self._spec.adapters}
-            before = self._before if trained else ""
+            before = self._before if "@" in call.name else ""  # of the trained one
             problem = await asyncio.to_thread(adapterfiles.problem_of, call.path, before)
         if not problem:
             problem = await self._control.change_adapter(call.address, call.kind, call.name, call.path)
@@ -84,7 +83,7 @@ class Adapting:
             log.info(f"adapter {call.kind}ed", run=self._run, server=call.address, name=call.name)
 
     async def leave(self) -> None:
-        """The run is over: take its versions from the servers, as far as they answer."""
+        """The run is over: take its adapters from the servers, as far as they answer."""
         await asyncio.gather(*(self.carry_out(call) for call in self._adapters.leave()))
 
     async def look(self, address: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from headrace.engine import adapter_at_server
 from headrace.errors import InfrastructureFailure
 from headrace.runspec import AgentSpec, LimitSpec, RunSpec, ScorerSpec
 from headrace.trajectory import PolicyRef, Sampling
@@ -44,7 +45,7 @@ class AgentPlan:
     def played_by(self, adapter: str) -> AgentPlan:
         """The same with a frozen adapter."""
         policy = PolicyRef(base=self.policy.base, adapter=adapter)
-        return replace(self, model=adapter, policy=policy, adapter="", frozen=True)
+        return replace(self, model=adapter_at_server(self.run, adapter), policy=policy, adapter="", frozen=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from headrace.engine import BY_NAME, versioned_adapter
+from headrace.engine import BY_NAME, adapter_at_server
 from headrace.errors import PolicyFailure
 from headrace.trajectory import Version
 from headrace.wire import PolicyServer, ServersReply
@@ -153,7 +153,7 @@ class KeptPool:
         if server is None or not server.version:
             raise _unknown_version(address, name)
         version = Version.parse(server.version)
-        return "" if version == BASE else versioned_adapter(self._run, name, version), version
+        return "" if version == BASE else adapter_at_server(self._run, name, version), version
 
     def held_s(self) -> float:
         now_s = 0.0 if self._hold_began_at is None else self._clock() - self._hold_began_at
