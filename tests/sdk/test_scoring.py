@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headrace import scoring
 from headrace.errors import PolicyFailure
 from headrace.scoring import read_scores, scoring_body
 
@@ -74,3 +75,42 @@ def test_an_engine_is_asked_for_one_token_and_the_logprobs_of_the_prompt() -> No
         "temperature": 0.0,
         "prompt_logprobs": 0,
     }
+
+
+class Server:
+    """Answers in place of HTTP: the versions that it names, one after the other, and always the same logprobs."""
+
+    def __init__(self, *versions: str) -> None:
+        self.versions = list(versions)
+        self.questions = 0
+
+    def ask(self, url: str, timeout_s: float, body: bytes | None = None) -> bytes:
+        if url.endswith("/weight_info"):
+            version = self.versions.pop(0) if len(self.versions) > 1 else self.versions[0]
+            return json.dumps({"weight_version": version}).encode()
+        self.questions += 1
+        return answer(-1.0, -2.0, -3.0)
+
+
+def test_scores_are_of_the_version_that_was_confirmed_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server("0.3", "0.4", "0.4")
+    monkeypatch.setattr(scoring, "_ask", server.ask)
+    found = scoring.score("http://policy/", "m", TOKENS)
+    assert (str(found.version), server.questions) == ("0.4", 2)
+    assert found.logprobs.tolist() == [0.0, -1.0, -2.0, -3.0]
+
+
+def test_scores_that_new_weights_spoil_again_and_again_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(*(f"0.{number}" for number in range(20)))
+    monkeypatch.setattr(scoring, "_ask", server.ask)
+    with pytest.raises(PolicyFailure) as caught:
+        scoring.score("http://policy", "m", TOKENS)
+    assert (caught.value.kind, caught.value.retryable) == ("version-changed", True)
+
+
+@pytest.mark.parametrize("version", ["latest", "1"])
+def test_scores_of_weights_without_a_version_are_an_error(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "_ask", Server(version).ask)
+    with pytest.raises(PolicyFailure) as caught:
+        scoring.score("http://policy", "m", TOKENS)
+    assert caught.value.kind == "unknown-version"
