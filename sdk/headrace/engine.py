@@ -15,7 +15,7 @@ workers, while ``POST /pause`` holds requests back; ``POST /update_weight_versio
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -212,7 +212,8 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Body of ``POST /v1/chat/completions``. ``logprobs`` true: of each sampled token. ``response_format``: what the
-    answer must match, as OpenAI has it."""
+    answer must match, as OpenAI has it. ``tools`` are shown to the model; with ``tool_choice`` ``none`` the server does
+    not take its calls out of the text."""
 
     model: str
     messages: Sequence[ChatMessage]
@@ -225,6 +226,8 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     logprobs: bool = False
     return_token_ids: bool = False
     response_format: dict[str, Any] | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
+    tool_choice: str | None = None
     structured_outputs: dict[str, Any] | None = None
 
 

@@ -20,6 +20,7 @@ from tests.workers.test_served import REQUEST, client
 ASKED = msgspec.structs.replace(
     REQUEST,
     messages=[Message(role="system", content="Be brief."), Message(role="user", content="Hello?")],
+    tools=[{"type": "function", "function": {"name": "look", "parameters": {}}}],
     structured_outputs={"json": {"type": "object"}},
 )
 RENDERED = [BOS, 1, 2, 3]
@@ -39,6 +40,7 @@ async def test_a_chat_server_is_asked_with_messages_and_says_what_prompt_it_made
     (body,) = engine.bodies
     assert body["messages"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello?"}]
     assert body["response_format"]["json_schema"]["schema"] == {"type": "object"}
+    assert (body["tools"], body["tool_choice"]) == (ASKED.tools, "none")
     assert (body["logprobs"], body["return_token_ids"]) == (True, True)
     assert (sample.token_ids, sample.logprobs, sample.prompt) == ([66, 261], [-0.5, -0.25], RENDERED)
     assert sample.versions == [VersionRun(2, 0, 1)]

@@ -283,6 +283,7 @@ class Episode:
             prompt=asked.token_ids,
             images=[self.assets[name] for name in asked.images],
             messages=track.messages(),
+            tools=track.tools,
             text_will_do=bool(assignment.evaluation),
             sampling=turn_sampling(track.sampling, self._turns),
             max_tokens=max_tokens,

@@ -156,8 +156,8 @@ class AgentTrack:
         self.agent = agent
         self.plan = plan
         self.sampling = sampling
+        self.tools = tools
         self._renderer = renderer
-        self._tools = tools
         self._segments: list[SegmentRecord] = []
         self._conversation: list[Said] = []
         self._pending: list[Message] = []
@@ -193,7 +193,7 @@ class AgentTrack:
             if extension is not None:
                 segment = self._segments[-1]
                 return NextPrompt(segment.tokens, extension, segment.placeholders, self._renderer.image_token_id)
-        started = self._renderer.start([*self._conversation, *self._pending], self._tools)
+        started = self._renderer.start([*self._conversation, *self._pending], self.tools)
         return NextPrompt([], started, [], self._renderer.image_token_id)
 
     def messages(self) -> list[Message]:
@@ -214,7 +214,7 @@ class AgentTrack:
     def _extension(self) -> Prompt | None:
         segment = self._segments[-1]
         turn_start, note = segment.turns[-1].start, self._answered.text
-        standing = Standing(segment.tokens, turn_start, self._conversation, note, self._tools)
+        standing = Standing(segment.tokens, turn_start, self._conversation, note, self.tools)
         return self._renderer.extend(standing, self._pending)
 
     def commit(self, asked: NextPrompt, sample: Sample, text: str, turn: TurnRecord) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
@@ -40,7 +40,8 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     ``id`` names the turn (``episode-attempt-turn``); whoever sends a request appends the number of the try.
     ``group`` and ``episode`` say whose turn it is: a router keeps both where their prefix is cached.
-    ``prompt`` int[n] token ids, all below ``vocab_size``; ``messages`` say the same for a server that renders itself.
+    ``prompt`` int[n] token ids, all below ``vocab_size``; ``messages`` and ``tools`` (JSON schemas of functions, in the
+    form of OpenAI's) say the same for a server that renders itself.
     ``images``: those that the prompt shows, in order, each with one token in it.
     ``sampling`` carries this turn's own seed; temperature 0 is greedy. ``structured_outputs``: what the answer must
     match, as vLLM has it. ``interrupted``: what becomes of an answer that the engine ended for new weights.
@@ -62,6 +63,7 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float
     vocab_size: int
     messages: Sequence[Message] = ()
+    tools: Sequence[Mapping[str, Any]] = ()
     images: Sequence[AssetData] = ()
     structured_outputs: dict[str, Any] | None = None
     interrupted: Interrupted = "continue"

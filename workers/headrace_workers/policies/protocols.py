@@ -150,6 +150,8 @@ def _chat_body(request: SampleRequest) -> bytes:
             if schema is None
             else {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}},
             structured_outputs=wanted if schema is None else None,
+            tools=request.tools,
+            tool_choice="none" if request.tools else None,
         )
     )
 
