@@ -84,6 +84,8 @@ class TokenServer:
             return _refusal("Token id is out of vocabulary")
         if len(prompt) > LONGEST and self.wrong != "truncates":
             return _refusal("maximum context length")
+        if len(prompt) + body["max_tokens"] > LONGEST and self.wrong != "truncates":
+            return _refusal("max_tokens cannot be greater than max_model_len")
         self._running += 1
         try:
             if body.get("ignore_eos"):

@@ -55,9 +55,7 @@ async def stop_string(subject: Subject) -> str:
 
 
 async def context(subject: Subject) -> str:
-    answer = await subject.server.get(engine.MODELS)
-    cards = answer.read(engine.ModelList).data if answer.status == 200 else []
-    longest = next((card.max_model_len for card in cards if card.id == subject.server.model), None)
+    longest = await _longest(subject)
     if longest is None:
         raise Skipped("the server does not say how long a context it takes")
     prompt = (subject.prompt * (longest // len(subject.prompt) + 1))[: longest + 1]
@@ -70,12 +68,20 @@ async def context(subject: Subject) -> str:
     return f"{longest} tokens; a longer prompt is refused. Set limits.max_context_tokens to it, or lower"
 
 
+async def _longest(subject: Subject) -> int | None:
+    """Most tokens of prompt and answer, if the server says so."""
+    answer = await subject.server.get(engine.MODELS)
+    cards = answer.read(engine.ModelList).data if answer.status == 200 else []
+    return next((card.max_model_len for card in cards if card.id == subject.server.model), None)
+
+
 async def abort(subject: Subject) -> str:
     """A request whose client goes away ends at the engine."""
     before = await _running(subject)
     if before is None:
         raise Skipped("the server has no /metrics that count running requests")
-    fields = {"max_tokens": ABORT_TOKENS, "ignore_eos": True, "temperature": 1.0}
+    room = (await _longest(subject) or ABORT_TOKENS) - len(subject.prompt)
+    fields = {"max_tokens": min(room, ABORT_TOKENS), "ignore_eos": True, "temperature": 1.0}
     request = asyncio.create_task(subject.server.sample(subject.prompt, **fields))
     while not request.done() and (await _running(subject) or 0) <= before:
         await asyncio.sleep(ABORT_PAUSE_S)
