@@ -1,0 +1,104 @@
+"""Adapters in the real vLLM: a trained one gets new versions under running requests, beside a frozen one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from examples.tiny_model import write_adapter
+from examples.vllm_server import NAME
+from headrace import wire
+from headrace.trajectory import Sampling
+from headrace_workers.policies import Policy, Sample, SampleRequest, ServedPolicies
+from tests.orchestrator.serving import orchestrator
+from tests.policies.plant import Plant
+from tests.vllm.server import TorchLogprobs, Vllm
+
+pytestmark = [pytest.mark.component("vllm"), pytest.mark.timeout(900)]
+
+PROMPT = list(range(40, 90))
+
+
+async def sample(policy: Policy, number: int, max_tokens: int, *, model: str = NAME, frozen: bool = False) -> Sample:
+    request = SampleRequest(
+        id=f"turn-{number}",
+        group="g",
+        episode=f"e{number}",
+        model=model,
+        prompt=PROMPT,
+        sampling=Sampling(temperature=1.0, seed=number),
+        max_tokens=max_tokens,
+        stop=[],
+        stop_token_ids=[],
+        timeout_s=120,
+        vocab_size=100_000,
+        adapter="" if frozen else "math",
+        frozen=frozen,
+    )
+    return await policy.sample(request)
+
+
+def version_of(made: Sample) -> str:
+    (run,) = made.versions
+    return str(run.version)
+
+
+async def test_two_adapters_answer_differently_and_new_versions_come_under_running_requests(
+    vllm: Vllm, torch_logprobs: TorchLogprobs, tmp_path: Path
+) -> None:
+    folders = {name: tmp_path / name for name in ("v1", "v2", "opponent", "big")}
+    for seed, (name, folder) in enumerate(folders.items(), 1):
+        write_adapter(folder, vllm.model, seed=seed, rank=16 if name == "big" else 4)
+
+    def logprobs_are_of(made: Sample, adapter: str) -> bool:
+        right = torch_logprobs(vllm.model, [*PROMPT, *made.token_ids], adapter=folders[adapter])[len(PROMPT) - 1 :]
+        return max(abs(said - true) for said, true in zip(made.logprobs, right, strict=True)) < 1e-3
+
+    async with orchestrator(tmp_path / "data") as api:
+
+        async def servers(run: str, revision: int, wait_s: float) -> wire.ServersReply:
+            reply = await api.ask("GET", f"/v1/runs/{run}/servers?revision={revision}&wait_s={wait_s}")
+            return msgspec.convert(reply, wire.ServersReply)
+
+        plant = Plant("", api, tmp_path, [vllm.address])
+        opponent = {"name": "opponent", "path": str(folders["opponent"])}
+        agents = {"player_1": {"train": False, "adapters": ["opponent"]}}
+        await plant.create_run(policy={"model": NAME, "adapter": "math", "adapters": [opponent], "agents": agents})
+        policies = ServedPolicies(slots=16, default_endpoints=[], clock=time.monotonic, list_servers=servers)
+        policy = policies.at([vllm.address], run="run")
+        try:
+            await plant.announce(1, wire.Weights(path=str(folders["v1"]), kind="adapter"))
+            await plant.until_served(1)
+            frozen = await sample(policy, 0, 16, model="run/opponent", frozen=True)
+            long = [asyncio.create_task(sample(policy, number, 600)) for number in range(1, 9)]
+            await vllm.until_sampling()
+            await plant.announce(2, wire.Weights(path=str(folders["v2"]), kind="adapter"))
+            await plant.until_served(2)
+            assert not all(task.done() for task in long), "they straddle the new version"
+            short: list[Sample] = []
+            while len(short) < 3 or version_of(short[-3]) != "0.2":
+                short.append(await sample(policy, len(short), 16))
+                assert len(short) < 50, "a worker hears of a version at once"
+            old = await asyncio.gather(*long)
+
+            assert {version_of(made) for made in old} == {"0.1"}, "what began on a version ends on it"
+            assert all(logprobs_are_of(made, "v1") for made in old)
+            assert all(logprobs_are_of(made, {"0.1": "v1", "0.2": "v2"}[version_of(made)]) for made in short)
+            assert logprobs_are_of(frozen, "opponent")
+            assert not logprobs_are_of(frozen, "v1")
+
+            await plant.announce(3, wire.Weights(path=str(folders["big"]), kind="adapter"))
+            await plant.until_said("rank")
+            await plant.announce(4, wire.Weights(path=str(tmp_path / "nowhere"), kind="adapter"))
+            await plant.until_said("No adapter found")
+            assert version_of(await sample(policy, 9, 16)) == "0.2"
+            await api.ask("POST", "/v1/runs/run/close")
+            await plant.until(lambda found: not found)
+        finally:
+            await policies.close()
+        _, listed = await vllm.get("/v1/models")
+        assert [card["id"] for card in listed["data"]] == [NAME]
