@@ -45,7 +45,7 @@ def _real(wanted: list[str]) -> list[Row]:
             server = Vllm(address, folder / "model")
             with Client(running.url) as client:
                 if "throughput" in wanted:
-                    rows += throughput.rows(client, server)
+                    rows += throughput.rows(running, client, server)
                 if "updates" in wanted:
                     rows += updates.rows(client, server, forward, folder / "weights")
     forward.close()

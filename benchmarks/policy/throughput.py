@@ -16,7 +16,7 @@ import msgspec
 import uvloop
 
 from benchmarks.policy.vllm import AT_ONCE, TOKENS, Vllm, spec
-from benchmarks.service import wait_for
+from benchmarks.service import Service, wait_for
 from benchmarks.table import Row
 from headrace import Client
 from headrace.engine import GENERATE
@@ -24,17 +24,23 @@ from headrace.engine import GENERATE
 ROUNDS, WARM_S, MEASURED_S = 8, 2.0, 6.0
 EPISODES = 200
 
+TURNS_DONE = "vllm:request_success_total"
+
 Requests = list[list[dict[str, Any]]]
 """Bodies, by episode and turn."""
 
 
-def rows(client: Client, server: Vllm) -> list[Row]:
+def rows(running: Service, client: Client, server: Vllm) -> list[Row]:
     ours, raw = [], []
     requests: Requests = []
+    spent: dict[str, float] = {}
     for number in range(ROUNDS):
         name = f"load-{number}"
         client.create_run(spec(name, server))
+        before, turns = running.cpu_s(), server.metric(TURNS_DONE)
         ours.append(server.tokens_per_s(WARM_S, MEASURED_S))
+        turns = server.metric(TURNS_DONE) - turns
+        spent = {part: 1e3 * (cpu_s - before[part]) / turns for part, cpu_s in running.cpu_s().items()}
         requests = requests or _requests(client, name, server)
         client.close_run(name)
         server.until_idle()
@@ -44,6 +50,7 @@ def rows(client: Client, server: Vllm) -> list[Row]:
             f"tokens per second, round {number + 1}: Headrace {ours[-1]:.0f}, load generator {raw[-1]:.0f}", flush=True
         )
     pairs = sorted(mine / other for mine, other in zip(ours, raw, strict=True))
+    print("CPU per turn, last round: " + ", ".join(f"{name} {each:.2f} ms" for name, each in spent.items()))
     print("ratios: " + ", ".join(f"{ratio:.3f}" for ratio in pairs))
     return [
         Row("tokens, 64 episodes in flight", median(ours), "1/s", "raw load generator", median(raw), 0.95, "higher")
@@ -62,7 +69,7 @@ def _requests(client: Client, run: str, server: Vllm) -> Requests:
                     "max_tokens": TOKENS,
                     "temperature": 1.0,
                     "seed": len(found) + turn.index,
-                    "stop_token_ids": segment_stops(server),
+                    "stop_token_ids": _stops(server),
                     "logprobs": 0,
                 },
             }
@@ -73,7 +80,7 @@ def _requests(client: Client, run: str, server: Vllm) -> Requests:
     return found
 
 
-def segment_stops(server: Vllm) -> list[int]:
+def _stops(server: Vllm) -> list[int]:
     config = msgspec.json.decode((server.model / "config.json").read_bytes())
     return [config["eos_token_id"]]
 
