@@ -197,10 +197,8 @@ async def plant(
     slow_s: float = 0.02,
     imports: Sequence[str] = (),
 ) -> AsyncIterator[tuple[Plant, list[Tap], Process]]:
-    """Doubles in this event loop, an orchestrator process, and a worker process if ``slots`` are given."""
-    orchestrator = Process(tmp_path / "data")
+    """Doubles in this event loop, an orchestrator process, and a worker process."""
     async with AsyncExitStack() as stack:
-        stack.callback(orchestrator.end)
         addresses = [await stack.enter_async_context(double()) for _ in range(servers)]
         for address in addresses:
             await post(address, "/misbehave", {"slow_s": slow_s})
@@ -208,21 +206,24 @@ async def plant(
         if tapped:
             pairs = [await stack.enter_async_context(tap(address)) for address in addresses]
             taps, addresses = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        made, orchestrator = await stack.enter_async_context(working(tmp_path, addresses, slots, imports))
+        yield made, taps, orchestrator
+
+
+@asynccontextmanager
+async def working(
+    tmp_path: Path, addresses: list[str], slots: int, imports: Sequence[str] = ()
+) -> AsyncIterator[tuple[Plant, Process]]:
+    """An orchestrator process, and a worker process that imports these modules."""
+    orchestrator = Process(tmp_path / "data")
+    async with AsyncExitStack() as stack:
+        stack.callback(orchestrator.end)
         base = await asyncio.to_thread(orchestrator.start)
         session = await stack.enter_async_context(aiohttp.ClientSession(base))
-        if slots:
-            processes = stack.enter_context(Processes(tmp_path / "logs"))
-            worker = processes.add(
-                "worker",
-                "-m",
-                "headrace_workers",
-                "--orchestrator",
-                base,
-                "--name",
-                "w",
-                "--slots",
-                str(slots),
-                *(part for module in imports for part in ("--import", module)),
-            )
-            worker.start()
-        yield Plant(base, Api(session), tmp_path, addresses), taps, orchestrator
+        processes = stack.enter_context(Processes(tmp_path / "logs"))
+        imported = [part for module in imports for part in ("--import", module)]
+        processes.add(
+            "worker",
+            *("-m", "headrace_workers", "--orchestrator", base, "--name", "w", "--slots", str(slots), *imported),
+        ).start()
+        yield Plant(base, Api(session), tmp_path, addresses), orchestrator
