@@ -28,6 +28,9 @@ from tests.policies.doubles import double, post
 
 SERVERS = "/v1/runs/run/servers"
 
+SLOTS = 4
+"""Episodes of the worker at a time, unless a test says otherwise."""
+
 
 def weights_of(version: Version) -> Floats:
     """The weights of a version of these tests."""
@@ -192,7 +195,7 @@ async def plant(
     tmp_path: Path,
     *,
     servers: int = 2,
-    slots: int = 4,
+    slots: int = SLOTS,
     tapped: bool = False,
     slow_s: float = 0.02,
     imports: Sequence[str] = (),

@@ -15,7 +15,7 @@ from headrace.trajectory import Version
 from headrace_workers.tiny_policy.engine import write_folder
 from tests.orchestrator.serving import Process
 from tests.policies.doubles import get, post
-from tests.policies.plant import Plant, Tap, cut_short, plant, weights_of
+from tests.policies.plant import SLOTS, Plant, Tap, cut_short, plant, weights_of
 
 LEASE_S = 3.0
 
@@ -31,7 +31,7 @@ async def recovers(made: Plant, n: int) -> set[str]:
     """A sound version brings everything back; gives the versions of all turns, which are true."""
     await made.announce(n)
     await made.until_served(n)
-    await made.until_played(2)
+    await made.until_played(SLOTS + 2)  # those that were under way may be of versions before
     for address in made.addresses:
         assert (await get(address, "/is_paused"))["is_paused"] is False
     return await made.check_truth()
@@ -110,7 +110,7 @@ async def test_g13_an_orchestrator_killed_in_any_phase_of_an_update_finishes_it_
             await made.until_served(n)
             assert time.monotonic() - begun < LEASE_S + 1
             await made.until_played(2)
-        assert {"0.7", "0.8", "0.12", "0.13"} <= await recovers(made, 13)
+        assert {"0.7", "0.13"} <= await recovers(made, 13)
 
 
 async def killed_at(phase: str, n: int, tap: Tap, made: Plant, orchestrator: Process) -> None:

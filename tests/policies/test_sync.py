@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
-from tests.policies.plant import plant
+from headrace import wire
+from tests.policies.doubles import get
+from tests.policies.plant import SLOTS, plant
 
 
 @pytest.mark.parametrize(("order", "pause"), [("together", "keep"), ("rolling", "wait"), ("together", "abort")])
@@ -20,6 +23,40 @@ async def test_ten_updates_under_load_lose_no_episode_and_every_turn_says_what_s
             await made.announce(n)
             await made.until_served(n)
             await made.until_played(2)
-        versions = await made.check_truth()
-        assert {f"0.{n}" for n in (0, 5, 10)} <= versions
+        await made.until_played(SLOTS + 2)
+        assert {"0.0", "0.10"} <= await made.check_truth()
         assert (await made.servers()).skipped == []
+
+
+async def test_the_newest_run_that_announces_weights_drives_a_server_and_an_older_one_leaves_it_alone(
+    tmp_path: Path,
+) -> None:
+    async with plant(tmp_path, servers=1) as (made, _, _):
+        await made.create_run()
+        await made.announce(1)
+        await made.until_served(1)
+        spec = {"name": "newer", "environments": [{"id": "test:Echo"}], "policy": {"endpoints": made.addresses}}
+        await made.api.ask("POST", "/v1/runs", spec, status=201)
+        newer = wire.VersionRequest(version="0.2", weights=made.write(2))
+        await made.api.ask("POST", "/v1/runs/newer/version", newer)
+        (server,) = (await made.until(lambda found: all(s.state == "ejected" for s in found.values()))).servers
+        assert server.reason == "run newer loads its weights into it"
+        async with asyncio.timeout(20):
+            while (await get(server.address, "/weight_info"))["weight_version"] != "0.2":
+                await asyncio.sleep(0.02)
+        await made.api.ask("POST", "/v1/runs/newer/close")
+        await made.until_served(1)
+
+
+async def test_weight_syncs_are_in_the_metrics(tmp_path: Path) -> None:
+    async with plant(tmp_path) as (made, _, _):
+        await made.create_run()
+        await made.announce(1)
+        await made.until_served(1)
+        await made.announce(2, wire.Weights(path="nowhere"))
+        await made.until_said("failed")
+        async with made.api.session.get("/metrics") as answer:
+            lines = (await answer.text()).splitlines()
+        assert 'headrace_weight_sync_seconds_count{run="run"} 2.0' in lines
+        assert 'headrace_run_policy_servers{run="run",state="serving"} 2.0' in lines
+        assert any(line.startswith('headrace_weight_sync_failures_total{kind="weights-refused"') for line in lines)

@@ -12,6 +12,7 @@
 * Only the newest version is tried; what failed is tried again, and a new version at once.
 * Nothing is paused while an evaluation holds the version that is served.
 * Rolling: one server after the other, while the others serve.
+* A server that another run loads its weights into is left alone, and takes no requests of this one.
 """
 
 from __future__ import annotations
@@ -100,8 +101,9 @@ class Controller:
 
     # What happened --------------------------------------------------------------------------------------------
 
-    def take_servers(self, servers: Mapping[str, bool]) -> None:
-        """The servers that the run has now: addresses, and whether each drains."""
+    def take_servers(self, servers: Mapping[str, bool], others: Mapping[str, str] | None = None) -> None:
+        """The servers that the run has now: addresses, and whether each drains. ``others``: those of them that another
+        run loads its weights into, and which run that is."""
         for address in [known for known in self.servers if known not in servers]:
             server = self.servers.pop(address)
             if server.paused_at is not None and not server.busy and server.version is not None:
@@ -112,8 +114,9 @@ class Controller:
                 self.servers[address] = Server(address)
                 self.revision += 1
             server = self.servers[address]
-            if server.drains != drains:
-                server.drains = drains
+            other_run = (others or {}).get(address, "")
+            if (server.drains, server.other_run) != (drains, other_run):
+                server.drains, server.other_run = drains, other_run
                 self._judge(server)
 
     def take_target(self, target: Target) -> None:
@@ -253,6 +256,8 @@ class Controller:
             return self._go_on(server, now)
         if server.seen is not None and server.seen.weights == UNASKED:
             return Call("probe", server.address)
+        if server.other_run:
+            return Call("probe", server.address) if server.probe_at <= now else None
         if server.paused_at is not None and server.told_at <= now:
             stray = self._stray(server, server.paused_at, now)
             if stray is not None:
@@ -377,6 +382,8 @@ class Controller:
             return "ejected", seen.problem
         if server.drains:
             return "draining", ""
+        if server.other_run:
+            return "ejected", f"run {server.other_run} loads its weights into it"
         problem = self._misfit(server, seen)
         if problem:
             return "ejected", problem

@@ -46,6 +46,8 @@ class Server:
     def __init__(self, address: str) -> None:
         self.address = address
         self.drains = False
+        #: The run that loads its weights into it, if that is another one.
+        self.other_run = ""
         self.state: ServerState = "unknown"
         self.reason = ""
         self.seen: Seen | None = None

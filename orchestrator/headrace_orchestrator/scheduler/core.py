@@ -352,6 +352,11 @@ class Scheduler:
         """Whether the run was closed."""
         return self._book.run(run).closed
 
+    def over(self, run: str) -> bool:
+        """Whether nothing will ever be served of the run any more."""
+        found = self._book.run(run)
+        return found.closed or found.done
+
     def version(self, run: str) -> Version:
         """The run's version now."""
         return self._book.run(run).versions.now
