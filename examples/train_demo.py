@@ -65,7 +65,7 @@ def run_demo(folder: Path, versions: int, seed: int) -> Iterator[dict[str, Any]]
         shutil.rmtree(folder / old, ignore_errors=True)
     model, logs = folder / "model", folder / "logs"
     logs.mkdir(parents=True)
-    tiny_model.write_model(model, seed=seed, hidden=128, spread=0.02)
+    tiny_model.write_model(model, seed=seed, hidden=128, spread=0.06)
     (model / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     say(f"vLLM is starting; that takes half a minute to three minutes (logs: {logs})")
     vllm = vllm_server.start_vllm(model, "--max-model-len", "512", log=logs / "vllm.log", say=say)

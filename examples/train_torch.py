@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="folder of the model at version 0.0")
     parser.add_argument("--checkpoints", type=Path, required=True, help="folder of the checkpoints; made if missing")
     parser.add_argument("--versions", type=int, default=120, help="versions to make; the learning rate falls over them")
-    parser.add_argument("--rate", type=float, default=3e-3, help="learning rate at the first of them")
+    parser.add_argument("--rate", type=float, default=1e-3, help="learning rate at the first of them")
     parser.add_argument("--bonus", type=float, default=0.0, help="weight of the entropy in the loss")
     parser.add_argument("--json", action="store_true", help="one line of JSON for each version")
     ask = parser.parse_args()
