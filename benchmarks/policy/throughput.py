@@ -15,16 +15,14 @@ import aiohttp
 import msgspec
 import uvloop
 
-from benchmarks.policy.vllm import AT_ONCE, TOKENS, Vllm, spec
+from benchmarks.policy.vllm import AT_ONCE, TOKENS, TURNS_DONE, Vllm, spec
 from benchmarks.service import Service, wait_for
 from benchmarks.table import Row
 from headrace import Client
 from headrace.engine import GENERATE
 
-ROUNDS, WARM_S, MEASURED_S = 8, 2.0, 6.0
+ROUNDS, WARM_S, MEASURED_S = 5, 2.0, 10.0
 EPISODES = 200
-
-TURNS_DONE = "vllm:request_success_total"
 
 Requests = list[list[dict[str, Any]]]
 """Bodies, by episode and turn."""
@@ -46,14 +44,22 @@ def rows(running: Service, client: Client, server: Vllm) -> list[Row]:
         server.until_idle()
         raw.append(uvloop.run(_raw(server, requests)))
         server.until_idle()
-        print(
-            f"tokens per second, round {number + 1}: Headrace {ours[-1]:.0f}, load generator {raw[-1]:.0f}", flush=True
-        )
-    pairs = sorted(mine / other for mine, other in zip(ours, raw, strict=True))
+        (mine, mine_running), (other, other_running) = ours[-1], raw[-1]
+        print(f"round {number + 1}: Headrace {mine:.0f} tokens/s with {mine_running:.0f} requests running, ", end="")
+        print(f"load generator {other:.0f} with {other_running:.0f}", flush=True)
+    pairs = sorted(mine / other for (mine, _), (other, _) in zip(ours, raw, strict=True))
     print("CPU per turn, last round: " + ", ".join(f"{name} {each:.2f} ms" for name, each in spent.items()))
     print("ratios: " + ", ".join(f"{ratio:.3f}" for ratio in pairs))
     return [
-        Row("tokens, 64 episodes in flight", median(ours), "1/s", "raw load generator", median(raw), 0.95, "higher")
+        Row(
+            "tokens, 64 episodes in flight",
+            median(rate for rate, _ in ours),
+            "1/s",
+            "raw load generator",
+            median(rate for rate, _ in raw),
+            0.95,
+            "higher",
+        )
     ]
 
 
@@ -85,7 +91,7 @@ def _stops(server: Vllm) -> list[int]:
     return [config["eos_token_id"]]
 
 
-async def _raw(server: Vllm, requests: Requests) -> float:
+async def _raw(server: Vllm, requests: Requests) -> tuple[float, float]:
     episodes = itertools.cycle(requests)
     connector = aiohttp.TCPConnector(limit=AT_ONCE)
     async with aiohttp.ClientSession(connector=connector) as session:

@@ -16,6 +16,14 @@ AT_ONCE = 64
 TURNS, TOKENS = 3, 80
 """Of an episode, and at most of a turn. The model ends a turn in one of 300 tokens by itself."""
 
+RISE_S = 60.0
+
+RUNNING, TOKENS_MADE, TURNS_DONE = (
+    "vllm:num_requests_running",
+    "vllm:generation_tokens_total",
+    "vllm:request_success_total",
+)
+
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -42,16 +50,24 @@ class Vllm:
         answer: str = json.loads(self.get("/weight_info"))["weight_version"]
         return answer
 
-    def tokens_per_s(self, warm_s: float, measured_s: float) -> float:
-        """What it samples, by its own count, once it has been under load for ``warm_s``."""
-        wait_for("requests", lambda: self.metric("vllm:num_requests_running") >= AT_ONCE / 2)
+    def tokens_per_s(self, warm_s: float, measured_s: float) -> tuple[float, float]:
+        """What it samples, by its own count, and how many requests it works on at a time, once it is loaded.
+
+        Loaded is ``warm_s`` after it has nearly all that may be in flight, or after ``RISE_S``: a fresh run starts
+        slowly, by design.
+        """
+        deadline = time.monotonic() + RISE_S
+        while self.metric(RUNNING) < 0.9 * AT_ONCE and time.monotonic() < deadline:
+            time.sleep(0.2)
         time.sleep(warm_s)
-        begun, before = time.perf_counter(), self.metric("vllm:generation_tokens_total")
-        time.sleep(measured_s)
-        return (self.metric("vllm:generation_tokens_total") - before) / (time.perf_counter() - begun)
+        begun, before, running = time.perf_counter(), self.metric(TOKENS_MADE), []
+        while time.perf_counter() - begun < measured_s:
+            running.append(self.metric(RUNNING))
+            time.sleep(0.5)
+        return (self.metric(TOKENS_MADE) - before) / (time.perf_counter() - begun), sum(running) / len(running)
 
     def until_idle(self) -> None:
-        wait_for("an idle engine", lambda: self.metric("vllm:num_requests_running") == 0)
+        wait_for("an idle engine", lambda: self.metric(RUNNING) == 0)
 
 
 def spec(name: str, server: Vllm) -> dict[str, Any]:
