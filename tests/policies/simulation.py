@@ -16,7 +16,7 @@ MIXED = "mixed"
 
 Fault = str
 """How a call goes wrong: "" not at all; "lost" it is done and its answer is lost; "never" it is not done; "half" a load
-that breaks off."""
+that breaks off; "silent" it is not done, and answered well."""
 
 
 class Engine:
@@ -60,7 +60,9 @@ class World:
         self.listed = dict.fromkeys(addresses, False)
         self.target = Target()
         self.bad: set[Version] = set()
+        #: Faults of the calls to come, by address; without, the share of calls that go wrong in one way or another.
         self.faults: dict[str, list[Fault]] = {}
+        self.faulty = 0.0
         self.out: list[Due] = []
         self.events: list[Resumed | Failed] = []
         self.calls: list[Call] = []
@@ -110,13 +112,16 @@ class World:
         for call in self.controller.step(self.now):
             self.calls.append(call)
             faults = self.faults.get(call.address, [])
-            fault = faults.pop(0) if faults and call.kind != "probe" else ""
+            fault = "" if call.kind == "probe" else faults.pop(0) if faults else self._drawn()
             takes_s = call.timeout_s if fault in ("lost", "never") else self.random.uniform(0.001, 0.3)
             self.out.append(Due(self.now + min(takes_s, call.timeout_s), call, fault))
         self.events += self.controller.events()
         if self.controller.newest_served and self.target.version is not None:
             self.target = self.target._replace(held=self.target.version)
         self._check()
+
+    def _drawn(self) -> Fault:
+        return self.random.choice(["lost", "never", "half"]) if self.random.random() < self.faulty else ""
 
     def _answer(self) -> None:
         for due in sorted([item for item in self.out if item.at <= self.now]):
@@ -141,6 +146,8 @@ class World:
         failed = Problem("timeout", "no answer", untouched=call.kind != "load")
         if engine is None or not engine.up:
             return failed
+        if fault == "silent":
+            return None
         if fault != "never":
             problem = self._obey(engine, call, fault)
             if problem is not None:

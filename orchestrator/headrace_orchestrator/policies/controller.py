@@ -248,7 +248,9 @@ class Controller:
             if server.retry_at > now:
                 yield server.retry_at
             if server.paused_at is not None:
-                yield max(server.told_at, server.paused_at + self._sync.pause_lease_s)
+                at = max(server.told_at, server.paused_at + self._sync.pause_lease_s)
+                if at > now:  # before that it was looked at
+                    yield at
 
     def _next(self, server: Server, now: float) -> Call | None:
         """The call that a server is to get now, if any."""
