@@ -75,14 +75,24 @@ BY_NAME = "dns+http://"
 """What an address begins with that is a name: it stands for the servers at all IP addresses that it resolves to."""
 
 
+def base_of(text: str) -> str:
+    """The one spelling of a base address: scheme and host in lower case, no slash at the end, and without the ``/v1``
+    of an OpenAI client's base URL, which routes begin with themselves."""
+    text = text.rstrip("/").removesuffix("/v1").rstrip("/")
+    scheme, mark, rest = text.partition("://")
+    place, slash, path = rest.partition("/")
+    user, at, host = place.rpartition("@")
+    return f"{scheme.lower()}{mark}{user}{at}{host.lower()}{slash}{path}" if mark else text
+
+
 def address_of(text: str) -> str:
     """An address of a policy server, or a name of several, as they are known by; raises ValueError for what is none."""
     parts = urlsplit(text)
     plain = not (parts.query or parts.fragment)
     if parts.scheme in ("http", "https") and parts.netloc and plain:
-        return text.rstrip("/")
+        return base_of(text)
     if text.startswith(BY_NAME) and parts.hostname and parts.port and plain and parts.path in ("", "/"):
-        return text.rstrip("/")
+        return base_of(text)
     raise ValueError(
         f"{text!r} is no address of a policy server: give its base address, as in http://127.0.0.1:8471, or a name and "
         f"a port that stand for several, as in {BY_NAME}vllm:8000"

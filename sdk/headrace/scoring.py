@@ -48,7 +48,7 @@ def score(
     ``model`` is the name that the server knows the policy by. ``timeout_s`` bounds each request. Raises PolicyFailure:
     ``unreachable``, ``request-refused``, ``unknown-version``, ``version-changed``, and the kinds of ``read_scores``.
     """
-    address = endpoint.rstrip("/")
+    address = engine.base_of(endpoint)
     body = scoring_body(model, [int(token) for token in token_ids])
     after = _version(address, timeout_s)
     for _ in range(MAX_TRIES):

@@ -162,6 +162,14 @@ def test_servers_are_a_table_with_what_each_is_at_and_why(headrace: Headrace, st
     assert json.loads(headrace("servers", "guess", "--json").stdout)["revision"] == 7
 
 
+@pytest.mark.parametrize(("revision", "said"), [(7, "has no policy server now"), (0, "each worker asks the one")])
+def test_a_run_whose_servers_are_all_gone_is_not_said_to_use_those_of_the_workers(
+    headrace: Headrace, stub: Stub, revision: int, said: str
+) -> None:
+    stub.on("GET /v1/runs/guess/servers", good(wire.ServersReply(epoch=1, revision=revision)))
+    assert said in headrace("servers", "guess").stderr
+
+
 @pytest.mark.parametrize(("action", "route"), [("add", "POST {}"), ("drain", "POST {}/drain"), ("remove", "DELETE {}")])
 def test_a_server_is_added_drained_and_removed(headrace: Headrace, stub: Stub, action: str, route: str) -> None:
     asked = route.format("/v1/runs/guess/servers")

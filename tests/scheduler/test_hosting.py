@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace import wire
+from headrace.engine import base_of
 from headrace.errors import InvalidRequest, InvalidRunSpec, UnknownServer, VersionConflict
 from headrace.runspec import parse_run_spec
 from headrace.trajectory import Version
@@ -48,6 +49,15 @@ def test_servers_begin_with_those_of_the_spec_and_change_by_records_of_their_own
     assert len([fact for fact in harness.log if isinstance(fact, changes)]) == 4
     harness.restart()
     harness.restart(harness.restored(harness.core.snapshot()))
+
+
+@pytest.mark.parametrize("other", ["/", "/v1", "/v1/"])
+def test_a_server_is_one_however_its_address_is_written(harness, other):
+    plain = "http://policy:8471/Behind"
+    harness.run(policy={"endpoints": [plain, f"HTTP://Policy:8471/Behind{other}"]})
+    harness.core.add_server("r", f"http://POLICY:8471/Behind{other}", harness.now)
+    assert harness.core.hosting("r").servers == {plain: False}
+    assert base_of("http://Me:Secret@HOST/") == "http://Me:Secret@host"
 
 
 def test_what_changes_nothing_is_no_record_and_what_is_not_there_is_named(harness):

@@ -76,6 +76,12 @@ async def test_what_a_server_does_not_offer_is_skipped_and_fails_nothing(tmp_pat
     assert failed(findings) == []
 
 
+async def test_a_server_that_names_no_models_is_not_said_to_lack_the_policy(tmp_path: Path) -> None:
+    findings = await found(make_model(tmp_path), wrong="unnamed")
+    assert findings["model"] == Finding("model", "SKIPPED", "/v1/models names none")
+    assert findings["ids"].status == "PASS"
+
+
 async def test_a_tokenizer_of_another_model_is_detected(tmp_path: Path) -> None:
     other = make_model(tmp_path / "other")
     definition = json.loads((other / "tokenizer.json").read_text())

@@ -73,6 +73,8 @@ def servers(run: str, action: str | None, address: str | None, url: str | None, 
         emit(found)
     elif found.servers:
         table(COLUMNS, [row(server) for server in found.servers])
+    elif found.revision:
+        note(f"The run {run} has no policy server now: all were removed, or the names in policy.endpoints give none.")
     else:
         note(f"The run {run} has no policy servers of its own: each worker asks the one that it was started with.")
     if found.sync:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from headrace.engine import base_of
 from headrace.trajectory import Version
 from headrace.wire import Reason, Weights
 
@@ -18,7 +19,7 @@ class Hosting:
 
     def __init__(self, endpoints: Iterable[str]) -> None:
         #: By address: whether it drains.
-        self.servers: dict[str, bool] = {endpoint.rstrip("/"): False for endpoint in endpoints}
+        self.servers: dict[str, bool] = {base_of(endpoint): False for endpoint in endpoints}
         #: The version that the service is to load, and where it is; None where the learner loads.
         self.target: Version | None = None
         self.weights: Weights | None = None

@@ -17,7 +17,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from headrace.engine import BY_NAME, adapter_at_server
+from headrace.engine import BY_NAME, adapter_at_server, base_of
 from headrace.errors import PolicyFailure
 from headrace.trajectory import Version
 from headrace.wire import PolicyServer, ServersReply
@@ -119,7 +119,7 @@ class KeptPool:
             self.miss()  # it keeps no list of this run
             return
         # A server that left may still answer; its pauses are over.
-        servers = {server.address.rstrip("/"): server for server in reply.servers}
+        servers = {base_of(server.address): server for server in reply.servers}
         for name, server in servers.items():
             if name in self._servers and server.paused_s < self._servers[name].paused_s:
                 self._earlier_s[name] = self.paused_s(name) - server.paused_s  # it began to count anew
@@ -165,7 +165,10 @@ class KeptPool:
     def why(self) -> str:
         if self._heard_at is None:
             return "The orchestrator did not say which servers the run has."
-        states = [f"{name} is {server.state} {server.reason}".strip() for name, server in self._servers.items()]
+        states = [
+            f"{name} is {server.state}" + (f" ({server.reason})" if server.reason else "")
+            for name, server in self._servers.items()
+        ]
         return f"{'; '.join(states) or 'The run has no policy server'}. `headrace servers` lists them."
 
     def _take(self, takers: list[str]) -> None:

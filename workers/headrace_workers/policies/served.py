@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from headrace.engine import base_of
 from headrace.errors import PolicyFailure
 from headrace_workers.policies.base import AnyProtocol, Policy, Sample, SampleRequest, ScoreRequest, one_version
 from headrace_workers.policies.deadline import Deadline
@@ -111,7 +112,7 @@ class ServedPolicies:
     def _follower(self, run: str, endpoints: Sequence[str], ask: ListServers) -> Follower:
         follower = self._followers.get(run)
         if follower is None:
-            pool = KeptPool(run, [address.rstrip("/") for address in endpoints], self._clock)
+            pool = KeptPool(run, [base_of(address) for address in endpoints], self._clock)
             follower = self._followers[run] = Follower(run, pool, ask, self._tidy, self._clock)
         return follower
 
@@ -121,7 +122,7 @@ class ServedPolicies:
         return self._fixed_pool(endpoints)
 
     def _fixed_pool(self, endpoints: Sequence[str]) -> Pool:
-        addresses = list(dict.fromkeys(address.rstrip("/") for address in endpoints or self._default_endpoints))
+        addresses = list(dict.fromkeys(base_of(address) for address in endpoints or self._default_endpoints))
         if not any(addresses):
             raise PolicyFailure(
                 "Nothing says where the policy is served.",

@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 import click
 
+from headrace.engine import base_of
 from headrace.errors import EpisodeFailure, MissingExtra, SetupError
 from headrace.runspec import parse_run_spec
 from headrace_workers.policies import ServedPolicies
@@ -102,7 +103,7 @@ async def check_server(
     """All findings about a server; ``asked`` are fields of a run spec's policy. Each finding is shown as it comes.
     Raises SetupError where the renderer cannot be made."""
     findings = []
-    async with _subject(endpoint.rstrip("/"), asked, tolerance, timeout_s) as subject:
+    async with _subject(base_of(endpoint), asked, tolerance, timeout_s) as subject:
         async for finding in run_checks(CHECKS, subject):
             show(finding)
             findings.append(finding)

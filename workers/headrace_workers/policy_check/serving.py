@@ -21,9 +21,11 @@ async def model(subject: Subject) -> str:
     if answer.status != 200:
         raise Skipped(f"{engine.MODELS} answers {answer.status}")
     names = [card.id for card in answer.read(engine.ModelList).data]
+    if not names:
+        raise Skipped(f"{engine.MODELS} names none")
     if subject.server.model not in names:
         raise Failed(
-            f"the server has {', '.join(names) or 'no model'}, not {subject.server.model}",
+            f"the server has {', '.join(names)}, not {subject.server.model}",
             "Set policy.model in the run spec (here --model) to one of them, or serve with --served-model-name.",
         )
     return f"{subject.server.model} is served"
