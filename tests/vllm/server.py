@@ -8,9 +8,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,11 +100,19 @@ class TorchLogprobs:
         assert self._process.stdout is not None
         self._process.stdout.readline()  # it runs; torch is imported meanwhile
 
-    def __call__(self, folder: Path, token_ids: list[int], *, adapter: Path | None = None) -> list[float]:
-        """The logprob of each token but the first, given those before it, under the weights of a folder."""
+    def __call__(
+        self, folder: Path, token_ids: list[int], *, adapter: Path | None = None, images: Sequence[bytes] = ()
+    ) -> list[float]:
+        """The logprob of each token but the first, given those before it, under the weights of a folder. ``images``
+        are encoded."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        asked = {"folder": str(folder), "adapter": str(adapter) if adapter else None, "token_ids": token_ids}
+        asked = {
+            "folder": str(folder),
+            "adapter": str(adapter) if adapter else None,
+            "images": [base64.b64encode(image).decode() for image in images],
+            "token_ids": token_ids,
+        }
         self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
         logprobs: list[float] = json.loads(self._process.stdout.readline())
@@ -124,18 +133,24 @@ def torch_logprobs() -> Iterator[TorchLogprobs]:
 
 
 @pytest.fixture(scope="session")
+def say(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Shows the progress of a long wait."""
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+
+    def show(text: str) -> None:
+        with capture.global_and_fixture_disabled():
+            print(f"\n{text}", flush=True)  # noqa: T201
+
+    return show
+
+
+@pytest.fixture(scope="session")
 def vllm_server(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, torch_logprobs: TorchLogprobs
+    tmp_path_factory: pytest.TempPathFactory, torch_logprobs: TorchLogprobs, say: Callable[[str], None]
 ) -> Iterator[tuple[str, Path]]:
     """Address and model folder. Asks for ``torch_logprobs``, so that torch is imported while the server starts."""
     folder = tmp_path_factory.mktemp("vllm")
     write_model(folder / "model", tied=True)
-    capture = request.config.pluginmanager.getplugin("capturemanager")
-
-    def say(text: str) -> None:
-        with capture.global_and_fixture_disabled():
-            print(f"\n{text}", flush=True)  # noqa: T201  (progress of a long wait)
-
     with start_vllm(folder / "model", *ARGUMENTS, log=folder / "vllm.log", say=say) as address:
         yield address, folder / "model"
 

@@ -8,6 +8,10 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from examples.tiny_model import SPECIAL, WEIGHTS, read, token_id, write, write_adapter, write_model
+from examples.tiny_vision_model import IMAGE, write_vision_model
+from headrace.runspec import PolicySpec
+from headrace.trajectory import ContentPart, Message
+from headrace_workers.rendering import make_renderer
 
 
 def test_the_same_seed_makes_the_same_files_and_another_one_others(tmp_path: Path):
@@ -53,3 +57,15 @@ def test_an_adapter_fits_its_model(tmp_path: Path):
     down, up = (adapter[f"base_model.model.model.{stem}.lora_{side}.weight"] for side in "AB")
     assert (up @ down).shape == model[f"model.{stem}.weight"].shape
     assert down.shape[0] == up.shape[1] == 4
+
+
+def test_a_model_that_sees_images_is_the_same_each_time_and_shows_an_image_as_one_token(tmp_path: Path):
+    for name in "ab":
+        write_vision_model(tmp_path / name)
+    files = [{file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in "ab"]
+    assert files[0] == files[1]
+    renderer = make_renderer(PolicySpec(renderer="template", tokenizer=str(tmp_path / "a")))
+    parts = [ContentPart(type="text", text="Look:"), ContentPart(type="image", asset="an image")]
+    prompt = renderer.start([Message(role="user", content=parts)])
+    assert renderer.image_token_id == IMAGE == renderer.tokenizer.vocab_size - 1
+    assert prompt.new_ids.count(IMAGE) == len(prompt.images) == 1

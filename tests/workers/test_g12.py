@@ -1,6 +1,5 @@
 """G12: images and their placeholder tokens agree, in every prompt and in the record. Against the recorded protocol of
-vLLM's generate route: the vLLM that `make parts` installs lacks torchvision, which nearly all of its models that see
-images need."""
+vLLM's generate route; tests/vllm/test_images.py has the real one."""
 
 from __future__ import annotations
 
