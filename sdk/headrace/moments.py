@@ -20,6 +20,9 @@ from headrace.errors import InvalidRequest
 ROUNDING_LEVEL = 1e-12
 """A spread up to this, relative to the larger of 1 and the mean's magnitude, is rounding and not a spread."""
 
+LAST_DIGITS = 1e-15
+"""Relative error of a float64 mean: some units in its last place."""
+
 
 class Moments(msgspec.Struct, frozen=True, array_like=True):
     """``n`` (a count, or the sum of weights), ``mean``, and ``m2``, the weighted sum of squared deviations."""
@@ -68,12 +71,14 @@ class Moments(msgspec.Struct, frozen=True, array_like=True):
 
     def agrees(self, other: Moments, tolerance: float = ROUNDING_LEVEL) -> bool:
         """Whether the two are the same up to rounding: relative to each number, and to the magnitude of the mean."""
+        n, spread = max(self.n, other.n), max(self.m2, other.m2)
         scale = max(1.0, abs(self.mean), abs(other.mean))
-        spread = max(self.m2, other.m2)
+        # Means that are off by their last digits move every deviation by as much.
+        of_means = 2 * math.sqrt(n * spread) * LAST_DIGITS * scale
         return (
-            abs(self.n - other.n) <= tolerance * max(self.n, other.n)
+            abs(self.n - other.n) <= tolerance * n
             and abs(self.mean - other.mean) <= tolerance * scale
-            and abs(self.m2 - other.m2) <= tolerance * spread + max(self.n, other.n) * (tolerance * scale) ** 2
+            and abs(self.m2 - other.m2) <= tolerance * spread + of_means + n * (tolerance * scale) ** 2
         )
 
     def variance(self, ddof: int = 0) -> float:

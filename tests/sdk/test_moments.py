@@ -39,6 +39,21 @@ def test_what_was_merged_in_can_be_taken_out(kept, taken) -> None:
     assert agree(whole.without(Moments.of(taken)), Moments.of(kept), scale=1e3)
 
 
+@settings(deadline=None)
+@given(
+    st.lists(st.floats(-10, 10), min_size=2, max_size=20),
+    st.floats(-1e9, 1e9),
+    st.lists(st.integers(0, 3), min_size=20, max_size=20),
+)
+def test_parts_of_values_far_from_zero_agree_with_their_whole(deviations, offset, part_of) -> None:
+    values = [offset + deviation for deviation in deviations]
+    parts = [[x for x, part in zip(values, part_of, strict=False) if part == number] for number in range(4)]
+    whole, merged = Moments.of(values), merge_all(map(Moments.of, parts))
+    assert whole.agrees(merged)
+    # But one value that is another is seen, however far away they are.
+    assert not whole.agrees(Moments.of([*values[1:], values[0] + 1.0]))
+
+
 def test_more_than_the_whole_cannot_be_taken_out() -> None:
     with pytest.raises(InvalidRequest, match="Moments of 3 values cannot be taken out of 2"):
         Moments.of([1.0, 2.0]).without(Moments.of([1.0, 2.0, 3.0]))
