@@ -95,10 +95,10 @@ def version_changed(address: str, before: Version, after: Version) -> PolicyFail
 def _prompt_logprobs(body: bytes) -> engine.PromptLogprobs:
     try:
         choices = _decode(body).choices
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         try:
             choices = msgspec.convert(json.loads(body), engine.CompletionAnswer, strict=False).choices  # NaN, for one
-        except (ValueError, msgspec.ValidationError):
+        except (ValueError, msgspec.ValidationError, RecursionError):
             raise _broken("unreadable-response", f"The answer cannot be read: {error}.") from error
     if len(choices) != 1 or choices[0].prompt_logprobs is None:
         raise PolicyFailure(

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from headrace import wire
+from headrace_orchestrator.policies import control
 from tests.orchestrator.serving import Api, orchestrator
 from tests.policies.doubles import double
 
@@ -87,6 +89,16 @@ async def test_a_server_that_dies_is_ejected_and_comes_back_by_itself(api: Api) 
     async with double(int(one.rsplit(":", 1)[1])):
         again = await until(api, lambda found: found[one].state == "serving")
         assert again.revision > reply.revision
+
+
+async def test_a_server_whose_answers_do_not_end_is_ejected_and_says_so(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "MAX_ANSWER_BYTES", 5)
+    async with double() as one:
+        await api.create_run(policy={"endpoints": [one]})
+        reply = await until(api, lambda found: found[one].state == "ejected")
+        assert "longer than 5 bytes" in reply.servers[0].reason
 
 
 async def test_a_server_that_the_run_does_not_have_is_named_and_so_is_what_is_no_address(api: Api) -> None:

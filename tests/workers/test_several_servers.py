@@ -17,6 +17,7 @@ from headrace_workers.policies import Policy, ServedPolicies
 from headrace_workers.policies import following as following_module
 from headrace_workers.policies import router as router_module
 from headrace_workers.policies import served as served_module
+from headrace_workers.policies import server as server_module
 from headrace_workers.policies import watching as watching_module
 from headrace_workers.policies.deadline import Deadline
 from headrace_workers.policies.pools import UNHEARD_S, KeptPool
@@ -53,6 +54,8 @@ G09 = {
     "server-error": reply('{"error": {"message": "Out of range float values"}}', status=500),
     "garbage": reply("<html>"),
     "cut short": reply(raw("-1.0")[:40]),
+    "too deep": reply("[" * 100_000),
+    "too deep within": reply('{"choices": ' + "[" * 100_000),
     "no ids": lambda engine, body: completion(None, [-0.5]),
     "connection-lost": lambda engine, body: DROP,
 }
@@ -68,6 +71,16 @@ async def test_G09_a_bad_answer_is_tried_at_another_server_and_never_there_again
         assert list(sample.servers) == [engine.url for engine in engines]
         first = engines[0].url
         assert policies.stats()[f"policy_failures {first}"] == 1
+
+
+async def test_an_answer_without_end_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "MAX_ANSWER_BYTES", 10_000)
+    async with several(reply(" " * 10_001), fine) as (_, policy, _):
+        assert (await policy.sample(REQUEST)).token_ids == [66, 261]
+    async with several(reply(" " * 10_001)) as (_, policy, _):
+        with pytest.raises(PolicyFailure, match="longer than 10000 bytes") as caught:
+            await policy.sample(REQUEST)
+    assert (caught.value.kind, caught.value.retryable) == ("unreadable-response", True)
 
 
 async def test_what_fails_everywhere_is_a_failure_of_the_last_kind() -> None:

@@ -63,6 +63,9 @@ _NO_ADAPTERS = (
 CONNECTIONS = 4
 """To one server: a probe, a call that takes long, and what ends one."""
 
+MAX_ANSWER_BYTES = 16 << 20
+"""Longest answer that is read: the metrics of many engines have room in it."""
+
 QUOTED = 300
 """Characters of an answer that a message quotes."""
 
@@ -191,7 +194,7 @@ class Control:
         headers = {} if body is None else {"Content-Type": "application/json"}
         try:
             async with self._open().request(method, f"{address}{path}", data=data, headers=headers) as answer:
-                found, status = await answer.read(), answer.status
+                found, status = await _whole(answer), answer.status
         except (aiohttp.ClientError, OSError) as error:
             refused = isinstance(error, aiohttp.ClientConnectorError)
             raise PolicyFailure(
@@ -220,6 +223,17 @@ class Control:
         return self._session
 
 
+async def _whole(answer: aiohttp.ClientResponse) -> bytes:
+    """The body of an answer. Raises ClientPayloadError where it is too long."""
+    parts, size = [], 0
+    async for part in answer.content.iter_any():
+        size += len(part)
+        if size > MAX_ANSWER_BYTES:
+            raise aiohttp.ClientPayloadError(f"the answer is longer than {MAX_ANSWER_BYTES} bytes")
+        parts.append(part)
+    return b"".join(parts)
+
+
 def _refused(results: list[LoadResult]) -> Problem | None:
     """What is wrong with the results of a check or a load."""
     refused = [result.refused for result in results if result.refused]
@@ -234,7 +248,7 @@ def _refused(results: list[LoadResult]) -> Problem | None:
 def _decoded(body: bytes, path: str, kind: type[_T]) -> _T:
     try:
         return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise PolicyFailure(
             f"{path} answers what cannot be read ({error}): {_quote(body)}",
             kind="unreadable-response",

@@ -215,7 +215,7 @@ def _only(choices: list[T]) -> T:
 def _decoded(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     try:
         return decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return lenient(body, decoder.type, error)
 
 
@@ -223,7 +223,7 @@ def lenient(body: bytes, kind: type[T], first_error: Exception) -> T:
     """Read an answer that strict JSON refuses for NaN or Infinity. Raises PolicyFailure ``unreadable-response``."""
     try:
         return msgspec.convert(json.loads(body), kind)
-    except (ValueError, msgspec.ValidationError):
+    except (ValueError, msgspec.ValidationError, RecursionError):
         raise PolicyFailure(
             f"The answer cannot be read ({first_error}): {quoted(body)}", kind="unreadable-response", retryable=True
         ) from first_error

@@ -47,11 +47,26 @@ NOT_THE_SERVERS = frozenset({"context-overflow", "request-refused", "prompt-out-
 NOT_ITS_HEALTH = frozenset({"rate-limited", "unknown-model", "version-changed", "adapter-not-loaded"})
 """Kinds of failures that another try may cure, and that do not make the server a bad one for other requests."""
 
+MAX_ANSWER_BYTES = 256 << 20
+"""Longest answer that is read: the log-probabilities of a million tokens have room in it. What never ends would take
+all memory within its deadline."""
+
 _JSON = {"Content-Type": "application/json"}
 _ABSENT = frozenset({404, 405})
 _encode = msgspec.json.Encoder().encode
 _decode_weight_info = msgspec.json.Decoder(engine.WeightInfo).decode
 _decode_models = msgspec.json.Decoder(engine.ModelList).decode
+
+
+async def _whole(response: aiohttp.ClientResponse) -> bytes:
+    """The body of an answer. Raises ClientPayloadError where it is too long."""
+    parts, size = [], 0
+    async for part in response.content.iter_any():
+        size += len(part)
+        if size > MAX_ANSWER_BYTES:
+            raise aiohttp.ClientPayloadError(f"it is longer than {MAX_ANSWER_BYTES} bytes")
+        parts.append(part)
+    return b"".join(parts)
 
 
 class _Answer(NamedTuple):
@@ -241,7 +256,7 @@ class PolicyServer:
             raise refusal(f"{self.address}{engine.WEIGHT_INFO}", *answer)
         try:
             return confirmed_version(_decode_weight_info(answer.body).weight_version)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             return confirmed_version(lenient(answer.body, engine.WeightInfo, error).weight_version)
 
     # What the server is
@@ -284,7 +299,7 @@ class PolicyServer:
         answer = await self._get(engine.MODELS, CONFIRM_TIMEOUT_S)
         try:
             return _decode_models(answer.body) if answer.status == 200 else engine.ModelList()
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return engine.ModelList()  # not every server keeps a list
 
     async def _refused(self, answer: _Answer) -> PolicyFailure:
@@ -308,7 +323,7 @@ class PolicyServer:
                 self._open[scope] = movable
                 try:
                     async with self._session.post(f"{self.address}{path}", data=body, headers=headers) as response:
-                        return _Answer(response.status, await response.read())
+                        return _Answer(response.status, await _whole(response))
                 finally:
                     del self._open[scope]
         except TimeoutError as error:
@@ -330,7 +345,7 @@ class PolicyServer:
                 method, f"{self.address}{path}", data=body, headers=None if body is None else _JSON
             )
             async with asyncio.timeout(timeout_s), question as response:
-                return _Answer(response.status, await response.read())
+                return _Answer(response.status, await _whole(response))
         except TimeoutError as error:
             raise PolicyFailure(
                 f"{self.address}{path} did not answer within {timeout_s:g} s.", kind="timeout", retryable=True
