@@ -147,6 +147,12 @@ async def test_g12_an_engine_that_sees_an_image_otherwise_than_before_fails_the_
     assert len(record.segments[0].turns) == 1
 
 
+async def test_g12_an_image_token_that_was_sampled_stands_for_no_image() -> None:
+    record = await play(VisionEngine(answer=[3, IMAGE]), Album([1, 2]))
+    assert failure_of(record) == ("policy", "stray-image-token", False)
+    assert len(record.segments[0].turns) == 1
+
+
 async def test_a_server_that_takes_no_images_is_named() -> None:
     record = await play(VisionEngine(generate=False), Album([1]))
     assert failure_of(record) == ("policy", "images-not-taken", False)

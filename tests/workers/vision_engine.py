@@ -14,17 +14,18 @@ IMAGE = 9
 """The id that stands for an image."""
 
 ANSWER = [3] * 10
-"""What the policy always says."""
+"""What the policy always says, if not told otherwise."""
 
 
 class VisionEngine:
     """``sizes``: tokens of the images, in their order; the last one goes for all later ones. ``drift``: how many more
     each has with every request, as in an engine that cannot make up its mind."""
 
-    def __init__(self, *sizes: int, drift: int = 0, generate: bool = True) -> None:
+    def __init__(self, *sizes: int, drift: int = 0, generate: bool = True, answer: list[int] = ANSWER) -> None:
         self.sizes = list(sizes) or [64]
         self.drift = drift
         self.generate = generate
+        self.answer = answer
         self.url = ""
         self.prompts: list[list[int]] = []
         """Prompts as they were sent."""
@@ -53,10 +54,10 @@ class VisionEngine:
         self.seen.append(prompt)
         choice: dict[str, Any] = {
             "index": 0,
-            "token_ids": ANSWER,
+            "token_ids": self.answer,
             "finish_reason": "length",
-            "logprobs": {"content": [{"token_id": token, "logprob": -0.5} for token in ANSWER]},
-            "weight_versions": [{"version": "0.1", "start": 0, "end": len(ANSWER)}],
+            "logprobs": {"content": [{"token_id": token, "logprob": -0.5} for token in self.answer]},
+            "weight_versions": [{"version": "0.1", "start": 0, "end": len(self.answer)}],
         }
         answer = {"choices": [choice], "prompt_token_ids": prompt, "mm_placeholders": {"image": ranges}}
         return web.json_response(answer)

@@ -55,6 +55,19 @@ class NextPrompt(NamedTuple):
         """The assets that it shows, in order."""
         return [*(item.asset for item in self.placeholders), *self.prompt.images]
 
+    def checked(self) -> NextPrompt:
+        """The prompt itself. Raises PolicyFailure ``stray-image-token``: an engine would show an image in its place."""
+        count = self.token_ids.count(cast(int, self.image_token)) if self.images else 0
+        if count != len(self.images):
+            raise PolicyFailure(
+                f"A prompt with {len(self.images)} images has {count} of the tokens that stand for one: the policy "
+                "sampled such a token, or a text contains it.",
+                hint="Keep the token out of observations; with policy.structured_outputs the policy cannot sample it.",
+                kind="stray-image-token",
+                retryable=False,
+            )
+        return self
+
     def as_seen(self, seen: SeenPrompt) -> NextPrompt:
         """The prompt with all tokens of its images, as the engine saw it. Raises PolicyFailure ``images-changed``."""
         length, count = len(self.standing), len(self.placeholders)
@@ -187,14 +200,15 @@ class AgentTrack:
         self._edited = True
 
     def prompt(self) -> NextPrompt:
-        """What the next turn is asked with. Raises InfrastructureFailure of the renderer."""
+        """What the next turn is asked with. Raises InfrastructureFailure of the renderer, PolicyFailure."""
         if self._segments and not self._edited:
             extension = self._extension()
             if extension is not None:
                 segment = self._segments[-1]
-                return NextPrompt(segment.tokens, extension, segment.placeholders, self._renderer.image_token_id)
+                asked = NextPrompt(segment.tokens, extension, segment.placeholders, self._renderer.image_token_id)
+                return asked.checked()
         started = self._renderer.start([*self._conversation, *self._pending], self.tools)
-        return NextPrompt([], started, [], self._renderer.image_token_id)
+        return NextPrompt([], started, [], self._renderer.image_token_id).checked()
 
     def messages(self) -> list[Message]:
         """What the next turn is asked with, for a server that renders messages itself."""
