@@ -5,11 +5,17 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from headrace import wire
 from tests.policies.doubles import get
 from tests.policies.plant import SLOTS, plant
+
+
+async def weights(address: str) -> bytes:
+    async with aiohttp.ClientSession() as session, session.get(f"{address}/weights") as answer:
+        return await answer.read()
 
 
 @pytest.mark.parametrize(("order", "pause"), [("together", "keep"), ("rolling", "wait"), ("together", "abort")])
@@ -45,6 +51,26 @@ async def test_the_newest_run_that_announces_weights_drives_a_server_and_an_olde
             while (await get(server.address, "/weight_info"))["weight_version"] != "0.2":
                 await asyncio.sleep(0.02)
         await made.api.ask("POST", "/v1/runs/newer/close")
+        await made.until_served(1)
+
+
+async def test_weights_that_another_run_left_under_the_same_version_are_replaced(tmp_path: Path) -> None:
+    async with plant(tmp_path, servers=1) as (made, _, _):
+        await made.create_run()
+        await made.announce(1)
+        await made.until_served(1)
+        first = await weights(made.addresses[0])
+        spec = {"name": "newer", "environments": [{"id": "test:Echo"}], "policy": {"endpoints": made.addresses}}
+        await made.api.ask("POST", "/v1/runs", spec, status=201)
+        newer = wire.VersionRequest(version="0.1", weights=made.write(2))
+        await made.api.ask("POST", "/v1/runs/newer/version", newer)
+        async with asyncio.timeout(20):
+            while await weights(made.addresses[0]) == first:
+                await asyncio.sleep(0.02)
+        await made.api.ask("POST", "/v1/runs/newer/close")
+        async with asyncio.timeout(20):
+            while await weights(made.addresses[0]) != first:
+                await asyncio.sleep(0.02)
         await made.until_served(1)
 
 

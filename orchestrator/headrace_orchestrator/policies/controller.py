@@ -117,6 +117,7 @@ class Controller:
             other_run = (others or {}).get(address, "")
             if (server.drains, server.other_run) != (drains, other_run):
                 server.drains, server.other_run = drains, other_run
+                server.strange = server.strange or bool(other_run)
                 self._judge(server)
 
     def take_target(self, target: Target) -> None:
@@ -145,6 +146,7 @@ class Controller:
         if server.stage == "confirm":
             if server.wanted is not None and server.version == server.wanted[0]:
                 server.stage = "resume"
+                server.loaded, server.strange = server.version, False
             else:
                 said = seen.problem or f"it says that it holds {seen.weights!r}"
                 self._fail(server, Problem("not-confirmed", f"it does not confirm the version: {said}"), now)
@@ -286,7 +288,7 @@ class Controller:
             return False
         if any(other.seen is None for other in self.servers.values()):
             return False  # all that are well are to go together
-        if server.version == target.version:
+        if self._current(server):
             return False
         if server.stage == "":
             return True
@@ -391,13 +393,24 @@ class Controller:
             return "ejected", problem
         return ("syncing", "it is paused") if seen.paused else ("serving", "")
 
+    def _current(self, server: Server) -> bool:
+        """Whether it holds what it is to hold. The name alone does not say so: other runs count from 0.0 too."""
+        target = self.target
+        if server.version != target.version or server.strange:
+            return False
+        return target.version in (target.held, server.loaded)
+
     def _misfit(self, server: Server, seen: Seen) -> str:
         """Why a server must not take requests although it answers."""
         version, target = server.version, self.target
         why = f" ({server.problem.message})" if server.problem is not None else ""
         if seen.weights and version is None:
             return f"nobody knows which weights it holds: it says {seen.weights!r}{why}"
-        if target.version is None or version in (target.version, target.held):
+        if target.version is None:
+            return ""
+        if version is not None and (server.strange or (version == target.version and not self._current(server))):
+            return f"another run named its weights {version}, and it is to hold this run's {target.version}{why}"
+        if version in (target.version, target.held):
             return ""
         if version is None:
             return f"it does not say which weights it holds, and is to hold {target.version}"

@@ -48,6 +48,10 @@ class Server:
         self.drains = False
         #: The run that loads its weights into it, if that is another one.
         self.other_run = ""
+        #: Whether another run did, and what it holds may be of that one, whatever it is called.
+        self.strange = False
+        #: The version that was loaded into it last.
+        self.loaded: Version | None = None
         self.state: ServerState = "unknown"
         self.reason = ""
         self.seen: Seen | None = None

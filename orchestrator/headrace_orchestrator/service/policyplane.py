@@ -111,6 +111,9 @@ class PolicyPlane:
             elif isinstance(fact, NEWS):
                 if isinstance(fact, RunCreated):
                     self._begin(fact.run)
+                elif isinstance(fact, VersionAnnounced):
+                    for watch in self._watches.values():  # whose servers these are may be another run's now
+                        watch.wake()
                 elif fact.run in self._watches:
                     self._watches[fact.run].wake()
 

@@ -73,7 +73,10 @@ class Watch:
 
     def drives(self, address: str) -> bool:
         """Whether this run would load its weights into a server."""
-        return address in self.controller.servers and self.controller.target.version is not None
+        core = self._shell.core
+        if self._adapting.trains or core.over(self._run) or core.closed(self._run):
+            return False
+        return address in self.controller.servers and core.hosting(self._run).target is not None
 
     def wake(self) -> None:
         """Something happened that may concern the servers."""
