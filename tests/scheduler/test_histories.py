@@ -326,8 +326,10 @@ class Histories(RuleBasedStateMachine):
         if not hasattr(self, "harness"):
             return
         harness = self.harness
-        harness.catch_up()
-        settling.SLICE = 64
+        try:
+            harness.catch_up()
+        finally:
+            settling.SLICE = 64
         assert harness.replayed().durable() == harness.core.durable()
         if self.snapshot:
             assert harness.restored(*self.snapshot).durable() == harness.core.durable()
