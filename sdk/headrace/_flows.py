@@ -28,7 +28,8 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import msgspec
 from pydantic import BaseModel
 
-from headrace import codec, wire
+from headrace import wire
+from headrace._answers import checked_asset, read_asset, read_assets, read_nothing, read_trajectory
 from headrace._leases import Leases
 from headrace._protocol import (
     Answer,
@@ -40,18 +41,17 @@ from headrace._protocol import (
     request,
     unexpected_body,
 )
-from headrace.assets import check_asset, unpack_assets
+from headrace._waiting import OnWait, nothing_in_time, said, tell
+from headrace.assets import check_asset
 from headrace.batch import Batch
 from headrace.errors import (
     BatchAlreadyAcked,
     BatchSuperseded,
     Conflict,
-    CorruptAsset,
     GroupEnded,
     GroupExists,
     HeadraceError,
     InvalidRequest,
-    NothingToServe,
     RunExists,
     RunFinished,
     ServiceError,
@@ -82,9 +82,6 @@ EARLY_POLL_DELAY_S = 0.25
 
 PAGE = 200
 """Trajectories of one page of a listing."""
-
-OnWait = Callable[[str, list[wire.Reason]], None]
-"""Called while a pull waits, with the run and why nothing can be served."""
 
 PullField = Literal["assets"]
 """What a pull can bring beside the batch: the images and large arrays that its trajectories refer to."""
@@ -202,13 +199,13 @@ class Flows:
         return (yield from self.call(Call(request=request("GET", "runs", run), read=_run_status)))
 
     def close_run(self, run: str) -> Flow[None]:
-        yield from self.call(Call(request=request("POST", "runs", run, "close"), read=_nothing))
+        yield from self.call(Call(request=request("POST", "runs", run, "close"), read=read_nothing))
 
     def status(self) -> Flow[wire.ServiceStatus]:
         return (yield from self.call(Call(request=request("GET", "status"), read=json_reader(wire.ServiceStatus))))
 
     def drain_worker(self, worker: str) -> Flow[None]:
-        yield from self.call(Call(request=request("POST", "workers", worker, "drain"), read=_nothing))
+        yield from self.call(Call(request=request("POST", "workers", worker, "drain"), read=read_nothing))
 
     # Batches -------------------------------------------------------------------------------------------------
 
@@ -266,11 +263,11 @@ class Flows:
                 if "assets" in wanted.fields:
                     reply.assets.update((yield from self.assets(reply.asset_names())))
                 return reply
-            said, facts = _said(reply.reasons), {"run": run, "reasons": msgspec.to_builtins(reply.reasons)}
+            told, facts = said(reply.reasons), {"run": run, "reasons": msgspec.to_builtins(reply.reasons)}
             if any(reason.code == "group-ended" for reason in reply.reasons):
-                raise GroupEnded(f"What is awaited of run {run!r} will not come. {said}", **facts)
+                raise GroupEnded(f"What is awaited of run {run!r} will not come. {told}", **facts)
             if reply.finished:
-                raise RunFinished(f"Run {run!r} is finished. {said}", **facts)
+                raise RunFinished(f"Run {run!r} is finished. {told}", **facts)
             if deadline is not None and self.clock() >= deadline:
                 raise nothing_in_time(run, timeout_s or 0.0, reply.reasons)
             tell(on_wait, run, reply.reasons)
@@ -355,7 +352,9 @@ class Flows:
 
     def nack(self, batch: Batch, reason: str, *, retry_for_s: float | None = None) -> Flow[None]:
         body = wire.NackRequest(learner=self.learner, session=self.session, generation=batch.generation, reason=reason)
-        call = Call(request=request("POST", "runs", batch.run, "batches", batch.id, "nack", body=body), read=_nothing)
+        call = Call(
+            request=request("POST", "runs", batch.run, "batches", batch.id, "nack", body=body), read=read_nothing
+        )
         try:
             yield from self.call(call, retry_for_s=retry_for_s)
         except (BatchSuperseded, UnknownBatch) as error:
@@ -429,7 +428,7 @@ class Flows:
 
     def _doing_call(self, run: str, doing: wire.Doing) -> Call[None]:
         body = wire.DoingRequest(learner=self.learner, session=self.session, doing=doing)
-        return Call(request=request("POST", "runs", run, "doing", body=body), read=_nothing)
+        return Call(request=request("POST", "runs", run, "doing", body=body), read=read_nothing)
 
     def hold(self, run: str, wait_s: float) -> Flow[wire.HoldReply]:
         return (yield from self.call(_poll("runs", run, "hold", kind=wire.HoldReply).waiting(wait_s)))
@@ -443,7 +442,7 @@ class Flows:
 
     def change_server(self, method: str, run: str, address: str, *what: str) -> Flow[None]:
         body = wire.ServerRequest(address=address)
-        yield from self.call(Call(request=request(method, "runs", run, "servers", *what, body=body), read=_nothing))
+        yield from self.call(Call(request=request(method, "runs", run, "servers", *what, body=body), read=read_nothing))
 
     # Groups and evaluations ----------------------------------------------------------------------------------
 
@@ -498,11 +497,11 @@ class Flows:
         return (yield from self.call(call))
 
     def trajectory(self, trajectory: str) -> Flow[Trajectory]:
-        call = Call(request=request("GET", "trajectories", trajectory), read=_trajectory)
+        call = Call(request=request("GET", "trajectories", trajectory), read=read_trajectory)
         return (yield from self.call(call))
 
     def asset(self, name: str) -> Flow[memoryview]:
-        found = yield from self.call(Call(request=request("GET", "assets", name), read=_asset))
+        found = yield from self.call(Call(request=request("GET", "assets", name), read=read_asset))
         check_asset(name, found)
         return found
 
@@ -513,9 +512,9 @@ class Flows:
         while left:
             asked = left[: wire.MAX_ASSET_NAMES]
             body = wire.AssetsRequest(names=asked)
-            items = yield from self.call(Call(request=request("POST", "assets", body=body), read=_assets))
+            items = yield from self.call(Call(request=request("POST", "assets", body=body), read=read_assets))
             for name, item in zip(asked, items, strict=False):
-                found[name] = _checked_asset(name, item)
+                found[name] = checked_asset(name, item)
             left = left[len(items) :]
         return found
 
@@ -527,40 +526,6 @@ class Flows:
 _run_status = json_reader(wire.RunStatus)
 _empty_reply = json_reader(wire.EmptyReply)
 _advantages = json_reader(wire.TrajectoryAdvantages)
-
-
-def _nothing(answer: Answer) -> None:
-    """The status says it all."""
-
-
-def _trajectory(answer: Answer) -> Trajectory:
-    if answer.media_type != wire.RECORDS_MEDIA_TYPE:
-        raise unexpected_body(answer, "a trajectory record")
-    return codec.decode(answer.body)
-
-
-def _asset(answer: Answer) -> memoryview:
-    if answer.media_type != wire.ASSET_MEDIA_TYPE:
-        raise unexpected_body(answer, "an asset")
-    return answer.body.toreadonly()
-
-
-def _assets(answer: Answer) -> list[memoryview | HeadraceError]:
-    if answer.media_type != wire.ASSETS_MEDIA_TYPE:
-        raise unexpected_body(answer, "assets")
-    found = unpack_assets(answer.body)
-    if not found:
-        raise unexpected_body(answer, "any of the assets that were asked for")
-    return found
-
-
-def _checked_asset(name: str, item: memoryview | HeadraceError) -> memoryview | HeadraceError:
-    if isinstance(item, memoryview):
-        try:
-            check_asset(name, item)
-        except CorruptAsset as error:
-            return error
-    return item
 
 
 def _weights(given: WeightsLike | None) -> wire.Weights | None:
@@ -598,29 +563,3 @@ def _group_request(group: wire.GroupRequest | TaskLike) -> wire.GroupRequest:
     if not isinstance(group, wire.GroupRequest):
         group = wire.GroupRequest(task=plain_task(group))
     return group if group.id else msgspec.structs.replace(group, id=uuid.uuid4().hex)
-
-
-def nothing_in_time(run: str, timeout_s: float, reasons: list[wire.Reason]) -> NothingToServe:
-    """The error of a caller whose patience ended first."""
-    return NothingToServe(
-        f"Run {run!r} had no batch ready within {timeout_s:g} s. {_said(reasons)}",
-        run=run,
-        reasons=msgspec.to_builtins(reasons),
-    )
-
-
-def tell(on_wait: OnWait | None, run: str, reasons: list[wire.Reason]) -> None:
-    """Say why a pull waits."""
-    if on_wait is not None:
-        on_wait(run, reasons)
-        return
-    # A warning, because those are seen where nobody has set up logging: a loop that waits in silence looks hung.
-    log.warning("Run %r has no batch yet. %s", run, _said(reasons))
-
-
-def _said(reasons: list[wire.Reason]) -> str:
-    return " ".join(_sentence(reason.message) for reason in reasons) or "No reason was given."
-
-
-def _sentence(text: str) -> str:
-    return text if text.endswith(".") else f"{text}."

@@ -14,10 +14,10 @@ from collections import deque
 from collections.abc import Callable
 
 from headrace import wire
-from headrace._flows import OnWait, nothing_in_time, tell
 from headrace._http import Connections
 from headrace._keepalive import CLOSE_S, drive
 from headrace._protocol import Answer, Flow, Lost, Request
+from headrace._waiting import OnWait, nothing_in_time, tell
 from headrace.batch import Batch
 from headrace.errors import InvalidRequest
 

@@ -21,21 +21,19 @@ from headrace._buffers import Buffers
 from headrace._flows import (
     PAGE,
     Flows,
-    OnWait,
     PullField,
     Resumed,
     TaskLike,
     VersionLike,
     Wanted,
     WeightsLike,
-    nothing_in_time,
     plain_task,
-    tell,
 )
 from headrace._http import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, Origin
 from headrace._names import names
 from headrace._prefetch import UNUSED
 from headrace._protocol import Answer, Flow, Lost, Request, Sleep, headers
+from headrace._waiting import OnWait, nothing_in_time, tell
 from headrace.batch import Batch
 from headrace.client import address, bearer
 from headrace.errors import HeadraceError, MissingExtra, RunFinished

@@ -28,7 +28,6 @@ from headrace import wire
 from headrace._flows import (
     PAGE,
     Flows,
-    OnWait,
     PullField,
     Resumed,
     TaskLike,
@@ -42,6 +41,7 @@ from headrace._keepalive import Keepalive, drive
 from headrace._names import names
 from headrace._prefetch import UNUSED, Prefetch
 from headrace._protocol import Flow
+from headrace._waiting import OnWait
 from headrace.batch import Batch
 from headrace.errors import RunFinished
 from headrace.runspec import RunSpec
