@@ -19,6 +19,7 @@ from headrace import codec, wire
 from headrace.assets import AssetData, asset_of, read_asset
 from headrace.batch import Batch
 from headrace_orchestrator.buffer.retention import Retention
+from headrace_orchestrator.service import retaining
 from tests.orchestrator.forked import RETAIN_EVERY_S, Forked
 from tests.orchestrator.serving import Api, orchestrator, record_for, submission
 from tests.orchestrator.test_assets import claim, fetch, send, showing
@@ -162,10 +163,32 @@ async def test_G07_an_asset_that_a_new_record_comes_to_refer_to_is_never_deleted
     assert not list((forked.data / "assets").glob("??/*"))
 
 
+class RetentionSteps:
+    """Counts the steps of retention as they end."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._ended = asyncio.Semaphore(0)
+        step = retaining.Retainer.step
+
+        async def counted(retainer: retaining.Retainer) -> list[int]:
+            gone = await step(retainer)
+            self._ended.release()
+            return gone
+
+        monkeypatch.setattr(retaining.Retainer, "step", counted)
+
+    async def more(self, count: int) -> None:
+        """Wait until so many more have ended."""
+        self._ended = asyncio.Semaphore(0)
+        for _ in range(count):
+            await self._ended.acquire()
+
+
 async def test_G07_a_leased_batch_keeps_what_it_refers_to_until_its_last_use(  # noqa: N802
     data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace_orchestrator.service.retaining.RETAIN_EVERY_S", RETAIN_EVERY_S)
+    monkeypatch.setattr(retaining, "RETAIN_EVERY_S", RETAIN_EVERY_S)
+    steps = RetentionSteps(monkeypatch)
     asset = asset_of(random.Random(7).randbytes(ASSET_BYTES), "image/png")
     async with orchestrator(
         data_dir, log_file_bytes=1, asset_promise_s=0.01, retention=Retention(trajectories=0)
@@ -176,7 +199,7 @@ async def test_G07_a_leased_batch_keeps_what_it_refers_to_until_its_last_use(  #
             """Let newer files come, and retention look at the older ones."""
             for name in islice(names, 12):
                 await api.create_run(name=name)
-                await asyncio.sleep(4 * RETAIN_EVERY_S)
+                await steps.more(2)  # the first of them may have begun before
 
         await api.create_run(group_size=1, batch_size=1, max_uses=2)
         (attempt,) = await api.lease(free=1)
