@@ -60,10 +60,12 @@ def test_groups_are_removed_at_the_end() -> None:
 async def test_files_are_there_and_paths_that_lead_out_are_refused(run: Run) -> None:
     result = await run("print(open('a/b/c.bin', 'rb').read())", files={"a/b/c.bin": b"\xff\0"})
     assert result.stdout.text == "b'\\xff\\x00'\n"
+    before = descriptors()
     for path in ("/etc/x", "../x", "a/../../x", "a//b", ""):
         with pytest.raises(SandboxFailure) as caught:
             await run("", files={path: b""})
         assert caught.value.kind == "bad-path"
+    assert descriptors() == before
 
 
 async def test_input_of_a_megabyte_arrives_whole_and_may_be_left_unread(run: Run) -> None:

@@ -38,7 +38,7 @@ class Runtime(Protocol):
 
 
 def checked_path(path: str) -> str:
-    """A path below the scratch folder. Raises SandboxFailure ``bad-path`` for one that leads out of it."""
+    """The path, which is below the scratch folder. Raises SandboxFailure ``bad-path`` for one that leads out of it."""
     parts = path.split("/")
     if not path or "\0" in path or any(part in ("", ".", "..") for part in parts):
         raise SandboxFailure(

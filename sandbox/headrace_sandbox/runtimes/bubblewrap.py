@@ -42,6 +42,8 @@ class Bubblewrap:
     async def run(self, command: Command, limits: Limits) -> ExecResult:
         """Run a command in a sandbox of its own. Raises SandboxFailure; cancelling the call kills it."""
         begun_at = time.monotonic()
+        for path in command.files:
+            checked_path(path)
         with contextlib.ExitStack() as stack:
             group = self._groups.take(limits)
             stack.callback(self._groups.give_back, group)
@@ -72,7 +74,7 @@ class Bubblewrap:
             stack.callback(os.close, descriptor)
         waits_inside = os.dup(waits)
         filter_ = bwrap.memory_file(self._filter)
-        contents = {checked_path(path): bwrap.memory_file(data) for path, data in command.files.items()}
+        contents = {path: bwrap.memory_file(data) for path, data in command.files.items()}
         variables = bwrap.environment(command.environment).items()
         arguments = [
             *("--disable-userns", "--cap-drop", "ALL", *bwrap.system()),

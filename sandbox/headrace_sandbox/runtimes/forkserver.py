@@ -1,4 +1,4 @@
-"""Python programs in forks of a warm interpreter, each isolated for itself: the fast way to run code.
+"""Python programs in forks of a warm interpreter, each isolated for itself.
 
 * An execution has namespaces, a scratch folder, limits, a control group and a filter of its own.
 * The server is inside a sandbox too, holds no secret, and is made anew when it is lost.
