@@ -97,7 +97,7 @@ async def _run(command: Command, limits: Limits) -> ExecResult:
     try:
         return await runtime.run(command, limits)
     finally:
-        runtime.close()
+        await runtime.close()
 
 
 def _exit_code(result: ExecResult) -> int:

@@ -89,6 +89,8 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
     """One execution. Either ``exit_code`` or ``signal`` is set; neither where it was killed for time or output.
 
     ``queue_s``, ``start_s`` and ``wall_s`` are apart: waiting for a sandbox, making one, and the program itself.
+    ``lost``: why the sandbox or session cannot be used any more, where the program itself brought that about; it is
+    then the program's fault, and neither exit code nor signal need be known.
     """
 
     exit_code: int | None
@@ -99,12 +101,15 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float
     start_s: float
     queue_s: float = 0.0
+    lost: str | None = None
     usage: Usage
     isolation: Isolation
 
     @property
     def fault(self) -> Fault:
         """Empty where the program ended with 0."""
+        if self.lost is not None:
+            return "program"
         if self.limit is not None and self.exit_code != 0:
             return "limit"
         return "" if self.exit_code == 0 else "program"

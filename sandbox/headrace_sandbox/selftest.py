@@ -15,9 +15,9 @@ import msgspec
 from headrace.errors import SandboxFailure
 from headrace_sandbox.cgroups import find_driver
 from headrace_sandbox.result import ExecResult, Limits
-from headrace_sandbox.runtimes.base import Command
+from headrace_sandbox.runtimes.base import Command, PythonProgram
 from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
-from headrace_sandbox.runtimes.forkserver import PYTHON, ForkServer, PythonProgram
+from headrace_sandbox.runtimes.forkserver import PYTHON, ForkServer
 
 LIMITS = Limits(wall_s=20.0)
 
@@ -63,7 +63,7 @@ async def _bubblewrap() -> Finding:
     try:
         runtime = Bubblewrap()
         result = await runtime.run(Command(arguments=[PYTHON, "-I", "-c", LOOK_AROUND]), LIMITS)
-        runtime.close()
+        await runtime.close()
     except SandboxFailure as failure:
         return _failed("bubblewrap", failure)
     return _judged("bubblewrap", f"bubblewrap {result.isolation.versions['bubblewrap']}", result)
@@ -73,7 +73,7 @@ async def _fork_server() -> Finding:
     try:
         server = ForkServer()
         result = await server.run(PythonProgram(code=LOOK_AROUND), LIMITS)
-        server.close()
+        await server.close()
     except SandboxFailure as failure:
         return _failed("fork server", failure)
     return _judged("fork server", f"made in {result.start_s:.2f} s", result)

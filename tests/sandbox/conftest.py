@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from headrace_sandbox.result import ExecResult, Limits
-from headrace_sandbox.runtimes.base import Command
+from headrace_sandbox.runtimes.base import Command, PythonProgram
 from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
-from headrace_sandbox.runtimes.forkserver import ForkServer, PythonProgram
+from headrace_sandbox.runtimes.forkserver import ForkServer
 
 Run = Callable[..., Awaitable[ExecResult]]
 """Runs Python code: ``code``, and by name ``stdin``, ``files`` and fields of ``Limits``."""
@@ -18,14 +18,14 @@ Run = Callable[..., Awaitable[ExecResult]]
 async def fresh() -> AsyncIterator[Bubblewrap]:
     runtime = Bubblewrap()
     yield runtime
-    runtime.close()
+    await runtime.close()
 
 
 @pytest.fixture
 async def forked() -> AsyncIterator[ForkServer]:
     server = ForkServer()
     yield server
-    server.close()
+    await server.close()
 
 
 @pytest.fixture(params=["fresh", "forked"])
@@ -47,4 +47,4 @@ async def run(request: pytest.FixtureRequest) -> AsyncIterator[Run]:
         )
 
     yield run_code
-    runtime.close()
+    await runtime.close()

@@ -15,9 +15,9 @@ import pytest
 
 from headrace_sandbox.cgroups import NoDriver
 from headrace_sandbox.result import ExecResult, Limits
-from headrace_sandbox.runtimes.base import Command
+from headrace_sandbox.runtimes.base import Command, PythonProgram
 from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
-from headrace_sandbox.runtimes.forkserver import ForkServer, PythonProgram
+from headrace_sandbox.runtimes.forkserver import ForkServer
 from tests.sandbox.conftest import Run
 
 pytestmark = pytest.mark.component("bubblewrap")
@@ -144,7 +144,7 @@ async def test_1_2_where_no_control_group_bounds_rlimits_do() -> None:
         ):
             assert error in result.stderr.text
             assert result.fault == "program"
-    server.close()
+    await server.close()
 
 
 # Time and processes -------------------------------------------------------------------------------------------

@@ -16,9 +16,9 @@ from headrace_sandbox import bwrap
 from headrace_sandbox.cgroups import Groups, NoDriver, find_driver
 from headrace_sandbox.result import Limits, Usage
 from headrace_sandbox.runtimes import forkserver
-from headrace_sandbox.runtimes.base import Command
+from headrace_sandbox.runtimes.base import Command, PythonProgram
 from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
-from headrace_sandbox.runtimes.forkserver import ForkServer, PythonProgram
+from headrace_sandbox.runtimes.forkserver import ForkServer
 from tests.sandbox.conftest import Run
 from tests.sandbox.test_hostile import lives
 
@@ -50,7 +50,7 @@ def test_groups_are_removed_at_the_end() -> None:
         for runtime in (Bubblewrap(), ForkServer()):
             program: Any = Command(arguments=["true"]) if isinstance(runtime, Bubblewrap) else PythonProgram(code="")
             await runtime.run(program, Limits())
-            runtime.close()
+            await runtime.close()
 
     before = our_groups()
     asyncio.run(scenario())
@@ -159,7 +159,7 @@ async def test_a_preloaded_module_that_does_not_exist_is_named() -> None:
     server = ForkServer(preload=("no_such_module",))
     with pytest.raises(SandboxFailure, match="no_such_module"):
         await server.run(PythonProgram(code=""), Limits())
-    server.close()
+    await server.close()
 
 
 async def test_a_request_that_is_too_large_is_refused(forked: ForkServer) -> None:

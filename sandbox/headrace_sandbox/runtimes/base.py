@@ -1,19 +1,28 @@
-"""What a runtime is: it runs a command in isolation, and says what isolates it.
+"""What a runtime is: it runs programs in isolation, and says what isolates them.
 
 * A fault of a runtime raises SandboxFailure; it never becomes a result.
 * A runtime that fails its self-test is refused; nothing weaker takes its place.
+* What a program does to its own sandbox is the program's: the result says ``lost``, and the sandbox is not used again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
 from headrace.errors import SandboxFailure
 from headrace_sandbox.bwrap import SCRATCH
 from headrace_sandbox.result import ExecResult, Isolation, Limits
+
+SessionKind = Literal["bash", "python"]
+
+FileKind = Literal["file", "folder", "other"]
+"""Other: a link, a pipe, a socket or a device; it is listed, and neither read nor followed."""
+
+PRELOAD = ("collections", "dataclasses", "functools", "itertools", "json", "math", "random", "re", "string", "typing")
+"""Modules that most programs use."""
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,15 +35,148 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     environment: Mapping[str, str] = {}
 
 
-class Runtime(Protocol):
-    """Runs commands, each in a sandbox of its own."""
+class PythonProgram(msgspec.Struct, frozen=True, kw_only=True):
+    """A program to run. ``files``: content by path below the scratch folder, which is where it runs.
 
+    A runtime may fork it from an interpreter that imported ``preload`` before; programs of different ``domain`` (of
+    trust: a run, a tenant) never share one.
+    """
+
+    code: str
+    arguments: Sequence[str] = ()
+    stdin: bytes = b""
+    files: Mapping[str, bytes] = {}
+    environment: Mapping[str, str] = {}
+    preload: tuple[str, ...] = PRELOAD
+    domain: str = ""
+
+
+class Template(msgspec.Struct, frozen=True, kw_only=True):
+    """What a sandbox is made from; sandboxes of one template are interchangeable while nothing ran in them.
+
+    ``image``: of files, as the runtime names it (a Docker image, a folder); none: the programs of this machine.
+    ``limits``: of the whole sandbox (memory, processes, processors, disk). ``files`` and ``environment`` as in a
+    ``Command``.
+    """
+
+    image: str | None = None
+    files: Mapping[str, bytes] = {}
+    environment: Mapping[str, str] = {}
+    limits: Limits = Limits()
+
+
+class FileInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry of a folder. ``path`` is relative to the scratch folder; ``size_bytes`` as the file system says."""
+
+    path: str
+    kind: FileKind
+    size_bytes: int
+
+
+class Session(Protocol):
+    """A shell or an interpreter that lives on: what a cell sets, the next one finds.
+
+    Where a cell ends is told beside its output, never by it. A cell that runs into its time gives what it wrote until
+    then, is interrupted, and the session goes on; only if it cannot is it made anew, and the result's ``lost`` says so.
+    """
+
+    async def run(self, cell: str, limits: Limits) -> ExecResult:
+        """Run a cell. Of the limits those of time and output hold; the others are the sandbox's. ``exit_code`` is the
+        shell's ``$?``; of Python 0, or 1 after an exception. Raises SandboxFailure."""
+        ...
+
+    async def interrupt(self) -> None:
+        """Interrupt the cell that runs, as Ctrl-C does."""
+        ...
+
+    async def close(self) -> None:
+        """End it, and everything that it started."""
+        ...
+
+
+class Sandbox(Protocol):
+    """A sandbox that lives on between calls."""
+
+    id: str
+    isolation: Isolation
+
+    async def run(self, command: Command, limits: Limits) -> ExecResult:
+        """Run a command in it; what it leaves in the background is killed. Of the limits those of time and output
+        hold; the others are the sandbox's. Raises SandboxFailure."""
+        ...
+
+    async def session(self, kind: SessionKind) -> Session:
+        """A new session in it. Raises SandboxFailure ``not-offered`` where the runtime has none of that kind."""
+        ...
+
+    async def read(self, path: str, most_bytes: int) -> bytes:
+        """A regular file below the scratch folder. Raises SandboxFailure ``bad-path``, ``no-such-file``,
+        ``file-too-large``."""
+        ...
+
+    async def write(self, path: str, content: bytes) -> None:
+        """Write a file below the scratch folder; makes the folders above it. Raises SandboxFailure ``bad-path``,
+        ``disk-full``."""
+        ...
+
+    async def list(self, path: str = "") -> list[FileInfo]:
+        """What a folder below the scratch folder holds, sorted by path. Raises SandboxFailure."""
+        ...
+
+    async def upload(self, tar: bytes, path: str = "") -> None:
+        """Unpack an archive below the scratch folder. Refused whole, before anything is written, if an entry leads out
+        of it, is no file, folder or link within it, or if there are too many of them or too many bytes."""
+        ...
+
+    async def download(self, path: str, most_bytes: int) -> bytes:
+        """A folder below the scratch folder as a tar archive of its files and folders. Raises SandboxFailure
+        ``file-too-large``."""
+        ...
+
+    async def reset(self) -> None:
+        """As it was when it was made: nothing runs, and the scratch folder has the template's files and no others.
+        Raises SandboxFailure ``not-offered`` where the runtime cannot."""
+        ...
+
+    async def close(self) -> None:
+        """End it; nothing of it is left."""
+        ...
+
+
+class Runtime(Protocol):
+    """Runs programs, each in a sandbox of its own, and makes sandboxes that live on."""
+
+    name: str
     isolation: Isolation
     """What isolates."""
 
     async def run(self, command: Command, limits: Limits) -> ExecResult:
-        """Run it to its end. Raises SandboxFailure; cancelling the call kills it."""
+        """Run a command in a fresh sandbox. Raises SandboxFailure; cancelling the call kills it."""
         ...
+
+    async def run_code(self, program: PythonProgram, limits: Limits) -> ExecResult:
+        """Run a Python program in a fresh sandbox, in the cheapest way that the runtime has. Raises SandboxFailure;
+        cancelling the call kills it."""
+        ...
+
+    async def open(self, template: Template, ttl_s: float) -> Sandbox:
+        """A sandbox that lives on, at most ``ttl_s`` even if nobody is left to end it. Raises SandboxFailure
+        ``not-offered`` where the runtime has none."""
+        ...
+
+    async def close(self) -> None:
+        """End everything that it runs, and remove what it keeps."""
+        ...
+
+
+def not_offered(runtime: str, what: str) -> SandboxFailure:
+    """The failure of something that a runtime does not have."""
+    return SandboxFailure(
+        f"The runtime {runtime} has no {what}.",
+        hint="`headrace sandbox doctor` says what each runtime here has.",
+        kind="not-offered",
+        retryable=False,
+    )
 
 
 def checked_path(path: str) -> str:

@@ -1,10 +1,11 @@
-"""The runtime named ``bubblewrap``: a fresh sandbox of namespaces for each command.
+"""The runtime named ``bubblewrap``: a fresh sandbox of namespaces for each command, the default on Linux.
 
 * The program starts only when its control group bounds it.
 * Its process ids are its own, so its end is the end of all that it started.
 * It cannot make namespaces, and the root of its files is read-only; the scratch folder is in bounded memory.
 * What reaches beyond its namespaces is refused by a filter of system calls.
 * It cannot reach the process that tells how it ended.
+* Python programs are forks of a warm interpreter, one for each set of preloaded modules and domain of trust.
 """
 
 from __future__ import annotations
@@ -16,27 +17,28 @@ import signal
 import subprocess
 import time
 
-from headrace.errors import SandboxFailure
 from headrace_sandbox import bwrap
 from headrace_sandbox.bwrap import SCRATCH, Bwrap
 from headrace_sandbox.cgroups import Cgroup, Driver, Groups, find_driver
-from headrace_sandbox.result import ExecResult, Isolation, LimitName, Limits, Usage
-from headrace_sandbox.runtimes.base import Command, checked_path
+from headrace_sandbox.result import ExecResult, Limits
+from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template, checked_path, not_offered
+from headrace_sandbox.runtimes.forkserver import ForkServer
+from headrace_sandbox.runtimes.verdicts import admit, isolation_of, result_of, weak_limits
 from headrace_sandbox.seccomp import require_filter
-from headrace_sandbox.supervise import Started, Verdict, supervise
-
-ACTIVE = ("wall_s", "output_bytes", "disk_bytes", "file_bytes", "open_files")
-"""Limits that hold without control groups."""
+from headrace_sandbox.supervise import Started, supervise
 
 
 class Bubblewrap:
     """The runtime. ``driver`` makes control groups; the best one that works is found if none is given."""
+
+    name = "bubblewrap"
 
     def __init__(self, driver: Driver | None = None) -> None:
         """Raises SandboxFailure ``runtime-missing`` or ``no-filter``."""
         self._bwrap = Bwrap()
         self._filter = require_filter()
         self._groups = Groups(driver if driver is not None else find_driver())
+        self._servers: dict[tuple[tuple[str, ...], str], ForkServer] = {}
         self.isolation = isolation_of("bubblewrap", self._bwrap, self._groups.driver)
 
     async def run(self, command: Command, limits: Limits) -> ExecResult:
@@ -55,9 +57,26 @@ class Bubblewrap:
             usage = group.usage()
         return result_of(verdict, usage, start_s, self.isolation)
 
-    def close(self) -> None:
-        """Remove what is kept between executions."""
+    async def run_code(self, program: PythonProgram, limits: Limits) -> ExecResult:
+        """Run a Python program in a fork of a warm interpreter. Raises SandboxFailure; cancelling the call kills it."""
+        return await self._server(program).run(program, limits)
+
+    async def open(self, template: Template, ttl_s: float) -> Sandbox:
+        """Not offered yet."""
+        raise not_offered(self.name, "sandboxes that live on")
+
+    async def close(self) -> None:
+        """End the warm interpreters, and remove what is kept between executions."""
+        while self._servers:
+            await self._servers.popitem()[1].close()
         self._groups.close()
+
+    def _server(self, program: PythonProgram) -> ForkServer:
+        key = (program.preload, program.domain)
+        server = self._servers.get(key)
+        if server is None:
+            server = self._servers[key] = ForkServer(self._groups.driver, program.preload)
+        return server
 
     def _weak_limits(self, limits: Limits) -> list[str]:
         if self._groups.driver.active:
@@ -106,64 +125,8 @@ class Bubblewrap:
         return started, waits
 
 
-def weak_limits(limits: Limits) -> dict[str, int]:
-    """What rlimits can do where no control group bounds: processes of the sandbox's user, memory of each process."""
-    return {"nproc": limits.pids, "as": limits.memory_bytes}
-
-
 def _is_unread(descriptor: int) -> bool:
     return bool(select.select([descriptor], [], [], 0)[0])
-
-
-def admit(pid: int, group: Cgroup, stack: contextlib.ExitStack) -> int | None:
-    """Put the first process of a sandbox into its group; gives a descriptor of it, or None if it is gone."""
-    try:
-        pidfd = os.pidfd_open(pid)
-        stack.callback(os.close, pidfd)
-        group.add(pid)
-    except ProcessLookupError:
-        return None
-    return pidfd
-
-
-def sandbox_lost(detail: str) -> SandboxFailure:
-    """The failure of a sandbox that ended by no doing of its program's and of no limit."""
-    return SandboxFailure(detail, kind="sandbox-lost", retryable=True)
-
-
-def isolation_of(runtime: str, bwrap_: Bwrap, driver: Driver) -> Isolation:
-    """What isolates a runtime that is made of bubblewrap."""
-    versions = {"bubblewrap": bwrap_.version, "kernel": os.uname().release, "cgroups": driver.name}
-    return Isolation(runtime=runtime, versions=versions, active=[*ACTIVE, *driver.active])
-
-
-def result_of(verdict: Verdict, usage: Usage, start_s: float, isolation: Isolation) -> ExecResult:
-    """The result of an execution: a limit that ended it, or that it ran into before it failed, is named. Raises
-    SandboxFailure ``sandbox-lost`` where nobody could tell how it ended, and no limit explains it."""
-    limit = verdict.limit
-    killed = limit is not None
-    code = -signal.SIGKILL if verdict.returncode is None else verdict.returncode
-    if limit is None and code != 0:
-        limit = _limit_hit(usage)
-    if verdict.returncode is None and not killed and limit != "memory":
-        raise sandbox_lost("The sandbox ended under its program.")
-    return ExecResult(
-        exit_code=None if killed or code < 0 else code,
-        signal=-code if code < 0 and not killed else None,
-        stdout=verdict.stdout,
-        stderr=verdict.stderr,
-        limit=limit,
-        wall_s=verdict.wall_s,
-        start_s=start_s,
-        usage=usage,
-        isolation=isolation,
-    )
-
-
-def _limit_hit(usage: Usage) -> LimitName | None:
-    if usage.memory_kills:
-        return "memory"
-    return "pids" if usage.refused_pids else None
 
 
 def _of_shell(code: int) -> int:

@@ -16,7 +16,7 @@ import socket
 import struct
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -26,16 +26,13 @@ from headrace_sandbox import bwrap
 from headrace_sandbox.bwrap import SCRATCH, Bwrap
 from headrace_sandbox.cgroups import Cgroup, Driver, Groups, find_driver
 from headrace_sandbox.result import ExecResult, Limits
-from headrace_sandbox.runtimes.base import checked_path
-from headrace_sandbox.runtimes.bubblewrap import admit, isolation_of, result_of, sandbox_lost, weak_limits
+from headrace_sandbox.runtimes.base import PRELOAD, PythonProgram, checked_path
+from headrace_sandbox.runtimes.verdicts import admit, isolation_of, result_of, sandbox_lost, weak_limits
 from headrace_sandbox.seccomp import require_filter
 from headrace_sandbox.supervise import Started, supervise
 
 PYTHON = "/usr/bin/python3"
 """The interpreter inside: that of this machine's system, which every user can read."""
-
-PRELOAD = ("collections", "dataclasses", "functools", "itertools", "json", "math", "random", "re", "string", "typing")
-"""Modules that most programs use."""
 
 SOURCE = Path(__file__).parent.parent / "inside" / "forkserver.py"
 
@@ -53,16 +50,6 @@ MEET_S = 10.0
 
 MOST_BYTES = 192 << 10
 """Of a request, which is one packet of a socket."""
-
-
-class PythonProgram(msgspec.Struct, frozen=True, kw_only=True):
-    """A program to run. ``files``: content by path below the scratch folder, which is where it runs."""
-
-    code: str
-    arguments: Sequence[str] = ()
-    stdin: bytes = b""
-    files: Mapping[str, bytes] = {}
-    environment: Mapping[str, str] = {}
 
 
 class ForkServer:
@@ -92,7 +79,7 @@ class ForkServer:
             usage = group.usage()
         return result_of(verdict, usage, start_s, self.isolation)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the server, and remove what is kept between executions."""
         if self._server is not None:
             self._server.close()
