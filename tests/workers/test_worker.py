@@ -114,13 +114,15 @@ async def test_an_attempt_that_is_granted_twice_is_run_once() -> None:
 
 async def test_a_heartbeat_lists_all_attempts_those_in_the_spool_included() -> None:
     async with orchestrating() as stub:
-        stub.queue = attempts(2)
-        running = attempts(3)[2]
+        finished, running = attempts(2)
+        running = assignment(episode=running.episode, task=Task(environment="e", seed=0, kwargs={"name": "waits"}))
+        stub.takes_records = False
+        stub.queue = [finished]
         async with working(stub, lambda name="": Waits() if name else OneTurn()):
-            await stub.until(lambda: len(stub.records) == 2)
-            stub.queue = [assignment(episode=running.episode, task=Task(environment="e", seed=0, kwargs={"name": "w"}))]
-            await stub.until(lambda: stub.heartbeats and len(stub.heartbeats[-1].holding) == 1)
-    assert [key.episode for key in stub.heartbeats[-1].holding] in ([], [running.episode])
+            await stub.until(lambda: stub.turned_away)  # so it is in the spool
+            stub.queue = [running]
+            both = {finished.episode, running.episode}
+            await stub.until(lambda: {key.episode for key in stub.heartbeats[-1].holding} == both)
 
 
 async def test_heartbeats_go_on_while_an_episode_computes_in_the_event_loop() -> None:
