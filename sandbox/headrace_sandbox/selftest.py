@@ -17,7 +17,8 @@ from headrace_sandbox.cgroups import find_driver
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import Command, PythonProgram
 from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
-from headrace_sandbox.runtimes.forkserver import PYTHON, ForkServer
+from headrace_sandbox.runtimes.forkserver import ForkServer
+from headrace_sandbox.runtimes.inside import PYTHON
 
 LIMITS = Limits(wall_s=20.0)
 

@@ -1,8 +1,5 @@
 """Runs inside a sandbox: a warm interpreter that forks one isolated child for each execution.
 
-This file is given to the sandbox's own Python as it stands, so it imports nothing but the standard library, and does
-not belong to the package that it lies in.
-
 * Each execution has namespaces, a scratch folder, limits and a filter of its own; nothing is left of it for the next.
 * The program is a grandchild of a process 1 of its own, which it cannot reach, and which reports how it ended.
 * It starts only when the supervisor, which knows its process by then, says so.
@@ -14,13 +11,10 @@ the program, four bytes. No status means that it was killed.
 """
 
 import array
-import ctypes
-import fcntl
 import gc
 import importlib
 import json
 import os
-import resource
 import signal
 import socket
 import struct
@@ -28,22 +22,25 @@ import sys
 from types import TracebackType
 from typing import Any
 
-CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER = 0x20000, 0x4000000, 0x8000000, 0x10000000
-CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
-MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 2, 4, 8, 0x4000, 0x40000
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 24, 22, 38
-SECCOMP_MODE_FILTER = 2
-SIOCSIFFLAGS, IFF_UP = 0x8914, 1
-CAPABILITY_VERSION_3 = 0x20080522
+from headrace_sandbox.inside.isolation import (
+    CLONE_NEWIPC,
+    CLONE_NEWNET,
+    CLONE_NEWNS,
+    CLONE_NEWPID,
+    CLONE_NEWUTS,
+    PR_SET_DUMPABLE,
+    PR_SET_PDEATHSIG,
+    bring_loopback_up,
+    give_up_privileges,
+    limit,
+    make_mounts_private,
+    mount_memory,
+    mount_proc,
+    prctl,
+    unshare_user,
+)
+
 MOST_BYTES = 1 << 20  # of a request
-
-libc = ctypes.CDLL(None, use_errno=True)
-
-
-def must(result: int, what: str) -> None:
-    if result < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
 
 
 def serve(requests: socket.socket, filter_: bytes) -> None:
@@ -70,13 +67,7 @@ def serve(requests: socket.socket, filter_: bytes) -> None:
 def isolate(request: dict[str, Any], descriptors: list[int], filter_: bytes) -> None:
     """In a child: make namespaces, and a process 1 in them."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    uid, gid = os.getuid(), os.getgid()
-    flags = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
-    must(libc.unshare(flags), "unshare")
-    for name, line in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
-        descriptor = os.open(f"/proc/self/{name}", os.O_WRONLY)
-        os.write(descriptor, line.encode())
-        os.close(descriptor)
+    unshare_user(CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS)
     if os.fork() == 0:
         status = 1
         try:
@@ -88,14 +79,14 @@ def isolate(request: dict[str, Any], descriptors: list[int], filter_: bytes) -> 
 
 def be_first(request: dict[str, Any], descriptors: list[int], filter_: bytes) -> None:
     """As process 1: meet the supervisor, run the program, report its end. With it all that it started ends."""
-    must(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl")  # so that the program cannot write into this memory
+    prctl(PR_SET_DUMPABLE, 0)  # so that the program cannot write into this memory
     supervisor = socket.socket(fileno=descriptors[3])
     supervisor.send(b"1")
     if not supervisor.recv(1):
         return
     prepare_files(request)
     bring_loopback_up()
-    limit(request)
+    limit(request["rlimits"])
     program = os.fork()
     if program == 0:
         status = 127
@@ -126,10 +117,9 @@ def be_first(request: dict[str, Any], descriptors: list[int], filter_: bytes) ->
 
 def prepare_files(request: dict[str, Any]) -> None:
     """A scratch folder of its own, and a /proc of its own processes."""
-    must(libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None), "mount /")
-    options = f"size={request['disk_bytes']},nr_inodes={request['inodes']},mode=0700".encode()
-    must(libc.mount(b"tmpfs", b"/scratch", b"tmpfs", MS_NOSUID | MS_NODEV, options), "mount /scratch")
-    must(libc.mount(b"proc", b"/proc", b"proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, None), "mount /proc")
+    make_mounts_private()
+    mount_memory("/scratch", request["disk_bytes"], request["inodes"])
+    mount_proc()
     os.chdir("/scratch")
     for path, content in request["files"].items():
         folder = os.path.dirname(path)
@@ -139,21 +129,9 @@ def prepare_files(request: dict[str, Any]) -> None:
             file.write(content)
 
 
-def bring_loopback_up() -> None:
-    """Its own loopback interface, which leads nowhere else."""
-    with socket.socket() as any_socket:
-        fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", IFF_UP))
-
-
-def limit(request: dict[str, Any]) -> None:
-    for name, value in request["rlimits"].items():
-        number = getattr(resource, name)
-        resource.setrlimit(number, (value, value))
-
-
 def run(request: dict[str, Any], descriptors: list[int], filter_: bytes) -> int:
     """As the program's process: give up every privilege, then be the program."""
-    must(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")
+    prctl(PR_SET_DUMPABLE, 1)
     os.setsid()
     for target, descriptor in enumerate(descriptors):
         os.dup2(descriptor, target)
@@ -174,18 +152,6 @@ def run(request: dict[str, Any], descriptors: list[int], filter_: bytes) -> int:
     sys.modules["__main__"] = main
     exec(code, main.__dict__)
     return 0
-
-
-def give_up_privileges(filter_: bytes) -> None:
-    for capability in range(64):
-        if libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
-            break
-    header = struct.pack("=Ii", CAPABILITY_VERSION_3, 0)
-    must(libc.capset(header, bytes(24)), "capset")
-    must(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
-    code = ctypes.create_string_buffer(filter_, len(filter_))
-    program = struct.pack("@HP", len(filter_) // 8, ctypes.addressof(code))
-    must(libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, program, 0, 0), "seccomp")
 
 
 def exit_code(end: SystemExit) -> int:
@@ -210,14 +176,10 @@ def main() -> None:
         filter_ = file.read()
     for name in sys.argv[2:]:
         importlib.import_module(name)
-    must(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     gc.collect()
     gc.freeze()  # so that a child's collector does not copy the pages of what is shared
     requests = socket.socket(fileno=os.dup(0))
     os.dup2(os.open("/dev/null", os.O_RDWR), 0)
     requests.send(b"ready")
     serve(requests, filter_)
-
-
-if __name__ == "__main__":
-    main()

@@ -17,7 +17,6 @@ import struct
 import subprocess
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
@@ -26,15 +25,12 @@ from headrace_sandbox import bwrap
 from headrace_sandbox.bwrap import SCRATCH, Bwrap
 from headrace_sandbox.cgroups import Cgroup, Driver, Groups, find_driver
 from headrace_sandbox.result import ExecResult, Limits
+from headrace_sandbox.runtimes import inside
 from headrace_sandbox.runtimes.base import PRELOAD, PythonProgram, checked_path
+from headrace_sandbox.runtimes.inside import PYTHON
 from headrace_sandbox.runtimes.verdicts import admit, isolation_of, result_of, sandbox_lost, weak_limits
 from headrace_sandbox.seccomp import require_filter
 from headrace_sandbox.supervise import Started, supervise
-
-PYTHON = "/usr/bin/python3"
-"""The interpreter inside: that of this machine's system, which every user can read."""
-
-SOURCE = Path(__file__).parent.parent / "inside" / "forkserver.py"
 
 INODES = 10_000
 """Most files of a scratch folder: empty ones take no bytes of it, but memory of the kernel."""
@@ -120,14 +116,14 @@ class ForkServer:
 
     async def _make(self) -> _Server:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        filter_, source = bwrap.memory_file(self._filter), bwrap.memory_file(SOURCE.read_bytes())
+        filter_, sources = bwrap.memory_file(self._filter), inside.sources("isolation", "forkserver")
         arguments = [
-            *(*bwrap.system(), "--dir", SCRATCH, "--perms", "0444", "--ro-bind-data", f"{source}", "/forkserver.py"),
+            *(*bwrap.system(), "--dir", SCRATCH, *inside.mounts(sources)),
             *("--remount-ro", "/", "--setenv", "PATH", bwrap.PROGRAM_PATH, "--"),
-            *(self._python, "-I", "-S", "/forkserver.py", f"{filter_}", *self._preload),
+            *inside.command("forkserver", f"{filter_}", *self._preload, python=self._python),
         ]
         with theirs:
-            process = self._bwrap.start(arguments, SERVER_LIMITS, [filter_, source], theirs.fileno())
+            process = self._bwrap.start(arguments, SERVER_LIMITS, [filter_, *sources.values()], theirs.fileno())
         server = _Server(process, ours)
         if not await server.is_ready():
             said = server.close()

@@ -1,0 +1,86 @@
+"""Runs inside a sandbox: what a process does to be isolated from the others there.
+
+* A process may have namespaces, a /proc and a loopback interface of its own.
+* A program runs without any privilege, under a filter of system calls and limits, which it cannot take back.
+
+The files of this folder are given to the sandbox's own Python as they stand, so they import nothing but the standard
+library and each other.
+"""
+
+import ctypes
+import fcntl
+import os
+import resource
+import socket
+import struct
+from typing import Any
+
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER = 0x20000, 0x4000000, 0x8000000, 0x10000000
+CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 0x4000, 0x40000
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 24, 22, 38
+PR_SET_CHILD_SUBREAPER = 36
+SECCOMP_MODE_FILTER = 2
+SIOCSIFFLAGS, IFF_UP = 0x8914, 1
+CAPABILITY_VERSION_3 = 0x20080522
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def must(result: int, what: str) -> None:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def prctl(option: int, value: int, what: str = "prctl") -> None:
+    must(libc.prctl(option, value, 0, 0, 0), what)
+
+
+def unshare_user(flags: int) -> None:
+    """New namespaces, and one of users that owns them, in which this user keeps its number."""
+    uid, gid = os.getuid(), os.getgid()
+    must(libc.unshare(CLONE_NEWUSER | flags), "unshare")
+    for name, line in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+        descriptor = os.open(f"/proc/self/{name}", os.O_WRONLY)
+        os.write(descriptor, line.encode())
+        os.close(descriptor)
+
+
+def make_mounts_private() -> None:
+    must(libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None), "mount /")
+
+
+def mount_memory(folder: str, size_bytes: int, inodes: int) -> None:
+    """A folder in bounded memory."""
+    options = f"size={size_bytes},nr_inodes={inodes},mode=0700".encode()
+    must(libc.mount(b"tmpfs", folder.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, options), f"mount {folder}")
+
+
+def mount_proc() -> None:
+    """A /proc of the processes that this one sees, and of no others."""
+    must(libc.mount(b"proc", b"/proc", b"proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, None), "mount /proc")
+
+
+def bring_loopback_up() -> None:
+    """Its own loopback interface, which leads nowhere else."""
+    with socket.socket() as any_socket:
+        fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", IFF_UP))
+
+
+def limit(rlimits: dict[str, Any]) -> None:
+    for name, value in rlimits.items():
+        number = getattr(resource, name)
+        resource.setrlimit(number, (value, value))
+
+
+def give_up_privileges(filter_: bytes) -> None:
+    for capability in range(64):
+        if libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
+            break
+    header = struct.pack("=Ii", CAPABILITY_VERSION_3, 0)
+    must(libc.capset(header, bytes(24)), "capset")
+    prctl(PR_SET_NO_NEW_PRIVS, 1, "no_new_privs")
+    code = ctypes.create_string_buffer(filter_, len(filter_))
+    program = struct.pack("@HP", len(filter_) // 8, ctypes.addressof(code))
+    must(libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, program, 0, 0), "seccomp")
