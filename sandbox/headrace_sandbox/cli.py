@@ -1,6 +1,7 @@
 """``headrace sandbox``: what this machine has for sandboxes, and a command in one.
 
 * ``doctor`` ends with 1 if no runtime isolates, and says what to do.
+* ``run`` uses the runtime that was named, or the default; it fails where that one cannot be used, and takes no other.
 * ``run`` ends as the command did: with its exit code, 128 + n after signal n, 124 after a limit; 70 where it was our
   fault.
 """
@@ -16,10 +17,10 @@ import click
 import msgspec
 
 from headrace.errors import SandboxFailure
+from headrace_sandbox.doctor import Ladder, Rung, ladder
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import Command
-from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
-from headrace_sandbox.selftest import findings
+from headrace_sandbox.runtimes.registry import DEFAULT, ready_runtime
 
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
@@ -44,20 +45,48 @@ def doctor(context: click.Context, as_json: bool) -> None:
     Example:
       headrace sandbox doctor
     """
-    found = asyncio.run(findings())
+    found = asyncio.run(ladder(_say))
     if as_json:
-        click.echo(json.dumps([msgspec.to_builtins(finding) for finding in found]))
+        click.echo(msgspec.json.encode(found).decode())
     else:
-        for finding in found:
-            mark = click.style(f"{finding.verdict:<5}", fg=COLOURS[finding.verdict])
-            click.echo(f"{mark} {finding.name}: {finding.found}")
-            if finding.hint:
-                click.echo(f"      {finding.hint}")
-    if not any(finding.verdict == "ok" for finding in found if finding.name != "control groups"):
+        _print_ladder(found)
+    if found.best is None:
         context.exit(1)
 
 
+def _print_ladder(found: Ladder) -> None:
+    for rung in (found.control_groups, *found.runtimes):
+        _print_rung(rung)
+    passed = [rung.name for rung in found.runtimes if rung.verdict == "ok"]
+    if found.default in passed:
+        click.echo(f"Where none is named, it is {found.default}.")
+    elif found.best is None:
+        click.echo("No runtime isolates here.")
+    else:
+        click.echo(f"The default, {found.default}, cannot be used here. The best that passes is {found.best}: name it.")
+
+
+def _print_rung(rung: Rung) -> None:
+    mark = click.style(f"{rung.verdict:<5}", fg=COLOURS[rung.verdict])
+    click.echo(f"{mark} {rung.name}: {rung.found}")
+    if rung.versions:
+        click.echo(f"      versions: {', '.join(f'{part} {version}' for part, version in rung.versions.items())}")
+    if rung.active:
+        click.echo(f"      limits: {', '.join(rung.active)}")
+    if rung.cost_s:
+        costs = (f"{1000 * cost_s:.0f} ms as {way}" for way, cost_s in rung.cost_s.items())
+        click.echo(f"      print(1): {', '.join(costs)}")
+    for line in rung.hint.splitlines():
+        click.echo(f"      {line}")
+
+
+def _say(what: str) -> None:
+    click.echo(what, err=True)
+
+
 @sandbox.command("run", context_settings={"ignore_unknown_options": True})
+@click.option("--runtime", default=DEFAULT, show_default=True, help="What isolates; `doctor` lists them.")
+@click.option("--allow-unsafe", is_flag=True, help="Allow the runtime that isolates nothing.")
 @click.option("--time-s", default=10.0, show_default=True, type=click.FloatRange(min=0.01), help="Wall clock, seconds.")
 @click.option("--memory-mib", default=256, show_default=True, type=click.IntRange(8), help="Of all its processes.")
 @click.option("--pids", default=64, show_default=True, type=click.IntRange(2), help="Processes and threads at a time.")
@@ -65,7 +94,14 @@ def doctor(context: click.Context, as_json: bool) -> None:
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.pass_context
 def run(
-    context: click.Context, time_s: float, memory_mib: int, pids: int, as_json: bool, command: Sequence[str]
+    context: click.Context,
+    runtime: str,
+    allow_unsafe: bool,
+    time_s: float,
+    memory_mib: int,
+    pids: int,
+    as_json: bool,
+    command: Sequence[str],
 ) -> None:
     """Run COMMAND in a fresh sandbox; standard input goes to it unless it is a terminal.
 
@@ -73,11 +109,12 @@ def run(
     Examples:
       headrace sandbox run -- python3 -c 'print(1)'
       headrace sandbox run --time-s 1 --json -- sleep 60
+      headrace sandbox run --runtime wasm -- python3 -c 'print(1)'
     """
     limits = Limits(wall_s=time_s, memory_bytes=memory_mib << 20, pids=pids)
     stdin = b"" if sys.stdin.isatty() else sys.stdin.buffer.read()
     try:
-        result = asyncio.run(_run(Command(arguments=command, stdin=stdin), limits))
+        result = asyncio.run(_run(runtime, allow_unsafe, Command(arguments=command, stdin=stdin), limits))
     except SandboxFailure as failure:
         click.echo(f"Error: {failure}", err=True)
         context.exit(OUR_FAULT)
@@ -87,13 +124,15 @@ def run(
     else:
         click.echo(result.stdout.text, nl=False)
         click.echo(result.stderr.text, nl=False, err=True)
+        if not result.isolation.is_sandbox:
+            click.echo("Not a sandbox: it ran as this user.", err=True)
         if result.limit is not None and result.fault:
             click.echo(f"Ended by its limit of {result.limit}.", err=True)
     context.exit(_exit_code(result))
 
 
-async def _run(command: Command, limits: Limits) -> ExecResult:
-    runtime = Bubblewrap()
+async def _run(name: str, allow_unsafe: bool, command: Command, limits: Limits) -> ExecResult:
+    runtime = await ready_runtime(name, allow_unsafe=allow_unsafe, say=_say)
     try:
         return await runtime.run(command, limits)
     finally:

@@ -78,11 +78,13 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 class Isolation(msgspec.Struct, frozen=True, kw_only=True):
     """What stood between the program and this machine. ``runtime``: its name. ``versions``: of its parts.
-    ``active``: the limits that something here enforces; one that is not named was not enforced."""
+    ``active``: the limits that something here enforces; one that is not named was not enforced. ``is_sandbox``: False
+    where nothing stood in between, and the program ran as this user."""
 
     runtime: str
     versions: dict[str, str]
     active: list[str]
+    is_sandbox: bool = True
 
 
 class ExecResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,100 @@
+"""A child process as the supervisor watches it, on every Unix: its end, its kill, what it used.
+
+* It leads a process group, and is killed with all of it.
+* It is not reaped before its end was told, so that its number stays its own while somebody may still kill it.
+* What it used is what the kernel counted, for it and those of its children that it waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from headrace.errors import SandboxFailure
+from headrace_sandbox.bwrap import taken
+from headrace_sandbox.supervise import Started
+
+
+class Child:
+    """A program that was started. ``started`` is for ``supervise``; leaving the context kills what is left."""
+
+    def __init__(
+        self, arguments: Sequence[str], environment: Mapping[str, str], folder: str, handed: Sequence[int] = ()
+    ) -> None:
+        """Start it in ``folder`` with three pipes and what is handed. Raises SandboxFailure ``sandbox-not-made``."""
+        try:
+            self._process = subprocess.Popen(
+                arguments,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=handed,
+                start_new_session=True,
+                cwd=folder,
+            )
+        except OSError as error:
+            raise SandboxFailure(
+                f"{arguments[0]} could not be started: {error}.", kind="sandbox-not-made", retryable=True
+            ) from error
+        self._usage_s: float | None = None
+        self.started = Started(
+            stdin=taken(self._process.stdin),
+            stdout=taken(self._process.stdout),
+            stderr=taken(self._process.stderr),
+            end=_end_of(self._process.pid),
+            returncode=self.returncode,
+            kill=self._kill,
+            cpu_s=self.cpu_s,
+        )
+
+    def returncode(self) -> int:
+        """How it ended, as ``subprocess`` has it; waits for that."""
+        if self._process.returncode is None:
+            _, status, usage = os.wait4(self._process.pid, 0)
+            self._usage_s = usage.ru_utime + usage.ru_stime
+            self._process.returncode = os.waitstatus_to_exitcode(status)
+        return self._process.returncode
+
+    def cpu_s(self) -> float | None:
+        """Its processor time, so far or at its end; None where this system cannot tell while it runs."""
+        if self._usage_s is not None or sys.platform != "linux":
+            return self._usage_s
+        with contextlib.suppress(OSError):
+            return time.clock_gettime(~self._process.pid << 3 | 2)  # the clock of a process, as Linux numbers it
+        return None
+
+    def _kill(self) -> None:
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # PermissionError: macOS, of zombies
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _error: object, _trace: TracebackType | None) -> None:
+        self._kill()
+        if self._process.returncode is None:
+            # One that the kernel holds does not hold the event loop as well.
+            threading.Thread(target=self.returncode, daemon=True).start()
+
+
+def _end_of(pid: int) -> int:
+    """A descriptor that becomes readable when the process ends."""
+    if sys.platform == "linux":
+        return os.pidfd_open(pid)
+    queue = select.kqueue()
+    exit_ = select.kevent(pid, select.KQ_FILTER_PROC, select.KQ_EV_ADD, select.KQ_NOTE_EXIT)
+    queue.control([exit_], 0)
+    descriptor = os.dup(queue.fileno())
+    queue.close()
+    return descriptor

@@ -1,0 +1,127 @@
+"""The ladder: what each runtime does on this machine, found out by trying, and what to do where it fails.
+
+* Every runtime has a row, whether it comes with Headrace or by an entry point, and whether it works or not.
+* A runtime that raises, hangs or does not isolate has failed; the evidence is in its row, the remedy below it.
+* ``process`` is never more than a warning: it is no sandbox.
+* The best of those that pass is named. The default is not exchanged for it: who wants it names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+
+from headrace.errors import HeadraceError, SandboxFailure
+from headrace_sandbox.cgroups import find_driver
+from headrace_sandbox.runtimes.registry import DEFAULT, made_in_time, runtime_names
+from headrace_sandbox.runtimes.selftest import SelfTest, self_test
+
+Verdict = Literal["ok", "warn", "fail"]
+
+ORDER = ("bubblewrap", "gvisor", "docker", "wasm")
+"""Best first, where several pass: those that run any command, by cost, then what runs Python alone. Those of third
+parties come before ``wasm``."""
+
+NAMESPACES_OFF = """\
+User namespaces are refused here.
+Ubuntu 24.04 (AppArmor): write this to /etc/apparmor.d/bwrap and run `apparmor_parser -r /etc/apparmor.d/bwrap`:
+    abi <abi/4.0>,
+    include <tunables/global>
+    profile bwrap /usr/bin/bwrap flags=(unconfined) {
+      userns,
+      include if exists <local/bwrap>
+    }
+Debian: see the sysctl kernel.unprivileged_userns_clone.
+A container: its seccomp profile must allow them. Under Kubernetes' restricted profile there is no remedy inside the
+pod; the runtime wasm needs no namespaces."""
+
+NO_GROUPS = (
+    "Run as root, or have cpu, memory and pids delegated to this user (systemd: Delegate=yes for its user@.service). "
+    "Until then memory is bounded for each process only, and nothing is counted."
+)
+
+
+class Rung(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of the ladder. ``found``: the evidence in a line. ``hint``: what to do where it is not ok. ``active``:
+    limits that are enforced. ``cost_s``: seconds of one ``print(1)``, by the way it was run."""
+
+    verdict: Verdict
+    name: str
+    found: str
+    hint: str = ""
+    versions: dict[str, str] = {}
+    active: list[str] = []
+    cost_s: dict[str, float] = {}
+
+
+class Ladder(msgspec.Struct, frozen=True, kw_only=True):
+    """What this machine has. ``default``: the runtime where none is named. ``best``: of those that pass, if any."""
+
+    control_groups: Rung
+    runtimes: list[Rung]
+    default: str
+    best: str | None
+
+
+async def ladder(say: Callable[[str], None]) -> Ladder:
+    """Try every runtime, one after the other. ``say`` is told what takes long."""
+    rungs = [await rung(name, say) for name in runtime_names()]
+    return Ladder(control_groups=_control_groups(), runtimes=rungs, default=DEFAULT, best=best_of(rungs))
+
+
+def best_of(rungs: list[Rung]) -> str | None:
+    """The best runtime of those that pass."""
+    passed = [rung.name for rung in rungs if rung.verdict == "ok"]
+    others = [name for name in passed if name not in ORDER]
+    return next((name for name in (*ORDER[:-1], *others, ORDER[-1]) if name in passed), None)
+
+
+async def rung(name: str, say: Callable[[str], None]) -> Rung:
+    """The row of one runtime."""
+    try:
+        runtime = await made_in_time(name, allow_unsafe=True)
+        try:
+            tried = await self_test(runtime, say)
+        finally:
+            await runtime.close()
+    except Exception as error:  # noqa: BLE001 - whatever a runtime of a third party raises is a finding
+        return _failed(name, error)
+    return _row(name, tried)
+
+
+def _row(name: str, tried: SelfTest) -> Rung:
+    verdict: Verdict = "ok"
+    found, hint = ", ".join(tried.proven), tried.hint
+    if not tried.passed:
+        verdict, found = "fail", f"does not hold: {'; '.join(tried.missing)}"
+    elif not tried.isolation.is_sandbox:
+        verdict = "warn"
+        found = "not a sandbox: programs run as this user, with its files and its network"
+        hint = "Only for programs that you trust; it is refused without allow_unsafe=True (--allow-unsafe)."
+    isolation = tried.isolation
+    return Rung(
+        verdict=verdict,
+        name=name,
+        found=found,
+        hint=hint,
+        versions=isolation.versions,
+        active=isolation.active,
+        cost_s=tried.cost_s,
+    )
+
+
+def _failed(name: str, error: Exception) -> Rung:
+    if not isinstance(error, HeadraceError):
+        return Rung(verdict="fail", name=name, found=f"{type(error).__name__}: {error}", hint="A defect of it.")
+    is_refused = isinstance(error, SandboxFailure) and error.kind == "sandbox-not-made"
+    hint = NAMESPACES_OFF if name == "bubblewrap" and is_refused else error.hint
+    return Rung(verdict="fail", name=name, found=error.detail, hint=hint)
+
+
+def _control_groups() -> Rung:
+    driver = find_driver()
+    if driver.active:
+        return Rung(verdict="ok", name="control groups", found=driver.name, active=list(driver.active))
+    return Rung(verdict="warn", name="control groups", found="none that this process may make", hint=NO_GROUPS)

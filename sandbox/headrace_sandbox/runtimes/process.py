@@ -1,0 +1,119 @@
+"""The runtime named ``process``: it isolates nothing, and says so in every result. Made only where that is allowed.
+
+* A program runs as this user, with its files and its network; what holds are clocks, caps of output and rlimits.
+* Its environment has PATH, HOME, LANG and what was given, nothing of ours; it starts in a folder that is removed.
+* Everything in its process group is killed at its end; what left the group goes on.
+* Limits that nothing here enforces are not named: memory is bounded for each process only, processes are not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from headrace_sandbox.bwrap import environment
+from headrace_sandbox.children import Child
+from headrace_sandbox.result import ExecResult, Isolation, Limits, Usage
+from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template, checked_path, not_offered
+from headrace_sandbox.supervise import supervise
+
+ACTIVE = ("wall_s", "output_bytes", "file_bytes", "open_files")
+
+INSIDE = Path(__file__).parent.parent / "inside"
+
+LAUNCHER = (INSIDE / "rlimits.py").read_text()
+"""Sets limits and becomes the program."""
+
+PROGRAM = (INSIDE / "program.py").read_text()
+
+READ = "import sys\nwith open(sys.argv[1], encoding='utf-8') as file:\n    sys.argv[1] = file.read()\n"
+"""An argument holds 128 KiB at most, so the program comes in a file."""
+
+
+class Process:
+    """The runtime."""
+
+    name = "process"
+
+    def __init__(self) -> None:
+        self.isolation = Isolation(
+            runtime=self.name, versions={"kernel": os.uname().release}, active=list(ACTIVE), is_sandbox=False
+        )
+
+    async def run(self, command: Command, limits: Limits) -> ExecResult:
+        """Run a command in a process of its own. Raises SandboxFailure; cancelling the call kills it."""
+        begun_at = time.monotonic()
+        scratch = await asyncio.to_thread(_scratch, command)
+        try:
+            child = _start(command, limits, scratch.name)
+            start_s = time.monotonic() - begun_at
+            with child:
+                verdict = await supervise(child.started, command.stdin, limits)
+            code = child.returncode()
+        finally:
+            await asyncio.to_thread(scratch.cleanup)
+        killed = verdict.limit is not None
+        limit = "cpu" if code == -signal.SIGXCPU and not killed else verdict.limit
+        return ExecResult(
+            exit_code=None if limit or code < 0 else code,
+            signal=-code if code < 0 and not killed else None,
+            stdout=verdict.stdout,
+            stderr=verdict.stderr,
+            limit=limit,
+            wall_s=verdict.wall_s,
+            start_s=start_s,
+            usage=Usage(cpu_s=child.cpu_s()),
+            isolation=self.isolation,
+        )
+
+    async def run_code(self, program: PythonProgram, limits: Limits) -> ExecResult:
+        """Run a Python program by the interpreter that runs this. Raises SandboxFailure; cancelling the call kills
+        it."""
+        with tempfile.NamedTemporaryFile("w", suffix=".py", encoding="utf-8") as file:
+            file.write(program.code)
+            file.flush()
+            command = Command(
+                arguments=[sys.executable, "-I", "-X", "utf8", "-c", READ + PROGRAM, file.name, *program.arguments],
+                stdin=program.stdin,
+                files=program.files,
+                environment=program.environment,
+            )
+            return await self.run(command, limits)
+
+    async def open(self, template: Template, ttl_s: float) -> Sandbox:
+        """Not offered."""
+        raise not_offered(self.name, "sandboxes that live on")
+
+    async def close(self) -> None:
+        """Nothing is kept between executions."""
+
+
+def _scratch(command: Command) -> tempfile.TemporaryDirectory[str]:
+    for path in command.files:
+        checked_path(path)
+    scratch = tempfile.TemporaryDirectory(prefix="headrace-", ignore_cleanup_errors=True)
+    for path, content in command.files.items():
+        file = Path(scratch.name, path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+    return scratch
+
+
+def _start(command: Command, limits: Limits, scratch: str) -> Child:
+    rlimits = {
+        "RLIMIT_AS": limits.memory_bytes,
+        "RLIMIT_CORE": 0,
+        "RLIMIT_FSIZE": limits.file_bytes,
+        "RLIMIT_NOFILE": limits.open_files,
+    }
+    if limits.cpu_s is not None:
+        rlimits["RLIMIT_CPU"] = math.ceil(limits.cpu_s)
+    arguments = [sys.executable, "-I", "-S", "-c", LAUNCHER, json.dumps(rlimits), *command.arguments]
+    return Child(arguments, {**environment(command.environment), "HOME": scratch, **command.environment}, scratch)

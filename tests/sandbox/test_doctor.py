@@ -1,0 +1,175 @@
+"""The ladder: one row for each runtime with evidence, the remedy where it fails, and no silent downgrade."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from headrace.errors import SandboxFailure
+from headrace_sandbox import doctor
+from headrace_sandbox.doctor import Rung, best_of, ladder, rung
+from headrace_sandbox.result import ExecResult, Isolation, Limits, Output, Usage
+from headrace_sandbox.runtimes import registry, selftest
+from headrace_sandbox.runtimes.base import Command, PythonProgram, not_offered
+from headrace_sandbox.runtimes.process import Process
+from headrace_sandbox.runtimes.registry import ready_runtime
+from tests.sandbox.test_cli import headrace
+
+Answer = Callable[[PythonProgram], Awaitable[ExecResult]]
+
+
+def answered(stdout: bytes = b"", limit: Any = None, exit_code: int | None = 0) -> ExecResult:
+    isolation = Isolation(runtime="third", versions={"third": "3"}, active=["memory_bytes"])
+    stream = Output(head=stdout, total_bytes=len(stdout))
+    return ExecResult(
+        exit_code=exit_code, signal=None, stdout=stream, stderr=Output(), limit=limit, wall_s=0.1, start_s=0.1,
+        usage=Usage(), isolation=isolation,
+    )  # fmt: skip
+
+
+class Third:
+    """A runtime of a third party. ``looks``: what a program finds that looks around; more is how it misbehaves."""
+
+    name = "third"
+    isolation = answered().isolation
+
+    def __init__(self, looks: dict[str, bool] | None = None, greedy: int = 1, hangs: bool = False) -> None:
+        self._looks = {"no network": True} if looks is None else looks
+        self._greedy = greedy
+        self._hangs = hangs
+        self.closed = False
+
+    async def run(self, command: Command, limits: Limits) -> ExecResult:
+        raise not_offered(self.name, "commands")
+
+    async def run_code(self, program: PythonProgram, limits: Limits) -> ExecResult:
+        if self._hangs:
+            await asyncio.Event().wait()
+        return {
+            selftest.PRINT: answered(b"1\n"),
+            selftest.LOOK_AROUND: answered(json.dumps(self._looks).encode()),
+            selftest.NO_END: answered(limit="time", exit_code=None),
+            selftest.MUCH_MEMORY: answered(exit_code=self._greedy),
+        }[program.code]
+
+    async def open(self, template: Any, ttl_s: float) -> Any:
+        raise not_offered(self.name, "sandboxes")
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def third(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], None]:
+    """Offers a runtime ``third`` by an entry point."""
+
+    def offer(make: Callable[[], Any]) -> None:
+        point = SimpleNamespace(name="third", load=lambda: make)
+        monkeypatch.setattr(registry, "entry_points", lambda group, name="third": [point] if name == "third" else [])
+
+    return offer
+
+
+async def looked_at() -> Rung:
+    return await rung("third", lambda _: None)
+
+
+async def test_a_runtime_of_a_third_party_has_a_row_with_evidence(third: Any) -> None:
+    third(Third)
+    found = await ladder(lambda _: None)
+    assert [row.name for row in found.runtimes] == ["third"]
+    row = found.runtimes[0]
+    assert (row.verdict, row.found) == ("ok", "no network, an end in time, bounded memory")
+    assert (row.versions, row.active) == ({"third": "3"}, ["memory_bytes"])
+    assert row.cost_s.keys() == {"code"}
+    assert found.best == "third"
+
+
+@pytest.mark.parametrize(
+    ("make", "evidence"),
+    [
+        (lambda: Third(looks={"no network": False}), "does not hold: no network"),
+        (lambda: Third(greedy=0), "does not hold: bounded memory"),
+        (lambda: Third(looks={}).nothing, "AttributeError: 'Third' object has no attribute 'nothing'"),
+        (lambda: 1 / 0, "ZeroDivisionError: division by zero"),
+    ],
+)
+async def test_a_runtime_that_does_not_isolate_or_breaks_has_failed(third: Any, make: Any, evidence: str) -> None:
+    third(make)
+    row = await looked_at()
+    assert (row.verdict, row.found) == ("fail", evidence)
+    assert row.hint
+
+
+async def test_a_runtime_that_hangs_is_a_finding(third: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest, "SELF_TEST_S", 0.1)
+    monkeypatch.setattr(registry, "MAKE_S", 0.1)
+    third(lambda: Third(hangs=True))
+    assert "did not end within 0.1 s" in (await looked_at()).found
+    third(lambda: time.sleep(1))
+    assert "was not made within 0.1 s" in (await looked_at()).found
+
+
+async def test_asking_for_one_that_fails_its_self_test_is_an_error_with_the_evidence(third: Any) -> None:
+    made = Third(looks={"no network": False})
+    third(lambda: made)
+    with pytest.raises(SandboxFailure, match="does not hold: no network") as caught:
+        await ready_runtime("third")
+    assert (caught.value.kind, caught.value.retryable, made.closed) == ("self-test-failed", False, True)
+    good = Third()
+    third(lambda: good)
+    assert await ready_runtime("third") is good
+    assert not good.closed
+
+
+async def test_a_runtime_that_cannot_be_loaded_says_why(third: Any) -> None:
+    def load() -> Any:
+        raise ImportError("no module named wheel_of_another_platform")
+
+    third(load)
+    with pytest.raises(SandboxFailure, match="wheel_of_another_platform") as caught:
+        await ready_runtime("third")
+    assert caught.value.kind == "runtime-missing"
+
+
+async def test_what_isolates_nothing_is_no_more_than_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = await rung("process", lambda _: None)
+    assert row.verdict == "warn"
+    assert "not a sandbox" in row.found
+    assert best_of([row]) is None
+    tried = await selftest.self_test(Process())
+    assert "no process of this machine" not in tried.proven
+
+
+def test_the_best_that_passes_is_named() -> None:
+    def best(*names: str) -> str | None:
+        return best_of([Rung(verdict="ok", name=name, found="") for name in names])
+
+    assert best("wasm", "third", "bubblewrap", "docker") == "bubblewrap"
+    assert best("wasm", "third") == "third"
+    assert best("wasm") == "wasm"
+    assert best() is None
+
+
+@pytest.mark.component("bubblewrap")
+def test_doctor_prints_the_ladder_for_people_and_for_scripts() -> None:
+    told = json.loads(headrace("doctor", "--json").stdout)
+    rows = {row["name"]: row for row in told["runtimes"]}
+    assert rows["bubblewrap"]["verdict"] == "ok"
+    assert "no network" in rows["bubblewrap"]["found"]
+    assert rows["bubblewrap"]["cost_s"].keys() == {"code", "command"}
+    assert rows["process"]["verdict"] == "warn"
+    assert (told["default"], told["best"]) == ("bubblewrap", "bubblewrap")
+
+
+@pytest.mark.component("bubblewrap")
+def test_doctor_ends_with_1_where_nothing_isolates_and_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = headrace("doctor", env={"PATH": "/nowhere"})
+    assert "apt-get install bubblewrap" in ended.stdout
+    assert doctor.NAMESPACES_OFF not in ended.stdout
