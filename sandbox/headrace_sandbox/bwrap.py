@@ -2,6 +2,7 @@
 
 * Nothing of this process reaches the sandbox: no variable, no descriptor but those that are handed, no file but what is
   mounted, no network.
+* bubblewrap itself carries the name of this process, so that a later one finds what a killed one left.
 * Where this process is root, a sandbox runs as a user id of its own that owns nothing; never as root.
 * A sandbox that cannot be made is a failure of ours, with what bubblewrap said.
 """
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from headrace.errors import SandboxFailure
+from headrace_sandbox import supervisor
 from headrace_sandbox.result import Limits
 
 SCRATCH = "/scratch"
@@ -35,9 +37,6 @@ OF_USR = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 
-FIRST_UID, UIDS = 0x60000000, 1 << 20
-"""User ids that no system gives to anybody. Each sandbox takes the next one."""
-
 SPARE_PIDS = 8
 """More processes that the user of a sandbox may have than its control group: bubblewrap's own."""
 
@@ -46,8 +45,6 @@ START_TIMEOUT_S = 10.0
 
 QUOTED_BYTES = 2000
 """Of what bubblewrap said when it failed."""
-
-_numbers = itertools.count(os.getpid() * 256)
 
 
 class Bwrap:
@@ -58,25 +55,26 @@ class Bwrap:
         self._bwrap, self._prlimit = _program("bwrap"), _program("prlimit")
         said = subprocess.run([self._bwrap, "--version"], capture_output=True, text=True, check=True).stdout
         self.version = said.split()[-1]
-        self._is_root = os.geteuid() == 0
+        self._users = supervisor.user_ids() if os.geteuid() == 0 else None
 
     def start(
         self, arguments: Sequence[str], limits: Limits, handed: Sequence[int], stdin: int | IO[bytes]
     ) -> subprocess.Popen[bytes]:
         """Start it with these arguments; closes what is handed. Output goes to pipes. Raises SandboxFailure."""
-        user = FIRST_UID + next(_numbers) % UIDS if self._is_root else None
-        rlimits = _rlimits(limits, has_own_user=self._is_root)
+        user = None if self._users is None else self._users.next()
+        rlimits = _rlimits(limits, has_own_user=user is not None)
+        options = (*NAMESPACES, "--unsetenv", supervisor.VARIABLE)
         try:
-            return subprocess.Popen(
-                [self._prlimit, *rlimits, "--", self._bwrap, *NAMESPACES, *arguments],
-                env={},
+            process = subprocess.Popen(
+                [self._prlimit, *rlimits, "--", self._bwrap, *options, *arguments],
+                env={supervisor.VARIABLE: str(supervisor.me())},
                 stdin=stdin,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 pass_fds=handed,
                 user=user,
                 group=user,
-                extra_groups=[] if self._is_root else None,
+                extra_groups=None if user is None else [],
                 start_new_session=True,
                 cwd="/",
             )
@@ -85,6 +83,9 @@ class Bwrap:
         finally:
             for descriptor in handed:
                 os.close(descriptor)
+        if self._users is not None and user is not None:
+            self._users.taken(user, process)
+        return process
 
 
 def system(root: Path = Path("/")) -> Iterator[str]:

@@ -4,7 +4,7 @@
 * A group is used again once nothing runs in it; what it counts begins anew. One that cannot be emptied is not used
   again.
 * Without a driver nothing is counted and only rlimits bound; what is not enforced is not called active.
-* Groups are below one folder and carry the id of the process that made them, so that a later one finds what a killed
+* Groups are below one folder and carry the name of the process that made them, so that a later one finds what a killed
   one left.
 """
 
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from headrace.errors import SandboxFailure
+from headrace_sandbox import supervisor
 from headrace_sandbox.result import Limits, Usage
 
 ROOT = Path("/sys/fs/cgroup")
@@ -85,7 +86,7 @@ class Groups:
     def take(self, limits: Limits) -> Cgroup:
         """A group with these limits, and nothing in it. Raises SandboxFailure ``no-cgroup``."""
         try:
-            group = self._free.pop() if self._free else self.driver.make(f"{os.getpid()}-{next(_numbers)}")
+            group = self._free.pop() if self._free else self.driver.make(f"{supervisor.me()}-{next(_numbers)}")
             group.open(limits)
         except OSError as error:
             raise SandboxFailure(
@@ -129,7 +130,7 @@ def find_driver(root: Path = ROOT) -> Driver:
     drivers.append(V1(root))
     for driver in drivers:
         try:
-            group = driver.make(f"{os.getpid()}-{next(_numbers)}")
+            group = driver.make(f"{supervisor.me()}-{next(_numbers)}")
             group.open(Limits())
             group.remove()
         except OSError:
@@ -233,7 +234,7 @@ class V1Group:
         )
 
     def pids(self) -> list[int]:
-        return sorted({pid for folder in self._distinct for pid in _pids(folder)})
+        return sorted({pid for folder in self._distinct for pid in pids_in(folder)})
 
     def remove(self) -> None:
         for folder in self._distinct:
@@ -296,7 +297,7 @@ class V2Group:
         )
 
     def pids(self) -> list[int]:
-        return list(_pids(self._folder))
+        return list(pids_in(self._folder))
 
     def remove(self) -> None:
         self._folder.rmdir()
@@ -311,8 +312,10 @@ def _since(before: Usage, now: Usage) -> Usage:
     )
 
 
-def _pids(folder: Path) -> Iterator[int]:
-    yield from map(int, (folder / "cgroup.procs").read_text().split())
+def pids_in(folder: Path) -> Iterator[int]:
+    """The processes of the group with that folder."""
+    # What this process cannot see is listed as 0, which to `kill` means its own group of processes.
+    yield from filter(None, map(int, (folder / "cgroup.procs").read_text().split()))
 
 
 def _named(path: Path, name: str) -> int:

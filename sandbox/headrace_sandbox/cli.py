@@ -1,5 +1,6 @@
 """``headrace sandbox``: what this machine has for sandboxes, and a command in one.
 
+* ``reap`` removes what killed processes of Headrace left on this machine.
 * ``doctor`` ends with 1 if no runtime isolates, and says what to do.
 * ``run`` uses the runtime that was named, or the default; it fails where that one cannot be used, and takes no other.
 * ``run`` ends as the command did: with its exit code, 128 + n after signal n, 124 after a limit; 70 where it was our
@@ -18,6 +19,7 @@ import msgspec
 
 from headrace.errors import SandboxFailure
 from headrace_sandbox.doctor import Ladder, Rung, ladder
+from headrace_sandbox.reaper import reap
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import Command
 from headrace_sandbox.runtimes.registry import DEFAULT, ready_runtime
@@ -129,6 +131,30 @@ def run(
         if result.limit is not None and result.fault:
             click.echo(f"Ended by its limit of {result.limit}.", err=True)
     context.exit(_exit_code(result))
+
+
+@sandbox.command("reap")
+@_json_option
+@click.pass_context
+def reap_(context: click.Context, as_json: bool) -> None:
+    """Remove what killed processes of Headrace left: processes, control groups, folders; exit code 1 if some stays.
+
+    \b
+    Example:
+      headrace sandbox reap
+    """
+    found = reap()
+    if as_json:
+        click.echo(msgspec.json.encode(found).decode())
+    else:
+        click.echo(
+            f"Removed {len(found.processes)} processes, {len(found.groups)} control groups, "
+            f"{len(found.folders)} folders."
+        )
+        for line in found.left:
+            click.echo(f"Left: {line}", err=True)
+    if found.left:
+        context.exit(1)
 
 
 async def _run(name: str, allow_unsafe: bool, command: Command, limits: Limits) -> ExecResult:

@@ -91,7 +91,9 @@ class Bubblewrap:
         waits, go = os.pipe()
         for descriptor in (status, waits, go):
             stack.callback(os.close, descriptor)
-        waits_inside = os.dup(waits)
+        # It holds the pipe's other end too: if this process is killed now nobody lets the program go, and it never
+        # starts. At a plain end of the pipe it would.
+        waits_inside = os.open(f"/proc/self/fd/{waits}", os.O_RDWR)
         filter_ = bwrap.memory_file(self._filter)
         contents = {path: bwrap.memory_file(data) for path, data in command.files.items()}
         variables = bwrap.environment(command.environment).items()
