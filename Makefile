@@ -46,7 +46,7 @@ chaos: setup ## kill every process again and again and cut the power, with check
 lock: ## write requirements/ anew from pyproject.toml
 	@sh scripts/lock.sh
 
-parts: ## install the heavy parts: vLLM with torch (6 GB, build/parts), a browser, a compiler; or say how
+parts: ## install the heavy parts: vLLM with torch (6 GB, build/parts), gVisor, a browser, a compiler; or say how
 	@sh scripts/parts.sh
 
 clean: ## remove what the other targets made

@@ -2,6 +2,7 @@
 # Installs the heavy parts that some tests and examples need. Safe to repeat: what is there is kept.
 #
 # * What is no Python package: as root on a system with apt it installs that; otherwise it prints the command.
+# * gVisor's runsc, from a newer suite of Debian (parts_gvisor.sh); no root needed.
 # * vLLM, torch and TRL, in an environment of their own (parts_vllm.sh); no root needed.
 # * Under CI=true a part that cannot be had is an error, because its tests must not be skipped there.
 set -eu
@@ -37,4 +38,5 @@ system_parts() {
 }
 
 system_parts
+sh scripts/parts_gvisor.sh
 sh scripts/parts_vllm.sh

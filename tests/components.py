@@ -14,7 +14,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+from headrace.errors import SandboxFailure
 from headrace_sandbox.cgroups import find_driver
+from headrace_sandbox.runsc import find_runsc
 
 
 class Part(NamedTuple):
@@ -27,12 +29,23 @@ class Part(NamedTuple):
 VLLM_PYTHON = Path(__file__).parent.parent / "build" / "parts" / "vllm" / "bin" / "python"
 """The interpreter of the environment with vLLM, torch and TRL, where ``make parts`` made it."""
 
+
+def has_gvisor() -> bool:
+    """Whether there is a runsc."""
+    try:
+        find_runsc()
+    except SandboxFailure:
+        return False
+    return True
+
+
 PARTS: dict[str, Part] = {
     "bubblewrap": Part(lambda: shutil.which("bwrap") is not None, "make parts"),
     "cgroups": Part(
         lambda: find_driver().name != "none", "run as root, or where control groups are delegated to this user"
     ),
     "chromium": Part(lambda: shutil.which("chromium") is not None, "make parts"),
+    "gvisor": Part(has_gvisor, "make parts"),
     "reasoning-gym": Part(lambda: find_spec("reasoning_gym") is not None, "make parts && make setup"),
     "vllm": Part(lambda: (VLLM_PYTHON.parent.parent / ".headrace-parts").exists(), "make parts"),
 }
@@ -46,6 +59,7 @@ LEAST_TESTS: dict[str, int] = {
     "client": 150,
     "e2e": 30,
     "environments": 135,
+    "gvisor": 15,
     "integrations": 65,
     "orchestrator": 360,
     "policies": 85,

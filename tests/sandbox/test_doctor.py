@@ -170,6 +170,6 @@ def test_doctor_prints_the_ladder_for_people_and_for_scripts() -> None:
 
 @pytest.mark.component("bubblewrap")
 def test_doctor_ends_with_1_where_nothing_isolates_and_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = headrace("doctor", env={"PATH": "/nowhere"})
+    ended = headrace("doctor", env={"PATH": "/nowhere", "HEADRACE_RUNSC": "/nowhere/runsc"})
     assert "apt-get install bubblewrap" in ended.stdout
     assert doctor.NAMESPACES_OFF not in ended.stdout

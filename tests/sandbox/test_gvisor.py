@@ -1,0 +1,217 @@
+"""What gVisor as a runtime promises beyond what every runtime does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from headrace.errors import SandboxFailure
+from headrace_sandbox.cgroups import NoDriver
+from headrace_sandbox.reaper import FOLDERS
+from headrace_sandbox.result import ExecResult, Limits
+from headrace_sandbox.runtimes.base import Command, PythonProgram
+from headrace_sandbox.runtimes.gvisor import Gvisor
+from headrace_sandbox.runtimes.selftest import self_test
+from headrace_sandbox.supervisor import me, state_folder
+
+pytestmark = pytest.mark.component("gvisor")
+
+LIMITS = Limits(wall_s=20.0)
+
+
+@pytest.fixture
+async def gvisor() -> AsyncIterator[Gvisor]:
+    runtime = Gvisor()
+    yield runtime
+    await runtime.close()
+    assert kept() == []
+    assert sandboxes() == []
+
+
+def kept() -> list[Path]:
+    """What this process keeps of its sandboxes in the file system."""
+    return list((state_folder() / FOLDERS).glob(f"{me()}-gvisor-*/*"))
+
+
+def sandboxes(kind: str = "runsc") -> list[int]:
+    """Processes of the sandboxes of this process. ``kind``: in their command line."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (folder / "cmdline").read_text()
+        except OSError:
+            continue
+        if f"/{me()}-gvisor-" in line and kind in line:
+            found.append(int(folder.name))
+    return found
+
+
+async def shell(runtime: Gvisor, script: str, **limits: float) -> ExecResult:
+    return await runtime.run(Command(arguments=["sh", "-c", script]), Limits(**{"wall_s": 20.0, **limits}))
+
+
+async def until(what: str) -> list[int]:
+    """Wait for a process of a sandbox of ours whose command line has this."""
+    async with asyncio.timeout(30):
+        while not (found := sandboxes(what)):
+            await asyncio.sleep(0.01)
+    return found
+
+
+async def test_a_sandbox_is_a_kernel_of_its_own(gvisor: Gvisor) -> None:
+    result = await shell(gvisor, "cat /proc/version; id -u; ls /; ls /tmp /sys")
+    assert os.uname().release not in result.stdout.text
+    assert "Linux version 4.4.0" in result.stdout.text
+    assert "\n1000\n" in result.stdout.text
+    assert result.isolation.versions["platform"] == "systrap"
+    assert result.isolation.versions["runsc"]
+
+
+async def test_the_self_test_passes(gvisor: Gvisor) -> None:
+    tried = await self_test(gvisor)
+    assert tried.passed, tried.missing
+
+
+async def test_python_runs_with_its_files_input_and_arguments(gvisor: Gvisor) -> None:
+    program = PythonProgram(
+        code="import sys, helper\nprint(sys.argv[1:], helper.x, len(sys.stdin.read()), open('a/b').read())",
+        arguments=["one"],
+        stdin=b"i" * 300_000,
+        files={"helper.py": b"x = 7", "a/b": b"deep"},
+        environment={"X": "1"},
+    )
+    result = await gvisor.run_code(program, LIMITS)
+    assert (result.stdout.text, result.stderr.text, result.fault) == ("['one'] 7 300000 deep\n", "", "")
+
+
+@pytest.mark.parametrize(
+    ("script", "exit_code", "number"),
+    [("exit 137", 137, None), ("kill -9 $$", None, 9), ("kill -SEGV $$", None, 11), ("no-such-program", 127, None)],
+)
+async def test_an_exit_code_is_not_taken_for_a_signal(
+    gvisor: Gvisor, script: str, exit_code: int | None, number: int | None
+) -> None:
+    result = await shell(gvisor, script)
+    assert (result.exit_code, result.signal, result.fault) == (exit_code, number, "program")
+
+
+async def test_what_runs_into_its_time_is_killed_and_keeps_what_it_said(gvisor: Gvisor) -> None:
+    result = await shell(gvisor, "trap '' TERM INT; echo so far; sleep 60 & wait; sleep 60", wall_s=1.0)
+    assert (result.limit, result.exit_code, result.signal, result.stdout.text) == ("time", None, None, "so far\n")
+
+
+async def test_a_child_in_the_background_holds_nobody_up(gvisor: Gvisor) -> None:
+    result = await shell(gvisor, "setsid sleep 60 & sleep 60 & echo started")
+    assert (result.stdout.text, result.fault) == ("started\n", "")
+    assert result.wall_s < 10
+
+
+@pytest.mark.component("cgroups")
+async def test_memory_of_all_processes_together_is_bounded(gvisor: Gvisor) -> None:
+    code = "import os\nfor _ in range(4):\n    if os.fork() == 0:\n        break\nheld = bytearray(60 << 20)\nos.wait()"
+    result = await gvisor.run_code(PythonProgram(code=code), Limits(wall_s=20.0, memory_bytes=64 << 20))
+    assert (result.limit, result.fault, result.lost) == ("memory", "limit", None)
+    assert (await shell(gvisor, "echo fine")).stdout.text == "fine\n"
+
+
+async def test_processes_are_bounded_inside_and_the_kernel_survives_it(gvisor: Gvisor) -> None:
+    code = "import os, time\nwhile True:\n    if os.fork() == 0:\n        time.sleep(60)\n        os._exit(0)"
+    result = await gvisor.run_code(PythonProgram(code=code), Limits(wall_s=20.0, pids=32))
+    assert "Resource temporarily unavailable" in result.stderr.text
+    assert (result.exit_code, result.limit, result.fault) == (1, "pids", "limit")
+
+
+async def test_where_no_control_group_bounds_rlimits_inside_do() -> None:
+    runtime = Gvisor(NoDriver())
+    code = "held = [bytearray(10_000_000) for _ in range(1000)]"
+    result = await runtime.run_code(PythonProgram(code=code), LIMITS)
+    assert "MemoryError" in result.stderr.text
+    assert "memory_bytes" not in result.isolation.active
+    await runtime.close()
+    assert sandboxes() == []
+
+
+async def test_a_sandbox_that_is_killed_from_outside_is_a_failure_of_ours(gvisor: Gvisor) -> None:
+    running = asyncio.ensure_future(shell(gvisor, "echo here; sleep 60"))
+    (kernel,) = await until("runsc-sandbox")
+    await asyncio.sleep(1)  # the program may or may not have started: it is ours either way
+    os.kill(kernel, signal.SIGKILL)
+    with pytest.raises(SandboxFailure) as caught:
+        await running
+    assert caught.value.kind in ("sandbox-lost", "sandbox-not-made")
+    assert caught.value.retryable
+
+
+async def test_a_cancelled_call_leaves_nothing(gvisor: Gvisor) -> None:
+    running = asyncio.ensure_future(shell(gvisor, "sleep 60"))
+    await until("runsc-sandbox")
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert sandboxes() == []
+
+
+async def test_a_sandbox_ends_with_its_supervisor() -> None:
+    code = """
+import asyncio
+from headrace_sandbox.result import Limits
+from headrace_sandbox.runtimes.base import Command
+from headrace_sandbox.runtimes.gvisor import Gvisor
+from headrace_sandbox.supervisor import me
+print(me(), flush=True)
+asyncio.run(Gvisor().run(Command(arguments=["sleep", "300"]), Limits(wall_s=300)))
+"""
+    supervisor = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert supervisor.stdout is not None
+    mark = f"/{supervisor.stdout.readline().strip()}-gvisor-"
+
+    def processes() -> list[Path]:
+        return [path for path in Path("/proc").glob("[0-9]*/cmdline") if mark in _read(path)]
+
+    async with asyncio.timeout(30):
+        while not any("runsc-sandbox" in _read(path) for path in processes()):
+            await asyncio.sleep(0.01)
+        supervisor.kill()
+        supervisor.wait()
+        supervisor.stdout.close()
+        while processes():
+            await asyncio.sleep(0.01)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+@pytest.mark.parametrize("script", ["exit 1", "sleep 300", "echo runsc version release-20221219.0"])
+async def test_a_runsc_that_does_not_work_is_refused(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "runsc"
+    broken.write_text(f'#!/bin/sh\n[ "$1" != --version ] || {{ echo runsc version old; exit; }}\n{script}\n')
+    broken.chmod(broken.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("HEADRACE_RUNSC", str(broken))
+    monkeypatch.setattr("headrace_sandbox.runtimes.guest.READY_S", 2.0)
+    runtime = Gvisor()
+    with pytest.raises(SandboxFailure, match="gVisor could not make a sandbox") as caught:
+        await runtime.run(Command(arguments=["true"]), LIMITS)
+    assert "make parts" in caught.value.hint
+    await runtime.close()
+    assert kept() == []
+
+
+def test_a_runsc_that_is_missing_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_RUNSC", "/nonexistent/runsc")
+    with pytest.raises(SandboxFailure, match="no runsc at /nonexistent/runsc") as caught:
+        Gvisor()
+    assert (caught.value.kind, caught.value.retryable) == ("runtime-missing", False)
