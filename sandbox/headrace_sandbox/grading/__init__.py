@@ -1,0 +1,6 @@
+"""Grades programs that nobody trusts, from tests that they never see."""
+
+from headrace_sandbox.grading.cases import CallCase, Case, CaseResult, StdioCase, Verdict
+from headrace_sandbox.grading.grader import grade
+
+__all__ = ["CallCase", "Case", "CaseResult", "StdioCase", "Verdict", "grade"]

@@ -1,0 +1,117 @@
+"""Compares what came out of a sandbox with what should have; here, where the submission is not.
+
+* Numbers are equal within ``CLOSE`` where one of them is a float, else exactly; a bool is only equal to a bool.
+* A tuple is a list. A set is a list in any order. Keys of a mapping are compared as JSON writes them.
+* What cannot be read as an answer is not equal to anything; reading it takes bounded time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, NamedTuple
+
+CLOSE = 1e-9
+"""Relative and absolute: what the order of additions makes of a sum, and no wrong answer."""
+
+
+class Unreadable(Exception):
+    """The answer is none that the program which calls the submission writes."""
+
+
+class Unordered(NamedTuple):
+    """A set that came out."""
+
+    items: list[Any]
+
+
+class Pairs(NamedTuple):
+    """A mapping that came out."""
+
+    items: list[tuple[Any, Any]]
+
+
+def same_text(written: str, expected: str) -> bool:
+    """Whether a program wrote what it should have, spaces and line ends around it aside."""
+    return written.strip() == expected.strip()
+
+
+def read_answer(answer: bytes) -> Any:
+    """The value that an answer holds. Raises Unreadable."""
+    try:
+        return _value(json.loads(answer))
+    except (ValueError, TypeError, RecursionError, UnicodeDecodeError) as error:
+        raise Unreadable(f"{type(error).__name__}: {error}") from error
+
+
+def same_value(given: Any, expected: Any) -> bool:
+    """Whether a value that came out is the expected one, which may hold what JSON has, tuples, sets and bytes."""
+    try:
+        return _same(given, expected)
+    except RecursionError:
+        return False
+
+
+def _value(node: Any) -> Any:
+    if isinstance(node, list):
+        return [_value(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    ((tag, content),) = node.items()
+    match tag:
+        case "int":
+            return int(content, 16)
+        case "bytes":
+            return bytes.fromhex(content)
+        case "set":
+            return Unordered([_value(item) for item in content])
+        case "map":
+            return Pairs([(_value(key), _value(item)) for key, item in content])
+    raise ValueError(f"no kind of value is {tag!r}")
+
+
+def _same(given: Any, expected: Any) -> bool:
+    if isinstance(expected, bool) or isinstance(given, bool):
+        return given is expected
+    if isinstance(expected, int | float) and isinstance(given, int | float):
+        return _same_number(given, expected)
+    if isinstance(given, Unordered):
+        return isinstance(expected, list | tuple | set | frozenset) and _same_set(given.items, list(expected))
+    if isinstance(given, Pairs):
+        return isinstance(expected, dict) and _same_map(given.items, expected)
+    if isinstance(expected, list | tuple):
+        return isinstance(given, list) and len(given) == len(expected) and all(map(_same, given, expected))
+    return type(given) is type(expected) and bool(given == expected)
+
+
+def _same_number(given: float, expected: float) -> bool:
+    if isinstance(given, int) and isinstance(expected, int):
+        return given == expected
+    try:
+        return math.isclose(given, expected, rel_tol=CLOSE, abs_tol=CLOSE) or given == expected
+    except OverflowError:
+        return False
+
+
+def _same_set(given: list[Any], expected: list[Any]) -> bool:
+    if len(given) != len(expected):
+        return False
+    left = list(expected)
+    for item in given:
+        place = next((position for position, other in enumerate(left) if _same(item, other)), None)
+        if place is None:
+            return False
+        del left[place]
+    return True
+
+
+def _same_map(given: list[tuple[Any, Any]], expected: dict[Any, Any]) -> bool:
+    if len(given) != len(expected):
+        return False
+    wanted = {_key(key): item for key, item in expected.items()}
+    found = {_key(key): item for key, item in given}
+    return found.keys() == wanted.keys() and all(_same(item, wanted[key]) for key, item in found.items())
+
+
+def _key(key: Any) -> str:
+    return key if isinstance(key, str) else json.dumps(key, default=repr)
