@@ -62,6 +62,9 @@ Tags = Annotated[list[Name], Field(max_length=MAX_TAGS)]
 CONSTRAINTS = frozenset({"json", "regex", "choice", "grammar"})
 """What an answer can be made to match."""
 
+RUN_PROGRAMS = frozenset({"code", "python"})
+"""Families of environments that run programs of the policy in a sandbox, also where they are wrapped by another."""
+
 ESTIMATORS = ("none", "reinforce", "rebn", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
 """Estimators that the service computes; GAE needs the learner's values and is a client helper."""
 
@@ -413,7 +416,8 @@ class RunSpec(_Model):
     pool: Name = "default"
     """Pool of workers that may run it. Default ``default``."""
     capabilities: list[str] = []
-    """What a worker must offer, such as ``["reasoning-gym"]``. Default: nothing beyond the environments' families."""
+    """What a worker must offer, such as ``["reasoning-gym"]``. Default: nothing beyond ``sandbox``, which environments
+    of the families ``code`` and ``python`` ask for."""
     attempt_lease_s: float = Field(default=30.0, gt=0)
     """Term of an attempt lease in seconds; a worker's heartbeat renews it. Default 30."""
     batch_lease_s: float = Field(default=300.0, gt=0)
@@ -446,6 +450,14 @@ class RunSpec(_Model):
         if self.tasks is not None:
             return "list"
         return "mixture" if self.environments else "learner"
+
+    @property
+    def needed_capabilities(self) -> frozenset[str]:
+        """What a worker must offer: what the run names, and what its environments need. Of tasks that the learner
+        submits later nothing is known here."""
+        ids = [entry.id for entry in self.environments] + [task.environment for task in self.tasks or []]
+        needs = {"sandbox"} if any(RUN_PROGRAMS.intersection(name.split(":")[:-1]) for name in ids) else set()
+        return frozenset({*self.capabilities, *needs})
 
     @property
     def batch_groups(self) -> int:

@@ -16,6 +16,7 @@ from headrace_workers.episode import Episode, EpisodeTools, RunPlan, make_plan
 from headrace_workers.episode.threads import EnvironmentThreads
 from headrace_workers.policies import InProcessPolicy, Sample, SampleRequest, one_version
 from headrace_workers.rendering.bytes_renderer import END
+from headrace_workers.sandboxes import WorkerSandbox
 from tests.builders import make_id
 
 
@@ -105,7 +106,12 @@ def assignment(**changes: Any) -> Assignment:
     return Assignment(**(values | changes))
 
 
-def tools(policy: Any, environment: Callable[..., Any], clock: Callable[[], float] | None = None) -> EpisodeTools:
+def tools(
+    policy: Any,
+    environment: Callable[..., Any],
+    clock: Callable[[], float] | None = None,
+    sandbox: WorkerSandbox | None = None,
+) -> EpisodeTools:
     """Tools with an in-process policy, one kind of environment, and ids that count."""
     clock = clock or Clock()
     numbers = count(1000)
@@ -116,6 +122,7 @@ def tools(policy: Any, environment: Callable[..., Any], clock: Callable[[], floa
         clock=clock,
         new_id=lambda: make_id(next(numbers)),
         make_environment=lambda environment_id, **kwargs: environment(**kwargs),
+        sandbox=sandbox or WorkerSandbox(""),
     )
 
 
@@ -125,17 +132,31 @@ def plan(**spec: Any) -> RunPlan:
 
 
 async def play(
-    policy: Any, environment: Callable[..., Any], /, *, clock: Any = None, asked: Assignment | None = None, **spec: Any
+    policy: Any,
+    environment: Callable[..., Any],
+    /,
+    *,
+    clock: Any = None,
+    asked: Assignment | None = None,
+    sandbox: WorkerSandbox | None = None,
+    **spec: Any,
 ) -> Trajectory:
     """Run one episode to its record, which must be one that the orchestrator accepts."""
-    return (await play_with_assets(policy, environment, clock=clock, asked=asked, **spec))[0]
+    return (await play_with_assets(policy, environment, clock=clock, asked=asked, sandbox=sandbox, **spec))[0]
 
 
 async def play_with_assets(
-    policy: Any, environment: Callable[..., Any], /, *, clock: Any = None, asked: Assignment | None = None, **spec: Any
+    policy: Any,
+    environment: Callable[..., Any],
+    /,
+    *,
+    clock: Any = None,
+    asked: Assignment | None = None,
+    sandbox: WorkerSandbox | None = None,
+    **spec: Any,
 ) -> tuple[Trajectory, dict[str, AssetData]]:
     """The record, and what it shows."""
-    its_tools = tools(policy, environment, clock)
+    its_tools = tools(policy, environment, clock, sandbox)
     episode = Episode(its_tools, asked or assignment(), plan(**spec))
     try:
         record = await episode.run()

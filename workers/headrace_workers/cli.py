@@ -55,6 +55,13 @@ EXTRAS = {"reasoning-gym": "reasoning_gym"}
     metavar="A,B",
     help=f"What the worker offers, beyond what is found installed ({', '.join(EXTRAS)}).",
 )
+@click.option(
+    "--sandbox",
+    default="",
+    metavar="RUNTIME",
+    help="What environments and tools run programs in, such as bubblewrap; `headrace sandbox doctor` lists what works "
+    "here. Default: none, and such environments fail.",
+)
 @click.option("--name", default="", help="Unique name. Default: host, process and a random part.")
 @click.option(
     "--token-file",
@@ -87,6 +94,7 @@ def worker(
     imports: tuple[str, ...],
     pool: str,
     capabilities: str,
+    sandbox: str,
     name: str,
     token_file: Path | None,
     grace_s: float,
@@ -102,6 +110,7 @@ def worker(
         token=read_token(token_file),
         pool=pool,
         capabilities=offered(capabilities),
+        sandbox=sandbox,
         slots=slots,
         spool_bytes=spool_mib << 20,
         grace_s=grace_s,

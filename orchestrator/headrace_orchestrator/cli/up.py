@@ -59,6 +59,12 @@ GRACE_S = 20.0
     help="Workers import this first; it registers environments. May be given again.",
 )
 @click.option(
+    "--sandbox",
+    default="",
+    metavar="RUNTIME",
+    help="What workers run programs in, such as bubblewrap: for environments of `code:` and `python:`.",
+)
+@click.option(
     "--token", envvar="HEADRACE_TOKEN", show_envvar=True, default="", help="What the workers present; with --tokens."
 )
 @storage_options
@@ -73,6 +79,7 @@ def up(
     tiny_policy: bool,
     tiny_policy_port: int,
     imports: tuple[str, ...],
+    sandbox: str,
     tokens: Path | None,
     token: str,
     max_wait_s: float,
@@ -121,6 +128,7 @@ def up(
                     slots=slots,
                     policy_endpoint=policy_endpoint,
                     imports=imports,
+                    sandbox=sandbox,
                     grace_s=WORKER_GRACE_S,
                     token=token,
                 )

@@ -48,6 +48,7 @@ def worker(
     policy_endpoint: str,
     grace_s: float,
     imports: Sequence[str] = (),
+    sandbox: str = "",
     token: str = "",
 ) -> Component:
     """A worker. It names itself at the orchestrator, anew after each restart. The token goes by the environment, so
@@ -56,6 +57,8 @@ def worker(
     arguments = ["--orchestrator", url, "--slots", str(slots), "--grace-s", f"{grace_s:g}"]
     for module in imports:
         arguments += ["--import", module]
+    if sandbox:
+        arguments += ["--sandbox", sandbox]
     if policy_endpoint:
         arguments += ["--policy-endpoint", policy_endpoint]
     return Component(

@@ -70,7 +70,7 @@ class Run:
         #: The spec as plain values.
         self.given: dict[str, Any] = spec.model_dump(mode="json")
         self.name = spec.name
-        self.capabilities = frozenset(spec.capabilities)
+        self.capabilities = spec.needed_capabilities
         self.source = source_of(spec)
         self.own_source = spec.source != "learner"
         self.kinds = kinds_of(spec)

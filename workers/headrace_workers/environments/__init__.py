@@ -9,15 +9,19 @@ from __future__ import annotations
 from headrace.environment import register, registered
 
 BUILT_IN: dict[str, str] = {
+    "code:Basics-v0": "headrace_workers.environments.code:basics",
+    "code:Rows-v0": "headrace_workers.environments.code:CodeProblems",
     "game:GuessTheNumber-v0": "headrace_workers.environments.guess_the_number:GuessTheNumber",
     "game:GuessTheNumber-v0-easy": "headrace_workers.environments.guess_the_number:easy",
     "game:GuessTheNumber-v0-hard": "headrace_workers.environments.guess_the_number:hard",
     "game:GuessTheNumber-v0-random": "headrace_workers.environments.guess_the_number:RandomGuessTheNumber",
     "game:Nim-v0": "headrace_workers.environments.nim:Nim",
     "math:Arithmetic-v0": "headrace_workers.environments.arithmetic:Arithmetic",
+    "python:*": "headrace_workers.environments.python_tool:PythonTool",
     "rg:*": "headrace_workers.environments.reasoning_gym:ReasoningGym",
 }
-"""Factory by id. ``rg:*`` stands for a family: what follows the colon is the factory's first argument."""
+"""Factory by id. ``python:*`` and ``rg:*`` stand for a family: what follows the colon is the factory's first
+argument."""
 
 _known = set(registered())
 for _id, _factory in BUILT_IN.items():

@@ -1,12 +1,14 @@
 r"""Finds the answer in what a policy wrote.
 
-* The last ``\boxed{...}`` counts; braces inside it are matched.
+* The last ``\boxed{...}`` counts; braces inside it are matched. Of code the last fenced block that is closed.
 * Text is data: no length and no nesting makes reading it slow or raises.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from typing import NamedTuple
 
 FORMAT_ERROR = -0.1
 """Reward of an action in which no answer can be found. It ends the episode, as in GEM."""
@@ -30,3 +32,36 @@ def last_boxed(text: str) -> str | None:
             if opened.group() != "{" and opened.end() > start:
                 start, end = opened.end(), mark.start()
     return text[start:end].strip() if start >= 0 else None
+
+
+class Block(NamedTuple):
+    """A fenced block. ``language``: the first word behind its opening fence. ``end``: the position behind it."""
+
+    language: str
+    content: str
+    end: int
+
+
+def fenced_blocks(text: str) -> Iterator[Block]:
+    r"""The fenced blocks of a text that are closed, in order.
+
+    >>> list(fenced_blocks("First:\n```python\nprint(1)\n```\nDone."))
+    [Block(language='python', content='print(1)\n', end=30)]
+    """
+    opened, language, position = -1, "", 0
+    for line in text.split("\n"):
+        bare, after = line.strip(), position + len(line) + 1
+        if opened < 0 and bare.startswith("```") and "`" not in bare[3:]:
+            opened, language = after, bare[3:].strip().partition(" ")[0]
+        elif opened >= 0 and bare == "```":
+            yield Block(language, text[opened:position], after - 1)
+            opened = -1
+        position = after
+
+
+def last_block(text: str) -> str | None:
+    """The content of the last fenced block that is closed; None if there is none."""
+    found = None
+    for found in fenced_blocks(text):  # noqa: B007 - the last one is wanted
+        pass
+    return None if found is None else found.content

@@ -6,6 +6,7 @@
   that holds for KeyboardInterrupt, SystemExit and a CancelledError of its own as well.
 * The next agent is asked, and images are copied, where the step ran, within its deadline.
 * A call that takes longer than its deadline is a failure of the environment, also where it came back in the end.
+* An environment that asks for surroundings gets the episode's sandbox, and threads; what it waits for there is waiting.
 
 A thread costs some 30 µs of processor time a call, and 50 to 100 µs until its result is there (measured on two cores).
 So an environment whose calls take microseconds should declare ``blocking = False``. Whatever may sleep, do I/O or
@@ -26,7 +27,9 @@ from headrace.errors import EnvironmentFailure, EpisodeFailure, UnknownEnvironme
 from headrace.trajectory import Task
 from headrace_workers.episode import boundary
 from headrace_workers.episode.boundary import AGENT, Seen
+from headrace_workers.episode.lending import Lent
 from headrace_workers.episode.threads import CallAbandonedError, EnvironmentThreads
+from headrace_workers.sandboxes import EpisodeSandbox
 
 LAST_FRAMES = 3
 """Frames of a traceback that a failure quotes: enough to find the line, short enough to store."""
@@ -59,6 +62,7 @@ class EnvironmentDriver:
         threads: EnvironmentThreads,
         kinds: EnvironmentKinds,
         clock: Callable[[], float],
+        sandbox: EpisodeSandbox,
         make_environment: Make = make,
     ) -> None:
         self._task = task
@@ -67,6 +71,7 @@ class EnvironmentDriver:
         self._kinds = kinds
         self._clock = clock
         self._make = make_environment
+        self._lent = Lent(sandbox, threads, timeout_s)
         self._inline = kinds.runs_inline(task.environment)
         self._environment: Any = None
         self._hangs = False
@@ -80,7 +85,7 @@ class EnvironmentDriver:
         self.environment_s = 0.0
         """Working time of all calls so far."""
         self.waiting_s = 0.0
-        """Time that calls waited for a thread."""
+        """Time that calls waited for a thread or a sandbox."""
         self.last_s = 0.0
         """Working time of the last call."""
 
@@ -107,7 +112,7 @@ class EnvironmentDriver:
             close = getattr(self._environment, "close", None)
         except BaseException as error:
             raise self._raised("close", error) from error
-        if close is not None and not self._hangs:
+        if close is not None and not self._hangs and not self._lent.hangs:
             await self._call("close", close, self._timeout_s)
 
     def _build_and_reset(self) -> Any:
@@ -116,6 +121,8 @@ class EnvironmentDriver:
         environment = self._environment = self._make(task.environment, **kwargs)
         if getattr(environment, "next_agent", None) is not None:
             self.agents = [str(name) for name in environment.agents]
+        if hasattr(environment, "surroundings"):
+            environment.surroundings = self._lent
         self.reads_calls = getattr(environment, "reads_calls", False) is True
         self.version = str(getattr(environment, "version", ""))
         if not self._inline:
@@ -207,13 +214,16 @@ class EnvironmentDriver:
         deadline = asyncio.timeout(timeout_s)
         try:
             async with deadline:
+                self._lent.begin(deadline)
                 return await result
         except TimeoutError:
             if deadline.expired():
                 raise CallAbandonedError from None
             raise
         finally:
-            self.last_s += self._clock() - started_at
+            waited_s = self._lent.take_waited_s()
+            self.waiting_s += waited_s
+            self.last_s += self._clock() - started_at - waited_s
 
     def _raised(self, place: str, error: BaseException) -> EnvironmentFailure:
         return EnvironmentFailure(

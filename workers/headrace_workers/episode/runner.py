@@ -3,7 +3,8 @@
 * Every way to end gives one record; a fault of ours becomes an infrastructure failure. The orchestrator validates it.
 * Terminated wins over truncated; a budget's end is a truncation, a deadline's end is a failure. A prompt that is too
   long for the engine is the end of a budget.
-* Working time is sampling and environment time; waits do not count. Pauses for new weights count against no deadline.
+* Working time is sampling and environment time; waits, for a sandbox too, do not count. Pauses for new weights count
+  against no deadline.
 * A failure keeps the turns that were completed before it, and the message that led to it.
 * A turn that an evaluation's pinned version did not answer ends the episode ``cancelled``.
 * The environment gets the text of the sampled ids up to the first stop string; the ids are stored whole.
@@ -32,6 +33,7 @@ from headrace_workers.episode.scoring import scored_rows
 from headrace_workers.episode.threads import EnvironmentThreads
 from headrace_workers.episode.tracks import AgentTrack, NextPrompt, TurnRecord
 from headrace_workers.policies.base import PolicySource, Sample, SampleRequest, one_version
+from headrace_workers.sandboxes import EpisodeSandbox, WorkerSandbox
 
 DEADLINE_KINDS = frozenset({"timeout", "environment-timeout"})
 """Failures that the episode's own deadline may have caused, since no call gets more time than the episode has left."""
@@ -48,7 +50,7 @@ class EpisodeTools:
     """What all episodes of a worker share.
 
     ``policies`` gives the policy behind endpoints; ``clock`` is monotonic, in seconds; ``new_id`` makes ids of
-    trajectories; ``make_environment`` builds an environment by id.
+    trajectories; ``make_environment`` builds an environment by id; ``sandbox`` runs the programs of environments.
     """
 
     worker: str
@@ -58,6 +60,7 @@ class EpisodeTools:
     new_id: Callable[[], str]
     make_environment: Callable[..., Any] = make
     kinds: EnvironmentKinds = field(default_factory=EnvironmentKinds)
+    sandbox: WorkerSandbox = field(default_factory=lambda: WorkerSandbox(""))
     sampling_now: int = 0
     """Policy requests that are open now."""
 
@@ -86,6 +89,7 @@ class Episode:
             threads=tools.threads,
             kinds=tools.kinds,
             clock=tools.clock,
+            sandbox=EpisodeSandbox(tools.sandbox, domain=assignment.run, clock=tools.clock),
             make_environment=tools.make_environment,
         )
         self._tracks: dict[str, AgentTrack] = {}

@@ -18,6 +18,7 @@ from headrace.ids import new_id
 from headrace_workers import environments
 from headrace_workers.episode import EnvironmentThreads, EpisodeTools
 from headrace_workers.policies import PolicySource, ServedPolicies, load_in_process_policy
+from headrace_workers.sandboxes import WorkerSandbox
 from headrace_workers.worker.connection import EpochFence, OrchestratorConnection
 from headrace_workers.worker.logs import logger
 from headrace_workers.worker.worker import Worker, WorkerSettings
@@ -54,6 +55,7 @@ async def _run(settings: WorkerSettings, policy_endpoints: Sequence[str], policy
         threads=EnvironmentThreads(time.monotonic),
         clock=time.monotonic,
         new_id=new_id,
+        sandbox=WorkerSandbox(settings.sandbox),
     )
     worker = Worker(settings, tools, time.monotonic)
     loop = asyncio.get_running_loop()
@@ -69,6 +71,7 @@ async def _run(settings: WorkerSettings, policy_endpoints: Sequence[str], policy
     try:
         ended_well = await worker.run()
     finally:
+        await tools.sandbox.close()
         await policies.close()
         await connection.close()
         tools.threads.close()

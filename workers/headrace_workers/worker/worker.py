@@ -69,7 +69,8 @@ LAST_WORDS_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSettings:
-    """What a worker is. ``name`` is unique among all workers; ``spool_bytes`` bounds finished records in memory.
+    """What a worker is. ``name`` is unique among all workers; ``spool_bytes`` bounds finished records in memory;
+    ``sandbox`` names what its environments run programs in, if they do.
 
     ``max_hanging`` bounds environment calls that never come back. Each keeps a thread and all that its environment
     holds, and nothing but the end of the process frees them. The default is what a machine bears without notice, and
@@ -81,6 +82,7 @@ class WorkerSettings:
     token: str = ""
     pool: str = "default"
     capabilities: tuple[str, ...] = ()
+    sandbox: str = ""
     slots: int = 64
     spool_bytes: int = 256 << 20
     grace_s: float = 30.0
@@ -218,7 +220,7 @@ class Worker:
         return wire.LeaseRequest(
             worker=settings.name,
             pool=settings.pool,
-            capabilities=list(settings.capabilities),
+            capabilities=[*settings.capabilities, *self._tools.sandbox.capabilities],
             slots=settings.slots,
             free=min(self._free(), max(1, self._settings.slots // LEASES_A_FILL)),
             holding=self._holding() if tell_holding else None,

@@ -1,0 +1,101 @@
+"""Programming problems: the answer is a Python program, graded by tests in sandboxes.
+
+* The answer is the last fenced block of code; without one the episode ends at a format error.
+* All tests passed earns 1, anything less 0; with ``partial`` the share of tests that passed.
+* Expected outputs never enter a sandbox, so nothing that an answer does there can pass but writing them.
+* An error in the answer, and a limit that it ran into, is its failure and earns nothing; a fault of a sandbox ends the
+  attempt as a failure.
+* The seed chooses the row.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from headrace.environment import Step
+from headrace.errors import InvalidRequest
+from headrace_sandbox.grading import Case, CaseResult, grade
+from headrace_sandbox.result import Limits
+from headrace_workers.environments.answers import FORMAT_ERROR, last_block
+from headrace_workers.environments.case_rows import tests_of
+from headrace_workers.environments.lifecycle import out_of_order
+from headrace_workers.environments.rows import bad_row, row_of
+from headrace_workers.surroundings import ALONE, Surroundings
+
+BASICS = Path(__file__).parent / "data" / "code_basics.jsonl"
+"""Twenty small problems of our own."""
+
+QUESTION_KEYS = ("problem", "question", "prompt")
+
+HOW_TO_ANSWER = (
+    "Answer with one block of Python code:\n```python\n# your code\n```\nIt is run by itself, without a network."
+)
+
+
+class CodeProblems:
+    """Problems of a file with one row a line (``path``), or one row (``example``): a text under ``problem``, and
+    ``tests``. ``max_tests``: of a row, those with the longest inputs. ``time_s``, ``memory_mib``: of each test."""
+
+    def __init__(
+        self,
+        path: str | None = None,
+        *,
+        example: dict[str, Any] | None = None,
+        max_tests: int = 12,
+        partial: bool = False,
+        time_s: float = 5.0,
+        memory_mib: int = 256,
+    ) -> None:
+        if (path is None) == (example is None):
+            raise InvalidRequest("Give `path`, a file of rows, or `example`, one row.")
+        self.surroundings: Surroundings = ALONE
+        self._path = path
+        self._example = example
+        self._max_tests = max_tests
+        self._partial = partial
+        self._limits = Limits(wall_s=time_s, memory_bytes=memory_mib << 20)
+        self._tests: list[Case] = []
+
+    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        """Choose a row and ask its question."""
+        row = self._example if self._path is None else row_of(self._path, seed)
+        assert row is not None
+        self._tests = tests_of(row, self._max_tests)
+        question = next((row[key] for key in QUESTION_KEYS if isinstance(row.get(key), str)), None)
+        if question is None:
+            raise bad_row(f"The row has no text under {', '.join(QUESTION_KEYS)}.")
+        return f"{question}\n\n{HOW_TO_ANSWER}", {"id": str(row.get("id", "")), "tests": len(self._tests)}
+
+    async def step(self, action: str) -> Step:
+        """Grade the answer; the episode ends."""
+        if not self._tests:
+            raise out_of_order(self)
+        tests, self._tests = self._tests, []
+        source = last_block(action)
+        if source is None:
+            return _end("No block of code was found.", {"outcome": "format_error"}, "format_error", FORMAT_ERROR)
+        results = await grade(self.surroundings.sandbox, source, tests, self._limits, stop_early=not self._partial)
+        return self._graded(results, len(tests))
+
+    def _graded(self, results: list[CaseResult], count: int) -> Step:
+        passed = sum(result.verdict == "passed" for result in results)
+        reward = passed / count if self._partial else float(passed == count)
+        failed = next((result for result in results if result.verdict != "passed"), None)
+        info = {
+            "outcome": "passed" if failed is None else failed.verdict,
+            "verdicts": [result.verdict for result in results],
+            "passed": passed,
+            "detail": "" if failed is None else failed.detail,
+        }
+        said = "All tests passed." if failed is None else f"Not all tests passed ({failed.verdict})."
+        return _end(said, info, "tests", reward)
+
+
+def basics(**kwargs: Any) -> CodeProblems:
+    """The problems that come with Headrace."""
+    return CodeProblems(str(BASICS), **kwargs)
+
+
+def _end(observation: str, info: dict[str, Any], part: str, reward: float) -> Step:
+    return Step(observation, reward, True, False, {**info, "reward_parts": {part: reward}})

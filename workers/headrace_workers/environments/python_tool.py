@@ -1,0 +1,169 @@
+"""Any environment with a Python tool: ``python:ID`` is the environment ID, whose policy may run programs.
+
+* A call is the first ``<python>...</python>`` or fenced block of Python in an action; its output is the observation.
+* An exception in the program, and a limit that it ran into, is an observation; a fault of a sandbox is not: it is tried
+  again, and then ends the attempt as a failure.
+* Calls have a budget. After the last one an action goes to the environment, whatever is in it.
+* A call earns ``reward``, and ``success_reward`` or ``error_reward`` by how the program ended.
+* Each program runs in a fresh sandbox: nothing is left of the one before.
+* The environment itself sees no call, and runs as it would alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import msgspec
+
+from headrace.environment import Observation, Step, make
+from headrace.errors import EnvironmentFailure, InvalidRequest
+from headrace.trajectory import ContentPart, ToolCall
+from headrace_sandbox.result import ExecResult, Limits
+from headrace_sandbox.runtimes.base import PythonProgram
+from headrace_workers.environments.answers import fenced_blocks
+from headrace_workers.surroundings import ALONE, Surroundings
+
+OPEN, CLOSE = "<python>", "</python>"
+
+LANGUAGES = ("python", "py")
+"""Of blocks that are calls."""
+
+INSTRUCTIONS = (
+    "You can run Python before you answer: write a program between <python> and </python>{fence}. You then see what it "
+    "printed. Each program runs by itself, so print what you want to know. You can do this {uses} times."
+)
+
+LAST_CALL = "That was your last program: now give your final answer."
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the tool is set, as ``kwargs["python"]`` has it.
+
+    ``max_uses``: calls of an episode. ``reward``: for each call; ``success_reward`` if the program ended with 0,
+    ``error_reward`` if not. ``time_s``, ``memory_mib``: of a program. ``output_bytes``: of each of its two streams, as
+    they are shown; of more, head and tail. ``fences``: whether fenced blocks are calls; switch it off where an answer
+    is one.
+    """
+
+    max_uses: int = 5
+    reward: float = 0.0
+    success_reward: float = 0.0
+    error_reward: float = 0.0
+    time_s: float = 5.0
+    memory_mib: int = 256
+    output_bytes: int = 4096
+    fences: bool = True
+
+
+class PythonTool:
+    """The environment of this id with the tool. ``python``: see ``Settings``; other arguments are the environment's."""
+
+    def __init__(self, environment_id: str, *, python: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        try:
+            self._settings = msgspec.convert(python or {}, Settings)
+        except msgspec.ValidationError as error:
+            known = ", ".join(Settings.__struct_fields__)
+            raise InvalidRequest(f"kwargs['python']: {error}.", hint=f"It takes {known}.") from error
+        self._environment: Any = make(environment_id, **kwargs)
+        if hasattr(self._environment, "next_agent"):
+            raise EnvironmentFailure(
+                f"{environment_id} has several agents; the Python tool is for one.",
+                kind="several-agents",
+                retryable=False,
+            )
+        self._limits = Limits(
+            wall_s=self._settings.time_s,
+            memory_bytes=self._settings.memory_mib << 20,
+            kept_bytes=self._settings.output_bytes,
+        )
+        self._blocks = getattr(self._environment, "blocking", True) is not False
+        self.surroundings: Surroundings = ALONE
+        self.reads_calls = getattr(self._environment, "reads_calls", False) is True
+        self.version = str(getattr(self._environment, "version", ""))
+        self._uses = 0
+
+    async def reset(self, seed: int | None = None) -> tuple[Observation, dict[str, Any]]:
+        """Reset the environment, and say what the tool does."""
+        if hasattr(self._environment, "surroundings"):
+            self._environment.surroundings = self.surroundings
+        self._uses = 0
+        observation, info = await self._call(self._environment.reset, seed)
+        settings = self._settings
+        fence = ", or in a block that begins with ```python" if settings.fences else ""
+        return _appended(observation, INSTRUCTIONS.format(fence=fence, uses=settings.max_uses)), info
+
+    async def step(self, action: str) -> Any:
+        """Run the program in the action, if there is one; else it is the environment's."""
+        program = self._program(action) if self._uses < self._settings.max_uses else None
+        if program is None:
+            return await self._call(self._environment.step, action)
+        self._uses += 1
+        result = await self.surroundings.sandbox.run_code(PythonProgram(code=program), self._limits)
+        return self._seen(program, result)
+
+    async def close(self) -> None:
+        """Close the environment."""
+        close = getattr(self._environment, "close", None)
+        if close is not None:
+            await self._call(close)
+
+    def _program(self, action: str) -> str | None:
+        """The program that is called: the one that ends first."""
+        found = []
+        start = action.find(OPEN)
+        end = action.find(CLOSE, start)
+        if 0 <= start < end:
+            found.append((end, action[start + len(OPEN) : end]))
+        blocks = fenced_blocks(action) if self._settings.fences else iter(())
+        found += [(block.end, block.content) for block in blocks if block.language in LANGUAGES][:1]
+        return min(found)[1] if found else None
+
+    def _seen(self, program: str, result: ExecResult) -> Step:
+        settings = self._settings
+        shown = self._shown(result)
+        parts = {"python": settings.reward}
+        if result.fault:
+            parts["python_error"] = settings.error_reward
+        else:
+            parts["python_success"] = settings.success_reward
+        call = ToolCall(
+            name="python",
+            arguments={"code": program},
+            result=shown,
+            error=_ended(result),
+            duration_s=result.wall_s,
+        )
+        if self._uses == settings.max_uses:
+            shown += LAST_CALL
+        info = {"python_uses": self._uses, "tool_calls": [call], "reward_parts": parts}
+        return Step(shown, sum(parts.values()), False, False, info)
+
+    def _shown(self, result: ExecResult) -> str:
+        lines = [text for stream in (result.stdout, result.stderr) if (text := stream.text.rstrip("\n"))]
+        if result.fault == "limit" or result.lost:
+            lines.append(f"[The program was stopped: {_ended(result)}]")
+        elif result.signal is not None:
+            lines.append(f"[The program ended by signal {result.signal}]")
+        return "Code execution result: " + "\n".join(lines) + "\n"
+
+    async def _call(self, method: Any, *arguments: Any) -> Any:
+        answer = await self.surroundings.call(method, *arguments) if self._blocks else method(*arguments)
+        return await answer if inspect.isawaitable(answer) else answer
+
+
+def _ended(result: ExecResult) -> str:
+    """How a program ended that did not end well."""
+    if result.lost:
+        return result.lost
+    if result.fault == "limit":
+        return f"limit of {result.limit}"
+    if result.signal is not None:
+        return f"signal {result.signal}"
+    return f"exit code {result.exit_code}" if result.exit_code else ""
+
+
+def _appended(observation: Any, text: str) -> Observation:
+    if isinstance(observation, list):
+        return [*observation, ContentPart(type="text", text=f"\n\n{text}")]
+    return f"{observation}\n\n{text}"

@@ -1,0 +1,81 @@
+"""What a worker lends its environments: a sandbox for programs, and threads for calls that block.
+
+* An environment that has an attribute ``surroundings`` finds them there before its first ``reset``.
+* Away from a worker (in a notebook, in a check) each program runs in a runtime that is made for it and ended after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Protocol, TypeVar
+
+from headrace_sandbox.result import ExecResult, Limits
+from headrace_sandbox.runtimes.base import Command, PythonProgram, Runtime
+from headrace_sandbox.runtimes.registry import make_runtime
+
+T = TypeVar("T")
+
+DEFAULT_RUNTIME = "bubblewrap"
+"""Of environments away from a worker, unless the variable HEADRACE_SANDBOX names another."""
+
+
+class RunsPrograms(Protocol):
+    """A sandbox as environments use it. What was a fault of ours raises SandboxFailure."""
+
+    async def run(self, command: Command, limits: Limits) -> ExecResult: ...
+
+    async def run_code(self, program: PythonProgram, limits: Limits) -> ExecResult: ...
+
+
+class Surroundings(Protocol):
+    """What an environment finds."""
+
+    @property
+    def sandbox(self) -> RunsPrograms:
+        """Runs programs, each in a fresh sandbox."""
+        ...
+
+    async def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function that blocks, away from the event loop."""
+        ...
+
+
+class Alone:
+    """The surroundings of an environment that no worker runs."""
+
+    @property
+    def sandbox(self) -> RunsPrograms:
+        """Makes a runtime for each program."""
+        return _MadeForEach(os.environ.get("HEADRACE_SANDBOX", DEFAULT_RUNTIME))
+
+    async def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """On a thread of the event loop."""
+        return await asyncio.to_thread(function, *arguments)
+
+
+class _MadeForEach:
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    async def run(self, command: Command, limits: Limits) -> ExecResult:
+        async with self._made() as runtime:
+            return await runtime.run(command, limits)
+
+    async def run_code(self, program: PythonProgram, limits: Limits) -> ExecResult:
+        async with self._made() as runtime:
+            return await runtime.run_code(program, limits)
+
+    @contextlib.asynccontextmanager
+    async def _made(self) -> AsyncIterator[Runtime]:
+        runtime = await asyncio.to_thread(make_runtime, self._name)
+        try:
+            yield runtime
+        finally:
+            await runtime.close()
+
+
+ALONE = Alone()
+"""For every environment that no worker runs."""
