@@ -23,6 +23,15 @@ def test_a_worker_gets_attempts_of_its_pool_only_and_only_those_whose_capabiliti
     assert {a.run for a in harness.lease(4, "other", pool="cpu", capabilities=["reasoning-gym"])} == {"a"}
 
 
+def test_environments_that_run_programs_go_to_workers_with_a_sandbox(harness):
+    for number, environment in enumerate(("code:Basics-v0", "python:math:Arithmetic-v0", "x:python:code:y")):
+        harness.run(f"m{number}", environments=[{"id": environment}])
+    harness.run("list", environments=[], tasks=[{"environment": "code:Rows-v0"}])
+    harness.run("plain", environments=[{"id": "game:code"}])
+    assert {a.run for a in harness.lease(64, "plain")} == {"plain"}
+    assert {a.run for a in harness.lease(64, "rich", capabilities=["sandbox"])} == {"m0", "m1", "m2", "list"}
+
+
 def test_runs_share_a_pool_evenly(harness):
     for name in ("a", "b", "c"):
         harness.run(name, batch_size=64)

@@ -146,6 +146,7 @@ def test_help_names_every_option() -> None:
         "--policy",
         "--pool",
         "--capabilities",
+        "--sandbox",
         "--grace-s",
     ):
         assert option in result.output

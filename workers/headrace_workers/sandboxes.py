@@ -18,7 +18,7 @@ import msgspec
 from headrace.errors import SandboxFailure
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Runtime
-from headrace_sandbox.runtimes.registry import make_runtime
+from headrace_sandbox.runtimes.registry import ready_runtime
 
 TRIES = 3
 """Of one program: a sandbox that is lost now and then should cost no episode."""
@@ -34,25 +34,10 @@ ASK_AGAIN_S = 10.0
 """How long a runtime that could not be made is refused without a new try."""
 
 
-async def open_runtime(name: str) -> Runtime:
-    """Make a runtime and see it run a program. Raises SandboxFailure."""
-    runtime = await asyncio.to_thread(make_runtime, name)
-    result = await runtime.run_code(PythonProgram(code="print(6 * 7)"), Limits(wall_s=20.0))
-    if result.stdout.text != "42\n":
-        await runtime.close()
-        raise SandboxFailure(
-            f"The runtime {name} cannot run Python here: {result.stderr.text.strip()[-300:]}",
-            hint="`headrace sandbox doctor` shows what each runtime here does.",
-            kind="self-test-failed",
-            retryable=False,
-        )
-    return runtime
-
-
 class WorkerSandbox:
     """The sandbox of a worker process. ``name``: of the runtime; empty: the worker has none."""
 
-    def __init__(self, name: str, open_: Callable[[str], Awaitable[Runtime]] = open_runtime) -> None:
+    def __init__(self, name: str, open_: Callable[[str], Awaitable[Runtime]] = ready_runtime) -> None:
         self.name = name
         self._open = open_
         self._runtime: Runtime | None = None

@@ -1,7 +1,8 @@
 """What a worker lends its environments: a sandbox for programs, and threads for calls that block.
 
 * An environment that has an attribute ``surroundings`` finds them there before its first ``reset``.
-* Away from a worker (in a notebook, in a check) each program runs in a runtime that is made for it and ended after it.
+* Away from a worker (in a notebook, in a check) each program runs in a runtime that is made for it and ended after it:
+  the one that the variable HEADRACE_SANDBOX names, or the default.
 """
 
 from __future__ import annotations
@@ -14,12 +15,9 @@ from typing import Any, Protocol, TypeVar
 
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Runtime
-from headrace_sandbox.runtimes.registry import make_runtime
+from headrace_sandbox.runtimes.registry import DEFAULT, make_runtime
 
 T = TypeVar("T")
-
-DEFAULT_RUNTIME = "bubblewrap"
-"""Of environments away from a worker, unless the variable HEADRACE_SANDBOX names another."""
 
 
 class RunsPrograms(Protocol):
@@ -49,7 +47,7 @@ class Alone:
     @property
     def sandbox(self) -> RunsPrograms:
         """Makes a runtime for each program."""
-        return _MadeForEach(os.environ.get("HEADRACE_SANDBOX", DEFAULT_RUNTIME))
+        return _MadeForEach(os.environ.get("HEADRACE_SANDBOX", DEFAULT))
 
     async def call(self, function: Callable[..., T], *arguments: Any) -> T:
         """On a thread of the event loop."""
