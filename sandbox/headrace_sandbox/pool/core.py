@@ -1,0 +1,518 @@
+"""The pool's decisions: what starts, who gets which sandbox, what is made, reset and closed.
+
+Pure: events in, instructions out; the clock and ids are given. The shell carries the instructions out and tells what
+came of them.
+
+* Every request is answered once: started, handed a sandbox, or refused with the reason.
+* Owners share fairly; each request has a deadline, and beyond a bound of waiting ones the answer is ``busy``.
+* A sandbox has one lease at a time. One that was used is handed on only after it was reset; a suspicious one, and one
+  whose lease ran out, is closed.
+* Making and closing are bounded apart, and a sandbox that is being closed holds its memory until it is gone: neither
+  can wait for the other for ever.
+* The memory limits of all that runs and of all sandboxes never add up to more than there is.
+* A sandbox that cannot be closed is kept out of use, and its memory counts as taken.
+
+States of a sandbox: ``making → idle → leased → cleaning → idle``; from each of them ``doomed → closing → gone``, or
+``stuck`` where it could not be closed.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from headrace_sandbox.pool.line import Line, Waiting
+from headrace_sandbox.pool.messages import (
+    Bounds,
+    Clean,
+    Close,
+    Counts,
+    Hand,
+    Instruction,
+    Kind,
+    Make,
+    NotMade,
+    PoolSettings,
+    Refuse,
+    Request,
+    Revoke,
+    Start,
+)
+
+State = Literal["making", "idle", "leased", "cleaning", "doomed", "closing", "stuck"]
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 5.0
+"""Before a sandbox of a kind is made again after one could not be; doubled each time."""
+
+SHORTEST_AFTER_S, LONGEST_AFTER_S = 0.1, 30.0
+"""When asking again is said to be worth it."""
+
+PACE_SHARE = 0.1
+"""Of the newest gap between two requests that were served in the mean of those before."""
+
+EXECUTIONS = ""
+"""Name of the line for executions that have a sandbox of their own."""
+
+
+@dataclass(eq=False)
+class Box:
+    """A sandbox. ``begun_at``: when it began to be made or reset; ``ready_at``: when that was done. ``ends_at``: when
+    it ends by itself."""
+
+    id: str
+    kind: Kind
+    state: State
+    begun_at: float
+    ends_at: float
+    ready_at: float = 0.0
+    lease: Lease | None = None
+
+
+@dataclass(eq=False)
+class Lease:
+    id: str
+    owner: str
+    box: Box
+    until: float
+
+
+@dataclass(eq=False)
+class Pause:
+    """Sandboxes of a kind could not be made, so many times in a row; when it is tried again."""
+
+    failures: int
+    until: float
+
+
+class Core:
+    """The state. ``warm``: kinds of sandboxes with bounds of their own; those are kept ready."""
+
+    def __init__(
+        self,
+        settings: PoolSettings,
+        new_id: Callable[[], str],
+        warm: Sequence[tuple[Kind, Bounds]] = (),
+    ) -> None:
+        self._settings = settings
+        self._new_id = new_id
+        self._bounds = {kind.name: bounds for kind, bounds in warm}
+        self._kinds = {kind.name: kind for kind, _ in warm}
+        self._lines: dict[str, Line] = {EXECUTIONS: Line(EXECUTIONS)}
+        self._waiting: dict[str, Waiting] = {}
+        self._running: dict[str, tuple[str, int]] = {}
+        self._boxes: dict[str, Box] = {}
+        self._leases: dict[str, Lease] = {}
+        self._pauses: dict[str, Pause] = {}
+        self._due: list[tuple[float, str]] = []
+        self._memory_bytes = 0
+        self._making = self._closing = 0
+        self._asked = 0
+        self._draining = False
+        self._pace_s: float | None = None
+        self._served_at = 0.0
+        self._out: list[Instruction] = []
+
+    # Events -----------------------------------------------------------------------------------------------------
+
+    def ask(self, request: Request, now: float) -> list[Instruction]:
+        """Somebody wants to run something."""
+        refusal = self._refusal(request)
+        if refusal is not None:
+            return [refusal]
+        if request.kind is not None:
+            self._kinds[request.kind.name] = request.kind
+        line = self._line(EXECUTIONS if request.kind is None else request.kind.name)
+        waiting = Waiting(
+            id=request.id,
+            number=self._asked,
+            owner=request.owner,
+            asked_at=now,
+            until=now + request.wait_s,
+            wait_s=request.wait_s,
+            memory_bytes=request.memory_bytes,
+            ttl_s=request.ttl_s,
+            line=line,
+        )
+        self._asked += 1
+        self._waiting[request.id] = waiting
+        line.join(waiting)
+        self._serve(now)
+        if len(self._waiting) > self._settings.waiting:
+            self._turn_away()
+        if request.id in self._waiting:
+            self._wake(waiting.until, request.id)
+        return self._advance(now)
+
+    def withdraw(self, request: str, now: float) -> list[Instruction]:
+        """Whoever asked is not there any more; what it has been given already is given back elsewhere."""
+        waiting = self._waiting.pop(request, None)
+        if waiting is not None:
+            waiting.line.leave(waiting)
+            self._forget(waiting.line.name)
+        return self._advance(now)
+
+    def done(self, request: str, now: float) -> list[Instruction]:
+        """An execution ended."""
+        owner, memory_bytes = self._running.pop(request)
+        self._lines[EXECUTIONS].done(owner)
+        self._memory_bytes -= memory_bytes
+        return self._advance(now)
+
+    def made(self, box: str, now: float) -> list[Instruction]:
+        """A sandbox is there."""
+        it = self._in(box, "making")
+        self._making -= 1
+        self._pauses.pop(it.kind.name, None)
+        self._rest(it, now)
+        return self._advance(now)
+
+    def not_made(self, box: str, why: NotMade, now: float) -> list[Instruction]:
+        """A sandbox could not be made; nothing is left of it. Another is tried after a pause, unless it is hopeless."""
+        it = self._in(box, "making")
+        self._making -= 1
+        name = it.kind.name
+        failures = self._pauses[name].failures + 1 if name in self._pauses else 1
+        pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(failures - 1, 10))
+        self._pauses[name] = Pause(failures, now + pause_s)
+        self._wake(now + pause_s, "")
+        for waiting in list(self._line(name)):
+            waiting.trouble = why.detail
+            if not why.retryable:
+                self._refuse(waiting, why.kind, why.detail, retryable=False)
+        self._gone(it)
+        return self._advance(now)
+
+    def give_back(self, lease: str, reusable: bool, now: float) -> list[Instruction]:
+        """A lease is over. ``reusable``: nothing suspicious happened in the sandbox. Unknown leases ran out before."""
+        it = self._leases.get(lease)
+        if it is not None:
+            box = self._end(it)
+            if reusable and self._settings.reuse and not self._draining:
+                box.state, box.begun_at = "cleaning", now
+                self._out.append(Clean(box.id))
+            else:
+                box.state = "doomed"
+        return self._advance(now)
+
+    def renew(self, lease: str, ttl_s: float, now: float) -> float | None:
+        """The lease lasts so long from now on, at most as long as its sandbox; gives for how long it is. None: there is
+        no such lease."""
+        it = self._leases.get(lease)
+        if it is None or it.until <= now:
+            return None
+        it.until = min(now + min(ttl_s, self._settings.ttl_s), it.box.ends_at)
+        self._wake(it.until, lease)
+        return it.until - now
+
+    def cleaned(self, box: str, now: float) -> list[Instruction]:
+        """A sandbox was reset."""
+        self._rest(self._in(box, "cleaning"), now)
+        return self._advance(now)
+
+    def not_cleaned(self, box: str, now: float) -> list[Instruction]:
+        """A sandbox could not be reset: it is closed."""
+        self._in(box, "cleaning").state = "doomed"
+        return self._advance(now)
+
+    def closed(self, box: str, now: float) -> list[Instruction]:
+        """Nothing is left of a sandbox."""
+        it = self._in(box, "closing")
+        self._closing -= 1
+        self._gone(it)
+        return self._advance(now)
+
+    def not_closed(self, box: str, now: float) -> list[Instruction]:
+        """Something of a sandbox may still run."""
+        self._in(box, "closing").state = "stuck"
+        self._closing -= 1
+        return self._advance(now)
+
+    def drain(self, now: float) -> list[Instruction]:
+        """Nothing new: whoever waits is refused, what rests is closed."""
+        self._draining = True
+        for waiting in list(self._waiting.values()):
+            self._refuse(waiting, "draining", "The sandboxes of this host are being shut down.", retryable=True)
+        return self._advance(now)
+
+    def tick(self, now: float) -> list[Instruction]:
+        """Time went on."""
+        return self._advance(now)
+
+    def next_due(self) -> float | None:
+        """When time has to be told next; None: when something happens."""
+        return self._due[0][0] if self._due else None
+
+    def counts(self) -> Counts:
+        """How things stand."""
+        states: dict[str, int] = dict.fromkeys(("making", "idle", "leased", "cleaning", "closing", "stuck"), 0)
+        for box in self._boxes.values():
+            states["closing" if box.state == "doomed" else box.state] += 1
+        return Counts(
+            waiting=len(self._waiting),
+            running=len(self._running),
+            leases=len(self._leases),
+            memory_bytes=self._memory_bytes,
+            sandboxes=states,
+        )
+
+    # What follows from the state --------------------------------------------------------------------------------
+
+    def _advance(self, now: float) -> list[Instruction]:
+        self._expire(now)
+        if self._waiting:
+            self._serve(now)
+        if self._bounds and not self._draining:
+            self._warm(now)
+        if self._boxes:
+            self._close()
+        return self._taken_out()
+
+    def _taken_out(self) -> list[Instruction]:
+        out, self._out = self._out, []
+        return out
+
+    def _expire(self, now: float) -> None:
+        while self._due and self._due[0][0] <= now:
+            name = heapq.heappop(self._due)[1]
+            if (waiting := self._waiting.get(name)) is not None and waiting.until <= now:
+                self._too_late(waiting)
+            elif (lease := self._leases.get(name)) is not None and lease.until <= now:
+                self._out.append(Revoke(lease.id, lease.box.id))
+                self._end(lease).state = "doomed"
+            elif (box := self._boxes.get(name)) is not None and box.state == "idle":
+                self._end_of_rest(box, now)
+
+    def _end_of_rest(self, box: Box, now: float) -> None:
+        is_old = box.ends_at - now < self._settings.ttl_s  # it could not be leased for as long as may be asked
+        if is_old or (now - box.ready_at >= self._settings.idle_s and self._beyond_warm(box)):
+            box.state = "doomed"
+        elif now - box.ready_at >= self._settings.idle_s:
+            self._wake(box.ends_at - self._settings.ttl_s, box.id)
+
+    def _beyond_warm(self, box: Box) -> bool:
+        bounds = self._bounds.get(box.kind.name)
+        idle = sum(other.state == "idle" for other in self._of(box.kind.name))
+        return bounds is None or idle > bounds.least
+
+    def _serve(self, now: float) -> None:
+        """Serve every line as far as there is something to give, the one that waits longest first. What the first that
+        lacks memory needs is kept for it."""
+        lines = [line for line in self._lines.values() if len(line)]
+        if len(lines) > 1:
+            lines.sort(key=lambda line: line.head().number)
+        kept_bytes = 0
+        for line in lines:
+            serve = self._serve_executions if line.name == EXECUTIONS else self._serve_leases
+            lacking = serve(line, kept_bytes, now)
+            if lacking and not kept_bytes:
+                kept_bytes = lacking
+                self._free_memory(lacking, line.name)
+
+    def _serve_executions(self, line: Line, kept_bytes: int, now: float) -> int:
+        """Start executions; gives the memory that the next one lacks."""
+        while len(line) and len(self._running) < self._settings.running:
+            head = line.head()
+            if not self._fits(head.memory_bytes + kept_bytes):
+                return head.memory_bytes
+            self._memory_bytes += head.memory_bytes
+            self._running[head.id] = (head.owner, head.memory_bytes)
+            self._leaves_served(head, now)
+            self._out.append(Start(head.id, now - head.asked_at))
+        return 0
+
+    def _serve_leases(self, line: Line, kept_bytes: int, now: float) -> int:
+        """Hand out sandboxes that rest, and have more made; gives the memory that the next one lacks."""
+        boxes = list(self._of(line.name))
+        resting = sorted((box for box in boxes if box.state == "idle"), key=lambda box: box.ready_at)
+        while len(line) and resting:
+            self._hand(line.head(), resting.pop(0), now)
+        coming = sum(box.state in ("making", "cleaning") for box in boxes)
+        kind = self._kinds[line.name]
+        wanted = min(len(line) - coming, self._most(line.name) - len(boxes), self._settings.making - self._making)
+        for _ in range(0 if self._is_paused(line.name, now) else wanted):
+            if not self._fits(kind.memory_bytes + kept_bytes):
+                return kind.memory_bytes
+            self._make(kind, now)
+        return 0
+
+    def _hand(self, waiting: Waiting, box: Box, now: float) -> None:
+        made_from = max(waiting.asked_at, box.begun_at)
+        start_s = max(0.0, box.ready_at - made_from)
+        lease = Lease(self._new_id(), waiting.owner, box, min(now + waiting.ttl_s, box.ends_at))
+        box.state, box.lease = "leased", lease
+        self._leases[lease.id] = lease
+        self._wake(lease.until, lease.id)
+        self._leaves_served(waiting, now)
+        queue_s = max(0.0, now - waiting.asked_at - start_s)
+        self._out.append(Hand(waiting.id, lease.id, box.id, queue_s, start_s, lease.until - now))
+
+    def _warm(self, now: float) -> None:
+        """Have sandboxes made for those that will ask. They never take memory that somebody waits for."""
+        if self._waiting:
+            return
+        for name, bounds in self._bounds.items():
+            boxes = list(self._of(name))
+            ready = sum(box.state in ("idle", "making", "cleaning") for box in boxes)
+            for _ in range(min(bounds.least - ready, bounds.most - len(boxes))):
+                room = self._making < self._settings.making and self._fits(self._kinds[name].memory_bytes)
+                if not room or self._is_paused(name, now):
+                    break
+                self._make(self._kinds[name], now)
+
+    def _close(self) -> None:
+        for box in self._boxes.values():
+            if self._draining and box.state == "idle":
+                box.state = "doomed"
+            if box.state == "doomed" and self._closing < self._settings.closing:
+                box.state = "closing"
+                self._closing += 1
+                self._out.append(Close(box.id))
+
+    # Parts ------------------------------------------------------------------------------------------------------
+
+    def _refusal(self, request: Request) -> Refuse | None:
+        """Why this can never be."""
+        most = self._settings
+        if self._draining:
+            return Refuse(request.id, "draining", "The sandboxes of this host are being shut down.", True)
+        if request.memory_bytes > most.memory_bytes:
+            asked, there = request.memory_bytes >> 20, most.memory_bytes >> 20
+            return Refuse(request.id, "too-large", f"It may use {asked} MiB, and the pool has {there} MiB.", False)
+        if request.ttl_s > most.ttl_s:
+            detail = f"A lease lasts {most.ttl_s:g} s at most, and this one should {request.ttl_s:g} s."
+            return Refuse(request.id, "ttl-too-long", detail, False)
+        return None
+
+    def _turn_away(self) -> None:
+        """Too many wait: the newest of the owner that waits with most of them is told so."""
+        counts: dict[str, int] = {}
+        for waiting in self._waiting.values():
+            counts[waiting.owner] = counts.get(waiting.owner, 0) + 1
+        most = max(counts.values())
+        newest = next(waiting for waiting in reversed(self._waiting.values()) if counts[waiting.owner] == most)
+        after_s = max(SHORTEST_AFTER_S, min(LONGEST_AFTER_S, len(self._waiting) * (self._pace_s or SHORTEST_AFTER_S)))
+        detail = f"{self._settings.waiting} requests wait for a sandbox already."
+        self._refuse(newest, "busy", detail, retryable=True, after_s=after_s)
+
+    def _too_late(self, waiting: Waiting) -> None:
+        detail = f"no sandbox within {waiting.wait_s:g} s"
+        if waiting.trouble:
+            detail += f"; the last one could not be made: {waiting.trouble}"
+        self._refuse(waiting, "no-sandbox-in-time", detail, retryable=True)
+
+    def _refuse(
+        self, waiting: Waiting, kind: str, detail: str, *, retryable: bool, after_s: float | None = None
+    ) -> None:
+        del self._waiting[waiting.id]
+        waiting.line.leave(waiting)
+        self._forget(waiting.line.name)
+        self._out.append(Refuse(waiting.id, kind, detail, retryable, after_s))
+
+    def _leaves_served(self, waiting: Waiting, now: float) -> None:
+        del self._waiting[waiting.id]
+        waiting.line.serve(waiting)
+        gap_s, self._served_at = now - self._served_at, now
+        self._pace_s = gap_s if self._pace_s is None else self._pace_s + PACE_SHARE * (gap_s - self._pace_s)
+
+    def _make(self, kind: Kind, now: float) -> None:
+        box = Box(self._new_id(), kind, "making", now, now + 2 * self._settings.ttl_s)
+        self._boxes[box.id] = box
+        self._making += 1
+        self._memory_bytes += kind.memory_bytes
+        self._out.append(Make(box.id, kind, 2 * self._settings.ttl_s))
+
+    def _rest(self, box: Box, now: float) -> None:
+        box.state, box.ready_at = "idle", now
+        if box.ends_at - now < self._settings.ttl_s or self._draining:
+            box.state = "doomed"
+        self._wake(min(now + self._settings.idle_s, box.ends_at - self._settings.ttl_s), box.id)
+
+    def _end(self, lease: Lease) -> Box:
+        box = lease.box
+        del self._leases[lease.id]
+        self._lines[box.kind.name].done(lease.owner)
+        box.lease = None
+        return box
+
+    def _gone(self, box: Box) -> None:
+        del self._boxes[box.id]
+        self._memory_bytes -= box.kind.memory_bytes
+        self._forget(box.kind.name)
+
+    def _forget(self, name: str) -> None:
+        """Kinds come and go: nothing is kept of one that nobody waits for and that has no sandbox."""
+        if name == EXECUTIONS or name in self._bounds or len(self._line(name)) or any(self._of(name)):
+            return
+        for table in (self._lines, self._kinds, self._pauses):
+            table.pop(name, None)
+
+    def _free_memory(self, lacking: int, name: str) -> None:
+        """Doom sandboxes that rest, the longest first, until there will be as much."""
+        coming = sum(box.kind.memory_bytes for box in self._boxes.values() if box.state in ("doomed", "closing"))
+        resting = (box for box in self._boxes.values() if box.state == "idle" and box.kind.name != name)
+        for box in sorted(resting, key=lambda box: box.ready_at):
+            if self._fits(lacking - coming):
+                return
+            box.state = "doomed"
+            coming += box.kind.memory_bytes
+
+    def _fits(self, memory_bytes: int) -> bool:
+        return self._memory_bytes + memory_bytes <= self._settings.memory_bytes
+
+    def _of(self, name: str) -> Iterator[Box]:
+        return (box for box in self._boxes.values() if box.kind.name == name)
+
+    def _most(self, name: str) -> int:
+        bounds = self._bounds.get(name)
+        return self._settings.sandboxes if bounds is None else bounds.most
+
+    def _is_paused(self, name: str, now: float) -> bool:
+        pause = self._pauses.get(name)
+        return pause is not None and now < pause.until
+
+    def _line(self, name: str) -> Line:
+        return self._lines.setdefault(name, Line(name))
+
+    def _in(self, box: str, state: State) -> Box:
+        it = self._boxes[box]
+        assert it.state == state, f"sandbox {box} is {it.state}, not {state}"
+        return it
+
+    def _wake(self, at: float, name: str) -> None:
+        heapq.heappush(self._due, (at, name))
+
+    # Invariants -------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises AssertionError if the state is not what this module promises."""
+        states = [box.state for box in self._boxes.values()]
+        held = sum(box.kind.memory_bytes for box in self._boxes.values())
+        held += sum(memory_bytes for _, memory_bytes in self._running.values())
+        assert self._memory_bytes == held <= self._settings.memory_bytes
+        assert self._making == states.count("making") <= self._settings.making
+        assert self._closing == states.count("closing") <= self._settings.closing
+        assert len(self._running) <= self._settings.running
+        assert len(self._waiting) <= self._settings.waiting
+        assert not ("doomed" in states and self._closing < self._settings.closing)
+        for lease in self._leases.values():
+            assert lease.box.lease is lease
+            assert self._boxes[lease.box.id].state == "leased"
+        assert len(self._leases) == states.count("leased")
+        for name, line in self._lines.items():
+            self._check_line(name, line)
+
+    def _check_line(self, name: str, line: Line) -> None:
+        waiting = list(line)
+        assert len(waiting) == len(line)
+        assert all(self._waiting[one.id] is one for one in waiting)
+        if name == EXECUTIONS:
+            owners = [owner for owner, _ in self._running.values()]
+        else:
+            owners = [lease.owner for lease in self._leases.values() if lease.box.kind.name == name]
+            boxes = list(self._of(name))
+            assert len(boxes) <= self._most(name)
+            assert not (waiting and any(box.state == "idle" for box in boxes)), "one rests while somebody waits for it"
+        assert line.held.total() == len(owners)
+        assert all(line.held[owner] == owners.count(owner) for owner in owners)

@@ -1,0 +1,93 @@
+"""One queue, shared fairly by owners.
+
+* Next is the owner that holds least of what is queued for; among equals the one that was served longest ago.
+* Requests of one owner are served in their order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(eq=False)
+class Waiting:
+    """A request that waits. ``number``: how many came before. ``memory_bytes``: what it will take. ``until``: its
+    deadline."""
+
+    id: str
+    number: int
+    owner: str
+    asked_at: float
+    until: float
+    wait_s: float
+    memory_bytes: int
+    ttl_s: float
+    line: Line
+    trouble: str = ""
+    """Why the last sandbox for it could not be made."""
+
+
+class Line:
+    """The queue for one thing. ``name``: which; empty for executions that have their own sandbox."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.held: Counter[str] = Counter()
+        self._waiting: dict[str, deque[Waiting]] = {}
+        self._served: dict[str, int] = {}
+        self._turn = 0
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Waiting]:
+        for queue in self._waiting.values():
+            yield from queue
+
+    def join(self, request: Waiting) -> None:
+        """To the end of its owner's queue."""
+        self._waiting.setdefault(request.owner, deque()).append(request)
+        self._count += 1
+
+    def head(self) -> Waiting:
+        """Who is next."""
+        owners = self._waiting
+        if len(owners) == 1:
+            return next(iter(owners.values()))[0]
+        return owners[min(owners, key=lambda owner: (self.held[owner], self._served.get(owner, 0)))][0]
+
+    def leave(self, request: Waiting) -> None:
+        """It waits no more."""
+        queue = self._waiting[request.owner]
+        queue.remove(request)
+        self._count -= 1
+        if not queue:
+            del self._waiting[request.owner]
+            self._forget(request.owner)
+
+    def serve(self, request: Waiting) -> None:
+        """It gets what it waited for, and its owner holds one more."""
+        self._turn += 1
+        self._served[request.owner] = self._turn
+        self.held[request.owner] += 1
+        self.leave(request)
+
+    def done(self, owner: str) -> None:
+        """The owner holds one less."""
+        self.held[owner] -= 1
+        if not self.held[owner]:
+            del self.held[owner]
+            self._forget(owner)
+
+    def last_of(self, owner: str) -> Waiting | None:
+        """The newest request of an owner."""
+        queue = self._waiting.get(owner)
+        return queue[-1] if queue else None
+
+    def _forget(self, owner: str) -> None:
+        """Owners come and go: nothing is kept of one that neither holds nor waits."""
+        if owner not in self._waiting and owner not in self.held:
+            self._served.pop(owner, None)
