@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterator
 import uvicorn
 
 from headrace.errors import PortInUse, SetupError
+from headrace.tokens import load_auth
 from headrace_orchestrator import logs
 from headrace_orchestrator.api.app import App
 from headrace_orchestrator.api.gathering import GatheringProtocol
-from headrace_orchestrator.auth import load_auth
 from headrace_orchestrator.buffer.directory import DataDirectory
 from headrace_orchestrator.service import Service
 from headrace_orchestrator.settings import Address, Settings
@@ -65,7 +65,7 @@ async def _until_signal(settings: Settings, ready: Callable[[Address], None]) ->
 async def serve(settings: Settings, *, ready: Callable[[Address], None], stop: asyncio.Event | None = None) -> None:
     """Run in this event loop until ``stop`` is set or the task is cancelled; both are graceful. Installs no signal
     handlers. ``ready`` is called once, when requests are answered. Raises SetupError if it cannot start."""
-    auth = load_auth(settings)
+    auth = load_auth(settings.tokens, settings.host)
     directory = DataDirectory.claim(settings.data)
     try:
         listener = _listen(settings)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +35,7 @@ class Settings:
     port: int = 8470
     """Port to bind; 0 lets the system choose. The chosen one is in ``<data>/address`` and given to ``ready``."""
     tokens: Path | None = None
-    """TOML file of bearer tokens (``headrace_orchestrator.auth`` says how it reads). Default: none, loopback only."""
+    """TOML file of bearer tokens (``headrace.tokens`` says how it reads). Default: none, loopback only."""
     environments: Set[str] | None = None
     """Environment ids that the workers know. Given: runs and groups that name another are refused at once. Default:
     unknown, so that a wrong id shows up as failed episodes of kind ``unknown-environment``."""
@@ -61,18 +60,3 @@ class Settings:
     """``auto``: readable on a terminal, JSON lines elsewhere."""
     shutdown_timeout_s: float = 10.0
     """Seconds that open requests get to end after SIGTERM, before their connections are closed. Default 10."""
-
-    @property
-    def loopback(self) -> bool:
-        """Whether only this machine can connect."""
-        return is_loopback(self.host)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether the name or address means this machine only."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -524,6 +524,9 @@ class EpisodeFailure(HeadraceError):
         self.kind = kind
         self.retryable = retryable
 
+    def problem(self) -> dict[str, Any]:
+        return {**super().problem(), "kind": self.kind, "retryable": self.retryable}
+
 
 class PolicyFailure(EpisodeFailure):
     code = "policy-failure"

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import SetupError
+from headrace.tokens import ROLES, Role, load_auth
 from headrace_orchestrator.api.routes import ROUTES
-from headrace_orchestrator.auth import ROLES, Role, load_auth
-from headrace_orchestrator.settings import Settings
 from tests.orchestrator.serving import Api, orchestrator
 
 OPEN_PATHS = {"/healthz", "/readyz"}
@@ -84,10 +83,10 @@ async def test_a_browser_may_send_its_token_as_the_password_of_basic_auth(data_d
 
 def test_a_loopback_bind_needs_no_tokens_and_any_other_is_refused_at_start(data_dir: Path):
     for host in ("127.0.0.1", "127.0.0.2", "::1", "localhost"):
-        load_auth(Settings(data=data_dir, host=host)).check("", frozenset({"admin"}))
+        load_auth(None, host).check("", frozenset({"admin"}))
     for host in ("0.0.0.0", "::", "10.0.0.1", "example.org", ""):
         with pytest.raises(SetupError, match="--tokens"):
-            load_auth(Settings(data=data_dir, host=host))
+            load_auth(None, host)
 
 
 async def test_an_open_bind_without_tokens_does_not_touch_the_data_directory(data_dir: Path):
@@ -114,13 +113,13 @@ def test_a_token_file_that_is_not_valid_says_where(tmp_path: Path, text: str, na
     file = tmp_path / "tokens.toml"
     file.write_text(text)
     with pytest.raises(SetupError) as caught:
-        load_auth(Settings(data=tmp_path, tokens=file))
+        load_auth(file, "127.0.0.1")
     assert named in str(caught.value)
 
 
 def test_a_token_file_that_is_missing_is_named(tmp_path: Path):
     with pytest.raises(SetupError, match="cannot be read"):
-        load_auth(Settings(data=tmp_path, tokens=tmp_path / "nothing"))
+        load_auth(tmp_path / "nothing", "127.0.0.1")
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,12 @@ from starlette.types import Receive, Scope, Send
 
 from headrace.errors import HeadraceError, InternalError, MethodNotAllowed, NotFound, StoreError, Unavailable
 from headrace.ids import new_id
+from headrace.tokens import Auth
 from headrace.wire import HEADER_WAIT_S, PROBLEM_MEDIA_TYPE
 from headrace_orchestrator import logs
 from headrace_orchestrator.api.http import Answer, Call, headers_of, read_body, send_answer
 from headrace_orchestrator.api.route import Route
 from headrace_orchestrator.api.routes import ROUTES
-from headrace_orchestrator.auth import Auth
 from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.service import Service
 from headrace_orchestrator.service.waiting import ClientGone

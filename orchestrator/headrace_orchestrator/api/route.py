@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.errors import HeadraceError
+from headrace.tokens import Role
 from headrace_orchestrator.api.http import Handler
-from headrace_orchestrator.auth import Role
 
 
 @dataclass(frozen=True)

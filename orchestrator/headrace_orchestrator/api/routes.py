@@ -8,11 +8,11 @@ import msgspec
 
 from headrace import errors, wire
 from headrace.runspec import RunSpec
+from headrace.tokens import Role
 from headrace.wire import API
 from headrace_orchestrator.api import handlers, openapi, pages
 from headrace_orchestrator.api.http import Answer, Call
 from headrace_orchestrator.api.route import Query, Route
-from headrace_orchestrator.auth import Role
 from headrace_orchestrator.console import render
 from headrace_orchestrator.service import Service
 from headrace_orchestrator.service.shell import HEADRACE_VERSION

@@ -22,6 +22,7 @@ import base64
 import functools
 import hashlib
 import hmac
+import ipaddress
 import string
 import tomllib
 from collections.abc import Callable, Set
@@ -33,7 +34,6 @@ import msgspec
 
 from headrace.errors import Forbidden, SetupError, Unauthorized
 from headrace.wire import RECORDS_MEDIA_TYPE
-from headrace_orchestrator.settings import Settings, is_loopback
 
 Role = Literal["learner", "worker", "sandbox", "viewer", "admin"]
 
@@ -120,16 +120,27 @@ class Auth:
         return found
 
 
-def load_auth(settings: Settings) -> Auth:
-    """The auth that the settings ask for. Raises SetupError for an open bind without tokens, or an unreadable file."""
-    if settings.tokens is not None:
-        return Auth(_read(settings.tokens))
-    if not settings.loopback:
+def load_auth(tokens: Path | None, host: str) -> Auth:
+    """The auth of a service that binds ``host``, with a token file or none. Raises SetupError for an open bind without
+    tokens, or an unreadable file."""
+    if tokens is not None:
+        return Auth(_read(tokens))
+    if not is_loopback(host):
         raise SetupError(
-            f"Binding {settings.host} would let the network in, and no tokens are set.",
+            f"Binding {host} would let the network in, and no tokens are set.",
             hint="Give a token file with --tokens, or bind 127.0.0.1.",
         )
     return Auth(None)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether the name or address means this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 @functools.lru_cache(maxsize=64)
