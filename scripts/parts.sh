@@ -15,6 +15,8 @@ system_parts() {
     command -v chromium >/dev/null 2>&1 || missing="$missing chromium"
     # The default runtime of sandboxes.
     command -v bwrap >/dev/null 2>&1 || missing="$missing bubblewrap"
+    # Networks that the tests of sandboxes make for themselves.
+    command -v ip >/dev/null 2>&1 || missing="$missing iproute2"
     # What reasoning-gym is built with, unless it is installed.
     if ! .venv/bin/python -c 'import reasoning_gym' >/dev/null 2>&1; then
         command -v cc >/dev/null 2>&1 || missing="$missing gcc libc6-dev"

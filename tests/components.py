@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -46,6 +47,10 @@ PARTS: dict[str, Part] = {
     ),
     "chromium": Part(lambda: shutil.which("chromium") is not None, "make parts"),
     "gvisor": Part(has_gvisor, "make parts"),
+    "network-namespaces": Part(
+        lambda: os.geteuid() == 0 and all(shutil.which(program) for program in ("ip", "unshare", "nsenter")),
+        "make parts, and run as root",
+    ),
     "reasoning-gym": Part(lambda: find_spec("reasoning_gym") is not None, "make parts && make setup"),
     "vllm": Part(lambda: (VLLM_PYTHON.parent.parent / ".headrace-parts").exists(), "make parts"),
 }

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import os
 import re
@@ -79,7 +80,7 @@ class Bwrap:
                 cwd="/",
             )
         except OSError as error:
-            raise not_made(str(error)) from error
+            raise too_large() if error.errno == errno.E2BIG else not_made(str(error)) from error
         finally:
             for descriptor in handed:
                 os.close(descriptor)
@@ -169,6 +170,16 @@ def kill(pidfd: int) -> None:
     """Kill a process; one that has ended is fine."""
     with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+
+
+def too_large() -> SandboxFailure:
+    """The failure of a command that the kernel does not take, because of its size."""
+    return SandboxFailure(
+        "Arguments and variables are more than the kernel takes for a program.",
+        hint="One may have 128 KiB, all together 2 MiB. Hand it in as a file, or as standard input.",
+        kind="command-too-large",
+        retryable=False,
+    )
 
 
 def not_made(said: str) -> SandboxFailure:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import signal
@@ -20,7 +21,7 @@ from types import TracebackType
 from typing import Self
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox.bwrap import taken
+from headrace_sandbox.bwrap import taken, too_large
 from headrace_sandbox.supervise import Started
 
 
@@ -43,6 +44,8 @@ class Child:
                 cwd=folder,
             )
         except OSError as error:
+            if error.errno == errno.E2BIG:
+                raise too_large() from error
             raise SandboxFailure(
                 f"{arguments[0]} could not be started: {error}.", kind="sandbox-not-made", retryable=True
             ) from error

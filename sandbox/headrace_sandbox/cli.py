@@ -2,6 +2,7 @@
 
 * ``reap`` removes what killed processes of Headrace left on this machine.
 * ``doctor`` ends with 1 if no runtime isolates, and says what to do.
+* ``conformance`` ends with 1 if a case came out otherwise than its table says.
 * ``run`` uses the runtime that was named, or the default; it fails where that one cannot be used, and takes no other.
 * ``run`` ends as the command did: with its exit code, 128 + n after signal n, 124 after a limit; 70 where it was our
   fault.
@@ -18,11 +19,12 @@ import click
 import msgspec
 
 from headrace.errors import SandboxFailure
+from headrace_sandbox.conformance import suite
 from headrace_sandbox.doctor import Ladder, Rung, ladder
 from headrace_sandbox.reaper import reap
 from headrace_sandbox.result import ExecResult, Limits
-from headrace_sandbox.runtimes.base import Command
-from headrace_sandbox.runtimes.registry import DEFAULT, ready_runtime
+from headrace_sandbox.runtimes.base import Command, Runtime
+from headrace_sandbox.runtimes.registry import DEFAULT, make_runtime, ready_runtime
 
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
@@ -155,6 +157,59 @@ def reap_(context: click.Context, as_json: bool) -> None:
             click.echo(f"Left: {line}", err=True)
     if found.left:
         context.exit(1)
+
+
+@sandbox.command("conformance")
+@click.option("--runtime", "name", required=True, help="A runtime by its name, one of your own included.")
+@click.option("--case", "numbers", multiple=True, help="Only this case; may be given again.")
+@click.option("--allow-unsafe", is_flag=True, help="Allow a runtime that isolates nothing; only harmless cases run.")
+@_json_option
+@click.pass_context
+def conformance(context: click.Context, name: str, numbers: Sequence[str], allow_unsafe: bool, as_json: bool) -> None:
+    """Run hostile programs in a runtime, and compare what came of them with what is expected.
+
+    \b
+    Examples:
+      headrace sandbox conformance --runtime bubblewrap
+      headrace sandbox conformance --runtime gvisor --case 1a --case 26 --json
+    """
+    chosen = [case for case in suite.cases() if not numbers or case.number in numbers]
+    if unknown := set(numbers) - {case.number for case in chosen}:
+        raise click.BadParameter(f"There is no case {', '.join(sorted(unknown))}.", param_hint="--case")
+    try:
+        is_ok = asyncio.run(_conformance(make_runtime(name, allow_unsafe=allow_unsafe), chosen, as_json))
+    except SandboxFailure as failure:
+        click.echo(f"Error: {failure}", err=True)
+        context.exit(OUR_FAULT)
+    context.exit(0 if is_ok else 1)
+
+
+async def _conformance(runtime: Runtime, chosen: Sequence[suite.Case], as_json: bool) -> bool:
+    lines = []
+    try:
+        async for line in suite.run_suite(runtime, chosen):
+            lines.append(line)
+            if not as_json:
+                _show(line)
+    finally:
+        await runtime.close()
+    differing = [line for line in lines if not line.ok]
+    if as_json:
+        click.echo(json.dumps([msgspec.to_builtins(line) for line in lines]))
+    else:
+        click.echo(f"{len(lines)} cases, {len(differing)} otherwise than expected")
+    return not differing
+
+
+def _show(line: suite.Line) -> None:
+    mark = click.style("ok  " if line.ok else "FAIL", fg=COLOURS["ok" if line.ok else "fail"])
+    expected = " or ".join(line.expected) or "safe"
+    click.echo(
+        f"{mark} {line.column:<15} {line.case:>3}  {line.title:<62} expected {expected:<24} found {line.found} "
+        f"({line.seconds:.1f} s)"
+    )
+    if not line.ok or line.found == suite.NOT_RUN:
+        click.echo(f"     {line.evidence}")
 
 
 async def _run(name: str, allow_unsafe: bool, command: Command, limits: Limits) -> ExecResult:

@@ -37,3 +37,16 @@ def test_run_ends_with_70_where_it_was_our_fault() -> None:
     ended = headrace("run", "--", "true", env={"PATH": "/nowhere"})
     assert ended.returncode == 70
     assert "bwrap is not installed" in ended.stderr
+
+
+def test_conformance_compares_what_came_of_a_case_with_the_table() -> None:
+    lines = json.loads(headrace("conformance", "--runtime", "bubblewrap", "--case", "8", "--json").stdout)
+    assert [(line["column"], line["found"], line["ok"]) for line in lines] == [
+        ("bubblewrap", "contained", True),
+        ("bubblewrap code", "contained", True),
+    ]
+    shown = headrace("conformance", "--runtime", "bubblewrap", "--case", "12b")
+    assert shown.stdout.endswith("2 cases, 0 otherwise than expected\n")
+    assert shown.returncode == 0
+    unknown = headrace("conformance", "--runtime", "bubblewrap", "--case", "99")
+    assert (unknown.returncode, "no case 99" in unknown.stderr) == (2, True)

@@ -5,9 +5,9 @@
 * It starts only when the supervisor, which knows its process by then, says so.
 * The server holds no secret, and runs nothing of a program's in itself.
 
-A request is one packet on standard input, a socket: JSON, and the descriptors stdin, stdout, stderr and a socket to
-the supervisor. On that socket process 1 sends a byte, with its credentials; gets a byte; and sends the wait status of
-the program, four bytes. No status means that it was killed.
+A request is one packet on standard input, a socket: the descriptors stdin, stdout, stderr, a socket to the supervisor,
+and a file with JSON. On that socket process 1 sends a byte, with its credentials; gets a byte; and sends the wait
+status of the program, four bytes. No status means that it was killed.
 """
 
 import array
@@ -36,17 +36,18 @@ from headrace_sandbox.inside.isolation import (
     make_mounts_private,
     mount_memory,
     mount_proc,
+    mount_terminals,
     prctl,
     unshare_user,
 )
 
-MOST_BYTES = 1 << 20  # of a request
+DESCRIPTORS = 5  # of a request
 
 
 def serve(requests: socket.socket, filter_: bytes) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the kernel
     while True:
-        packet, ancillary, _, _ = requests.recvmsg(MOST_BYTES, socket.CMSG_SPACE(4 * 4))
+        packet, ancillary, _, _ = requests.recvmsg(16, socket.CMSG_SPACE(4 * DESCRIPTORS))
         if not packet:
             return
         descriptors = array.array("i")
@@ -56,7 +57,9 @@ def serve(requests: socket.socket, filter_: bytes) -> None:
             status = 1
             try:
                 requests.close()
-                isolate(json.loads(packet), list(descriptors), filter_)
+                with os.fdopen(descriptors.pop(), "rb") as file:
+                    request = json.load(file)
+                isolate(request, list(descriptors), filter_)
                 status = 0
             finally:
                 os._exit(status)
@@ -116,9 +119,11 @@ def be_first(request: dict[str, Any], descriptors: list[int], filter_: bytes) ->
 
 
 def prepare_files(request: dict[str, Any]) -> None:
-    """A scratch folder of its own, and a /proc of its own processes."""
+    """A scratch folder of its own, a /proc of its own processes, and nothing that another one wrote below /dev."""
     make_mounts_private()
-    mount_memory("/scratch", request["disk_bytes"], request["inodes"])
+    for folder in ("/scratch", "/dev/shm"):
+        mount_memory(folder, request["disk_bytes"], request["inodes"])
+    mount_terminals()
     mount_proc()
     os.chdir("/scratch")
     for path, content in request["files"].items():

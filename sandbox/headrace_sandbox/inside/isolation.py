@@ -57,6 +57,12 @@ def mount_memory(folder: str, size_bytes: int, inodes: int) -> None:
     must(libc.mount(b"tmpfs", folder.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, options), f"mount {folder}")
 
 
+def mount_terminals() -> None:
+    """Pseudo-terminals that this process sees, and no others do."""
+    options = b"newinstance,ptmxmode=0666"
+    must(libc.mount(b"devpts", b"/dev/pts", b"devpts", MS_NOSUID | MS_NOEXEC, options), "mount /dev/pts")
+
+
 def mount_proc() -> None:
     """A /proc of the processes that this one sees, and of no others."""
     must(libc.mount(b"proc", b"/proc", b"proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, None), "mount /proc")

@@ -110,7 +110,7 @@ class Bubblewrap:
         process = self._bwrap.start(arguments, limits, handed, subprocess.PIPE)
         stack.callback(bwrap.reap, process)
         child = await bwrap.first_process(status)
-        pidfd = None if child is None else admit(child, group, stack)
+        pidfd = None if child is None else admit(child, group, limits, stack)
         if pidfd is None:
             process.kill()
             raise bwrap.not_made(process.communicate()[1].decode(errors="replace").strip())

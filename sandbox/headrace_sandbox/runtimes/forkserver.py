@@ -44,8 +44,8 @@ READY_S = 20.0
 MEET_S = 10.0
 """For a forked child to be there."""
 
-MOST_BYTES = 192 << 10
-"""Of a request, which is one packet of a socket."""
+MOST_BYTES = 64 << 20
+"""Of a program and its files."""
 
 
 class ForkServer:
@@ -69,7 +69,7 @@ class ForkServer:
         with contextlib.ExitStack() as stack:
             group = self._groups.take(limits)
             stack.callback(self._groups.give_back, group)
-            started = await self._start(request, group, stack)
+            started = await self._start(request, limits, group, stack)
             start_s = time.monotonic() - begun_at
             verdict = await supervise(started, program.stdin, limits)
             usage = group.usage()
@@ -82,15 +82,15 @@ class ForkServer:
             self._server = None
         self._groups.close()
 
-    async def _start(self, request: bytes, group: Cgroup, stack: contextlib.ExitStack) -> Started:
+    async def _start(self, request: bytes, limits: Limits, group: Cgroup, stack: contextlib.ExitStack) -> Started:
         server = await self._running()
-        child = _Child(stack)
+        child = _Child(request, stack)
         try:
-            server.ask(request, child.handed)
+            server.ask(child.handed)
         finally:
             child.hand_over()
         pid = await child.meet()
-        pidfd = None if pid is None else admit(pid, group, stack)
+        pidfd = None if pid is None else admit(pid, group, limits, stack)
         if pidfd is None:
             child.close()
             raise sandbox_lost("The fork server was lost while an execution began.")
@@ -119,7 +119,7 @@ class ForkServer:
         filter_, sources = bwrap.memory_file(self._filter), inside.sources("isolation", "forkserver")
         arguments = [
             *(*bwrap.system(), "--dir", SCRATCH, *inside.mounts(sources)),
-            *("--remount-ro", "/", "--setenv", "PATH", bwrap.PROGRAM_PATH, "--"),
+            *("--remount-ro", "/dev", "--remount-ro", "/", "--setenv", "PATH", bwrap.PROGRAM_PATH, "--"),
             *inside.command("forkserver", f"{filter_}", *self._preload, python=self._python),
         ]
         with theirs:
@@ -150,11 +150,11 @@ class _Server:
         except (TimeoutError, OSError):
             return False
 
-    def ask(self, request: bytes, handed: Sequence[int]) -> None:
+    def ask(self, handed: Sequence[int]) -> None:
         """Ask for a child. Raises SandboxFailure ``sandbox-lost``."""
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", handed))
         try:
-            self._requests.sendmsg([request], [rights])
+            self._requests.sendmsg([b"1"], [rights])
         except OSError as error:
             raise sandbox_lost(f"The fork server takes no request: {error}.") from error
 
@@ -173,7 +173,7 @@ class _Server:
 class _Child:
     """The descriptors of one execution: ours, and those that its child gets."""
 
-    def __init__(self, stack: contextlib.ExitStack) -> None:
+    def __init__(self, request: bytes, stack: contextlib.ExitStack) -> None:
         stdin, self.stdin = os.pipe()
         self.stdout, stdout = os.pipe()
         self.stderr, stderr = os.pipe()
@@ -181,7 +181,7 @@ class _Child:
         self.supervisor.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self.supervisor.setblocking(False)
         stack.callback(self.supervisor.close)
-        self.handed = [stdin, stdout, stderr, theirs.detach()]
+        self.handed = [stdin, stdout, stderr, theirs.detach(), bwrap.memory_file(request)]
 
     def hand_over(self) -> None:
         """They are the child's now."""
@@ -246,8 +246,8 @@ def _request(program: PythonProgram, limits: Limits, *, is_weak: bool) -> bytes:
     )
     if len(request) > MOST_BYTES:
         raise SandboxFailure(
-            f"Program and files have {len(request)} bytes, and the fork server takes {MOST_BYTES}.",
-            hint="Run it in a fresh sandbox.",
+            f"Program and files have {len(request)} bytes, and at most {MOST_BYTES} are taken.",
+            hint="Hand less in, or use a sandbox that lives on and takes files one by one.",
             kind="request-too-large",
             retryable=False,
         )

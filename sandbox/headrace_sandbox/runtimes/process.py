@@ -50,8 +50,9 @@ class Process:
     async def run(self, command: Command, limits: Limits) -> ExecResult:
         """Run a command in a process of its own. Raises SandboxFailure; cancelling the call kills it."""
         begun_at = time.monotonic()
-        scratch = await asyncio.to_thread(_scratch, command)
+        scratch = tempfile.TemporaryDirectory(prefix="headrace-", ignore_cleanup_errors=True)
         try:
+            await asyncio.to_thread(_fill, scratch.name, command)
             child = _start(command, limits, scratch.name)
             start_s = time.monotonic() - begun_at
             with child:
@@ -95,15 +96,11 @@ class Process:
         """Nothing is kept between executions."""
 
 
-def _scratch(command: Command) -> tempfile.TemporaryDirectory[str]:
-    for path in command.files:
-        checked_path(path)
-    scratch = tempfile.TemporaryDirectory(prefix="headrace-", ignore_cleanup_errors=True)
+def _fill(folder: str, command: Command) -> None:
     for path, content in command.files.items():
-        file = Path(scratch.name, path)
+        file = Path(folder, checked_path(path))
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content)
-    return scratch
 
 
 def _start(command: Command, limits: Limits, scratch: str) -> Child:

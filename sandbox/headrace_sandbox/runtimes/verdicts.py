@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import os
 import signal
 
@@ -19,21 +21,36 @@ from headrace_sandbox.supervise import Verdict
 ACTIVE = ("wall_s", "output_bytes", "disk_bytes", "file_bytes", "open_files")
 """Limits that hold without control groups."""
 
+_turns = itertools.count()
+
 
 def weak_limits(limits: Limits) -> dict[str, int]:
     """What rlimits can do where no control group bounds: processes of the sandbox's user, memory of each process."""
     return {"nproc": limits.pids, "as": limits.memory_bytes}
 
 
-def admit(pid: int, group: Cgroup, stack: contextlib.ExitStack) -> int | None:
-    """Put the first process of a sandbox into its group; gives a descriptor of it, or None if it is gone."""
+def admit(pid: int, group: Cgroup, limits: Limits, stack: contextlib.ExitStack) -> int | None:
+    """Put the first process of a sandbox into its group, and on as many processors as it may use, so that programs
+    that count them start no more threads than that. Gives a descriptor of it, or None if it is gone."""
     try:
         pidfd = os.pidfd_open(pid)
         stack.callback(os.close, pidfd)
         group.add(pid)
+        if (processors := _processors(limits.cpus)) is not None:
+            os.sched_setaffinity(pid, processors)
     except ProcessLookupError:
         return None
     return pidfd
+
+
+def _processors(cpus: float) -> set[int] | None:
+    """The next ones in turn; None where it may use all that this process may."""
+    here = sorted(os.sched_getaffinity(0))
+    count = math.ceil(cpus)
+    if count >= len(here):
+        return None
+    first = next(_turns) * count
+    return {here[(first + step) % len(here)] for step in range(count)}
 
 
 def sandbox_lost(detail: str) -> SandboxFailure:

@@ -1,0 +1,75 @@
+"""Looks at this machine: what a sandbox left on it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from headrace_sandbox.conformance.suite import Escaped
+
+GONE_S = 2.0
+"""For what was killed to be gone."""
+
+
+def lives(mark: str) -> list[int]:
+    """Processes of this machine whose command line has the mark."""
+    return [pid for pid in _processes() if mark in _text(pid, "cmdline")]
+
+
+async def gone(mark: str, within_s: float = GONE_S) -> None:
+    """Wait until no process has the mark. Raises Escaped."""
+    until = time.monotonic() + within_s
+    while pids := lives(mark):
+        if time.monotonic() > until:
+            raise Escaped(f"the processes {pids} live on")
+        await asyncio.sleep(0.01)
+
+
+def descendants(pid: int) -> set[int]:
+    """All processes below this one."""
+    parents = {child: _parent(child) for child in _processes()}
+    found: set[int] = set()
+    level = {pid}
+    while level:
+        level = {child for child, parent in parents.items() if parent in level}
+        found |= level
+    return found
+
+
+class Traces(msgspec.Struct, frozen=True):
+    """What executions could leave on this machine: children and descriptors of this process, mounts, groups."""
+
+    children: int
+    descriptors: int
+    mounts: int
+    groups: int
+
+
+def traces() -> Traces:
+    """What there is now."""
+    mounts = len(Path("/proc/self/mounts").read_text().splitlines())
+    groups = len({path.name for path in Path("/sys/fs/cgroup").glob(f"**/headrace/*{os.getpid()}-*")})
+    return Traces(len(descendants(os.getpid())), len(os.listdir("/proc/self/fd")), mounts, groups)
+
+
+def _processes() -> Iterator[int]:
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            yield int(name)
+
+
+def _parent(pid: int) -> int:
+    status = _text(pid, "stat")
+    return int(status.rpartition(")")[2].split()[1]) if status else 0
+
+
+def _text(pid: int, name: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,53 @@
+"""Cases 26 and 27: addresses and sockets that a program must not reach."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+
+import msgspec
+
+from headrace_sandbox.conformance.suite import ESCAPED, Escaped, Found, Lab, NotRun, Unclear, case
+
+WORLD_S = 60.0
+"""For a world to be made, looked at and left."""
+
+
+@case("26", "metadata service, private and public addresses, names", harmless=True)
+async def addresses(lab: Lab) -> str:
+    return await _in_a_world(lab, "26")
+
+
+@case("27", "what listens on this machine: loopback, abstract sockets, Docker", harmless=True)
+async def local_services(lab: Lab) -> str:
+    return await _in_a_world(lab, "27")
+
+
+async def _in_a_world(lab: Lab, number: str) -> str:
+    """In a network namespace of its own, so that nothing is asked of any real address."""
+    missing = [program for program in ("ip", "unshare", "nsenter") if shutil.which(program) is None]
+    if os.geteuid() != 0 or missing:
+        raise NotRun(f"it takes root and the programs ip, unshare and nsenter; missing: {', '.join(missing) or 'root'}")
+    process = await asyncio.create_subprocess_exec(
+        *("unshare", "--net", "--", sys.executable, "-m", "headrace_sandbox.conformance.world"),
+        *(lab.runtime.name, lab.way, number),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(WORLD_S):
+            said, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode != 0:
+        raise Unclear(f"the world ended with {process.returncode}")
+    found = msgspec.json.decode(said, type=Found)
+    if found.outcome == ESCAPED:
+        raise Escaped(found.evidence)
+    if found.outcome == "unclear":
+        raise Unclear(found.evidence)
+    return found.outcome

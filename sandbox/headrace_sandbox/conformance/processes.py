@@ -1,0 +1,297 @@
+"""Cases 9 to 17 and 40 to 42: processes, signals and time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from headrace.errors import SandboxFailure
+from headrace_sandbox.conformance.look import Traces, descendants, gone, lives, traces
+from headrace_sandbox.conformance.resources import NO_FORK
+from headrace_sandbox.conformance.suite import CONTAINED, REFUSED, Lab, NotRun, Unclear, case, ended
+from headrace_sandbox.result import ExecResult, Limits
+from headrace_sandbox.runtimes.base import Command, PythonProgram
+
+FREEZER = Path("/sys/fs/cgroup/freezer")
+"""Where version 1 of control groups can freeze processes, so that not even SIGKILL ends them."""
+
+START_S = 20.0
+"""For a program to be seen from outside."""
+
+
+def _contained(result: ExecResult, said: str) -> str:
+    if result.fault == "" and result.stdout.text == said:
+        return CONTAINED
+    return ended(result, *NO_FORK)
+
+
+@case("9", "a daemon, forked twice in a session of its own")
+async def daemon(lab: Lab) -> str:
+    mark = secrets.token_hex(8)
+    code = f"""
+import os
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.execvp('sleep', ['{mark}', '300'])
+    os._exit(0)
+os.wait()
+print('away')
+"""
+    result = await lab.run(code)
+    await gone(mark)
+    return _contained(result, "away\n")
+
+
+@case("10", "a child in the background that holds the output")
+async def held_output(lab: Lab) -> str:
+    mark = secrets.token_hex(8)
+    code = f"import subprocess\nsubprocess.Popen(['{mark}', '300'], executable='/bin/sleep')\nprint('done')"
+    result = await lab.run(code)
+    if result.wall_s > 10:
+        raise Unclear(f"it took {result.wall_s:.1f} s")
+    await gone(mark)
+    return _contained(result, "done\n")
+
+
+@case("11", "ignoring every signal", harmless=True)
+async def deaf(lab: Lab) -> str:
+    code = """
+import signal
+for number in set(signal.Signals) - {getattr(signal, 'SIGKILL', 9), getattr(signal, 'SIGSTOP', 19)}:
+    try:
+        signal.signal(number, signal.SIG_IGN)
+    except (OSError, ValueError):
+        pass
+print('deaf', flush=True)
+while True:
+    pass
+"""
+    result = await lab.run(code, wall_s=1.0)
+    if result.stdout.text != "deaf\n" or result.wall_s > 3:
+        raise Unclear(f"after {result.wall_s:.1f} s: {result.stdout.text} {result.stderr.text}")
+    return ended(result)
+
+
+@case("12a", "reading the input to its end", harmless=True)
+async def input_ends(lab: Lab) -> str:
+    if await lab.said("import sys\nprint(repr(sys.stdin.read()))") != "''":
+        raise Unclear("there was input")
+    return CONTAINED
+
+
+@case("12b", "sleeping for ever", harmless=True)
+async def sleeper(lab: Lab) -> str:
+    result = await lab.run("print('so far', flush=True)\nimport time\ntime.sleep(300)", wall_s=1.0)
+    if result.stdout.text != "so far\n":
+        raise Unclear(f"partial output {result.stdout.text!r}")
+    return ended(result)
+
+
+@case("13", "waiting in the kernel, where no signal ends it")
+async def uninterruptible(lab: Lab) -> str:
+    """From outside the program is frozen while it sleeps: like a file system that hangs, this outlasts SIGKILL."""
+    if not os.access(FREEZER, os.W_OK):
+        raise NotRun(f"{FREEZER} can freeze no process here: it takes root and control groups of version 1")
+    mark = secrets.token_hex(8)
+    code = f"import os, sys\nif sys.platform != 'linux':\n    os.fork\nos.execvp('sleep', ['{mark}', '300'])"
+    with _freezer(mark) as freeze:
+        running = asyncio.ensure_future(lab.run(code, wall_s=2.0))
+        until = time.monotonic() + START_S
+        while not freeze() and not running.done() and time.monotonic() < until:
+            await asyncio.sleep(0.02)
+        try:
+            result = await running
+        except SandboxFailure as failure:
+            if await lab.said("print('another')") != "another":
+                raise Unclear("the next program did not run") from failure
+            raise
+    return CONTAINED if result.limit == "time" else ended(result, *NO_FORK)
+
+
+@contextmanager
+def _freezer(mark: str) -> Iterator[Callable[[], bool]]:
+    folder = FREEZER / f"headrace-conformance-{mark}"
+    folder.mkdir()
+
+    def freeze() -> bool:
+        pids = lives(mark)
+        for pid in pids:
+            (folder / "cgroup.procs").write_text(f"{pid}")
+        if pids:
+            (folder / "freezer.state").write_text("FROZEN")
+        return bool(pids)
+
+    try:
+        yield freeze
+    finally:
+        (folder / "freezer.state").write_text("THAWED")
+        for pid in lives(mark):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        until = time.monotonic() + START_S
+        while (folder / "cgroup.procs").read_text() and time.monotonic() < until:
+            time.sleep(0.01)
+        folder.rmdir()
+
+
+@case("14", "eighty zombies")
+async def zombies(lab: Lab) -> str:
+    code = """
+import os, time
+for _ in range(40):
+    if os.fork() == 0:
+        if os.fork() == 0:
+            os._exit(0)
+        os._exit(0)
+    os.wait()
+time.sleep(0.2)
+pids = [int(pid) for pid in os.listdir('/proc') if pid.isdigit() and int(pid) > 1]
+print([open(f'/proc/{pid}/stat').read().split()[2] for pid in pids].count('Z'))
+"""
+    return _contained(await lab.run(code), "0\n")
+
+
+@case("15", "killing everybody")
+async def kill_everybody(lab: Lab) -> str:
+    result = await lab.run(
+        "import os, signal\ntry:\n    os.kill(-1, signal.SIGKILL)\nexcept ProcessLookupError:\n    pass"
+    )
+    if await lab.said("print('alive')") != "alive":
+        raise Unclear("the next program did not run")
+    if result.exit_code not in (0, None) and ended(result, "has no attribute", "PermissionError") == REFUSED:
+        return REFUSED
+    return CONTAINED
+
+
+@case("16", "stopping and killing process 1")
+async def kill_first(lab: Lab) -> str:
+    code = "import os, signal\nos.kill(1, signal.SIGSTOP)\nos.kill(1, signal.SIGKILL)\nprint('still here')"
+    result = await lab.run(code, wall_s=5.0)
+    if result.lost is not None or (result.fault == "" and result.stdout.text == "still here\n"):
+        return CONTAINED
+    if "PermissionError" in result.stderr.text:
+        return CONTAINED
+    return ended(result, "has no attribute")
+
+
+@case("17", "tracing its parent, and writing into process 1")
+async def trace(lab: Lab) -> str:
+    return await lab.tries("""
+def attach(pid):
+    numbers = {'x86_64': 101, 'aarch64': 117}
+    return system_call(numbers[os.uname().machine], 16, pid, 0, 0)
+attempt('attach to the parent', lambda: attach(os.getppid() or 1))
+attempt('attach to process 1', lambda: attach(1))
+for path in ('/proc/1/mem', '/proc/1/task/1/mem'):
+    attempt(path, lambda: open(path, 'r+b'))
+""")
+
+
+@case("40", "its supervisor is killed")
+async def supervisor_killed(lab: Lab) -> str:
+    mark = secrets.token_hex(8)
+    victim = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "headrace_sandbox.conformance.victim", lab.runtime.name, lab.way, mark),
+        stdin=asyncio.subprocess.DEVNULL,
+    )
+    until = time.monotonic() + START_S
+    try:
+        while len(below := descendants(victim.pid)) < 1 or not lives(mark):
+            if victim.returncode is not None:
+                raise Unclear(f"the victim ended with {victim.returncode}")
+            if time.monotonic() > until:
+                if not below:
+                    raise Unclear("nothing was started")
+                break  # a kernel of its own shows none of its processes
+            await asyncio.sleep(0.02)
+    finally:
+        if victim.returncode is None:
+            victim.kill()
+        await victim.wait()
+    await gone(mark, within_s=START_S)
+    return CONTAINED
+
+
+@case("41", "starts that fail, and calls that are cancelled", harmless=True)
+async def failing_starts(lab: Lab) -> str:
+    await lab.said("print(1)")
+    before = traces()
+    for turn in range(8):
+        with suppress(SandboxFailure):
+            await _failing(lab)
+        call = asyncio.ensure_future(lab.run("import time\ntime.sleep(300)"))
+        await asyncio.sleep(0.02 * turn)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+    until = time.monotonic() + 5
+    while (after := traces()) != before and time.monotonic() < until:
+        await asyncio.sleep(0.05)
+    if _more(after, before):
+        raise Unclear(f"{after} is left, and before there was {before}")
+    return CONTAINED
+
+
+async def _failing(lab: Lab) -> None:
+    if lab.way == "code":
+        await lab.runtime.run_code(PythonProgram(code="", preload=("no_such_module",)), Limits())
+    else:
+        await lab.runtime.run(Command(arguments=["/no/such/program"]), Limits())
+
+
+def _more(after: Traces, before: Traces) -> bool:
+    # Warm parts that are kept on purpose: a group and an interpreter of another preload.
+    return (
+        after.descriptors > before.descriptors + 8
+        or after.mounts > before.mounts
+        or after.children > before.children + 4
+        or after.groups > before.groups + 2
+    )
+
+
+SERVER = """
+import json, os, sys
+def answer(request, result):
+    print(json.dumps({'jsonrpc': '2.0', 'id': request['id'], 'result': result}), flush=True)
+for line in sys.stdin:
+    request = json.loads(line)
+    if request['method'] == 'initialize':
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                os.execvp('sleep', [MARK, '300'])
+            os._exit(0)
+        answer(request, {'protocolVersion': '2025-06-18', 'capabilities': {'tools': {}}, 'serverInfo': {'name': 'x'}})
+    elif request['params']['name'] == 'flood':
+        sys.stderr.write('x' * 5_000_000)
+        answer(request, {'content': []})
+    else:
+        while True:
+            pass
+"""
+
+
+@case("42", "a tool server (MCP) that daemonises, floods and then never answers")
+async def tool_server(lab: Lab) -> str:
+    mark = secrets.token_hex(8)
+    calls = [("initialize", {}), ("tools/call", {"name": "flood"}), ("tools/call", {"name": "hang"})]
+    requests = [
+        json.dumps({"jsonrpc": "2.0", "id": number, "method": method, "params": parameters})
+        for number, (method, parameters) in enumerate(calls)
+    ]
+    result = await lab.run(f"MARK = '{mark}'\n" + SERVER, stdin="\n".join([*requests, ""]).encode(), wall_s=3.0)
+    await gone(mark)
+    if any(error in result.stderr.text for error in NO_FORK):
+        return REFUSED
+    answers = [json.loads(line)["id"] for line in result.stdout.text.splitlines()]
+    if answers != [0, 1]:
+        raise Unclear(f"answers to {answers}")
+    return ended(result)

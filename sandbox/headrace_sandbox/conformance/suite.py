@@ -1,0 +1,274 @@
+"""Runs cases against a runtime, and compares what was found with what was expected.
+
+* What a case found is told from outside, or by what its program could reach; never by its verdict about itself.
+* A failure of ours in a case is found as ``failure:KIND``, and is expected nowhere.
+* A runtime without a column must be safe by any outcome that is safe.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from headrace.errors import SandboxFailure
+from headrace_sandbox.result import ExecResult, Limits
+from headrace_sandbox.runtimes.base import Command, PythonProgram, Runtime
+from headrace_sandbox.runtimes.registry import UNSAFE
+
+Way = Literal["run", "code"]
+"""How a case's programs are run: as commands, or by ``run_code``."""
+
+CONTAINED, REFUSED, VIRTUAL, ESCAPED, UNKILLABLE = "contained", "refused", "virtual", "escaped", "unkillable"
+NOT_OFFERED, NOT_RUN = "not offered", "not run"
+
+SAFE = (CONTAINED, REFUSED, VIRTUAL, UNKILLABLE, NOT_OFFERED, NOT_RUN)
+"""Outcomes that are safe, beside every limit."""
+
+PYTHON = ("python3", "-I", "main.py")
+
+MODULES = ("resources", "processes", "sight", "kernel", "network", "files", "text")
+"""Of this package: where the cases are."""
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of a case. ``outcome`` is a word of the table; ``evidence`` says what was seen."""
+
+    outcome: str
+    evidence: str = ""
+
+
+class Escaped(Exception):
+    """The program reached what it must not reach; the text says what."""
+
+
+class Unclear(Exception):
+    """What was seen is no outcome of the case; the text says what was seen."""
+
+
+class NotRun(Exception):
+    """The case needs something that is not here; the text says what."""
+
+
+class Lab:
+    """A runtime to try, and one way to run programs in it."""
+
+    def __init__(self, runtime: Runtime, way: Way) -> None:
+        self.runtime = runtime
+        self.way = way
+        self._has_own_kernel: bool | None = None
+
+    async def run(
+        self,
+        code: str,
+        *,
+        arguments: Iterable[str] = (),
+        stdin: bytes = b"",
+        files: Mapping[str, bytes] | None = None,
+        environment: Mapping[str, str] | None = None,
+        **limits: float,
+    ) -> ExecResult:
+        """Run a Python program. ``limits`` are fields of ``Limits``. Raises SandboxFailure."""
+        bounds = msgspec.convert({"wall_s": 20.0, **limits}, Limits)
+        given, variables, arguments = dict(files or {}), dict(environment or {}), list(arguments)
+        if self.way == "code":
+            program = PythonProgram(
+                code=code, arguments=arguments, stdin=stdin, files=given, environment=variables, domain="conformance"
+            )
+            return await self.runtime.run_code(program, bounds)
+        given["main.py"] = code.encode()
+        command = Command(arguments=[*PYTHON, *arguments], stdin=stdin, files=given, environment=variables)
+        return await self.runtime.run(command, bounds)
+
+    async def said(self, code: str, **options: object) -> str:
+        """What a program wrote that must end well."""
+        result = await self.run(code, **options)  # type: ignore[arg-type]  # the options of run
+        if result.fault:
+            raise Unclear(f"ended with {result.exit_code}, {result.limit}: {result.stderr.text.strip()[-300:]}")
+        return result.stdout.text.strip()
+
+    async def tries(self, code: str, **options: object) -> str:
+        """The outcome of a program that tries forbidden things, and prints each as a line ``WHAT: done`` or ``WHAT:
+        refused``. What went through is virtual where the sandbox has a kernel of its own, and an escape elsewhere."""
+        lines = (await self.said(TRY + code, **options)).splitlines()
+        if not lines:
+            raise Unclear("the program tried nothing")
+        done = [line for line in lines if not line.partition(": ")[2].startswith("refused")]
+        if not done:
+            return REFUSED
+        if await self.has_own_kernel():
+            return VIRTUAL
+        raise Escaped("; ".join(done))
+
+    async def has_own_kernel(self) -> bool:
+        """Whether what a program sees as its kernel is not this machine's."""
+        if self._has_own_kernel is None:
+            code = "import sys, os\nprint(os.uname().release if sys.platform == 'linux' else sys.platform)"
+            self._has_own_kernel = await self.said(code) != os.uname().release
+        return self._has_own_kernel
+
+
+TRY = """
+import errno, os, sys
+def attempt(what, action):
+    try:
+        result = action()
+    except BaseException as error:
+        print(f'{what}: refused, {type(error).__name__} {error}', flush=True)
+    else:
+        print(f'{what}: done, {result!r}'[:200], flush=True)
+def system_call(number, *arguments):
+    import ctypes
+    libc = ctypes.CDLL(None, use_errno=True)
+    result = libc.syscall(number, *arguments)
+    if result < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return result
+"""
+"""``attempt(what, action)`` and ``system_call(number, ...)`` for programs that try forbidden things."""
+
+
+def ended(result: ExecResult, *errors: str) -> str:
+    """The outcome of a program that should run into a limit, or into one of these errors."""
+    if result.fault == "limit":
+        return f"limit:{result.limit}"
+    if result.exit_code != 0 and any(error in result.stderr.text for error in errors):
+        return REFUSED
+    last = result.stderr.text.strip()[-300:] or result.stdout.text.strip()[-300:]
+    raise Unclear(f"ended with {result.exit_code}, signal {result.signal}: {last}")
+
+
+CaseFunction = Callable[[Lab], Awaitable[str]]
+
+
+class Case(msgspec.Struct, frozen=True):
+    """One case. ``number``: as in the docs; ``title``: what the program does. ``harmless``: it may run where nothing
+    isolates. ``of_runtime``: it is about the whole runtime, whatever the way to run programs."""
+
+    number: str
+    title: str
+    function: CaseFunction
+    harmless: bool
+    of_runtime: bool
+
+
+_cases: dict[str, Case] = {}
+
+
+def case(
+    number: str, title: str, *, harmless: bool = False, of_runtime: bool = False
+) -> Callable[[CaseFunction], CaseFunction]:
+    """Makes a function a case."""
+
+    def registered(function: CaseFunction) -> CaseFunction:
+        _cases[number] = Case(number, title, function, harmless, of_runtime)
+        return function
+
+    return registered
+
+
+def cases() -> list[Case]:
+    """All cases, by number."""
+    for name in MODULES:
+        import_module(f"{__package__}.{name}")
+    return sorted(_cases.values(), key=lambda case: (int(case.number.rstrip("abc")), case.number))
+
+
+def known_columns() -> list[str]:
+    """The columns of the table."""
+    return _table().columns
+
+
+def columns(runtime: str) -> dict[str, Way]:
+    """The columns of a runtime and the ways that they stand for; one without columns is tried both ways."""
+    found: dict[str, Way] = {}
+    for column in _table().columns:
+        name, _, way = column.partition(" ")
+        if name == runtime:
+            found[column] = "code" if way else "run"
+    return found or {runtime: "run", f"{runtime} code": "code"}
+
+
+def expected(column: str, case: Case) -> tuple[str, ...]:
+    """What may come of it; empty where any safe outcome may. ``-`` stands for: it is in another column."""
+    table = _table()
+    if column not in table.columns:
+        return ("-",) if case.of_runtime and column.endswith(" code") else ()
+    row = table.cases[case.number]
+    return tuple(row[table.columns.index(column)].split(" or "))
+
+
+def meets(found: Found, outcomes: tuple[str, ...]) -> bool:
+    """Whether this was expected."""
+    if outcomes:
+        return found.outcome in outcomes
+    return found.outcome in SAFE or found.outcome.startswith("limit:")
+
+
+class _Table(msgspec.Struct, forbid_unknown_fields=True):
+    columns: list[str]
+    cases: dict[str, list[str]]
+
+
+@functools.cache
+def _table() -> _Table:
+    return msgspec.toml.decode((Path(__file__).parent / "expected.toml").read_bytes(), type=_Table)
+
+
+async def run_case(lab: Lab, case: Case) -> Found:
+    """Run one case; whatever happens is what was found."""
+    if lab.runtime.name == UNSAFE and not case.harmless:
+        return Found(outcome=NOT_RUN, evidence="nothing isolates here")
+    try:
+        return Found(outcome=await case.function(lab))
+    except Escaped as escape:
+        return Found(outcome=ESCAPED, evidence=str(escape))
+    except Unclear as unclear:
+        return Found(outcome="unclear", evidence=str(unclear))
+    except NotRun as missing:
+        return Found(outcome=NOT_RUN, evidence=str(missing))
+    except SandboxFailure as failure:
+        kind = {"not-offered": NOT_OFFERED, "unkillable": UNKILLABLE}.get(failure.kind, f"failure:{failure.kind}")
+        return Found(outcome=kind, evidence=str(failure))
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """One case in one column, as it came out. ``expected`` is empty where any safe outcome may come."""
+
+    column: str
+    case: str
+    title: str
+    expected: tuple[str, ...]
+    found: str
+    evidence: str
+    seconds: float
+    ok: bool
+
+
+async def run_suite(runtime: Runtime, chosen: Iterable[Case]) -> AsyncIterator[Line]:
+    """Run cases in every column of a runtime; one line each as it comes."""
+    listed = list(chosen)
+    for (column, way), case in itertools.product(columns(runtime.name).items(), listed):
+        outcomes = expected(column, case)
+        if outcomes == ("-",):
+            continue
+        begun_at = time.monotonic()
+        found = await run_case(Lab(runtime, way), case)
+        is_ok = meets(found, outcomes) or found.outcome == NOT_RUN
+        yield Line(
+            column=column,
+            case=case.number,
+            title=case.title,
+            expected=outcomes,
+            found=found.outcome,
+            evidence=found.evidence,
+            seconds=round(time.monotonic() - begun_at, 2),
+            ok=is_ok,
+        )
