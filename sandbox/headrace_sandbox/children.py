@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Self
 
 from headrace.errors import SandboxFailure
@@ -33,7 +32,7 @@ class Child:
     ) -> None:
         """Start it in ``folder`` with three pipes and what is handed. Raises SandboxFailure ``sandbox-not-made``."""
         try:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 arguments,
                 env=environment,
                 stdin=subprocess.PIPE,
@@ -51,10 +50,10 @@ class Child:
             ) from error
         self._usage_s: float | None = None
         self.started = Started(
-            stdin=taken(self._process.stdin),
-            stdout=taken(self._process.stdout),
-            stderr=taken(self._process.stderr),
-            end=_end_of(self._process.pid),
+            stdin=taken(self.process.stdin),
+            stdout=taken(self.process.stdout),
+            stderr=taken(self.process.stderr),
+            end=_end_of(self.process.pid),
             returncode=self.returncode,
             kill=self._kill,
             cpu_s=self.cpu_s,
@@ -62,31 +61,37 @@ class Child:
 
     def returncode(self) -> int:
         """How it ended, as ``subprocess`` has it; waits for that."""
-        if self._process.returncode is None:
-            _, status, usage = os.wait4(self._process.pid, 0)
+        if self.process.returncode is None:
+            _, status, usage = os.wait4(self.process.pid, 0)
             self._usage_s = usage.ru_utime + usage.ru_stime
-            self._process.returncode = os.waitstatus_to_exitcode(status)
-        return self._process.returncode
+            self.process.returncode = os.waitstatus_to_exitcode(status)
+        return self.process.returncode
 
     def cpu_s(self) -> float | None:
         """Its processor time, so far or at its end; None where this system cannot tell while it runs."""
         if self._usage_s is not None or sys.platform != "linux":
             return self._usage_s
         with contextlib.suppress(OSError):
-            return time.clock_gettime(~self._process.pid << 3 | 2)  # the clock of a process, as Linux numbers it
+            return time.clock_gettime(~self.process.pid << 3 | 2)  # the clock of a process, as Linux numbers it
         return None
 
+    def abandon(self) -> None:
+        """End one that nobody supervises."""
+        for descriptor in (self.started.stdin, self.started.stdout, self.started.stderr, self.started.end):
+            os.close(descriptor)
+        self.__exit__()
+
     def _kill(self) -> None:
-        if self._process.returncode is None:
+        if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # PermissionError: macOS, of zombies
-                os.killpg(self._process.pid, signal.SIGKILL)
+                os.killpg(self.process.pid, signal.SIGKILL)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, _error: object, _trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._kill()
-        if self._process.returncode is None:
+        if self.process.returncode is None:
             # One that the kernel holds does not hold the event loop as well.
             threading.Thread(target=self.returncode, daemon=True).start()
 

