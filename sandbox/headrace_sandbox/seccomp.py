@@ -3,6 +3,7 @@
 * What reaches beyond the sandbox's own namespaces is refused with EPERM: tracing, keys, BPF, performance counters,
   io_uring, mounts, namespaces, modules, clocks, file handles.
 * Sockets are of the families UNIX, INET, INET6 and NETLINK; any other is EAFNOSUPPORT.
+* ``prlimit`` is for the caller alone: with limits on the process 1 of a sandbox a program could end it.
 * ``mknod`` makes FIFOs, sockets and plain files, no devices.
 * ``clone3`` is ENOSYS, so that libraries fall back to ``clone``, whose flags can be looked at.
 * A program for another architecture, or of the x32 kind, is killed.
@@ -47,6 +48,7 @@ class Architecture(NamedTuple):
     clone3: int
     socket: int
     socketpair: int
+    prlimit: int
     mknods: tuple[tuple[int, int], ...]
     x32: bool
 
@@ -80,7 +82,7 @@ X86_64 = Architecture(
         "process_vm_readv": 310, "process_vm_writev": 311, "kcmp": 312, "finit_module": 313, "kexec_file_load": 320,
         "bpf": 321, "userfaultfd": 323, "quotactl_fd": 443, **_SINCE_424,
     },
-    clone=56, clone3=435, socket=41, socketpair=53, mknods=((133, 1), (259, 2)), x32=True,
+    clone=56, clone3=435, socket=41, socketpair=53, prlimit=302, mknods=((133, 1), (259, 2)), x32=True,
 )  # fmt: skip
 
 AARCH64 = Architecture(
@@ -96,7 +98,7 @@ AARCH64 = Architecture(
         "process_vm_writev": 271, "kcmp": 272, "finit_module": 273, "bpf": 280, "userfaultfd": 282,
         "kexec_file_load": 294, "quotactl_fd": 443, **_SINCE_424,
     },
-    clone=220, clone3=435, socket=198, socketpair=199, mknods=((33, 2),), x32=False,
+    clone=220, clone3=435, socket=198, socketpair=199, prlimit=261, mknods=((33, 2),), x32=False,
 )  # fmt: skip
 
 ARCHITECTURES = {"x86_64": X86_64, "aarch64": AARCH64}
@@ -129,6 +131,7 @@ def _assembled(a: Architecture) -> bytes:
         code += [_op(_JUMP_EQ, number, 0, 1), _refuse(errno.EPERM)]
     code += [_op(_JUMP_EQ, a.clone3, 0, 1), _refuse(errno.ENOSYS)]
     code += _when(a.clone, [_op(_LOAD, _ARGUMENTS), _op(_JUMP_SET, CLONE_NEW, 0, 1), _refuse(errno.EPERM)])
+    code += _when(a.prlimit, [_op(_LOAD, _ARGUMENTS), _op(_JUMP_EQ, 0, 1, 0), _refuse(errno.EPERM)])
     for number in (a.socket, a.socketpair):
         families = [_op(_JUMP_EQ, family, 0, 1) + _op(_RETURN, ALLOW) for family in FAMILIES]
         code += _when(number, [_op(_LOAD, _ARGUMENTS), *_split(families), _refuse(errno.EAFNOSUPPORT)])

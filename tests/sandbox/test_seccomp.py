@@ -77,6 +77,14 @@ def test_mknod_makes_fifos_and_no_devices(machine: str) -> None:
 
 
 @BOTH
+def test_prlimit_is_for_the_caller_alone(machine: str) -> None:
+    number = ARCHITECTURES[machine].prlimit
+    assert verdict(machine, number, 0, 7) == ALLOW
+    for pid in (1, 2, 1 << 31):
+        assert refused(verdict(machine, number, pid, 7)) == "EPERM"
+
+
+@BOTH
 def test_clone_makes_processes_and_threads_and_no_namespaces(machine: str) -> None:
     a = ARCHITECTURES[machine]
     assert verdict(machine, a.clone, 0x11) == ALLOW
@@ -100,7 +108,8 @@ def test_the_x32_kind_is_killed() -> None:
 @BOTH
 def test_everything_else_is_allowed(machine: str) -> None:
     a = ARCHITECTURES[machine]
-    special = {*a.refused.values(), a.clone3, a.socket, a.socketpair, *(number for number, _ in a.mknods)}
+    special = {*a.refused.values(), a.clone3, a.socket, a.socketpair, a.prlimit}
+    special |= {number for number, _ in a.mknods}
     for number in range(500):
         if number not in special:
             assert verdict(machine, number) == ALLOW
