@@ -223,7 +223,7 @@ class V1Group:
             _write(folder / "cgroup.procs", pid)
 
     def usage(self) -> Usage:
-        return _since(self._before, self._counted())
+        return since(self._before, self._counted())
 
     def _counted(self) -> Usage:
         return Usage(
@@ -285,7 +285,7 @@ class V2Group:
         _write(self._folder / "cgroup.procs", pid)
 
     def usage(self) -> Usage:
-        return _since(self._before, self._counted())
+        return since(self._before, self._counted())
 
     def _counted(self) -> Usage:
         peak = self._folder / "memory.peak"
@@ -303,7 +303,10 @@ class V2Group:
         self._folder.rmdir()
 
 
-def _since(before: Usage, now: Usage) -> Usage:
+def since(before: Usage, now: Usage) -> Usage:
+    """What was used between two counts; the peak is that of the later one."""
+    if now.cpu_s is None:
+        return now
     return Usage(
         cpu_s=(now.cpu_s or 0.0) - (before.cpu_s or 0.0),
         peak_memory_bytes=now.peak_memory_bytes,

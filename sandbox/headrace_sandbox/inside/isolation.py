@@ -11,6 +11,7 @@ import ctypes
 import fcntl
 import os
 import resource
+import signal
 import socket
 import struct
 from typing import Any
@@ -72,6 +73,12 @@ def bring_loopback_up() -> None:
     """Its own loopback interface, which leads nowhere else."""
     with socket.socket() as any_socket:
         fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", IFF_UP))
+
+
+def default_signals() -> None:
+    """Before a program takes this process over: what Python ignores."""
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def limit(rlimits: dict[str, Any]) -> None:

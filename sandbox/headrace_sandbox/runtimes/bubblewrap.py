@@ -5,6 +5,7 @@
 * It cannot make namespaces, and the root of its files is read-only; the scratch folder is in bounded memory.
 * What reaches beyond its namespaces is refused by a filter of system calls.
 * It cannot reach the process that tells how it ended.
+* A sandbox that lives on is kept by a process 1 of ours.
 * Python programs are forks of a warm interpreter, one for each set of preloaded modules and domain of trust.
 """
 
@@ -16,6 +17,7 @@ import select
 import signal
 import subprocess
 import time
+import weakref
 
 from headrace_sandbox import bwrap
 from headrace_sandbox.bwrap import SCRATCH, Bwrap
@@ -23,6 +25,7 @@ from headrace_sandbox.cgroups import Cgroup, Driver, Groups, find_driver
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template, checked_path, not_offered
 from headrace_sandbox.runtimes.forkserver import ForkServer
+from headrace_sandbox.runtimes.kept import KeptSandbox, Surroundings
 from headrace_sandbox.runtimes.verdicts import admit, isolation_of, result_of, weak_limits
 from headrace_sandbox.seccomp import require_filter
 from headrace_sandbox.supervise import Started, supervise
@@ -39,6 +42,7 @@ class Bubblewrap:
         self._filter = require_filter()
         self._groups = Groups(driver if driver is not None else find_driver())
         self._servers: dict[tuple[tuple[str, ...], str], ForkServer] = {}
+        self._kept: weakref.WeakSet[KeptSandbox] = weakref.WeakSet()
         self.isolation = isolation_of("bubblewrap", self._bwrap, self._groups.driver)
 
     async def run(self, command: Command, limits: Limits) -> ExecResult:
@@ -62,11 +66,19 @@ class Bubblewrap:
         return await self._server(program).run(program, limits)
 
     async def open(self, template: Template, ttl_s: float) -> Sandbox:
-        """Not offered yet."""
-        raise not_offered(self.name, "sandboxes that live on")
+        """A sandbox that lives on. Raises SandboxFailure."""
+        if template.image is not None:
+            raise not_offered(self.name, "images: its sandboxes have the programs of this machine")
+        around = Surroundings(self._bwrap, self._filter, self._groups, self.isolation)
+        sandbox = KeptSandbox(around, template, ttl_s)
+        await sandbox.start()
+        self._kept.add(sandbox)
+        return sandbox
 
     async def close(self) -> None:
-        """End the warm interpreters, and remove what is kept between executions."""
+        """End all sandboxes and the warm interpreters, and remove what is kept between executions."""
+        while self._kept:
+            await self._kept.pop().close()
         while self._servers:
             await self._servers.popitem()[1].close()
         self._groups.close()

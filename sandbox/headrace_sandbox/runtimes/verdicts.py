@@ -71,7 +71,7 @@ def result_of(verdict: Verdict, usage: Usage, start_s: float, isolation: Isolati
     killed = limit is not None
     code = -signal.SIGKILL if verdict.returncode is None else verdict.returncode
     if limit is None and code != 0:
-        limit = _limit_hit(usage)
+        limit = limit_hit(usage)
     if verdict.returncode is None and not killed and limit != "memory":
         raise sandbox_lost("The sandbox ended under its program.")
     return ExecResult(
@@ -87,7 +87,8 @@ def result_of(verdict: Verdict, usage: Usage, start_s: float, isolation: Isolati
     )
 
 
-def _limit_hit(usage: Usage) -> LimitName | None:
+def limit_hit(usage: Usage) -> LimitName | None:
+    """The limit that processes ran into, as the kernel counted it."""
     if usage.memory_kills:
         return "memory"
     return "pids" if usage.refused_pids else None

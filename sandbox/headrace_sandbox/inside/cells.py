@@ -1,0 +1,144 @@
+"""Runs inside a sandbox: the interpreter of a Python session.
+
+* What a cell sets, the next one finds. The value of a last expression is shown, as a notebook shows it.
+* A cell ends with 0, with 1 after an exception, whose traceback is on standard error, or with what it passed to
+  ``sys.exit``; the interpreter lives on.
+* An interrupt is a KeyboardInterrupt in the cell, and nothing between cells.
+"""
+
+import ast
+import builtins
+import gc
+import os
+import signal
+import socket
+import sys
+from types import FrameType
+from typing import Any
+
+MOST_WORD = 256
+
+
+class Interrupts:
+    """SIGINT, which holds for cells only."""
+
+    def __init__(self) -> None:
+        self.in_cell = False
+        signal.signal(signal.SIGINT, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.in_cell:
+            raise KeyboardInterrupt
+
+
+def interpret(cells: socket.socket, status: socket.socket, environment: dict[str, str]) -> None:
+    """Run cells until there are no more. Each is a packet with its word, and descriptors of its text and output."""
+    null = os.open("/dev/null", os.O_RDWR)
+    for target in (0, 1, 2):
+        os.dup2(null, target, inheritable=True)
+    close_all_but({cells.fileno(), status.fileno(), null})
+    gc.unfreeze()
+    main = prepared(environment)
+    interrupts = Interrupts()
+    number = 0
+    while True:
+        word, descriptors, _, _ = socket.recv_fds(cells, MOST_WORD, 3)
+        if not word:
+            return
+        number += 1
+        text, *output = descriptors
+        with open(text, "rb") as file:
+            file.seek(0)
+            source = file.read()
+        for target, descriptor in enumerate(output, 1):
+            os.dup2(descriptor, target, inheritable=True)
+            os.close(descriptor)
+        code = run(source, f"<cell {number}>", main, interrupts)
+        for target in (1, 2):
+            os.dup2(null, target, inheritable=True)
+        status.send(word + b" %d" % code)
+
+
+def close_all_but(kept: set[int]) -> None:
+    """What the host had open is the host's alone."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) not in kept:
+            try:
+                os.close(int(name))
+            except OSError:
+                continue  # the list itself
+
+
+def prepared(environment: dict[str, str]) -> dict[str, Any]:
+    """Make this process look as if it had just begun; gives the variables of cells."""
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = [""]
+    open_streams()
+    sys.path.insert(0, "")
+    main = type(sys)("__main__")
+    main.__dict__["__builtins__"] = builtins
+    sys.modules["__main__"] = main
+    return main.__dict__
+
+
+def open_streams() -> None:
+    for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
+        errors = "surrogateescape" if number < 2 else "backslashreplace"
+        setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", errors=errors, closefd=False))
+
+
+def run(source: bytes, name: str, variables: dict[str, Any], interrupts: Interrupts) -> int:
+    try:
+        try:
+            interrupts.in_cell = True
+            execute(source, name, variables)
+            return flushed(0)
+        except SystemExit as end:
+            return flushed(exit_code(end))
+        except BaseException as error:  # noqa: BLE001 - the program's own, shown as Python shows it
+            interrupts.in_cell = False
+            show(error, source, name)
+            return flushed(1)
+        finally:
+            interrupts.in_cell = False
+    except BaseException:  # noqa: BLE001 - an interrupt that came too late, or output that was closed
+        interrupts.in_cell = False
+        open_streams()  # what could not be written is not the next cell's
+        return 1
+
+
+def execute(source: bytes, name: str, variables: dict[str, Any]) -> None:
+    tree = ast.parse(source, name)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, name, "exec", dont_inherit=True), variables)
+    if isinstance(last, ast.Expr):
+        sys.displayhook(eval(compile(ast.Expression(last.value), name, "eval", dont_inherit=True), variables))
+
+
+def show(error: BaseException, source: bytes, name: str) -> None:
+    """Its traceback, without frames of ours."""
+    import linecache
+    import traceback
+
+    lines = source.decode(errors="replace").splitlines(keepends=True)
+    linecache.cache[name] = (len(source), None, lines, name)
+    shown = traceback.TracebackException.from_exception(error)
+    shown.stack = traceback.StackSummary.from_list([frame for frame in shown.stack if frame.filename != __file__])
+    for line in shown.format():
+        sys.stderr.write(line)
+
+
+def flushed(code: int) -> int:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    return code
+
+
+def exit_code(end: SystemExit) -> int:
+    if end.code is None:
+        return 0
+    if isinstance(end.code, int):
+        return end.code & 0xFF
+    sys.stderr.write(f"{end.code}\n")
+    return 1

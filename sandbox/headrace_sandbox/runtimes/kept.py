@@ -1,0 +1,475 @@
+"""A sandbox of bubblewrap that lives on: what it runs, its sessions and its files.
+
+* Its process 1 is a keeper of ours (``inside/keeper.py``), which nothing inside can see, and which ends the sandbox at
+  its time, and with the supervisor.
+* Each command and each session has process ids of its own: its end is the end of all that it started, and of nothing
+  else. Files, network, shared memory and limits are the sandbox's.
+* The keeper is in a control group of its own, so that what runs inside cannot have it killed for memory.
+* A reset makes all of it anew; nothing is taken over.
+* A sandbox that is gone before its time is a fault of ours: nothing inside can end it.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import json
+import os
+import select
+import socket
+import struct
+import subprocess
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from headrace.errors import SandboxFailure
+from headrace_sandbox import bwrap
+from headrace_sandbox.bwrap import SCRATCH, SPARE_PIDS, Bwrap
+from headrace_sandbox.cgroups import Cgroup, Groups, since
+from headrace_sandbox.files import Files
+from headrace_sandbox.result import ExecResult, Isolation, Limits
+from headrace_sandbox.runtimes import inside
+from headrace_sandbox.runtimes.base import Command, FileInfo, Session, SessionKind, Template
+from headrace_sandbox.runtimes.verdicts import result_of, sandbox_lost, weak_limits
+from headrace_sandbox.sessions import HostedSession, Parts
+from headrace_sandbox.supervise import Started, supervise
+
+INODES = 10_000
+"""Most files of a scratch folder: empty ones take no bytes of it, but memory of the kernel."""
+
+KEEPER_LIMITS = Limits(pids=256, memory_bytes=96 << 20)
+"""Of the keeper and the hosts of sessions together, which run nothing of a program's."""
+
+OUTER_LIMITS = Limits(open_files=1024, file_bytes=1 << 40)
+"""What programs inside have is less, and set for each."""
+
+READY_S = 20.0
+"""For the keeper to be there."""
+
+MEET_S = 10.0
+"""For what it starts to be there."""
+
+END_S = 5.0
+"""For what was killed to be gone; what is not waits in the kernel."""
+
+CREDENTIALS = struct.Struct("3i")
+
+
+class Surroundings(NamedTuple):
+    """What the runtime has for its sandboxes."""
+
+    bwrap: Bwrap
+    filter: bytes
+    groups: Groups
+    isolation: Isolation
+
+
+class KeptSandbox:
+    """The sandbox. ``id`` is not known inside."""
+
+    def __init__(self, around: Surroundings, template: Template, ttl_s: float) -> None:
+        self.id = uuid.uuid4().hex
+        self.isolation = around.isolation
+        self._around = around
+        self._template = template
+        self._deadline = time.monotonic() + ttl_s
+        self._keeper: _Keeper | None = None
+        self._sessions: set[HostedSession] = set()
+        self._files = Files(self._do_with_files, template.limits.disk_bytes)
+        self._is_closed = False
+
+    async def start(self) -> None:
+        """Make it. Raises SandboxFailure."""
+        left_s = self._deadline - time.monotonic()
+        self._keeper = await _Keeper.start(self._around, self._template.limits, left_s)
+        try:
+            await self._files.put(self._template.files)
+        except BaseException:
+            await self._end_keeper()
+            raise
+
+    async def run(self, command: Command, limits: Limits) -> ExecResult:
+        """Run a command; what it leaves is killed. Raises SandboxFailure; cancelling the call kills it."""
+        begun_at = time.monotonic()
+        await self._files.put(command.files)
+        request = {
+            "do": "command",
+            "arguments": list(command.arguments),
+            "environment": bwrap.environment({**self._template.environment, **command.environment}),
+        }
+        return await self._execute(request, command.stdin, limits, begun_at)
+
+    async def session(self, kind: SessionKind) -> Session:
+        """A new session. Raises SandboxFailure."""
+        request = {"do": "session", "kind": kind, "environment": bwrap.environment(self._template.environment)}
+
+        async def start() -> _SessionHost:
+            return await self._alive().host(self._request(request))
+
+        async def why_gone() -> str:
+            raise self._gone() or sandbox_lost("The host of a session was killed from outside.")
+
+        usage = self._alive().group.usage
+        session = HostedSession(Parts(start, usage, why_gone, self.isolation))
+        await session.start()
+        self._sessions.add(session)
+        return session
+
+    async def read(self, path: str, most_bytes: int) -> bytes:
+        """A regular file. Raises SandboxFailure."""
+        return await self._files.read(path, most_bytes)
+
+    async def write(self, path: str, content: bytes) -> None:
+        """Write a file. Raises SandboxFailure."""
+        await self._files.write(path, content)
+
+    async def list(self, path: str = "") -> list[FileInfo]:
+        """What a folder holds. Raises SandboxFailure."""
+        return await self._files.list(path)
+
+    async def upload(self, tar: bytes, path: str = "") -> None:
+        """Unpack an archive. Raises SandboxFailure."""
+        await self._files.upload(tar, path)
+
+    async def download(self, path: str, most_bytes: int) -> bytes:
+        """A folder as an archive. Raises SandboxFailure."""
+        return await self._files.download(path, most_bytes)
+
+    async def reset(self) -> None:
+        """Make it anew, for the time that it has left; its sessions are closed. Raises SandboxFailure."""
+        self._alive()
+        await self._end_keeper()
+        await self.start()
+
+    async def close(self) -> None:
+        """End it; nothing of it is left. Raises SandboxFailure ``unkillable``."""
+        self._is_closed = True
+        await self._end_keeper()
+
+    async def _end_keeper(self) -> None:
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            await keeper.end()
+        while self._sessions:
+            await self._sessions.pop().close()
+
+    async def _do_with_files(self, request: dict[str, Any], content: bytes, limits: Limits) -> ExecResult:
+        return await self._execute({"do": "files", **request}, content, limits, time.monotonic())
+
+    async def _execute(self, request: dict[str, Any], stdin: bytes, limits: Limits, begun_at: float) -> ExecResult:
+        keeper = self._alive()
+        with contextlib.ExitStack() as stack:
+            inner, started = await keeper.start_program(self._request(request), stack)
+            before = keeper.group.usage()
+            start_s = time.monotonic() - begun_at
+            inner.go()
+            started = started._replace(cpu_s=lambda: since(before, keeper.group.usage()).cpu_s)
+            verdict = await supervise(started, stdin, limits)
+            usage = since(before, keeper.group.usage())
+        if verdict.returncode is None and (gone := self._gone()) is not None:
+            raise gone
+        return result_of(verdict, usage, start_s, self.isolation)
+
+    def _request(self, request: dict[str, Any]) -> bytes:
+        limits = self._template.limits
+        rlimits = {"nofile": limits.open_files, "fsize": limits.file_bytes, "core": 0}
+        if not self._around.groups.driver.active:
+            weak = weak_limits(limits)
+            rlimits |= {**weak, "nproc": weak["nproc"] + SPARE_PIDS}
+        return json.dumps({**request, "rlimits": {f"RLIMIT_{name.upper()}": n for name, n in rlimits.items()}}).encode()
+
+    def _alive(self) -> _Keeper:
+        gone = self._gone()
+        if gone is not None:
+            raise gone
+        assert self._keeper is not None
+        return self._keeper
+
+    def _gone(self) -> SandboxFailure | None:
+        """Why it cannot be used, if it cannot."""
+        if self._is_closed or self._keeper is None:
+            return SandboxFailure("The sandbox was closed.", kind="closed", retryable=False)
+        if time.monotonic() >= self._deadline:
+            return SandboxFailure(
+                "The sandbox's time is over.",
+                hint="Open it with a larger ttl_s, or open another.",
+                kind="expired",
+                retryable=True,
+            )
+        if not self._keeper.lives:
+            return sandbox_lost("The sandbox was ended from outside.")
+        return None
+
+
+class _Keeper:
+    """A keeper that runs. ``group`` bounds what it starts."""
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], requests: socket.socket, pidfd: int, group: Cgroup, groups: Groups
+    ) -> None:
+        self.group = group
+        self._process = process
+        self._requests = requests
+        self._pidfd = pidfd
+        self._groups = groups
+        self._own_group: Cgroup | None = None
+
+    @classmethod
+    async def start(cls, around: Surroundings, limits: Limits, ttl_s: float) -> _Keeper:
+        """Start one. Raises SandboxFailure."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        ours.setblocking(False)
+        filter_ = bwrap.memory_file(around.filter)
+        sources = inside.sources("isolation", "cells", "files", "session", "keeper")
+        arguments = [
+            *(*bwrap.system(), "--dir", SCRATCH, "--dir", "/session", *inside.mounts(sources)),
+            *("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/", "--as-pid-1"),
+            *("--setenv", "PATH", bwrap.PROGRAM_PATH, "--"),
+            *inside.command("keeper", f"{filter_}", f"{ttl_s}", f"{limits.disk_bytes}", f"{INODES}"),
+        ]
+        outer = Limits(
+            pids=limits.pids + KEEPER_LIMITS.pids,
+            open_files=OUTER_LIMITS.open_files,
+            file_bytes=OUTER_LIMITS.file_bytes,
+        )
+        with theirs:
+            process = around.bwrap.start(arguments, outer, [filter_, *sources.values()], theirs.fileno())
+        pidfd = await _met(ours, b"ready", READY_S)
+        if pidfd is None:
+            said = _said(process)
+            bwrap.reap(process)
+            ours.close()
+            raise bwrap.not_made(said)
+        keeper = cls(process, ours, pidfd, around.groups.take(limits), around.groups)
+        try:
+            keeper._own_group = around.groups.take(KEEPER_LIMITS)
+            keeper._own_group.add(_pid_of(pidfd))
+        except BaseException:
+            await keeper.end()
+            raise
+        return keeper
+
+    @property
+    def lives(self) -> bool:
+        return not select.select([self._pidfd], [], [], 0)[0]
+
+    async def start_program(self, request: bytes, stack: contextlib.ExitStack) -> tuple[_Inner, Started]:
+        """Start what a request asks for, with pipes; it waits to be let go. Raises SandboxFailure ``sandbox-lost``."""
+        stdin, our_stdin = os.pipe()
+        our_stdout, stdout = os.pipe()
+        our_stderr, stderr = os.pipe()
+        try:
+            inner = self._ask(request, [stdin, stdout, stderr], stack)
+            pidfd = await inner.met()
+        except BaseException:
+            for descriptor in (our_stdin, our_stdout, our_stderr):
+                os.close(descriptor)
+            raise
+        started = Started(
+            stdin=our_stdin,
+            stdout=our_stdout,
+            stderr=our_stderr,
+            end=os.dup(pidfd),
+            returncode=inner.returncode,
+            kill=lambda: bwrap.kill(pidfd),
+            cpu_s=lambda: None,
+        )
+        return inner, started
+
+    async def host(self, request: bytes) -> _SessionHost:
+        """Start the host of a session. Raises SandboxFailure ``sandbox-lost``."""
+        with contextlib.ExitStack() as stack:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            stack.callback(ours.close)
+            inner = self._ask(request, [theirs.detach()], stack)
+            pidfd = await inner.met()
+            inner.go()
+            reader, writer = await asyncio.open_unix_connection(sock=ours)
+            return _SessionHost(reader, writer, pidfd, stack.pop_all())
+
+    def _ask(self, request: bytes, handed: Sequence[int], stack: contextlib.ExitStack) -> _Inner:
+        """Send a request; closes what is handed."""
+        inner, theirs = _Inner.make(self.group, stack)
+        sent = [bwrap.memory_file(request), theirs, *handed]
+        try:
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", sent))
+            self._requests.sendmsg([b"r"], [rights])
+        except OSError as error:
+            raise sandbox_lost(f"The sandbox takes no request: {error.strerror}.") from error
+        finally:
+            for descriptor in sent:
+                os.close(descriptor)
+        return inner
+
+    async def end(self) -> None:
+        """End it, and all that runs in it. Raises SandboxFailure ``unkillable``."""
+        bwrap.kill(self._pidfd)
+        self._process.kill()
+        try:
+            await _gone(self._pidfd)
+            await asyncio.to_thread(bwrap.reap, self._process)
+            for group in (self.group, self._own_group):
+                if group is not None:
+                    await asyncio.to_thread(self._groups.give_back, group)
+        finally:
+            self._requests.close()
+            os.close(self._pidfd)
+
+
+class _Inner:
+    """What a keeper started: its process 1, and those that want to be bounded."""
+
+    def __init__(self, ours: socket.socket, group: Cgroup, stack: contextlib.ExitStack) -> None:
+        self._socket = ours
+        self._group = group
+        self._stack = stack
+        self._status: int | None = None
+        self._loop = asyncio.get_running_loop()
+        self._first: asyncio.Future[int | None] = self._loop.create_future()
+        self._loop.add_reader(ours, self._hear)
+        stack.callback(self._close)
+
+    @classmethod
+    def make(cls, group: Cgroup, stack: contextlib.ExitStack) -> tuple[_Inner, int]:
+        """One, and the other end of its socket."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        ours.setblocking(False)
+        return cls(ours, group, stack), theirs.detach()
+
+    async def met(self) -> int:
+        """A descriptor of its process 1, which waits to be let go. Raises SandboxFailure ``sandbox-lost``."""
+        pidfd = None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(MEET_S):
+                pidfd = await self._first
+        if pidfd is None:
+            raise sandbox_lost("The sandbox was lost while something began in it.")
+        return pidfd
+
+    def go(self) -> None:
+        """Let it go."""
+        with contextlib.suppress(BrokenPipeError):
+            self._socket.send(b"1")
+
+    def returncode(self) -> int | None:
+        """How the program ended; None if its process 1 was killed before it could tell."""
+        while self._status is None and self._hear():
+            pass
+        return self._status
+
+    def _hear(self) -> bool:
+        try:
+            data, ancillary, _, _ = self._socket.recvmsg(16, socket.CMSG_SPACE(CREDENTIALS.size))
+        except BlockingIOError:
+            return False
+        except ConnectionError:
+            data, ancillary = b"", []
+        if not data:
+            self._loop.remove_reader(self._socket)
+            if not self._first.done():
+                self._first.set_result(None)
+            return False
+        if data == b"first" and not self._first.done():
+            pidfd = _opened(_sender(ancillary))
+            if pidfd is not None:
+                self._stack.callback(os.close, pidfd)
+            self._first.set_result(pidfd)
+        elif data == b"member":
+            with contextlib.suppress(ProcessLookupError):
+                self._group.add(_sender(ancillary))
+            self.go()
+        elif len(data) == 4:
+            self._status = os.waitstatus_to_exitcode(struct.unpack("=I", data)[0])
+        return True
+
+    def _close(self) -> None:
+        self._loop.remove_reader(self._socket)
+        self._socket.close()
+
+
+class _SessionHost:
+    """The host of a session, process 1 of its own."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pidfd: int, stack: contextlib.ExitStack
+    ) -> None:
+        self.reader, self.writer = reader, writer
+        self._pidfd = pidfd
+        self._stack = stack
+
+    async def end(self) -> None:
+        """Kill it, and all that it started."""
+        with self._stack:
+            bwrap.kill(self._pidfd)
+            await _gone(self._pidfd)
+            self.writer.close()
+            with contextlib.suppress(ConnectionError):
+                await self.writer.wait_closed()
+
+
+async def _met(socket_: socket.socket, word: bytes, within_s: float) -> int | None:
+    """A descriptor of the process that says this; None if none does."""
+    try:
+        async with asyncio.timeout(within_s):
+            await _readable(socket_.fileno())
+        data, ancillary, _, _ = socket_.recvmsg(16, socket.CMSG_SPACE(CREDENTIALS.size))
+    except (TimeoutError, OSError):
+        return None
+    return _opened(_sender(ancillary)) if data == word else None
+
+
+async def _gone(pidfd: int) -> None:
+    """Wait until a killed process 1 is gone, and all below it. Raises SandboxFailure ``unkillable``."""
+    try:
+        async with asyncio.timeout(END_S):
+            await _readable(pidfd)
+    except TimeoutError:
+        raise SandboxFailure(
+            f"What ran in a sandbox was killed and did not end within {END_S:g} s.",
+            hint="It waits in the kernel, most likely for a disk or a network file system.",
+            kind="unkillable",
+            retryable=True,
+        ) from None
+
+
+async def _readable(descriptor: int) -> None:
+    loop = asyncio.get_running_loop()
+    readable = asyncio.Event()
+    loop.add_reader(descriptor, readable.set)
+    try:
+        await readable.wait()
+    finally:
+        loop.remove_reader(descriptor)
+
+
+def _sender(ancillary: Sequence[tuple[int, int, bytes]]) -> int:
+    """Who sent a message, as this machine numbers processes; 0 if that is not known."""
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
+            pid: int = CREDENTIALS.unpack(data)[0]
+            return pid
+    return 0
+
+
+def _opened(pid: int) -> int | None:
+    try:
+        return os.pidfd_open(pid) if pid else None
+    except ProcessLookupError:
+        return None
+
+
+def _pid_of(pidfd: int) -> int:
+    with open(f"/proc/self/fdinfo/{pidfd}") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("Pid:"))
+
+
+def _said(process: subprocess.Popen[bytes]) -> str:
+    process.kill()
+    assert process.stderr is not None
+    os.set_blocking(process.stderr.fileno(), False)
+    return (process.stderr.read() or b"").decode(errors="replace").strip()

@@ -1,0 +1,97 @@
+"""G14: a program that breaks its own sandbox is told apart from a sandbox that something else broke."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.errors import SandboxFailure
+from headrace_sandbox.result import Limits
+from headrace_sandbox.runtimes.base import Command, Sandbox, Template
+from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
+from headrace_sandbox.runtimes.kept import KeptSandbox
+from tests.sandbox.ways import AGAIN, HARMLESS, OUTCOMES, TIMES, WAYS
+
+pytestmark = pytest.mark.component("bubblewrap")
+
+LIMITS = Limits(wall_s=20.0)
+
+DOCS = Path(__file__).parent.parent.parent / "docs" / "sandbox.md"
+
+
+@pytest.fixture
+async def runtime() -> AsyncIterator[Bubblewrap]:
+    made = Bubblewrap()
+    yield made
+    await made.close()
+
+
+async def said(sandbox: Sandbox, way: str) -> list[tuple[str | None, str]]:
+    """What became of the way, and of the calls that followed: ``lost``, and what was written."""
+    session = await sandbox.session("bash")
+    results = [await session.run(cell, LIMITS) for cell in (way, *[AGAIN] * TIMES)]
+    return [(result.lost, result.stdout.text) for result in results]
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_G14_a_program_that_breaks_its_sandbox_is_contained_or_said_to_have_lost_it(  # noqa: N802
+    runtime: Any, way: str
+) -> None:
+    sandbox = await runtime.open(Template(), 120.0)
+    results = await said(sandbox, WAYS[way])
+    lost = [why for why, _ in results if why is not None]
+    assert ("lost" if lost else "contained") == OUTCOMES[runtime.name][way], lost
+    if lost:
+        first = next(n for n, (why, _) in enumerate(results) if why is not None)
+        assert first <= 1
+        results = results[first:]
+    assert [text for _, text in results[1:]] == ["ok\n"] * (len(results) - 1)
+    after = await sandbox.run(Command(arguments=["/bin/echo", "fine"]), LIMITS)
+    assert (after.stdout.text, after.fault) == ("fine\n", "")
+
+
+async def test_G14_where_the_test_kills_it_from_outside_the_failure_is_ours(runtime: Bubblewrap) -> None:  # noqa: N802
+    sandbox = await runtime.open(Template(), 120.0)
+    session = await sandbox.session("bash")
+    assert (await session.run(HARMLESS, LIMITS)).fault == ""
+    await kill_from_outside(sandbox)
+    calls: list[Any] = [
+        lambda: session.run(AGAIN, LIMITS),
+        lambda: sandbox.run(Command(arguments=["echo", "ok"]), LIMITS),
+        lambda: sandbox.session("bash"),
+        sandbox.list,
+        lambda: session.run(AGAIN, LIMITS),
+    ]
+    for call in calls:
+        with pytest.raises(SandboxFailure) as caught:
+            await call()
+        assert (caught.value.kind, caught.value.retryable) == ("sandbox-lost", True)
+    await sandbox.close()
+
+
+def test_G14_the_table_of_outcomes_is_in_the_docs() -> None:  # noqa: N802
+    text = DOCS.read_text()
+    for runtime, outcomes in OUTCOMES.items():
+        column = [name.strip() for name in table_rows(text)[0]].index(f"`{runtime}`")
+        found = {row[0].strip().strip("`"): row[column].strip() for row in table_rows(text)[2:]}
+        assert found == {WAYS[way].replace("|", "\\|"): outcome for way, outcome in outcomes.items()}
+
+
+def table_rows(text: str) -> list[list[str]]:
+    _, _, after = text.partition("<!-- G14 -->\n")
+    lines = after.split("\n\n", 1)[0].splitlines()
+    return [line.replace("\\|", "\0").strip("|").replace("\0", "\\|").split(" | ") for line in lines]
+
+
+async def kill_from_outside(sandbox: Sandbox) -> None:
+    assert isinstance(sandbox, KeptSandbox)
+    assert sandbox._keeper is not None
+    signal.pidfd_send_signal(sandbox._keeper._pidfd, signal.SIGKILL)
+    async with asyncio.timeout(20):
+        while sandbox._keeper.lives:
+            await asyncio.sleep(0.01)
