@@ -108,11 +108,13 @@ class Processes:
             "orchestrator", "-m", "headrace_orchestrator.cli", "orchestrator", "--data", str(data), "--port", str(port)
         )
 
-    def worker(self, name: str, url: str, policy: str, *, slots: int = 8) -> Process:
+    def worker(self, name: str, url: str, policy: str, *arguments: str, slots: int = 8, **environment: str) -> Process:
         return self.add(
             name,
             *("-m", "headrace_workers", "--orchestrator", url, "--name", name),
             *("--slots", str(slots), "--policy-endpoint", policy),
+            *arguments,
+            **environment,
         )
 
     def tiny_policy(self, port: int, *, model: str = "policy") -> Process:

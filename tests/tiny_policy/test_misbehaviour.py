@@ -11,7 +11,7 @@ from headrace.errors import InvalidRequest, PolicyFailure
 from headrace.trajectory import Sampling as TrajectorySampling
 from headrace_workers.policies import ServedPolicies
 from headrace_workers.policies.base import SampleRequest
-from headrace_workers.rendering.bytes_renderer import END, VOCAB_SIZE
+from headrace_workers.rendering.bytes_renderer import ASSISTANT, BOS, END, USER, VOCAB_SIZE
 from headrace_workers.tiny_policy.misbehaviour import LIES, Misbehaving, Misbehaviour
 from tests.tiny_policy import prompts
 
@@ -201,3 +201,12 @@ async def test_the_workers_client_tells_the_lies_apart(api, lie):
     finally:
         await policies.close()
     assert kind == KINDS.get(lie)
+
+
+def test_a_script_is_said_turn_by_turn_and_its_last_line_from_then_on():
+    told = Misbehaviour(script=["one", "two"], reply="never")
+    first = [BOS, USER, 104, END, ASSISTANT]
+    second = [*first, 111, END, USER, 104, END, ASSISTANT]
+    third = [*second, 111, END, USER, 104, END, ASSISTANT]
+    assert [told.reply_to(prompt) for prompt in (first, second, third)] == ["one", "two", "two"]
+    assert Misbehaviour(reply="this").reply_to(second) == "this"

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -16,7 +16,7 @@ import msgspec
 from headrace.engine import CLAMPED_LOGPROB
 from headrace.errors import InvalidRequest
 from headrace.trajectory import Version
-from headrace_workers.rendering.bytes_renderer import VOCAB_SIZE
+from headrace_workers.rendering.bytes_renderer import ASSISTANT, VOCAB_SIZE
 
 LIE_POSITION = 4
 """Where a lie about one token sits."""
@@ -63,6 +63,14 @@ class Misbehaviour(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """How many lies. -1: no end."""
     reply: str | None = None
     """Say this, whatever is asked; each of its tokens has log-probability 0."""
+    script: list[str] = []
+    """Say the first of these at the first turn of a conversation, the second at the second; the last from then on."""
+
+    def reply_to(self, prompt: Sequence[int]) -> str | None:
+        """What it was told to say to a prompt, if anything."""
+        if not self.script:
+            return self.reply
+        return self.script[min(prompt.count(ASSISTANT), len(self.script)) - 1]
 
 
 class Fault(NamedTuple):

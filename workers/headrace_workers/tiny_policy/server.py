@@ -239,7 +239,7 @@ class Server:
     def _generate(
         self, policy: TinyPolicy, prompt: list[int], sampling: Sampling, request: CompletionRequest, lie: str
     ) -> list[Generation]:
-        reply = self._misbehaving.settings.reply
+        reply = self._misbehaving.settings.reply_to(prompt)
         longer = sampling._replace(stop=()) if lie in STOP_OVERRUNS else sampling
         if reply is None:
             made, _ = policy.generate(prompt, longer, count=request.n, seed=request.seed)

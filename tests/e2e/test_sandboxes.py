@@ -1,0 +1,155 @@
+"""Runs whose policy writes programs, with real processes: orchestrator, worker with a sandbox, a policy that is told
+what to say. What comes of it is stored turn by turn; a sandbox that fails is no reward."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+
+import headrace
+from headrace import Client
+from headrace.errors import NothingToServe, RunFinished
+from headrace.trajectory import Trajectory
+from tests.e2e.processes import Processes, answers, free_port, wait_for
+
+pytestmark = pytest.mark.component("bubblewrap")
+
+SPEC: dict[str, Any] = {"batch_size": 4, "sampling": {"max_tokens": 256}, "limits": {"max_turns": 8}}
+
+
+class Plant(NamedTuple):
+    """A service with a worker that has a sandbox, and one in the pool ``broken`` that finds no bubblewrap."""
+
+    client: Client
+    policy: str
+
+
+@pytest.fixture(scope="module")
+def plant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plant]:
+    folder = tmp_path_factory.mktemp("plant")
+    port, policy_port = free_port(), free_port()
+    url, policy = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{policy_port}"
+    (folder / "no-programs").mkdir()
+    with Processes(folder / "logs") as processes:
+        processes.orchestrator(folder / "data", port).start()
+        processes.tiny_policy(policy_port).start()
+        sandbox = ("--sandbox", "bubblewrap")
+        processes.worker("worker", url, policy, *sandbox).start()
+        processes.worker("broken", url, policy, *sandbox, "--pool", "broken", PATH=str(folder / "no-programs")).start()
+        wait_for("the orchestrator is ready", lambda: answers(f"{url}/readyz"))
+        wait_for("the policy is ready", lambda: answers(f"{policy}/health"))
+        with Client(url, keepalive=False) as client:
+            yield Plant(client, policy)
+
+
+def row(name: str, power: int) -> dict[str, Any]:
+    return {
+        "id": name,
+        "problem": f"Print the number to the power of {power}.",
+        "tests": {"inputs": ["2", "7"], "outputs": [str(2**power), str(7**power)]},
+    }
+
+
+def reward(trajectory: Trajectory) -> float:
+    (segment,) = trajectory.segments
+    return sum(turn.reward for turn in segment.turns)
+
+
+def says(plant: Plant, *script: str) -> None:
+    body = json.dumps({"script": script}).encode()
+    with urllib.request.urlopen(f"{plant.policy}/misbehave", body, timeout=10) as answer:
+        assert answer.status == 200
+
+
+def stored(client: Client, run: str) -> list[Trajectory]:
+    return [client.trajectory(summary.id) for summary in client.trajectories(run)]
+
+
+def test_a_run_of_programming_problems_is_graded_in_the_workers_sandbox(plant: Plant) -> None:
+    says(plant, "Squares:\n```python\nprint(int(input()) ** 2)\n```")
+    tasks = [
+        {"environment": "code:Rows-v0", "example": row(name, power), "kwargs": {"partial": True}, "id": name}
+        for name, power in (("one", 1), ("two", 2), ("three", 3))
+    ]
+    tasks.append({"environment": "code:Basics-v0", "seed": 3, "id": "basics"})
+    client = plant.client
+    client.create_run({"name": "code", "tasks": tasks, **SPEC})
+    batch = client.pull("code", timeout_s=60)
+    batch.verify()
+    rewards = {t.task.id: reward(t) for t in batch.trajectories}
+    assert rewards == {"one": 0.0, "two": 1.0, "three": 0.0, "basics": 0.0}
+    outcomes = {t.task.id: t.infos[-1]["outcome"] for t in batch.trajectories}
+    assert (outcomes["one"], outcomes["two"]) == ("wrong", "passed")
+    client.ack(batch)
+    with pytest.raises(RunFinished):
+        client.pull("code", timeout_s=60)
+
+
+def test_a_run_with_the_python_tool_stores_calls_observations_and_rewards(plant: Plant) -> None:
+    kwargs = {"max_operand": 9, "operations": "*"}
+    seed = next(seed for seed in range(10_000) if is_42(seed, kwargs))
+    says(
+        plant,
+        "<python>print(6 *</python>",
+        "<python>print(6 * 7)</python>",
+        "<python>while True: pass</python>",
+        r"\boxed{42}",
+    )
+    python = {"reward": 0.125, "success_reward": 0.25, "error_reward": -0.5, "time_s": 0.5}
+    task = {"environment": "python:math:Arithmetic-v0", "seed": seed, "kwargs": {**kwargs, "python": python}}
+    client = plant.client
+    client.create_run({"name": "tool", "tasks": [task], **SPEC})
+    batch = client.pull("tool", timeout_s=60)
+    batch.verify()
+    (trajectory,) = batch.trajectories
+    turns = trajectory.segments[0].turns
+    assert [turn.reward for turn in turns] == [-0.375, 0.375, -0.375, 1.0]
+    assert [[call.error for call in turn.tool_calls] for turn in turns] == [
+        ["exit code 1"],
+        [""],
+        ["limit of time"],
+        [],
+    ]
+    seen = [str(m.content) for m in trajectory.messages if m.role == "user"][1:]
+    assert "SyntaxError" in seen[0]
+    assert seen[1] == turns[1].tool_calls[0].result == "Code execution result: 42\n"
+    assert "limit of time" in seen[2]
+    assert seen[3] == "Right."
+    assert turns[2].environment_s >= 0.5
+    assert turns[1].environment_s < 0.5, "making the sandbox is no working time"
+
+
+def is_42(seed: int, kwargs: dict[str, Any]) -> bool:
+    environment: Any = headrace.make("math:Arithmetic-v0", **kwargs)
+    environment.reset(seed)
+    return bool(environment.step(r"\boxed{42}").reward == 1.0)
+
+
+def test_a_worker_whose_sandbox_cannot_be_made_fails_its_episodes_and_scores_none(plant: Plant) -> None:
+    says(plant, "```python\nprint(int(input()) ** 2)\n```")
+    tasks = [{"environment": "code:Rows-v0", "example": row("two", 2)}]
+    client = plant.client
+    client.create_run({"name": "broken", "pool": "broken", "tasks": tasks, **SPEC})
+    with pytest.raises(RunFinished):
+        client.pull("broken", timeout_s=60)
+    failed = stored(client, "broken")
+    assert failed
+    for trajectory in failed:
+        assert trajectory.failure is not None
+        assert (trajectory.status, trajectory.failure.layer) == ("failed", "sandbox")
+        assert "bwrap is not installed" in trajectory.failure.message
+        assert trajectory.segments == []
+    assert client.run("broken").batches_acked == 0
+
+
+def test_a_run_that_needs_a_sandbox_waits_for_a_worker_with_one_and_says_so(plant: Plant) -> None:
+    client = plant.client
+    spec = {"name": "waits", "tasks": [{"environment": "code:Basics-v0"}], "capabilities": ["sandbox:moon"], **SPEC}
+    client.create_run(spec)
+    with pytest.raises(NothingToServe, match=r"that offer \['sandbox', 'sandbox:moon'\]"):
+        client.pull("waits", timeout_s=0.5)
+    assert stored(client, "waits") == []
