@@ -12,21 +12,19 @@ import pytest
 
 from headrace.errors import SandboxFailure
 from headrace_sandbox.result import Limits
-from headrace_sandbox.runtimes.base import Command, Sandbox, Template
-from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
+from headrace_sandbox.runtimes.base import Command, Runtime, Sandbox, Template
 from headrace_sandbox.runtimes.kept import KeptSandbox
+from headrace_sandbox.runtimes.registry import make_runtime
 from tests.sandbox.ways import AGAIN, HARMLESS, OUTCOMES, TIMES, WAYS
-
-pytestmark = pytest.mark.component("bubblewrap")
 
 LIMITS = Limits(wall_s=20.0)
 
 DOCS = Path(__file__).parent.parent.parent / "docs" / "sandbox.md"
 
 
-@pytest.fixture
-async def runtime() -> AsyncIterator[Bubblewrap]:
-    made = Bubblewrap()
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.component(name)) for name in OUTCOMES])
+async def runtime(request: pytest.FixtureRequest) -> AsyncIterator[Runtime]:
+    made = make_runtime(request.param)
     yield made
     await made.close()
 
@@ -40,7 +38,7 @@ async def said(sandbox: Sandbox, way: str) -> list[tuple[str | None, str]]:
 
 @pytest.mark.parametrize("way", WAYS)
 async def test_G14_a_program_that_breaks_its_sandbox_is_contained_or_said_to_have_lost_it(  # noqa: N802
-    runtime: Any, way: str
+    runtime: Runtime, way: str
 ) -> None:
     sandbox = await runtime.open(Template(), 120.0)
     results = await said(sandbox, WAYS[way])
@@ -55,7 +53,7 @@ async def test_G14_a_program_that_breaks_its_sandbox_is_contained_or_said_to_hav
     assert (after.stdout.text, after.fault) == ("fine\n", "")
 
 
-async def test_G14_where_the_test_kills_it_from_outside_the_failure_is_ours(runtime: Bubblewrap) -> None:  # noqa: N802
+async def test_G14_where_the_test_kills_it_from_outside_the_failure_is_ours(runtime: Runtime) -> None:  # noqa: N802
     sandbox = await runtime.open(Template(), 120.0)
     session = await sandbox.session("bash")
     assert (await session.run(HARMLESS, LIMITS)).fault == ""
@@ -89,6 +87,7 @@ def table_rows(text: str) -> list[list[str]]:
 
 
 async def kill_from_outside(sandbox: Sandbox) -> None:
+    """Kill its process 1."""
     assert isinstance(sandbox, KeptSandbox)
     assert sandbox._keeper is not None
     signal.pidfd_send_signal(sandbox._keeper._pidfd, signal.SIGKILL)
