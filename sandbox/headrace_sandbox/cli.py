@@ -1,5 +1,6 @@
 """``headrace sandbox``: what this machine has for sandboxes, and a command in one.
 
+* ``serve`` shares this host's sandboxes between processes.
 * ``reap`` removes what killed processes of Headrace left on this machine.
 * ``doctor`` ends with 1 if no runtime isolates, and says what to do.
 * ``conformance`` ends with 1 if a case came out otherwise than its table says.
@@ -25,6 +26,7 @@ from headrace_sandbox.reaper import reap
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import Command, Runtime
 from headrace_sandbox.runtimes.registry import DEFAULT, make_runtime, ready_runtime
+from headrace_sandbox.service.command import serve
 
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
@@ -210,6 +212,9 @@ def _show(line: suite.Line) -> None:
     )
     if not line.ok or line.found == suite.NOT_RUN:
         click.echo(f"     {line.evidence}")
+
+
+sandbox.add_command(serve)
 
 
 async def _run(name: str, allow_unsafe: bool, command: Command, limits: Limits) -> ExecResult:

@@ -43,7 +43,7 @@ MIN_TOKEN_LENGTH = 16
 """Shorter tokens can be guessed over the network."""
 
 
-BODY_TYPES = frozenset({"application/json", RECORDS_MEDIA_TYPE, "application/octet-stream"})
+BODY_TYPES = frozenset({"application/json", "application/msgpack", RECORDS_MEDIA_TYPE, "application/octet-stream"})
 """Types of request bodies. A browser asks before it sends one of them elsewhere than to the page's own origin."""
 
 

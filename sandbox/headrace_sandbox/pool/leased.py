@@ -17,7 +17,18 @@ from headrace_sandbox.runtimes.base import Command, FileInfo, Sandbox, Session, 
 
 T = TypeVar("T")
 
-HARMLESS = frozenset({"bad-path", "no-such-file", "file-too-large", "disk-full", "bad-archive", "not-offered"})
+HARMLESS = frozenset(
+    {
+        "archive-too-large",
+        "bad-archive",
+        "bad-path",
+        "disk-full",
+        "file-too-large",
+        "no-such-file",
+        "not-offered",
+        "too-many-entries",
+    }
+)
 """Failures that say nothing against the sandbox."""
 
 

@@ -116,6 +116,10 @@ class Pool:
             raise over()
         return found
 
+    def is_leased(self, lease: str) -> bool:
+        """Whether there is such a lease."""
+        return lease in self._leased
+
     def counts(self) -> Counts:
         """How things stand."""
         return self._core.counts()

@@ -1,0 +1,299 @@
+"""A runtime that is a service: what is written against ``Runtime`` works over it.
+
+* A request that did not reach the service is sent again for a while; so is one that may have, if doing it twice does no
+  harm (reading, renewing, closing).
+* An execution that may have begun is not run again, unless its caller says that it is repeatable: the answer is a
+  retryable failure.
+* Whoever is cancelled hangs up, and the service kills what ran for it.
+* Proxy settings of the environment are ignored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+from headrace.errors import HeadraceError, RequestError, SandboxFailure
+from headrace.problems import GATEWAY_STATUSES, read_problem
+from headrace_sandbox.result import ExecResult, Isolation, Limits
+from headrace_sandbox.runtimes.base import Command, FileInfo, PythonProgram, SessionKind, Template
+from headrace_sandbox.service import messages
+from headrace_sandbox.service.messages import API, MEDIA_TYPE
+
+T = TypeVar("T")
+
+WAIT_S = 30.0
+"""How long a request waits for its turn, unless the client was told otherwise."""
+
+CONNECT_S = 5.0
+"""To open a connection."""
+
+RECONNECT_S = 10.0
+"""How long a service that is not there is looked for: it may be starting anew."""
+
+PAUSES_S = (0.05, 0.1, 0.2, 0.5, 1.0)
+"""Between tries; the last one again and again."""
+
+SILENCE_S = 60.0
+"""Beyond what an answer may take by its own deadlines."""
+
+KEEP_ALIVE_S = 30.0
+"""Idle connections are kept so long: shorter than the service does."""
+
+UNKNOWN = Isolation(runtime="service", versions={}, active=[])
+"""Until the service was asked."""
+
+
+def client_of(
+    address: str, *, token: str = "", owner: str = "", wait_s: float = WAIT_S, repeatable: bool = False
+) -> ServiceRuntime:
+    """The runtime behind an address: ``unix:///path``, or ``http://host:port`` with a token of the role ``sandbox``.
+
+    ``owner``: for whom everything is run (a run); owners share fairly. ``repeatable``: programs may be run again if it
+    is not known whether they were. Used in one event loop. Raises SandboxFailure ``bad-address``.
+    """
+    return ServiceRuntime(_Calls(address, token), owner, wait_s, repeatable)
+
+
+class ServiceRuntime:
+    """A ``Runtime``. ``isolation`` is known after ``connect``, or the first result."""
+
+    name = "service"
+
+    def __init__(self, calls: _Calls, owner: str, wait_s: float, repeatable: bool) -> None:
+        self._calls = calls
+        self._owner = owner
+        self._wait_s = wait_s
+        self._repeatable = repeatable
+        self.isolation = UNKNOWN
+
+    async def connect(self) -> messages.About:
+        """What the service runs programs with. Raises SandboxFailure ``service-unreachable``."""
+        about = _decoded(await self._calls.get(f"{API}/about"), messages.About)
+        self.isolation = about.isolation
+        return about
+
+    async def run(self, command: Command, limits: Limits) -> ExecResult:
+        return await self._run(messages.RunRequest(command=command, limits=limits, **self._turn()), limits)
+
+    async def run_code(self, program: PythonProgram, limits: Limits) -> ExecResult:
+        return await self._run(messages.RunRequest(program=program, limits=limits, **self._turn()), limits)
+
+    async def open(self, template: Template, ttl_s: float) -> ServiceSandbox:
+        """As ``Runtime.open``. If the answer is lost the lease is too, and another is asked for: it ends by itself."""
+        asked = messages.OpenRequest(template=template, ttl_s=ttl_s, **self._turn())
+        body = await self._calls.post(f"{API}/sandboxes", asked, self._wait_s, is_safe=True)
+        return ServiceSandbox(self._calls, _decoded(body, messages.Opened))
+
+    async def close(self) -> None:
+        """Close the connections. What runs is killed; leases that were not closed run out."""
+        await self._calls.close()
+
+    async def _run(self, asked: messages.RunRequest, limits: Limits) -> ExecResult:
+        body = await self._calls.post(f"{API}/run", asked, self._wait_s + limits.wall_s, is_safe=self._repeatable)
+        result = _decoded(body, ExecResult)
+        self.isolation = result.isolation
+        return result
+
+    def _turn(self) -> dict[str, Any]:
+        return {"owner": self._owner, "wait_s": self._wait_s}
+
+
+class ServiceSandbox:
+    """A ``Sandbox``: a lease of one that the service has. ``id`` is the lease's; whoever knows it may use it.
+    ``queue_s``, ``start_s``: the wait for one to be free, and for it to be made."""
+
+    def __init__(self, calls: _Calls, opened: messages.Opened) -> None:
+        self.id = opened.lease
+        self.isolation = opened.isolation
+        self.queue_s, self.start_s, self.ttl_s = opened.queue_s, opened.start_s, opened.ttl_s
+        self._calls = calls
+        self._path = f"{API}/sandboxes/{opened.lease}"
+
+    async def run(self, command: Command, limits: Limits) -> ExecResult:
+        asked = messages.CommandIn(command=command, limits=limits)
+        return _decoded(await self._calls.post(f"{self._path}/run", asked, limits.wall_s), ExecResult)
+
+    async def session(self, kind: SessionKind) -> ServiceSession:
+        name = _decoded(await self._calls.post(f"{self._path}/sessions", messages.SessionIn(kind=kind)), str)
+        return ServiceSession(self._calls, f"{self._path}/sessions/{name}")
+
+    async def read(self, path: str, most_bytes: int) -> bytes:
+        return await self._at("read", messages.At(path=path, most_bytes=most_bytes), is_safe=True)
+
+    async def write(self, path: str, content: bytes) -> None:
+        await self._at("write", messages.At(path=path, content=content))
+
+    async def list(self, path: str = "") -> list[FileInfo]:
+        return _decoded(await self._at("list", messages.At(path=path), is_safe=True), list[FileInfo])
+
+    async def upload(self, tar: bytes, path: str = "") -> None:
+        await self._at("upload", messages.At(path=path, content=tar))
+
+    async def download(self, path: str, most_bytes: int) -> bytes:
+        return await self._at("download", messages.At(path=path, most_bytes=most_bytes), is_safe=True)
+
+    async def reset(self) -> None:
+        await self._calls.post(f"{self._path}/reset")
+
+    async def renew(self, ttl_s: float) -> float:
+        """Hold it so long from now on; gives for how long it really is, in seconds. Raises SandboxFailure
+        ``lease-over``."""
+        body = await self._calls.post(f"{self._path}/renew", messages.Renewal(ttl_s=ttl_s), is_safe=True)
+        return _decoded(body, messages.Renewal).ttl_s
+
+    async def close(self) -> None:
+        """Give it back. One whose lease is over is fine."""
+        try:
+            await self._calls.post(f"{self._path}/close", is_safe=True)
+        except SandboxFailure as failure:
+            if failure.kind != "lease-over":
+                raise
+
+    async def _at(self, verb: str, at: messages.At, *, is_safe: bool = False) -> bytes:
+        return await self._calls.post(f"{self._path}/{verb}", at, is_safe=is_safe)
+
+
+class ServiceSession:
+    """A ``Session`` in a leased sandbox."""
+
+    def __init__(self, calls: _Calls, path: str) -> None:
+        self._calls = calls
+        self._path = path
+
+    async def run(self, cell: str, limits: Limits) -> ExecResult:
+        asked = messages.CellIn(cell=cell, limits=limits)
+        return _decoded(await self._calls.post(f"{self._path}/run", asked, limits.wall_s), ExecResult)
+
+    async def interrupt(self) -> None:
+        await self._calls.post(f"{self._path}/interrupt")
+
+    async def close(self) -> None:
+        try:
+            await self._calls.post(f"{self._path}/close", is_safe=True)
+        except SandboxFailure as failure:
+            if failure.kind != "lease-over":
+                raise
+
+
+class _Calls:
+    """Sends requests, and reads answers."""
+
+    def __init__(self, address: str, token: str) -> None:
+        parts = urlsplit(address)
+        if parts.scheme == "unix" and parts.path and not parts.netloc:
+            self._socket, self._base = parts.path, "http://localhost"
+        elif parts.scheme in ("http", "https") and parts.hostname:
+            self._socket, self._base = "", address.rstrip("/")
+        else:
+            raise SandboxFailure(
+                f"{address!r} is not an address of a sandbox service.",
+                hint="It reads like unix:///run/headrace-sandbox/service.sock or http://127.0.0.1:8471.",
+                kind="bad-address",
+                retryable=False,
+            )
+        self._address = address
+        self._headers = {"Content-Type": MEDIA_TYPE, **({"Authorization": f"Bearer {token}"} if token else {})}
+        self._http: aiohttp.ClientSession | None = None
+
+    async def get(self, path: str) -> bytes:
+        return await self._send("GET", path, None, SILENCE_S, is_safe=True)
+
+    async def post(
+        self, path: str, message: msgspec.Struct | None = None, takes_s: float = 0.0, *, is_safe: bool = False
+    ) -> bytes:
+        """Send it. ``takes_s``: how long the answer may take by its own deadlines. ``is_safe``: whether it may be
+        sent again when it is not known what became of it. Raises SandboxFailure."""
+        body = b"" if message is None else msgspec.msgpack.encode(message)
+        return await self._send("POST", path, body, takes_s + SILENCE_S, is_safe=is_safe)
+
+    async def close(self) -> None:
+        if self._http is not None:
+            await self._http.close()
+            self._http = None
+
+    async def _send(self, method: str, path: str, body: bytes | None, timeout_s: float, *, is_safe: bool) -> bytes:
+        begun_at = time.monotonic()
+        tries = 0
+        while True:
+            try:
+                return await self._once(method, path, body, timeout_s)
+            except aiohttp.ClientConnectorError as error:
+                failure = self._unreachable(error)
+            except (aiohttp.ClientError, TimeoutError) as error:
+                failure = self._lost(error)
+                if not is_safe:
+                    raise failure from error
+            if time.monotonic() - begun_at > RECONNECT_S:
+                raise failure
+            await asyncio.sleep(PAUSES_S[min(tries, len(PAUSES_S) - 1)])
+            tries += 1
+
+    async def _once(self, method: str, path: str, body: bytes | None, timeout_s: float) -> bytes:
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
+        async with self._session().request(
+            method, self._base + path, data=body, headers=self._headers, timeout=timeout, allow_redirects=False
+        ) as answer:
+            said = await answer.read()
+            if answer.status != 200:
+                raise self._failure(answer.status, said)
+            return said
+
+    def _session(self) -> aiohttp.ClientSession:
+        if self._http is None:
+            connector = (
+                aiohttp.UnixConnector(self._socket, limit=0, keepalive_timeout=KEEP_ALIVE_S)
+                if self._socket
+                else aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+            )
+            self._http = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
+        return self._http
+
+    def _failure(self, status: int, said: bytes) -> SandboxFailure:
+        """The service's own failure, or what a page of somebody in between comes to."""
+        error = read_problem(status, said)
+        if isinstance(error, SandboxFailure):
+            return error
+        if isinstance(error, HeadraceError):
+            return SandboxFailure(
+                f"The sandbox service refused: {error.detail}",
+                hint=error.hint,
+                kind="service-refused" if isinstance(error, RequestError) else "service-error",
+                retryable=not isinstance(error, RequestError),
+            )
+        return SandboxFailure(
+            f"Something at {self._address} that is no sandbox service answered with status {status}.",
+            kind="service-error",
+            retryable=status in GATEWAY_STATUSES,
+        )
+
+    def _unreachable(self, error: Exception) -> SandboxFailure:
+        return SandboxFailure(
+            f"The sandbox service at {self._address} cannot be reached: {error}.",
+            hint="Start one with: headrace sandbox serve.",
+            kind="service-unreachable",
+            retryable=True,
+        )
+
+    def _lost(self, error: Exception) -> SandboxFailure:
+        said = "it was silent for too long" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
+        return SandboxFailure(
+            f"The sandbox service did not answer ({said}); whether the program ran is not known.",
+            hint="It is not run again by itself; a client that is `repeatable` does.",
+            kind="service-lost",
+            retryable=True,
+        )
+
+
+def _decoded(body: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.msgpack.decode(body, type=kind)
+    except msgspec.DecodeError as error:
+        raise SandboxFailure(
+            f"The sandbox service gave an answer that cannot be read: {error}.", kind="service-error", retryable=False
+        ) from error

@@ -1,0 +1,1 @@
+"""A host's sandboxes as a service, over HTTP."""

@@ -1,0 +1,87 @@
+"""What crosses the socket between a client and the service: msgpack, for there are bytes in it.
+
+Durations are in seconds. Errors are problem bodies, as everywhere in Headrace; what is our fault is a SandboxFailure
+with its kind.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from headrace_sandbox.result import Isolation, Limits
+from headrace_sandbox.runtimes.base import Command, PythonProgram, SessionKind, Template
+
+API = "/v1"
+
+MEDIA_TYPE = "application/msgpack"
+
+
+class RunRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Run this in a fresh sandbox. Exactly one of ``command`` and ``program``. ``owner``: for whom, a run; owners share
+    fairly. ``wait_s``: how long it may wait for its turn."""
+
+    command: Command | None = None
+    program: PythonProgram | None = None
+    limits: Limits
+    owner: str = ""
+    wait_s: float
+
+
+class OpenRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Lease a sandbox for ``ttl_s``."""
+
+    template: Template
+    ttl_s: float
+    owner: str = ""
+    wait_s: float
+
+
+class Opened(msgspec.Struct, frozen=True, kw_only=True):
+    """The sandbox, by its lease. ``ttl_s``: for how long it was granted."""
+
+    lease: str
+    isolation: Isolation
+    queue_s: float
+    start_s: float
+    ttl_s: float
+
+
+class CommandIn(msgspec.Struct, frozen=True, kw_only=True):
+    """Run this in a leased sandbox."""
+
+    command: Command
+    limits: Limits
+
+
+class SessionIn(msgspec.Struct, frozen=True, kw_only=True):
+    """Begin a session."""
+
+    kind: SessionKind
+
+
+class CellIn(msgspec.Struct, frozen=True, kw_only=True):
+    """Run this in a session."""
+
+    cell: str
+    limits: Limits
+
+
+class At(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A path in a sandbox. ``most_bytes``: of what is read. ``content``: what is written or unpacked there."""
+
+    path: str = ""
+    most_bytes: int = 0
+    content: bytes = b""
+
+
+class Renewal(msgspec.Struct, frozen=True, kw_only=True):
+    """A lease is to last, or lasts, so long from now on."""
+
+    ttl_s: float
+
+
+class About(msgspec.Struct, frozen=True, kw_only=True):
+    """What the service runs programs with."""
+
+    runtime: str
+    isolation: Isolation

@@ -1,0 +1,337 @@
+"""The service and its client, over a runtime in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import grp
+import hashlib
+import os
+import socket
+import stat
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from headrace.errors import SandboxFailure, SetupError
+from headrace_sandbox.client import ServiceRuntime, client_of
+from headrace_sandbox.result import Limits
+from headrace_sandbox.runtimes.base import Command, PythonProgram, Template
+from tests.sandbox.memory import ISOLATION, MemoryRuntime
+from tests.sandbox.serving import service
+
+LIMITS = Limits(memory_bytes=1 << 20, wall_s=30.0)
+TEMPLATE = Template(files={"a": b"\xff\0"}, limits=LIMITS)
+
+
+@pytest.fixture
+def runtime() -> MemoryRuntime:
+    return MemoryRuntime()
+
+
+@pytest.fixture
+async def address(runtime: MemoryRuntime, tmp_path: Path) -> AsyncIterator[str]:
+    async with service(runtime, tmp_path / "s", pool={"running": 2, "waiting": 2, "sandboxes": 1}) as address:
+        yield address
+    assert runtime.is_closed
+    assert (runtime.living, runtime.running) == (set(), 0)
+
+
+@pytest.fixture
+async def client(address: str) -> AsyncIterator[ServiceRuntime]:
+    client = client_of(address, owner="run", wait_s=10.0)
+    yield client
+    await client.close()
+
+
+def code(words: str) -> PythonProgram:
+    return PythonProgram(code=words)
+
+
+async def until(holds: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not holds():
+            await asyncio.sleep(0.001)
+
+
+async def test_a_client_is_a_runtime(client: ServiceRuntime) -> None:
+    assert (await client.connect()).runtime == "memory"
+    assert client.isolation == ISOLATION
+    result = await client.run(Command(arguments=["hello", "there"]), LIMITS)
+    assert (result.stdout.text, result.exit_code) == ("hello there", 0)
+    assert (await client.run_code(code("kill"), LIMITS)).signal == 9
+    sandbox = await client.open(TEMPLATE, 60)
+    assert (sandbox.isolation, sandbox.ttl_s) == (ISOLATION, pytest.approx(60))
+    assert await sandbox.read("a", 10) == b"\xff\0"
+    await sandbox.write("b", b"\xfe")
+    assert [(file.path, file.size_bytes) for file in await sandbox.list()] == [("a", 2), ("b", 1)]
+    await sandbox.upload(b"tar", "x")
+    assert await sandbox.download("x", 10) == b"tar"
+    assert (await sandbox.run(Command(arguments=["again"]), LIMITS)).stdout.text == "again"
+    await sandbox.reset()
+    assert [file.path for file in await sandbox.list()] == ["a"]
+    assert await sandbox.renew(30) == pytest.approx(30, abs=0.1)
+    await sandbox.close()
+    await sandbox.close()
+
+
+async def test_a_session_works_over_the_service(client: ServiceRuntime) -> None:
+    sandbox = await client.open(TEMPLATE, 60)
+    session = await sandbox.session("bash")
+    assert (await session.run("one", LIMITS)).stdout.text == "one"
+    running = asyncio.ensure_future(session.run("sleep 60", LIMITS))
+    await asyncio.sleep(0.05)
+    await session.interrupt()
+    assert (await running).stdout.text == "interrupted"
+    await session.close()
+    with pytest.raises(SandboxFailure, match="over"):
+        await session.run("two", LIMITS)
+    await sandbox.close()
+
+
+async def test_a_failure_keeps_its_kind_over_the_service(client: ServiceRuntime) -> None:
+    with pytest.raises(SandboxFailure) as caught:
+        await client.run_code(code("fail"), LIMITS)
+    assert (caught.value.kind, caught.value.retryable) == ("sandbox-lost", True)
+    sandbox = await client.open(TEMPLATE, 60)
+    with pytest.raises(SandboxFailure) as caught:
+        await sandbox.read("nothing", 10)
+    assert (caught.value.kind, caught.value.retryable) == ("no-such-file", False)
+    await sandbox.close()
+
+
+async def test_whoever_hangs_up_has_what_runs_for_it_killed(client: ServiceRuntime, runtime: MemoryRuntime) -> None:
+    sandbox = await client.open(TEMPLATE, 60)
+    running = [
+        asyncio.ensure_future(client.run_code(code("sleep 60"), LIMITS)),
+        asyncio.ensure_future(sandbox.run(Command(arguments=["sleep", "60"]), LIMITS)),
+    ]
+    await until(lambda: runtime.running == 2)
+    for task in running:
+        task.cancel()
+    await until(lambda: runtime.running == 0)
+    assert (await sandbox.run(Command(arguments=["still there"]), LIMITS)).stdout.text == "still there"
+    await sandbox.close()
+
+
+async def test_whoever_hangs_up_while_it_waits_is_not_served(client: ServiceRuntime, runtime: MemoryRuntime) -> None:
+    first = [asyncio.ensure_future(client.run_code(code("sleep 60"), LIMITS)) for _ in range(2)]
+    await until(lambda: runtime.running == 2)
+    waiting = asyncio.ensure_future(client.run_code(code("never"), LIMITS))
+    await asyncio.sleep(0.05)
+    waiting.cancel()
+    await asyncio.sleep(0.05)
+    for task in first:
+        task.cancel()
+    await until(lambda: runtime.running == 0)
+    assert (await client.run_code(code("after"), LIMITS)).exit_code == 0
+    assert "never" not in runtime.ran
+
+
+async def test_too_many_are_told_busy_and_when_to_come_back(client: ServiceRuntime, address: str) -> None:
+    running = [asyncio.ensure_future(client.run_code(code("sleep 60"), LIMITS)) for _ in range(4)]
+    async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(address.removeprefix("unix://"))) as http:
+
+        async def waiting() -> int:
+            async with http.get("http://localhost/v1/status") as answer:
+                count: int = (await answer.json())["waiting"]
+                return count
+
+        while await waiting() < 2:
+            await asyncio.sleep(0.005)
+    with pytest.raises(SandboxFailure) as caught:
+        await client.run_code(code("more"), LIMITS)
+    assert (caught.value.kind, caught.value.retryable) == ("busy", True)
+    assert caught.value.extra["retry_after_s"] > 0
+    for task in running:
+        task.cancel()
+    await asyncio.wait(running)
+
+
+async def test_a_lease_that_ran_out_is_over_for_the_client_too(client: ServiceRuntime, runtime: MemoryRuntime) -> None:
+    sandbox = await client.open(TEMPLATE, 0.05)
+    with pytest.raises(SandboxFailure) as caught:
+        await sandbox.run(Command(arguments=["sleep", "60"]), LIMITS)
+    assert caught.value.kind == "lease-over"
+    await until(lambda: not runtime.living)
+    await sandbox.close()
+
+
+async def test_what_may_have_begun_is_run_again_only_if_it_is_repeatable(tmp_path: Path) -> None:
+    """A service that takes a request and hangs up, once."""
+    asked: list[bytes] = []
+    path = tmp_path / "s"
+    runtime = MemoryRuntime()
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.close()
+
+    server = await asyncio.start_unix_server(hang_up, path)
+    once, again = client_of(f"unix://{path}"), client_of(f"unix://{path}", repeatable=True)
+    with pytest.raises(SandboxFailure) as caught:
+        await once.run_code(code("x"), LIMITS)
+    assert (caught.value.kind, caught.value.retryable) == ("service-lost", True)
+    assert len(asked) == 1
+    running = asyncio.ensure_future(again.run_code(code("y"), LIMITS))
+    await until(lambda: len(asked) > 1)
+    server.close()
+    path.unlink(missing_ok=True)
+    async with service(runtime, path):
+        assert (await running).stdout.text == "y"
+        await once.close()
+        await again.close()
+    assert runtime.ran == ["y"]
+
+
+async def test_a_service_that_is_starting_is_waited_for(tmp_path: Path) -> None:
+    client = client_of(f"unix://{tmp_path / 's'}")
+    running = asyncio.ensure_future(client.run_code(code("x"), LIMITS))
+    await asyncio.sleep(0.1)
+    async with service(MemoryRuntime(), tmp_path / "s"):
+        assert (await running).stdout.text == "x"
+        await client.close()
+
+
+async def test_a_service_that_is_not_there_is_a_retryable_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace_sandbox.client.RECONNECT_S", 0.1)
+    client = client_of(f"unix://{tmp_path / 's'}")
+    with pytest.raises(SandboxFailure, match="headrace sandbox serve") as caught:
+        await client.run_code(code("x"), LIMITS)
+    assert (caught.value.kind, caught.value.retryable) == ("service-unreachable", True)
+    await client.close()
+
+
+async def test_a_page_of_somebody_in_between_is_no_answer(tmp_path: Path) -> None:
+    async def page(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 504 Gateway Timeout\r\nContent-Length: 6\r\nConnection: close\r\n\r\n<html>")
+        writer.close()
+
+    async with await asyncio.start_unix_server(page, tmp_path / "s"):
+        client = client_of(f"unix://{tmp_path / 's'}")
+        with pytest.raises(SandboxFailure) as caught:
+            await client.run_code(code("x"), LIMITS)
+        assert (caught.value.kind, caught.value.retryable) == ("service-error", True)
+        await client.close()
+
+
+def test_an_address_that_is_none_is_refused() -> None:
+    for address in ("", "/run/x.sock", "unix://relative/x", "ftp://host", "http://"):
+        with pytest.raises(SandboxFailure) as caught:
+            client_of(address)
+        assert caught.value.kind == "bad-address"
+
+
+async def test_the_socket_is_its_owners_alone_or_a_groups(runtime: MemoryRuntime, tmp_path: Path) -> None:
+    async with service(runtime, tmp_path / "s"):
+        assert stat.S_IMODE((tmp_path / "s").stat().st_mode) == 0o600
+    assert not (tmp_path / "s").exists()
+    group = grp.getgrgid(os.getgid()).gr_name
+    async with service(MemoryRuntime(), tmp_path / "s", group=group):
+        assert stat.S_IMODE((tmp_path / "s").stat().st_mode) == 0o660
+
+
+async def test_a_socket_in_use_is_refused_and_one_of_a_dead_service_is_taken(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))  # and nobody listens
+    async with service(MemoryRuntime(), path):
+        with pytest.raises(SetupError, match="answers"):
+            async with service(MemoryRuntime(), path):
+                pass
+    path.write_text("a file")
+    with pytest.raises(SetupError, match="no socket"):
+        async with service(MemoryRuntime(), path):
+            pass
+
+
+async def test_an_open_bind_without_tokens_is_refused() -> None:
+    with pytest.raises(SetupError, match="--tokens"):
+        async with service(MemoryRuntime(), host="0.0.0.0"):
+            pass
+
+
+async def test_with_tokens_a_client_needs_the_role_sandbox(runtime: MemoryRuntime, tmp_path: Path) -> None:
+    lines = []
+    for role in ("sandbox", "viewer"):
+        digest = hashlib.sha256(f"the-{role}s-secret-token".encode()).hexdigest()
+        lines.append(f'[[tokens]]\nname = "{role}"\nroles = ["{role}"]\nsha256 = "{digest}"\n')
+    (tmp_path / "tokens.toml").write_text("".join(lines))
+    async with service(runtime, host="127.0.0.1", tokens=tmp_path / "tokens.toml") as address:
+        for token, ok in (("the-sandboxs-secret-token", True), ("the-viewers-secret-token", False), ("", False)):
+            client = client_of(address, token=token)
+            if ok:
+                assert (await client.run_code(code("x"), LIMITS)).exit_code == 0
+            else:
+                with pytest.raises(SandboxFailure) as caught:
+                    await client.run_code(code("x"), LIMITS)
+                assert (caught.value.kind, caught.value.retryable) == ("service-refused", False)
+            await client.close()
+
+
+async def test_a_web_page_is_not_obeyed(runtime: MemoryRuntime) -> None:
+    async with service(runtime, host="127.0.0.1") as address, aiohttp.ClientSession() as http:
+        for headers in ({"Origin": "http://evil.example"}, {"Host": "evil.example"}, {"Content-Type": "text/plain"}):
+            async with http.post(f"{address}/v1/run", data=b"x", headers=headers) as answer:
+                assert answer.status == 403
+
+
+async def test_health_readiness_and_metrics(client: ServiceRuntime, address: str) -> None:
+    await client.run_code(code("x"), LIMITS)
+    await client.run_code(code("kill"), LIMITS)
+    sandbox = await client.open(TEMPLATE, 60)
+    with pytest.raises(SandboxFailure):
+        await client.run_code(code("fail"), LIMITS)
+    async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(address.removeprefix("unix://"))) as http:
+        for path in ("/healthz", "/readyz"):
+            async with http.get(f"http://localhost{path}") as answer:
+                assert answer.status == 200
+        async with http.get("http://localhost/metrics") as answer:
+            lines = (await answer.text()).splitlines()
+        for method, path, status in (("GET", "/nothing", 404), ("GET", "/v1/run", 405), ("POST", "/v1/run", 400)):
+            async with http.request(method, f"http://localhost{path}", data=b"\xc1") as answer:
+                assert answer.status == status
+                assert answer.content_type == "application/problem+json"
+    await sandbox.close()
+    for line in (
+        'headrace_sandbox_executions_total{ending="ok"} 1.0',
+        'headrace_sandbox_executions_total{ending="program"} 1.0',
+        'headrace_sandbox_failures_total{kind="sandbox-lost"} 1.0',
+        'headrace_sandbox_sandboxes{state="leased"} 1.0',
+        "headrace_sandbox_leases 1.0",
+        'headrace_sandbox_http_requests_total{route="/v1/run",status="200"} 2.0',
+    ):
+        assert line in lines
+
+
+async def test_a_body_over_the_limit_is_refused(runtime: MemoryRuntime, tmp_path: Path) -> None:
+    async with service(runtime, tmp_path / "s", max_body_bytes=1000) as address:
+        client = client_of(address)
+        with pytest.raises(SandboxFailure, match="--max-body-mib") as caught:
+            await client.run_code(code("x" * 2000), LIMITS)
+        assert (caught.value.kind, caught.value.retryable) == ("service-refused", False)
+        await client.close()
+
+
+async def test_a_service_that_stops_lets_what_runs_end_and_takes_nothing_new(tmp_path: Path) -> None:
+    runtime = MemoryRuntime()
+    async with service(runtime, tmp_path / "s") as address:
+        client = client_of(address)
+        short = asyncio.ensure_future(client.run_code(code("sleep 0.3"), LIMITS))
+        await until(lambda: runtime.running)
+    assert (await short).exit_code == 0
+    await client.close()
+    runtime = MemoryRuntime()
+    async with service(runtime, tmp_path / "s") as address:
+        client = client_of(address)
+        long = asyncio.ensure_future(client.run_code(code("sleep 60"), LIMITS))
+        await until(lambda: runtime.running)
+    with pytest.raises(SandboxFailure) as caught:
+        await long
+    assert (caught.value.kind, caught.value.retryable) == ("draining", True)
+    assert runtime.running == 0
+    await client.close()
