@@ -17,6 +17,8 @@ system_parts() {
     command -v bwrap >/dev/null 2>&1 || missing="$missing bubblewrap"
     # Networks that the tests of sandboxes make for themselves.
     command -v ip >/dev/null 2>&1 || missing="$missing iproute2"
+    # The daemon of the runtime docker; the tests start one of their own (20.10 on Debian 12).
+    command -v dockerd >/dev/null 2>&1 || missing="$missing docker.io"
     # What reasoning-gym is built with, unless it is installed.
     if ! .venv/bin/python -c 'import reasoning_gym' >/dev/null 2>&1; then
         command -v cc >/dev/null 2>&1 || missing="$missing gcc libc6-dev"

@@ -46,6 +46,10 @@ PARTS: dict[str, Part] = {
         lambda: find_driver().name != "none", "run as root, or where control groups are delegated to this user"
     ),
     "chromium": Part(lambda: shutil.which("chromium") is not None, "make parts"),
+    "docker": Part(
+        lambda: os.geteuid() == 0 and shutil.which("dockerd") is not None and shutil.which("unshare") is not None,
+        "make parts (and run as root: the tests start a daemon of their own)",
+    ),
     "gvisor": Part(has_gvisor, "make parts"),
     "network-namespaces": Part(
         lambda: os.geteuid() == 0 and all(shutil.which(program) for program in ("ip", "unshare", "nsenter")),
@@ -63,6 +67,7 @@ LEAST_TESTS: dict[str, int] = {
     "chromium": 2,
     "cli": 105,
     "client": 150,
+    "docker": 18,
     "e2e": 30,
     "environments": 135,
     "gvisor": 15,

@@ -12,7 +12,10 @@ import pytest
 from tests import leaks
 from tests.components import LEAST_TESTS, PARTS
 
-pytest_plugins = ["tests.vllm.server"]  # fixtures of every folder: one vLLM a session
+pytest_plugins = [  # fixtures of every folder: one vLLM, one Docker daemon a session
+    "tests.vllm.server",
+    "tests.sandbox.docker_fixtures",
+]
 
 CI = os.environ.get("CI") == "true"
 

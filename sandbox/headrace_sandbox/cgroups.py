@@ -48,6 +48,10 @@ class Cgroup(Protocol):
         """Set its limits, and count from here on. Raises OSError."""
         ...
 
+    def count(self) -> None:
+        """Count from here on. Raises OSError."""
+        ...
+
     def add(self, pid: int) -> None:
         """Put a process into it; its children to come are in it too."""
         ...
@@ -153,6 +157,9 @@ class _NoGroup:
     def open(self, limits: Limits) -> None:
         pass
 
+    def count(self) -> None:
+        pass
+
     def add(self, pid: int) -> None:
         pass
 
@@ -204,8 +211,11 @@ class V1Group:
         if limits != self._limits:
             self._limit(limits)
             self._limits = limits
-        _write(self._memory / "memory.max_usage_in_bytes", 0)
+        self.count()
+
+    def count(self) -> None:
         self._before = self._counted()
+        _write(self._memory / "memory.max_usage_in_bytes", 0)
 
     def _limit(self, limits: Limits) -> None:
         swap = self._memory / "memory.memsw.limit_in_bytes"
@@ -277,8 +287,12 @@ class V2Group:
             _write(folder / "pids.max", limits.pids)
             _write(folder / "cpu.max", f"{round(limits.cpus * PERIOD_US)} {PERIOD_US}")
             self._limits = limits
+        self.count()
+
+    def count(self) -> None:
         with contextlib.suppress(OSError):
-            _write(folder / "memory.peak", 0)  # newer kernels can reset it; on others it is that of the group's life
+            # Newer kernels can reset it; on others it is that of the group's life.
+            _write(self._folder / "memory.peak", 0)
         self._before = self._counted()
 
     def add(self, pid: int) -> None:
@@ -337,3 +351,22 @@ def _write(path: Path, value: object) -> None:
         os.write(descriptor, str(value).encode())
     finally:
         os.close(descriptor)
+
+
+def group_of(pid: int, mark: str) -> Cgroup | None:
+    """The group that somebody else made for this process, to be read only: its name has ``mark`` in it. None where it
+    cannot be seen from here."""
+    try:
+        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+        places = {name: path for line in lines for _, names, path in [line.split(":", 2)] for name in names.split(",")}
+        group: V1Group | V2Group
+        if mark in places.get("memory", ""):
+            group = V1Group({name: ROOT / name / places[name].lstrip("/") for name in V1_CONTROLLERS})
+        elif mark in places.get("", ""):
+            group = V2Group(ROOT / places[""].lstrip("/"))
+        else:
+            return None
+        group.usage()
+    except (OSError, KeyError, ValueError):
+        return None
+    return group

@@ -106,15 +106,20 @@ ARCHITECTURES = {"x86_64": X86_64, "aarch64": AARCH64}
 
 def require_filter() -> bytes:
     """The filter for this machine. Raises SandboxFailure ``no-filter``."""
-    program = filter_program()
-    if program is None:
+    return _assembled(require_table())
+
+
+def require_table(machine: str = "") -> Architecture:
+    """The system calls of this machine's architecture. Raises SandboxFailure ``no-filter``."""
+    name = machine or platform.machine()
+    if name not in ARCHITECTURES:
         raise SandboxFailure(
-            f"There is no filter of system calls for {platform.machine()}.",
-            hint="Known are x86_64 and aarch64.",
+            f"There is no filter of system calls for {name}.",
+            hint=f"Known are {' and '.join(ARCHITECTURES)}.",
             kind="no-filter",
             retryable=False,
         )
-    return program
+    return ARCHITECTURES[name]
 
 
 def filter_program(machine: str = "") -> bytes | None:

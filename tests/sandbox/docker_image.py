@@ -1,0 +1,85 @@
+"""Images for tests, made of this machine's own files: no registry is asked.
+
+* Programs come with the libraries that the loader says they need.
+* ``PYTHON`` has a shell, the usual tools and Python; ``SHELL`` no Python; ``BARE`` no shell either.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+import subprocess
+import tarfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+BARE = ("true", "echo", "cat")
+SHELL = (
+    *BARE, "sh", "sleep", "tar", "mkdir", "rm", "ls", "chmod", "dd", "env", "false", "head", "id", "kill", "ln", "mv",
+    "nohup", "setsid", "seq", "stat", "touch", "mkfifo", "wc", "find", "yes", "cp", "du", "df",
+)  # fmt: skip
+PYTHON = (*SHELL, "bash", "python3", "pgrep", "pkill", "ps", "grep", "sed")
+
+SYSTEM_PYTHON = Path("/usr/bin/python3")
+
+LEFT_OUT = {"__pycache__", "test", "idlelib", "tkinter", "lib2to3", "ensurepip", "turtledemo", "pydoc_data"}
+"""Of the standard library; nothing here needs them, and they are most of it."""
+
+
+def rootfs(programs: Iterable[str]) -> bytes:
+    """A tar archive of a root file system with these programs."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for folder in ("usr/bin", "usr/lib", "usr/lib64", "etc", "tmp", "scratch", "proc", "dev", "sys"):
+            archive.addfile(_entry(folder, tarfile.DIRTYPE))
+        for name in ("bin", "lib", "lib64"):
+            archive.addfile(_entry(name, tarfile.SYMTYPE, f"usr/{name}"))
+        archive.addfile(_entry("sbin", tarfile.SYMTYPE, "usr/bin"))
+        for inside, path in sorted(_files(programs).items()):
+            archive.add(path.resolve(), inside, recursive=False)
+    return buffer.getvalue()
+
+
+def _entry(name: str, kind: bytes, target: str = "") -> tarfile.TarInfo:
+    entry = tarfile.TarInfo(name)
+    entry.type, entry.linkname, entry.mode = kind, target, 0o755
+    return entry
+
+
+def _files(programs: Iterable[str]) -> dict[str, Path]:
+    """By the name inside: programs, their libraries, and Python's standard library where Python is among them."""
+    found: dict[str, Path] = {}
+    for name in programs:
+        path = Path(shutil.which(name, path="/usr/bin:/bin:/usr/sbin") or f"/usr/bin/{name}")
+        found[f"usr/bin/{name}"] = path
+        found.update(_libraries(path))
+        if path == SYSTEM_PYTHON:
+            for file in _standard_library():
+                found[str(file)[1:]] = file
+                if file.suffix == ".so":
+                    found.update(_libraries(file))
+    return found
+
+
+def _libraries(path: Path) -> dict[str, Path]:
+    said = subprocess.run(["ldd", path], capture_output=True, text=True, check=False).stdout
+    paths = re.findall(r"(/\S+) \(0x", said)
+    return {_merged(path): Path(path) for path in paths}
+
+
+def _merged(path: str) -> str:
+    return path[1:] if path.startswith("/usr/") else f"usr{path}"
+
+
+def _standard_library() -> Iterator[Path]:
+    said = subprocess.run(
+        [SYSTEM_PYTHON, "-I", "-c", "import sysconfig; print(sysconfig.get_path('stdlib'))"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    root = Path(said.stdout.strip())
+    for path in root.rglob("*"):
+        if path.is_file() and not LEFT_OUT & set(path.relative_to(root).parts):
+            yield path
