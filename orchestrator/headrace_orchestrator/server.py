@@ -117,6 +117,8 @@ async def _serve(
         server.should_exit = True
         stopping.cancel()
         await asyncio.wait({serving, starting})
+        for connection in list(server.server_state.connections):
+            connection.transport.abort()  # whoever did not read its answer in time
         await service.close()
     serving.result()
     log.info("stopped")
