@@ -1,0 +1,93 @@
+"""G16: waiting for a sandbox, and making one, are not the command's time."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from headrace.errors import SandboxFailure
+from headrace_sandbox.pool.messages import PoolSettings
+from headrace_sandbox.pool.pool import Pool
+from headrace_sandbox.result import ExecResult, Limits
+from headrace_sandbox.runtimes.base import Command, Sandbox, Template
+from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
+
+pytestmark = pytest.mark.component("bubblewrap")
+
+LONG = Command(arguments=["sleep", "6"])
+SHORT = Command(arguments=["bash", "-c", "kill -9 $$"])
+LIMITS = Limits(wall_s=20.0)
+TWO_SECONDS = Limits(wall_s=2.0)
+
+
+class Slow(Bubblewrap):
+    """Making a sandbox takes 4 s more."""
+
+    async def run(self, command: Command, limits: Limits) -> ExecResult:
+        await asyncio.sleep(4)
+        result = await super().run(command, limits)
+        return ExecResult(**{**_fields(result), "start_s": result.start_s + 4})
+
+    async def open(self, template: Template, ttl_s: float) -> Sandbox:
+        await asyncio.sleep(4)
+        return await super().open(template, ttl_s)
+
+
+def _fields(result: ExecResult) -> dict[str, Any]:
+    return {name: getattr(result, name) for name in result.__struct_fields__}
+
+
+def is_killed_by_itself(result: ExecResult) -> bool:
+    return (result.signal, result.fault, result.limit, result.lost) == (9, "program", None, None)
+
+
+async def in_a_lease(pool: Pool, command: Command, limits: Limits, wait_s: float) -> tuple[ExecResult, float, float]:
+    """The result of a command in a leased sandbox, and how long it took until there was one, and to make it."""
+    leased = await pool.lease(Template(), 60, wait_s=wait_s)
+    try:
+        return await leased.run(command, limits), leased.queue_s, leased.start_s
+    finally:
+        await leased.close()
+
+
+async def alone(pool: Pool, command: Command, limits: Limits, wait_s: float) -> tuple[ExecResult, float, float]:
+    """As above, of a command in a sandbox of its own."""
+    result = await pool.run(command, limits, wait_s=wait_s)
+    return result, result.queue_s, result.start_s
+
+
+async def waits_for_another(way: Any) -> None:
+    pool = Pool(Bubblewrap(), PoolSettings(running=1, sandboxes=1))
+    first = asyncio.ensure_future(way(pool, LONG, LIMITS, 30.0))
+    await asyncio.sleep(0.1)
+    second = asyncio.ensure_future(way(pool, SHORT, TWO_SECONDS, 30.0))
+    with pytest.raises(SandboxFailure, match="no sandbox within 3 s") as caught:
+        await way(pool, SHORT, TWO_SECONDS, 3.0)
+    assert (caught.value.layer, caught.value.retryable) == ("sandbox", True)
+    result, queue_s, start_s = await second
+    assert is_killed_by_itself(result)
+    assert 4.5 < queue_s < 12
+    assert start_s < 3
+    assert result.wall_s < 0.5
+    assert (await first)[0].exit_code == 0
+    await pool.close()
+
+
+async def waits_for_its_start(way: Any) -> None:
+    pool = Pool(Slow(), PoolSettings(running=1, sandboxes=1))
+    result, queue_s, start_s = await way(pool, SHORT, TWO_SECONDS, 30.0)
+    assert is_killed_by_itself(result)
+    assert queue_s < 1
+    assert 4 <= start_s < 10
+    assert result.wall_s < 0.5
+    await pool.close()
+
+
+async def test_G16_the_queue_is_told_apart_from_the_commands_time() -> None:  # noqa: N802
+    await asyncio.gather(waits_for_another(in_a_lease), waits_for_another(alone))
+
+
+async def test_G16_a_slow_start_is_told_apart_from_the_commands_time() -> None:  # noqa: N802
+    await asyncio.gather(waits_for_its_start(in_a_lease), waits_for_its_start(alone))
