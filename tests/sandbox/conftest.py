@@ -14,6 +14,15 @@ Run = Callable[..., Awaitable[ExecResult]]
 """Runs Python code: ``code``, and by name ``stdin``, ``files`` and fields of ``Limits``."""
 
 
+@pytest.fixture(autouse=True)
+def _docker_is_ours(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a test is about Docker, its daemon is the one that this session started."""
+    if any(mark.args == ("docker",) for mark in request.node.iter_markers("component")):
+        served = request.getfixturevalue("docker")
+        monkeypatch.setenv("DOCKER_HOST", served.daemon.host)
+        monkeypatch.setenv("HEADRACE_DOCKER_IMAGE", served.python)
+
+
 @pytest.fixture
 async def fresh() -> AsyncIterator[Bubblewrap]:
     runtime = Bubblewrap()
