@@ -17,10 +17,11 @@ import pytest
 
 from headrace.errors import SandboxFailure
 from headrace_sandbox.cgroups import NoDriver
-from headrace_sandbox.conformance.look import lives
+from headrace_sandbox.conformance.look import descendants, lives
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import Command, Sandbox, Template
 from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
+from headrace_sandbox.runtimes.kept import KeptSandbox
 
 pytestmark = pytest.mark.component("bubblewrap")
 
@@ -97,6 +98,14 @@ async def test_limits_are_those_of_the_whole_sandbox(fresh: Bubblewrap) -> None:
     result = await sandbox.run(python(forks), LIMITS)
     assert (result.limit, result.fault) == ("pids", "limit")
     assert said(await session.run("echo fine", LIMITS)) == "fine\n"
+
+
+@pytest.mark.component("cgroups")
+async def test_35_programs_count_the_processors_that_they_may_use(fresh: Bubblewrap) -> None:
+    sandbox = await fresh.open(Template(limits=Limits(cpus=1.0)), 60.0)
+    session = await sandbox.session("bash")
+    assert said(await session.run("nproc", LIMITS)) == "1\n"
+    assert said(await sandbox.run(Command(arguments=["nproc"]), LIMITS)) == "1\n"
 
 
 async def test_what_runs_inside_sees_neither_the_keeper_nor_others(sandbox: Sandbox) -> None:
@@ -342,6 +351,19 @@ async def test_a_cancelled_cell_is_killed_and_the_session_is_made_anew(sandbox: 
     assert said(await session.run("echo .$x.", LIMITS)) == "..\n"
 
 
+async def test_an_idle_sandbox_takes_less_than_ten_megabytes(fresh: Bubblewrap) -> None:
+    sandbox = await fresh.open(Template(), 60.0)
+    said(await sandbox.run(python("print(1)"), LIMITS))
+    assert isinstance(sandbox, KeptSandbox)
+    assert sandbox._keeper is not None
+    bubblewrap = sandbox._keeper._process.pid
+    proportional = 0
+    for pid in {bubblewrap, *descendants(bubblewrap)}:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        proportional += next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    assert proportional < 10_000
+
+
 # Its life -------------------------------------------------------------------------------------------------------------
 
 
@@ -422,6 +444,7 @@ import asyncio, sys
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import Template
 from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
+from headrace_sandbox.runtimes.kept import KeptSandbox
 
 async def main():
     runtime = Bubblewrap()

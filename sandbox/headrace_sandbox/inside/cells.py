@@ -6,7 +6,8 @@
 * An interrupt is a KeyboardInterrupt in the cell, and nothing between cells.
 """
 
-import ast
+from __future__ import annotations
+
 import builtins
 import gc
 import os
@@ -14,7 +15,10 @@ import signal
 import socket
 import sys
 from types import FrameType
-from typing import Any
+
+TYPE_CHECKING = False  # the module `typing` would be half a megabyte in every sandbox
+if TYPE_CHECKING:
+    from typing import Any
 
 MOST_WORD = 256
 
@@ -109,6 +113,8 @@ def run(source: bytes, name: str, variables: dict[str, Any], interrupts: Interru
 
 
 def execute(source: bytes, name: str, variables: dict[str, Any]) -> None:
+    import ast
+
     tree = ast.parse(source, name)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, name, "exec", dont_inherit=True), variables)

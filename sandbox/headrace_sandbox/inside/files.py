@@ -9,6 +9,8 @@ What to do is a request, ``op`` with its arguments; content is standard input, a
 is JSON on standard error, and the status 1.
 """
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import json
@@ -16,7 +18,10 @@ import os
 import stat
 import sys
 from collections.abc import Iterator
-from typing import Any
+
+TYPE_CHECKING = False  # the module `typing` would be half a megabyte in every sandbox
+if TYPE_CHECKING:
+    from typing import Any
 
 READ_BYTES = 256 << 10
 MOST_ENTRIES = 10_000  # of a list, or an archive

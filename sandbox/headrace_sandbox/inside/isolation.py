@@ -7,6 +7,8 @@ The files of this folder are given to the sandbox's own Python as they stand, so
 library and each other.
 """
 
+from __future__ import annotations
+
 import ctypes
 import fcntl
 import os
@@ -14,7 +16,10 @@ import resource
 import signal
 import socket
 import struct
-from typing import Any
+
+TYPE_CHECKING = False  # the module `typing` would be half a megabyte in every sandbox
+if TYPE_CHECKING:
+    from typing import Any
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER = 0x20000, 0x4000000, 0x8000000, 0x10000000
 CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000

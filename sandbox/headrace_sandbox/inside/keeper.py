@@ -11,6 +11,8 @@ credentials, and gets a byte; a process that the sandbox's control group shall b
 wait status, four bytes, says how it ended. No status means that it was killed.
 """
 
+from __future__ import annotations
+
 import array
 import gc
 import json
@@ -21,7 +23,6 @@ import socket
 import struct
 import sys
 import time
-from typing import Any
 
 from headrace_sandbox.inside import files, session
 from headrace_sandbox.inside.isolation import (
@@ -40,6 +41,10 @@ from headrace_sandbox.inside.isolation import (
     prctl,
     unshare_user,
 )
+
+TYPE_CHECKING = False  # the module `typing` would be half a megabyte in every sandbox
+if TYPE_CHECKING:
+    from typing import Any
 
 SCRATCH, SHARED_MEMORY, SESSION = "/scratch", "/dev/shm", "/session"
 MOST_DESCRIPTORS = 8  # of a request
@@ -169,5 +174,6 @@ def main() -> None:
     for descriptor in (1, 2):
         os.dup2(null, descriptor)
     gc.collect()
+    libc.malloc_trim(0)
     gc.freeze()  # so that a child's collector does not copy the pages of what is shared
     serve(requests, filter_, deadline)

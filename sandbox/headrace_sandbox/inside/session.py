@@ -12,6 +12,8 @@ It talks in frames: a byte that says what it is, four bytes of length, and that 
 ``i`` (interrupt it), ``s`` (stop it), and gives ``o`` and ``e`` (output), and ``x`` (the end: JSON).
 """
 
+from __future__ import annotations
+
 import array
 import contextlib
 import fcntl
@@ -25,10 +27,13 @@ import sys
 import termios
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 from headrace_sandbox.inside import cells
 from headrace_sandbox.inside.isolation import PR_SET_CHILD_SUBREAPER, default_signals, prctl
+
+TYPE_CHECKING = False  # the module `typing` would be half a megabyte in every sandbox
+if TYPE_CHECKING:
+    from typing import Any
 
 HEAD = struct.Struct("=cI")
 READ_BYTES = 64 << 10
@@ -37,13 +42,13 @@ STOP_S = ((0.0, "interrupt"), (0.5, "kill"), (0.6, "ask"), (0.9, "kill"), (1.0, 
 """What is done to a cell that shall stop, and how long after."""
 
 
-class Cell(NamedTuple):
+class Cell:
     """A cell that runs. ``before``: what ran in the session when it began."""
 
-    word: str
-    stdout: int
-    stderr: int
-    before: set[int]
+    def __init__(self, word: str, stdout: int, stderr: int, before: set[int]) -> None:
+        self.word = word
+        self.stdout, self.stderr = stdout, stderr
+        self.before = before
 
 
 class Host:

@@ -33,7 +33,7 @@ from headrace_sandbox.files import Files
 from headrace_sandbox.result import ExecResult, Isolation, Limits
 from headrace_sandbox.runtimes import inside
 from headrace_sandbox.runtimes.base import Command, FileInfo, Session, SessionKind, Template
-from headrace_sandbox.runtimes.verdicts import result_of, sandbox_lost, weak_limits
+from headrace_sandbox.runtimes.verdicts import processors, result_of, sandbox_lost, weak_limits
 from headrace_sandbox.sessions import HostedSession, Parts
 from headrace_sandbox.supervise import Started, supervise
 
@@ -204,13 +204,28 @@ class KeptSandbox:
         return None
 
 
+class _Bounds(NamedTuple):
+    """What all programs of a sandbox share: a control group, and the processors that they may use."""
+
+    group: Cgroup
+    processors: set[int] | None
+
+    def admit(self, pid: int) -> None:
+        """Bound a process, and what it will start; one that has ended is fine."""
+        with contextlib.suppress(ProcessLookupError):
+            self.group.add(pid)
+            if self.processors is not None:
+                os.sched_setaffinity(pid, self.processors)
+
+
 class _Keeper:
     """A keeper that runs. ``group`` bounds what it starts."""
 
     def __init__(
-        self, process: subprocess.Popen[bytes], requests: socket.socket, pidfd: int, group: Cgroup, groups: Groups
+        self, process: subprocess.Popen[bytes], requests: socket.socket, pidfd: int, bounds: _Bounds, groups: Groups
     ) -> None:
-        self.group = group
+        self.group = bounds.group
+        self._bounds = bounds
         self._process = process
         self._requests = requests
         self._pidfd = pidfd
@@ -244,7 +259,8 @@ class _Keeper:
             bwrap.reap(process)
             ours.close()
             raise bwrap.not_made(said)
-        keeper = cls(process, ours, pidfd, around.groups.take(limits), around.groups)
+        bounds = _Bounds(around.groups.take(limits), processors(limits.cpus))
+        keeper = cls(process, ours, pidfd, bounds, around.groups)
         try:
             keeper._own_group = around.groups.take(KEEPER_LIMITS)
             keeper._own_group.add(_pid_of(pidfd))
@@ -293,7 +309,7 @@ class _Keeper:
 
     def _ask(self, request: bytes, handed: Sequence[int], stack: contextlib.ExitStack) -> _Inner:
         """Send a request; closes what is handed."""
-        inner, theirs = _Inner.make(self.group, stack)
+        inner, theirs = _Inner.make(self._bounds, stack)
         sent = [bwrap.memory_file(request), theirs, *handed]
         try:
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", sent))
@@ -323,9 +339,9 @@ class _Keeper:
 class _Inner:
     """What a keeper started: its process 1, and those that want to be bounded."""
 
-    def __init__(self, ours: socket.socket, group: Cgroup, stack: contextlib.ExitStack) -> None:
+    def __init__(self, ours: socket.socket, bounds: _Bounds, stack: contextlib.ExitStack) -> None:
         self._socket = ours
-        self._group = group
+        self._bounds = bounds
         self._stack = stack
         self._status: int | None = None
         self._loop = asyncio.get_running_loop()
@@ -334,12 +350,12 @@ class _Inner:
         stack.callback(self._close)
 
     @classmethod
-    def make(cls, group: Cgroup, stack: contextlib.ExitStack) -> tuple[_Inner, int]:
+    def make(cls, bounds: _Bounds, stack: contextlib.ExitStack) -> tuple[_Inner, int]:
         """One, and the other end of its socket."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         ours.setblocking(False)
-        return cls(ours, group, stack), theirs.detach()
+        return cls(ours, bounds, stack), theirs.detach()
 
     async def met(self) -> int:
         """A descriptor of its process 1, which waits to be let go. Raises SandboxFailure ``sandbox-lost``."""
@@ -380,8 +396,7 @@ class _Inner:
                 self._stack.callback(os.close, pidfd)
             self._first.set_result(pidfd)
         elif data == b"member":
-            with contextlib.suppress(ProcessLookupError):
-                self._group.add(_sender(ancillary))
+            self._bounds.admit(_sender(ancillary))
             self.go()
         elif len(data) == 4:
             self._status = os.waitstatus_to_exitcode(struct.unpack("=I", data)[0])

@@ -36,15 +36,15 @@ def admit(pid: int, group: Cgroup, limits: Limits, stack: contextlib.ExitStack) 
         pidfd = os.pidfd_open(pid)
         stack.callback(os.close, pidfd)
         group.add(pid)
-        if (processors := _processors(limits.cpus)) is not None:
-            os.sched_setaffinity(pid, processors)
+        if (usable := processors(limits.cpus)) is not None:
+            os.sched_setaffinity(pid, usable)
     except ProcessLookupError:
         return None
     return pidfd
 
 
-def _processors(cpus: float) -> set[int] | None:
-    """The next ones in turn; None where it may use all that this process may."""
+def processors(cpus: float) -> set[int] | None:
+    """Those that a sandbox may use, the next ones in turn; None where it may use all that this process may."""
     here = sorted(os.sched_getaffinity(0))
     count = math.ceil(cpus)
     if count >= len(here):
