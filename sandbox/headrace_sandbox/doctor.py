@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -24,18 +25,24 @@ ORDER = ("bubblewrap", "gvisor", "docker", "wasm")
 """Best first, where several pass: those that run any command, by cost, then what runs Python alone. Those of third
 parties come before ``wasm``."""
 
-NAMESPACES_OFF = """\
-User namespaces are refused here.
-Ubuntu 24.04 (AppArmor): write this to /etc/apparmor.d/bwrap and run `apparmor_parser -r /etc/apparmor.d/bwrap`:
+APPARMOR = """\
+AppArmor refuses user namespaces, as Ubuntu 24.04 has it. Write this to /etc/apparmor.d/bwrap, and run
+`apparmor_parser -r /etc/apparmor.d/bwrap`:
     abi <abi/4.0>,
     include <tunables/global>
     profile bwrap /usr/bin/bwrap flags=(unconfined) {
       userns,
       include if exists <local/bwrap>
-    }
-Debian: see the sysctl kernel.unprivileged_userns_clone.
-A container: its seccomp profile must allow them. Under Kubernetes' restricted profile there is no remedy inside the
-pod; the runtime wasm needs no namespaces."""
+    }"""
+
+USERNS_CLONE = "The kernel refuses user namespaces to users: its sysctl kernel.unprivileged_userns_clone is 0 (Debian)."
+
+NO_USERNS = "The kernel refuses user namespaces: its sysctl user.max_user_namespaces is 0."
+
+CONTAINER = """\
+This process is under a filter of system calls, most likely a container's, and that refuses user namespaces. The profile
+of the container must allow them. Under Kubernetes' restricted profile there is no remedy inside the pod: the runtime
+wasm needs no namespaces."""
 
 NO_GROUPS = (
     "Run as root, or have cpu, memory and pids delegated to this user (systemd: Delegate=yes for its user@.service). "
@@ -116,8 +123,27 @@ def _failed(name: str, error: Exception) -> Rung:
     if not isinstance(error, HeadraceError):
         return Rung(verdict="fail", name=name, found=f"{type(error).__name__}: {error}", hint="A defect of it.")
     is_refused = isinstance(error, SandboxFailure) and error.kind == "sandbox-not-made"
-    hint = NAMESPACES_OFF if name == "bubblewrap" and is_refused else error.hint
+    hint = remedy(_read) if name == "bubblewrap" and is_refused else error.hint
     return Rung(verdict="fail", name=name, found=error.detail, hint=hint)
+
+
+def remedy(read: Callable[[str], str]) -> str:
+    """What refuses user namespaces here, and what to do about it. ``read`` gives what a file of /proc says, or
+    nothing."""
+    refusals = (
+        (read("sys/kernel/apparmor_restrict_unprivileged_userns") == "1", APPARMOR),
+        (read("sys/kernel/unprivileged_userns_clone") == "0", USERNS_CLONE),
+        (read("sys/user/max_user_namespaces") == "0", NO_USERNS),
+        ("\nSeccomp:\t2" in read("self/status"), CONTAINER),
+    )
+    return "\n".join([text for holds, text in refusals if holds] or [text for _, text in refusals])
+
+
+def _read(name: str) -> str:
+    try:
+        return Path("/proc", name).read_text().strip()
+    except OSError:
+        return ""
 
 
 def _control_groups() -> Rung:

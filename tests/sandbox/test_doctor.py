@@ -157,6 +157,24 @@ def test_the_best_that_passes_is_named() -> None:
     assert best() is None
 
 
+@pytest.mark.parametrize(
+    ("files", "remedies"),
+    [
+        ({"sys/kernel/apparmor_restrict_unprivileged_userns": "1"}, [doctor.APPARMOR]),
+        ({"sys/kernel/unprivileged_userns_clone": "0"}, [doctor.USERNS_CLONE]),
+        ({"sys/user/max_user_namespaces": "0"}, [doctor.NO_USERNS]),
+        ({"self/status": "NoNewPrivs:\t1\nSeccomp:\t2"}, [doctor.CONTAINER]),
+        (
+            {"sys/kernel/apparmor_restrict_unprivileged_userns": "1", "self/status": "x\nSeccomp:\t2"},
+            [doctor.APPARMOR, doctor.CONTAINER],
+        ),
+        ({}, [doctor.APPARMOR, doctor.USERNS_CLONE, doctor.NO_USERNS, doctor.CONTAINER]),
+    ],
+)
+def test_the_remedy_is_for_what_refuses_namespaces_here(files: dict[str, str], remedies: list[str]) -> None:
+    assert doctor.remedy(lambda name: files.get(name, "")) == "\n".join(remedies)
+
+
 @pytest.mark.component("bubblewrap")
 def test_doctor_prints_the_ladder_for_people_and_for_scripts() -> None:
     told = json.loads(headrace("doctor", "--json").stdout)
@@ -172,4 +190,4 @@ def test_doctor_prints_the_ladder_for_people_and_for_scripts() -> None:
 def test_doctor_ends_with_1_where_nothing_isolates_and_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = headrace("doctor", env={"PATH": "/nowhere", "HEADRACE_RUNSC": "/nowhere/runsc"})
     assert "apt-get install bubblewrap" in ended.stdout
-    assert doctor.NAMESPACES_OFF not in ended.stdout
+    assert "user namespaces" not in ended.stdout

@@ -396,7 +396,15 @@ async def test_a_result_says_what_isolated_and_what_was_used(wasm: Wasm) -> None
     assert result.start_s > 0
 
 
-def test_the_cache_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_cache_is_private_and_may_come_with_an_image(
+    wasm: Wasm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert wasm._compiled is not None
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert runtime_wasm.cache_folder() == tmp_path / "headrace"
+    assert runtime_wasm.cache_folders() == [tmp_path / "headrace"]
     assert stat.S_IMODE((tmp_path / "headrace").stat().st_mode) == 0o700
+    (tmp_path / "headrace" / wasm._compiled.name).touch(mode=0o444)
+    monkeypatch.setattr(runtime_wasm, "_compile", None)
+    another = Wasm()
+    await another.prepare(lambda _: None)
+    assert another._compiled == tmp_path / "headrace" / wasm._compiled.name

@@ -47,8 +47,7 @@ async def interfaces(lab: Lab) -> str:
     return await lab.tries(
         NUMBERS
         + """
-import ctypes
-zeros = ctypes.create_string_buffer(256) if sys.platform == 'linux' else None
+zeros = __import__('ctypes').create_string_buffer(256) if sys.platform == 'linux' else None
 for name, number, arguments in (
     ('keyctl', 250, (0, -3, 1)),
     ('add_key', 248, (b'user', b'x', b'y', 1, -3)),

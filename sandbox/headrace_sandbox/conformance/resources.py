@@ -62,7 +62,7 @@ async def memory_bomb(lab: Lab) -> str:
 async def _files_in_memory(lab: Lab, opened: str) -> str:
     code = f"import os\nfile = {opened}\nfor _ in range(256):\n    file.write(bytes(1 << 20))\n    file.flush()"
     result = await lab.run(code, memory_bytes=64 << 20, disk_bytes=1 << 30, file_bytes=1 << 30)
-    return ended(result, *FULL, "has no attribute 'memfd_create'")
+    return CONTAINED if result.fault == "" else ended(result, *FULL, "has no attribute 'memfd_create'")
 
 
 @case("3a", "memory through files in the scratch folder")

@@ -58,13 +58,15 @@ async def descriptors(lab: Lab) -> str:
     with tempfile.TemporaryFile() as held:
         os.set_inheritable(held.fileno(), True)
         code = """
-import os
+import os, stat, sys
 open_ones = []
 for number in range(3, 256):
     try:
-        os.fstat(number)
+        mode = os.fstat(number).st_mode
     except OSError:
         continue
+    if sys.platform == 'wasi' and stat.S_ISDIR(mode):
+        continue  # how WASI gives a folder
     target = os.readlink(f'/proc/self/fd/{number}') if os.path.exists('/proc/self/fd') else ''
     open_ones.append((number, target))
 print([item for item in open_ones if not item[1].startswith('/scratch')])

@@ -22,6 +22,7 @@ import os
 import platform
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -317,8 +318,12 @@ def _program_of(command: Command) -> PythonProgram:
 def _compiled(source: Path, parts: _Parts, say: Callable[[str], None]) -> Path:
     """The interpreter, compiled for this machine."""
     key = hashlib.sha256(f"{SHA256} {parts.wasmtime_version} {_processor()}".encode()).hexdigest()[:16]
-    target = cache_folder() / f"cpython-{PYTHON}-wasmtime-{parts.wasmtime_version}-{key}"
-    with _alone(target.with_name(f"{target.name}.lock")):
+    name = f"cpython-{PYTHON}-wasmtime-{parts.wasmtime_version}-{key}"
+    folders = cache_folders()
+    if there := next((folder / name for folder in folders if (folder / name).exists()), None):
+        return there
+    target = next(folder for folder in folders if os.access(folder, os.W_OK)) / name
+    with _alone(target.with_name(f"{name}.lock")):
         if target.exists():
             return target
         found = hashlib.sha256(source.read_bytes()).hexdigest() if source.exists() else "not there"
@@ -346,31 +351,27 @@ def _compile(command: Sequence[str]) -> None:
         ) from error
 
 
-def cache_folder() -> Path:
-    """A folder that nobody else can write: what is in it is run as it is. Raises SandboxFailure ``unsafe-cache``."""
-    own = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"
+def cache_folders() -> list[Path]:
+    """Folders that nobody else can write, one of them by us: what is in them is run as it is. Raises SandboxFailure
+    ``unsafe-cache``."""
+    own = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "headrace"
     shared = Path(tempfile.gettempdir()) / f"headrace-{os.geteuid()}"
+    found = []
     for folder in (own, shared):
-        try:
+        with contextlib.suppress(OSError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = folder.lstat()
-        except OSError:
-            continue
-        if folder.is_symlink() or status.st_uid != os.geteuid() or status.st_mode & 0o022:
-            raise SandboxFailure(
-                f"Others can write to {folder}, which is for compiled programs.",
-                hint="Remove it, or point XDG_CACHE_HOME to a folder of your own.",
-                kind="unsafe-cache",
-                retryable=False,
-            )
-        if os.access(folder, os.W_OK):
-            return folder
-    raise SandboxFailure(
-        "There is no folder to keep compiled programs in.",
-        hint="Point XDG_CACHE_HOME to a folder that can be written.",
-        kind="unsafe-cache",
-        retryable=False,
-    )
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
+                raise _unsafe(f"Others can write to {folder}, which is for compiled programs.")
+            found.append(folder)
+        if found and os.access(found[-1], os.W_OK):
+            return found
+    raise _unsafe("There is no folder to keep compiled programs in.")
+
+
+def _unsafe(detail: str) -> SandboxFailure:
+    hint = "Point XDG_CACHE_HOME to a folder that this user alone can write."
+    return SandboxFailure(detail, hint=hint, kind="unsafe-cache", retryable=False)
 
 
 @contextlib.contextmanager
