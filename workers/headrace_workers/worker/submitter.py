@@ -1,6 +1,6 @@
 """Hands finished episodes to the orchestrator.
 
-* One submission is on its way at a time, with all that has queued meanwhile.
+* One submission is on its way at a time, with all that has queued meanwhile; records may wait for others.
 * While the orchestrator is away nothing is lost: the same records are sent again until they are answered.
 * A refused record is logged, and a failed record goes in its place: the episode still ends in exactly one.
 * A body that is refused whole is sent again record by record, so that one bad record costs only itself.
@@ -31,6 +31,9 @@ MAX_BYTES = 32 << 20
 """Bytes of one submission, images included: far below what the orchestrator takes, and sent in a fraction of a
 second."""
 
+SHORTEST_GATHER_S = 0.002
+"""Less is not waited for: episodes so short end in crowds."""
+
 UPLOADS = 8
 """Images that are sent side by side: the orchestrator brings them to disk together."""
 
@@ -57,9 +60,17 @@ class Submits(Protocol):
 
 
 class Submitter:
-    """Empties the spool. ``substitute`` makes the failed record that replaces a refused one."""
+    """Empties the spool. ``substitute`` makes the failed record that replaces a refused one; ``gather_s`` gives how
+    long a record may wait for others, in seconds."""
 
-    def __init__(self, connection: Submits, spool: Spool, substitute: Callable[[Entry, HeadraceError], Entry]) -> None:
+    def __init__(
+        self,
+        connection: Submits,
+        spool: Spool,
+        substitute: Callable[[Entry, HeadraceError], Entry],
+        gather_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self._gather_s = gather_s
         self._connection = connection
         self._spool = spool
         self._substitute = substitute
@@ -73,6 +84,9 @@ class Submitter:
         backoff = Backoff()
         while True:
             await self._spool.filled.wait()
+            gather_s = self._gather_s()
+            if gather_s > SHORTEST_GATHER_S:
+                await asyncio.sleep(gather_s)
             batch = self._spool.oldest(1 if self._singly else MAX_RECORDS, MAX_BYTES)
             try:
                 await self._send_assets(batch)

@@ -1,6 +1,8 @@
 """The worker: leases attempts, runs their episodes side by side, and hands in the records.
 
-* Attempts are leased in batches, as slots become free; nothing is leased while the spool is full.
+* Attempts are leased in batches, as slots become free, and handed in in batches; the longer episodes take, the longer
+  either waits for company, but for the last one.
+* Nothing is leased while the spool is full.
 * Every attempt ends in one record, unless the orchestrator wants none or it was handed back.
 * An attempt that is granted twice (its first reply was lost) is run once.
 * Asked to stop, it takes nothing new, finishes what it can within the grace period and hands back the rest.
@@ -31,6 +33,7 @@ from headrace_workers.worker.connection import ANSWER_S, EpochFence, Orchestrato
 from headrace_workers.worker.heartbeat import Heartbeat
 from headrace_workers.worker.lag import LoopLag
 from headrace_workers.worker.logs import logger
+from headrace_workers.worker.pace import Pace
 from headrace_workers.worker.plans import Plans
 from headrace_workers.worker.spool import AttemptName, Entry, Spool, key_of
 from headrace_workers.worker.submitter import Submitter
@@ -38,9 +41,13 @@ from headrace_workers.worker.submitter import Submitter
 LEASE_WAIT_S = 20.0
 """Long poll for work: below the idle limits of common proxies."""
 
-GATHER_S = 0.002
-"""How long freed slots are gathered before more work is asked for. Episodes of a millisecond end in crowds, and one
-request for many costs as much as for one; for longer episodes it is nothing."""
+GATHER_S, LONGEST_GATHER_S, GATHER_OF_EPISODE = 0.002, 0.05, 0.01
+"""How long freed slots are gathered before more work is asked for: this share of an episode's usual time, between two
+bounds. Episodes of a millisecond end in crowds, and one request for many costs as much as for one; long ones do not
+miss a hundredth of their time."""
+
+SUBMIT_OF_EPISODE, LONGEST_SUBMIT_S = 0.04, 0.1
+"""How long finished episodes are gathered while others run: this share of an episode's usual time, up to a bound."""
 
 GATHER_SHARE = 4
 """With one in so many slots free there is no gathering."""
@@ -92,10 +99,11 @@ class WorkerSettings:
 class Running:
     """An attempt that has a slot. ``wanted`` is False once nobody wants its record."""
 
-    __slots__ = ("assignment", "cancel_reason", "episode", "recorded", "task", "wanted")
+    __slots__ = ("assignment", "cancel_reason", "episode", "recorded", "started_at", "task", "wanted")
 
-    def __init__(self, assignment: wire.Assignment) -> None:
+    def __init__(self, assignment: wire.Assignment, started_at: float) -> None:
         self.assignment = assignment
+        self.started_at = started_at
         self.task: asyncio.Task[None] | None = None
         self.episode: Episode | None = None
         self.cancel_reason = ""
@@ -135,7 +143,8 @@ class Worker:
         )
         self._plans = Plans(self._connections.work)
         self._spool = Spool(settings.spool_bytes)
-        self._submitter = Submitter(self._connections.work, self._spool, self._substitute)
+        self._submitter = Submitter(self._connections.work, self._spool, self._substitute, self._submit_gather_s)
+        self._pace = Pace()
         self._broken = False
         self._shortest_term_s = math.inf
         self._is_stuck = False
@@ -241,7 +250,7 @@ class Worker:
                 self._slot_freed.clear()
                 await self._slot_freed.wait()
         if self._running and self._free() * GATHER_SHARE < self._settings.slots:
-            await asyncio.sleep(GATHER_S)
+            await asyncio.sleep(max(GATHER_S, self._pace.share_s(GATHER_OF_EPISODE, LONGEST_GATHER_S)))
 
     def _start(self, assignment: wire.Assignment) -> None:
         name = (assignment.episode, assignment.attempt)
@@ -249,7 +258,7 @@ class Worker:
             return
         self._shortest_term_s = min(self._shortest_term_s, assignment.term_s)
         self._heartbeat.has_term(assignment.term_s)
-        running = self._running[name] = Running(assignment)
+        running = self._running[name] = Running(assignment, self._clock())
         running.task = self._loop.create_task(self._attempt(running))
         running.task.add_done_callback(lambda task: self._ended(name, running, task))
 
@@ -273,6 +282,7 @@ class Worker:
     def _ended(self, name: AttemptName, running: Running, task: asyncio.Task[None]) -> None:
         """Free the slot. An attempt that ended without a record, by whatever way, gets one here."""
         del self._running[name]
+        self._pace.ended(self._clock() - running.started_at)
         self._slot_freed.set()
         self._check_hanging()
         if task.cancelled():
@@ -306,6 +316,11 @@ class Worker:
             return
         shown = {asset.name: assets[asset.name] for asset in trajectory.assets}
         self._spool.add(Entry(running.assignment, record, shown))
+
+    def _submit_gather_s(self) -> float:
+        """How long finished episodes may wait for others. The last one waits for nobody."""
+        others = any(not running.recorded for running in self._running.values())
+        return self._pace.share_s(SUBMIT_OF_EPISODE, LONGEST_SUBMIT_S) if others else 0.0
 
     def _substitute(self, entry: Entry, error: HeadraceError) -> Entry:
         failure = InfrastructureFailure(

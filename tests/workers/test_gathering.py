@@ -1,0 +1,96 @@
+"""What a worker sends waits for company: how long, and for whom."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from headrace import wire
+from headrace_workers.worker import worker as module
+from headrace_workers.worker.pace import Pace
+from headrace_workers.worker.spool import Entry, Spool
+from headrace_workers.worker.submitter import Submitter
+from tests.builders import make_id
+from tests.workers.fakes import assignment
+from tests.workers.orchestrator import orchestrating
+from tests.workers.test_worker import working
+
+
+def entry(number: int) -> Entry:
+    return Entry(assignment(episode=make_id(number)), b"record")
+
+
+class Connection:
+    """Accepts everything, and keeps how many records came together."""
+
+    def __init__(self) -> None:
+        self.submissions: list[int] = []
+        self.both = asyncio.Event()
+
+    async def submit(self, entries: list[tuple[wire.AttemptKey, bytes]]) -> list[wire.SubmitResult]:
+        self.submissions.append(len(entries))
+        if sum(self.submissions) == 2:
+            self.both.set()
+        return [wire.SubmitResult(episode=key.episode, verdict="accepted") for key, _ in entries]
+
+    async def missing_assets(self, names: list[str]) -> list[str]:
+        return []
+
+
+async def submissions(spool: Spool, gather_s: Callable[[], float]) -> list[int]:
+    """How many of two records go together."""
+    connection = Connection()
+    submitter = Submitter(
+        connection,  # type: ignore[arg-type]  # records without images
+        spool,
+        lambda entry, error: pytest.fail(str(error)),
+        gather_s,
+    )
+    sending = asyncio.create_task(submitter.submit_forever())
+    async with asyncio.timeout(20):
+        await connection.both.wait()
+    sending.cancel()
+    await asyncio.gather(sending, return_exceptions=True)
+    return connection.submissions
+
+
+@pytest.mark.parametrize(("wait_s", "together"), [(0.01, [2]), (0.0, [1, 1])])
+async def test_a_record_waits_for_others_as_long_as_it_may(wait_s: float, together: list[int]):
+    spool = Spool(1 << 20)
+    spool.add(entry(1))
+    asked: list[int] = []
+
+    def gather_s() -> float:
+        if not asked:  # the other one comes a moment later
+            asyncio.get_running_loop().call_soon(spool.add, entry(2))
+        asked.append(len(spool))
+        return wait_s
+
+    assert await submissions(spool, gather_s) == together
+
+
+async def test_the_last_record_waits_for_nobody(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "SUBMIT_OF_EPISODE", 1e12)
+    monkeypatch.setattr(module, "LONGEST_SUBMIT_S", 3600.0)
+    async with orchestrating() as stub:
+        stub.queue = [assignment(episode=make_id(100 + number)) for number in range(3)]
+        async with working(stub, slots=1):
+            await stub.until(lambda: len(stub.records) == 3)
+
+
+def test_the_usual_time_follows_the_last_episodes():
+    pace = Pace()
+    assert pace.share_s(0.5, 10.0) == 0.0
+    pace.ended(4.0)
+    assert pace.share_s(0.5, 10.0) == 2.0
+    for _ in range(200):
+        pace.ended(8.0)
+    assert pace.share_s(0.5, 10.0) == pytest.approx(4.0, rel=1e-3)
+
+
+def test_what_waits_is_bounded():
+    pace = Pace()
+    pace.ended(3600.0)
+    assert pace.share_s(0.01, 0.05) == 0.05
