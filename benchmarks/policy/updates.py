@@ -92,7 +92,7 @@ def _by_hand(server: Vllm, folder: Path) -> float:
 
 
 def _serves(client: Client, server: Vllm, n: int) -> bool:
-    return server.version() == f"0.{n}" and b"false" in server.get("/is_paused")
+    return server.version() == f"updates@0.{n}" and b"false" in server.get("/is_paused")
 
 
 def _probe(server: Vllm) -> tuple[list[int], list[float]]:

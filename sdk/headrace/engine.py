@@ -110,9 +110,15 @@ LOAD = "headrace_load"
 _LOADING = " -> "
 
 
-def loading(held: str, version: Version) -> str:
-    """What a server is made to call its weights while ``version`` is loaded over those that it called ``held``."""
-    return f"{held.split(_LOADING)[0]}{_LOADING}{version}"
+def weights_name(version: Version, run: str = "") -> str:
+    """What a server calls the weights of a run, such as ``math@0.12``. Two runs may have the same server and count from
+    0.0 both; without its run, a version is whosever asks."""
+    return f"{run}@{version}" if run else str(version)
+
+
+def loading(held: str, name: str) -> str:
+    """What a server is made to call its weights while those called ``name`` are loaded over those called ``held``."""
+    return f"{held_before(held)}{_LOADING}{name}"
 
 
 def held_before(text: str) -> str:
@@ -120,12 +126,21 @@ def held_before(text: str) -> str:
     return text.split(_LOADING)[0]
 
 
-def version_of(text: str) -> Version | None:
-    """The version that a server's word for its weights stands for; None if it stands for none, as in a load."""
+def run_of(text: str) -> str:
+    """The run that a server's word for its weights names; empty if it names none."""
+    return text.rpartition("@")[0]
+
+
+def version_of(text: str, run: str = "") -> Version | None:
+    """The version that a server's word for its weights stands for; None if it stands for none, as in a load, or for one
+    of another run than ``run``. Without ``run`` it may be of any."""
     if text == FRESH_VERSION:
         return Version(0, 0)
+    named, _, version = text.rpartition("@")
+    if _LOADING in text or (named and run and named != run):
+        return None
     try:
-        return Version.parse(text)
+        return Version.parse(version)
     except ValueError:
         return None
 

@@ -50,14 +50,14 @@ def score(
     """
     address = engine.base_of(endpoint)
     body = scoring_body(model, [int(token) for token in token_ids])
-    after = _version(address, timeout_s)
+    after = _weights(address, timeout_s)
     for _ in range(MAX_TRIES):
         before = after
         answer = _ask(f"{address}{engine.COMPLETIONS}", timeout_s, body)
-        after = _version(address, timeout_s)
+        after = _weights(address, timeout_s)
         if after == before:
-            return Scores(read_scores(answer, token_ids), after)
-    raise version_changed(address, before, after)
+            return Scores(read_scores(answer, token_ids), after.version)
+    raise version_changed(address, before.name, after.name)
 
 
 def scoring_body(model: str, token_ids: Sequence[int]) -> bytes:
@@ -82,7 +82,7 @@ def read_scores(body: bytes, token_ids: Sequence[int] | npt.NDArray[np.int32]) -
     return scores
 
 
-def version_changed(address: str, before: Version, after: Version) -> PolicyFailure:
+def version_changed(address: str, before: str, after: str) -> PolicyFailure:
     """The failure of scores that cannot be said to be of one version."""
     return PolicyFailure(
         f"{address} held {before} before and {after} after it was asked for logprobs.",
@@ -128,10 +128,16 @@ def _broken(kind: str, detail: str) -> PolicyFailure:
     return PolicyFailure(detail, hint="Nothing is put in its place.", kind=kind, retryable=True)
 
 
-def _version(address: str, timeout_s: float) -> Version:
+class _Weights(NamedTuple):
+    name: str
+    version: Version
+
+
+def _weights(address: str, timeout_s: float) -> _Weights:
     said = _ask(f"{address}{engine.WEIGHT_INFO}", timeout_s)
     try:
-        version = engine.version_of(str(msgspec.json.decode(said, type=engine.WeightInfo).weight_version))
+        name = str(msgspec.json.decode(said, type=engine.WeightInfo).weight_version)
+        version = engine.version_of(name)
     except (msgspec.DecodeError, UnicodeDecodeError):
         version = None
     if version is None:
@@ -141,7 +147,7 @@ def _version(address: str, timeout_s: float) -> Version:
             kind="unknown-version",
             retryable=False,
         )
-    return version
+    return _Weights(name, version)
 
 
 def _ask(url: str, timeout_s: float, body: bytes | None = None) -> bytes:

@@ -168,7 +168,7 @@ class World:
             assert call.version is not None
             if engine.paused_at is None:
                 return Problem("not-paused", "started again", untouched=True)
-            engine.name = loading(engine.name, call.version)
+            engine.name = loading(engine.name, str(call.version))
             engine.holds = MIXED if fault == "half" else call.version
             if not fault or (fault == "lost" and self.random.random() < 0.5):
                 engine.name = str(call.version)

@@ -48,10 +48,36 @@ async def test_the_newest_run_that_announces_weights_drives_a_server_and_an_olde
         (server,) = (await made.until(lambda found: all(s.state == "ejected" for s in found.values()))).servers
         assert server.reason == "run newer loads its weights into it"
         async with asyncio.timeout(20):
-            while (await get(server.address, "/weight_info"))["weight_version"] != "0.2":
+            while (await get(server.address, "/weight_info"))["weight_version"] != "newer@0.2":
                 await asyncio.sleep(0.02)
         await made.api.ask("POST", "/v1/runs/newer/close")
         await made.until_served(1)
+
+
+async def test_what_the_weights_of_another_run_sampled_is_no_version_of_the_run_that_announced_none(
+    tmp_path: Path,
+) -> None:
+    async with plant(tmp_path, servers=1, slow_s=0.2) as (made, _, _):
+        (address,) = made.addresses
+        first = await weights(address)
+        await made.create_run()
+        await made.until_played(SLOTS)  # and more are under way, whose turns go on when the pause is over
+        spec = {"name": "newer", "pool": "empty", "environments": [{"id": "test:Echo"}]}
+        await made.api.ask("POST", "/v1/runs", {**spec, "policy": {"endpoints": made.addresses}}, status=201)
+        newer = wire.VersionRequest(version="0.1", weights=made.write(1))
+        await made.api.ask("POST", "/v1/runs/newer/version", newer)
+        await made.until(lambda found: all(server.state == "ejected" for server in found.values()))
+        async with asyncio.timeout(20):
+            while await weights(address) == first:
+                await asyncio.sleep(0.02)
+        await made.api.ask("POST", "/v1/runs/newer/close")
+        await made.until(lambda found: all("holds weights of run newer" in s.reason for s in found.values()))
+        headers = {"x-weight-version": "0.0"}
+        async with aiohttp.ClientSession() as learner, learner.post(f"{address}/weights", data=first, headers=headers):
+            pass
+        await made.until_served(0)
+        await made.until_played(SLOTS)
+        assert await made.check_truth() == {"0.0"}
 
 
 async def test_weights_that_another_run_left_under_the_same_version_are_replaced(tmp_path: Path) -> None:

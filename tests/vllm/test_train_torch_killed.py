@@ -66,7 +66,7 @@ async def test_a_learner_that_is_killed_goes_on_at_the_right_version(
         assert learner.exit_code == 0, learner.tail()
         assert client.run("kinds").version == "0.4"
         wait_for("vLLM serves it", lambda: client.servers("kinds").servers[0].version == "0.4")
-    assert await vllm.version() == "0.4"
+    assert await vllm.version() == "kinds@0.4"
     trained = {step["version"]: step["batch"] for step in printed(learner)}
     assert [version for version in trained if version != "0.2"] == ["0.1", "0.3", "0.4"]  # 0.2: killed before it spoke?
     assert len(set(trained.values())) == len(trained)

@@ -291,6 +291,28 @@ async def test_a_version_that_cannot_be_read_is_a_failure(version: Any) -> None:
     assert caught.value.kind == "unknown-version"
 
 
+@pytest.mark.parametrize("carried", [True, False], ids=["in the answer", "asked for"])
+@pytest.mark.parametrize(("named", "whose"), [("mine@0.1", "its own"), ("0.1", "nobody's"), ("other@0.1", "another's")])
+async def test_what_weights_of_another_run_sampled_is_a_failure_and_never_this_runs_version(
+    named: str, whose: str, carried: bool
+) -> None:
+    spans = {"weight_versions": [{"version": named, "start": 0, "end": 2}]} if carried else {}
+    async with serving(lambda engine, body: completion([66, 261], [-0.5, -0.5], **spans)) as engine:
+        engine.version = named
+        policies = ServedPolicies(slots=1, default_endpoints=[engine.url], clock=Clock())
+        try:
+            if whose != "another's":
+                assert (await policies.at([], run="mine").sample(REQUEST)).versions == [VersionRun(2, 0, 1)]
+                return
+            with pytest.raises(PolicyFailure, match="weights of run other") as caught:
+                await policies.at([], run="mine").sample(REQUEST)
+            assert (caught.value.kind, caught.value.retryable) == ("weights-of-another-run", True)
+            named_by_adapter = msgspec.structs.replace(REQUEST, frozen=True)
+            assert (await policies.at([], run="mine").sample(named_by_adapter)).token_ids, "an adapter has its own name"
+        finally:
+            await policies.close()
+
+
 async def test_without_an_endpoint_there_is_no_policy() -> None:
     policies = ServedPolicies(slots=1, default_endpoints=[], clock=Clock())
     with pytest.raises(PolicyFailure) as caught:

@@ -39,9 +39,9 @@ from headrace.engine import (
     VersionUpdate,
     WeightInfo,
     loading,
+    weights_name,
 )
 from headrace.errors import PolicyFailure
-from headrace.trajectory import Version
 from headrace_orchestrator.policies.admission import Reading
 from headrace_orchestrator.policies.controller import Call
 from headrace_orchestrator.policies.reading import read_load
@@ -124,20 +124,20 @@ class Control:
         elif call.version is not None and call.weights is not None:
             if call.kind == "check":
                 return _refused(await self._rpc(call.address, CHECK, call.weights.path))
-            return await self._load(call.address, call.version, call.weights.path)
+            return await self._load(call.address, weights_name(call.version, call.run), call.weights.path)
         return None
 
-    async def _load(self, address: str, version: Version, path: str) -> Problem | None:
+    async def _load(self, address: str, name: str, path: str) -> Problem | None:
         paused = await self._read(address, IS_PAUSED, PauseInfo)
         if paused is None or not paused.is_paused:
             return Problem("not-paused", "it is not paused any more: was it started again?", untouched=True)
         named = await self._read(address, WEIGHT_INFO, WeightInfo)
         held = "" if named is None else str(named.weight_version)
-        await self._name(address, loading(held, version))
+        await self._name(address, loading(held, name))
         results = await self._rpc(address, LOAD, path)
         problem = _refused(results)
         if problem is None:
-            await self._name(address, str(version))
+            await self._name(address, name)
         elif problem.untouched:
             await self._name(address, held)
         return problem

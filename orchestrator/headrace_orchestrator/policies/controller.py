@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple
 
-from headrace.engine import PauseMode
+from headrace.engine import PauseMode, run_of
 from headrace.runspec import SyncSpec
 from headrace.trajectory import Version
 from headrace.wire import PolicyServer, Reason, ServerState, Weights
@@ -50,8 +50,8 @@ Kind = Literal["probe", "check", "pause", "load", "resume", "end-requests"]
 
 
 class Call(NamedTuple):
-    """A call to make. ``check`` and ``load`` are about ``weights``, which are ``version``; ``end-requests`` pauses
-    too, and ends what is in the server."""
+    """A call to make. ``check`` and ``load`` are about ``weights``, which are ``version`` of ``run``; ``end-requests``
+    pauses too, and ends what is in the server."""
 
     kind: Kind
     address: str
@@ -59,6 +59,7 @@ class Call(NamedTuple):
     version: Version | None = None
     weights: Weights | None = None
     mode: PauseMode = "keep"
+    run: str = ""
 
 
 class Target(NamedTuple):
@@ -88,9 +89,11 @@ class Failed(NamedTuple):
 
 
 class Controller:
-    """All policy servers of one run. ``revision`` grows whenever what is told of them changes."""
+    """All policy servers of one run. ``revision`` grows whenever what is told of them changes. ``run``: whose weights
+    they are to hold."""
 
-    def __init__(self, sync: SyncSpec, revision: int = 0) -> None:
+    def __init__(self, sync: SyncSpec, revision: int = 0, run: str = "") -> None:
+        self._run = run
         self.servers: dict[str, Server] = {}
         self.target = Target()
         self.revision = revision
@@ -106,12 +109,12 @@ class Controller:
         run loads its weights into, and which run that is."""
         for address in [known for known in self.servers if known not in servers]:
             server = self.servers.pop(address)
-            if server.paused_at is not None and not server.busy and server.version is not None:
+            if server.paused_at is not None and not server.busy and server.is_whole:
                 self._left_paused.append(address)
             self.revision += 1
         for address, drains in servers.items():
             if address not in self.servers:
-                self.servers[address] = Server(address)
+                self.servers[address] = Server(address, self._run)
                 self.revision += 1
             server = self.servers[address]
             other_run = (others or {}).get(address, "")
@@ -232,7 +235,7 @@ class Controller:
         return [
             Call("resume", server.address, LET_GO_TIMEOUT_S)
             for server in paused
-            if server.version is not None and server.busy != "load"
+            if server.is_whole and server.busy != "load"
         ]
 
     def events(self) -> list[Resumed | Failed]:
@@ -276,7 +279,7 @@ class Controller:
         drive."""
         driven = self.target.version is not None
         over = now >= paused_at + self._sync.pause_lease_s
-        if server.version is not None:
+        if server.is_whole:
             return Call("resume", server.address, RESUME_TIMEOUT_S) if driven or over else None
         if (over or server.problem is not None) and not server.ended_requests:
             return Call("end-requests", server.address, RESUME_TIMEOUT_S, mode="abort")
@@ -315,7 +318,7 @@ class Controller:
                 why = "the pause lease ran out" if left_s <= 0 else "the learner loads now"
                 self._fail(server, Problem("pause-lease-over", why, untouched=True), now)
                 return None
-            return Call("load", server.address, left_s, *server.wanted)
+            return Call("load", server.address, left_s, *server.wanted, run=self._run)
         if server.stage == "confirm":
             return Call("probe", server.address)
         return Call("resume", server.address, RESUME_TIMEOUT_S)
@@ -404,6 +407,8 @@ class Controller:
         """Why a server must not take requests although it answers."""
         version, target = server.version, self.target
         why = f" ({server.problem.message})" if server.problem is not None else ""
+        if seen.weights and version is None and server.is_whole:
+            return f"it holds weights of run {run_of(seen.weights)}: {seen.weights!r}{why}"
         if seen.weights and version is None:
             return f"nobody knows which weights it holds: it says {seen.weights!r}{why}"
         if target.version is None:

@@ -1,6 +1,7 @@
 """One policy server of a run, as it was last seen, and how far new weights are with it.
 
 * What it holds is what it confirmed last; whoever has not confirmed holds nothing that is known.
+* Weights of another run are no version of this one, whatever their number.
 * Time that it was paused adds up, the pause that lasts included.
 * Each failure in a row is waited for longer before the next try, up to a bound.
 """
@@ -41,9 +42,10 @@ class Problem(NamedTuple):
 
 
 class Server:
-    """The state of one server; ``address`` names it."""
+    """The state of one server; ``address`` names it. ``run``: whose weights count; empty for anybody's."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, run: str = "") -> None:
+        self._run = run
         self.address = address
         self.drains = False
         #: The run that loads its weights into it, if that is another one.
@@ -83,8 +85,13 @@ class Server:
 
     @property
     def version(self) -> Version | None:
-        """What it confirmed; None if that is nothing, or no version."""
-        return version_of(self.seen.weights) if self.seen is not None and self.up else None
+        """What it confirmed; None if that is nothing, no version, or one of another run."""
+        return version_of(self.seen.weights, self._run) if self.seen is not None and self.up else None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it confirmed a version, of whatever run: it may go on with that."""
+        return self.seen is not None and self.up and version_of(self.seen.weights) is not None
 
     @property
     def paused_at(self) -> float | None:

@@ -42,7 +42,7 @@ class Watch:
         driver: Callable[[str], str],
         revision: int,
     ) -> None:
-        self.controller = Controller(shell.core.spec(run).policy.sync, revision)
+        self.controller = Controller(shell.core.spec(run).policy.sync, revision, run)
         #: What the weight sync is at, in words; empty where there is nothing to say.
         self.sync = ""
         self._discovery = Discovery()

@@ -83,8 +83,9 @@ class ServedPolicies:
         policy = self._policies.get(key)
         if policy is None:
             pool = self._pool(endpoints, run)
+            pool = self._pools.setdefault(pool.name, pool)
             policy = self._policies[key] = ServedPolicy(
-                self._pools.setdefault(pool.name, pool), protocol, self.router, self._server, self._watch, self._clock
+                run, pool, protocol, self.router, self._server, self._watch, self._clock
             )
         return policy
 
@@ -166,10 +167,11 @@ class ServedPolicies:
 
 
 class ServedPolicy:
-    """One policy behind a pool of servers."""
+    """One policy behind a pool of servers. ``run``: whose weights it is; empty for anybody's."""
 
     def __init__(
         self,
+        run: str,
         pool: Pool,
         protocol: AnyProtocol,
         router: Router,
@@ -177,6 +179,7 @@ class ServedPolicy:
         watch: Watch,
         clock: Callable[[], float],
     ) -> None:
+        self._run = run
         self._pool = pool
         self._protocol: AnyProtocol = protocol
         self._router = router
@@ -245,6 +248,8 @@ class ServedPolicy:
                 protocol=self._protocol,
                 request_id=request_id,
                 movable=lambda: self._others(turn, address),
+                # What an adapter is called says whose it is, and of which version; whose the base is does not matter.
+                run="" if asked.adapter or asked.frozen else self._run,
             )
             if version is not None:  # the name that was asked for is the version
                 sample = msgspec.structs.replace(sample, versions=one_version(len(sample.token_ids), version))

@@ -22,9 +22,9 @@ import numpy.typing as npt
 from headrace import engine
 from headrace.errors import PolicyFailure
 from headrace.scoring import read_scores, scoring_body, version_changed
-from headrace.trajectory import Version, VersionRun
+from headrace.trajectory import VersionRun
 from headrace_workers.policies.base import AnyProtocol, Sample, SampleRequest, ScoreRequest, one_version
-from headrace_workers.policies.confirmations import Confirmations, confirmed_version, read_version
+from headrace_workers.policies.confirmations import Confirmations, confirmed_name, read_version
 from headrace_workers.policies.images import seen_prompt
 from headrace_workers.policies.protocols import PROTOCOLS, Choice, Protocol, lenient
 from headrace_workers.policies.refusals import context_overflow, refusal
@@ -44,7 +44,9 @@ NO_ANSWER = frozenset({"connection-refused", "connection-lost"})
 NOT_THE_SERVERS = frozenset({"context-overflow", "request-refused", "prompt-out-of-vocabulary"})
 """Kinds of failures that the request brings with it: another server would say the same."""
 
-NOT_ITS_HEALTH = frozenset({"rate-limited", "unknown-model", "version-changed", "adapter-not-loaded"})
+NOT_ITS_HEALTH = frozenset(
+    {"rate-limited", "unknown-model", "version-changed", "adapter-not-loaded", "weights-of-another-run"}
+)
 """Kinds of failures that another try may cure, and that do not make the server a bad one for other requests."""
 
 MAX_ANSWER_BYTES = 256 << 20
@@ -80,7 +82,7 @@ class PolicyServer:
     def __init__(self, session: aiohttp.ClientSession, address: str, clock: Callable[[], float]) -> None:
         self._session = session
         self.address = address
-        self._confirmations = Confirmations(self._weight_version, clock)
+        self._confirmations = Confirmations(self._weight_name, clock)
         self._answers_carry_versions = False
         self._meeting: asyncio.Task[None] | None = None
         self._best: Protocol | None = None
@@ -90,11 +92,12 @@ class PolicyServer:
         self._aborts: set[asyncio.Task[_Answer]] = set()
 
     async def sample(
-        self, request: SampleRequest, *, protocol: AnyProtocol, request_id: str, movable: Callable[[], bool]
+        self, request: SampleRequest, *, protocol: AnyProtocol, request_id: str, movable: Callable[[], bool], run: str
     ) -> Sample:
         """Sample one turn, or a part of it. Raises PolicyFailure; ``finish_reason`` may be ``engine.ABORTED``.
 
-        ``movable``: whether another server could take the request if this one is given up.
+        ``movable``: whether another server could take the request if this one is given up. ``run``: whose weights are
+        wanted; empty for anybody's.
         """
         if self._best is None:
             await self._meet()
@@ -122,7 +125,7 @@ class PolicyServer:
             token_ids=choice.token_ids,
             logprobs=choice.logprobs,  # type: ignore[arg-type]  # the check of the sample refuses None
             finish_reason=choice.finish_reason,
-            versions=await self._versions(choice, len(choice.token_ids), before),
+            versions=await self._versions(choice, len(choice.token_ids), before, run),
             prompt=prompt,
             seen=seen_prompt(request.prompt, len(request.images), choice.prompt, choice.images)
             if request.images
@@ -226,7 +229,7 @@ class PolicyServer:
 
     # Versions
 
-    async def _version_before(self, request: SampleRequest) -> Version | PolicyFailure:
+    async def _version_before(self, request: SampleRequest) -> str | PolicyFailure:
         known = self._confirmations.known
         if known is not None and self._answers_carry_versions:
             return known
@@ -237,27 +240,30 @@ class PolicyServer:
                 return failure  # a server that knows no versions may still answer with text
             raise
 
-    async def _versions(self, choice: Choice, count: int, before: Version | PolicyFailure) -> list[VersionRun]:
+    async def _versions(self, choice: Choice, count: int, before: str | PolicyFailure, run: str) -> list[VersionRun]:
         if choice.spans is None:
             self._answers_carry_versions = False
             if isinstance(before, PolicyFailure):
                 raise before
-            return one_version(count, min(before, await self._confirmations.after())) if count else []
+            if not count:
+                return []
+            names = before, await self._confirmations.after()
+            return one_version(count, min(read_version(name, run) for name in names))
         _check_spans(choice.spans)
-        versions = [VersionRun(span.end, *read_version(span.version)) for span in choice.spans]
+        versions = [VersionRun(span.end, *read_version(span.version, run)) for span in choice.spans]
         self._answers_carry_versions = True
         if versions:
-            self._confirmations.learn(versions[-1].version)
+            self._confirmations.learn(str(choice.spans[-1].version))
         return versions
 
-    async def _weight_version(self) -> Version:
+    async def _weight_name(self) -> str:
         answer = await self._get(engine.WEIGHT_INFO, CONFIRM_TIMEOUT_S)
         if answer.status != 200:
             raise refusal(f"{self.address}{engine.WEIGHT_INFO}", *answer)
         try:
-            return confirmed_version(_decode_weight_info(answer.body).weight_version)
+            return confirmed_name(_decode_weight_info(answer.body).weight_version)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            return confirmed_version(lenient(answer.body, engine.WeightInfo, error).weight_version)
+            return confirmed_name(lenient(answer.body, engine.WeightInfo, error).weight_version)
 
     # What the server is
 

@@ -138,7 +138,7 @@ class Engine:
     def rename(self, name: str) -> None:
         """What the weights are called from now on."""
         version = version_of(name)
-        self._called = name if version is None else ""
+        self._called = name if name != str(version) else ""
         if version is not None:
             self._policy.load(self._policy.weights, version)
 
