@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import os
@@ -32,6 +33,9 @@ PERIOD_US = 100_000
 """Of the CPU quota: the kernel's default."""
 
 V1_CONTROLLERS = ("memory", "pids", "cpu", "cpuacct")
+
+LEFT_BYTES = 8 << 20
+"""Of memory that a group may hold when it is used again."""
 
 EMPTY_S = 2.0
 """For the processes of a group to be gone once they were killed."""
@@ -64,6 +68,10 @@ class Cgroup(Protocol):
         """What runs in it."""
         ...
 
+    def held_bytes(self) -> int | None:
+        """Memory of processes and of files in memory that it holds now; None where nothing counts it."""
+        ...
+
     def remove(self) -> None:
         """Remove it. Raises OSError if something runs in it."""
         ...
@@ -81,32 +89,71 @@ class Driver(Protocol):
 
 
 class Groups:
-    """Groups of one driver, used again and again: making one costs milliseconds."""
+    """Groups of one driver, used again and again: making one costs milliseconds. ``take`` and ``give_back`` wait for
+    the kernel; on an event loop ``taken`` and ``given_back`` do."""
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self._free: list[Cgroup] = []
+        self._stuck: list[Cgroup] = []
 
     def take(self, limits: Limits) -> Cgroup:
         """A group with these limits, and nothing in it. Raises SandboxFailure ``no-cgroup``."""
         try:
-            group = self._free.pop() if self._free else self.driver.make(f"{supervisor.me()}-{next(_numbers)}")
+            group = self._clean() or self.driver.make(f"{supervisor.me()}-{next(_numbers)}")
             group.open(limits)
         except OSError as error:
-            raise SandboxFailure(
-                f"No control group could be made: {error}.", kind="no-cgroup", retryable=True
-            ) from error
+            raise no_cgroup(error) from error
         return group
+
+    def _clean(self) -> Cgroup | None:
+        """A free one that no memory is left in: files in memory are given back a little after their processes."""
+        for group in tuple(self._free):
+            if (group.held_bytes() or 0) <= LEFT_BYTES:
+                with contextlib.suppress(ValueError):  # another thread may have taken it
+                    self._free.remove(group)
+                    return group
+        return None
 
     def give_back(self, group: Cgroup) -> None:
         """Kill what is left in it; then it may be taken again. Raises SandboxFailure ``unkillable``."""
-        empty(group)
+        try:
+            empty(group)
+        except SandboxFailure:
+            self._stuck.append(group)
+            raise
         self._free.append(group)
 
+    async def taken(self, limits: Limits) -> Cgroup:
+        """As ``take``."""
+        taking = asyncio.ensure_future(asyncio.to_thread(self.take, limits))
+        try:
+            return await asyncio.shield(taking)
+        except asyncio.CancelledError:
+            taking.add_done_callback(self._unwanted)
+            raise
+
+    def _unwanted(self, taking: asyncio.Future[Cgroup]) -> None:
+        if not taking.cancelled() and taking.exception() is None:
+            self._free.append(taking.result())
+
+    async def given_back(self, group: Cgroup) -> None:
+        """As ``give_back``; once begun it is done, even if nobody waits for it any more."""
+        await asyncio.shield(asyncio.to_thread(self.give_back, group))
+
     def close(self) -> None:
-        """Remove all that are free."""
+        """Remove all that are free, and those that could not be emptied if they can be now."""
         while self._free:
             self._free.pop().remove()
+        for group in self._stuck:
+            with contextlib.suppress(OSError):
+                group.remove()
+        self._stuck.clear()
+
+
+def no_cgroup(error: OSError) -> SandboxFailure:
+    """The failure of a control group that cannot be made, or does not take a process."""
+    return SandboxFailure(f"No control group could be made: {error}.", kind="no-cgroup", retryable=True)
 
 
 def empty(group: Cgroup) -> None:
@@ -169,6 +216,9 @@ class _NoGroup:
     def pids(self) -> list[int]:
         return []
 
+    def held_bytes(self) -> int | None:
+        return None
+
     def remove(self) -> None:
         pass
 
@@ -197,8 +247,17 @@ class V1Group:
 
     def __init__(self, folders: dict[str, Path]) -> None:
         self._memory, self._pids = folders["memory"], folders["pids"]
-        self._cpu, self._cpuacct = folders["cpu"], folders["cpuacct"]
+        self._cpu = folders["cpu"]
         self._distinct = list(dict.fromkeys(folders.values()))
+        self._counters = tuple(
+            str(path)
+            for path in (
+                folders["cpuacct"] / "cpuacct.usage",
+                self._memory / "memory.max_usage_in_bytes",
+                self._memory / "memory.oom_control",
+                self._pids / "pids.events",
+            )
+        )
         self._limits: Limits | None = None
         self._before = NOTHING
 
@@ -215,7 +274,7 @@ class V1Group:
 
     def count(self) -> None:
         self._before = self._counted()
-        _write(self._memory / "memory.max_usage_in_bytes", 0)
+        _write(self._counters[1], 0)
 
     def _limit(self, limits: Limits) -> None:
         swap = self._memory / "memory.memsw.limit_in_bytes"
@@ -236,15 +295,20 @@ class V1Group:
         return since(self._before, self._counted())
 
     def _counted(self) -> Usage:
+        cpu, peak, killed, refused = map(_read, self._counters)
         return Usage(
-            cpu_s=int((self._cpuacct / "cpuacct.usage").read_text()) / 1e9,
-            peak_memory_bytes=int((self._memory / "memory.max_usage_in_bytes").read_text()),
-            memory_kills=_named(self._memory / "memory.oom_control", "oom_kill"),
-            refused_pids=_named(self._pids / "pids.events", "max"),
+            cpu_s=int(cpu) / 1e9,
+            peak_memory_bytes=int(peak),
+            memory_kills=_named(killed, "oom_kill"),
+            refused_pids=_named(refused, "max"),
         )
 
     def pids(self) -> list[int]:
         return sorted({pid for folder in self._distinct for pid in pids_in(folder)})
+
+    def held_bytes(self) -> int | None:
+        stat = _read(self._memory / "memory.stat")
+        return _named(stat, "rss") + _named(stat, "shmem")
 
     def remove(self) -> None:
         for folder in self._distinct:
@@ -304,14 +368,18 @@ class V2Group:
     def _counted(self) -> Usage:
         peak = self._folder / "memory.peak"
         return Usage(
-            cpu_s=_named(self._folder / "cpu.stat", "usage_usec") / 1e6,
-            peak_memory_bytes=int(peak.read_text()) if peak.exists() else None,
-            memory_kills=_named(self._folder / "memory.events", "oom_kill"),
-            refused_pids=_named(self._folder / "pids.events", "max"),
+            cpu_s=_named(_read(self._folder / "cpu.stat"), "usage_usec") / 1e6,
+            peak_memory_bytes=int(_read(peak)) if peak.exists() else None,
+            memory_kills=_named(_read(self._folder / "memory.events"), "oom_kill"),
+            refused_pids=_named(_read(self._folder / "pids.events"), "max"),
         )
 
     def pids(self) -> list[int]:
         return list(pids_in(self._folder))
+
+    def held_bytes(self) -> int | None:
+        stat = _read(self._folder / "memory.stat")
+        return _named(stat, "anon") + _named(stat, "shmem")
 
     def remove(self) -> None:
         self._folder.rmdir()
@@ -335,16 +403,25 @@ def pids_in(folder: Path) -> Iterator[int]:
     yield from filter(None, map(int, (folder / "cgroup.procs").read_text().split()))
 
 
-def _named(path: Path, name: str) -> int:
-    """A value in a file of lines ``name value``; 0 where it has none."""
-    for line in path.read_text().splitlines():
+def _named(text: bytes, name: str) -> int:
+    """A value in lines ``name value``; 0 where there is none."""
+    for line in text.decode().splitlines():
         key, _, value = line.partition(" ")
         if key == name:
             return int(value)
     return 0
 
 
-def _write(path: Path, value: object) -> None:
+def _read(path: Path | str) -> bytes:
+    # Without the layers of a file object: this is done several times for each execution.
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return os.read(descriptor, 1 << 16)
+    finally:
+        os.close(descriptor)
+
+
+def _write(path: Path | str, value: object) -> None:
     # No buffer: the kernel's answer is that of this very write.
     descriptor = os.open(path, os.O_WRONLY)
     try:

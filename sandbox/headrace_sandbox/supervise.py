@@ -58,6 +58,16 @@ class Verdict(NamedTuple):
     wall_s: float
 
 
+def unkillable() -> SandboxFailure:
+    """The failure of a program that SIGKILL does not end."""
+    return SandboxFailure(
+        f"The program was killed and did not end within {KILL_S:g} s.",
+        hint="It waits in the kernel, most likely for a disk or a network file system.",
+        kind="unkillable",
+        retryable=True,
+    )
+
+
 async def supervise(started: Started, stdin: bytes, limits: Limits) -> Verdict:
     """Watch a program to its end; closes the descriptors. Raises SandboxFailure ``unkillable``."""
     watching = _Watching(started, stdin, limits)
@@ -115,12 +125,7 @@ class _Watching:
             async with asyncio.timeout(KILL_S):
                 await self._ended.wait()
         except TimeoutError:
-            raise SandboxFailure(
-                f"The program was killed and did not end within {KILL_S:g} s.",
-                hint="It waits in the kernel, most likely for a disk or a network file system.",
-                kind="unkillable",
-                retryable=True,
-            ) from None
+            raise unkillable() from None
 
     async def _watch_cpu(self, most_s: float) -> None:
         while True:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import select
 import signal
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def our_groups() -> list[Path]:
 
 
 async def test_executions_leave_no_process_group_mount_or_descriptor(run: Run) -> None:
-    await run("print(1)")
+    await asyncio.gather(*(run("print(1)") for _ in range(4)))  # what is kept for four at a time is there from now on
     before, mounts = descriptors(), Path("/proc/self/mounts").read_text()
     groups = len(our_groups())
     await asyncio.gather(*(run("print(1)") for _ in range(4)))
@@ -42,7 +43,7 @@ async def test_executions_leave_no_process_group_mount_or_descriptor(run: Run) -
         await run("open('x', 'w').write('x')")
     assert descriptors() == before
     assert Path("/proc/self/mounts").read_text() == mounts
-    assert len(our_groups()) <= groups * 4
+    assert len(our_groups()) == groups
 
 
 def test_groups_are_removed_at_the_end() -> None:
@@ -160,6 +161,49 @@ async def test_a_preloaded_module_that_does_not_exist_is_named() -> None:
     with pytest.raises(SandboxFailure, match="no_such_module"):
         await server.run(PythonProgram(code=""), Limits())
     await server.close()
+
+
+async def test_a_slot_that_was_killed_is_not_used_again(forked: ForkServer) -> None:
+    await forked.run(PythonProgram(code=""), Limits())
+    [slot] = forked._free
+    os.kill(slot._pid, signal.SIGKILL)
+    select.select([slot._pidfd], [], [], 10)
+    assert (await forked.run(PythonProgram(code="print('again')"), Limits())).stdout.text == "again\n"
+    assert list(forked._free) != [slot]
+
+
+async def test_a_process_1_that_is_killed_from_outside_is_our_failure(forked: ForkServer) -> None:
+    mark = secrets.token_hex(8)
+    code = f"import os\nos.execv('/bin/sleep', ['{mark}', '300'])"
+    running = asyncio.ensure_future(forked.run(PythonProgram(code=code), Limits(wall_s=30)))
+    async with asyncio.timeout(20):
+        while not (found := lives(mark)):
+            await asyncio.sleep(0.01)
+    first = int(Path(f"/proc/{found[0]}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(first, signal.SIGKILL)
+    with pytest.raises(SandboxFailure) as caught:
+        await running
+    assert (caught.value.kind, caught.value.retryable) == ("sandbox-lost", True)
+
+
+async def test_a_program_ends_as_the_interpreter_would(run: Run) -> None:
+    code = """
+import atexit, threading, time
+atexit.register(print, 'exit')
+threading.Thread(target=lambda: (time.sleep(0.1), print('thread'))).start()
+print('main')
+"""
+    assert (await run(code)).stdout.text == "main\nthread\nexit\n"
+
+
+@pytest.mark.component("cgroups")
+async def test_memory_of_the_program_before_is_no_limit_of_the_next(run: Run) -> None:
+    for _ in range(3):
+        full = await run(
+            "open('x', 'wb').write(bytes(56 << 20))", memory_bytes=64 << 20, disk_bytes=1 << 30, file_bytes=1 << 30
+        )
+        assert full.fault == "", (full.limit, full.stderr.text)
+        assert full.usage.peak_memory_bytes > 56 << 20
 
 
 async def test_a_request_that_is_too_large_is_refused(forked: ForkServer) -> None:

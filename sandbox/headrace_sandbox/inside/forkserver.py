@@ -1,24 +1,34 @@
 """Runs inside a sandbox: a warm interpreter that forks one isolated child for each execution.
 
 * Each execution has namespaces, a scratch folder, limits and a filter of its own; nothing is left of it for the next.
-* The program is a grandchild of a process 1 of its own, which it cannot reach, and which reports how it ended.
-* It starts only when the supervisor, which knows its process by then, says so.
-* The server holds no secret, and runs nothing of a program's in itself.
+* The program is a child of a process 1 of its own, which it cannot reach, and which reports how it ended.
+* A child is forked in its control group, and waits there for its program, isolated already.
+* The server and its slots hold no secret, and run nothing of a program's in themselves.
 
-A request is one packet on standard input, a socket: the descriptors stdin, stdout, stderr, a socket to the supervisor,
-and a file with JSON. On that socket process 1 sends a byte, with its credentials; gets a byte; and sends the wait
-status of the program, four bytes. No status means that it was killed.
+The server gets a socket for each slot, as one packet on standard input, and forks a process for it. On its socket that
+one, and each process 1 that it forks, tell with their credentials where they are:
+
+* ``s``: the slot is there; it waits for a byte, before which the supervisor bounds it;
+* ``r``: a process 1 is there, and a child of it waits for a request: the descriptors stdin, stdout, stderr and a file
+  with JSON;
+* ``f`` and why: that child could not be isolated, and ran nothing;
+* ``e`` and four bytes: the program ended with this wait status; without it process 1 was killed;
+* ``g``: process 1 is gone, and with it everything that the program started.
 """
 
 import array
+import atexit
+import ctypes
 import gc
 import importlib
 import json
 import os
+import platform
 import signal
 import socket
 import struct
 import sys
+import threading
 from types import TracebackType
 from typing import Any
 
@@ -27,6 +37,7 @@ from headrace_sandbox.inside.isolation import (
     CLONE_NEWNET,
     CLONE_NEWNS,
     CLONE_NEWPID,
+    CLONE_NEWUSER,
     CLONE_NEWUTS,
     PR_SET_DUMPABLE,
     PR_SET_PDEATHSIG,
@@ -34,97 +45,123 @@ from headrace_sandbox.inside.isolation import (
     give_up_privileges,
     limit,
     make_mounts_private,
+    map_user,
     mount_memory,
     mount_proc,
     mount_terminals,
+    must,
     prctl,
-    unshare_user,
 )
 
-DESCRIPTORS = 5  # of a request
+NAMESPACES = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
+CLONE = {"x86_64": 56, "aarch64": 220}  # the number of the system call
+MOST_TOLD = 500  # bytes of why it failed
+MOST_DESCRIPTORS = 256  # far above what this has open
+
+keeping_the_lock = ctypes.PyDLL(None, use_errno=True)
 
 
 def serve(requests: socket.socket, filter_: bytes) -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the kernel
-    while True:
-        packet, ancillary, _, _ = requests.recvmsg(16, socket.CMSG_SPACE(4 * DESCRIPTORS))
-        if not packet:
-            return
-        descriptors = array.array("i")
-        for _level, _type, data in ancillary:
-            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # slots are reaped by the kernel
+    clone = CLONE[platform.machine()]
+    uid, gid = os.getuid(), os.getgid()
+    while descriptors := received(requests):
         if os.fork() == 0:
-            status = 1
             try:
                 requests.close()
-                with os.fdopen(descriptors.pop(), "rb") as file:
-                    request = json.load(file)
-                isolate(request, list(descriptors), filter_)
-                status = 0
+                be_slot(socket.socket(fileno=descriptors[0]), clone, uid, gid, filter_)
             finally:
-                os._exit(status)
-        for descriptor in descriptors:
-            os.close(descriptor)
+                os._exit(0)
+        os.close(descriptors[0])
 
 
-def isolate(request: dict[str, Any], descriptors: list[int], filter_: bytes) -> None:
-    """In a child: make namespaces, and a process 1 in them."""
+def received(requests: socket.socket) -> list[int]:
+    """The descriptors of the next packet; empty at the end."""
+    _, ancillary, _, _ = requests.recvmsg(1, socket.CMSG_SPACE(4 * 4))
+    descriptors = array.array("i")
+    for _level, _type, data in ancillary:
+        descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+    return list(descriptors)
+
+
+def be_slot(requests: socket.socket, clone: int, uid: int, gid: int, filter_: bytes) -> None:
+    """Fork one process 1 after the other, in namespaces of its own, until nobody listens any more."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    unshare_user(CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS)
-    if os.fork() == 0:
-        status = 1
-        try:
-            be_first(request, descriptors, filter_)
-            status = 0
-        finally:
-            os._exit(status)
-
-
-def be_first(request: dict[str, Any], descriptors: list[int], filter_: bytes) -> None:
-    """As process 1: meet the supervisor, run the program, report its end. With it all that it started ends."""
-    prctl(PR_SET_DUMPABLE, 0)  # so that the program cannot write into this memory
-    supervisor = socket.socket(fileno=descriptors[3])
-    supervisor.send(b"1")
-    if not supervisor.recv(1):
+    requests.send(b"s")
+    if not requests.recv(1):
         return
-    prepare_files(request)
-    bring_loopback_up()
-    limit(request["rlimits"])
+    while True:
+        # One fork that makes the namespaces too; it is that of the C library in all that matters to one thread.
+        first = keeping_the_lock.syscall(clone, NAMESPACES | signal.SIGCHLD, 0, 0, 0, 0)
+        must(first, "clone")
+        if first == 0:
+            try:
+                be_first(requests, uid, gid, filter_)
+            finally:
+                os._exit(0)
+        os.waitpid(first, 0)
+        requests.send(b"g")
+
+
+def be_first(requests: socket.socket, uid: int, gid: int, filter_: bytes) -> None:
+    """As process 1: have a program, and report its end. With this ends all that it started. It does no more than that,
+    for each page of memory that it touches is copied."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    map_user(uid, gid)
+    prctl(PR_SET_DUMPABLE, 0)  # so that the program cannot write into this memory
     program = os.fork()
     if program == 0:
-        status = 127
-        try:
-            supervisor.close()
-            status = run(request, descriptors[:3], filter_)
-        except SystemExit as end:
-            status = exit_code(end)
-        except BaseException as error:  # noqa: BLE001 - the program's own, shown as Python shows it
-            sys.excepthook(*without_own_frames(error))
-            status = 1
-        finally:
-            try:
-                sys.stdout.flush()
-                sys.stderr.flush()
-            finally:
-                os._exit(status & 0xFF)
-    for descriptor in descriptors[:3]:
-        os.close(descriptor)
+        be_program(requests, filter_)
+    requests.send(b"r")
     for descriptor in (0, 1, 2):
         os.close(descriptor)
     while True:
         pid, status = os.wait()
         if pid == program:
-            supervisor.send(struct.pack("=I", status))
+            requests.send(b"e" + struct.pack("=I", status))
             return
 
 
+def be_program(requests: socket.socket, filter_: bytes) -> None:
+    """As the program's process: be isolated, wait for the program, run it, and end as the interpreter would."""
+    try:
+        make_mounts_private()
+        mount_terminals()
+        mount_proc()
+        bring_loopback_up()
+        descriptors = received(requests)
+        if not descriptors:
+            os._exit(0)
+        with os.fdopen(descriptors.pop(), "rb") as file:
+            request = json.load(file)
+        prepare_files(request)
+        become_unprivileged(request, descriptors, filter_)
+    except BaseException as error:  # noqa: BLE001 - told to the supervisor, whose failure it is
+        requests.send(b"f" + repr(error).encode()[:MOST_TOLD])
+        os._exit(1)
+    status = 127
+    try:
+        status = run(request)
+    except SystemExit as end:
+        status = exit_code(end)
+    except BaseException as error:  # noqa: BLE001 - the program's own, shown as Python shows it
+        sys.excepthook(*without_own_frames(error))
+        status = 1
+    finally:
+        try:
+            threading._shutdown()  # type: ignore[attr-defined]  # threads that are no daemons are waited for
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(status & 0xFF)
+
+
 def prepare_files(request: dict[str, Any]) -> None:
-    """A scratch folder of its own, a /proc of its own processes, and nothing that another one wrote below /dev."""
-    make_mounts_private()
+    """A scratch folder of its own, and shared memory."""
     for folder in ("/scratch", "/dev/shm"):
         mount_memory(folder, request["disk_bytes"], request["inodes"])
-    mount_terminals()
-    mount_proc()
     os.chdir("/scratch")
     for path, content in request["files"].items():
         folder = os.path.dirname(path)
@@ -134,14 +171,21 @@ def prepare_files(request: dict[str, Any]) -> None:
             file.write(content)
 
 
-def run(request: dict[str, Any], descriptors: list[int], filter_: bytes) -> int:
-    """As the program's process: give up every privilege, then be the program."""
+def become_unprivileged(request: dict[str, Any], descriptors: list[int], filter_: bytes) -> None:
+    """Keep three descriptors, and give up every privilege."""
     prctl(PR_SET_DUMPABLE, 1)
+    be_killed_first()
+    if request["processors"]:
+        os.sched_setaffinity(0, request["processors"])
+    limit(request["rlimits"])
     os.setsid()
     for target, descriptor in enumerate(descriptors):
         os.dup2(descriptor, target)
-    os.closerange(3, request["rlimits"]["RLIMIT_NOFILE"])
     give_up_privileges(filter_)
+    os.closerange(3, MOST_DESCRIPTORS)
+
+
+def run(request: dict[str, Any]) -> int:
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.argv = ["main.py", *request["arguments"]]
@@ -157,6 +201,13 @@ def run(request: dict[str, Any], descriptors: list[int], filter_: bytes) -> int:
     sys.modules["__main__"] = main
     exec(code, main.__dict__)
     return 0
+
+
+def be_killed_first() -> None:
+    """Where memory runs out, this is killed, and not what waits beside it."""
+    descriptor = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
+    os.write(descriptor, b"1000")
+    os.close(descriptor)
 
 
 def exit_code(end: SystemExit) -> int:
@@ -182,9 +233,9 @@ def main() -> None:
     for name in sys.argv[2:]:
         importlib.import_module(name)
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    gc.collect()
-    gc.freeze()  # so that a child's collector does not copy the pages of what is shared
     requests = socket.socket(fileno=os.dup(0))
     os.dup2(os.open("/dev/null", os.O_RDWR), 0)
     requests.send(b"ready")
+    gc.collect()
+    gc.freeze()  # so that a child's collector does not copy the pages of what is shared
     serve(requests, filter_)

@@ -47,6 +47,11 @@ def unshare_user(flags: int) -> None:
     """New namespaces, and one of users that owns them, in which this user keeps its number."""
     uid, gid = os.getuid(), os.getgid()
     must(libc.unshare(CLONE_NEWUSER | flags), "unshare")
+    map_user(uid, gid)
+
+
+def map_user(uid: int, gid: int) -> None:
+    """In a new namespace of users: the user keeps its number."""
     for name, line in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
         descriptor = os.open(f"/proc/self/{name}", os.O_WRONLY)
         os.write(descriptor, line.encode())

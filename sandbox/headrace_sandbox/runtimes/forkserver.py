@@ -13,24 +13,25 @@ import asyncio
 import contextlib
 import os
 import socket
-import struct
 import subprocess
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 
 from headrace.errors import SandboxFailure
 from headrace_sandbox import bwrap
 from headrace_sandbox.bwrap import SCRATCH, Bwrap
-from headrace_sandbox.cgroups import Cgroup, Driver, Groups, find_driver
+from headrace_sandbox.cgroups import Driver, Groups, find_driver
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes import inside
 from headrace_sandbox.runtimes.base import PRELOAD, PythonProgram, checked_path
 from headrace_sandbox.runtimes.inside import PYTHON
-from headrace_sandbox.runtimes.verdicts import admit, isolation_of, result_of, sandbox_lost, weak_limits
+from headrace_sandbox.runtimes.slot import Slot
+from headrace_sandbox.runtimes.verdicts import isolation_of, processors, result_of, sandbox_lost, weak_limits
 from headrace_sandbox.seccomp import require_filter
-from headrace_sandbox.supervise import Started, supervise
+from headrace_sandbox.supervise import supervise
 
 INODES = 10_000
 """Most files of a scratch folder: empty ones take no bytes of it, but memory of the kernel."""
@@ -41,8 +42,8 @@ SERVER_LIMITS = Limits(pids=1 << 15, memory_bytes=1 << 30, open_files=1024, file
 READY_S = 20.0
 """For a server to import what it preloads."""
 
-MEET_S = 10.0
-"""For a forked child to be there."""
+MOST_FREE = 16
+"""Slots that are kept while they are not used."""
 
 MOST_BYTES = 64 << 20
 """Of a program and its files."""
@@ -60,56 +61,75 @@ class ForkServer:
         self._python = python
         self._server: _Server | None = None
         self._starting = asyncio.Lock()
+        self._free: deque[Slot] = deque()
         self.isolation = isolation_of("bubblewrap", self._bwrap, self._groups.driver)
 
     async def run(self, program: PythonProgram, limits: Limits) -> ExecResult:
         """Run a program to its end. Raises SandboxFailure; cancelling the call kills it."""
         begun_at = time.monotonic()
         request = _request(program, limits, is_weak=not self._groups.driver.active)
-        with contextlib.ExitStack() as stack:
-            group = self._groups.take(limits)
-            stack.callback(self._groups.give_back, group)
-            started = await self._start(request, limits, group, stack)
+        async with self._slot(limits) as slot:
+            started = slot.start(request)
             start_s = time.monotonic() - begun_at
             verdict = await supervise(started, program.stdin, limits)
-            usage = group.usage()
+            usage = await slot.gone()
         return result_of(verdict, usage, start_s, self.isolation)
 
     async def close(self) -> None:
         """End the server, and remove what is kept between executions."""
+        while self._free:
+            await self._give_up(self._free.pop())
         if self._server is not None:
-            self._server.close()
+            await asyncio.to_thread(self._server.close)
             self._server = None
-        self._groups.close()
+        await asyncio.to_thread(self._groups.close)
 
-    async def _start(self, request: bytes, limits: Limits, group: Cgroup, stack: contextlib.ExitStack) -> Started:
-        server = await self._running()
-        child = _Child(request, stack)
+    @contextlib.asynccontextmanager
+    async def _slot(self, limits: Limits) -> AsyncIterator[Slot]:
+        """A slot in which a child waits. It is used again if all went well in it, and ended if not."""
+        slot = await self._ready(limits)
         try:
-            server.ask(child.handed)
-        finally:
-            child.hand_over()
-        pid = await child.meet()
-        pidfd = None if pid is None else admit(pid, group, limits, stack)
-        if pidfd is None:
-            child.close()
-            raise sandbox_lost("The fork server was lost while an execution began.")
-        child.go()
-        return Started(
-            stdin=child.stdin,
-            stdout=child.stdout,
-            stderr=child.stderr,
-            end=os.dup(child.supervisor.fileno()),
-            returncode=child.returncode,
-            kill=lambda: bwrap.kill(pidfd),
-            cpu_s=lambda: group.usage().cpu_s,
-        )
+            yield slot
+        except BaseException:
+            await self._give_up(slot)
+            raise
+        self._free.append(slot)
+        if len(self._free) > MOST_FREE:
+            await self._give_up(self._free.popleft())
+
+    async def _ready(self, limits: Limits) -> Slot:
+        server = await self._running()
+        while True:
+            is_new = not self._free
+            slot = await self._make_slot(server) if is_new else self._free.popleft()
+            try:
+                await slot.ready(limits)
+            except BaseException as error:
+                await self._give_up(slot)
+                if is_new or not isinstance(error, SandboxFailure):
+                    raise
+            else:
+                return slot
+
+    async def _make_slot(self, server: _Server) -> Slot:
+        slot = Slot(await self._groups.taken(Limits()))
+        try:
+            await slot.make(server.ask)
+        except BaseException:
+            await self._give_up(slot)
+            raise
+        return slot
+
+    async def _give_up(self, slot: Slot) -> None:
+        slot.close()
+        with contextlib.suppress(SandboxFailure):  # then its group is not used again
+            await self._groups.given_back(slot.group)
 
     async def _running(self) -> _Server:
         async with self._starting:
             if self._server is None or not self._server.lives:
                 if self._server is not None:
-                    self._server.close()
+                    await asyncio.to_thread(self._server.close)
                 self._server = None
                 self._server = await self._make()
         return self._server
@@ -126,7 +146,7 @@ class ForkServer:
             process = self._bwrap.start(arguments, SERVER_LIMITS, [filter_, *sources.values()], theirs.fileno())
         server = _Server(process, ours)
         if not await server.is_ready():
-            said = server.close()
+            said = await asyncio.to_thread(server.close)
             raise bwrap.not_made(said)
         return server
 
@@ -151,7 +171,7 @@ class _Server:
             return False
 
     def ask(self, handed: Sequence[int]) -> None:
-        """Ask for a child. Raises SandboxFailure ``sandbox-lost``."""
+        """Ask for a slot. Raises SandboxFailure ``sandbox-lost``."""
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", handed))
         try:
             self._requests.sendmsg([b"1"], [rights])
@@ -170,62 +190,6 @@ class _Server:
         return said.decode(errors="replace").strip()
 
 
-class _Child:
-    """The descriptors of one execution: ours, and those that its child gets."""
-
-    def __init__(self, request: bytes, stack: contextlib.ExitStack) -> None:
-        stdin, self.stdin = os.pipe()
-        self.stdout, stdout = os.pipe()
-        self.stderr, stderr = os.pipe()
-        self.supervisor, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.supervisor.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        self.supervisor.setblocking(False)
-        stack.callback(self.supervisor.close)
-        self.handed = [stdin, stdout, stderr, theirs.detach(), bwrap.memory_file(request)]
-
-    def hand_over(self) -> None:
-        """They are the child's now."""
-        for descriptor in self.handed:
-            os.close(descriptor)
-
-    async def meet(self) -> int | None:
-        """The child's process, as this machine numbers it; None if it ended before it was there."""
-        readable = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        loop.add_reader(self.supervisor.fileno(), readable.set)
-        try:
-            async with asyncio.timeout(MEET_S):
-                await readable.wait()
-            _, ancillary, _, _ = self.supervisor.recvmsg(1, socket.CMSG_SPACE(12))
-        except (TimeoutError, OSError):
-            ancillary = []
-        finally:
-            loop.remove_reader(self.supervisor.fileno())
-        for level, kind, data in ancillary:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
-                pid: int = struct.unpack("3i", data)[0]
-                return pid or None
-        return None
-
-    def close(self) -> None:
-        """Close what nobody has taken over."""
-        for descriptor in (self.stdin, self.stdout, self.stderr):
-            os.close(descriptor)
-
-    def go(self) -> None:
-        """Let the program start."""
-        with contextlib.suppress(BrokenPipeError):
-            self.supervisor.send(b"1")
-
-    def returncode(self) -> int | None:
-        """How the program ended; None if its process 1 was killed before it could tell."""
-        try:
-            status = self.supervisor.recv(4)
-        except OSError:
-            status = b""
-        return os.waitstatus_to_exitcode(struct.unpack("=I", status)[0]) if len(status) == 4 else None
-
-
 def _request(program: PythonProgram, limits: Limits, *, is_weak: bool) -> bytes:
     weak = {f"RLIMIT_{name.upper()}": value for name, value in weak_limits(limits).items()} if is_weak else {}
     request = msgspec.json.encode(
@@ -236,6 +200,7 @@ def _request(program: PythonProgram, limits: Limits, *, is_weak: bool) -> bytes:
             "environment": bwrap.environment(program.environment),
             "disk_bytes": limits.disk_bytes,
             "inodes": INODES,
+            "processors": sorted(processors(limits.cpus) or ()),
             "rlimits": {
                 "RLIMIT_NOFILE": limits.open_files,
                 "RLIMIT_FSIZE": limits.file_bytes,
