@@ -72,6 +72,10 @@ class ServiceRuntime:
         self._repeatable = repeatable
         self.isolation = UNKNOWN
 
+    def for_owner(self, owner: str) -> ServiceRuntime:
+        """The same service, over the same connections, for another owner. Only one of them is to be closed."""
+        return ServiceRuntime(self._calls, owner, self._wait_s, self._repeatable)
+
     async def connect(self) -> messages.About:
         """What the service runs programs with. Raises SandboxFailure ``service-unreachable``."""
         about = _decoded(await self._calls.get(f"{API}/about"), messages.About)

@@ -80,7 +80,10 @@ def is_dead(supervisor: Supervisor) -> bool:
 def state_folder() -> Path:
     """The folder in which the supervisors of one user on this machine find each other; made if missing. Raises
     SandboxFailure ``no-folder``."""
-    folder = Path(os.environ.get(FOLDER_VARIABLE) or _usual_folder())
+    return _usable(Path(os.environ.get(FOLDER_VARIABLE) or _usual_folder()))
+
+
+def _usable(folder: Path) -> Path:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()
@@ -96,7 +99,7 @@ class UserIds:
 
     def __init__(self, folder: Path | None = None) -> None:
         """Raises SandboxFailure ``no-folder`` or ``too-many-supervisors``."""
-        self._lock, number = _claim((folder or state_folder()) / "users")
+        self._lock, number = _claim((folder or _folder_of_all()) / "users")
         self._first = FIRST_UID + number * UIDS
         self._numbers = itertools.cycle(range(UIDS))
         self._taken: weakref.WeakValueDictionary[int, subprocess.Popen[bytes]] = weakref.WeakValueDictionary()
@@ -161,6 +164,14 @@ def _usual_folder() -> str:
         return "/run/headrace-sandbox"
     own = os.environ.get("XDG_RUNTIME_DIR")
     return f"{own}/headrace-sandbox" if own else f"/tmp/headrace-sandbox-{user}"
+
+
+def _folder_of_all() -> Path:
+    """That of all supervisors of this user, whatever their variables say: who takes a range kills what runs under it."""
+    try:
+        return _usable(Path(_usual_folder()))
+    except SandboxFailure:
+        return state_folder()
 
 
 def _no_folder(folder: Path, why: str) -> SandboxFailure:

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headrace.environment import Step
 from headrace.errors import SandboxFailure
+from headrace_sandbox.client import client_of
 from headrace_sandbox.pool.messages import PoolSettings
 from headrace_sandbox.pool.pool import Pool
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import Command, Sandbox, Template
 from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
+from headrace_workers.sandboxes import WorkerSandbox
+from headrace_workers.surroundings import Surroundings
+from tests.sandbox.serving import service
+from tests.workers.fakes import Script, play, say
 
 pytestmark = pytest.mark.component("bubblewrap")
 
@@ -91,3 +99,35 @@ async def test_G16_the_queue_is_told_apart_from_the_commands_time() -> None:  # 
 
 async def test_G16_a_slow_start_is_told_apart_from_the_commands_time() -> None:  # noqa: N802
     await asyncio.gather(waits_for_its_start(in_a_lease), waits_for_its_start(alone))
+
+
+class RunsShort:
+    """Its one step runs the command that is killed at once."""
+
+    def __init__(self) -> None:
+        self.surroundings: Surroundings | None = None
+
+    def reset(self, seed: int | None = None) -> Any:
+        return "go", {}
+
+    async def step(self, action: str) -> Step:
+        assert self.surroundings is not None
+        result = await self.surroundings.sandbox.run(SHORT, TWO_SECONDS)
+        return Step(f"signal {result.signal}", 1.0, True, False, {})
+
+
+async def test_G16_queue_and_start_are_no_working_time_of_an_episode(tmp_path: Path) -> None:  # noqa: N802
+    async with service(Bubblewrap(), tmp_path / "s", pool={"running": 1}) as address:
+        client = client_of(address, owner="another run")
+        first = asyncio.ensure_future(client.run(LONG, LIMITS))
+        await asyncio.sleep(0.1)
+        worker = WorkerSandbox(address)
+        limits = {"working_time_s": 3.0, "environment_timeout_s": 3.0}
+        record = await play(Script(say("x")), RunsShort, clock=time.monotonic, sandbox=worker, limits=limits)
+        assert (record.status, record.stop_reason) == ("finished", "terminated")
+        assert record.messages[-1].content == "signal 9"
+        assert record.timing.environment_s < 1.5
+        assert record.timing.waiting_s > 4.5
+        assert (await first).exit_code == 0
+        await client.close()
+        await worker.close()

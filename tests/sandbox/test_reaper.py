@@ -48,6 +48,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return supervisors.state_folder()
 
 
+@pytest.fixture
+def own_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """User ids that no supervisor of this machine takes: what runs under those that are taken is killed."""
+    monkeypatch.setattr(supervisors, "FIRST_UID", 0x70000000)
+
+
 @contextlib.contextmanager
 def supervisor(mark: str) -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen([sys.executable, "-c", SUPERVISOR], env={**os.environ, "MARK": mark})
@@ -171,6 +177,7 @@ def test_a_folder_that_others_may_write_is_refused(tmp_path: Path, monkeypatch: 
         assert caught.value.kind == "no-folder"
 
 
+@pytest.mark.usefixtures("own_users")
 def test_user_ids_of_two_supervisors_do_not_overlap(tmp_path: Path) -> None:
     first, second = UserIds(tmp_path), UserIds(tmp_path)
     assert abs(first._first - second._first) >= supervisors.UIDS
@@ -178,6 +185,7 @@ def test_user_ids_of_two_supervisors_do_not_overlap(tmp_path: Path) -> None:
         os.close(users._lock)
 
 
+@pytest.mark.usefixtures("own_users")
 def test_a_range_of_a_dead_supervisor_is_used_again(tmp_path: Path) -> None:
     (tmp_path / "users").mkdir()
     held = os.open(tmp_path / "users" / "0", os.O_CREAT | os.O_RDWR)
@@ -191,6 +199,7 @@ def test_a_range_of_a_dead_supervisor_is_used_again(tmp_path: Path) -> None:
         os.close(users._lock)
 
 
+@pytest.mark.usefixtures("own_users")
 @as_root
 def test_what_runs_under_a_range_that_is_taken_was_left_and_is_killed(tmp_path: Path) -> None:
     number = supervisors.RANGES - 1
@@ -209,6 +218,7 @@ def test_what_runs_under_a_range_that_is_taken_was_left_and_is_killed(tmp_path: 
         os.close(users._lock)
 
 
+@pytest.mark.usefixtures("own_users")
 def test_a_user_id_is_not_given_again_while_its_sandbox_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisors, "UIDS", 2)
     users = UserIds(tmp_path)

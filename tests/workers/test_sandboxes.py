@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from headrace_workers import sandboxes
 from headrace_workers.episode import Episode
 from headrace_workers.sandboxes import EpisodeSandbox, WorkerSandbox, union_s
 from headrace_workers.surroundings import Surroundings
+from tests.sandbox.memory import MemoryRuntime
+from tests.sandbox.serving import service
 from tests.workers.fakes import Clock, Script, assignment, failure_of, plan, play, say, tools
 from tests.workers.runtimes import LOST, ScriptedRuntime, result, sandbox_of
 
@@ -110,6 +113,38 @@ async def test_a_worker_without_a_sandbox_says_what_to_do() -> None:
     assert failure_of(record) == ("sandbox", "no-sandbox", False)
     assert record.failure is not None
     assert "--sandbox" in record.failure.message
+
+
+async def test_a_service_that_is_busy_is_asked_again_when_it_said() -> None:
+    busy = SandboxFailure("too many wait", kind="busy", retryable=True, retry_after_s=0.0)
+    runtime = ScriptedRuntime(*[busy] * (2 * sandboxes.TRIES), result("1\n"))
+    record = await play(Script(say("x")), RunsPrograms, sandbox=sandbox_of(runtime))
+    assert (record.status, len(runtime.programs)) == ("finished", 2 * sandboxes.TRIES + 1)
+
+
+async def test_a_service_that_stays_busy_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandboxes, "PATIENCE_S", 0.05)
+    busy = SandboxFailure("too many wait", kind="busy", retryable=True, retry_after_s=0.01)
+    record = await play(Script(say("x")), RunsPrograms, clock=time.monotonic, sandbox=sandbox_of(ScriptedRuntime(busy)))
+    assert failure_of(record) == ("sandbox", "busy", True)
+
+
+async def test_a_service_shares_itself_fairly_among_runs(tmp_path: Path) -> None:
+    async with service(MemoryRuntime(), tmp_path / "s", pool={"running": 1}) as address:
+        worker = WorkerSandbox(address)
+        runs = [EpisodeSandbox(worker, domain=name, clock=time.monotonic) for name in ("a", "b")]
+        order: list[str] = []
+
+        async def run(sandbox: EpisodeSandbox, name: str) -> None:
+            await sandbox.run_code(PythonProgram(code="sleep 0.01"), Limits())
+            order.append(name)
+
+        flood = [asyncio.ensure_future(run(runs[0], "a")) for _ in range(10)]
+        await asyncio.sleep(0.02)
+        await run(runs[1], "b")
+        await asyncio.gather(*flood)
+        assert order.index("b") < 9
+        await worker.close()
 
 
 async def test_a_runtime_that_hangs_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:

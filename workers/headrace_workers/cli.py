@@ -58,9 +58,9 @@ EXTRAS = {"reasoning-gym": "reasoning_gym"}
 @click.option(
     "--sandbox",
     default="",
-    metavar="RUNTIME",
-    help="What environments and tools run programs in, such as bubblewrap; `headrace sandbox doctor` lists what works "
-    "here. Default: none, and such environments fail.",
+    metavar="RUNTIME|ADDRESS",
+    help="What environments and tools run programs in, such as bubblewrap (`headrace sandbox doctor` lists what works "
+    "here), or the address of a `headrace sandbox serve`. Default: none, and such environments fail.",
 )
 @click.option("--name", default="", help="Unique name. Default: host, process and a random part.")
 @click.option(

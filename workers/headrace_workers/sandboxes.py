@@ -2,6 +2,7 @@
 
 * A worker has one runtime; it is made and tested at the first need, on the worker's event loop.
 * A fault of a sandbox is tried again in a fresh one where it may be, and then ends the attempt; never an observation.
+* The runtime may be a service of the host; then runs share it fairly, and one that is busy is asked again when it said.
 * Waiting for a sandbox, and making one, is no working time of the episode, and the deadline of a step stands still
   meanwhile; each call of a sandbox has a deadline of its own.
 """
@@ -10,12 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import Awaitable, Callable, Iterator
 
 import msgspec
 
 from headrace.errors import SandboxFailure
+from headrace_sandbox.client import ServiceRuntime, client_of
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Runtime
 from headrace_sandbox.runtimes.registry import ready_runtime
@@ -30,16 +33,37 @@ PATIENCE_S = 180.0
 """For a program beside its own time: to wait for a sandbox, to make one, to kill it. Runtimes have shorter deadlines of
 their own; this one is for a runtime that hangs."""
 
+QUEUE_S = 120.0
+"""How long a program may wait for its turn in a service: shorter than the patience, so that the service is heard."""
+
+BUSY = "busy"
+"""The kind of failure of a service that has too many waiting; it says when to ask again, and that is no try."""
+
 ASK_AGAIN_S = 10.0
 """How long a runtime that could not be made is refused without a new try."""
 
 
-class WorkerSandbox:
-    """The sandbox of a worker process. ``name``: of the runtime; empty: the worker has none."""
+async def open_runtime(name: str) -> Runtime:
+    """A runtime that passed its self-test, by its name; or the service at an address, such as unix:///path, with the
+    token of the variable HEADRACE_SANDBOX_TOKEN. Raises SandboxFailure."""
+    if "://" not in name:
+        return await ready_runtime(name)
+    client = client_of(name, token=os.environ.get("HEADRACE_SANDBOX_TOKEN", ""), wait_s=QUEUE_S)
+    try:
+        await client.connect()
+    except SandboxFailure:
+        await client.close()
+        raise
+    return client
 
-    def __init__(self, name: str, open_: Callable[[str], Awaitable[Runtime]] = ready_runtime) -> None:
+
+class WorkerSandbox:
+    """The sandbox of a worker process. ``name``: of the runtime, or the address of a service; empty: the worker has
+    none."""
+
+    def __init__(self, name: str, open_: Callable[[str], Awaitable[Runtime]] | None = None) -> None:
         self.name = name
-        self._open = open_
+        self._open = open_ or open_runtime
         self._runtime: Runtime | None = None
         self._opening = asyncio.Lock()
         self._refused: SandboxFailure | None = None
@@ -52,13 +76,13 @@ class WorkerSandbox:
             return ()
         return ("sandbox",) if "://" in self.name else ("sandbox", f"sandbox:{self.name}")
 
-    async def runtime(self) -> Runtime:
-        """The runtime. Raises SandboxFailure ``no-sandbox``, or why it cannot be had."""
+    async def runtime(self, owner: str = "") -> Runtime:
+        """The runtime, for programs of that owner. Raises SandboxFailure ``no-sandbox``, or why it cannot be had."""
         if self._runtime is None:
             async with self._opening:
                 if self._runtime is None:
                     self._runtime = await self._opened()
-        return self._runtime
+        return self._runtime.for_owner(owner) if isinstance(self._runtime, ServiceRuntime) else self._runtime
 
     async def _opened(self) -> Runtime:
         if not self.name:
@@ -112,24 +136,31 @@ class EpisodeSandbox:
 
     async def _run(self, limits: Limits, call: Callable[[Runtime], Awaitable[ExecResult]]) -> ExecResult:
         with self._counted():
-            for number in range(1, TRIES + 1):
-                try:
-                    result = await self._try(limits, call)
-                except SandboxFailure as failure:
-                    if number == TRIES or not failure.retryable:
-                        raise
-                    await asyncio.sleep(PAUSE_S * number)
-                else:
-                    break
+            result = await self._tried(limits, call)
             ended_at = self._clock()
             self._ran.append((ended_at - result.wall_s, ended_at))
             return result
+
+    async def _tried(self, limits: Limits, call: Callable[[Runtime], Awaitable[ExecResult]]) -> ExecResult:
+        patient_until = self._clock() + PATIENCE_S
+        number = 1
+        while True:
+            try:
+                return await self._try(limits, call)
+            except SandboxFailure as failure:
+                if failure.kind == BUSY and self._clock() < patient_until:
+                    await asyncio.sleep(failure.extra.get("retry_after_s", PAUSE_S))
+                    continue
+                if number == TRIES or not failure.retryable:
+                    raise
+            await asyncio.sleep(PAUSE_S * number)
+            number += 1
 
     async def _try(self, limits: Limits, call: Callable[[Runtime], Awaitable[ExecResult]]) -> ExecResult:
         most_s = limits.wall_s + PATIENCE_S
         try:
             async with asyncio.timeout(most_s):
-                return await call(await self._worker.runtime())
+                return await call(await self._worker.runtime(self._domain))
         except TimeoutError:
             raise SandboxFailure(
                 f"The sandbox gave no result within {most_s:g} s for a program that may run {limits.wall_s:g} s.",

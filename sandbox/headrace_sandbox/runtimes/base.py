@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import msgspec
 
@@ -166,6 +166,16 @@ class Runtime(Protocol):
 
     async def close(self) -> None:
         """End everything that it runs, and remove what it keeps."""
+        ...
+
+
+@runtime_checkable
+class Sweeps(Protocol):
+    """A runtime whose sandboxes may outlive this machine's processes: a daemon has them."""
+
+    async def sweep(self) -> int:
+        """Remove those whose time is over or whose supervisor is gone; gives how many there were. Raises
+        SandboxFailure."""
         ...
 
 

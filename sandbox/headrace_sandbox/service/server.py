@@ -29,7 +29,7 @@ from headrace_sandbox.heir import Heir
 from headrace_sandbox.pool.messages import Bounds
 from headrace_sandbox.pool.pool import Pool
 from headrace_sandbox.reaper import reap
-from headrace_sandbox.runtimes.base import Runtime, Template
+from headrace_sandbox.runtimes.base import Runtime, Sweeps, Template
 from headrace_sandbox.runtimes.registry import ready_runtime
 from headrace_sandbox.service import logs
 from headrace_sandbox.service.app import App
@@ -70,6 +70,8 @@ async def serve(settings: ServiceSettings, *, ready: Callable[[str], None], stop
         log.info("reaped", processes=len(reaped.processes), groups=len(reaped.groups), left=reaped.left)
         stack.enter_context(Heir())
         runtime = await ready_runtime(settings.runtime, allow_unsafe=settings.allow_unsafe)
+        if isinstance(runtime, Sweeps):
+            log.info("swept", sandboxes=await runtime.sweep())
         await _serve_with(runtime, settings, listening, ready, stop)
     log.info("stopped")
 
