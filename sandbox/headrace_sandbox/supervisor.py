@@ -167,7 +167,7 @@ def _usual_folder() -> str:
 
 
 def _folder_of_all() -> Path:
-    """That of all supervisors of this user, whatever their variables say: who takes a range kills what runs under it."""
+    """That of all supervisors of this user, whatever their variables say: what runs under a range is killed."""
     try:
         return _usable(Path(_usual_folder()))
     except SandboxFailure:

@@ -1,0 +1,135 @@
+"""What the sandbox service adds to an execution: the same program directly and through a service, in turns; and a
+service whose runtime does nothing, so that all that is left is the service.
+
+Medians, and lower quartiles, which say more on a machine that does other work.
+
+    python -m benchmarks.bench_sandbox_service
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from statistics import quantiles
+
+from benchmarks.table import Row, report
+from headrace_sandbox.client import client_of
+from headrace_sandbox.pool.messages import PoolSettings
+from headrace_sandbox.result import ExecResult, Isolation, Limits, Output, Usage
+from headrace_sandbox.runtimes.base import Command, PythonProgram, Runtime, Sandbox, Template
+from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
+from headrace_sandbox.service.server import serve_with
+from headrace_sandbox.service.settings import ServiceSettings
+
+ROUNDS = 400
+LIMITS = Limits(memory_bytes=64 << 20)
+PROGRAM = PythonProgram(code="print(1)")
+
+MOST_ADDED_MS = 1.0
+"""What the service may add at the median."""
+
+
+class Nothing:
+    """A runtime that has a result at once."""
+
+    name = "nothing"
+    isolation = Isolation(runtime="nothing", versions={}, active=[])
+    result = ExecResult(
+        exit_code=0,
+        signal=None,
+        stdout=Output(head=b"1\n", total_bytes=2),
+        stderr=Output(),
+        limit=None,
+        wall_s=0.0,
+        start_s=0.0,
+        usage=Usage(),
+        isolation=isolation,
+    )
+
+    async def run(self, command: Command, limits: Limits) -> ExecResult:
+        return self.result
+
+    async def run_code(self, program: PythonProgram, limits: Limits) -> ExecResult:
+        return self.result
+
+    async def open(self, template: Template, ttl_s: float) -> Sandbox:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        pass
+
+
+def serve(name: str, path: str) -> None:
+    """A service process."""
+    import uvloop
+
+    async def until_killed() -> None:
+        runtime: Runtime = Nothing() if name == "nothing" else Bubblewrap()
+        settings = ServiceSettings(runtime=name, socket=Path(path), pool=PoolSettings(), log_level="warning")
+        await serve_with(runtime, settings, ready=lambda address: print(address, flush=True), stop=asyncio.Event())
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(until_killed())
+
+
+async def timed(call: Callable[[PythonProgram, Limits], Awaitable[ExecResult]]) -> float:
+    """Milliseconds of one execution."""
+    begun_at = time.perf_counter()
+    result = await call(PROGRAM, LIMITS)
+    assert result.stdout.text == "1\n"
+    return 1e3 * (time.perf_counter() - begun_at)
+
+
+async def measure(folder: str) -> dict[str, list[float]]:
+    """Times of each way, taken in turns."""
+    direct = Bubblewrap()
+    through, nothing = client_of(f"unix://{folder}/bubblewrap"), client_of(f"unix://{folder}/nothing")
+    ways = {"direct": direct.run_code, "service": through.run_code, "nothing": nothing.run_code}
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(ROUNDS + 20):
+        for name, call in ways.items():
+            taken = await timed(call)
+            if number >= 20:
+                times[name].append(taken)
+    for closed in (through, nothing, direct):
+        await closed.close()
+    return times
+
+
+def main() -> None:
+    import uvloop
+
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            subprocess.Popen([sys.executable, "-m", __spec__.name, name, f"{folder}/{name}"], stdout=subprocess.PIPE)
+            for name in ("bubblewrap", "nothing")
+        ]
+        try:
+            for process in processes:
+                assert process.stdout is not None
+                process.stdout.readline()
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                times = runner.run(measure(folder))
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    rows = []
+    for quarter, name in ((1, "median"), (0, "lower quartile")):
+        direct, through, nothing = (quantiles(times[way], n=4)[quarter] for way in ("direct", "service", "nothing"))
+        added, most = f"most that it may add, {name}", MOST_ADDED_MS
+        rows += [
+            Row(f"run_code through the service, {name}", through, "ms", "directly", direct, 1.5, "lower"),
+            Row("what the service adds", through - direct, "ms", added, most, 1.0, "lower"),
+            Row("the service alone (a runtime that does nothing)", nothing, "ms", added, most, 1.0, "lower"),
+        ]
+    report("sandbox-service", rows)
+
+
+if __name__ == "__main__":
+    serve(*sys.argv[1:]) if len(sys.argv) > 1 else main()
