@@ -148,7 +148,7 @@ class Projection:
             connection.execute("BEGIN IMMEDIATE")
             try:
                 for sql, alike in groupby(rows(waiting), key=itemgetter(0)):
-                    _carry_out(connection, sql, [statement.values for statement in alike])
+                    _carry_out(connection, sql, [values for _, values in alike])
                 connection.execute("UPDATE cursor SET position = ?, inverse = ?", (cursor, -cursor))
             except BaseException:
                 connection.execute("ROLLBACK")

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any
 
 import msgspec
 
+from headrace.trajectory import Version
 from headrace_orchestrator.buffer.listing import BatchListed, FileGone, TrajectoryListed, Unprojected
-from headrace_orchestrator.buffer.location import Location
+from headrace_orchestrator.buffer.location import OFFSET_BITS, Location
 from headrace_orchestrator.scheduler.records import BatchAcked, BatchDissolved
 
 SCHEMA = 5
@@ -57,6 +59,8 @@ COLUMNS = (
     "position, id, run, group_id, member, episode, attempt, environment, status, stop_reason, worker, reward, turns, "
     "row_tokens, size_bytes, low, high, evaluation, failure, length, checksum"
 )
+_encode = msgspec.msgpack.Encoder().encode
+
 WORKER, LENGTH = 10, 19
 """Where two of these columns are."""
 _INSERT_TRAJECTORY = f"INSERT OR REPLACE INTO trajectories ({COLUMNS}) VALUES ({', '.join('?' * 21)})"
@@ -69,11 +73,8 @@ PLACED = ("trajectories", "batches", "batch_members")
 """Tables whose rows have a position in the log."""
 
 
-class Statement(NamedTuple):
-    """One change to the tables."""
-
-    sql: str
-    values: tuple[Any, ...]
+Statement = tuple[str, tuple[Any, ...]]
+"""One change to the tables: SQL and its values. A plain tuple: there is one for each record."""
 
 
 def rows(waiting: Iterable[Unprojected]) -> Iterator[Statement]:
@@ -82,7 +83,8 @@ def rows(waiting: Iterable[Unprojected]) -> Iterator[Statement]:
         match listed:
             case TrajectoryListed():
                 yield _trajectory_row(listed, location)
-                yield from (_asset_reference(name, location.file) for name in listed.assets)
+                if listed.assets:
+                    yield from (_asset_reference(name, location.file) for name in listed.assets)
             case BatchListed(batch, run, version, groups):
                 yield _batch_row(batch, run, version, location)
                 yield from (_member_row(run, group, location) for group in groups)
@@ -96,32 +98,37 @@ def rows(waiting: Iterable[Unprojected]) -> Iterator[Statement]:
 
 
 def _trajectory_row(listed: TrajectoryListed, location: Location) -> Statement:
-    outcome = listed.outcome
-    return Statement(
-        _INSERT_TRAJECTORY,
-        _checksummed(
-            location.position,
-            outcome.trajectory,
-            outcome.run,
-            outcome.group,
-            outcome.member,
-            outcome.episode,
-            outcome.attempt,
-            outcome.task.environment,
-            outcome.status,
-            listed.stop_reason,
-            listed.provenance.worker,
-            sum(outcome.rewards.values()) if outcome.rewards else None,
-            outcome.turns,
-            outcome.row_tokens,
-            outcome.size_bytes,
-            str(outcome.low) if outcome.low is not None else "",
-            str(outcome.high) if outcome.high is not None else "",
-            listed.provenance.evaluation,
-            msgspec.json.encode(outcome.failure).decode() if outcome.failure else None,
-            location.length,
-        ),
+    outcome, stop_reason, provenance, _ = listed
+    file, offset, length = location
+    values = (
+        file << OFFSET_BITS | offset,
+        outcome.trajectory,
+        outcome.run,
+        outcome.group,
+        outcome.member,
+        outcome.episode,
+        outcome.attempt,
+        outcome.task.environment,
+        outcome.status,
+        stop_reason,
+        provenance.worker,
+        sum(outcome.rewards.values()) if outcome.rewards else None,
+        outcome.turns,
+        outcome.row_tokens,
+        outcome.size_bytes,
+        _version(outcome.low),
+        _version(outcome.high),
+        provenance.evaluation,
+        msgspec.json.encode(outcome.failure).decode() if outcome.failure else None,
+        length,
     )
+    return _INSERT_TRAJECTORY, (*values, _checksum(values))
+
+
+@lru_cache(maxsize=64)
+def _version(version: Version | None) -> str:
+    """The text form; thousands of records in a row are of a few versions."""
+    return "" if version is None else str(version)
 
 
 def is_intact(row: tuple[Any, ...]) -> bool:
@@ -129,36 +136,32 @@ def is_intact(row: tuple[Any, ...]) -> bool:
     return bool(_checksum(row[:-1]) == row[-1])
 
 
-def _checksummed(*values: Any) -> tuple[Any, ...]:
-    return (*values, _checksum(values))
-
-
 def _checksum(values: tuple[Any, ...]) -> int:
-    return zlib.crc32(msgspec.msgpack.encode(values))
+    return zlib.crc32(_encode(values))
 
 
 def _batch_row(batch: str, run: str, version: str, location: Location) -> Statement:
     """The row of a frozen batch."""
-    return Statement(_INSERT_BATCH, (batch, run, version, location.position, location.length))
+    return _INSERT_BATCH, (batch, run, version, location.position, location.length)
 
 
 def _member_row(run: str, group: str, head: Location) -> Statement:
     """A group was frozen into a batch; the last one counts."""
-    return Statement(_INSERT_MEMBER, (run, group, head.position, head.length))
+    return _INSERT_MEMBER, (run, group, head.position, head.length)
 
 
 def _asset_reference(asset: str, file: int) -> Statement:
     """A trajectory in this file of the log refers to an asset."""
-    return Statement(_INSERT_REFERENCE, (bytes.fromhex(asset), file))
+    return _INSERT_REFERENCE, (bytes.fromhex(asset), file)
 
 
 def _file_gone(file: int) -> list[Statement]:
     """A file of the log was deleted, and so was all that was in it or referred to assets from there."""
     span = (Location(file, 0, 0).position, Location(file + 1, 0, 0).position)
-    placed = [Statement(f"DELETE FROM {table} WHERE position >= ? AND position < ?", span) for table in PLACED]
-    return [*placed, Statement(_DELETE_REFERENCES, (file,))]
+    placed: list[Statement] = [(f"DELETE FROM {table} WHERE position >= ? AND position < ?", span) for table in PLACED]
+    return [*placed, (_DELETE_REFERENCES, (file,))]
 
 
 def _batch_settled(batch: str, state: str, made: str = "") -> Statement:
     """A batch was acked (``made``: the version of that step) or dissolved."""
-    return Statement(_SETTLE_BATCH, (state, made, batch))
+    return _SETTLE_BATCH, (state, made, batch)

@@ -84,6 +84,19 @@ class ControlState(msgspec.Struct, frozen=True, array_like=True):
     index: bytes
 
 
+class _Names:
+    """What rows on their way to the projection name: episodes by the ids of their trajectories, and assets."""
+
+    def __init__(self) -> None:
+        self.ids: dict[str, str] = {}
+        self.assets: set[str] = set()
+
+    def come_behind(self, earlier: _Names) -> None:
+        """Take what was named before these; the first episode of an id counts."""
+        self.ids |= earlier.ids
+        self.assets |= earlier.assets
+
+
 _state_decoder = msgspec.msgpack.Decoder(ControlState)
 
 
@@ -97,8 +110,9 @@ class Store:
         self._facts = 0  # since the last control state
         self._facts_a_state = FACTS_A_STATE
         self._unprojected: list[Unprojected] = []
-        self._unprojected_ids: dict[str, str] = {}
-        self._unprojected_assets: dict[str, int] = {}
+        #: Of what waits for the projection; and of that what it is being told of now.
+        self._unprojected_names = _Names()
+        self._projecting_names = _Names()
         self._projecting = asyncio.Lock()
         log.on_moved = self._move
 
@@ -185,14 +199,17 @@ class Store:
 
     def owners(self, trajectories: Sequence[str]) -> dict[str, str]:
         """Of these ids those that stored records have, with their episodes. Raises StoreError."""
-        waiting = {id: self._unprojected_ids[id] for id in trajectories if id in self._unprojected_ids}
-        return self.projection.owners(trajectories) | waiting
+        owners = self.projection.owners(trajectories)
+        for names in (self._unprojected_names, self._projecting_names):
+            owners |= {id: names.ids[id] for id in trajectories if id in names.ids}
+        return owners
 
     # Assets ---------------------------------------------------------------------------------------------------
 
     def referred(self, assets: Sequence[str]) -> Set[str]:
         """Of these assets those that a record refers to, one on its way to the disk included. Raises StoreError."""
-        return self.projection.referred(assets) | (self._unprojected_assets.keys() & assets)
+        waiting = (self._unprojected_names.assets, self._projecting_names.assets)
+        return self.projection.referred(assets).union(*(names.intersection(assets) for names in waiting))
 
     async def files_gone(self, numbers: Sequence[int]) -> list[str]:
         """Forget what was in deleted files of the log; gives the assets that may be needed by nobody now. Raises
@@ -214,15 +231,13 @@ class Store:
     def _list(self, listed: Listed, location: Location) -> None:
         self._unprojected.append(Unprojected(listed, location))
         if isinstance(listed, TrajectoryListed):
-            self._unprojected_ids.setdefault(listed.outcome.trajectory, listed.outcome.episode)
-            for name in listed.assets:
-                self._unprojected_assets[name] = location.position
+            self._unprojected_names.ids.setdefault(listed.outcome.trajectory, listed.outcome.episode)
+            self._unprojected_names.assets.update(listed.assets)
 
     def project_now(self, cursor: int) -> None:
         """Write the rows of what waits, whose frames are on disk. Blocking. Raises StoreError."""
         waiting, self._unprojected = self._unprojected, []
-        self._unprojected_ids.clear()
-        self._unprojected_assets.clear()
+        self._unprojected_names = _Names()
         self.projection.write(waiting, cursor)
 
     async def project(self) -> None:
@@ -232,16 +247,17 @@ class Store:
             if not count:
                 await asyncio.to_thread(self.projection.trim)
                 return
-            await self.log.synced()
-            waiting = self._unprojected[:count]
-            await asyncio.to_thread(self._write, waiting, cursor)
-            del self._unprojected[:count]
-            for listed, location in waiting:
-                if isinstance(listed, TrajectoryListed):
-                    self._unprojected_ids.pop(listed.outcome.trajectory, None)
-                    for name in listed.assets:
-                        if self._unprojected_assets.get(name) == location.position:
-                            del self._unprojected_assets[name]
+            # Names are let go all at once: one by one they would hold the event loop as long as their rows the thread.
+            self._projecting_names, self._unprojected_names = self._unprojected_names, _Names()
+            try:
+                await self.log.synced()
+                await asyncio.to_thread(self._write, self._unprojected[:count], cursor)
+                del self._unprojected[:count]
+            except BaseException:
+                self._unprojected_names.come_behind(self._projecting_names)
+                raise
+            finally:
+                self._projecting_names = _Names()
 
     def _write(self, waiting: Sequence[Unprojected], cursor: int) -> None:
         self.projection.write(waiting, cursor)
@@ -253,9 +269,6 @@ class Store:
         self._unprojected = [
             Unprojected(listed, moves.get(location.position, location)) for listed, location in self._unprojected
         ]
-        for name, position in self._unprojected_assets.items():
-            if position in moves:
-                self._unprojected_assets[name] = moves[position].position
 
     async def abandon(self) -> None:
         """Close both as they are: the log was not read to its end."""
