@@ -124,7 +124,7 @@ def from_listed(packed: bytes) -> list[Entry]:
                 path=path, kind=item["kind"], content=content[at : at + size], executable=bool(item["executable"])
             )
             at += size
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise bad(f"its list cannot be read: {error}") from error
     return list(entries.values())
 

@@ -53,7 +53,7 @@ class Files:
         answer = await self._ask({"op": "list", "path": _folder(path)}, answer_bytes=LIST_BYTES)
         try:
             found = [msgspec.convert({**item, "path": str(item["path"])}, FileInfo) for item in json.loads(answer)]
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise SandboxFailure(
                 f"A list of files cannot be read: {error}.", kind="bad-list", retryable=True
             ) from error
@@ -101,7 +101,7 @@ def _refused(request: dict[str, Any], result: ExecResult) -> SandboxFailure:
     try:
         said = json.loads(result.stderr.head)
         kind, message = str(said["kind"])[:40], str(said["message"])[:500]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         if result.limit is not None:
             # Files in memory count as the sandbox's memory.
             kind = "disk-full" if result.limit == "memory" else "limit"

@@ -32,6 +32,8 @@ MOST_FRAME_BYTES = 1 << 20
 MOST_CELL_BYTES = 1 << 20
 """Of a cell's text."""
 
+MOST_STATUS = 255
+
 READ_BYTES = 256 << 10
 
 STOP_S = 5.0
@@ -240,8 +242,9 @@ def bad_frame() -> SandboxFailure:
 def _end_of(payload: bytes) -> _End:
     try:
         said = json.loads(payload)
-        return _End(int(said["status"]), str(said["lost"])[:500] or None)
-    except (ValueError, KeyError, TypeError) as error:
+        status = int(said["status"])
+        return _End(status if abs(status) <= MOST_STATUS else None, str(said["lost"])[:500] or None)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise bad_frame() from error
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import secrets
-from pathlib import Path
 
 import pytest
 
@@ -12,6 +10,7 @@ from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import Command, Sandbox, Session, Template
 from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
 from tests.sandbox.test_hostile import lives
+from tests.sandbox.test_sessions import marked
 
 pytestmark = pytest.mark.component("bubblewrap")
 
@@ -60,16 +59,6 @@ async def shell(fresh: Bubblewrap) -> tuple[Sandbox, Session, str]:
     mark = secrets.token_hex(8)
     sandbox = await fresh.open(Template(environment={"MARK": mark}), 120.0)
     return sandbox, await sandbox.session("bash"), mark
-
-
-def marked(mark: str) -> list[int]:
-    """Processes of this machine with the mark in their environment."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if f"MARK={mark}".encode() in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-    return found
 
 
 @CASES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import shlex
@@ -47,6 +48,16 @@ def said(result: ExecResult) -> str:
 def daemon(mark: str) -> str:
     """For a shell: a process in a session of its own, that holds no output."""
     return f"setsid bash -c 'exec -a {mark} sleep 300' >/dev/null 2>&1"
+
+
+def marked(mark: str) -> list[int]:
+    """Processes of this machine with the mark in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"MARK={mark}".encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+    return found
 
 
 async def until(holds: Callable[[], bool], within_s: float = 10.0) -> None:
@@ -312,6 +323,58 @@ print('end')
     assert (result.exit_code, result.stdout.text) == (1, "end\n")
 
 
+async def test_a_program_cannot_come_between_a_shell_and_its_host(sandbox: Sandbox) -> None:
+    session = await sandbox.session("bash")
+    said(await session.run("x=1", LIMITS))
+    for cell in (
+        "cd /session; dd if=/dev/zero of=x; touch {1..99}; mkdir out err; mv cell y; rm -f out; chmod 700 .; cd; true",
+        "cat /proc/self/fd/1 >/dev/null & cat </session/out >/dev/null & yes | head -c 300000; kill %1 %2; true",
+    ):
+        result = await session.run(cell, LIMITS)
+        assert (result.exit_code, result.lost) == (0, None), result.stderr.text
+    assert said(await session.run("echo $x; ls /session", LIMITS)) == "1\ncell\nerr\nout\n"
+
+
+@BOTH
+async def test_a_shell_that_was_killed_between_cells_is_made_anew_and_the_next_cell_says_so(
+    fresh: Bubblewrap, kind: Any
+) -> None:
+    mark = secrets.token_hex(8)
+    sandbox = await fresh.open(Template(environment={"MARK": mark}), 60.0)
+    session = await sandbox.session(kind)
+    killer = "(until [ -e go ]; do sleep 0.01; done; kill -9 $$) &"
+    if kind == "python":
+        killer = f"import subprocess\nsubprocess.Popen({killer.replace('$$', '$PPID')!r}, shell=True)\nx = None"
+    said(await session.run(killer, LIMITS))
+    await sandbox.write("go", b"")
+    await until(lambda: not marked(mark))
+    result = await session.run("echo ok" if kind == "bash" else "print('ok')", LIMITS)
+    assert (result.stdout.text, result.exit_code, result.fault) == ("ok\n", 0, "program")
+    assert "was ended by signal 9" in (result.lost or "")
+    assert said(await session.run("echo ok" if kind == "bash" else "print('ok')", LIMITS)) == "ok\n"
+
+
+async def test_what_an_earlier_cell_left_running_is_not_interrupted_with_a_later_one(sandbox: Sandbox) -> None:
+    session = await sandbox.session("python")
+    mark = secrets.token_hex(8)
+    code = f"import subprocess\np = subprocess.Popen(['bash', '-c', 'exec -a {mark} sleep 300'])"
+    said(await session.run(code, LIMITS))
+    await until(lambda: bool(lives(mark)))
+    assert (await session.run("while True:\n    pass", Limits(wall_s=0.3))).limit == "time"
+    assert said(await session.run("p.poll()", LIMITS)) == ""
+    assert lives(mark)
+
+
+@pytest.mark.component("cgroups")
+async def test_an_interpreter_that_is_killed_for_memory_is_told_so(fresh: Bubblewrap) -> None:
+    sandbox = await fresh.open(Template(limits=Limits(memory_bytes=64 << 20)), 60.0)
+    session = await sandbox.session("python")
+    result = await session.run("held = [bytearray(10_000_000) for _ in range(1000)]", LIMITS)
+    assert (result.signal, result.limit, result.fault) == (9, "memory", "program")
+    assert "was ended by signal 9" in (result.lost or "")
+    assert said(await session.run("1 + 1", LIMITS)) == "2\n"
+
+
 @BOTH
 async def test_7_a_cell_that_writes_without_end_is_cut_and_stopped(sandbox: Sandbox, kind: Any) -> None:
     session = await sandbox.session(kind)
@@ -491,4 +554,10 @@ async def test_sessions_and_files_work_without_control_groups() -> None:
 async def test_a_template_with_an_image_is_refused(fresh: Bubblewrap) -> None:
     with pytest.raises(SandboxFailure) as caught:
         await fresh.open(Template(image="debian:12"), 60.0)
+    assert caught.value.kind == "not-offered"
+
+
+async def test_a_session_of_a_kind_that_there_is_not_is_refused(sandbox: Sandbox) -> None:
+    with pytest.raises(SandboxFailure) as caught:
+        await sandbox.session("node")  # type: ignore[arg-type]
     assert caught.value.kind == "not-offered"

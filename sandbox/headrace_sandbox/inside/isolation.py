@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER = 0x20000, 0x4000000, 0x8000000, 0x10000000
 CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 0x4000, 0x40000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND = 1, 2, 4, 8, 0x20, 0x1000
+MS_REC, MS_PRIVATE = 0x4000, 0x40000
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 24, 22, 38
 PR_SET_CHILD_SUBREAPER = 36
 SECCOMP_MODE_FILTER = 2
@@ -66,6 +67,12 @@ def mount_memory(folder: str, size_bytes: int, inodes: int) -> None:
     """A folder in bounded memory."""
     options = f"size={size_bytes},nr_inodes={inodes},mode=0700".encode()
     must(libc.mount(b"tmpfs", folder.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, options), f"mount {folder}")
+
+
+def make_read_only(folder: str) -> None:
+    """In this namespace of mounts; pipes in it can be written to nevertheless."""
+    flags = MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV
+    must(libc.mount(None, folder.encode(), None, flags, None), f"mount {folder}")
 
 
 def mount_terminals() -> None:

@@ -35,6 +35,7 @@ from headrace_sandbox.inside.isolation import (
     libc,
     limit,
     make_mounts_private,
+    make_read_only,
     mount_memory,
     mount_proc,
     must,
@@ -116,7 +117,7 @@ def be_first(asked: Asked) -> None:
     if asked.request["do"] == "session":
         mount_memory(SESSION, SESSION_BYTES, SESSION_INODES)
         os.dup2(os.open("/dev/null", os.O_RDWR), 2)
-        session.Host(asked.request, asked.descriptors[0], SESSION, asked.become_program).serve()
+        session.Host(asked.request, asked.descriptors[0], SESSION, lambda: be_shell(asked)).serve()
         return
     program = os.fork()
     if program == 0:
@@ -128,6 +129,13 @@ def be_first(asked: Asked) -> None:
         if pid == program:
             asked.supervisor.send(struct.pack("=I", status))
             return
+
+
+def be_shell(asked: Asked) -> None:
+    """In the process of a session's shell: it reads the host's folder and writes to the pipes there, no more."""
+    must(libc.unshare(CLONE_NEWNS), "unshare")
+    make_read_only(SESSION)
+    asked.become_program()
 
 
 def be_program(asked: Asked) -> None:

@@ -6,7 +6,9 @@
   goes on, and the next cell's output is its own.
 * A cell that is stopped is interrupted; then what it started is killed, and what is written from then on is dropped;
   then the shell is killed, and a new one takes its place.
-* A shell that stops itself is made to go on; one that ends is replaced, and the end of the cell says so.
+* A shell that stops itself is made to go on. One that ends is replaced for the next cell, and the end of its cell says
+  so, or that of the next one where it ended between two.
+* What a program can do to the host, by filling its folder or holding its pipes, costs the session, and not the sandbox.
 
 It talks in frames: a byte that says what it is, four bytes of length, and that many bytes. It gets ``c`` (a cell),
 ``i`` (interrupt it), ``s`` (stop it), and gives ``o`` and ``e`` (output), and ``x`` (the end: JSON).
@@ -66,6 +68,7 @@ class Host:
         self._is_muted = False
         self._steps: list[tuple[float, str]] = []
         self._why = ""
+        self._shell: Bash | Python | None = None
         self._poll = select.poll()
         self._status, self._shells_status = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._status.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
@@ -97,15 +100,23 @@ class Host:
 
     # The shell ----------------------------------------------------------------------------------------------------
 
-    def _start(self) -> None:
+    def _start(self) -> Bash | Python:
         """Make the shell, or make it anew."""
         kind = Python if self._request["kind"] == "python" else Bash
         self._shell = kind(self._request, self._folder, self._shells_status, self._become_program)
+        return self._shell
 
     def _begin(self, text: bytes) -> None:
+        shell = self._shell or self._start()
         word = os.urandom(16).hex()
-        before = descendants() - {self._shell.pid}
-        stdout, stderr = self._shell.begin(text, word)
+        before = descendants() - {shell.pid}
+        try:
+            stdout, stderr = shell.begin(text, word)
+        except OSError as error:  # its folder was filled, or too many hold its pipes
+            self._why = f"a cell could not be given to {shell.name}: {error.strerror}"
+            self._end_shell()
+            self._tell_end(1)
+            return
         self._cell, self._is_muted = Cell(word, stdout, stderr, before), False
         for descriptor in (stdout, stderr):
             self._poll.register(descriptor, select.POLLIN)
@@ -118,19 +129,22 @@ class Host:
             return
         sender = next((struct.unpack("3i", found)[0] for _, _, found in ancillary), 0)
         word, _, status = data.partition(b" ")
-        cell = self._cell
-        if cell is not None and sender == self._shell.pid and word == cell.word.encode() and status.isdigit():
-            self._end(int(status), "")
+        cell, shell = self._cell, self._shell
+        if cell is None or shell is None or sender != shell.pid or word != cell.word.encode() or not status.isdigit():
+            return
+        shell.ended()
+        self._end(cell, int(status) & 0xFF)
 
-    def _end(self, status: int, lost: str) -> None:
-        cell = self._cell
-        assert cell is not None
+    def _end(self, cell: Cell, status: int) -> None:
         self._forward_all(cell)
-        self._cell, self._steps, self._why = None, [], ""
-        self._shell.ended()
+        self._cell, self._steps = None, []
         for descriptor in (cell.stdout, cell.stderr):
             self._poll.register(descriptor, select.POLLIN)  # until nobody holds it
-        self._tell(b"x", json.dumps({"status": status, "lost": lost}).encode())
+        self._tell_end(status)
+
+    def _tell_end(self, status: int) -> None:
+        self._tell(b"x", json.dumps({"status": status, "lost": self._why}).encode())
+        self._why = ""
 
     def _reap(self) -> None:
         while True:
@@ -140,21 +154,26 @@ class Host:
                 return
             if not pid:
                 return
-            if pid == self._shell.pid:
-                self._of_shell(status)
+            if self._shell is not None and pid == self._shell.pid:
+                self._of_shell(self._shell, status)
 
-    def _of_shell(self, status: int) -> None:
+    def _of_shell(self, shell: Bash | Python, status: int) -> None:
         if os.WIFSTOPPED(status):
-            os.kill(self._shell.pid, signal.SIGCONT)
+            os.kill(shell.pid, signal.SIGCONT)
             return
         code = os.waitstatus_to_exitcode(status)
         how = f"ended with {code}" if code >= 0 else f"was ended by signal {-code}"
-        why = self._why or f"{self._shell.name} {how}"
-        kill(descendants())
-        self._shell.close()
+        self._why = self._why or f"{shell.name} {how}"
+        self._end_shell()
         if self._cell is not None:
-            self._end(code, why)
-        self._start()
+            self._end(self._cell, code)
+
+    def _end_shell(self) -> None:
+        """There is none until the next cell, nor anything that it left."""
+        kill(descendants())
+        if self._shell is not None:
+            self._shell.close()
+        self._shell = None
 
     # Output -------------------------------------------------------------------------------------------------------
 
@@ -179,7 +198,10 @@ class Host:
             fcntl.ioctl(descriptor, termios.FIONREAD, size)
             left = size[0]
             while left > 0:
-                data = os.read(descriptor, min(left, READ_BYTES))
+                try:
+                    data = os.read(descriptor, min(left, READ_BYTES))
+                except BlockingIOError:
+                    break  # the program itself reads there
                 left -= len(data)
                 if not self._is_muted:
                     self._tell(kind, data)
@@ -196,10 +218,11 @@ class Host:
             payload, self._buffer = self._buffer[HEAD.size : HEAD.size + size], self._buffer[HEAD.size + size :]
             if kind == b"c":
                 self._begin(payload)
+            elif kind == b"i" and self._cell is not None:
+                self._interrupt(self._cell)
             elif self._cell is not None:
                 now = time.monotonic()
-                steps = STOP_S if kind == b"s" else STOP_S[:1]
-                self._steps = [(now + after_s, step) for after_s, step in steps]
+                self._steps = [(now + after_s, step) for after_s, step in STOP_S]
         return bool(data)
 
     def _tell(self, kind: bytes, payload: bytes) -> None:
@@ -211,19 +234,32 @@ class Host:
         return max(0.0, self._steps[0][0] - time.monotonic()) * 1000 if self._steps else None
 
     def _stop_further(self) -> None:
-        while self._steps and self._cell is not None and self._steps[0][0] <= time.monotonic():
+        while self._steps and self._steps[0][0] <= time.monotonic():
             step = self._steps.pop(0)[1]
+            cell, shell = self._cell, self._shell
+            if cell is None or shell is None:
+                return
             if step == "kill":
-                self._forward_all(self._cell)
+                self._forward_all(cell)
                 self._is_muted = True  # a shell goes on with what came after that which was killed
-                kill(descendants() - self._cell.before - {self._shell.pid})
+                kill(descendants() - cell.before - {shell.pid})
             if step in ("interrupt", "kill"):
-                self._shell.interrupt()
+                self._interrupt(cell)
             elif step == "ask":
-                self._shell.ask(self._cell.word)
+                shell.ask(cell.word)
             elif step == "end":
-                self._why = f"{self._shell.name} did not come back when it was interrupted, and was killed"
-                kill({self._shell.pid})
+                self._why = f"{shell.name} did not come back when it was interrupted, and was killed"
+                kill({shell.pid})
+
+    def _interrupt(self, cell: Cell) -> None:
+        """What Ctrl-C does: for the shell's group, but not for what earlier cells left running."""
+        shell = self._shell
+        if shell is None:
+            return
+        for pid in (shell.pid, *(descendants() - cell.before)):
+            with contextlib.suppress(ProcessLookupError):
+                if os.getpgid(pid) == shell.pid:
+                    os.kill(pid, signal.SIGINT)
 
 
 class Bash:
@@ -259,9 +295,15 @@ class Bash:
             file.write(text)
         pipes = [f"{self._folder}/{name}" for name in ("out", "err")]
         ends = []
-        for pipe in pipes:
-            os.mkfifo(pipe, 0o600)
-            ends.append(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK))
+        self.ended()
+        try:
+            for pipe in pipes:
+                os.mkfifo(pipe, 0o600)
+                ends.append(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK))
+        except OSError:
+            for end in ends:
+                os.close(end)
+            raise
         # What the cell starts gets these three descriptors of the shell, and no others.
         self._type(f"\\builtin . {self._folder}/cell </dev/null >{pipes[0]} 2>{pipes[1]} 3>&-")
         self.ask(word)
@@ -280,9 +322,6 @@ class Bash:
     def _type(self, line: str) -> None:
         with contextlib.suppress(BrokenPipeError):  # it is gone, and will be found so
             os.write(self._lines, f"{line}\n".encode())
-
-    def interrupt(self) -> None:
-        interrupt(self.pid)
 
     def close(self) -> None:
         os.close(self._lines)
@@ -329,9 +368,6 @@ class Python:
     def ask(self, word: str) -> None:
         """It says by itself where a cell ends."""
 
-    def interrupt(self) -> None:
-        interrupt(self.pid)
-
     def close(self) -> None:
         self._cells.close()
 
@@ -341,11 +377,6 @@ def be_alone() -> None:
     os.setsid()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-
-
-def interrupt(group: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it is not there yet, or not any more
-        os.killpg(group, signal.SIGINT)
 
 
 def descendants() -> set[int]:

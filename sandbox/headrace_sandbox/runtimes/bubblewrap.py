@@ -17,7 +17,6 @@ import select
 import signal
 import subprocess
 import time
-import weakref
 
 from headrace_sandbox import bwrap
 from headrace_sandbox.bwrap import SCRATCH, Bwrap
@@ -42,7 +41,7 @@ class Bubblewrap:
         self._filter = require_filter()
         self._groups = Groups(driver if driver is not None else find_driver())
         self._servers: dict[tuple[tuple[str, ...], str], ForkServer] = {}
-        self._kept: weakref.WeakSet[KeptSandbox] = weakref.WeakSet()
+        self._kept: set[KeptSandbox] = set()
         self.isolation = isolation_of("bubblewrap", self._bwrap, self._groups.driver)
 
     async def run(self, command: Command, limits: Limits) -> ExecResult:
@@ -72,7 +71,7 @@ class Bubblewrap:
         around = Surroundings(self._bwrap, self._filter, self._groups, self.isolation)
         sandbox = KeptSandbox(around, template, ttl_s)
         await sandbox.start()
-        self._kept.add(sandbox)
+        self._kept = {one for one in self._kept if not one.is_closed} | {sandbox}
         return sandbox
 
     async def close(self) -> None:

@@ -23,7 +23,7 @@ import subprocess
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from headrace.errors import SandboxFailure
 from headrace_sandbox import bwrap
@@ -32,7 +32,7 @@ from headrace_sandbox.cgroups import Cgroup, Groups, since
 from headrace_sandbox.files import Files
 from headrace_sandbox.result import ExecResult, Isolation, Limits
 from headrace_sandbox.runtimes import inside
-from headrace_sandbox.runtimes.base import Command, FileInfo, Session, SessionKind, Template
+from headrace_sandbox.runtimes.base import Command, FileInfo, Session, SessionKind, Template, not_offered
 from headrace_sandbox.runtimes.verdicts import processors, result_of, sandbox_lost, weak_limits
 from headrace_sandbox.sessions import HostedSession, Parts
 from headrace_sandbox.supervise import Started, supervise
@@ -104,6 +104,8 @@ class KeptSandbox:
 
     async def session(self, kind: SessionKind) -> Session:
         """A new session. Raises SandboxFailure."""
+        if kind not in get_args(SessionKind):
+            raise not_offered("bubblewrap", f"sessions of {kind}")
         request = {"do": "session", "kind": kind, "environment": bwrap.environment(self._template.environment)}
 
         async def start() -> _SessionHost:
@@ -149,6 +151,11 @@ class KeptSandbox:
         self._is_closed = True
         await self._end_keeper()
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing is left of it."""
+        return self._is_closed
+
     async def _end_keeper(self) -> None:
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
@@ -169,7 +176,7 @@ class KeptSandbox:
             started = started._replace(cpu_s=lambda: since(before, keeper.group.usage()).cpu_s)
             verdict = await supervise(started, stdin, limits)
             usage = since(before, keeper.group.usage())
-        if verdict.returncode is None and (gone := self._gone()) is not None:
+        if verdict.returncode is None and (gone := inner.failure or self._gone()) is not None:
             raise gone
         return result_of(verdict, usage, start_s, self.isolation)
 
@@ -211,7 +218,7 @@ class _Bounds(NamedTuple):
     processors: set[int] | None
 
     def admit(self, pid: int) -> None:
-        """Bound a process, and what it will start; one that has ended is fine."""
+        """Bound a process, and what it will start; one that has ended is fine. Raises OSError."""
         with contextlib.suppress(ProcessLookupError):
             self.group.add(pid)
             if self.processors is not None:
@@ -344,6 +351,7 @@ class _Inner:
         self._bounds = bounds
         self._stack = stack
         self._status: int | None = None
+        self.failure: SandboxFailure | None = None
         self._loop = asyncio.get_running_loop()
         self._first: asyncio.Future[int | None] = self._loop.create_future()
         self._loop.add_reader(ours, self._hear)
@@ -396,11 +404,23 @@ class _Inner:
                 self._stack.callback(os.close, pidfd)
             self._first.set_result(pidfd)
         elif data == b"member":
-            self._bounds.admit(_sender(ancillary))
-            self.go()
+            self._admit(_sender(ancillary))
         elif len(data) == 4:
             self._status = os.waitstatus_to_exitcode(struct.unpack("=I", data)[0])
         return True
+
+    def _admit(self, pid: int) -> None:
+        try:
+            self._bounds.admit(pid)
+        except OSError as error:  # nothing runs unbounded
+            self.failure = sandbox_lost(f"A program could not be bounded: {error}.")
+            self._kill()
+        else:
+            self.go()
+
+    def _kill(self) -> None:
+        if self._first.done() and (pidfd := self._first.result()) is not None:
+            bwrap.kill(pidfd)
 
     def _close(self) -> None:
         self._loop.remove_reader(self._socket)
