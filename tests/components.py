@@ -70,7 +70,7 @@ LEAST_TESTS: dict[str, int] = {
     "docker": 18,
     "e2e": 30,
     "environments": 135,
-    "gvisor": 15,
+    "gvisor": 80,
     "integrations": 65,
     "orchestrator": 360,
     "policies": 85,

@@ -40,7 +40,6 @@ FLAGS = (
     "--ignore-cgroups",  # the group is ours, made before
     "--directfs=false",  # a process of its own opens files, not the kernel that programs talk to
     "--file-access-mounts=exclusive",  # what is read of the system is kept: it does not change
-    "--overlay2=none",  # the root is read-only, and the scratch folder is in memory
 )
 
 CAPABILITIES = (
@@ -126,6 +125,8 @@ class Runsc:
         return [
             *("/usr/bin/setpriv", "--pdeathsig", "KILL", "--"),
             *(str(self._runsc), f"--root={folder}/state", *FLAGS, *own_user),
+            # The system's root has all that is mounted on; an image gets it in memory, and is not changed.
+            f"--overlay2={'none' if image is None else 'root:memory'}",
             *("run", f"--bundle={folder}", "sandbox"),
         ]
 
@@ -238,7 +239,7 @@ def _spec(root: Path, has_system: bool, arguments: Sequence[str]) -> Mapping[str
     return {
         "ociVersion": "1.0.2",
         "hostname": "sandbox",
-        "root": {"path": str(root), "readonly": True},
+        "root": {"path": str(root), "readonly": has_system},
         "process": {
             "user": {"uid": 0, "gid": 0},
             "args": list(arguments),

@@ -13,11 +13,15 @@ import pytest
 from headrace.errors import SandboxFailure
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import Command, Runtime, Sandbox, Template
+from headrace_sandbox.runtimes.gvisor_sandbox import GvisorSandbox
 from headrace_sandbox.runtimes.kept import KeptSandbox
 from headrace_sandbox.runtimes.registry import make_runtime
 from tests.sandbox.ways import AGAIN, HARMLESS, OUTCOMES, TIMES, WAYS
 
 LIMITS = Limits(wall_s=20.0)
+
+SHORT = Limits(wall_s=4.0)
+"""For what would go on for minutes where files are slow."""
 
 DOCS = Path(__file__).parent.parent.parent / "docs" / "sandbox.md"
 
@@ -32,7 +36,7 @@ async def runtime(request: pytest.FixtureRequest) -> AsyncIterator[Runtime]:
 async def said(sandbox: Sandbox, way: str) -> list[tuple[str | None, str]]:
     """What became of the way, and of the calls that followed: ``lost``, and what was written."""
     session = await sandbox.session("bash")
-    results = [await session.run(cell, LIMITS) for cell in (way, *[AGAIN] * TIMES)]
+    results = [await session.run(way, SHORT), *[await session.run(AGAIN, LIMITS) for _ in range(TIMES)]]
     return [(result.lost, result.stdout.text) for result in results]
 
 
@@ -88,6 +92,13 @@ def table_rows(text: str) -> list[list[str]]:
 
 async def kill_from_outside(sandbox: Sandbox) -> None:
     """Kill its process 1."""
+    if isinstance(sandbox, GvisorSandbox):
+        assert sandbox._kernel is not None
+        sandbox._kernel._container.kill()
+        async with asyncio.timeout(20):
+            while not sandbox._kernel.guest.is_gone:
+                await asyncio.sleep(0.01)
+        return
     assert isinstance(sandbox, KeptSandbox)
     assert sandbox._keeper is not None
     signal.pidfd_send_signal(sandbox._keeper._pidfd, signal.SIGKILL)

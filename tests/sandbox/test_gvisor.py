@@ -15,11 +15,11 @@ import pytest
 
 from headrace.errors import SandboxFailure
 from headrace_sandbox.cgroups import NoDriver
-from headrace_sandbox.reaper import FOLDERS
+from headrace_sandbox.reaper import FOLDERS, reap
 from headrace_sandbox.result import ExecResult, Limits
-from headrace_sandbox.runtimes.base import Command, PythonProgram
+from headrace_sandbox.runtimes.base import Command, PythonProgram, Template
 from headrace_sandbox.runtimes.gvisor import Gvisor
-from headrace_sandbox.runtimes.selftest import self_test
+from headrace_sandbox.runtimes.gvisor_sandbox import GvisorSandbox
 from headrace_sandbox.supervisor import me, state_folder
 
 pytestmark = pytest.mark.component("gvisor")
@@ -73,11 +73,6 @@ async def test_a_sandbox_is_a_kernel_of_its_own(gvisor: Gvisor) -> None:
     assert "\n1000\n" in result.stdout.text
     assert result.isolation.versions["platform"] == "systrap"
     assert result.isolation.versions["runsc"]
-
-
-async def test_the_self_test_passes(gvisor: Gvisor) -> None:
-    tried = await self_test(gvisor)
-    assert tried.passed, tried.missing
 
 
 async def test_python_runs_with_its_files_input_and_arguments(gvisor: Gvisor) -> None:
@@ -165,6 +160,7 @@ import asyncio
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import Command
 from headrace_sandbox.runtimes.gvisor import Gvisor
+from headrace_sandbox.runtimes.gvisor_sandbox import GvisorSandbox
 from headrace_sandbox.supervisor import me
 print(me(), flush=True)
 asyncio.run(Gvisor().run(Command(arguments=["sleep", "300"]), Limits(wall_s=300)))
@@ -184,6 +180,10 @@ asyncio.run(Gvisor().run(Command(arguments=["sleep", "300"]), Limits(wall_s=300)
         supervisor.stdout.close()
         while processes():
             await asyncio.sleep(0.01)
+    folder = state_folder() / FOLDERS / mark.strip("/").removesuffix("-")
+    assert list(folder.parent.glob(f"{folder.name}-*"))
+    reap()
+    assert not list(folder.parent.glob(f"{folder.name}-*"))
 
 
 def _read(path: Path) -> str:
@@ -191,6 +191,133 @@ def _read(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
+
+
+# Sandboxes that live on -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def sandbox(gvisor: Gvisor) -> GvisorSandbox:
+    return await gvisor.open(Template(files={"given": b"given"}, limits=Limits(memory_bytes=128 << 20, pids=24)), 120.0)
+
+
+def command(script: str) -> Command:
+    return Command(arguments=["bash", "-c", script])
+
+
+async def test_commands_share_files_and_nothing_else_is_left_of_one(sandbox: GvisorSandbox) -> None:
+    script = "cat given; echo more >y; setsid sleep 300 >/dev/null 2>&1 & (sleep 300; true) & exit 3"
+    result = await sandbox.run(command(script), LIMITS)
+    assert (result.stdout.text, result.exit_code) == ("given", 3)
+    result = await sandbox.run(command("cat y; cat /proc/[0-9]*/comm; true"), LIMITS)
+    assert result.stdout.text.split() == ["more", "python3", "bash"]
+
+
+async def test_a_command_that_runs_into_its_time_is_dead_in_the_sandbox_too(sandbox: GvisorSandbox) -> None:
+    loop = "trap '' TERM; (while :; do echo >>beat; sleep 0.02; done) & echo so far; sleep 300"
+    result = await sandbox.run(command(loop), Limits(wall_s=1.0))
+    assert (result.limit, result.stdout.text, result.lost) == ("time", "so far\n", None)
+    first = await sandbox.run(command("wc -l <beat; sleep 0.5; wc -l <beat"), LIMITS)
+    once, again = first.stdout.text.splitlines()
+    assert once == again != "0"
+
+
+async def test_output_of_commands_that_run_at_once_is_kept_apart(sandbox: GvisorSandbox) -> None:
+    async def lines(word: str) -> ExecResult:
+        script = f"for i in $(seq 300); do echo {word}-$i-{'x' * 400}; done"
+        return await sandbox.run(command(script), Limits(wall_s=60.0, kept_bytes=1 << 20))
+
+    for word, result in zip("abc", await asyncio.gather(*map(lines, "abc")), strict=True):
+        assert result.stdout.text.splitlines() == [f"{word}-{n}-{'x' * 400}" for n in range(1, 301)]
+
+
+async def test_much_output_is_cut_and_the_sandbox_goes_on(sandbox: GvisorSandbox) -> None:
+    result = await sandbox.run(command("yes"), Limits(wall_s=20.0, output_bytes=4 << 20, kept_bytes=100))
+    assert (result.limit, result.fault, len(result.stdout.head)) == ("output", "limit", 50)
+    assert (await sandbox.run(command("echo fine"), LIMITS)).stdout.text == "fine\n"
+
+
+async def test_sessions_live_on_and_end_with_a_reset(sandbox: GvisorSandbox) -> None:
+    shell, python = await sandbox.session("bash"), await sandbox.session("python")
+    await shell.run("x=5; sleep 300 &", LIMITS)
+    assert (await shell.run("echo $x; false", LIMITS)).exit_code == 1
+    result = await shell.run("sleep 300", Limits(wall_s=0.5))
+    assert (result.limit, result.lost) == ("time", None)
+    assert (await shell.run("echo $x $(jobs -r | wc -l)", LIMITS)).stdout.text == "5 1\n"
+    await python.run("import json\nx = 6", LIMITS)
+    result = await python.run("while True:\n    pass", Limits(wall_s=0.5))
+    assert (result.limit, "KeyboardInterrupt" in result.stderr.text) == ("time", True)
+    assert (await python.run("json.dumps(x * 7)", LIMITS)).stdout.text == "'42'\n"
+    await sandbox.run(command("rm given; mkdir d; touch /dev/shm/x; ipcmk -Q"), LIMITS)
+    await sandbox.reset()
+    assert [found.path for found in await sandbox.list()] == ["given"]
+    result = await sandbox.run(command("ls /dev/shm; ls -d /proc/[0-9]* | wc -l; ipcs -q | grep -c 0x"), LIMITS)
+    assert result.stdout.text.split() == ["4", "0"]
+    with pytest.raises(SandboxFailure, match="closed"):
+        await shell.run("true", LIMITS)
+
+
+async def test_files_go_in_and_out_and_no_link_is_followed(sandbox: GvisorSandbox) -> None:
+    content = bytes(range(256)) * 2000
+    await sandbox.write("a/b", content)
+    assert await sandbox.read("a/b", len(content)) == content
+    await sandbox.upload(await sandbox.download("a", 1 << 20), "copy")
+    assert await sandbox.read("copy/b", len(content)) == content
+    # gVisor follows a link that is opened as a folder, even where it is asked not to.
+    await sandbox.run(command("ln -s / root; ln -s a link"), LIMITS)
+    for path in ("root/scratch/given", "link/b"):
+        with pytest.raises(SandboxFailure) as caught:
+            await sandbox.read(path, 1 << 20)
+        assert caught.value.kind == "bad-path"
+        with pytest.raises(SandboxFailure):
+            await sandbox.write(path, b"x")
+
+
+@pytest.mark.component("cgroups")
+async def test_where_memory_is_over_a_process_is_killed_or_the_sandbox_is_lost_and_every_later_call_says_so(
+    sandbox: GvisorSandbox,
+) -> None:
+    session = await sandbox.session("bash")
+    hungry = "python3 -c 'held = [bytearray(10_000_000) for _ in range(1000)]'"
+    result = await session.run(hungry, LIMITS)
+    assert (result.limit, result.fault, result.lost) == ("memory", "limit", None)
+    assert (await session.run("echo ok", LIMITS)).stdout.text == "ok\n"
+    many = "for i in $(seq 8); do (python3 -c 'held = bytearray(40 << 20); import time; time.sleep(9)') & done; wait"
+    result = await session.run(many, LIMITS)
+    assert (result.limit, result.fault) == ("memory", "program")
+    assert "limit of memory" in (result.lost or "")
+    assert (await session.run("echo ok", LIMITS)).lost == result.lost
+    assert (await sandbox.run(command("echo ok"), LIMITS)).lost == result.lost
+    with pytest.raises(SandboxFailure) as caught:
+        await sandbox.read("given", 10)
+    assert (caught.value.kind, caught.value.retryable) == ("sandbox-lost", False)
+
+
+async def test_a_fork_bomb_in_a_session_is_refused_and_the_session_goes_on(sandbox: GvisorSandbox) -> None:
+    session = await sandbox.session("bash")
+    forks = "import os, time\nwhile True:\n    if os.fork() == 0:\n        time.sleep(300)"
+    result = await sandbox.run(Command(arguments=["python3", "-c", forks]), LIMITS)
+    assert (result.limit, result.fault) == ("pids", "limit")
+    assert (await session.run("echo fine", LIMITS)).stdout.text == "fine\n"
+
+
+async def test_a_sandbox_ends_at_its_time_even_if_nobody_ends_it(gvisor: Gvisor) -> None:
+    sandbox = await gvisor.open(Template(), 2.0)
+    with pytest.raises(SandboxFailure) as caught:
+        await sandbox.run(command("sleep 300"), LIMITS)
+    assert (caught.value.kind, caught.value.retryable) == ("expired", True)
+    async with asyncio.timeout(20):
+        while sandboxes("runsc-sandbox"):
+            await asyncio.sleep(0.01)
+
+
+async def test_an_image_is_a_folder_with_the_files_of_a_system(gvisor: Gvisor, tmp_path: Path) -> None:
+    with pytest.raises(SandboxFailure) as caught:
+        await gvisor.open(Template(image=str(tmp_path)), 60.0)
+    assert caught.value.kind == "bad-image"
+
+
+# A runsc that does not work -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("script", ["exit 1", "sleep 300", "echo runsc version release-20221219.0"])

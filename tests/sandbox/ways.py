@@ -27,4 +27,5 @@ AGAIN, TIMES = "echo ok", 8
 
 OUTCOMES: dict[str, dict[str, Outcome]] = {
     "bubblewrap": dict.fromkeys(WAYS, "contained"),
+    "gvisor": dict.fromkeys(WAYS, "contained"),
 }

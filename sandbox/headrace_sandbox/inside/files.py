@@ -27,7 +27,6 @@ READ_BYTES = 256 << 10
 MOST_ENTRIES = 10_000  # of a list, or an archive
 MOST_DEPTH = 100
 
-FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 
 
@@ -112,23 +111,33 @@ class opened_folder:  # noqa: N801 - used as a function
         self._path, self._make = path, make
 
     def __enter__(self) -> int:
-        self.descriptor = os.open(".", FOLDER)
+        self.descriptor = open_folder(".", None)
         for name in self._names:
             if name in ("", ".", ".."):
                 raise Refused("bad-path", f"{self._path!r} leads out of the scratch folder.")
             try:
-                below = os.open(name, FOLDER, dir_fd=self.descriptor)
+                below = open_folder(name, self.descriptor)
             except FileNotFoundError:
                 if not self._make:
                     raise
                 os.mkdir(name, 0o755, dir_fd=self.descriptor)
-                below = os.open(name, FOLDER, dir_fd=self.descriptor)
+                below = open_folder(name, self.descriptor)
             os.close(self.descriptor)
             self.descriptor = below
         return self.descriptor
 
     def __exit__(self, *_: object) -> None:
         os.close(self.descriptor)
+
+
+def open_folder(name: str, above: int | None) -> int:
+    """A descriptor of a folder, and of no link to one. Not by O_DIRECTORY: with it gVisor follows links in spite of
+    O_NOFOLLOW."""
+    descriptor = os.open(name, os.O_RDONLY | FILE, dir_fd=above)
+    if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+    return descriptor
 
 
 class folder_of:  # noqa: N801 - used as a function
@@ -185,7 +194,7 @@ def collect(folder: int, above: str, found: list[dict[str, Any]], depth: int) ->
         if len(found) > MOST_ENTRIES:
             raise Refused("too-many-entries", f"There are more than {MOST_ENTRIES} entries.")
         if item["kind"] == "folder":
-            below = os.open(name, FOLDER, dir_fd=folder)
+            below = open_folder(name, folder)
             try:
                 collect(below, f"{above}{name}/", found, depth + 1)
             finally:
@@ -223,7 +232,7 @@ def copy_exactly(base: int, path: str, size_bytes: int) -> None:
         folder = os.dup(base)
         *above, name = path.split("/")
         for part in above:
-            below = os.open(part, FOLDER, dir_fd=folder)
+            below = open_folder(part, folder)
             os.close(folder)
             folder = below
         descriptor = os.open(name, os.O_RDONLY | FILE, dir_fd=folder)

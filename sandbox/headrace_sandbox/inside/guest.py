@@ -1,26 +1,27 @@
 """Runs as process 1 of a gVisor sandbox: starts programs on request, and carries their input and output.
 
-* Each program has a namespace of process ids of its own; when it ends, or is killed, all that it started ends with it.
+* Each program, and each session, has a namespace of process ids of its own; when its first process ends, or is killed,
+  all that was started there ends with it.
 * It runs as a user without privileges. This process and the first one of each namespace are root of the sandbox, which
   is nobody on the machine, and out of its reach.
 * How a program ended is told by the first process of its namespace, over a pipe that the program does not have.
 * It ends with its standard input, so that no sandbox outlives its supervisor, and after the time that it is given.
 
 Frames go both ways, over standard input and output: kind, number of the program, length, content. Content of START is
-the length of a JSON document, the document, and the contents of its files one after the other.
+JSON: ``do`` (command, files, session), ``rlimits``, and what each needs.
 """
 
-import errno
+import gc
 import json
+import math
 import os
 import select
 import signal
-import stat
 import struct
 import sys
-from collections.abc import Iterator
 from typing import Any
 
+from headrace_sandbox.inside import files, session
 from headrace_sandbox.inside.isolation import (
     CLONE_NEWNS,
     CLONE_NEWPID,
@@ -28,6 +29,7 @@ from headrace_sandbox.inside.isolation import (
     MS_NOSUID,
     PR_CAPBSET_DROP,
     PR_SET_DUMPABLE,
+    default_signals,
     give_up_privileges,
     libc,
     limit,
@@ -38,14 +40,18 @@ from headrace_sandbox.inside.isolation import (
 )
 
 HEADER = struct.Struct(">BII")
-START, INPUT, KILL, RESET = 1, 2, 3, 4
+START, INPUT, KILL = 1, 2, 3
 READY, STARTED, STDOUT, STDERR, TOOK, ENDED, FAILED = 1, 2, 3, 4, 5, 6, 7
-END = struct.Struct(">iI")  # wait status, or -1 if it is not known; how many threads there were at the end
+END = struct.Struct(">iI")  # wait status, or -1 if it is not known; how many threads were left
 
 MNT_DETACH = 2
-CHUNK = 64 << 10
+MOST_FILES = 1024  # of this process
+READ_BYTES = 64 << 10
+MOST_LEFT_BYTES = 1 << 20  # of a pipe
 USER = 1000
-SCRATCH = "/scratch"
+SCRATCH, SHARED_MEMORY, SESSION = "/scratch", "/dev/shm", "/dev/session"
+SESSION_BYTES = 4 << 20  # for the text of a cell, and two pipes
+TOLD = 3  # the descriptor on which the first process of a namespace tells
 
 
 def write_all(descriptor: int, data: bytes) -> None:
@@ -59,15 +65,16 @@ def send(kind: int, number: int, content: bytes = b"") -> None:
 
 
 class Program:
-    """One that runs. ``streams``: what is read of it, by descriptor."""
+    """One that runs. ``first``: the first process of its namespace, which tells on ``told``; ``outputs``: the kind of
+    frame by descriptor; ``waiting``: input that it has not taken yet."""
 
-    def __init__(self, number: int, first: int, stdin: int, told: int, streams: dict[int, int]) -> None:
+    def __init__(self, number: int, first: int, stdin: int, told: int, outputs: dict[int, int]) -> None:
         self.number = number
         self.first = first
         self.stdin = stdin
         self.told = told
-        self.streams = streams
-        self.pending = b""
+        self.outputs = outputs
+        self.waiting = b""
         self.report = b""
 
 
@@ -85,32 +92,31 @@ class Server:
         while True:
             for descriptor, _events in self.poll.poll():
                 if descriptor == 0:
-                    data = os.read(0, CHUNK)
-                    if not data:
+                    if not self.receive():
                         return
-                    self.received += data
-                    for kind, number, content in self.frames():
-                        self.handle(kind, number, content)
                 elif descriptor in self.by_descriptor:
                     self.move(descriptor, self.by_descriptor[descriptor])
 
-    def frames(self) -> Iterator[tuple[int, int, bytes]]:
+    def receive(self) -> bool:
+        data = os.read(0, READ_BYTES)
+        self.received += data
         while len(self.received) >= HEADER.size:
             kind, number, length = HEADER.unpack_from(self.received)
-            while len(self.received) < HEADER.size + length:
-                data = os.read(0, 1 << 20)
-                if not data:
-                    sys.exit(0)
-                self.received += data
-            content = self.received[HEADER.size : HEADER.size + length]
-            self.received = self.received[HEADER.size + length :]
-            yield kind, number, content
+            pieces = [self.received[HEADER.size :]]
+            missing = length - len(pieces[0])
+            while missing > 0:
+                if not (piece := os.read(0, 16 * READ_BYTES)):
+                    return False
+                pieces.append(piece)
+                missing -= len(piece)
+            joined = b"".join(pieces)
+            self.received = joined[length:]
+            self.handle(kind, number, joined[:length])
+        return bool(data)
 
     def handle(self, kind: int, number: int, content: bytes) -> None:
         if kind == START:
             self.start(number, content)
-        elif kind == RESET:
-            self.reset(number, json.loads(content))
         elif number in self.programs:
             program = self.programs[number]
             if kind == KILL:
@@ -119,28 +125,27 @@ class Server:
                 self.feed(program, content)
 
     def start(self, number: int, content: bytes) -> None:
-        size = struct.unpack_from(">I", content)[0]
-        request = json.loads(content[4 : 4 + size])
-        stdin, ours_in = os.pipe()
-        ours_out, stdout = os.pipe()
-        ours_err, stderr = os.pipe()
-        ours_told, told = os.pipe()
+        request = json.loads(content)
+        stdin, our_stdin = os.pipe()
+        our_stdout, stdout = os.pipe()
+        our_stderr, stderr = os.pipe()
+        our_told, told = os.pipe()
         must(libc.unshare(CLONE_NEWPID), "unshare")
         first = os.fork()
         if first == 0:
             try:
                 keep_only(stdin, stdout, stderr, told)
-                be_first(request, content[4 + size :], self.filter)
+                First(request, self.filter).be()
             except BaseException:  # noqa: BLE001 - shown, and the end of this process
                 sys.excepthook(*sys.exc_info())
             finally:
                 os._exit(1)
         for descriptor in (stdin, stdout, stderr, told):
             os.close(descriptor)
-        os.set_blocking(ours_in, False)
-        program = Program(number, first, ours_in, ours_told, {ours_out: STDOUT, ours_err: STDERR})
+        os.set_blocking(our_stdin, False)
+        program = Program(number, first, our_stdin, our_told, {our_stdout: STDOUT, our_stderr: STDERR})
         self.programs[number] = program
-        for descriptor in (ours_told, ours_out, ours_err):
+        for descriptor in (our_told, our_stdout, our_stderr):
             self.by_descriptor[descriptor] = program
             self.poll.register(descriptor, select.POLLIN)
 
@@ -149,11 +154,11 @@ class Server:
         if descriptor == program.stdin:
             self.feed(program, b"")
             return
-        data = os.read(descriptor, CHUNK)
+        data = os.read(descriptor, READ_BYTES)
         if descriptor == program.told:
             self.hear(program, data)
         elif data:
-            send(program.streams[descriptor], program.number, data)
+            send(program.outputs[descriptor], program.number, data)
         else:
             self.forget(descriptor)
 
@@ -162,18 +167,18 @@ class Server:
         end."""
         if program.stdin < 0:
             return
-        if not content and not program.pending:
+        if not content and not program.waiting:
             self.close_input(program)
             return
-        program.pending += content
+        program.waiting += content
         try:
-            program.pending = program.pending[os.write(program.stdin, program.pending) :]
+            program.waiting = program.waiting[os.write(program.stdin, program.waiting) :]
         except BlockingIOError:
             pass
         except BrokenPipeError:
             self.close_input(program)
             return
-        if program.pending:
+        if program.waiting:
             self.by_descriptor[program.stdin] = program
             self.poll.register(program.stdin, select.POLLOUT)
         else:
@@ -186,7 +191,7 @@ class Server:
             if self.by_descriptor.pop(program.stdin, None):
                 self.poll.unregister(program.stdin)
             os.close(program.stdin)
-            program.stdin, program.pending = -1, b""
+            program.stdin, program.waiting = -1, b""
 
     def hear(self, program: Program, data: bytes) -> None:
         """What the first process of a namespace tells: that its program starts, and how it ended."""
@@ -197,25 +202,25 @@ class Server:
             return
         self.forget(program.told)
         os.waitpid(program.first, 0)  # and everything in its namespace is gone
-        for descriptor in list(program.streams):
+        for descriptor in program.outputs:
             self.drain(descriptor, program)
         self.close_input(program)
         del self.programs[program.number]
         if program.report[:1] == b"s":
             send(ENDED, program.number, program.report[1:] or END.pack(-1, 0))
         else:
-            send(FAILED, program.number, program.report[1:5])
+            send(FAILED, program.number)
 
     def drain(self, descriptor: int, program: Program) -> None:
-        """What a program left in a pipe; nobody but a thief of its descriptor can write any more."""
+        """What a program left in a pipe. Nobody writes there any more but who got its descriptor from it."""
         if descriptor not in self.by_descriptor:
             return
         os.set_blocking(descriptor, False)
-        left = 1 << 20
+        left = MOST_LEFT_BYTES
         try:
-            while left > 0 and (data := os.read(descriptor, CHUNK)):
+            while left > 0 and (data := os.read(descriptor, READ_BYTES)):
                 left -= len(data)
-                send(program.streams[descriptor], program.number, data)
+                send(program.outputs[descriptor], program.number, data)
         except BlockingIOError:
             pass
         self.forget(descriptor)
@@ -225,52 +230,107 @@ class Server:
         self.poll.unregister(descriptor)
         os.close(descriptor)
 
-    def reset(self, number: int, options: dict[str, Any]) -> None:
-        """End every program, and begin with an empty scratch folder."""
-        for program in list(self.programs.values()):
-            os.kill(program.first, signal.SIGKILL)
-            while program.number in self.programs:
-                self.hear(program, os.read(program.told, CHUNK))
-        for folder in (SCRATCH, "/dev/shm"):
-            libc.umount2(folder.encode(), MNT_DETACH)
-            mount_memory(folder, options["disk_bytes"])
-        send(ENDED, number, END.pack(0, 0))
+
+class First:
+    """The first process of a namespace."""
+
+    def __init__(self, request: dict[str, Any], filter_: bytes) -> None:
+        self.request = request
+        self.filter = filter_
+
+    def be(self) -> None:
+        prctl(PR_SET_DUMPABLE, 0)  # so that nothing can write into this memory
+        must(libc.unshare(CLONE_NEWNS), "unshare")
+        make_mounts_private()
+        mount_proc()
+        os.chdir(SCRATCH)
+        if self.request["do"] == "session":
+            self.host_session()
+            os._exit(0)
+        program = os.fork()
+        if program == 0:
+            status = 126
+            try:
+                status = self.be_program()
+            except BaseException:  # noqa: BLE001 - shown, and the end of this process
+                sys.excepthook(*sys.exc_info())
+            finally:
+                os._exit(status)
+        for descriptor in (0, 1, 2):
+            os.close(descriptor)
+        while True:
+            pid, status = os.wait()
+            if pid == program:
+                os.write(TOLD, END.pack(status, threads_left()))
+                os._exit(0)
+
+    def be_program(self) -> int:
+        """A command, or what is done with files by the same rights; gives the status if it is not another program by
+        then."""
+        os.setsid()
+        self.become_user()
+        os.write(TOLD, b"s")
+        os.close(TOLD)
+        self.be_bounded()
+        if self.request["do"] == "files":
+            return files.run(self.request)
+        default_signals()
+        arguments = self.request["arguments"]
+        try:
+            os.execvpe(arguments[0], arguments, self.request["environment"])
+        except OSError as error:
+            os.write(2, f"{arguments[0]}: {error.strerror}\n".encode(errors="replace"))
+            return 127 if isinstance(error, FileNotFoundError) else 126
+
+    def host_session(self) -> None:
+        """Serve one session. The host makes its files as the programs' user, which cannot kill it: root is what it
+        goes back to."""
+        channel, output = os.dup(0), os.dup(1)
+        null = os.open("/dev/null", os.O_RDWR)
+        for descriptor in (0, 1, 2):
+            os.dup2(null, descriptor)
+        mount_memory(SESSION, SESSION_BYTES)
+        os.setegid(USER)
+        os.seteuid(USER)
+        os.write(TOLD, b"s")
+        session.Host(self.request, channel, SESSION, self.become_program, output).serve()
+
+    def become_program(self) -> None:
+        """In a process that is to be the program of a session."""
+        os.seteuid(0)
+        self.become_user()
+        self.be_bounded()
+
+    def become_user(self) -> None:
+        os.setgroups([])
+        os.setresgid(USER, USER, USER)
+        os.setresuid(USER, USER, USER)
+        os.umask(0o022)
+        prctl(PR_SET_DUMPABLE, 1)
+
+    def be_bounded(self) -> None:
+        processors = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, processors[: math.ceil(self.request["cpus"])])
+        limit(self.request["rlimits"])
+        give_up_privileges(self.filter)
 
 
 def keep_only(*descriptors: int) -> None:
     """These become 0, 1, 2 and 3; every other one is closed."""
-    for target, descriptor in enumerate(descriptors):
-        os.dup2(descriptor, target + 100)
-    for target in range(len(descriptors)):
-        os.dup2(target + 100, target)
-    os.closerange(len(descriptors), 1024)
+    for target, descriptor in enumerate([os.dup(descriptor) for descriptor in descriptors]):
+        os.dup2(descriptor, target)
+    os.closerange(len(descriptors), MOST_FILES)
+    os.set_inheritable(TOLD, False)
 
 
-def be_first(request: dict[str, Any], contents: bytes, filter_: bytes) -> None:
-    """As process 1 of a namespace: run the program, and tell how it ended."""
-    prctl(PR_SET_DUMPABLE, 0)
-    must(libc.unshare(CLONE_NEWNS), "unshare")
-    make_mounts_private()
-    mount_proc()
-    program = os.fork()
-    if program == 0:
-        status = 126
-        try:
-            status = be_program(request, contents, filter_)
-        except BaseException:  # noqa: BLE001 - shown, and the end of this process
-            sys.excepthook(*sys.exc_info())
-        finally:
-            os._exit(status)
-    for descriptor in (0, 1, 2):
-        os.close(descriptor)
-    while True:
-        pid, status = os.wait()
-        if pid == program:
-            os.write(3, END.pack(status, threads()))
-            os._exit(0)
+def drop_bounds() -> None:
+    """No program that is started from here on can have a capability, whatever it is."""
+    for capability in range(64):
+        if libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
+            return
 
 
-def threads() -> int:
+def threads_left() -> int:
     """How many there are in this namespace beside this one."""
     count = 0
     for name in os.listdir("/proc"):
@@ -282,67 +342,8 @@ def threads() -> int:
     return count
 
 
-def be_program(request: dict[str, Any], contents: bytes, filter_: bytes) -> int:
-    """Give up every privilege, then be the program."""
-    os.setsid()
-    for capability in range(64):
-        if libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
-            break
-    os.setgroups([])
-    os.setresgid(USER, USER, USER)
-    os.setresuid(USER, USER, USER)
-    os.umask(0o022)
-    os.chdir(SCRATCH)
-    try:
-        for path, size in request["files"]:
-            write_file(path, contents[:size])
-            contents = contents[size:]
-    except OSError as error:
-        os.write(3, b"f" + struct.pack(">i", error.errno or 0))
-        return 1
-    os.write(3, b"s")
-    os.close(3)
-    limit(request["rlimits"])
-    give_up_privileges(filter_)
-    arguments, environment = request["arguments"], request["environment"]
-    try:
-        os.execvpe(arguments[0], arguments, environment)
-    except OSError as error:
-        os.write(2, f"{arguments[0]}: {error.strerror}\n".encode(errors="replace"))
-        return 126 if error.errno == errno.EACCES else 127
-
-
-def folder_of(path: str, *, make: bool) -> tuple[int, str]:
-    """A descriptor of the folder of a path below the scratch folder, reached through no link, and the last name."""
-    *folders, name = path.split("/")
-    at = os.open(SCRATCH, os.O_RDONLY | os.O_DIRECTORY)
-    for folder in folders:
-        try:
-            deeper = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=at)
-        except FileNotFoundError:
-            if not make:
-                raise
-            os.mkdir(folder, dir_fd=at)
-            deeper = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=at)
-        os.close(at)
-        at = deeper
-    return at, name
-
-
-def write_file(path: str, content: bytes) -> None:
-    at, name = folder_of(path, make=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-    descriptor = os.open(name, flags, 0o644, dir_fd=at)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        raise OSError(errno.EINVAL, "no regular file")
-    os.ftruncate(descriptor, 0)
-    write_all(descriptor, content)
-    os.close(descriptor)
-    os.close(at)
-
-
 def mount_memory(folder: str, size_bytes: int) -> None:
-    """A folder of the programs' user, in bounded memory."""
+    """A folder of the programs' user, in bounded memory; gVisor cannot bound how many files there are."""
     options = f"size={size_bytes},mode=0700,uid={USER},gid={USER}".encode()
     must(libc.mount(b"tmpfs", folder.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, options), f"mount {folder}")
 
@@ -353,12 +354,19 @@ def prepare_files(disk_bytes: int) -> None:
         raise OSError("the root has no files")
     for folder in ("/tmp", "/sys"):  # gVisor's own: the first has no bound, and is a link to the scratch folder
         libc.umount2(folder.encode(), MNT_DETACH)
-    mount_memory(SCRATCH, disk_bytes)
-    mount_memory("/dev/shm", disk_bytes)
+    for folder in (SCRATCH, SHARED_MEMORY):
+        if not os.path.isdir(folder):  # in an image
+            os.mkdir(folder)
+        mount_memory(folder, disk_bytes)
+    os.mkdir(SESSION)
 
 
 def main() -> None:
     options = json.loads(sys.argv[1])
     signal.setitimer(signal.ITIMER_REAL, options["ttl_s"])  # whose signal ends it, and all that runs here
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     prepare_files(options["disk_bytes"])
+    drop_bounds()
+    gc.collect()
+    gc.freeze()  # so that a child's collector does not copy the pages of what is shared
     Server(bytes.fromhex(options["filter"])).serve()

@@ -11,15 +11,13 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox.cgroups import Cgroup
 from headrace_sandbox.runsc import Container, not_made
 from headrace_sandbox.runtimes.inside import HERE, PYTHON
 from headrace_sandbox.supervise import Started
@@ -30,16 +28,18 @@ for name in ("headrace_sandbox", "headrace_sandbox.inside"):
     sys.modules[name] = type(sys)(name)
 for name, text in json.loads(sys.argv.pop(1)):
     module = sys.modules["headrace_sandbox.inside." + name] = type(sys)(name)
+    setattr(sys.modules["headrace_sandbox.inside"], name, module)
+    module.__file__ = name
     exec(compile(text, name, "exec"), module.__dict__)
 module.main()
 """
 """Makes modules from their text, and runs the last one: an image has no folder where they could lie."""
 
-MODULES = ("isolation", "guest")
+MODULES = ("isolation", "cells", "files", "session", "guest")
 """Each after those that it imports."""
 
 HEADER = struct.Struct(">BII")
-START, INPUT, KILL, RESET = 1, 2, 3, 4
+START, INPUT, KILL = 1, 2, 3
 READY, STARTED, STDOUT, STDERR, TOOK, ENDED, FAILED = 1, 2, 3, 4, 5, 6, 7
 END = struct.Struct(">iI")
 
@@ -51,11 +51,11 @@ READY_S = 30.0
 STARTED_S = 20.0
 """For a program to be started in it."""
 
+END_S = 5.0
+"""For a killed program to be gone, with its sandbox if that is what it takes."""
+
 ALONE_S = 1.0
 """For a killed program to be gone; then its sandbox is killed."""
-
-LOOK_S = 0.1
-"""Between looks at whether the kernel killed something of the sandbox for memory; the rest of it might hang then."""
 
 
 class Ended(NamedTuple):
@@ -80,12 +80,14 @@ class Program:
         self.told = told
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ended: Ended | None = None
+        self.gone = asyncio.Event()
         for descriptor in (stdin, stdout, stderr):
             os.set_blocking(descriptor, False)
 
     def finish(self, ended: Ended) -> None:
         """It has ended: whoever reads of it reads to the end."""
         self.ended = ended
+        self.gone.set()
         for descriptor in (*self.writes.values(), self.told):
             os.close(descriptor)
         self.writes = {}
@@ -99,9 +101,10 @@ class Program:
 class Guest:
     """A sandbox that runs, and the programs in it."""
 
-    def __init__(self, container: Container, group: Cgroup) -> None:
+    def __init__(self, container: Container) -> None:
         self.container = container
-        self._group = group
+        self.killed_for: str | None = None
+        """Why it was killed, if that was for what its programs did."""
         self._loop = asyncio.get_running_loop()
         self._programs: dict[int, Program] = {}
         self._numbers = 0
@@ -112,7 +115,6 @@ class Guest:
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._gone = asyncio.Event()
         self._loop.add_reader(container.stdout, self._read)
-        self._look = self._loop.call_later(LOOK_S, self._look_at_memory)
 
     @property
     def is_gone(self) -> bool:
@@ -127,53 +129,39 @@ class Guest:
         except TimeoutError:
             raise not_made(f"it did not start within {READY_S:g} s. {self.container.said()}") from None
 
-    async def start(
-        self,
-        arguments: Sequence[str],
-        environment: Mapping[str, str],
-        rlimits: Mapping[str, int],
-        files: Mapping[str, bytes],
-    ) -> tuple[Program, Started]:
+    async def start(self, request: Mapping[str, Any]) -> Program:
         """Start a program; it runs when this returns. Raises SandboxFailure."""
-        request = {
-            "arguments": list(arguments),
-            "environment": dict(environment),
-            "rlimits": dict(rlimits),
-            "files": [(path, len(content)) for path, content in files.items()],
-        }
         program = self._new_program()
-        document = json.dumps(request).encode()
-        self._send(START, program.number, len(document).to_bytes(4, "big") + document + b"".join(files.values()))
+        self._send(START, program.number, json.dumps(request).encode())
         try:
             async with asyncio.timeout(STARTED_S):
                 await program.started
         except BaseException as error:
-            self._give_up(program)
+            self.kill(program)
+            program.discard()
             if isinstance(error, TimeoutError):
                 raise not_made(f"no program started in it within {STARTED_S:g} s") from None
             raise
         self._await_input(program)
-        return program, Started(
+        return program
+
+    def started(self, program: Program, cpu_s: Callable[[], float | None]) -> Started:
+        """A program as it is supervised. ``cpu_s``: the processor time that it used so far."""
+        return Started(
             stdin=program.stdin,
             stdout=program.stdout,
             stderr=program.stderr,
             end=program.end,
             returncode=lambda: program.ended.returncode if program.ended else None,
-            kill=lambda: self._kill(program),
-            cpu_s=lambda: self._group.usage().cpu_s,
+            kill=lambda: self.kill(program),
+            cpu_s=cpu_s,
         )
 
-    async def reset(self, disk_bytes: int) -> None:
-        """End every program, and empty the scratch folder. Raises SandboxFailure ``sandbox-lost``."""
-        program = self._new_program()
-        program.discard()
-        self._send(RESET, program.number, json.dumps({"disk_bytes": disk_bytes}).encode())
-        try:
-            async with asyncio.timeout(STARTED_S):
-                await program.started
-        except TimeoutError:
-            self.container.kill()
-            raise not_made("it could not be reset") from None
+    def kill(self, program: Program) -> None:
+        """Kill a program and all that it started; with its sandbox, if that is what it takes."""
+        if program.ended is None and not self.is_gone:
+            self._send(KILL, program.number)
+            self._loop.call_later(ALONE_S, self._kill_with_sandbox, program)
 
     def close(self) -> None:
         """Stop reading of the sandbox; it is killed by then, or will be."""
@@ -191,18 +179,10 @@ class Guest:
             self._programs[program.number] = program
         return program
 
-    def _kill(self, program: Program) -> None:
-        if program.ended is None and not self.is_gone:
-            self._send(KILL, program.number)
-            self._loop.call_later(ALONE_S, self._kill_with_sandbox, program)
-
     def _kill_with_sandbox(self, program: Program) -> None:
         if program.ended is None and not self.is_gone:
+            self.killed_for = "a program in it was killed and did not end"
             self.container.kill()
-
-    def _give_up(self, program: Program) -> None:
-        self._kill(program)
-        program.discard()
 
     def _await_input(self, program: Program) -> None:
         if program.reads is not None:
@@ -292,7 +272,7 @@ class Guest:
             _settle(program.started, None)
             self._finish(program, Ended(os.waitstatus_to_exitcode(status) if status >= 0 else None, left))
         elif kind == FAILED:
-            _settle(program.started, _not_started(content))
+            _settle(program.started, not_made("its first process could not start a program"))
             self._finish(program, Ended(None, 0))
 
     def _deliver(self) -> None:
@@ -318,7 +298,6 @@ class Guest:
         if self.is_gone:
             return
         self._gone.set()
-        self._look.cancel()
         self._loop.remove_reader(self.container.stdout)
         self._loop.remove_writer(self.container.stdin)
         if self._to_deliver:
@@ -330,11 +309,6 @@ class Guest:
         if not self._ready.done():
             self._ready.set_exception(not_made(self.container.said()))
             self._ready.exception()  # it may be that nobody waits for it
-
-    def _look_at_memory(self) -> None:
-        if self._group.usage().memory_kills:
-            self.container.kill()
-        self._look = self._loop.call_later(LOOK_S, self._look_at_memory)
 
 
 def first_command(options: Mapping[str, Any]) -> list[str]:
@@ -356,13 +330,3 @@ def _settle(future: asyncio.Future[None], failure: BaseException | None) -> None
     else:
         future.set_exception(failure)
         future.exception()  # it may be that nobody waits for it
-
-
-def _not_started(content: bytes) -> SandboxFailure:
-    number = int.from_bytes(content, "big")
-    if number in (errno.ENOSPC, errno.EDQUOT):
-        return SandboxFailure("The files do not fit into the scratch folder.", kind="disk-full", retryable=False)
-    if number == 0:
-        return not_made("its first process could not start a program")
-    reason = os.strerror(number)
-    return SandboxFailure(f"A file could not be written: {reason}.", kind="bad-path", retryable=False)
