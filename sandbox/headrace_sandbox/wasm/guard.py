@@ -1,7 +1,7 @@
 """Bounds what a program writes into its folder: calls that take space ask first, and get ENOSPC where there is none.
 
 * What the folder holds is measured, files that were deleted and are still open included; between two measurements every
-  byte written counts as a new one.
+  byte written counts as a new one. What cannot be measured is full.
 * The program's calls go through a table to functions that ask and then make the call in the program's own memory, so
   what WASI checks it still checks itself.
 
@@ -16,7 +16,7 @@ import stat
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from wasmtime import Engine, Func, FuncType, Instance, Linker, Module, Store, ValType
+from wasmtime import Func, FuncType, Instance, Linker, Module, Store, ValType
 
 WASI = "wasi_snapshot_preview1"
 
@@ -24,9 +24,15 @@ BLOCK_BYTES = 512
 """The unit of ``st_blocks``."""
 
 
+MOST_DEEP = 50
+"""Folders in folders. Every process that walks through them holds a descriptor for each."""
+
+FEW = 50
+"""Folders that are made between two measurements, at most; a tree gets no deeper than this and ``MOST_DEEP``."""
+
+
 class Guarded(NamedTuple):
-    """A call: its parameters, and what it takes, as WebAssembly that leaves entries and bytes on the stack; ``always``
-    says whether it takes that in every case."""
+    """A call: its parameters, and what it takes, as WebAssembly that leaves entries and bytes on the stack."""
 
     parameters: str
     takes: str
@@ -39,8 +45,12 @@ GUARDED = {
     "path_open": Guarded(
         "i32 i32 i32 i32 i32 i64 i64 i32 i32", "(i32.and (local.get 4) (i32.const 1)) i64.const 0"
     ),  # oflags: creat
-    "path_create_directory": Guarded("i32 i32 i32", "i32.const 1 i64.const 4096"),
+    "path_create_directory": Guarded("i32 i32 i32", "(call $few) i32.const 1 i64.const 4096"),
     "path_symlink": Guarded("i32 i32 i32 i32 i32", "i32.const 1 i64.const 4096"),
+    # Measured each time, for it may put one deep tree into another.
+    "path_rename": Guarded(
+        "i32 i32 i32 i32 i32 i32", "(global.set $entries_left (i32.const 0)) i32.const 1 i64.const 0"
+    ),
     "path_link": Guarded("i32 i32 i32 i32 i32 i32 i32", "i32.const 1 i64.const 0"),
 }
 
@@ -75,6 +85,9 @@ _GUARD = """(module
       (br $next)))
     (local.get $sum))
 
+  (func $few
+    (if (i32.gt_u (global.get $entries_left) (i32.const {few})) (then (global.set $entries_left (i32.const {few})))))
+
   (func $fits (param $entries i32) (param $bytes i64) (result i32)
     (i32.and (i32.le_u (local.get $entries) (global.get $entries_left))
              (i64.le_u (local.get $bytes) (global.get $bytes_left))))
@@ -104,24 +117,36 @@ class Room(NamedTuple):
     descriptors: int
 
 
-def link(engine: Engine, store: Store, linker: Linker, program: Module, room: Room) -> Instance:
+class Modules(NamedTuple):
+    """The program, and the two that bound it."""
+
+    program: Module
+    stand_in: Module
+    guard: Module
+
+
+def texts() -> dict[str, str]:
+    """The two that bound it, as text, by name."""
+    return {"stand_in": _stand_in(), "guard": _guard()}
+
+
+def link(store: Store, linker: Linker, modules: Modules, room: Room) -> Instance:
     """The program, with calls that ask. The linker has WASI."""
-    stand_in = Instance(store, Module(engine, _stand_in()), [])
-    exports = stand_in.exports(store)
+    exports = Instance(store, modules.stand_in, []).exports(store)
     original = {name: linker.get(store, WASI, name) for name in (*GUARDED, "fd_close")}
     linker.allow_shadowing = True
     for name in original:
         linker.define(store, WASI, name, exports[name])
-    instance = linker.instantiate(store, program)
+    instance = linker.instantiate(store, modules.program)
 
-    guards = Linker(engine)
+    guards = Linker(linker.engine)
     for name, function in original.items():
         guards.define(store, WASI, name, function)
     measure = FuncType([], [ValType.i32(), ValType.i64()])
     guards.define(store, "guard", "room", Func(store, measure, _measured(room)))
     guards.define(store, "guard", "table", exports["table"])
     guards.define(store, "guard", "memory", instance.exports(store)["memory"])
-    guards.instantiate(store, Module(engine, _guard()))
+    guards.instantiate(store, modules.guard)
     return instance
 
 
@@ -152,6 +177,7 @@ def _guard() -> str:
         names=" ".join(f"${name}" for name in GUARDED),
         count=len(GUARDED) + 1,
         wasi=WASI,
+        few=FEW,
     )
 
 
@@ -162,18 +188,27 @@ def _arguments(types: str) -> str:
 def _measured(room: Room) -> Callable[[], list[int]]:
     def measure() -> list[int]:
         entries, blocks = 0, 0
-        for entry in _held(room):
-            entries += 1
-            blocks += entry.st_blocks
+        try:
+            for entry in _held(room):
+                entries += 1
+                blocks += entry.st_blocks
+        except (OSError, _TooDeep):  # what cannot be measured is full
+            return [0, 0]
         return [max(room.entries - entries, 0), max(room.bytes - blocks * BLOCK_BYTES, 0)]
 
     return measure
 
 
+class _TooDeep(Exception):
+    """Folders in folders beyond what is measured."""
+
+
 def _held(room: Room) -> Iterator[os.stat_result]:
-    for folder, folders, files in os.walk(room.folder):
-        for name in (*folders, *files):
-            yield os.lstat(os.path.join(folder, name))
+    folder = os.open(room.folder, os.O_RDONLY)
+    try:
+        yield from _below(folder, MOST_DEEP)
+    finally:
+        os.close(folder)
     for descriptor in range(3, room.descriptors):
         try:
             open_file = os.fstat(descriptor)
@@ -181,3 +216,18 @@ def _held(room: Room) -> Iterator[os.stat_result]:
             continue
         if stat.S_ISREG(open_file.st_mode) and open_file.st_nlink == 0:
             yield open_file
+
+
+def _below(folder: int, depth: int) -> Iterator[os.stat_result]:
+    """By descriptors, because a path may be longer than the kernel takes."""
+    if depth == 0:
+        raise _TooDeep
+    with os.scandir(folder) as found:
+        for entry in found:
+            yield entry.stat(follow_symlinks=False)
+            if entry.is_dir(follow_symlinks=False):
+                inner = os.open(entry.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY, dir_fd=folder)
+                try:
+                    yield from _below(inner, depth - 1)
+                finally:
+                    os.close(inner)

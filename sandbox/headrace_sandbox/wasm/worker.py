@@ -16,13 +16,14 @@ import resource
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from wasmtime import Config, Engine, ExitTrap, Func, Linker, Memory, Module, Store, Trap, WasiConfig, WasmtimeError
 
 from headrace_sandbox.inside import isolation
-from headrace_sandbox.wasm.guard import Room, link
+from headrace_sandbox.wasm import guard
 
 LOOK_S = 0.25
 """Between looks at the process that started this one."""
@@ -36,7 +37,7 @@ SPARE_DESCRIPTORS = 32
 
 def main() -> None:
     if sys.argv[1] == "compile":
-        compile_module(*sys.argv[2:])
+        compile_modules(*sys.argv[2:])
     else:
         run(int(sys.argv[2]), int(sys.argv[3]))
 
@@ -48,10 +49,25 @@ def engine() -> Engine:
     return Engine(config)
 
 
-def compile_module(source: str, target: str) -> None:
+def compile_modules(source: str, program: str, stand_in: str, guard_: str) -> None:
+    """Writes what is missing of the interpreter and the modules that bound it."""
+    machine = engine()
+    texts = guard.texts()
+    makes: dict[str, Callable[[], Module]] = {
+        program: lambda: Module.from_file(machine, source),
+        stand_in: lambda: Module(machine, texts["stand_in"]),
+        guard_: lambda: Module(machine, texts["guard"]),
+    }
+    for target, make in makes.items():
+        if not os.path.exists(target):
+            write_whole(target, make().serialize())
+
+
+def write_whole(target: str, content: bytes | bytearray) -> None:
+    """It is there whole, or not at all."""
     part = Path(f"{target}.{os.getpid()}")
-    part.write_bytes(Module.from_file(engine(), source).serialize())
-    part.rename(target)  # whole, or not there
+    part.write_bytes(content)
+    part.rename(target)
 
 
 def run(request_descriptor: int, status_descriptor: int) -> None:
@@ -59,18 +75,19 @@ def run(request_descriptor: int, status_descriptor: int) -> None:
         request: dict[str, Any] = json.load(file)
     threading.Thread(target=watch, args=(os.getppid(), request["wall_s"]), daemon=True).start()
     machine = engine()
-    program = Module.deserialize_file(machine, request["module"])
+    paths = request["modules"].items()
+    modules = guard.Modules(**{name: Module.deserialize_file(machine, path) for name, path in paths})
     store = Store(machine)
     store.set_limits(memory_size=request["memory_bytes"], instances=4, memories=2)
     descriptors = request["open_files"] + SPARE_DESCRIPTORS
-    room = Room(".", request["disk_bytes"], request["entries"], descriptors)
+    room = guard.Room(".", request["disk_bytes"], request["entries"], descriptors)
     os.chdir(request["folder"])
     store.set_wasi(wasi(request))
     give_up(request, descriptors)
     write_files(request)
     linker = Linker(machine)
     linker.define_wasi()
-    exports = link(machine, store, linker, program, room).exports(store)
+    exports = guard.link(store, linker, modules, room).exports(store)
     start, memory = exports["_start"], exports["memory"]
     assert isinstance(start, Func)
     assert isinstance(memory, Memory)
