@@ -21,7 +21,7 @@ compile all --universal --extra all "$@"
 compile base --universal --constraint requirements/all.txt
 compile reasoning-gym --universal --extra reasoning-gym --constraint requirements/all.txt
 # Development without reasoning-gym: that one alone needs a C compiler.
-compile dev --universal --extra worker --extra docker --extra wasm --extra renderers --extra server --extra plots \
+compile dev --universal --extra worker --extra docker --extra wasm --extra renderers --extra math --extra server --extra plots \
     --extra export --group dev --constraint requirements/all.txt "$@"
 compile vllm requirements/vllm.in --override requirements/vllm-overrides.in --extra async --only-binary :all: \
     --python-platform x86_64-manylinux_2_31 "$@"

@@ -12,6 +12,7 @@ import pytest
 from headrace.errors import EnvironmentFailure, InvalidRequest
 from headrace_sandbox.grading import CallCase, StdioCase, grade
 from headrace_sandbox.result import Limits
+from headrace_workers.environments import math_problems
 from headrace_workers.environments.case_rows import tests_of as cases_of
 from headrace_workers.environments.code import BASICS, CodeProblems, basics
 from headrace_workers.environments.conformance import check_environment
@@ -104,6 +105,10 @@ async def test_the_problems_of_headrace_can_be_solved_and_not_by_nothing(sandbox
 def test_code_problems_keep_the_protocol() -> None:
     problems = check_environment(lambda: basics(time_s=2.0), actions=["```python\nprint(1)\n```", "no"], seeds=(0, 1))
     assert problems == []
+
+
+def test_math_problems_keep_the_protocol() -> None:
+    assert check_environment(math_problems.basics, actions=[r"\boxed{42}", "no"], seeds=(0,)) == []
 
 
 # Rows ------------------------------------------------------------------------------------------------------------

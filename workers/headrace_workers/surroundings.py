@@ -1,4 +1,5 @@
-"""What a worker lends its environments: a sandbox for programs, and threads for calls that block.
+"""What a worker lends its environments: a sandbox for programs, threads for calls that block, and processes for calls
+that may never end.
 
 * An environment that has an attribute ``surroundings`` finds them there before its first ``reset``.
 * Away from a worker (in a notebook, in a check) each program runs in a runtime that is made for it and ended after it:
@@ -16,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Runtime
 from headrace_sandbox.runtimes.registry import DEFAULT, make_runtime
+from headrace_workers.bounded import BoundedCalls
 
 T = TypeVar("T")
 
@@ -40,6 +42,11 @@ class Surroundings(Protocol):
         """Call a function that blocks, away from the event loop."""
         ...
 
+    async def bounded(self, function: str, *arguments: Any, time_s: float, memory_bytes: int) -> Any:
+        """Call ``module:name`` in a process of its own, which is killed at the end of its time. Arguments and result
+        are what JSON can hold. Raises headrace_workers.bounded.Exhausted, and EnvironmentFailure."""
+        ...
+
 
 class Alone:
     """The surroundings of an environment that no worker runs."""
@@ -52,6 +59,14 @@ class Alone:
     async def call(self, function: Callable[..., T], *arguments: Any) -> T:
         """On a thread of the event loop."""
         return await asyncio.to_thread(function, *arguments)
+
+    async def bounded(self, function: str, *arguments: Any, time_s: float, memory_bytes: int) -> Any:
+        """In a process that is started for it."""
+        calls = BoundedCalls()
+        try:
+            return await calls.call(function, *arguments, time_s=time_s, memory_bytes=memory_bytes)
+        finally:
+            await calls.close()
 
 
 class _MadeForEach:

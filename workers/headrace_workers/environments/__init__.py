@@ -17,6 +17,8 @@ BUILT_IN: dict[str, str] = {
     "game:GuessTheNumber-v0-random": "headrace_workers.environments.guess_the_number:RandomGuessTheNumber",
     "game:Nim-v0": "headrace_workers.environments.nim:Nim",
     "math:Arithmetic-v0": "headrace_workers.environments.arithmetic:Arithmetic",
+    "math:Basics-v0": "headrace_workers.environments.math_problems:basics",
+    "math:Rows-v0": "headrace_workers.environments.math_problems:MathProblems",
     "python:*": "headrace_workers.environments.python_tool:PythonTool",
     "rg:*": "headrace_workers.environments.reasoning_gym:ReasoningGym",
 }

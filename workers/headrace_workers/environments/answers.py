@@ -22,6 +22,8 @@ def last_boxed(text: str) -> str | None:
     >>> last_boxed(r"First \boxed{1}, no: \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'
     """
+    if "\\boxed" not in text:
+        return None
     open_marks: list[re.Match[str]] = []
     start, end = -1, -1
     for mark in _MARK.finditer(text):

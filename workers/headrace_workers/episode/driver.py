@@ -25,6 +25,7 @@ from typing import Any
 from headrace.environment import make
 from headrace.errors import EnvironmentFailure, EpisodeFailure, UnknownEnvironment
 from headrace.trajectory import Task
+from headrace_workers.bounded import BoundedCalls
 from headrace_workers.episode import boundary
 from headrace_workers.episode.boundary import AGENT, Seen
 from headrace_workers.episode.lending import Lent
@@ -63,6 +64,7 @@ class EnvironmentDriver:
         kinds: EnvironmentKinds,
         clock: Callable[[], float],
         sandbox: EpisodeSandbox,
+        calls: BoundedCalls,
         make_environment: Make = make,
     ) -> None:
         self._task = task
@@ -71,7 +73,7 @@ class EnvironmentDriver:
         self._kinds = kinds
         self._clock = clock
         self._make = make_environment
-        self._lent = Lent(sandbox, threads, timeout_s)
+        self._lent = Lent(sandbox, threads, calls, timeout_s)
         self._inline = kinds.runs_inline(task.environment)
         self._environment: Any = None
         self._hangs = False

@@ -25,6 +25,7 @@ from headrace.environment import make
 from headrace.errors import EnvironmentFailure, EpisodeFailure, InfrastructureFailure, PolicyFailure
 from headrace.trajectory import Failure, Message, Status, StopReason, Timing, Trajectory, Version
 from headrace.wire import Assignment
+from headrace_workers.bounded import BoundedCalls
 from headrace_workers.episode.boundary import AGENT, Content, Seen, tools_of
 from headrace_workers.episode.driver import EnvironmentDriver, EnvironmentKinds, described
 from headrace_workers.episode.plan import RunPlan, agent_sampling, turn_sampling
@@ -50,7 +51,8 @@ class EpisodeTools:
     """What all episodes of a worker share.
 
     ``policies`` gives the policy behind endpoints; ``clock`` is monotonic, in seconds; ``new_id`` makes ids of
-    trajectories; ``make_environment`` builds an environment by id; ``sandbox`` runs the programs of environments.
+    trajectories; ``make_environment`` builds an environment by id; ``sandbox`` runs the programs of environments,
+    ``calls`` what may never end.
     """
 
     worker: str
@@ -61,6 +63,7 @@ class EpisodeTools:
     make_environment: Callable[..., Any] = make
     kinds: EnvironmentKinds = field(default_factory=EnvironmentKinds)
     sandbox: WorkerSandbox = field(default_factory=lambda: WorkerSandbox(""))
+    calls: BoundedCalls = field(default_factory=BoundedCalls)
     sampling_now: int = 0
     """Policy requests that are open now."""
 
@@ -90,6 +93,7 @@ class Episode:
             kinds=tools.kinds,
             clock=tools.clock,
             sandbox=EpisodeSandbox(tools.sandbox, domain=assignment.run, clock=tools.clock),
+            calls=tools.calls,
             make_environment=tools.make_environment,
         )
         self._tracks: dict[str, AgentTrack] = {}

@@ -72,6 +72,7 @@ async def _run(settings: WorkerSettings, policy_endpoints: Sequence[str], policy
         ended_well = await worker.run()
     finally:
         await tools.sandbox.close()
+        await tools.calls.close()
         await policies.close()
         await connection.close()
         tools.threads.close()

@@ -1,0 +1,215 @@
+"""G18: answers and references that cannot be checked in reasonable time; many at once, from one worker."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from headrace.errors import EnvironmentFailure
+from headrace_workers.bounded import BoundedCalls, Exhausted
+from headrace_workers.environments.math_problems import MathProblems
+from headrace_workers.episode import EnvironmentThreads
+from headrace_workers.episode.lending import Lent
+from headrace_workers.sandboxes import EpisodeSandbox, WorkerSandbox
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+DEADLINE_S = 2.0
+SLACK_S = 1.0
+
+_rng = random.Random(18)
+UNICODE = "".join(
+    chr(_rng.choice((_rng.randrange(32, 0xD800), _rng.randrange(0xE000, 0x11000)))) for _ in range(35_000)
+)
+
+ENDLESS = [
+    r"\boxed{7^{7^{7^{7}}}}",
+    r"\boxed{\log_{2}(\log_{2}(10^{10^{10}}))}",
+    r"\boxed{9!!!!}",
+    r"\boxed{2^{300^{5}}}",
+    r"\boxed{(10^{10^{8}})!}",
+]
+NO_ANSWERS = ["{" * 200_000, UNICODE, "", "I don't know."]
+RIGHT = r"\boxed{42}"
+
+
+def lent(calls: BoundedCalls) -> Lent:
+    """Surroundings as a worker gives them, of one set of bounded calls."""
+    sandbox = EpisodeSandbox(WorkerSandbox(""), domain="r", clock=time.monotonic)
+    return Lent(sandbox, EnvironmentThreads(time.monotonic), calls, 60.0)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def graders() -> AsyncIterator[BoundedCalls]:
+    """Calls that have graded before."""
+    made = BoundedCalls()
+    await made.call("headrace_workers.environments.math_judge:same", "1", "1", time_s=60, memory_bytes=1 << 30)
+    yield made
+    await made.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def calls() -> AsyncIterator[BoundedCalls]:
+    made = BoundedCalls()
+    yield made
+    await made.close()
+
+
+class Stalls:
+    """For how long this thread computed at most between two looks of the event loop. Unlike a lag it does not count
+    what other processes of the machine take."""
+
+    def __init__(self) -> None:
+        self.worst_s = 0.0
+
+    async def watch(self) -> None:
+        before_s = time.thread_time()
+        while True:
+            await asyncio.sleep(0.002)
+            now_s = time.thread_time()
+            self.worst_s = max(self.worst_s, now_s - before_s)
+            before_s = now_s
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def graded(calls: BoundedCalls, said: str, reference: str) -> tuple[str, float, float]:
+    """Outcome (or kind of the failure), reward, and how long it took."""
+    environment = MathProblems(example={"problem": "?", "answer": reference}, grader_s=DEADLINE_S)
+    environment.surroundings = lent(calls)
+    begun_at = time.monotonic()
+    try:
+        await environment.reset(0)
+        step = await environment.step(said)
+    except EnvironmentFailure as failure:
+        return failure.kind, 0.0, time.monotonic() - begun_at
+    (outcome,) = step.info["reward_parts"]
+    return outcome, step.reward, time.monotonic() - begun_at
+
+
+async def test_g18_32_answers_at_once_are_decided_in_time_and_none_delays_another(graders: BoundedCalls) -> None:
+    answers = [*ENDLESS, *NO_ANSWERS, RIGHT]
+    stalls, resident = Stalls(), resident_bytes()
+    watching = asyncio.create_task(stalls.watch())
+    said = [answers[number % len(answers)] for number in range(31)] + [r"\boxed{\sqrt{1764}}"]
+    results = await asyncio.gather(*(graded(graders, text, "42") for text in said))
+    watching.cancel()
+    for text, (outcome, reward, took_s) in zip(said, results, strict=True):
+        assert took_s < DEADLINE_S + SLACK_S, text[:40]
+        if text in ENDLESS:
+            assert (outcome, reward) == ("grader_exhausted", 0.0), text[:40]
+        elif text in NO_ANSWERS:
+            assert (outcome, reward) == ("format_error", -0.1), text[:40]
+        else:
+            assert (outcome, reward) == ("right", 1.0), text[:40]
+    assert stalls.worst_s < 0.1
+    assert resident_bytes() - resident < 50 << 20
+
+
+async def test_g18_a_reference_that_exhausts_the_grader_is_a_failure_of_the_environment(graders: BoundedCalls) -> None:
+    references = [*ENDLESS, "{" * 200_000, ""]
+    results = await asyncio.gather(*(graded(graders, RIGHT, reference) for reference in references))
+    for reference, (outcome, _, took_s) in zip(references, results, strict=True):
+        assert outcome == "bad-reference", reference[:40]
+        assert took_s < DEADLINE_S + SLACK_S, reference[:40]
+    assert (await graded(graders, RIGHT, RIGHT))[:2] == ("right", 1.0)
+    assert (await graded(graders, RIGHT, "I don't know."))[:2] == ("wrong", 0.0), (
+        "a text, which only itself is equal to"
+    )
+
+
+async def test_g18_an_answer_that_exhausts_the_grader_earns_what_the_environment_says(graders: BoundedCalls) -> None:
+    environment = MathProblems(example={"problem": "?", "answer": "42"}, grader_s=0.3, exhausted_reward=-0.5)
+    environment.surroundings = lent(graders)
+    await environment.reset(0)
+    step = await environment.step(ENDLESS[0])
+    assert (step.reward, step.info["reward_parts"]) == (-0.5, {"grader_exhausted": -0.5})
+
+
+async def test_g18_a_killed_grader_is_replaced_and_its_answer_graded(calls: BoundedCalls) -> None:
+    for victim in (server_pid, grader_pid):
+        asking = asyncio.create_task(calls.call("time:sleep", 1.0, time_s=10.0, memory_bytes=1 << 30))
+        os.kill(await victim(calls), signal.SIGKILL)
+        assert await asking is None
+
+
+async def test_g18_a_grader_that_is_killed_each_time_is_a_failure_that_can_be_tried_again(calls: BoundedCalls) -> None:
+    asking = asyncio.create_task(calls.call("time:sleep", 60.0, time_s=90.0, memory_bytes=1 << 30))
+    killed = 0
+    for _ in range(2):
+        killed = await grader_pid(calls, other_than=killed)
+        os.kill(killed, signal.SIGKILL)
+    with pytest.raises(EnvironmentFailure, match="signal 9") as caught:
+        await asking
+    assert (caught.value.kind, caught.value.retryable) == ("bounded-call-lost", True)
+
+
+async def grader_pid(calls: BoundedCalls, other_than: int = 0) -> int:
+    """The process of the call that runs."""
+    async with asyncio.timeout(30):
+        while True:
+            await asyncio.sleep(0.01)
+            if calls._server is None:
+                continue
+            pid = calls._server._process.pid
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+            if children and int(children[0]) != other_than:
+                return int(children[0])
+
+
+async def server_pid(calls: BoundedCalls) -> int:
+    await grader_pid(calls)
+    assert calls._server is not None
+    return calls._server._process.pid
+
+
+# The calls themselves --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "limit"),
+    [
+        ("time:sleep", [60], "time"),
+        ("operator:pow", [7, 12_000_000], "time"),
+        ("builtins:bytearray", [10**10], "memory"),
+        ("json:loads", ["[" * 1_000_000], "stack"),
+        ("os:abort", [], "stack"),
+    ],
+)
+async def test_a_call_that_takes_more_than_it_may_is_exhausted(
+    graders: BoundedCalls, function: str, arguments: list[Any], limit: str
+) -> None:
+    with pytest.raises(Exhausted) as caught:
+        await graders.call(function, *arguments, time_s=0.5, memory_bytes=512 << 20)
+    assert caught.value.limit == limit
+
+
+async def test_a_call_gives_its_value_or_what_it_raised(graders: BoundedCalls) -> None:
+    assert await graders.call("math:gcd", 12, 18, time_s=5, memory_bytes=1 << 30) == 6
+    assert await graders.call("operator:mul", "x", 3_000_000, time_s=5, memory_bytes=1 << 30) == "x" * 3_000_000
+    for function in ("math:sqrt", "no_such_module:f", "math:no_such_function"):
+        with pytest.raises(EnvironmentFailure, match=function) as caught:
+            await graders.call(function, -1, time_s=5, memory_bytes=1 << 30)
+        assert (caught.value.kind, caught.value.retryable) == ("bounded-call-raised", False)
+
+
+async def test_nothing_of_a_call_lives_longer_than_what_asked_for_it() -> None:
+    calls = BoundedCalls()
+    asking = asyncio.create_task(calls.call("time:sleep", 60.0, time_s=90.0, memory_bytes=1 << 30))
+    child = await grader_pid(calls)
+    asking.cancel()
+    await calls.close()
+    async with asyncio.timeout(5):
+        while Path(f"/proc/{child}").exists():
+            await asyncio.sleep(0.02)
