@@ -24,7 +24,8 @@ from headrace_workers.sandboxes import EpisodeSandbox, WorkerSandbox
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 DEADLINE_S = 2.0
-SLACK_S = 1.0
+SLACK_S = 5.0
+"""On a quiet machine it is a few hundredths; tests run on busy ones."""
 
 _rng = random.Random(18)
 UNICODE = "".join(
