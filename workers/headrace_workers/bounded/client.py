@@ -18,8 +18,9 @@ from headrace.errors import EnvironmentFailure
 
 Limit = Literal["time", "memory", "stack"]
 
-GRACE_S = 30.0
-"""For an answer beyond the time of a call: to import the function's module, on a busy machine."""
+GRACE_S, GRACE_TIMES = 30.0, 20.0
+"""For an answer beyond the time of a call, and times that: to import the function's module, to wait for a child and for
+a processor, on a busy machine."""
 
 TRIES = 2
 
@@ -53,16 +54,17 @@ class BoundedCalls:
         ``bounded-call-lost``.
         """
         request = {"function": function, "arguments": arguments, "time_s": time_s, "memory_bytes": memory_bytes}
+        most_s = GRACE_TIMES * time_s + GRACE_S
         for _ in range(TRIES):
             server = await self._running()
             try:
-                async with asyncio.timeout(time_s + GRACE_S):
+                async with asyncio.timeout(most_s):
                     answer = await server.ask(request)
             except _Lost as lost:
                 why = str(lost)
                 continue
             except TimeoutError:
-                why = f"no answer within {time_s + GRACE_S:g} s"
+                why = f"no answer within {most_s:g} s"
                 await server.close()
                 continue
             if "lost" not in answer:

@@ -5,6 +5,7 @@
 * A call that takes longer than its time is killed with its child, which another replaces. Memory is bounded by the
   kernel.
 * Calls that take long give way to those that have just begun: one that never ends delays no other.
+* A call is not blamed for a busy machine: one that hardly got a processor is given more time.
 * When the socket closes, or this process dies, every call ends.
 
 Lines of JSON come and go. Asked: ``id``, ``function`` (``module:name``), ``arguments``, ``time_s``, ``memory_bytes``.
@@ -14,6 +15,7 @@ Answered: ``id`` and one of ``value``, ``exhausted`` (time, memory or stack), ``
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -28,8 +30,14 @@ from typing import Any
 
 from headrace_workers.bounded.child import work
 
-BEGUN_S = 0.3
-"""A call that runs for longer is one that takes long."""
+BEGUN_S = 0.2
+"""A call that computed for longer is one that takes long; one that did not has just begun, whatever the clock says."""
+
+LOOK_S = 0.1
+"""Between looks at what a call has computed."""
+
+STARVED_TIMES = 10
+"""So many times its time a call may wait for a processor. Then it is lost, and no fault of its own."""
 
 LONG_NICE = 19
 """Below everything."""
@@ -38,6 +46,8 @@ MOST_CHILDREN, MOST_IDLE = 64, 8
 """More calls wait; more children without a call are ended."""
 
 READ_BYTES = 1 << 16
+
+TICKS = os.sysconf("SC_CLK_TCK")
 
 PR_SET_PDEATHSIG = 1
 
@@ -55,22 +65,32 @@ class Child:
         self.modules = modules
         self.call: dict[str, Any] | None = None
         self.begun_at = 0.0
+        self.computed_before_s = 0.0
         self.is_long = False
+        self.look_at = 0.0
         self.said = b""
 
     def begin(self, call: dict[str, Any]) -> None:
         """Give it a call."""
         self.call, self.begun_at, self.said = call, time.monotonic(), b""
+        self.computed_before_s = self.computed_s()
+        self.look_at = self.begun_at + min(BEGUN_S, call["time_s"])
         data = json.dumps(call).encode() + b"\n"
-        while data:
-            data = data[os.write(self.requests, data) :]
+        with contextlib.suppress(BrokenPipeError):  # it was killed; that is seen next
+            while data:
+                data = data[os.write(self.requests, data) :]
 
-    @property
-    def look_at(self) -> float:
-        """When it is to be looked at."""
-        assert self.call is not None
-        due_at: float = self.begun_at + self.call["time_s"]
-        return due_at if self.is_long else min(due_at, self.begun_at + BEGUN_S)
+    def computed_s(self) -> float:
+        """Its processor time so far."""
+        return sum(map(int, self._status()[11:13])) / TICKS
+
+    def waits(self) -> bool:
+        """Whether it would compute, if it got a processor."""
+        return self._status()[0] == "R"
+
+    def _status(self) -> list[str]:
+        with open(f"/proc/{self.pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()
 
 
 class Server:
@@ -156,16 +176,27 @@ class Server:
     def _look_at_clocks(self) -> None:
         now = time.monotonic()
         for child in self._children.values():
-            call = child.call
-            if call is None or now < child.look_at:
-                continue
-            if now >= child.begun_at + call["time_s"]:
-                os.kill(child.pid, signal.SIGKILL)  # its end may take a while; nobody waits for it
-                child.call = None
-                self._answer(call, {"exhausted": "time"})
-            else:
-                child.is_long = True
-                os.setpriority(os.PRIO_PROCESS, child.pid, LONG_NICE)
+            if child.call is not None and now >= child.look_at:
+                self._look_at(child, child.call, now)
+
+    def _look_at(self, child: Child, call: dict[str, Any], now: float) -> None:
+        if not child.is_long and child.computed_s() - child.computed_before_s >= BEGUN_S:
+            child.is_long = True
+            os.setpriority(os.PRIO_PROCESS, child.pid, LONG_NICE)
+        due_at = child.begun_at + call["time_s"]
+        if now < due_at:
+            child.look_at = due_at if child.is_long else min(due_at, now + LOOK_S)
+        elif not child.is_long and child.waits():
+            child.look_at = now + LOOK_S
+            if now >= child.begun_at + STARVED_TIMES * call["time_s"]:
+                self._kill(child, call, {"lost": "it got no processor"})
+        else:
+            self._kill(child, call, {"exhausted": "time"})
+
+    def _kill(self, child: Child, call: dict[str, Any], answer: dict[str, Any]) -> None:
+        os.kill(child.pid, signal.SIGKILL)  # its end may take a while; nobody waits for it
+        child.call = None
+        self._answer(call, answer)
 
     def _read_answer(self, child: Child) -> None:
         data = os.read(child.answers, READ_BYTES)
