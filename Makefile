@@ -42,6 +42,7 @@ chaos: setup ## kill every process again and again and cut the power, with check
 	@CHAOS_EXAMPLES=1000 $(BIN)/pytest -q tests/chaos/test_model.py --timeout=300
 	@HEADRACE_G07_ROUNDS=500 $(BIN)/pytest -q tests/orchestrator/test_g07.py
 	@HEADRACE_G08_ROUNDS=10 $(BIN)/pytest -q tests/orchestrator/test_g08.py
+	@HEADRACE_PROGRAMS=10000 $(BIN)/pytest -q tests/sandbox/test_random_programs.py
 	@HEADRACE_SANDBOX_KILLS=50 $(BIN)/pytest -q tests/sandbox/test_kill.py
 
 lock: ## write requirements/ anew from pyproject.toml

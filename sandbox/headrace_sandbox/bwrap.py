@@ -12,11 +12,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import fcntl
 import itertools
 import os
 import re
 import shutil
 import signal
+import struct
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -43,6 +45,9 @@ SPARE_PIDS = 8
 
 START_TIMEOUT_S = 10.0
 """For a sandbox to be made; on a quiet machine it takes some milliseconds."""
+
+PIDFD_GET_INFO, PIDFD_INFO_EXIT = 0xC040FF0B, 8
+"""An ioctl of descriptors of processes, and what it is asked: how the process ended."""
 
 QUOTED_BYTES = 2000
 """Of what bubblewrap said when it failed."""
@@ -170,6 +175,19 @@ def kill(pidfd: int) -> None:
     """Kill a process; one that has ended is fine."""
     with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+
+
+def was_killed(pidfd: int) -> bool:
+    """Whether a process that has ended was ended by a signal; False where the kernel does not tell (before 6.15).
+
+    bubblewrap's exit code is the same for a program that a signal ended and for its own process 1."""
+    info = bytearray(struct.pack("=Q56x", PIDFD_INFO_EXIT))
+    try:
+        fcntl.ioctl(pidfd, PIDFD_GET_INFO, info)
+    except OSError:
+        return False
+    told, status = struct.unpack("=Q52xi", info)
+    return bool(told & PIDFD_INFO_EXIT) and os.WIFSIGNALED(status)
 
 
 def too_large() -> SandboxFailure:

@@ -139,7 +139,10 @@ class Groups:
 
     async def given_back(self, group: Cgroup) -> None:
         """As ``give_back``; once begun it is done, even if nobody waits for it any more."""
-        await asyncio.shield(asyncio.to_thread(self.give_back, group))
+        if group.pids():
+            await asyncio.shield(asyncio.to_thread(self.give_back, group))
+        else:
+            self._free.append(group)
 
     def close(self) -> None:
         """Remove all that are free, and those that could not be emptied if they can be now."""

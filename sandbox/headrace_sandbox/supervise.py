@@ -68,6 +68,21 @@ def unkillable() -> SandboxFailure:
     )
 
 
+async def ended(pidfd: int, within_s: float) -> None:
+    """Wait for the end of a process; that of a process 1 is the end of all in its namespace. Raises SandboxFailure
+    ``unkillable``."""
+    loop = asyncio.get_running_loop()
+    readable = asyncio.Event()
+    loop.add_reader(pidfd, readable.set)
+    try:
+        async with asyncio.timeout(within_s):
+            await readable.wait()
+    except TimeoutError:
+        raise unkillable() from None
+    finally:
+        loop.remove_reader(pidfd)
+
+
 async def supervise(started: Started, stdin: bytes, limits: Limits) -> Verdict:
     """Watch a program to its end; closes the descriptors. Raises SandboxFailure ``unkillable``."""
     watching = _Watching(started, stdin, limits)

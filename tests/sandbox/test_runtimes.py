@@ -172,10 +172,10 @@ async def test_a_slot_that_was_killed_is_not_used_again(forked: ForkServer) -> N
     assert list(forked._free) != [slot]
 
 
-async def test_a_process_1_that_is_killed_from_outside_is_our_failure(forked: ForkServer) -> None:
+@pytest.mark.component("pidfd-info")
+async def test_a_process_1_that_is_killed_from_outside_is_our_failure(run: Run) -> None:
     mark = secrets.token_hex(8)
-    code = f"import os\nos.execv('/bin/sleep', ['{mark}', '300'])"
-    running = asyncio.ensure_future(forked.run(PythonProgram(code=code), Limits(wall_s=30)))
+    running = asyncio.ensure_future(run(f"import os\nos.execv('/bin/sleep', ['{mark}', '300'])", wall_s=30.0))
     async with asyncio.timeout(20):
         while not (found := lives(mark)):
             await asyncio.sleep(0.01)

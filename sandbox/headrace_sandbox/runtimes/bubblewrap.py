@@ -11,12 +11,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import select
 import signal
 import subprocess
 import time
+from typing import NamedTuple
+
+import msgspec
 
 from headrace_sandbox import bwrap
 from headrace_sandbox.bwrap import SCRATCH, Bwrap
@@ -27,7 +31,10 @@ from headrace_sandbox.runtimes.forkserver import ForkServer
 from headrace_sandbox.runtimes.kept import KeptSandbox, Surroundings
 from headrace_sandbox.runtimes.verdicts import admit, isolation_of, result_of, weak_limits
 from headrace_sandbox.seccomp import require_filter
-from headrace_sandbox.supervise import Started, supervise
+from headrace_sandbox.supervise import KILL_S, Started, ended, supervise
+
+OWN_PIDS = 1
+"""Processes of bubblewrap in a group, beside process 1."""
 
 
 class Bubblewrap:
@@ -49,15 +56,20 @@ class Bubblewrap:
         begun_at = time.monotonic()
         for path in command.files:
             checked_path(path)
-        with contextlib.ExitStack() as stack:
-            group = self._groups.take(limits)
-            stack.callback(self._groups.give_back, group)
-            started, waits = await self._start(command, limits, group, stack)
-            start_s = time.monotonic() - begun_at
-            verdict = await supervise(started, command.stdin, limits)
-            if _is_unread(waits):  # it ended before it would have started the program
-                raise bwrap.not_made(verdict.stderr.text.strip())
-            usage = group.usage()
+        group = await self._groups.taken(msgspec.structs.replace(limits, pids=limits.pids + OWN_PIDS))
+        try:
+            with contextlib.ExitStack() as stack:
+                made = await self._make(command, limits, group, stack)
+                start_s = time.monotonic() - begun_at
+                verdict = await supervise(made.started, command.stdin, limits)
+                if _is_unread(made.waits):  # it ended before it would have started the program
+                    raise bwrap.not_made(verdict.stderr.text.strip())
+                await ended(made.first, KILL_S)
+                usage = group.usage()
+                if bwrap.was_killed(made.first):
+                    verdict = verdict._replace(returncode=None)
+        finally:
+            await self._groups.given_back(group)
         return result_of(verdict, usage, start_s, self.isolation)
 
     async def run_code(self, program: PythonProgram, limits: Limits) -> ExecResult:
@@ -80,7 +92,7 @@ class Bubblewrap:
             await self._kept.pop().close()
         while self._servers:
             await self._servers.popitem()[1].close()
-        self._groups.close()
+        await asyncio.to_thread(self._groups.close)
 
     def _server(self, program: PythonProgram) -> ForkServer:
         key = (program.preload, program.domain)
@@ -94,10 +106,8 @@ class Bubblewrap:
             return []
         return ["/usr/bin/prlimit", *(f"--{name}={value}" for name, value in weak_limits(limits).items()), "--"]
 
-    async def _start(
-        self, command: Command, limits: Limits, group: Cgroup, stack: contextlib.ExitStack
-    ) -> tuple[Started, int]:
-        """Make the sandbox, bound it, and let the program begin; gives where bubblewrap waits for that, too."""
+    async def _make(self, command: Command, limits: Limits, group: Cgroup, stack: contextlib.ExitStack) -> _Made:
+        """Make the sandbox, bound it, and let the program begin."""
         status, told = os.pipe()
         waits, go = os.pipe()
         for descriptor in (status, waits, go):
@@ -120,11 +130,17 @@ class Bubblewrap:
         handed = [told, waits_inside, filter_, *contents.values()]
         process = self._bwrap.start(arguments, limits, handed, subprocess.PIPE)
         stack.callback(bwrap.reap, process)
-        child = await bwrap.first_process(status)
+        # The first to join a group for a while waits for the kernel as long as a sandbox takes to be made.
+        joining = asyncio.ensure_future(asyncio.to_thread(_join, group, process.pid))
+        try:
+            child = await bwrap.first_process(status)
+        finally:
+            await asyncio.shield(joining)
         pidfd = None if child is None else admit(child, group, limits, stack)
         if pidfd is None:
             process.kill()
             raise bwrap.not_made(process.communicate()[1].decode(errors="replace").strip())
+        group.count()
         os.write(go, b"x")
         started = Started(
             stdin=bwrap.taken(process.stdin),
@@ -135,7 +151,21 @@ class Bubblewrap:
             kill=lambda: bwrap.kill(pidfd),
             cpu_s=lambda: group.usage().cpu_s,
         )
-        return started, waits
+        return _Made(started, pidfd, waits)
+
+
+class _Made(NamedTuple):
+    """A sandbox whose program may begin. ``first``: a descriptor of its process 1. ``waits``: where bubblewrap waits
+    until it may."""
+
+    started: Started
+    first: int
+    waits: int
+
+
+def _join(group: Cgroup, pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        group.add(pid)
 
 
 def _is_unread(descriptor: int) -> bool:
