@@ -267,7 +267,7 @@ class VersionSpan(msgspec.Struct, frozen=True, kw_only=True):
     end: int
 
 
-class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
+class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One sampled token. A chat server names it by its text, and leaves out the id."""
 
     logprob: float | None = None

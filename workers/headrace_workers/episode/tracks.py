@@ -57,10 +57,11 @@ class NextPrompt(NamedTuple):
 
     def checked(self) -> NextPrompt:
         """The prompt itself. Raises PolicyFailure ``stray-image-token``: an engine would show an image in its place."""
-        count = self.token_ids.count(cast(int, self.image_token)) if self.images else 0
-        if count != len(self.images):
+        images = self.images
+        count = self.token_ids.count(cast(int, self.image_token)) if images else 0
+        if count != len(images):
             raise PolicyFailure(
-                f"A prompt with {len(self.images)} images has {count} of the tokens that stand for one: the policy "
+                f"A prompt with {len(images)} images has {count} of the tokens that stand for one: the policy "
                 "sampled such a token, or a text contains it.",
                 hint="Keep the token out of observations; with policy.structured_outputs the policy cannot sample it.",
                 kind="stray-image-token",

@@ -195,6 +195,8 @@ def _known(logprobs: list[float | None]) -> list[float | None]:
 
 
 def _check_same_tokens(token_ids: list[int], logprobs: Sequence[engine.TokenLogprob]) -> None:
+    if [item.token_id for item in logprobs] == token_ids:
+        return
     for position, (token, item) in enumerate(zip(token_ids, logprobs, strict=False)):
         if item.token_id is not None and item.token_id != token:
             raise PolicyFailure(
