@@ -67,7 +67,7 @@ LEAST_TESTS: dict[str, int] = {
     "chromium": 2,
     "cli": 105,
     "client": 150,
-    "docker": 18,
+    "docker": 75,
     "e2e": 30,
     "environments": 135,
     "gvisor": 80,

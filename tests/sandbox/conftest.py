@@ -14,13 +14,23 @@ Run = Callable[..., Awaitable[ExecResult]]
 """Runs Python code: ``code``, and by name ``stdin``, ``files`` and fields of ``Limits``."""
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is about Docker has the daemon of this session, made before anything looks what the test leaves behind."""
+    for item in items:
+        if isinstance(item, pytest.Function) and _is_about_docker(item):
+            item.fixturenames = ["docker", *(name for name in item.fixturenames if name != "docker")]
+
+
 @pytest.fixture(autouse=True)
 def _docker_is_ours(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a test is about Docker, its daemon is the one that this session started."""
-    if any(mark.args == ("docker",) for mark in request.node.iter_markers("component")):
+    if _is_about_docker(request.node):
         served = request.getfixturevalue("docker")
         monkeypatch.setenv("DOCKER_HOST", served.daemon.host)
         monkeypatch.setenv("HEADRACE_DOCKER_IMAGE", served.python)
+
+
+def _is_about_docker(item: pytest.Item) -> bool:
+    return any(mark.args == ("docker",) for mark in item.iter_markers("component"))
 
 
 @pytest.fixture

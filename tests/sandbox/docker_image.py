@@ -19,7 +19,7 @@ SHELL = (
     *BARE, "sh", "sleep", "tar", "mkdir", "rm", "ls", "chmod", "dd", "env", "false", "head", "id", "kill", "ln", "mv",
     "nohup", "setsid", "seq", "stat", "touch", "mkfifo", "wc", "find", "yes", "cp", "du", "df",
 )  # fmt: skip
-PYTHON = (*SHELL, "bash", "python3", "pgrep", "pkill", "ps", "grep", "sed")
+PYTHON = (*SHELL, "bash", "python3", "pgrep", "pkill", "ps", "grep", "sed", "truncate", "timeout", "su")
 
 SYSTEM_PYTHON = Path("/usr/bin/python3")
 

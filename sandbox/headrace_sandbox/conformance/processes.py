@@ -205,11 +205,11 @@ async def supervisor_killed(lab: Lab) -> str:
     )
     until = time.monotonic() + START_S
     try:
-        while len(below := descendants(victim.pid)) < 1 or not lives(mark):
+        while not set(lives(mark)) - {victim.pid}:  # which has the mark among its arguments
             if victim.returncode is not None:
                 raise Unclear(f"the victim ended with {victim.returncode}")
             if time.monotonic() > until:
-                if not below:
+                if not descendants(victim.pid):
                     raise Unclear("nothing was started")
                 break  # a kernel of its own shows none of its processes
             await asyncio.sleep(0.02)

@@ -15,21 +15,18 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from typing import Any
-
-import msgspec
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import ClassVar
 
 from headrace.errors import SandboxFailure
 from headrace_sandbox.result import ExecResult, Isolation, Limits
 from headrace_sandbox.runtimes import docker_container as made
-from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template, checked_path, not_offered
+from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template, checked_path
 from headrace_sandbox.runtimes.docker_container import Image
 from headrace_sandbox.runtimes.docker_daemon import Daemon
-from headrace_sandbox.runtimes.docker_exec import Container, Ended, environment
-from headrace_sandbox.runtimes.docker_files import begin, put, require
-from headrace_sandbox.runtimes.verdicts import result_of
-from headrace_sandbox.supervise import Verdict
+from headrace_sandbox.runtimes.docker_exec import Brought, Container, to_end, told, unkillable
+from headrace_sandbox.runtimes.docker_inside import begin, check_size, not_put, require, unpack, variables
+from headrace_sandbox.runtimes.docker_sandbox import PUT_LIMITS, DockerSandbox
 
 SETTING = "HEADRACE_DOCKER_IMAGE"
 
@@ -55,13 +52,17 @@ class Docker:
     """The runtime. ``host``: the daemon's address, else DOCKER_HOST; ``image``: for templates that name none."""
 
     name = "docker"
+    _images: ClassVar[dict[str, Image]] = {}
+    """By id, which stands for the content: what was found in an image holds for ever."""
 
     def __init__(self, host: str | None = None, image: str | None = None) -> None:
         """Raises SandboxFailure ``runtime-missing``, ``daemon-unreachable``, ``bad-address`` or ``no-filter``."""
         self._daemon = Daemon(host)
         self._image = image or os.environ.get(SETTING)
-        self._images: dict[str, Image] = {}
         self._looking = asyncio.Lock()
+        self._processors = int(self._daemon.info.get("NCPU") or 1)
+        self._opened: set[DockerSandbox] = set()
+        self._stuck: list[Container] = []
         self.isolation = _isolation(self._daemon)
 
     async def run(self, command: Command, limits: Limits) -> ExecResult:
@@ -71,29 +72,49 @@ class Docker:
         image = await self._known(None)
         if not image.is_kept:
             return await self._run_alone(image, command, limits, begun_at)
-        async with self._container(made.settings(image, limits, limits.wall_s + SPARE_S), limits.wall_s) as container:
+        check_size(command.arguments, command.environment)
+        async with self._container(image, limits) as container:
             await container.start()
+            brought = Brought(command.arguments, command.stdin)
             if command.files and "python3" in image.programs:
-                arguments, stdin = begin(command.files, command.arguments, command.stdin)
-            else:
-                await put(container, image, command.files)
-                arguments, stdin = list(command.arguments), command.stdin
-            return await self._result(container, arguments, stdin, command.environment, limits, begun_at)
+                brought = begin(command.files, command.arguments)
+                brought = brought._replace(stdin=brought.stdin + command.stdin)
+            elif command.files:
+                require(image, "tar", "files")
+                put = await container.run(unpack(command.files), PUT_LIMITS, [container.kill])
+                if put.returncode != 0:
+                    raise not_put(put)
+            return await self._result(container, brought, command.environment, limits, begun_at)
 
     async def run_code(self, program: PythonProgram, limits: Limits) -> ExecResult:
         """Run a Python program in a container of its own. Raises SandboxFailure; cancelling the call kills it."""
         begun_at = time.monotonic()
         check(program.files)
+        check_size([], program.environment)
         image = await self._known(None)
-        require(image, "python3")
-        arguments, stdin = begin(program.files, program.arguments, program.stdin, program.code)
-        async with self._container(made.settings(image, limits, limits.wall_s + SPARE_S), limits.wall_s) as container:
+        require(image, "python3", "Python programs")
+        brought = begin(program.files, program.arguments, program.code)
+        brought = brought._replace(stdin=brought.stdin + program.stdin)
+        async with self._container(image, limits) as container:
             await container.start()
-            return await self._result(container, arguments, stdin, program.environment, limits, begun_at)
+            return await self._result(container, brought, program.environment, limits, begun_at)
 
     async def open(self, template: Template, ttl_s: float) -> Sandbox:
-        """Not offered yet."""
-        raise not_offered(self.name, "sandboxes that live on")
+        """A container that lives on. Raises SandboxFailure; ``image-unfit`` where the image has no ``sh`` and
+        ``sleep``."""
+        check(template.files)
+        image = await self._known(template.image)
+        for program in ("sh", "sleep"):
+            require(image, program, "sandboxes that live on")
+
+        def make(left_s: float) -> Container:
+            config = made.settings(image, template.limits, left_s, self._processors)
+            return Container(self._daemon, config, left_s)
+
+        sandbox = DockerSandbox(make, image, template, self.isolation, ttl_s, self._stuck.append)
+        await sandbox.start()
+        self._opened = {sandbox, *(opened for opened in self._opened if not opened.is_closed)}
+        return sandbox
 
     async def sweep(self) -> int:
         """Remove the containers whose time is over or whose supervisor is gone; gives how many there were. Raises
@@ -108,6 +129,11 @@ class Docker:
 
     async def close(self) -> None:
         """End everything that it runs, and remove what it keeps."""
+        for sandbox in list(self._opened):
+            await sandbox.close()
+        stuck, self._stuck = self._stuck, []
+        for container in stuck:
+            await container.remove()
         self._daemon.close()
 
     async def _known(self, name: str | None) -> Image:
@@ -129,8 +155,7 @@ class Docker:
 
     async def _looked(self, image: Image) -> Image:
         command = ["sh", "-c", LOOK, "sh", *LOOKED_FOR]
-        config = made.settings(image, LOOK_LIMITS, LOOK_LIMITS.wall_s, command)
-        async with self._container(config, LOOK_LIMITS.wall_s) as container:
+        async with self._container(image, LOOK_LIMITS, command) as container:
             ended = await container.run_only(b"", LOOK_LIMITS)
         programs = ended.seen.stdout.text.split() if ended.returncode == 0 else []
         return image._replace(programs=frozenset(programs) & frozenset(LOOKED_FOR))
@@ -138,61 +163,41 @@ class Docker:
     async def _run_alone(self, image: Image, command: Command, limits: Limits, begun_at: float) -> ExecResult:
         """In an image that has nothing else to keep it or to wait: the program is all of its container."""
         if command.files:
-            require(image, "sh")
-        config = made.settings(image, limits, limits.wall_s + SPARE_S, command.arguments)
-        config["Env"] = environment(command.environment)
-        async with self._container(config, limits.wall_s) as container:
-            return self._told(container, await container.run_only(command.stdin, limits), begun_at)
+            require(image, "sh", "files")
+        check_size(command.arguments, command.environment)
+        async with self._container(image, limits, command.arguments, variables(command.environment)) as container:
+            return told(container, await container.run_only(command.stdin, limits), begun_at, self.isolation)
 
     async def _result(
-        self,
-        container: Container,
-        arguments: Sequence[str],
-        stdin: bytes,
-        variables: Mapping[str, str],
-        limits: Limits,
-        begun_at: float,
+        self, container: Container, brought: Brought, given: Mapping[str, str], limits: Limits, begun_at: float
     ) -> ExecResult:
-        ended = await container.run(arguments, stdin, environment(variables), limits, only=True)
-        return self._told(container, ended._replace(lost=None), begun_at)
-
-    def _told(self, container: Container, ended: Ended, begun_at: float) -> ExecResult:
-        return told(container, ended, begun_at, self.isolation)
+        ended = await container.run(brought._replace(variables=variables(given)), limits, [container.kill])
+        return told(container, ended._replace(lost=None), begun_at, self.isolation)
 
     @contextlib.asynccontextmanager
-    async def _container(self, config: dict[str, object], wall_s: float) -> AsyncIterator[Container]:
-        container = Container(self._daemon, config, wall_s + SPARE_S)
+    async def _container(
+        self, image: Image, limits: Limits, command: Sequence[str] | None = None, given: Sequence[str] = ()
+    ) -> AsyncIterator[Container]:
+        """A container for one call."""
+        config = made.settings(image, limits, limits.wall_s + SPARE_S, self._processors, command)
+        container = Container(self._daemon, {**config, "Env": list(given)}, limits.wall_s + SPARE_S)
         try:
             await container.make()
             yield container
+        except SandboxFailure as failure:
+            if failure.kind == "unkillable":
+                self._stuck.append(container)  # waiting for it would hold up this call once more
+            raise
         finally:
-            await to_end(container.remove())
-
-
-def told(container: Container, ended: Ended, begun_at: float, isolation: Isolation) -> ExecResult:
-    """The result of a program that ended. Raises SandboxFailure ``sandbox-lost``."""
-    seen = ended.seen
-    if container.is_counted:
-        isolation = msgspec.structs.replace(isolation, active=[*isolation.active, "cpu_s"])
-    start_s = max(0.0, time.monotonic() - begun_at - seen.wall_s)
-    verdict = Verdict(ended.returncode, seen.limit, seen.stdout, seen.stderr, seen.wall_s)
-    return msgspec.structs.replace(result_of(verdict, ended.usage, start_s, isolation), lost=ended.lost)
+            if container not in self._stuck and not await to_end(container.remove()):
+                self._stuck.append(container)
+                raise unkillable()
 
 
 def check(files: Mapping[str, bytes]) -> None:
     """Raises SandboxFailure ``bad-path``."""
     for path in files:
         checked_path(path)
-
-
-async def to_end(work: Coroutine[Any, Any, None]) -> None:
-    """Do it to its end, even if whoever waits for it is cancelled."""
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise
 
 
 def _isolation(daemon: Daemon) -> Isolation:

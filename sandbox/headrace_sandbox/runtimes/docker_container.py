@@ -3,13 +3,14 @@
 * No network, a root that is read-only, scratch folders in bounded memory, no capability, no new privilege, the filter
   of system calls that every runtime has, no mount of this machine, no log.
 * Memory, processes and processors are bounded for all that runs in it together; there is no swap.
-* Process 1 ends when the time of life does, and so ends the container, whoever is left to see it. It is of another
+* Process 1 ends when the time of life does, or when its supervisor is gone, and so ends the container. It is of another
   user than the programs are: they can neither stop nor end it.
 * Its labels say whose it is and until when, so that another one can remove what a killed supervisor left.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import platform
@@ -28,11 +29,16 @@ USER = "1000:1000"
 KEEPER = "65532:65532"
 """Of process 1."""
 
-KEEPER_PIDS = 2
-"""Docker's init, and the clock that it waits for."""
+KEEP = '{ sleep "$1"; kill $$; } & read -r _'
+"""What Docker's init waits for: the time of life, or the end of an input that the supervisor holds."""
+
+KEEPER_PIDS = 4
+"""Docker's init, and the shells and the ``sleep`` of that."""
 
 SPARE_PIDS = KEEPER_PIDS + 2
 """More processes than a program may have: the keepers, the shell that waits for it, and one that ends it."""
+
+_first_processor = itertools.count()
 
 INODES = 10_000
 """Most files of a scratch folder: empty ones take no bytes of it, but memory of the kernel."""
@@ -79,25 +85,27 @@ class Image(NamedTuple):
         return {"sh", "sleep"} <= self.programs
 
 
-def settings(image: Image, limits: Limits, ttl_s: float, command: Sequence[str] | None = None) -> dict[str, Any]:
-    """What the daemon is asked for: a container that lives on and takes programs by exec, or one for this command
-    alone. Of the latter only its maker knows when its time is over."""
+def settings(
+    image: Image, limits: Limits, ttl_s: float, processors: int, command: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """What a daemon with that many processors is asked for: a container that lives on and takes programs by exec, or
+    one for this command alone. Of the latter only its maker knows when its time is over."""
     scratch = f"rw,exec,nosuid,nodev,size={limits.disk_bytes},nr_inodes={INODES},uid=1000,gid=1000,mode=0700"
     folders = {SCRATCH: scratch, "/tmp": scratch, "/dev/shm": scratch, **dict.fromkeys(image.volumes, scratch)}
     alone = command is not None
     return {
         "Image": image.id,
-        "Cmd": list(command or ["sleep", str(math.ceil(ttl_s))]),
+        "Cmd": list(command or ["sh", "-c", KEEP, "sh", str(math.ceil(ttl_s))]),
         "Entrypoint": [],
         "User": USER if alone else KEEPER,
         "WorkingDir": SCRATCH,
         "Hostname": "sandbox",
         "NetworkDisabled": True,
-        "OpenStdin": alone,
-        "AttachStdin": alone,
+        "OpenStdin": True,
+        "StdinOnce": True,
+        "AttachStdin": True,
         "AttachStdout": alone,
         "AttachStderr": alone,
-        "StdinOnce": alone,
         "Healthcheck": {"Test": ["NONE"]},
         "Labels": {OWNER: str(supervisor.me()), BOOT: boot(), EXPIRES: f"{time.time() + ttl_s:.0f}"},
         "HostConfig": {
@@ -110,6 +118,7 @@ def settings(image: Image, limits: Limits, ttl_s: float, command: Sequence[str] 
             "MemorySwap": limits.memory_bytes,
             "PidsLimit": limits.pids + SPARE_PIDS,
             "NanoCpus": round(limits.cpus * 1e9),
+            "CpusetCpus": _some(math.ceil(limits.cpus), processors),
             "CapDrop": ["ALL"],
             "SecurityOpt": ["no-new-privileges", f"seccomp={json.dumps(profile())}"],
             "MaskedPaths": list(MASKED),
@@ -121,6 +130,14 @@ def settings(image: Image, limits: Limits, ttl_s: float, command: Sequence[str] 
             ],
         },
     }
+
+
+def _some(count: int, processors: int) -> str:
+    """So many processors, so that a program which counts them counts right; the next container gets the next ones."""
+    if count >= processors:
+        return ""
+    first = next(_first_processor)
+    return ",".join(str((first + number) % processors) for number in range(count))
 
 
 def profile(machine: str = "") -> dict[str, Any]:

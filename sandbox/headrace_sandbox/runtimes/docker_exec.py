@@ -14,27 +14,38 @@ import contextlib
 import signal
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from headrace.errors import SandboxFailure
 from headrace_sandbox.bwrap import SCRATCH
-from headrace_sandbox.cgroups import Cgroup, group_of
-from headrace_sandbox.result import Limits, Usage
+from headrace_sandbox.cgroups import Cgroup, group_of, since
+from headrace_sandbox.result import ExecResult, Isolation, Limits, Usage
 from headrace_sandbox.runtimes import docker_container as made
-from headrace_sandbox.runtimes.docker_daemon import READ_BYTES, Daemon, NotRunning
-from headrace_sandbox.runtimes.docker_watch import Seen, Watch
-from headrace_sandbox.runtimes.verdicts import sandbox_lost
+from headrace_sandbox.runtimes.docker_daemon import READ_BYTES, Daemon, NotRunning, Streams
+from headrace_sandbox.runtimes.docker_watch import Seen, Watch, dropped
+from headrace_sandbox.runtimes.verdicts import result_of, sandbox_lost
+from headrace_sandbox.supervise import Verdict
 
-WAIT = 'printf .; unset HOSTNAME; exec 3>&2 2>/dev/null; (exec 2>&3 3>&-; exec "$@"); code=$?; kill -9 -1; exit $code'
-"""What a shell does in a container: tells that the program starts, waits for it, and kills what it left behind."""
+T = TypeVar("T")
+
+WAIT_BESIDE = 'printf .; unset HOSTNAME; exec 3>&2 2>/dev/null; (exec 2>&3 3>&-; exec "$@")'
+"""What a shell does in a container: tells that the program starts, and waits for it."""
+
+WAIT = f"{WAIT_BESIDE}; code=$?; kill -9 -1; exit $code"
+"""The same where nothing else of its user runs: it kills what the program left behind."""
+
+OUT_OF_MEMORY = "It used up the memory of its sandbox, which ended."
 
 SHELL_SIGNALS = 128
 """A shell ends with this and n more for a program that signal n ended."""
 
 KILLED = SHELL_SIGNALS + signal.SIGKILL
+
+REMOVE_S = 12.0
+"""For a container to be gone. The daemon gives up killing after 10 s."""
 
 SHELL_S = 5.0
 """For a short script of ours inside."""
@@ -51,6 +62,17 @@ class Ended(NamedTuple):
     returncode: int | None
     usage: Usage
     lost: str | None
+
+
+Kill = Callable[[], Awaitable[None]]
+
+
+class Brought(NamedTuple):
+    """A program that is brought into a container. ``variables`` as NAME=VALUE, beside those of its image."""
+
+    arguments: Sequence[str]
+    stdin: bytes = b""
+    variables: Sequence[str] = ()
 
 
 class State(NamedTuple):
@@ -70,6 +92,7 @@ class Container:
         self._ends_at = time.monotonic() + ttl_s
         self._group: Cgroup | None = None
         self._used = Usage()
+        self._leash: Streams | None = None
         self.name = f"headrace-{uuid.uuid4().hex[:16]}"
 
     async def make(self) -> None:
@@ -77,52 +100,66 @@ class Container:
         await self._daemon.call(lambda client: client.create_container_from_config(self._config, self.name))
 
     async def start(self) -> None:
-        """Start it."""
-        await self._daemon.call(lambda client: client.start(self.name))
-        found = await self._daemon.call(lambda client: client.inspect_container(self.name))
-        self._group = group_of(found["State"]["Pid"], found["Id"])
+        """Start it, to take programs by exec. It holds on to a connection of ours, and ends when that does."""
+        self._leash = await self._daemon.streams(f"/containers/{self.name}/attach?stream=1&stdin=1", {})
+        await self._started()
 
     async def kill(self) -> None:
         """End it."""
-        self._usage()  # of a container that is gone nothing is counted any more
+        self.usage()  # of a container that is gone nothing is counted any more
         with contextlib.suppress(NotRunning):
             await self._daemon.call(lambda client: client.kill(self.name))
 
-    async def remove(self) -> None:
-        """End and remove it, if it is still there."""
+    async def remove(self) -> bool:
+        """End and remove it, if it is still there; whether it is gone. Raises SandboxFailure ``daemon-unreachable``."""
+        if self._leash is not None:
+            self._leash.end()
+        removing = asyncio.ensure_future(
+            self._daemon.call(lambda client: client.remove_container(self.name, v=True, force=True))
+        )
+        done, _ = await asyncio.wait([removing], timeout=REMOVE_S)
+        if not done:
+            removing.add_done_callback(dropped)
+            return False
         try:
-            await self._daemon.call(lambda client: client.remove_container(self.name, v=True, force=True))
+            removing.result()
         except NotRunning:
             pass  # it is being removed
         except SandboxFailure as failure:
+            if failure.kind == "daemon-refused":
+                return False  # it could not be killed
             if failure.kind != "sandbox-lost":
                 raise
+        return True
 
-    async def run(
-        self, arguments: Sequence[str], stdin: bytes, variables: Sequence[str], limits: Limits, *, only: bool
-    ) -> Ended:
-        """Run a program by exec. ``only``: nothing else ever runs in it, so that killing the program is killing the
-        container. Raises SandboxFailure."""
-        self._count()
+    async def run(self, program: Brought, limits: Limits, kills: Sequence[Kill], *, beside: bool = False) -> Ended:
+        """Run a program by exec. ``kills``: ways to end it, of which the first should leave the container alone where
+        there are two. ``beside``: something else of this user runs in it, and is not to be killed with what the
+        program leaves. Raises SandboxFailure."""
+        before = self.usage()
+
+        def begun() -> None:
+            nonlocal before
+            before = self.usage()
+
         try:
-            id_ = await self._exec(["/bin/sh", "-c", WAIT, "sh", *arguments], variables)
-            streams = await self._daemon.streams(f"/exec/{id_}/start", {"Detach": False, "Tty": False})
+            wait = WAIT_BESIDE if beside else WAIT
+            id_, streams = await self._exec(["/bin/sh", "-c", wait, "sh", *program.arguments], program.variables)
         except NotRunning:
-            raise await self._fate() from None
-        kills = [self.kill] if only else [self.kill_programs, self.kill]
-        seen = await Watch(streams, limits, kills, self.cpu_s, marked=True).run(stdin)
-        usage = self._usage()
+            raise await self.fate() from None
+        watch = Watch(streams, limits, kills, lambda: self._since(before).cpu_s, marked=True, begun=begun)
+        seen = await watch.run(program.stdin)
+        usage = self._since(before)
         code, was_started = await self._ended(id_)
         if seen.limit is not None:
             lost = "It could not be ended inside its sandbox, which was ended with it." if seen.kills > 1 else None
             return Ended(seen, None, usage, lost)
         if code is None or code == KILLED:
-            if not await self._is_alive():
-                state = await self.state()
-                if not state.is_out_of_memory:
-                    raise await self._fate()
+            if not await self.is_alive():
+                if not (await self.state()).is_out_of_memory:
+                    raise await self.fate()
                 usage = msgspec.structs.replace(usage, memory_kills=1)
-                return Ended(seen, None, usage, "It used up the memory of its sandbox, which ended.")
+                return Ended(seen, None, usage, OUT_OF_MEMORY)
             if code is None:
                 raise sandbox_lost("The daemon does not say how the program ended.")
             if self._group is None:
@@ -135,16 +172,24 @@ class Container:
             )
         return Ended(seen, of_shell(code), usage, None)
 
+    async def talk(self, program: Brought) -> Streams:
+        """Start a program of ours by exec, to talk to. Raises SandboxFailure, or NotRunning."""
+        _, streams = await self._exec(program.arguments, program.variables)
+        streams.writer.write(program.stdin)
+        return streams
+
     async def run_only(self, stdin: bytes, limits: Limits) -> Ended:
         """Start it, and with it the program that it was made for. Raises SandboxFailure."""
         streams = await self._daemon.streams(f"/containers/{self.name}/attach?stream=1&stdin=1&stdout=1&stderr=1", {})
         try:
-            await self.start()
+            await self._started()
         except BaseException:
             streams.end()
             raise
-        seen = await Watch(streams, limits, [self.kill], self.cpu_s, marked=False).run(stdin)
-        usage = self._usage()
+        before = self.usage()
+        watch = Watch(streams, limits, [self.kill], lambda: self._since(before).cpu_s, marked=False)
+        seen = await watch.run(stdin)
+        usage = self._since(before)
         state = await self.state()
         for _ in range(LOOKS):
             if not state.is_running:
@@ -158,16 +203,16 @@ class Container:
         if seen.limit is not None:
             return Ended(seen, None, usage, None)
         if state.exit_code > SHELL_SIGNALS and not usage.memory_kills and await self._events("kill", seen.wall_s):
-            raise await self._fate()
+            raise await self.fate()
         return Ended(seen, of_shell(state.exit_code), usage, None)
 
     async def kill_programs(self) -> None:
         """Kill all that runs in it but its keepers; no word on whether that worked."""
         with contextlib.suppress(NotRunning, SandboxFailure):
-            await self._shell("kill -9 -1; exit 0")
+            await self.does(Brought(["/bin/sh", "-c", "kill -9 -1; exit 0"]))
 
     async def is_clear(self) -> bool:
-        """Whether nothing runs in it but its keepers; what does is killed."""
+        """Whether nothing runs in it but its keepers; what does is killed. Raises SandboxFailure."""
         for _ in range(LOOKS):
             if await self._processes() <= made.KEEPER_PIDS:
                 return True
@@ -175,24 +220,25 @@ class Container:
             await asyncio.sleep(LOOK_S)
         return False
 
-    async def _is_alive(self) -> bool:
+    async def is_alive(self) -> bool:
         """Whether it goes on after a program of it was killed. The daemon learns of a container's end a little later
         than of that of its programs; so it must take another one, or still run after a while."""
         for _ in range(LOOKS):
             if not (await self.state()).is_running:
                 return False
             with contextlib.suppress(NotRunning):
-                if await self._shell("exit 0"):
+                if await self.does(Brought(["/bin/sh", "-c", "exit 0"])):
                     return True
             await asyncio.sleep(LOOK_S)
         return True
 
-    async def _shell(self, script: str) -> bool:
-        """Whether a script of ours ran in it, and ended with 0 in good time."""
-        id_ = await self._exec(["/bin/sh", "-c", script], [])
-        streams = await self._daemon.streams(f"/exec/{id_}/start", {"Detach": False, "Tty": False})
+    async def does(self, program: Brought) -> bool:
+        """Whether a short program of ours ran in it, and ended with 0 in good time. Raises SandboxFailure, or
+        NotRunning."""
+        id_, streams = await self._exec(program.arguments, program.variables)
         try:
             async with asyncio.timeout(SHELL_S):
+                streams.writer.write(program.stdin)
                 while await streams.reader.read(READ_BYTES):
                     pass
         except (TimeoutError, ConnectionError):
@@ -206,23 +252,23 @@ class Container:
         found = (await self._daemon.call(lambda client: client.inspect_container(self.name)))["State"]
         return State(found["Running"], found["OOMKilled"], found["ExitCode"])
 
-    def cpu_s(self) -> float | None:
-        """Processor time since the program came; None where nothing counts it."""
-        return self._usage().cpu_s
-
     @property
     def is_counted(self) -> bool:
         """Whether what is used can be seen from here."""
         return self._group is not None
 
-    async def _exec(self, arguments: list[str], variables: Sequence[str]) -> str:
+    async def _started(self) -> None:
+        await self._daemon.call(lambda client: client.start(self.name))
+        found = await self._daemon.call(lambda client: client.inspect_container(self.name))
+        self._group = group_of(found["State"]["Pid"], found["Id"])
+
+    async def _exec(self, arguments: Sequence[str], variables: Sequence[str]) -> tuple[str, Streams]:
         found = await self._daemon.call(
             lambda client: client.exec_create(
-                self.name, arguments, stdin=True, user=made.USER, environment=list(variables), workdir=SCRATCH
+                self.name, list(arguments), stdin=True, user=made.USER, environment=list(variables), workdir=SCRATCH
             )
         )
-        id_: str = found["Id"]
-        return id_
+        return found["Id"], await self._daemon.streams(f"/exec/{found['Id']}/start", {"Detach": False, "Tty": False})
 
     async def _ended(self, id_: str) -> tuple[int | None, bool]:
         """How an exec ended, and whether it was ever started."""
@@ -233,7 +279,7 @@ class Container:
             await asyncio.sleep(LOOK_S)
         return None, True
 
-    async def _fate(self) -> SandboxFailure:
+    async def fate(self) -> SandboxFailure:
         """Why it runs no more, by nothing that a program in it could do."""
         state = await self.state()
         if time.monotonic() >= self._ends_at:
@@ -258,24 +304,47 @@ class Container:
             lambda client: sum(1 for _ in client.events(since=now - int(within_s) - 1, until=now + 1, filters=about))
         )
 
-    def _count(self) -> None:
-        self._used = Usage()
-        if self._group is not None:
-            with contextlib.suppress(OSError):
-                self._group.count()
-
-    def _usage(self) -> Usage:
+    def usage(self) -> Usage:
+        """What all that ran in it used so far."""
         if self._group is not None:
             with contextlib.suppress(OSError):
                 self._used = self._group.usage()
         return self._used
 
-
-def environment(variables: Mapping[str, str]) -> list[str]:
-    """The variables that a program gets beside those of its image."""
-    return [f"{name}={value}" for name, value in {"HOME": SCRATCH, "LANG": "C.UTF-8", **variables}.items()]
+    def _since(self, before: Usage) -> Usage:
+        return since(before, self.usage()) if self._group is not None else Usage()
 
 
 def of_shell(code: int) -> int:
     """An exit code of a shell as ``subprocess`` has it."""
     return SHELL_SIGNALS - code if SHELL_SIGNALS < code <= SHELL_SIGNALS + signal.SIGRTMAX else code
+
+
+def told(container: Container, ended: Ended, begun_at: float, isolation: Isolation) -> ExecResult:
+    """The result of a program that ended. Raises SandboxFailure ``sandbox-lost``."""
+    seen = ended.seen
+    if container.is_counted:
+        isolation = msgspec.structs.replace(isolation, active=[*isolation.active, "cpu_s"])
+    start_s = max(0.0, time.monotonic() - begun_at - seen.wall_s)
+    verdict = Verdict(ended.returncode, seen.limit, seen.stdout, seen.stderr, seen.wall_s)
+    return msgspec.structs.replace(result_of(verdict, ended.usage, start_s, isolation), lost=ended.lost)
+
+
+def unkillable() -> SandboxFailure:
+    """The failure of a container that does not end."""
+    return SandboxFailure(
+        "The sandbox could not be ended.",
+        hint="Something in it waits in the kernel for a disk or a network file system, or the daemon is very busy.",
+        kind="unkillable",
+        retryable=True,
+    )
+
+
+async def to_end(work: Coroutine[Any, Any, T]) -> T:
+    """Do it to its end, even if whoever waits for it is cancelled."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from headrace.errors import SandboxFailure
 from headrace_sandbox.capture import Capture
@@ -23,7 +23,7 @@ from headrace_sandbox.runtimes.docker_daemon import READ_BYTES, Streams
 START_S = 60.0
 """For a program to start; on a quiet machine it takes some hundredths of a second."""
 
-KILL_S = 10.0
+KILL_S = 8.0
 """For a killed program to be gone: that takes several calls of the daemon."""
 
 CPU_LOOK_S = 0.1
@@ -70,11 +70,18 @@ class Frames:
             self._take(self._stream, part)
 
 
+def dropped(call: asyncio.Future[Any]) -> None:
+    """What a daemon says when nobody waits for it any more."""
+    if not call.cancelled():
+        call.exception()
+
+
 class Watch:
     """One program. ``kills`` are the ways to end it, tried in turn; ``cpu_s`` is the processor time so far, None where
     nothing counts it.
 
-    ``marked``: the program's start is told by a first byte on its output, written by what starts it.
+    ``marked``: the program's start is told by a first byte on its output, written by what starts it. ``begun`` is
+    called then.
     """
 
     def __init__(
@@ -85,12 +92,14 @@ class Watch:
         cpu_s: Callable[[], float | None],
         *,
         marked: bool,
+        begun: Callable[[], None] = lambda: None,
     ) -> None:
         self._streams = streams
         self._limits = limits
         self._kills = kills
         self._killed = 0
         self._cpu_s = cpu_s
+        self._begun = begun
         self._started = asyncio.Event()
         self._captures = {STDOUT: Capture(limits.kept_bytes), STDERR: Capture(limits.kept_bytes)}
         self._limit: LimitName | None = None
@@ -102,6 +111,7 @@ class Watch:
     def begin(self) -> None:
         """The program starts now."""
         self._begun_at = time.monotonic()
+        self._begun()
         self._started.set()
 
     async def run(self, stdin: bytes) -> Seen:
@@ -133,8 +143,9 @@ class Watch:
             over.cancel()
         for kill in self._kills:
             self._killed += 1
-            await kill()
-            await asyncio.wait([reading], timeout=KILL_S)
+            killing = asyncio.ensure_future(kill())
+            killing.add_done_callback(dropped)
+            await asyncio.wait([reading, killing], timeout=KILL_S)
             if reading.done():
                 return
         raise SandboxFailure(
