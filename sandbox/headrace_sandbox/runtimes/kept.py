@@ -57,6 +57,8 @@ END_S = 5.0
 
 CREDENTIALS = struct.Struct("3i")
 
+STATUS_BYTES = 4
+
 
 class Surroundings(NamedTuple):
     """What the runtime has for its sandboxes."""
@@ -171,11 +173,12 @@ class KeptSandbox:
         with contextlib.ExitStack() as stack:
             inner, started = await keeper.start_program(self._request(request), stack)
             before = keeper.group.usage()
+            started = started._replace(cpu_s=lambda: since(before, keeper.group.usage()).cpu_s)
             start_s = time.monotonic() - begun_at
             inner.go()
-            started = started._replace(cpu_s=lambda: since(before, keeper.group.usage()).cpu_s)
             verdict = await supervise(started, stdin, limits)
             usage = since(before, keeper.group.usage())
+            await inner.gone()
         if verdict.returncode is None and (gone := inner.failure or self._gone()) is not None:
             raise gone
         return result_of(verdict, usage, start_s, self.isolation)
@@ -228,15 +231,12 @@ class _Bounds(NamedTuple):
 class _Keeper:
     """A keeper that runs. ``group`` bounds what it starts."""
 
-    def __init__(
-        self, process: subprocess.Popen[bytes], requests: socket.socket, pidfd: int, bounds: _Bounds, groups: Groups
-    ) -> None:
-        self.group = bounds.group
-        self._bounds = bounds
+    def __init__(self, process: subprocess.Popen[bytes], requests: socket.socket, pidfd: int, groups: Groups) -> None:
         self._process = process
         self._requests = requests
         self._pidfd = pidfd
         self._groups = groups
+        self._bounds: _Bounds | None = None
         self._own_group: Cgroup | None = None
 
     @classmethod
@@ -266,9 +266,9 @@ class _Keeper:
             bwrap.reap(process)
             ours.close()
             raise bwrap.not_made(said)
-        bounds = _Bounds(around.groups.take(limits), processors(limits.cpus))
-        keeper = cls(process, ours, pidfd, bounds, around.groups)
+        keeper = cls(process, ours, pidfd, around.groups)
         try:
+            keeper._bounds = _Bounds(around.groups.take(limits), processors(limits.cpus))
             keeper._own_group = around.groups.take(KEEPER_LIMITS)
             keeper._own_group.add(_pid_of(pidfd))
         except BaseException:
@@ -277,17 +277,26 @@ class _Keeper:
         return keeper
 
     @property
+    def group(self) -> Cgroup:
+        """What bounds its programs."""
+        assert self._bounds is not None
+        return self._bounds.group
+
+    @property
     def lives(self) -> bool:
         return not select.select([self._pidfd], [], [], 0)[0]
 
     async def start_program(self, request: bytes, stack: contextlib.ExitStack) -> tuple[_Inner, Started]:
-        """Start what a request asks for, with pipes; it waits to be let go. Raises SandboxFailure ``sandbox-lost``."""
+        """Start what a request asks for, with pipes. It is bounded, and waits to be let go. Raises SandboxFailure
+        ``sandbox-lost``."""
         stdin, our_stdin = os.pipe()
         our_stdout, stdout = os.pipe()
         our_stderr, stderr = os.pipe()
         try:
             inner = self._ask(request, [stdin, stdout, stderr], stack)
             pidfd = await inner.met()
+            inner.go()
+            await inner.joined()
         except BaseException:
             for descriptor in (our_stdin, our_stdout, our_stderr):
                 os.close(descriptor)
@@ -296,8 +305,8 @@ class _Keeper:
             stdin=our_stdin,
             stdout=our_stdout,
             stderr=our_stderr,
-            end=os.dup(pidfd),
-            returncode=inner.returncode,
+            end=os.dup(inner.end),
+            returncode=lambda: inner.status,
             kill=lambda: bwrap.kill(pidfd),
             cpu_s=lambda: None,
         )
@@ -310,12 +319,14 @@ class _Keeper:
             stack.callback(ours.close)
             inner = self._ask(request, [theirs.detach()], stack)
             pidfd = await inner.met()
+            inner.lets_all_go = True
             inner.go()
             reader, writer = await asyncio.open_unix_connection(sock=ours)
             return _SessionHost(reader, writer, pidfd, stack.pop_all())
 
     def _ask(self, request: bytes, handed: Sequence[int], stack: contextlib.ExitStack) -> _Inner:
         """Send a request; closes what is handed."""
+        assert self._bounds is not None
         inner, theirs = _Inner.make(self._bounds, stack)
         sent = [bwrap.memory_file(request), theirs, *handed]
         try:
@@ -335,7 +346,7 @@ class _Keeper:
         try:
             await _gone(self._pidfd)
             await asyncio.to_thread(bwrap.reap, self._process)
-            for group in (self.group, self._own_group):
+            for group in (self._bounds and self._bounds.group, self._own_group):
                 if group is not None:
                     await asyncio.to_thread(self._groups.give_back, group)
         finally:
@@ -344,16 +355,21 @@ class _Keeper:
 
 
 class _Inner:
-    """What a keeper started: its process 1, and those that want to be bounded."""
+    """What a keeper started: its process 1, and those that want to be bounded. ``end`` is a descriptor that becomes
+    readable when its program ended, or when nobody is left to tell; ``status`` is then how, or None. ``lets_all_go``:
+    whoever wants to be bounded goes on once it is; else it waits for ``go``."""
 
     def __init__(self, ours: socket.socket, bounds: _Bounds, stack: contextlib.ExitStack) -> None:
+        self.end = os.eventfd(0)
+        self.status: int | None = None
+        self.failure: SandboxFailure | None = None
+        self.lets_all_go = False
         self._socket = ours
         self._bounds = bounds
         self._stack = stack
-        self._status: int | None = None
-        self.failure: SandboxFailure | None = None
         self._loop = asyncio.get_running_loop()
         self._first: asyncio.Future[int | None] = self._loop.create_future()
+        self._joined: asyncio.Future[bool | None] = self._loop.create_future()
         self._loop.add_reader(ours, self._hear)
         stack.callback(self._close)
 
@@ -367,37 +383,38 @@ class _Inner:
 
     async def met(self) -> int:
         """A descriptor of its process 1, which waits to be let go. Raises SandboxFailure ``sandbox-lost``."""
-        pidfd = None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(MEET_S):
-                pidfd = await self._first
-        if pidfd is None:
-            raise sandbox_lost("The sandbox was lost while something began in it.")
-        return pidfd
+                if (pidfd := await self._first) is not None:
+                    return pidfd
+        raise sandbox_lost("The sandbox was lost while something began in it.")
+
+    async def joined(self) -> None:
+        """Its program is bounded, and waits to be let go. Raises SandboxFailure ``sandbox-lost``."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(MEET_S):
+                if await self._joined:
+                    return
+        raise self.failure or sandbox_lost("The sandbox was lost while something began in it.")
 
     def go(self) -> None:
         """Let it go."""
         with contextlib.suppress(BrokenPipeError):
             self._socket.send(b"1")
 
-    def returncode(self) -> int | None:
-        """How the program ended; None if its process 1 was killed before it could tell."""
-        while self._status is None and self._hear():
-            pass
-        return self._status
+    async def gone(self) -> None:
+        """Wait until nothing of it is left. Raises SandboxFailure ``unkillable``."""
+        pidfd = self._first.result()
+        assert pidfd is not None
+        await _gone(pidfd)
 
-    def _hear(self) -> bool:
+    def _hear(self) -> None:
         try:
             data, ancillary, _, _ = self._socket.recvmsg(16, socket.CMSG_SPACE(CREDENTIALS.size))
         except BlockingIOError:
-            return False
+            return
         except ConnectionError:
             data, ancillary = b"", []
-        if not data:
-            self._loop.remove_reader(self._socket)
-            if not self._first.done():
-                self._first.set_result(None)
-            return False
         if data == b"first" and not self._first.done():
             pidfd = _opened(_sender(ancillary))
             if pidfd is not None:
@@ -405,26 +422,33 @@ class _Inner:
             self._first.set_result(pidfd)
         elif data == b"member":
             self._admit(_sender(ancillary))
-        elif len(data) == 4:
-            self._status = os.waitstatus_to_exitcode(struct.unpack("=I", data)[0])
-        return True
+        elif len(data) == STATUS_BYTES:
+            self.status = os.waitstatus_to_exitcode(struct.unpack("=I", data)[0])
+            os.eventfd_write(self.end, 1)
+        elif not data:
+            self._loop.remove_reader(self._socket)
+            for future in (self._first, self._joined):
+                if not future.done():
+                    future.set_result(None)
+            os.eventfd_write(self.end, 1)
 
     def _admit(self, pid: int) -> None:
         try:
             self._bounds.admit(pid)
         except OSError as error:  # nothing runs unbounded
             self.failure = sandbox_lost(f"A program could not be bounded: {error}.")
-            self._kill()
-        else:
+            if (pidfd := self._first.result()) is not None:
+                bwrap.kill(pidfd)
+            return
+        if self.lets_all_go:
             self.go()
-
-    def _kill(self) -> None:
-        if self._first.done() and (pidfd := self._first.result()) is not None:
-            bwrap.kill(pidfd)
+        elif not self._joined.done():
+            self._joined.set_result(True)
 
     def _close(self) -> None:
         self._loop.remove_reader(self._socket)
         self._socket.close()
+        os.close(self.end)
 
 
 class _SessionHost:
