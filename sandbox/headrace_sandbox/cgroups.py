@@ -32,6 +32,13 @@ PARENT = "headrace"
 PERIOD_US = 100_000
 """Of the CPU quota: the kernel's default."""
 
+PROCESSORS = os.cpu_count() or 1
+"""All groups together weigh as much as one busy process on each processor, not as one on all: on a busy machine a
+program would run into its limit of time by no fault of its own."""
+
+MOST_WEIGHT = 10_000
+"""That the kernel takes."""
+
 V1_CONTROLLERS = ("memory", "pids", "cpu", "cpuacct")
 
 LEFT_BYTES = 8 << 20
@@ -242,6 +249,7 @@ class V1:
                 raise OSError(f"the controller {controller} is not mounted")
         group = V1Group({controller: folder / PARENT / name for controller, folder in self._folders.items()})
         group.make()
+        _write(self._folders["cpu"] / PARENT / "cpu.shares", 1024 * PROCESSORS)
         return group
 
 
@@ -332,6 +340,7 @@ class V2:
         parent.mkdir(exist_ok=True)
         for folder in (self._root, parent):
             _write(folder / "cgroup.subtree_control", "+cpu +memory +pids")
+        _write(parent / "cpu.weight", min(100 * PROCESSORS, MOST_WEIGHT))
         folder = parent / name
         folder.mkdir(exist_ok=True)
         return V2Group(folder)

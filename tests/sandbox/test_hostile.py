@@ -9,6 +9,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +62,19 @@ def test_the_table_has_every_case_in_every_column() -> None:
     for case in suite.cases():
         for column in suite.known_columns():
             assert suite.expected(column, case)
+
+
+def test_the_page_on_sandboxes_shows_the_table() -> None:
+    columns = suite.known_columns()
+    rows = [
+        f"| {case.number} | {case.title} | "
+        + " | ".join(" or ".join(suite.expected(name, case)) for name in columns)
+        + " |"
+        for case in suite.cases()
+    ]
+    head = "| | a program that tries | " + " | ".join(f"`{name}`" for name in columns) + " |"
+    shown = (Path(__file__).parents[2] / "docs" / "sandbox-cases.md").read_text().splitlines()
+    assert [line for line in shown if line.startswith("| ")] == [head, "| --- " * (2 + len(columns)) + "|", *rows]
 
 
 @pytest.mark.component("bubblewrap")
