@@ -61,7 +61,7 @@ def doctor(context: click.Context, as_json: bool) -> None:
 
 
 def _print_ladder(found: Ladder) -> None:
-    for rung in (found.control_groups, *found.runtimes):
+    for rung in (*found.machine, *found.runtimes):
         _print_rung(rung)
     passed = [rung.name for rung in found.runtimes if rung.verdict == "ok"]
     if found.default in passed:

@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -16,14 +18,18 @@ import msgspec
 
 from headrace.errors import HeadraceError, SandboxFailure
 from headrace_sandbox.cgroups import find_driver
+from headrace_sandbox.runtimes.base import Runtime
 from headrace_sandbox.runtimes.registry import DEFAULT, made_in_time, runtime_names
-from headrace_sandbox.runtimes.selftest import SelfTest, self_test
+from headrace_sandbox.runtimes.selftest import SelfTest, self_test, self_test_failed
 
 Verdict = Literal["ok", "warn", "fail"]
 
 ORDER = ("bubblewrap", "gvisor", "docker", "wasm")
 """Best first, where several pass: those that run any command, by cost, then what runs Python alone. Those of third
 parties come before ``wasm``."""
+
+CLOSE_S = 20.0
+"""For a runtime to end what it keeps."""
 
 APPARMOR = """\
 AppArmor refuses user namespaces, as Ubuntu 24.04 has it. Write this to /etc/apparmor.d/bwrap, and run
@@ -49,6 +55,11 @@ NO_GROUPS = (
     "Until then memory is bounded for each process only, and nothing is counted."
 )
 
+NOT_ROOT = (
+    "Only root can give each sandbox a user of its own: then what gets out of one finds nothing that is its user's. "
+    "Without root, let Headrace run as a user that owns nothing else."
+)
+
 
 class Rung(msgspec.Struct, frozen=True, kw_only=True):
     """One row of the ladder. ``found``: the evidence in a line. ``hint``: what to do where it is not ok. ``active``:
@@ -64,9 +75,10 @@ class Rung(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ladder(msgspec.Struct, frozen=True, kw_only=True):
-    """What this machine has. ``default``: the runtime where none is named. ``best``: of those that pass, if any."""
+    """What this machine has. ``machine``: what runtimes can build on. ``default``: the runtime where none is named.
+    ``best``: of those that pass, if any."""
 
-    control_groups: Rung
+    machine: list[Rung]
     runtimes: list[Rung]
     default: str
     best: str | None
@@ -75,7 +87,7 @@ class Ladder(msgspec.Struct, frozen=True, kw_only=True):
 async def ladder(say: Callable[[str], None]) -> Ladder:
     """Try every runtime, one after the other. ``say`` is told what takes long."""
     rungs = [await rung(name, say) for name in runtime_names()]
-    return Ladder(control_groups=_control_groups(), runtimes=rungs, default=DEFAULT, best=best_of(rungs))
+    return Ladder(machine=[_control_groups(), _users()], runtimes=rungs, default=DEFAULT, best=best_of(rungs))
 
 
 def best_of(rungs: list[Rung]) -> str | None:
@@ -92,10 +104,18 @@ async def rung(name: str, say: Callable[[str], None]) -> Rung:
         try:
             tried = await self_test(runtime, say)
         finally:
-            await runtime.close()
+            await _close(runtime)
     except Exception as error:  # noqa: BLE001 - whatever a runtime of a third party raises is a finding
         return _failed(name, error)
     return _row(name, tried)
+
+
+async def _close(runtime: Runtime) -> None:
+    try:
+        async with asyncio.timeout(CLOSE_S):
+            await runtime.close()
+    except TimeoutError:
+        raise self_test_failed(runtime.name, f"it was not closed within {CLOSE_S:g} s") from None
 
 
 def _row(name: str, tried: SelfTest) -> Rung:
@@ -144,6 +164,13 @@ def _read(name: str) -> str:
         return Path("/proc", name).read_text().strip()
     except OSError:
         return ""
+
+
+def _users() -> Rung:
+    if os.geteuid() == 0:
+        return Rung(verdict="ok", name="users", found="each sandbox runs as a user of its own, which owns nothing")
+    found = "sandboxes run as this user, in namespaces of its own where there are some"
+    return Rung(verdict="warn", name="users", found=found, hint=NOT_ROOT)
 
 
 def _control_groups() -> Rung:

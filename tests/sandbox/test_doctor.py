@@ -112,6 +112,11 @@ async def test_a_runtime_that_hangs_is_a_finding(third: Any, monkeypatch: pytest
     monkeypatch.setattr(registry, "MAKE_S", 0.1)
     third(lambda: Third(hangs=True))
     assert "did not end within 0.1 s" in (await looked_at()).found
+    monkeypatch.setattr(doctor, "CLOSE_S", 0.1)
+    stuck = Third()
+    stuck.close = asyncio.Event().wait  # type: ignore[assignment,method-assign]
+    third(lambda: stuck)
+    assert "was not closed within 0.1 s" in (await looked_at()).found
     third(lambda: time.sleep(1))
     assert "was not made within 0.1 s" in (await looked_at()).found
 

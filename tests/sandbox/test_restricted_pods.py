@@ -16,6 +16,7 @@ import pytest
 
 from headrace_sandbox.runtimes.registry import runtime_names
 from headrace_sandbox.runtimes.wasm import Wasm
+from headrace_sandbox.supervisor import FOLDER_VARIABLE
 from headrace_sandbox.wasm import interpreter
 from tests.leaks import MARK
 
@@ -38,6 +39,7 @@ class Pod:
             "HOME": str(self.folder),
             "TMPDIR": str(self.folder),
             "LANG": "C.UTF-8",
+            FOLDER_VARIABLE: str(self.folder / "state"),
             MARK: os.environ[MARK],
         }
         return subprocess.run(
@@ -111,7 +113,7 @@ def test_doctor_says_so_with_the_remedy_and_that_wasm_is_the_best(pod: Pod) -> N
     assert {name for name, row in rows.items() if row["verdict"] == "ok"} == {"wasm"}
     assert {"memory_bytes", "pids", "disk_bytes", "wall_s"} <= set(rows["wasm"]["active"])
     assert (told["default"], told["best"]) == ("bubblewrap", "wasm")
-    assert told["control_groups"]["verdict"] == "warn"
+    assert {row["name"]: row["verdict"] for row in told["machine"]} == {"control groups": "warn", "users": "warn"}
 
 
 def test_nothing_runs_where_none_is_named(pod: Pod) -> None:
@@ -156,4 +158,4 @@ for n in range(40):
     assert ended.stdout.endswith("Error\nno memory\n")
     assert "No space left on device" in ended.stderr
     assert run("while True: pass", "--time-s", "0.5").returncode == 124
-    assert not list(pod.folder.rglob("*-wasm-*"))
+    assert list((pod.folder / "state/made").iterdir()) == []

@@ -25,7 +25,7 @@ from headrace.errors import SandboxFailure
 from headrace_sandbox.result import ExecResult, Isolation, Limits
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Runtime
 
-SELF_TEST_S = 45.0
+SELF_TEST_S = 60.0
 """For all of it, on a busy machine. gVisor, the slowest, takes some seconds."""
 
 PREPARE_S = 600.0
