@@ -20,6 +20,7 @@ from headrace_sandbox.runtimes.docker_daemon import Daemon
 from headrace_sandbox.runtimes.docker_sandbox import DockerSandbox
 from tests.sandbox.docker_fixtures import Served
 from tests.sandbox.test_docker import containers
+from tests.sandbox.test_g15 import CASES as G15
 
 pytestmark = pytest.mark.component("docker")
 
@@ -191,6 +192,26 @@ async def test_an_image_without_python_takes_commands_and_files_and_says_what_it
         await runtime.open(Template(image=docker.bare), 60.0)
     assert caught.value.kind == "image-unfit"
     await runtime.close()
+
+
+async def test_G15_a_background_process_holds_nobody_up(runtime: Docker) -> None:  # noqa: N802
+    sandbox = await runtime.open(Template(), 300.0)
+    for script, expected in G15.args[1]:
+        mark = secrets.token_hex(8)
+        result = await sandbox.run(Command(arguments=["bash", "-c", script, mark]), Limits(wall_s=30.0))
+        assert (result.exit_code, result.limit, result.lost) == (0, None, None), script
+        assert result.stdout.text.replace("y\n", "") == expected
+        assert not lives(mark)
+    waits = Command(arguments=["bash", "-c", "exec -a $0 sleep 300 | cat", mark])
+    assert (await sandbox.run(waits, Limits(wall_s=1.0))).limit == "time"
+    assert not lives(mark)
+    session = await sandbox.session("bash")
+    for script, expected in G15.args[1]:
+        cell = await session.run(f"export MARK={mark}; {script}", Limits(wall_s=30.0))
+        assert (cell.exit_code in (0, 1), cell.limit, cell.lost) == (True, None, None), script
+        assert cell.stdout.text.replace("y\n", "") == expected
+    await session.close()
+    assert said(await sandbox.run(shell(f"grep -sla {mark} /proc/[0-9]*/environ; true"), LIMITS)) == ""
 
 
 @pytest.mark.parametrize("how", ["killed", "removed"])

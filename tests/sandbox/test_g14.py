@@ -13,6 +13,7 @@ import pytest
 from headrace.errors import SandboxFailure
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import Command, Runtime, Sandbox, Template
+from headrace_sandbox.runtimes.docker_sandbox import DockerSandbox
 from headrace_sandbox.runtimes.gvisor_sandbox import GvisorSandbox
 from headrace_sandbox.runtimes.kept import KeptSandbox
 from headrace_sandbox.runtimes.registry import make_runtime
@@ -92,6 +93,10 @@ def table_rows(text: str) -> list[list[str]]:
 
 async def kill_from_outside(sandbox: Sandbox) -> None:
     """Kill its process 1."""
+    if isinstance(sandbox, DockerSandbox):
+        assert sandbox._container is not None
+        await sandbox._container.kill()
+        return
     if isinstance(sandbox, GvisorSandbox):
         assert sandbox._kernel is not None
         sandbox._kernel._container.kill()

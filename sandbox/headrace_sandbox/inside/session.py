@@ -291,6 +291,7 @@ class Bash:
 
     def begin(self, text: bytes, word: str) -> tuple[int, int]:
         """Begin a cell; gives the ends of its output."""
+        os.makedirs(self._folder, exist_ok=True)  # where programs are of this user they can remove it
         with open(f"{self._folder}/cell", "wb") as file:
             file.write(text)
         pipes = [f"{self._folder}/{name}" for name in ("out", "err")]
