@@ -82,6 +82,8 @@ async def test_input_of_a_megabyte_arrives_whole_and_may_be_left_unread(run: Run
 async def test_how_it_ended_is_told_as_the_kernel_told_it(run: Run) -> None:
     for code, expected in (
         ("raise SystemExit(7)", (7, None, "program")),
+        ("exit(5)", (5, None, "program")),
+        ("quit()", (0, None, "")),
         ("import os\nos._exit(0)", (0, None, "")),
         ("import os\nos.kill(os.getpid(), 15)", (None, 15, "program")),
         ("1 / 0", (1, None, "program")),

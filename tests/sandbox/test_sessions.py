@@ -167,6 +167,7 @@ async def test_an_exception_is_1_with_its_traceback_and_an_exit_is_its_code(sand
     assert "/headrace" not in result.stderr.text
     assert (await session.run("x = 1\nif", LIMITS)).stderr.text.endswith("SyntaxError: invalid syntax\n")
     assert (await session.run("import sys\nx = 2\nsys.exit(7)", LIMITS)).exit_code == 7
+    assert (await session.run("exit(8)", LIMITS)).exit_code == 8
     assert said(await session.run("x", LIMITS)) == "2\n"
 
 
@@ -333,6 +334,13 @@ async def test_a_program_cannot_come_between_a_shell_and_its_host(sandbox: Sandb
         result = await session.run(cell, LIMITS)
         assert (result.exit_code, result.lost) == (0, None), result.stderr.text
     assert said(await session.run("echo $x; ls /session", LIMITS)) == "1\ncell\nerr\nout\n"
+
+
+async def test_a_child_that_a_cell_forked_takes_no_cell_of_its_own(sandbox: Sandbox) -> None:
+    session = await sandbox.session("python")
+    said(await session.run("import os\nos.fork()\nx = 1", LIMITS))
+    for _ in range(3):
+        assert said(await session.run("x", LIMITS)) == "1\n"
 
 
 @BOTH

@@ -43,6 +43,7 @@ def interpret(cells: socket.socket, status: socket.socket, environment: dict[str
     close_all_but({cells.fileno(), status.fileno(), null})
     gc.unfreeze()
     main = prepared(environment)
+    me = os.getpid()
     interrupts = Interrupts()
     number = 0
     while True:
@@ -58,6 +59,8 @@ def interpret(cells: socket.socket, status: socket.socket, environment: dict[str
             os.dup2(descriptor, target, inheritable=True)
             os.close(descriptor)
         code = run(source, f"<cell {number}>", main, interrupts)
+        if os.getpid() != me:
+            os._exit(code)  # a child that the cell forked ends with it
         for target in (1, 2):
             os.dup2(null, target, inheritable=True)
         status.send(word + b" %d" % code)
@@ -83,6 +86,7 @@ def prepared(environment: dict[str, str]) -> dict[str, Any]:
     main = type(sys)("__main__")
     main.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = main
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # `site` has them, and programs use them
     return main.__dict__
 
 

@@ -18,6 +18,7 @@ one, and each process 1 that it forks, tell with their credentials where they ar
 
 import array
 import atexit
+import builtins
 import ctypes
 import gc
 import importlib
@@ -232,6 +233,7 @@ def main() -> None:
         filter_ = file.read()
     for name in sys.argv[2:]:
         importlib.import_module(name)
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # `site` has them, and programs use them
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     requests = socket.socket(fileno=os.dup(0))
     os.dup2(os.open("/dev/null", os.O_RDWR), 0)
