@@ -88,54 +88,62 @@ def start_vllm(
     Gives its address once it is ready. ``log``: where it writes; ``say`` is told every ten seconds that it still
     starts. Raises StartFailed, FileNotFoundError without ``make parts``.
     """
-    if not PYTHON.exists():
-        raise FileNotFoundError(f"There is no vLLM at {PYTHON}. Install it with: make parts")
-    port = port or _free_port()
-    log = log or Path(tempfile.gettempdir()) / f"vllm-{port}.log"
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            [str(PYTHON), "-c", PROGRAM, "--model", str(model), "--port", str(port), *ARGUMENTS, *arguments],
-            env={**os.environ, **SETTINGS},
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    server = Server(model, *arguments, log=log, port=port)
     try:
-        address = f"http://127.0.0.1:{port}"
-        _wait_until_ready(process, address, log, say)
-        yield address
+        server.wait_until_ready(say)
+        yield server.address
     finally:
-        _end(process)
+        server.end()
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], address: str, log: Path, say: Callable[[str], None]) -> None:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    begun = said = time.monotonic()
-    while process.poll() is None and time.monotonic() - begun < START_S:
-        with suppress(OSError), opener.open(f"{address}/health", timeout=5):
-            return
-        if time.monotonic() - said >= 10:
-            said = time.monotonic()
-            say(f"vLLM is starting, {said - begun:.0f} s (log: {log})")
-        time.sleep(0.2)
-    end = log.read_text(errors="replace").splitlines()[-15:]
-    what = "was not ready in time" if process.poll() is None else f"ended with status {process.returncode}"
-    raise StartFailed("\n".join([f"vLLM {what}. The end of {log}:", *end]))
+class Server:
+    """The process of a server, which starts; it is ready once ``wait_until_ready`` returns. Arguments as above."""
 
+    def __init__(self, model: Path, *arguments: str, log: Path | None = None, port: int = 0) -> None:
+        if not PYTHON.exists():
+            raise FileNotFoundError(f"There is no vLLM at {PYTHON}. Install it with: make parts")
+        port = port or _free_port()
+        self.address = f"http://127.0.0.1:{port}"
+        self._log = log or Path(tempfile.gettempdir()) / f"vllm-{port}.log"
+        self._begun = time.monotonic()
+        with self._log.open("wb") as file:
+            self._process = subprocess.Popen(
+                [str(PYTHON), "-c", PROGRAM, "--model", str(model), "--port", str(port), *ARGUMENTS, *arguments],
+                env={**os.environ, **SETTINGS},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends the server and what it started: a process group of its own."""
-    for sign in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, sign)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(END_S)
-    give_up_at = time.monotonic() + GROUP_END_S
-    with suppress(ProcessLookupError):  # raised once the last of the group is gone
-        while time.monotonic() < give_up_at:
-            os.killpg(process.pid, 0)
-            time.sleep(0.02)
+    def wait_until_ready(self, say: Callable[[str], None]) -> None:
+        """Raises StartFailed."""
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        said = time.monotonic()
+        while self._process.poll() is None and time.monotonic() - self._begun < START_S:
+            with suppress(OSError), opener.open(f"{self.address}/health", timeout=5):
+                return
+            if time.monotonic() - said >= 10:
+                said = time.monotonic()
+                say(f"vLLM is starting, {said - self._begun:.0f} s (log: {self._log})")
+            time.sleep(0.2)
+        end = self._log.read_text(errors="replace").splitlines()[-15:]
+        status = self._process.poll()
+        what = "was not ready in time" if status is None else f"ended with status {status}"
+        raise StartFailed("\n".join([f"vLLM {what}. The end of {self._log}:", *end]))
+
+    def end(self) -> None:
+        """Ends the server and what it started: a process group of its own."""
+        for sign in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, sign)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_S)
+        give_up_at = time.monotonic() + GROUP_END_S
+        with suppress(ProcessLookupError):  # raised once the last of the group is gone
+            while time.monotonic() < give_up_at:
+                os.killpg(self._process.pid, 0)
+                time.sleep(0.02)
 
 
 def _free_port() -> int:

@@ -1,6 +1,7 @@
 """The real vLLM of a test session, and a PyTorch forward beside it.
 
-* One server for the whole session, of a tiny model with tied embeddings (the harder case of a reload), with adapters.
+* One server for the whole session, of a tiny model with tied embeddings (the harder case of a reload), with adapters;
+  and one of a model that sees images. Both start when the session begins, while other tests run.
 * `vllm` gives it as it was started: unpaused, with its first weights, named "default".
 * `torch_logprobs` is transformers' own forward of a folder, in a process of its own.
 """
@@ -11,21 +12,84 @@ import asyncio
 import base64
 import json
 import subprocess
+import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import pytest
 
 from examples.tiny_model import write_model
-from examples.vllm_server import NAME, start_vllm
-from tests.components import VLLM_PYTHON
+from examples.tiny_vision_model import write_vision_model
+from examples.vllm_server import NAME, Server
+from tests.components import PARTS, VLLM_PYTHON
 
-ARGUMENTS = (
-    *("--max-model-len", "2048"),
-    *("--enable-lora", "--max-loras", "2", "--max-cpu-loras", "4", "--max-lora-rank", "8"),
-)
+
+class Kind(NamedTuple):
+    """A server of the session. ``write`` makes its model in a folder; ``arguments`` are vLLM's."""
+
+    write: Callable[[Path], None]
+    arguments: tuple[str, ...]
+
+
+KINDS: dict[str, Kind] = {
+    "vllm_server": Kind(
+        lambda folder: write_model(folder, tied=True),
+        (
+            *("--max-model-len", "2048"),
+            *("--enable-lora", "--max-loras", "2", "--max-cpu-loras", "4", "--max-lora-rank", "8"),
+        ),
+    ),
+    "vision_server": Kind(write_vision_model, ("--max-model-len", "1024", "--limit-mm-per-prompt", '{"image": 4}')),
+}
+"""By the fixture that gives it."""
+
+
+class Begun:
+    """A server that starts, in a folder of its own."""
+
+    def __init__(self, kind: Kind) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="headrace-vllm-")
+        self.model = Path(self._folder.name) / "model"
+        kind.write(self.model)
+        self.server = Server(self.model, *kind.arguments, log=self.model.with_name("vllm.log"))
+
+    def end(self) -> None:
+        self.server.end()
+        self._folder.cleanup()
+
+
+_begun: pytest.StashKey[dict[str, Begun]] = pytest.StashKey()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the servers that the collected tests ask for: each takes up to a minute, most of it for one processor."""
+    begun = session.config.stash.setdefault(_begun, {})
+    if session.config.getoption("collectonly") or not PARTS["vllm"].present():
+        return
+    wanted = {name for item in session.items for name in getattr(item, "fixturenames", ())}
+    begun |= {name: Begun(kind) for name, kind in KINDS.items() if name in wanted}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """End what no test came to."""
+    begun = session.config.stash.get(_begun, {})
+    while begun:
+        begun.popitem()[1].end()
+
+
+@contextmanager
+def ready(config: pytest.Config, name: str, say: Callable[[str], None]) -> Iterator[tuple[str, Path]]:
+    """Address and model folder of a server of the session; it ends with the block."""
+    begun = config.stash[_begun].pop(name, None) or Begun(KINDS[name])
+    try:
+        begun.server.wait_until_ready(say)
+        yield begun.server.address, begun.model
+    finally:
+        begun.end()
 
 
 class Vllm:
@@ -146,13 +210,20 @@ def say(request: pytest.FixtureRequest) -> Callable[[str], None]:
 
 @pytest.fixture(scope="session")
 def vllm_server(
-    tmp_path_factory: pytest.TempPathFactory, torch_logprobs: TorchLogprobs, say: Callable[[str], None]
+    request: pytest.FixtureRequest, torch_logprobs: TorchLogprobs, say: Callable[[str], None]
 ) -> Iterator[tuple[str, Path]]:
     """Address and model folder. Asks for ``torch_logprobs``, so that torch is imported while the server starts."""
-    folder = tmp_path_factory.mktemp("vllm")
-    write_model(folder / "model", tied=True)
-    with start_vllm(folder / "model", *ARGUMENTS, log=folder / "vllm.log", say=say) as address:
-        yield address, folder / "model"
+    with ready(request.config, "vllm_server", say) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def vision_server(
+    request: pytest.FixtureRequest, torch_logprobs: TorchLogprobs, say: Callable[[str], None]
+) -> Iterator[tuple[str, Path]]:
+    """The same of a model that sees images; it ends with the tests of that model."""
+    with ready(request.config, "vision_server", say) as server:
+        yield server
 
 
 @pytest.fixture

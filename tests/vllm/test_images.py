@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ import aiohttp
 import numpy as np
 import pytest
 
-from examples.tiny_vision_model import IMAGE, IMAGE_TOKENS, write_vision_model
-from examples.vllm_server import start_vllm
+from examples.tiny_vision_model import IMAGE, IMAGE_TOKENS
 from headrace.assets import AssetData, Image
 from headrace.trajectory import ContentPart, Segment, Trajectory
 from headrace.validation import validate
@@ -29,18 +27,6 @@ RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
 
 CLOSE = 1e-3
 """How far apart logprobs of one token may be that were computed by two ways, transformers' own forward one of them."""
-
-
-@pytest.fixture(scope="module")
-def server(
-    tmp_path_factory: pytest.TempPathFactory, torch_logprobs: TorchLogprobs, say: Callable[[str], None]
-) -> Iterator[tuple[str, Path]]:
-    """Address and model folder. Asks for ``torch_logprobs``, so that torch is imported while the server starts."""
-    folder = tmp_path_factory.mktemp("vllm-vision")
-    write_vision_model(folder / "model")
-    arguments = ("--max-model-len", "1024", "--limit-mm-per-prompt", '{"image": 4}')
-    with start_vllm(folder / "model", *arguments, log=folder / "vllm.log", say=say) as address:
-        yield address, folder / "model"
 
 
 class Album:
@@ -109,31 +95,31 @@ async def asked_again(server: tuple[str, Path], segment: Segment, assets: dict[s
 
 
 async def test_g12_prompts_and_placeholders_are_those_of_the_engine_and_have_the_recorded_lengths(
-    server: tuple[str, Path], torch_logprobs: TorchLogprobs
+    vision_server: tuple[str, Path], torch_logprobs: TorchLogprobs
 ) -> None:
     encoded = Image(data=png(pixels(GREEN)), media_type="image/png")
     shown = [picture(RED), encoded, picture(BLUE), picture(RED)]
-    record, assets = await play(server, *shown, max_context_tokens=300)
+    record, assets = await play(vision_server, *shown, max_context_tokens=300)
     assert (record.status, record.stop_reason) == ("truncated", "max_tokens")
     (segment,) = record.segments
     assert [turn.start for turn in segment.turns] == [84, 178, 272]
     tokens = segment.token_ids.tolist()
     assert tokens.count(IMAGE) == 3 * IMAGE_TOKENS
     for number, turn in enumerate(segment.turns, start=1):
-        answer = await asked_again(server, segment, assets, turn.end)
+        answer = await asked_again(vision_server, segment, assets, turn.end)
         assert answer["prompt_token_ids"] == tokens[: turn.end]
         ranges = [(item["offset"], item["offset"] + item["length"]) for item in answer["mm_placeholders"]["image"]]
         assert ranges == [(item.start, item.end) for item in segment.placeholders[:number]]
         assert all(tokens[start:end] == [IMAGE] * IMAGE_TOKENS for start, end in ranges)
-    told = torch_logprobs(server[1], tokens, images=[png(pixels(colour)) for colour in (RED, GREEN, BLUE)])
+    told = torch_logprobs(vision_server[1], tokens, images=[png(pixels(colour)) for colour in (RED, GREEN, BLUE)])
     sampled = segment.sampled == 1
     np.testing.assert_allclose(segment.logprobs[sampled], np.array([0.0, *told])[sampled], rtol=0, atol=CLOSE)
 
 
-async def test_the_model_sees_what_an_image_shows(server: tuple[str, Path]) -> None:
+async def test_the_model_sees_what_an_image_shows(vision_server: tuple[str, Path]) -> None:
     segments = []
     for colour in (RED, GREEN, RED):
-        record, _ = await play(server, *[picture(colour)] * 2, max_turns=1)
+        record, _ = await play(vision_server, *[picture(colour)] * 2, max_turns=1)
         segments += record.segments
     first, other, again = segments
     assert first.token_ids[:84].tolist() == other.token_ids[:84].tolist()
@@ -143,8 +129,8 @@ async def test_the_model_sees_what_an_image_shows(server: tuple[str, Path]) -> N
     assert first.token_ids[84] != other.token_ids[84] or abs(first.logprobs[84] - other.logprobs[84]) > 10 * CLOSE
 
 
-async def test_every_check_of_a_policy_server_passes_the_one_with_an_image_too(server: tuple[str, Path]) -> None:
-    address, model = server
+async def test_every_check_of_a_policy_server_passes_the_one_with_an_image_too(vision_server: tuple[str, Path]) -> None:
+    address, model = vision_server
     asked = {"renderer": "template", "tokenizer": str(model)}
     found = {item.check: item for item in await check_server(address, asked, tolerance=0.01, timeout_s=120.0)}
     del found["stop string"]  # the model may say nothing that has letters
