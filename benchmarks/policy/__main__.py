@@ -48,7 +48,7 @@ def _real(wanted: list[str]) -> list[Row]:
                     rows += throughput.rows(running, client, server)
                 if "updates" in wanted:
                     rows += updates.rows(client, server, forward, folder / "weights")
-    forward.close()
+    forward.end()
     return rows
 
 

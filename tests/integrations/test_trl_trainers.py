@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,10 +16,9 @@ from headrace import wire
 from headrace.client import Client
 from headrace.integrations._samples import RolloutSample
 from headrace.trajectory import Version
-from tests.components import VLLM_PYTHON
-from tests.e2e.processes import ROOT, Processes, answers, free_port, wait_for
+from tests.e2e.processes import Processes, answers, free_port, wait_for
 from tests.sdk.batches import EPISODE, body_of, g24_trajectories
-from tests.vllm.server import Vllm
+from tests.vllm.server import Trainer, Vllm
 
 pytestmark = [pytest.mark.component("vllm"), pytest.mark.timeout(900)]
 
@@ -48,7 +45,9 @@ class Trained(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def trained(vllm_server: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+def trained(
+    vllm_server: tuple[str, Path], trl_trainer: Trainer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Trained]:
     policy, model = vllm_server
     folder = tmp_path_factory.mktemp("trl")
     port = free_port()
@@ -62,7 +61,7 @@ def trained(vllm_server: tuple[str, Path], tmp_path_factory: pytest.TempPathFact
         with Client(url) as client:
             for spec in specs(policy, model):
                 client.create_run(spec)
-            found = run_trainers(url, model, folder)
+            found = run_trainers(trl_trainer, url, model, folder)
             yield Trained(
                 reports=found,
                 runs={run: client.run(run) for run in RUNS},
@@ -85,7 +84,7 @@ def specs(policy: str, model: Path) -> list[dict[str, Any]]:
     ]
 
 
-def run_trainers(url: str, model: Path, folder: Path) -> dict[str, Any]:
+def run_trainers(trainer: Trainer, url: str, model: Path, folder: Path) -> dict[str, Any]:
     batches = {}
     for name, (rewards, _) in G24.items():
         batches[name] = folder / f"g24-{name}"
@@ -98,16 +97,7 @@ def run_trainers(url: str, model: Path, folder: Path) -> dict[str, Any]:
         "batches": {name: str(path) for name, path in batches.items()},
         "report": str(folder / "report"),
     }
-    done = subprocess.run(
-        [str(VLLM_PYTHON), "tests/integrations/trl_trainer.py", json.dumps(ask)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=TRAINED_WITHIN_S,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    trainer.train(ask, TRAINED_WITHIN_S)
     found: dict[str, Any] = json.loads((folder / "report").read_text())
     return found
 

@@ -1,8 +1,8 @@
-"""TRL's trainers as learners, in the environment with torch: ``python trl_trainer.py '{"url": …}'``.
+"""TRL's trainers as learners, in the environment with torch: ``echo '{"url": …}' | python trl_trainer.py``.
 
-It trains on two runs and writes a report. Two things of TRL need a GPU and are replaced: the kernel for attention over
-a tree of prefixes, by plain PyTorch, and the question after the GPU's speed. vLLM is not imported, which takes ten
-seconds and is wanted for TRL's own transfer of weights only.
+It trains on two runs and writes a report. While it waits for what to train, everything is imported. Two things of TRL
+need a GPU and are replaced: the kernel for attention over a tree of prefixes, by plain PyTorch, and the question after
+the GPU's speed. vLLM is not imported, which takes ten seconds and is wanted for TRL's own transfer of weights only.
 """
 
 # ruff: noqa: E402 - what follows is imported in this order, because TRL asks for vLLM while it is imported
@@ -123,7 +123,7 @@ def report(trainer: Any, model: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    ask = json.loads(sys.argv[1])
+    ask = json.loads(sys.stdin.read())
     found: dict[str, Any] = {"packed": {name: packed(path) for name, path in ask["batches"].items()}}
     found["fields"] = [field.name for field in dataclasses.fields(async_grpo_trainer.RolloutSample)]
     with headrace.Client(ask["url"], learner="trl") as client:

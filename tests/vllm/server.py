@@ -1,9 +1,11 @@
 """The real vLLM of a test session, and a PyTorch forward beside it.
 
 * One server for the whole session, of a tiny model with tied embeddings (the harder case of a reload), with adapters;
-  and one of a model that sees images. Both start when the session begins, while other tests run.
+  and one of a model that sees images.
+* What takes long to start does so when the session begins, while other tests run.
 * `vllm` gives it as it was started: unpaused, with its first weights, named "default".
 * `torch_logprobs` is transformers' own forward of a folder, in a process of its own.
+* `trl_trainer` is a process that has imported TRL and waits for what it is to train.
 """
 
 from __future__ import annotations
@@ -11,10 +13,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import os
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +29,7 @@ from examples.tiny_model import write_model
 from examples.tiny_vision_model import write_vision_model
 from examples.vllm_server import NAME, Server
 from tests.components import PARTS, VLLM_PYTHON
+from tests.e2e.processes import ROOT
 
 
 class Kind(NamedTuple):
@@ -59,37 +64,6 @@ class Begun:
     def end(self) -> None:
         self.server.end()
         self._folder.cleanup()
-
-
-_begun: pytest.StashKey[dict[str, Begun]] = pytest.StashKey()
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the servers that the collected tests ask for: each takes up to a minute, most of it for one processor."""
-    begun = session.config.stash.setdefault(_begun, {})
-    if session.config.getoption("collectonly") or not PARTS["vllm"].present():
-        return
-    wanted = {name for item in session.items for name in getattr(item, "fixturenames", ())}
-    begun |= {name: Begun(kind) for name, kind in KINDS.items() if name in wanted}
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """End what no test came to."""
-    begun = session.config.stash.get(_begun, {})
-    while begun:
-        begun.popitem()[1].end()
-
-
-@contextmanager
-def ready(config: pytest.Config, name: str, say: Callable[[str], None]) -> Iterator[tuple[str, Path]]:
-    """Address and model folder of a server of the session; it ends with the block."""
-    begun = config.stash[_begun].pop(name, None) or Begun(KINDS[name])
-    try:
-        begun.server.wait_until_ready(say)
-        yield begun.server.address, begun.model
-    finally:
-        begun.end()
 
 
 class Vllm:
@@ -159,7 +133,11 @@ class TorchLogprobs:
     def __init__(self) -> None:
         script = Path(__file__).with_name("torch_forward.py")
         self._process = subprocess.Popen(
-            [str(VLLM_PYTHON), str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [str(VLLM_PYTHON), str(script)],
+            env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert self._process.stdout is not None
         self._process.stdout.readline()  # it runs; torch is imported meanwhile
@@ -169,31 +147,121 @@ class TorchLogprobs:
     ) -> list[float]:
         """The logprob of each token but the first, given those before it, under the weights of a folder. ``images``
         are encoded."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         asked = {
             "folder": str(folder),
             "adapter": str(adapter) if adapter else None,
             "images": [base64.b64encode(image).decode() for image in images],
             "token_ids": token_ids,
         }
-        self._process.stdin.write(json.dumps(asked) + "\n")
-        self._process.stdin.flush()
-        logprobs: list[float] = json.loads(self._process.stdout.readline())
+        logprobs: list[float] = self._ask(asked)
         return logprobs
 
-    def close(self) -> None:
+    def loss(self, question: dict[str, Any]) -> dict[str, Any]:
+        """What torch_loss.py answers."""
+        found: dict[str, Any] = self._ask(question)
+        return found
+
+    def _ask(self, question: dict[str, Any]) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def end(self) -> None:
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             pipe.close()
         self._process.wait(30)
 
 
+class Trainer:
+    """A process that trains with TRL, once, when it is told what."""
+
+    def __init__(self) -> None:
+        script = ROOT / "tests" / "integrations" / "trl_trainer.py"
+        self._folder = tempfile.TemporaryDirectory(prefix="headrace-trl-")
+        self._log = Path(self._folder.name) / "log"
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [str(VLLM_PYTHON), str(script)],
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+
+    def train(self, asked: dict[str, Any], timeout_s: float) -> None:
+        """Returns when it has trained."""
+        self._process.communicate(json.dumps(asked), timeout_s)
+        assert self._process.returncode == 0, self._log.read_text(errors="replace")[-6000:]
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait(30)
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self._folder.cleanup()
+
+
+MAKERS: dict[str, Callable[[], Begun | TorchLogprobs | Trainer]] = {
+    "torch_logprobs": TorchLogprobs,
+    "trl_trainer": Trainer,
+    **{name: partial(Begun, kind) for name, kind in KINDS.items()},
+}
+"""By the fixture that gives what is made."""
+
+_begun: pytest.StashKey[dict[str, Begun | TorchLogprobs | Trainer]] = pytest.StashKey()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start what the collected tests ask for: each takes up to a minute, and one processor."""
+    begun = session.config.stash.setdefault(_begun, {})
+    if session.config.getoption("collectonly"):
+        return
+    wanted = MAKERS.keys() & {name for item in session.items for name in getattr(item, "fixturenames", ())}
+    if wanted and PARTS["vllm"].present():
+        begun |= {name: MAKERS[name]() for name in sorted(wanted)}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """End what no test came to."""
+    begun = session.config.stash.get(_begun, {})
+    while begun:
+        begun.popitem()[1].end()
+
+
+@contextmanager
+def taken(config: pytest.Config, name: str) -> Iterator[Any]:
+    """What was begun under a name, or is now; it ends with the block."""
+    made = config.stash[_begun].pop(name, None) or MAKERS[name]()
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+@contextmanager
+def ready(config: pytest.Config, name: str, say: Callable[[str], None]) -> Iterator[tuple[str, Path]]:
+    """Address and model folder of a server of the session."""
+    with taken(config, name) as begun:
+        begun.server.wait_until_ready(say)
+        yield begun.server.address, begun.model
+
+
 @pytest.fixture(scope="session")
-def torch_logprobs() -> Iterator[TorchLogprobs]:
-    forward = TorchLogprobs()
-    yield forward
-    forward.close()
+def torch_logprobs(request: pytest.FixtureRequest) -> Iterator[TorchLogprobs]:
+    with taken(request.config, "torch_logprobs") as forward:
+        yield forward
+
+
+@pytest.fixture(scope="module")
+def trl_trainer(request: pytest.FixtureRequest) -> Iterator[Trainer]:
+    with taken(request.config, "trl_trainer") as trainer:
+        yield trainer
 
 
 @pytest.fixture(scope="session")

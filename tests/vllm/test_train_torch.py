@@ -2,37 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.components import VLLM_PYTHON
-from tests.e2e.processes import ROOT
+from tests.vllm.server import TorchLogprobs
 
 pytestmark = [pytest.mark.component("vllm"), pytest.mark.timeout(900)]
 
 TOKENS = 5
-LEARNER_S = 180.0
-"""A learner imports torch, which takes a while on a busy machine."""
-
-
-def loss_of(question: dict[str, Any]) -> dict[str, Any]:
-    done = subprocess.run(
-        [str(VLLM_PYTHON), str(Path(__file__).with_name("torch_loss.py"))],
-        input=json.dumps(question),
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}"},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=LEARNER_S,
-    )
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer
 
 
 def direct(question: dict[str, Any]) -> dict[str, Any]:
@@ -57,7 +36,7 @@ def direct(question: dict[str, Any]) -> dict[str, Any]:
     return {"total": total / len(ratios), "gradient": (gradient / len(ratios)).tolist(), **means}
 
 
-def test_the_loss_and_its_gradient_are_those_of_a_direct_computation() -> None:
+def test_the_loss_and_its_gradient_are_those_of_a_direct_computation(torch_logprobs: TorchLogprobs) -> None:
     random = np.random.default_rng(0)
     rows = []
     for length in (9, 4, 12):  # padded to one width
@@ -73,7 +52,7 @@ def test_the_loss_and_its_gradient_are_those_of_a_direct_computation() -> None:
         )
     table = random.normal(size=(TOKENS, TOKENS)).tolist()
     question = {"table": table, "rows": rows, "cap": 1.5, "bonus": 0.1}
-    found, expected = loss_of(question), direct(question)
+    found, expected = torch_logprobs.loss(question), direct(question)
     assert 0 < expected["capped"] < 1
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-6, err_msg=name)

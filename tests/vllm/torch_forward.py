@@ -1,7 +1,9 @@
-"""Logprobs by transformers' own forward. Runs in the environment with torch; one question and one answer a line.
+"""Logprobs by transformers' own forward, and the loss of torch_loss.py. Runs in the environment with torch; one
+question and one answer a line.
 
-A question is {"folder", "adapter": folder or null, "images": base64[], "token_ids": int[n]}, its answer float[n - 1].
-Of a model that sees images, ``images`` are those that the ids show, in order.
+A question with a "table" is one of torch_loss.py. Another is {"folder", "adapter": folder or null, "images": base64[],
+"token_ids": int[n]}, its answer float[n - 1]. Of a model that sees images, ``images`` are those that the ids show, in
+order.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ sys.stdout.flush()
 import torch  # noqa: E402  (takes ten seconds)
 from peft import PeftModel  # noqa: E402
 from PIL import Image  # noqa: E402
+from torch_loss import loss  # noqa: E402
 from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageTextToText  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
@@ -49,5 +52,6 @@ def pixels(folder: str, images: list[str]) -> dict[str, Any]:
 if __name__ == "__main__":
     logging.disable_progress_bar()
     for line in sys.stdin:
-        sys.stdout.write(json.dumps(logprobs(**json.loads(line))) + "\n")
+        asked = json.loads(line)
+        sys.stdout.write(json.dumps(loss(asked) if "table" in asked else logprobs(**asked)) + "\n")
         sys.stdout.flush()

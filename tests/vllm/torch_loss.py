@@ -1,5 +1,5 @@
 """The loss of examples/train_torch.py and its gradient, for a model that is a table of logits by the token before. Runs
-in the environment with torch; reads one question, answers in JSON.
+in the environment with torch.
 
 A question is {"table": float[tokens][tokens], "rows": [{"token_ids", "sampled", "logprobs", "advantages"}, ...], "cap",
 "bonus"}, each list of a row with an item for each of its tokens.
@@ -7,8 +7,6 @@ A question is {"table": float[tokens][tokens], "rows": [{"token_ids", "sampled",
 
 from __future__ import annotations
 
-import json
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,16 +26,17 @@ def row(asked: dict[str, Any]) -> Any:
     )
 
 
-asked = json.load(sys.stdin)
-table = torch.tensor(asked["table"], requires_grad=True)
-rows = [row(one) for one in asked["rows"]]
-sampled_tokens = sum(int(one.sampled.sum()) for one in rows)
-loss = policy_loss(
-    lambda input_ids: SimpleNamespace(logits=table[input_ids]),
-    rows,
-    sampled_tokens,
-    cap=asked["cap"],
-    bonus=asked["bonus"],
-)
-loss.total.backward()
-json.dump({**loss._asdict(), "total": loss.total.item(), "gradient": table.grad.tolist()}, sys.stdout)
+def loss(asked: dict[str, Any]) -> dict[str, Any]:
+    """The answer to a question."""
+    table = torch.tensor(asked["table"], requires_grad=True)
+    rows = [row(one) for one in asked["rows"]]
+    sampled_tokens = sum(int(one.sampled.sum()) for one in rows)
+    found = policy_loss(
+        lambda input_ids: SimpleNamespace(logits=table[input_ids]),
+        rows,
+        sampled_tokens,
+        cap=asked["cap"],
+        bonus=asked["bonus"],
+    )
+    found.total.backward()
+    return {**found._asdict(), "total": found.total.item(), "gradient": table.grad.tolist()}
