@@ -19,7 +19,7 @@ from headrace_workers.environments.conformance import check_environment
 from headrace_workers.environments.rows import row_of
 from headrace_workers.sandboxes import WorkerSandbox
 from tests.workers.fakes import Script, failure_of, play, say
-from tests.workers.runtimes import LOST, ScriptedRuntime, result, sandbox_of
+from tests.workers.runtimes import LOST, ScriptedRuntime, bubblewrap, result, sandbox_of
 
 SQUARES: dict[str, Any] = {
     "id": "squares",
@@ -34,7 +34,7 @@ SOLUTIONS = json.loads((Path(__file__).parent / "code_basics_solutions.json").re
 
 @pytest.fixture
 async def sandbox() -> AsyncIterator[WorkerSandbox]:
-    made = WorkerSandbox("bubblewrap")
+    made = bubblewrap()
     yield made
     await made.close()
 

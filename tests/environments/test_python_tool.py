@@ -17,14 +17,14 @@ from headrace_workers.environments.conformance import check_environment
 from headrace_workers.environments.python_tool import LAST_CALL, PythonTool
 from headrace_workers.sandboxes import WorkerSandbox
 from tests.workers.fakes import Script, assignment, failure_of, play, say
-from tests.workers.runtimes import LOST, ScriptedRuntime, result, sandbox_of
+from tests.workers.runtimes import LOST, ScriptedRuntime, bubblewrap, result, sandbox_of
 
 SUM = "math:Arithmetic-v0"
 
 
 @pytest.fixture
 async def sandbox() -> AsyncIterator[WorkerSandbox]:
-    made = WorkerSandbox("bubblewrap")
+    made = bubblewrap()
     yield made
     await made.close()
 

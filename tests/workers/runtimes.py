@@ -8,7 +8,8 @@ from typing import Any
 
 from headrace.errors import SandboxFailure
 from headrace_sandbox.result import ExecResult, Isolation, Limits, Output, Usage
-from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template
+from headrace_sandbox.runtimes.base import Command, PythonProgram, Runtime, Sandbox, Template
+from headrace_sandbox.runtimes.registry import make_runtime
 from headrace_workers.sandboxes import WorkerSandbox
 
 ISOLATION = Isolation(runtime="scripted", versions={}, active=[])
@@ -74,3 +75,12 @@ def sandbox_of(runtime: ScriptedRuntime | Exception) -> WorkerSandbox:
         return runtime
 
     return WorkerSandbox("scripted", opened)
+
+
+def bubblewrap() -> WorkerSandbox:
+    """A worker's sandbox of bubblewrap, without the self-test, which is tested elsewhere and takes its time."""
+
+    async def opened(name: str) -> Runtime:
+        return make_runtime(name)
+
+    return WorkerSandbox("bubblewrap", opened)

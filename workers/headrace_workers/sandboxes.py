@@ -14,14 +14,17 @@ import contextlib
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from typing import TypeVar
 
 import msgspec
 
 from headrace.errors import SandboxFailure
 from headrace_sandbox.client import ServiceRuntime, client_of
 from headrace_sandbox.result import ExecResult, Limits
-from headrace_sandbox.runtimes.base import Command, PythonProgram, Runtime
+from headrace_sandbox.runtimes.base import Command, PythonProgram, Runtime, Sandbox, Template
 from headrace_sandbox.runtimes.registry import ready_runtime
+
+T = TypeVar("T")
 
 TRIES = 3
 """Of one program: a sandbox that is lost now and then should cost no episode."""
@@ -134,6 +137,12 @@ class EpisodeSandbox:
         program = msgspec.structs.replace(program, domain=program.domain or self._domain)
         return await self._run(limits, lambda runtime: runtime.run_code(program, limits))
 
+    async def open(self, template: Template, ttl_s: float) -> Sandbox:
+        """A sandbox that lives on; whoever opens it closes it. What runs in it is not tried again: it is not as it was.
+        Raises SandboxFailure."""
+        with self._counted():
+            return await self._tried(template.limits, lambda runtime: runtime.open(template, ttl_s))
+
     async def _run(self, limits: Limits, call: Callable[[Runtime], Awaitable[ExecResult]]) -> ExecResult:
         with self._counted():
             result = await self._tried(limits, call)
@@ -141,7 +150,7 @@ class EpisodeSandbox:
             self._ran.append((ended_at - result.wall_s, ended_at))
             return result
 
-    async def _tried(self, limits: Limits, call: Callable[[Runtime], Awaitable[ExecResult]]) -> ExecResult:
+    async def _tried(self, limits: Limits, call: Callable[[Runtime], Awaitable[T]]) -> T:
         patient_until = self._clock() + PATIENCE_S
         number = 1
         while True:
@@ -156,7 +165,7 @@ class EpisodeSandbox:
             await asyncio.sleep(PAUSE_S * number)
             number += 1
 
-    async def _try(self, limits: Limits, call: Callable[[Runtime], Awaitable[ExecResult]]) -> ExecResult:
+    async def _try(self, limits: Limits, call: Callable[[Runtime], Awaitable[T]]) -> T:
         most_s = limits.wall_s + PATIENCE_S
         try:
             async with asyncio.timeout(most_s):

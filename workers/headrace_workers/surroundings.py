@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol, TypeVar
 
 from headrace_sandbox.result import ExecResult, Limits
-from headrace_sandbox.runtimes.base import Command, PythonProgram, Runtime
+from headrace_sandbox.runtimes.base import Command, PythonProgram, Runtime, Sandbox, Template, not_offered
 from headrace_sandbox.runtimes.registry import DEFAULT, make_runtime
 from headrace_workers.bounded import BoundedCalls
 
@@ -29,13 +29,17 @@ class RunsPrograms(Protocol):
 
     async def run_code(self, program: PythonProgram, limits: Limits) -> ExecResult: ...
 
+    async def open(self, template: Template, ttl_s: float) -> Sandbox:
+        """A sandbox that lives on; whoever opens it closes it."""
+        ...
+
 
 class Surroundings(Protocol):
     """What an environment finds."""
 
     @property
     def sandbox(self) -> RunsPrograms:
-        """Runs programs, each in a fresh sandbox."""
+        """Runs programs."""
         ...
 
     async def call(self, function: Callable[..., T], *arguments: Any) -> T:
@@ -80,6 +84,9 @@ class _MadeForEach:
     async def run_code(self, program: PythonProgram, limits: Limits) -> ExecResult:
         async with self._made() as runtime:
             return await runtime.run_code(program, limits)
+
+    async def open(self, template: Template, ttl_s: float) -> Sandbox:
+        raise not_offered(self._name, "sandboxes that live on outside a worker")
 
     @contextlib.asynccontextmanager
     async def _made(self) -> AsyncIterator[Runtime]:
