@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import os
@@ -22,6 +23,12 @@ from typing import Self
 from headrace.errors import SandboxFailure
 from headrace_sandbox.bwrap import taken, too_large
 from headrace_sandbox.supervise import Started
+
+GONE_S = 5.0
+"""For a killed process to be gone; one that is not waits in the kernel."""
+
+LOOK_S = 0.005
+"""Between looks whether it is gone."""
 
 
 class Child:
@@ -61,11 +68,18 @@ class Child:
 
     def returncode(self) -> int:
         """How it ended, as ``subprocess`` has it; waits for that."""
-        if self.process.returncode is None:
-            _, status, usage = os.wait4(self.process.pid, 0)
-            self._usage_s = usage.ru_utime + usage.ru_stime
-            self.process.returncode = os.waitstatus_to_exitcode(status)
+        while not self._reap(0):
+            pass
+        assert self.process.returncode is not None
         return self.process.returncode
+
+    def _reap(self, options: int) -> bool:
+        if self.process.returncode is None:
+            pid, status, usage = os.wait4(self.process.pid, options)
+            if pid:
+                self._usage_s = usage.ru_utime + usage.ru_stime
+                self.process.returncode = os.waitstatus_to_exitcode(status)
+        return self.process.returncode is not None
 
     def cpu_s(self) -> float | None:
         """Its processor time, so far or at its end; None where this system cannot tell while it runs."""
@@ -75,25 +89,32 @@ class Child:
             return time.clock_gettime(~self.process.pid << 3 | 2)  # the clock of a process, as Linux numbers it
         return None
 
-    def abandon(self) -> None:
+    async def abandon(self) -> None:
         """End one that nobody supervises."""
         for descriptor in (self.started.stdin, self.started.stdout, self.started.stderr, self.started.end):
             os.close(descriptor)
-        self.__exit__()
+        await self._end()
 
     def _kill(self) -> None:
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # PermissionError: macOS, of zombies
                 os.killpg(self.process.pid, signal.SIGKILL)
 
-    def __enter__(self) -> Self:
+    async def __aenter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    async def __aexit__(self, *_: object) -> None:
+        await self._end()
+
+    async def _end(self) -> None:
+        """Kill it, and wait until it is gone: it may still write files. One that the kernel holds holds up nobody."""
         self._kill()
-        if self.process.returncode is None:
-            # One that the kernel holds does not hold the event loop as well.
-            threading.Thread(target=self.returncode, daemon=True).start()
+        until = time.monotonic() + GONE_S
+        while not self._reap(os.WNOHANG):
+            if time.monotonic() > until:
+                threading.Thread(target=self.returncode, daemon=True).start()
+                return
+            await asyncio.sleep(LOOK_S)
 
 
 def _end_of(pid: int) -> int:

@@ -360,6 +360,16 @@ async def test_a_kill_from_outside_is_our_failure(wasm: Wasm, temporary: Path) -
     assert list(temporary.iterdir()) == []
 
 
+async def test_a_call_that_is_cancelled_leaves_nothing(wasm: Wasm, temporary: Path) -> None:
+    running = asyncio.ensure_future(execute(wasm, "open('on', 'w').close()\nwhile True: open('x', 'w').close()"))
+    pid = await worker_of(running)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert not Path(f"/proc/{pid}").exists()
+    assert list(temporary.iterdir()) == []
+
+
 async def test_a_process_that_cannot_be_made_is_our_failure(wasm: Wasm, tmp_path: Path) -> None:
     wasm._compiled = Compiled(*[str(tmp_path / "missing")] * 3)
     with pytest.raises(SandboxFailure, match="No such file") as caught:

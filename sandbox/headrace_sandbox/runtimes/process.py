@@ -55,7 +55,7 @@ class Process:
             await asyncio.to_thread(_fill, scratch.name, command)
             child = _start(command, limits, scratch.name)
             start_s = time.monotonic() - begun_at
-            with child:
+            async with child:
                 verdict = await supervise(child.started, command.stdin, limits)
             code = child.returncode()
         finally:

@@ -90,7 +90,7 @@ class Wasm:
             checked_path(path)
         await self.prepare(lambda _: None)
         user = None if self._users is None else self._users.next()
-        scratch = await asyncio.to_thread(_scratch, user)
+        scratch = _scratch(user)
         try:
             async with _Worker(self._parts, self._request(program, limits, scratch, user)) as worker:
                 if self._users is not None and user is not None:
@@ -197,14 +197,14 @@ class _Worker:
             if not await self._started():
                 raise await self._not_made()
         except BaseException:
-            self.child.abandon()
             os.close(self._status)
+            await self.child.abandon()
             raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self.child.__exit__()
         os.close(self._status)
+        await self.child.__aexit__()
 
     async def _started(self) -> bool:
         readable = asyncio.Event()
