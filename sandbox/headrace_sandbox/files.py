@@ -109,5 +109,7 @@ def _refused(request: dict[str, Any], result: ExecResult) -> SandboxFailure:
         else:
             kind, message = "files-failed", f"It ended with {result.exit_code}: {result.stderr.text.strip()[-300:]}."
     return SandboxFailure(
-        f"{request['op']} of {request['path'] or '.'!r} in the sandbox: {message}", kind=kind, retryable=False
+        f"{request['op']} of {request['path'] or '.'!r} in the sandbox: {message}",
+        kind=kind,
+        retryable=result.limit == "time",
     )

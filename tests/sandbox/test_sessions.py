@@ -546,6 +546,8 @@ async def test_40_nothing_outlives_a_supervisor_that_never_comes_back(how: str) 
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
+        for group in Path("/sys/fs/cgroup").glob(f"**/headrace/{process.pid}-*"):
+            group.rmdir()
 
 
 async def test_sessions_and_files_work_without_control_groups() -> None:

@@ -43,6 +43,8 @@ READ_BYTES = 64 << 10
 STOP_S = ((0.0, "interrupt"), (0.5, "kill"), (0.6, "ask"), (0.9, "kill"), (1.0, "ask"), (1.6, "end"))
 """What is done to a cell that shall stop, and how long after."""
 
+KILL_ROUNDS, KILL_ROUND_S = 200, 0.002
+
 
 class Cell:
     """A cell that runs. ``before``: what ran in the session when it began."""
@@ -170,10 +172,15 @@ class Host:
 
     def _end_shell(self) -> None:
         """There is none until the next cell, nor anything that it left."""
-        kill(descendants())
         if self._shell is not None:
             self._shell.close()
         self._shell = None
+        for _ in range(KILL_ROUNDS):
+            self._reap()
+            if not (left := descendants()):
+                break
+            kill(left)  # who forks meanwhile is found in the next round
+            time.sleep(KILL_ROUND_S)
 
     # Output -------------------------------------------------------------------------------------------------------
 
