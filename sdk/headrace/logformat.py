@@ -240,9 +240,9 @@ def scan(stream: BinaryIO, *, start: int = 0, end: int | None = None) -> Iterato
 
 def read_payload(descriptor: int, offset: int, length: int, *, name: str) -> bytes:
     """The payload of ``length`` bytes of the frame at ``offset``. Raises CorruptRecord, which names the file."""
-    raw = os.pread(descriptor, HEADER_BYTES + length, offset)
-    header = _parse_header(raw[:HEADER_BYTES])
-    payload = raw[HEADER_BYTES:]
+    # Two reads: to cut the header off a long frame would copy all of it.
+    header = _parse_header(os.pread(descriptor, HEADER_BYTES, offset))
+    payload = os.pread(descriptor, length, offset + HEADER_BYTES)
     problem = ""
     if header is None:
         problem = "there is no frame header"

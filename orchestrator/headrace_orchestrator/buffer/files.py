@@ -43,12 +43,12 @@ class LocalFiles:
     def read(self, number: int, offset: int, length: int) -> bytes:
         """The payload of the frame at an offset, checked. Raises CorruptRecord that names file and offset, StoreError
         where it cannot be read now."""
-        path = path_of(self._directory, number)
         try:
             # Whoever holds it keeps it open, whatever becomes of the file meanwhile.
             opened = self._opened.get(number) or self._open(number)
-            return logformat.read_payload(opened.descriptor, offset, length, name=path.name)
+            return logformat.read_payload(opened.descriptor, offset, length, name=opened.name)
         except OSError as error:
+            path = path_of(self._directory, number)
             if error.errno in _OUT_OF:
                 raise StoreError(
                     f"The file {path.name} cannot be read now: {error.strerror}.",
@@ -87,11 +87,12 @@ class LocalFiles:
 
 
 class _Opened:
-    """A descriptor that is closed with its last reader."""
+    """A descriptor that is closed with its last reader, and the file's name."""
 
-    __slots__ = ("descriptor",)
+    __slots__ = ("descriptor", "name")
 
     def __init__(self, path: Path) -> None:
+        self.name = path.name
         self.descriptor = -1
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
