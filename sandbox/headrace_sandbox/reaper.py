@@ -8,9 +8,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -38,23 +40,39 @@ def reap(root: Path = ROOT) -> Reaped:
     left: list[str] = []
     processes: list[int] = []
     try:
-        processes += kill_all(lambda: [*_held_by_dead(), *(pid for path in groups for pid in pids_in(path))])
+        processes += kill_all(lambda: [*_held_by_dead(), *_in(groups)])
     except SandboxFailure as failure:
         left.append(failure.detail)
     folders = [path for path in _folders() if _is_of_dead(path.name)]
     for path in groups:
         try:
             path.rmdir()
+        except FileNotFoundError:
+            continue  # another reaper was faster
         except OSError as error:
             left.append(f"{path}: {error.strerror}")
     for path in folders:
-        shutil.rmtree(path, onerror=lambda _, what, error: left.append(f"{what}: {error[1]}"))
+        _remove(path, left)
     return Reaped(
         processes=processes,
         groups=[str(path) for path in groups if not path.exists()],
         folders=[str(path) for path in folders if not path.exists()],
         left=left,
     )
+
+
+def _remove(folder: Path, left: list[str]) -> None:
+    def failed(_: object, path: str, error: Any) -> None:
+        if not isinstance(error[1], FileNotFoundError):
+            left.append(f"{path}: {error[1]}")
+
+    shutil.rmtree(folder, onerror=failed)
+
+
+def _in(groups: Sequence[Path]) -> Iterator[int]:
+    for path in groups:
+        with contextlib.suppress(FileNotFoundError):
+            yield from pids_in(path)
 
 
 def _is_of_dead(name: str) -> bool:
@@ -77,7 +95,14 @@ def _groups(root: Path) -> Iterator[Path]:
         if found in seen or not found.is_dir():
             continue
         seen.add(found)
-        yield from (path for path in found.iterdir() if path.is_dir())
+        yield from (path for path in found.iterdir() if path.is_dir() and _is_ours(path))
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether it was made by this user; root has what everybody made."""
+    with contextlib.suppress(FileNotFoundError):  # another reaper was faster
+        return os.geteuid() in (0, path.stat().st_uid)
+    return False
 
 
 def _folders() -> Iterator[Path]:

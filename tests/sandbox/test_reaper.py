@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,14 @@ def test_folders_of_a_dead_supervisor_are_removed(folder: Path) -> None:
         (folder / "made" / name / "below").mkdir(parents=True)
     reap()
     assert {path.name for path in (folder / "made").iterdir()} == {f"{me()}-1", "somebody's"}
+
+
+def test_two_that_reap_at_once_do_not_trip_over_each_other(folder: Path) -> None:
+    for number in range(50):
+        (folder / "made" / f"{someone_dead()}-{number}" / "a" / "b").mkdir(parents=True)
+    with ThreadPoolExecutor(4) as pool:
+        assert [found.left for found in pool.map(lambda _: reap(), range(4))] == [[]] * 4
+    assert list((folder / "made").iterdir()) == []
 
 
 def test_reap_tells_what_it_removed(folder: Path) -> None:
