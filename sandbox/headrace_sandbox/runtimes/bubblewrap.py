@@ -6,7 +6,8 @@
 * What reaches beyond its namespaces is refused by a filter of system calls.
 * It cannot reach the process that tells how it ended.
 * A sandbox that lives on is kept by a process 1 of ours.
-* Python programs are forks of a warm interpreter, one for each set of preloaded modules and domain of trust.
+* Python programs are forks of a warm interpreter, one for each set of preloaded modules and domain of trust. Domains
+  come and go; the interpreters that were used last are kept.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import select
 import signal
 import subprocess
 import time
+from collections import Counter
+from collections.abc import AsyncIterator
 from typing import NamedTuple
 
 import msgspec
@@ -36,6 +39,9 @@ from headrace_sandbox.supervise import KILL_S, Started, ended, supervise
 OWN_PIDS = 1
 """Processes of bubblewrap in a group, beside process 1."""
 
+MOST_SERVERS = 8
+"""Warm interpreters that are kept, each with some children that wait: 10 MB and more."""
+
 
 class Bubblewrap:
     """The runtime. ``driver`` makes control groups; the best one that works is found if none is given."""
@@ -48,6 +54,7 @@ class Bubblewrap:
         self._filter = require_filter()
         self._groups = Groups(driver if driver is not None else find_driver())
         self._servers: dict[tuple[tuple[str, ...], str], ForkServer] = {}
+        self._uses: Counter[ForkServer] = Counter()
         self._kept: set[KeptSandbox] = set()
         self.isolation = isolation_of("bubblewrap", self._bwrap, self._groups.driver)
 
@@ -74,7 +81,8 @@ class Bubblewrap:
 
     async def run_code(self, program: PythonProgram, limits: Limits) -> ExecResult:
         """Run a Python program in a fork of a warm interpreter. Raises SandboxFailure; cancelling the call kills it."""
-        return await self._server(program).run(program, limits)
+        async with self._server(program) as server:
+            return await server.run(program, limits)
 
     async def open(self, template: Template, ttl_s: float) -> Sandbox:
         """A sandbox that lives on. Raises SandboxFailure."""
@@ -94,12 +102,24 @@ class Bubblewrap:
             await self._servers.popitem()[1].close()
         await asyncio.to_thread(self._groups.close)
 
-    def _server(self, program: PythonProgram) -> ForkServer:
+    @contextlib.asynccontextmanager
+    async def _server(self, program: PythonProgram) -> AsyncIterator[ForkServer]:
         key = (program.preload, program.domain)
-        server = self._servers.get(key)
-        if server is None:
-            server = self._servers[key] = ForkServer(self._groups.driver, program.preload)
-        return server
+        server = self._servers.pop(key, None) or ForkServer(self._groups.driver, program.preload)
+        self._servers[key] = server  # the last, for it was used last
+        self._uses[server] += 1
+        try:
+            yield server
+        finally:
+            self._uses[server] -= 1
+            await self._end_spare_servers()
+
+    async def _end_spare_servers(self) -> None:
+        unused = [key for key, server in self._servers.items() if not self._uses[server]]
+        for key in unused[: max(0, len(self._servers) - MOST_SERVERS)]:
+            server = self._servers.pop(key)
+            del self._uses[server]
+            await server.close()
 
     def _weak_limits(self, limits: Limits) -> list[str]:
         if self._groups.driver.active:

@@ -1,0 +1,83 @@
+"""The pool over real sandboxes: what is handed on is as new, and what was lost is not handed on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+from collections.abc import AsyncIterator
+
+import pytest
+
+from headrace.errors import SandboxFailure
+from headrace_sandbox import supervisor
+from headrace_sandbox.pool.leased import Leased
+from headrace_sandbox.pool.messages import PoolSettings
+from headrace_sandbox.pool.pool import Pool
+from headrace_sandbox.result import Limits
+from headrace_sandbox.runtimes import bubblewrap
+from headrace_sandbox.runtimes.base import Command, PythonProgram, Template
+from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
+from tests.sandbox.test_hostile import lives
+
+pytestmark = pytest.mark.component("bubblewrap")
+
+LIMITS = Limits(wall_s=20.0)
+TEMPLATE = Template(files={"given": b"1"})
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[Pool]:
+    """With one sandbox."""
+    pool = Pool(Bubblewrap(), PoolSettings(sandboxes=1))
+    yield pool
+    await pool.close()
+
+
+async def shell(leased: Leased, script: str) -> str:
+    return (await leased.run(Command(arguments=["sh", "-c", script]), LIMITS)).stdout.text
+
+
+async def test_a_real_sandbox_that_is_handed_on_is_as_new(pool: Pool) -> None:
+    mark = secrets.token_hex(8)
+    first = await pool.lease(TEMPLATE, 60)
+    session = await first.session("bash")
+    await session.run(f"echo mine > mine; rm given; (exec -a {mark} sleep 300) & export X=1", LIMITS)
+    assert lives(mark)
+    await first.close()
+    second = await pool.lease(TEMPLATE, 60)
+    assert await shell(second, "ls; cat given; echo [$X]") == "given\n1[]\n"
+    assert not lives(mark)
+    with pytest.raises(SandboxFailure, match="over"):
+        await session.run("echo still there", LIMITS)
+    await second.close()
+    assert pool.counts().sandboxes["idle"] == 1 or pool.counts().sandboxes["cleaning"] == 1
+
+
+async def test_a_real_sandbox_that_was_ended_from_outside_is_our_failure_and_not_handed_on(pool: Pool) -> None:
+    leased = await pool.lease(TEMPLATE, 60)
+    await shell(leased, "true")
+    for pid, holder in supervisor.holders():
+        if holder == supervisor.me():
+            os.kill(pid, signal.SIGKILL)
+    with pytest.raises(SandboxFailure) as caught:
+        await shell(leased, "echo ok")
+    assert (caught.value.kind, caught.value.retryable) == ("sandbox-lost", True)
+    await leased.close()
+    again = await pool.lease(TEMPLATE, 60)
+    assert await shell(again, "echo ok") == "ok\n"
+    await again.close()
+
+
+async def test_interpreters_of_domains_that_are_gone_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bubblewrap, "MOST_SERVERS", 2)
+    runtime = Bubblewrap()
+    for number in range(4):
+        program = PythonProgram(code="print(1)", domain=f"run {number}", preload=())
+        assert (await runtime.run_code(program, LIMITS)).stdout.text == "1\n"
+    assert [domain for _, domain in runtime._servers] == ["run 2", "run 3"]
+    await runtime.close()
+    async with asyncio.timeout(10):  # its processes end with the one that was waited for, a moment later
+        while any(holder == supervisor.me() for _, holder in supervisor.holders()):
+            await asyncio.sleep(0.01)
