@@ -285,11 +285,15 @@ class Core:
                 self._end_of_rest(box, now)
 
     def _end_of_rest(self, box: Box, now: float) -> None:
-        is_old = box.ends_at - now < self._settings.ttl_s  # it could not be leased for as long as may be asked
-        if is_old or (now - box.ready_at >= self._settings.idle_s and self._beyond_warm(box)):
+        is_unasked = now >= box.ready_at + self._settings.idle_s
+        if now >= self._too_old_at(box) or (is_unasked and self._beyond_warm(box)):
             box.state = "doomed"
-        elif now - box.ready_at >= self._settings.idle_s:
-            self._wake(box.ends_at - self._settings.ttl_s, box.id)
+        elif is_unasked:
+            self._wake(self._too_old_at(box), box.id)
+
+    def _too_old_at(self, box: Box) -> float:
+        """When it can no longer be leased for as long as may be asked."""
+        return box.ends_at - self._settings.ttl_s
 
     def _beyond_warm(self, box: Box) -> bool:
         bounds = self._bounds.get(box.kind.name)
@@ -298,7 +302,7 @@ class Core:
 
     def _serve(self, now: float) -> None:
         """Serve every line as far as there is something to give, the one that waits longest first. What the first that
-        lacks memory needs is kept for it."""
+        lacks memory needs is kept for it, unless leases hold it: they may last."""
         lines = [line for line in self._lines.values() if len(line)]
         if len(lines) > 1:
             lines.sort(key=lambda line: line.head().number)
@@ -306,7 +310,7 @@ class Core:
         for line in lines:
             serve = self._serve_executions if line.name == EXECUTIONS else self._serve_leases
             lacking = serve(line, kept_bytes, now)
-            if lacking and not kept_bytes:
+            if lacking and not kept_bytes and self._can_become_free(lacking):
                 kept_bytes = lacking
                 self._free_memory(lacking, line.name)
 
@@ -425,9 +429,9 @@ class Core:
 
     def _rest(self, box: Box, now: float) -> None:
         box.state, box.ready_at = "idle", now
-        if box.ends_at - now < self._settings.ttl_s or self._draining:
+        if now >= self._too_old_at(box) or self._draining:
             box.state = "doomed"
-        self._wake(min(now + self._settings.idle_s, box.ends_at - self._settings.ttl_s), box.id)
+        self._wake(min(now + self._settings.idle_s, self._too_old_at(box)), box.id)
 
     def _end(self, lease: Lease) -> Box:
         box = lease.box
@@ -447,6 +451,11 @@ class Core:
             return
         for table in (self._lines, self._kinds, self._pauses):
             table.pop(name, None)
+
+    def _can_become_free(self, memory_bytes: int) -> bool:
+        """Whether there will be so much without the end of a lease."""
+        held = sum(box.kind.memory_bytes for box in self._boxes.values() if box.state in ("leased", "stuck"))
+        return held + memory_bytes <= self._settings.memory_bytes
 
     def _free_memory(self, lacking: int, name: str) -> None:
         """Doom sandboxes that rest, the longest first, until there will be as much."""

@@ -169,7 +169,7 @@ class Pool:
         if isinstance(given, Start):
             self._apply(self._core.done(given.request, time.monotonic()))
         else:
-            del self._leased[given.lease]
+            self._leased.pop(given.lease, None)
             self._apply(self._core.give_back(given.lease, True, time.monotonic()))
 
     def give_back(self, lease: str, reusable: bool) -> None:

@@ -146,7 +146,7 @@ class App:
                 return route, SANDBOX, lambda body: do_in(self._session_of(lease, name), body)
         if any(path == known for _, known in self._fixed):
             raise MethodNotAllowed(f"{path} does not take {method}.", allowed=[m for m, p in self._fixed if p == path])
-        raise NotFound(f"There is nothing at {path}.", hint="docs/sandbox.md lists what there is.")
+        raise NotFound(f"There is nothing at {path}.", hint="Speak to it with headrace_sandbox.client.")
 
     # Executions -------------------------------------------------------------------------------------------------
 
