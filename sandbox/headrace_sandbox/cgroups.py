@@ -133,6 +133,8 @@ class Groups:
 
     async def taken(self, limits: Limits) -> Cgroup:
         """As ``take``."""
+        if self._free:  # most likely there is nothing to wait for
+            return self.take(limits)
         taking = asyncio.ensure_future(asyncio.to_thread(self.take, limits))
         try:
             return await asyncio.shield(taking)
@@ -260,6 +262,9 @@ class V1Group:
         self._memory, self._pids = folders["memory"], folders["pids"]
         self._cpu = folders["cpu"]
         self._distinct = list(dict.fromkeys(folders.values()))
+        # As text, for what is done several times for each execution: paths as objects cost more than the kernel does.
+        self._lists = [f"{folder}/cgroup.procs" for folder in self._distinct]
+        self._memory_stat = f"{self._memory}/memory.stat"
         self._counters = tuple(
             str(path)
             for path in (
@@ -299,8 +304,8 @@ class V1Group:
         _write(self._cpu / "cpu.cfs_quota_us", round(limits.cpus * PERIOD_US))
 
     def add(self, pid: int) -> None:
-        for folder in self._distinct:
-            _write(folder / "cgroup.procs", pid)
+        for path in self._lists:
+            _write(path, pid)
 
     def usage(self) -> Usage:
         return since(self._before, self._counted())
@@ -315,10 +320,10 @@ class V1Group:
         )
 
     def pids(self) -> list[int]:
-        return sorted({pid for folder in self._distinct for pid in pids_in(folder)})
+        return sorted({pid for path in self._lists for pid in _listed(path)})
 
     def held_bytes(self) -> int | None:
-        stat = _read(self._memory / "memory.stat")
+        stat = _read(self._memory_stat)
         return _named(stat, "rss") + _named(stat, "shmem")
 
     def remove(self) -> None:
@@ -411,8 +416,12 @@ def since(before: Usage, now: Usage) -> Usage:
 
 def pids_in(folder: Path) -> Iterator[int]:
     """The processes of the group with that folder."""
+    yield from _listed(f"{folder}/cgroup.procs")
+
+
+def _listed(path: str) -> Iterator[int]:
     # What this process cannot see is listed as 0, which to `kill` means its own group of processes.
-    yield from filter(None, map(int, (folder / "cgroup.procs").read_text().split()))
+    yield from filter(None, map(int, Path(path).read_bytes().split()))
 
 
 def _named(text: bytes, name: str) -> int:

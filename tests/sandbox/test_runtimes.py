@@ -16,6 +16,7 @@ import pytest
 from headrace.errors import SandboxFailure
 from headrace_sandbox import bwrap
 from headrace_sandbox.cgroups import Groups, NoDriver, find_driver
+from headrace_sandbox.conformance.look import descendants
 from headrace_sandbox.result import Limits, Usage
 from headrace_sandbox.runtimes import forkserver
 from headrace_sandbox.runtimes.base import Command, PythonProgram
@@ -167,6 +168,17 @@ async def test_a_preloaded_module_that_does_not_exist_is_named() -> None:
     with pytest.raises(SandboxFailure, match="no_such_module"):
         await server.run(PythonProgram(code=""), Limits())
     await server.close()
+
+
+async def test_slots_that_nobody_uses_are_ended(forked: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forkserver, "IDLE_S", 0.1)
+    await asyncio.gather(*(forked.run(PythonProgram(code=""), Limits()) for _ in range(3)))
+    async with asyncio.timeout(20):
+        while forked._free or forked._closing:
+            await asyncio.sleep(0.05)
+    assert forked._server is not None
+    assert len(descendants(forked._server._process.pid)) == 2  # bubblewrap's process 1, and the interpreter
+    assert (await forked.run(PythonProgram(code="print(1)"), Limits())).stdout.text == "1\n"
 
 
 async def test_a_slot_that_was_killed_is_not_used_again(forked: ForkServer) -> None:

@@ -24,7 +24,6 @@ import gc
 import importlib
 import json
 import os
-import platform
 import signal
 import socket
 import struct
@@ -64,7 +63,7 @@ keeping_the_lock = ctypes.PyDLL(None, use_errno=True)
 
 def serve(requests: socket.socket, filter_: bytes) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # slots are reaped by the kernel
-    clone = CLONE[platform.machine()]
+    clone = CLONE[os.uname().machine]
     uid, gid = os.getuid(), os.getgid()
     while descriptors := received(requests):
         if os.fork() == 0:

@@ -21,7 +21,7 @@ SessionKind = Literal["bash", "python"]
 FileKind = Literal["file", "folder", "other"]
 """Other: a link, a pipe, a socket or a device; it is listed, and neither read nor followed."""
 
-PRELOAD = ("collections", "dataclasses", "functools", "itertools", "json", "math", "random", "re", "string", "typing")
+PRELOAD = ("collections", "functools", "itertools", "json", "math", "random", "re", "string", "typing")
 """Modules that most programs use."""
 
 

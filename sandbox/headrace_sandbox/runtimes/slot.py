@@ -52,6 +52,7 @@ class Slot:
 
     def __init__(self, group: Cgroup) -> None:
         self.group = group
+        self.used_at = 0.0
         self._socket, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self._socket.setblocking(False)
