@@ -14,9 +14,9 @@ async def main(name: str, way: str, mark: str) -> None:
     """Run a program that would run for a long time."""
     runtime = make_runtime(name)
     code = (
-        f"import os, sys, time\nif sys.platform != 'linux':\n    time.sleep(10)\nos.execvp('sleep', ['{mark}', '300'])"
+        f"import os, sys, time\nif sys.platform != 'linux':\n    time.sleep(60)\nos.execvp('sleep', ['{mark}', '300'])"
     )
-    await Lab(runtime, cast(Way, way)).run(code, wall_s=10.0)
+    await Lab(runtime, cast(Way, way)).run(code, wall_s=60.0)
 
 
 if __name__ == "__main__":
