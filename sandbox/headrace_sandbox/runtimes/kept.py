@@ -35,7 +35,7 @@ from headrace_sandbox.runtimes import inside
 from headrace_sandbox.runtimes.base import Command, FileInfo, Session, SessionKind, Template, not_offered
 from headrace_sandbox.runtimes.verdicts import processors, result_of, sandbox_lost, weak_limits
 from headrace_sandbox.sessions import HostedSession, Parts
-from headrace_sandbox.supervise import Started, supervise
+from headrace_sandbox.supervise import Started, ended, supervise
 
 INODES = 10_000
 """Most files of a scratch folder: empty ones take no bytes of it, but memory of the kernel."""
@@ -268,9 +268,9 @@ class _Keeper:
             raise bwrap.not_made(said)
         keeper = cls(process, ours, pidfd, around.groups)
         try:
-            keeper._bounds = _Bounds(around.groups.take(limits), processors(limits.cpus))
-            keeper._own_group = around.groups.take(KEEPER_LIMITS)
-            keeper._own_group.add(_pid_of(pidfd))
+            keeper._bounds = _Bounds(await around.groups.taken(limits), processors(limits.cpus))
+            keeper._own_group = await around.groups.taken(KEEPER_LIMITS)
+            await asyncio.to_thread(keeper._own_group.add, _pid_of(pidfd))
         except BaseException:
             await keeper.end()
             raise
@@ -344,11 +344,11 @@ class _Keeper:
         bwrap.kill(self._pidfd)
         self._process.kill()
         try:
-            await _gone(self._pidfd)
+            await ended(self._pidfd, END_S)
             await asyncio.to_thread(bwrap.reap, self._process)
             for group in (self._bounds and self._bounds.group, self._own_group):
                 if group is not None:
-                    await asyncio.to_thread(self._groups.give_back, group)
+                    await self._groups.given_back(group)
         finally:
             self._requests.close()
             os.close(self._pidfd)
@@ -368,6 +368,7 @@ class _Inner:
         self._bounds = bounds
         self._stack = stack
         self._loop = asyncio.get_running_loop()
+        self._admitting: asyncio.Task[None] | None = None
         self._first: asyncio.Future[int | None] = self._loop.create_future()
         self._joined: asyncio.Future[bool | None] = self._loop.create_future()
         self._loop.add_reader(ours, self._hear)
@@ -399,14 +400,14 @@ class _Inner:
 
     def go(self) -> None:
         """Let it go."""
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(OSError):  # it is gone, or was closed, and will be found so
             self._socket.send(b"1")
 
     async def gone(self) -> None:
         """Wait until nothing of it is left. Raises SandboxFailure ``unkillable``."""
         pidfd = self._first.result()
         assert pidfd is not None
-        await _gone(pidfd)
+        await ended(pidfd, END_S)
 
     def _hear(self) -> None:
         try:
@@ -421,7 +422,7 @@ class _Inner:
                 self._stack.callback(os.close, pidfd)
             self._first.set_result(pidfd)
         elif data == b"member":
-            self._admit(_sender(ancillary))
+            self._admitting = self._loop.create_task(self._admit(_sender(ancillary)))
         elif len(data) == STATUS_BYTES:
             self.status = os.waitstatus_to_exitcode(struct.unpack("=I", data)[0])
             os.eventfd_write(self.end, 1)
@@ -432,9 +433,9 @@ class _Inner:
                     future.set_result(None)
             os.eventfd_write(self.end, 1)
 
-    def _admit(self, pid: int) -> None:
+    async def _admit(self, pid: int) -> None:
         try:
-            self._bounds.admit(pid)
+            await asyncio.to_thread(self._bounds.admit, pid)  # it waits for the kernel
         except OSError as error:  # nothing runs unbounded
             self.failure = sandbox_lost(f"A program could not be bounded: {error}.")
             if (pidfd := self._first.result()) is not None:
@@ -465,7 +466,7 @@ class _SessionHost:
         """Kill it, and all that it started."""
         with self._stack:
             bwrap.kill(self._pidfd)
-            await _gone(self._pidfd)
+            await ended(self._pidfd, END_S)
             self.writer.close()
             with contextlib.suppress(ConnectionError):
                 await self.writer.wait_closed()
@@ -480,20 +481,6 @@ async def _met(socket_: socket.socket, word: bytes, within_s: float) -> int | No
     except (TimeoutError, OSError):
         return None
     return _opened(_sender(ancillary)) if data == word else None
-
-
-async def _gone(pidfd: int) -> None:
-    """Wait until a killed process 1 is gone, and all below it. Raises SandboxFailure ``unkillable``."""
-    try:
-        async with asyncio.timeout(END_S):
-            await _readable(pidfd)
-    except TimeoutError:
-        raise SandboxFailure(
-            f"What ran in a sandbox was killed and did not end within {END_S:g} s.",
-            hint="It waits in the kernel, most likely for a disk or a network file system.",
-            kind="unkillable",
-            retryable=True,
-        ) from None
 
 
 async def _readable(descriptor: int) -> None:
