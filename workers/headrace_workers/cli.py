@@ -111,6 +111,7 @@ def worker(
         pool=pool,
         capabilities=offered(capabilities),
         sandbox=sandbox,
+        imports=imports,
         slots=slots,
         spool_bytes=spool_mib << 20,
         grace_s=grace_s,

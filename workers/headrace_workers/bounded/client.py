@@ -8,8 +8,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
+import os
+import signal
 import socket
 import sys
 from typing import Any, Literal
@@ -161,7 +164,8 @@ class _Server:
         """End it, and what it carries out."""
         self._writer.close()
         if self._process.returncode is None:
-            self._process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGKILL)
         await self._process.wait()
         self._reading.cancel()
         await asyncio.gather(self._reading, return_exceptions=True)

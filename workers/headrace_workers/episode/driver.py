@@ -1,7 +1,7 @@
 """Drives one environment: builds it, resets it, steps it, each within its deadline.
 
 * A blocking environment runs on a thread; one that declares ``blocking = False`` runs in the event loop; coroutines
-  are awaited there.
+  are awaited there. One that declares ``own_process = True`` runs in a process of its own.
 * Whatever an environment raises becomes an EnvironmentFailure that names the place, the error and its last frames;
   that holds for KeyboardInterrupt, SystemExit and a CancelledError of its own as well.
 * The next agent is asked, and images are copied, where the step ran, within its deadline.
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -29,25 +28,29 @@ from headrace_workers.bounded import BoundedCalls
 from headrace_workers.episode import boundary
 from headrace_workers.episode.boundary import AGENT, Seen
 from headrace_workers.episode.lending import Lent
+from headrace_workers.episode.processes import EnvironmentProcesses, OwnProcessEnvironment
 from headrace_workers.episode.threads import CallAbandonedError, EnvironmentThreads
+from headrace_workers.episode.wording import described
 from headrace_workers.sandboxes import EpisodeSandbox
-
-LAST_FRAMES = 3
-"""Frames of a traceback that a failure quotes: enough to find the line, short enough to store."""
 
 Make = Callable[..., Any]
 
 
 class EnvironmentKinds:
-    """Which environments run in the event loop, by id: learned from the first one of each id."""
+    """Which environments run in the event loop or in a process of their own, by id: learned from the first one of each
+    id."""
 
     def __init__(self) -> None:
         self._inline: set[str] = set()
+        self.own_process: dict[str, str] = {}
+        """Versions of environments that run in processes of their own, by id."""
 
     def runs_inline(self, environment_id: str) -> bool:
         return environment_id in self._inline
 
     def learn(self, environment_id: str, environment: Any) -> None:
+        if getattr(environment, "own_process", False) is True:
+            self.own_process[environment_id] = str(getattr(environment, "version", ""))
         if getattr(environment, "blocking", True) is False:
             self._inline.add(environment_id)
 
@@ -65,6 +68,7 @@ class EnvironmentDriver:
         clock: Callable[[], float],
         sandbox: EpisodeSandbox,
         calls: BoundedCalls,
+        processes: EnvironmentProcesses,
         make_environment: Make = make,
     ) -> None:
         self._task = task
@@ -72,6 +76,7 @@ class EnvironmentDriver:
         self._threads = threads
         self._kinds = kinds
         self._clock = clock
+        self._processes = processes
         self._make = make_environment
         self._lent = Lent(sandbox, threads, calls, timeout_s)
         self._inline = kinds.runs_inline(task.environment)
@@ -120,6 +125,8 @@ class EnvironmentDriver:
     def _build_and_reset(self) -> Any:
         task = self._task
         kwargs = task.kwargs if task.example is None else {**task.kwargs, "example": task.example}
+        if task.environment in self._kinds.own_process:
+            return self._in_own_process(kwargs)
         environment = self._environment = self._make(task.environment, **kwargs)
         if getattr(environment, "next_agent", None) is not None:
             self.agents = [str(name) for name in environment.agents]
@@ -130,7 +137,14 @@ class EnvironmentDriver:
         if not self._inline:
             self._kinds.learn(task.environment, environment)
             self._inline = self._kinds.runs_inline(task.environment)
+            if task.environment in self._kinds.own_process:
+                return self._in_own_process(kwargs)
         return self._with_due(environment.reset(task.seed))
+
+    def _in_own_process(self, kwargs: dict[str, Any]) -> Awaitable[Any]:
+        environment = self._environment = OwnProcessEnvironment(self._processes, self._task.environment, kwargs)
+        self.version = self._kinds.own_process[self._task.environment]
+        return environment.reset(self._task.seed)
 
     def _with_due(self, answer: Any) -> Any:
         """The answer, for several agents together with the one that acts next."""
@@ -245,18 +259,3 @@ def _is_being_cancelled() -> bool:
     """Whether it is the worker that cancels this episode; otherwise the environment raised CancelledError itself."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
-
-
-def described(error: BaseException) -> str:
-    """An error with its type, its message and the last frames of its traceback."""
-    frames = traceback.extract_tb(error.__traceback__)[-LAST_FRAMES:]
-    places = [f"{frame.name} ({frame.filename.rpartition('/')[2]}:{frame.lineno})" for frame in reversed(frames)]
-    text = f"{type(error).__name__}: {_text_of(error)}".encode(errors="replace").decode()
-    return f"{text} [at {' < '.join(places)}]" if places else text
-
-
-def _text_of(error: BaseException) -> str:
-    try:
-        return str(error)
-    except BaseException as another:  # noqa: BLE001 - the error's own code; the failure is named without its text
-        return f"(its text cannot be had: {type(another).__name__})"

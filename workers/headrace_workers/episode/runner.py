@@ -27,12 +27,14 @@ from headrace.trajectory import Failure, Message, Status, StopReason, Timing, Tr
 from headrace.wire import Assignment
 from headrace_workers.bounded import BoundedCalls
 from headrace_workers.episode.boundary import AGENT, Content, Seen, tools_of
-from headrace_workers.episode.driver import EnvironmentDriver, EnvironmentKinds, described
+from headrace_workers.episode.driver import EnvironmentDriver, EnvironmentKinds
 from headrace_workers.episode.plan import RunPlan, agent_sampling, turn_sampling
+from headrace_workers.episode.processes import EnvironmentProcesses
 from headrace_workers.episode.records import Outcome, failed, record_of
 from headrace_workers.episode.scoring import scored_rows
 from headrace_workers.episode.threads import EnvironmentThreads
 from headrace_workers.episode.tracks import AgentTrack, NextPrompt, TurnRecord
+from headrace_workers.episode.wording import described
 from headrace_workers.policies.base import PolicySource, Sample, SampleRequest, one_version
 from headrace_workers.sandboxes import EpisodeSandbox, WorkerSandbox
 
@@ -52,7 +54,7 @@ class EpisodeTools:
 
     ``policies`` gives the policy behind endpoints; ``clock`` is monotonic, in seconds; ``new_id`` makes ids of
     trajectories; ``make_environment`` builds an environment by id; ``sandbox`` runs the programs of environments,
-    ``calls`` what may never end.
+    ``calls`` what may never end, ``processes`` environments that compute for long.
     """
 
     worker: str
@@ -64,6 +66,7 @@ class EpisodeTools:
     kinds: EnvironmentKinds = field(default_factory=EnvironmentKinds)
     sandbox: WorkerSandbox = field(default_factory=lambda: WorkerSandbox(""))
     calls: BoundedCalls = field(default_factory=BoundedCalls)
+    processes: EnvironmentProcesses = field(default_factory=EnvironmentProcesses)
     sampling_now: int = 0
     """Policy requests that are open now."""
 
@@ -94,6 +97,7 @@ class Episode:
             clock=tools.clock,
             sandbox=EpisodeSandbox(tools.sandbox, domain=assignment.run, clock=tools.clock),
             calls=tools.calls,
+            processes=tools.processes,
             make_environment=tools.make_environment,
         )
         self._tracks: dict[str, AgentTrack] = {}

@@ -16,7 +16,7 @@ import uvloop
 
 from headrace.ids import new_id
 from headrace_workers import environments
-from headrace_workers.episode import EnvironmentThreads, EpisodeTools
+from headrace_workers.episode import EnvironmentProcesses, EnvironmentThreads, EpisodeTools
 from headrace_workers.policies import PolicySource, ServedPolicies, load_in_process_policy
 from headrace_workers.sandboxes import WorkerSandbox
 from headrace_workers.worker.connection import EpochFence, OrchestratorConnection
@@ -56,6 +56,7 @@ async def _run(settings: WorkerSettings, policy_endpoints: Sequence[str], policy
         clock=time.monotonic,
         new_id=new_id,
         sandbox=WorkerSandbox(settings.sandbox),
+        processes=EnvironmentProcesses(settings.imports),
     )
     worker = Worker(settings, tools, time.monotonic)
     loop = asyncio.get_running_loop()
@@ -73,6 +74,7 @@ async def _run(settings: WorkerSettings, policy_endpoints: Sequence[str], policy
     finally:
         await tools.sandbox.close()
         await tools.calls.close()
+        await tools.processes.close()
         await policies.close()
         await connection.close()
         tools.threads.close()

@@ -77,7 +77,8 @@ LAST_WORDS_S = 5.0
 @dataclass(frozen=True, kw_only=True)
 class WorkerSettings:
     """What a worker is. ``name`` is unique among all workers; ``spool_bytes`` bounds finished records in memory;
-    ``sandbox`` names what its environments run programs in, if they do.
+    ``sandbox`` names what its environments run programs in, if they do; ``imports`` was imported, and is by processes
+    of environments too.
 
     ``max_hanging`` bounds environment calls that never come back. Each keeps a thread and all that its environment
     holds, and nothing but the end of the process frees them. The default is what a machine bears without notice, and
@@ -90,6 +91,7 @@ class WorkerSettings:
     pool: str = "default"
     capabilities: tuple[str, ...] = ()
     sandbox: str = ""
+    imports: tuple[str, ...] = ()
     slots: int = 64
     spool_bytes: int = 256 << 20
     grace_s: float = 30.0

@@ -1,0 +1,103 @@
+"""What a process for environments does; it runs one at a time.
+
+* It plays what it is asked to, over the socket that is its input: make and reset, step, close.
+* What an environment raises is told in words; the process goes on.
+* It ends with the worker, also in the midst of a call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import inspect
+import os
+import pickle
+import signal
+import socket
+import struct
+import sys
+from typing import Any
+
+from headrace.environment import make
+from headrace.errors import EnvironmentFailure, EpisodeFailure, HeadraceError
+from headrace_workers.episode.boundary import name_images
+from headrace_workers.episode.wording import described
+from headrace_workers.imports import import_all
+
+NICE = 5
+"""Below the worker, whose event loop all other episodes need."""
+
+PR_SET_PDEATHSIG = 1
+
+LENGTH = struct.Struct("<I")
+"""Before each message, which is pickled: both sides are this program."""
+
+
+class Player:
+    """Plays the environment that was made last."""
+
+    def __init__(self) -> None:
+        self._environment: Any = None
+        self._runner = asyncio.Runner()
+
+    def play(self, what: str, arguments: tuple[Any, ...]) -> Any:
+        """Carry out what is asked."""
+        if what == "make":
+            return self._make(*arguments)
+        if what == "close":
+            close = getattr(self._environment, "close", None)
+            return self._result(close) if close is not None else None
+        return name_images(self._result(getattr(self._environment, what), *arguments))
+
+    def _make(self, environment_id: str, kwargs: dict[str, Any]) -> None:
+        self._environment = make(environment_id, **kwargs)
+        if getattr(self._environment, "next_agent", None) is not None:
+            raise EnvironmentFailure(
+                f"{environment_id} has several agents; only those with one run in a process of their own.",
+                kind="several-agents",
+                retryable=False,
+            )
+
+    def _result(self, method: Any, *arguments: Any) -> Any:
+        answer = method(*arguments)
+        return self._runner.run(_awaited(answer)) if inspect.isawaitable(answer) else answer
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+def answer_to(player: Player, what: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """``ok`` with a value; ``failure`` with what makes one; ``raised`` with an error in words."""
+    try:
+        return "ok", player.play(what, arguments)
+    except EpisodeFailure as error:
+        return "failure", error.code, error.detail, error.hint, error.kind, error.retryable
+    except HeadraceError as error:
+        return "refused", error.code, error.detail, error.hint
+    except BaseException as error:  # noqa: BLE001 - told to the worker, which names it
+        return "raised", described(error)
+
+
+def packed(answer: tuple[Any, ...]) -> bytes:
+    """An answer as bytes; one that cannot be pickled is named."""
+    try:
+        data = pickle.dumps(answer)
+    except Exception as error:  # noqa: BLE001 - objects of the environment raise what they like
+        data = pickle.dumps(("raised", f"what it returned cannot leave its process: {described(error)}"))
+    return LENGTH.pack(len(data)) + data
+
+
+def main() -> None:
+    """Serve the socket that is the input. The arguments are what is imported first."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    os.nice(NICE)
+    connection = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    import_all(sys.argv[1:])
+    player = Player()
+    with connection, connection.makefile("rb") as asked:
+        while head := asked.read(LENGTH.size):
+            what, arguments = pickle.loads(asked.read(*LENGTH.unpack(head)))
+            connection.sendall(packed(answer_to(player, what, arguments)))

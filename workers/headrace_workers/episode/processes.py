@@ -1,0 +1,173 @@
+"""Processes for environments that compute for long: each holds up nothing but itself.
+
+* An environment with ``own_process = True`` on its class runs in a process that is nobody else's meanwhile.
+* A call that does not come back in time is ended with its process, which another replaces.
+* A process that ends under its environment is a failure of that environment, which another try may not meet.
+* Processes are used again, one environment after the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from headrace.errors import EnvironmentFailure, EpisodeFailure, HeadraceError, by_code
+from headrace_workers.episode.environment_process import LENGTH
+
+START = "from headrace_workers.episode.environment_process import main; main()"
+
+MOST_IDLE = 8
+"""Processes that are kept for the next environments."""
+
+
+class EnvironmentProcesses:
+    """The processes of a worker. ``imports``: what they import first, as the worker did."""
+
+    def __init__(self, imports: Sequence[str] = ()) -> None:
+        self._imports = list(imports)
+        self._idle: list[_Process] = []
+        self._all: set[_Process] = set()
+
+    async def take(self) -> _Process:
+        """A process for one environment."""
+        if self._idle:
+            return self._idle.pop()
+        process = await _Process.started(self._imports)
+        self._all.add(process)
+        return process
+
+    async def give_back(self, process: _Process) -> None:
+        """Its environment is closed, or was lost."""
+        if process.is_usable and len(self._idle) < MOST_IDLE:
+            self._idle.append(process)
+        else:
+            self._all.discard(process)
+            await process.end()
+
+    async def close(self) -> None:
+        """End all."""
+        self._idle.clear()
+        for process in self._all:
+            await process.end()
+        self._all.clear()
+
+
+class OwnProcessEnvironment:
+    """An environment of this id in a process of its own, as an environment here."""
+
+    def __init__(self, processes: EnvironmentProcesses, environment_id: str, kwargs: dict[str, Any]) -> None:
+        self._processes = processes
+        self._id = environment_id
+        self._kwargs = kwargs
+        self._process: _Process | None = None
+
+    async def reset(self, seed: int | None = None) -> Any:
+        """Make and reset it."""
+        self._process = await self._processes.take()
+        await self._ask("make", self._id, self._kwargs)
+        return await self._ask("reset", seed)
+
+    async def step(self, action: str) -> Any:
+        """One step."""
+        return await self._ask("step", str(action))
+
+    async def close(self) -> None:
+        """Close it, and give its process back."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        try:
+            if process.is_usable:
+                await process.ask("close", ())
+        finally:
+            await self._processes.give_back(process)
+
+    async def _ask(self, what: str, *arguments: Any) -> Any:
+        assert self._process is not None
+        return _value(await self._process.ask(what, arguments))
+
+
+def _value(answer: tuple[Any, ...]) -> Any:
+    match answer:
+        case ("ok", value):
+            return value
+        case ("failure", code, detail, hint, kind, retryable):
+            failure = by_code()[code]
+            assert issubclass(failure, EpisodeFailure)
+            raise failure(detail, hint=hint, kind=kind, retryable=retryable)
+        case ("refused", code, detail, hint):
+            raise by_code().get(code, HeadraceError)(detail, hint=hint)
+    raise RaisedInProcess(answer[1])
+
+
+class RaisedInProcess(Exception):
+    """What the environment raised, in words: the error itself stayed in its process."""
+
+
+class _Process:
+    def __init__(
+        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self.is_usable = True
+
+    @classmethod
+    async def started(cls, imports: Sequence[str]) -> _Process:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-c", START, *imports),
+                stdin=theirs.fileno(),
+                stdout=asyncio.subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        reader, writer = await asyncio.open_connection(sock=ours)
+        return cls(process, reader, writer)
+
+    async def ask(self, what: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The answer. Raises EnvironmentFailure ``environment-process-lost``. If it is cancelled, the process ends."""
+        data = pickle.dumps((what, arguments))
+        try:
+            self._writer.write(LENGTH.pack(len(data)) + data)
+            await self._writer.drain()
+            size = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))[0]
+            answer: tuple[Any, ...] = pickle.loads(await self._reader.readexactly(size))
+        except (OSError, asyncio.IncompleteReadError) as error:
+            self._kill()
+            raise EnvironmentFailure(
+                f"The process of the environment ended during {what}: {await self._how()}.",
+                hint="Did it crash, or was it killed for memory?",
+                kind="environment-process-lost",
+                retryable=True,
+            ) from error
+        except asyncio.CancelledError:
+            self._kill()  # it may be in the midst of a call that never ends
+            raise
+        return answer
+
+    async def end(self) -> None:
+        """End it."""
+        self._kill()
+        self._writer.close()
+        await self._process.wait()
+
+    def _kill(self) -> None:
+        self.is_usable = False
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(
+                    self._process.pid, signal.SIGKILL
+                )  # its own method may take its exit code from who waits for it
+
+    async def _how(self) -> str:
+        code = await self._process.wait()
+        return f"signal {-code}" if code < 0 else f"exit code {code}"
