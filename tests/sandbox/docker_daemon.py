@@ -2,6 +2,8 @@
 
 * It touches no interface and no packet filter of this machine, and no registry.
 * Whatever happened, ``stop`` leaves no process, mount, control group or file.
+
+``python -m tests.sandbox.docker_daemon COMMAND`` runs a command that finds such a daemon, and an image with Python.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import uuid
@@ -21,7 +24,7 @@ from pathlib import Path
 
 import docker
 
-from tests.sandbox.docker_image import rootfs
+from tests.sandbox.docker_image import PYTHON, rootfs
 
 START_S = 60.0
 
@@ -139,3 +142,18 @@ class DockerDaemon:
                 if is_ours and state.split()[0] != "Z" and int(entry.name) != os.getpid():
                     found.add(int(entry.name))
         return found
+
+
+def main() -> int:
+    """Run the command of the arguments beside a daemon; gives its exit code."""
+    daemon = DockerDaemon()
+    try:
+        daemon.start()
+        found = {"DOCKER_HOST": daemon.host, "HEADRACE_DOCKER_IMAGE": daemon.load("python", PYTHON)}
+        return subprocess.run(sys.argv[1:], env={**os.environ, **found}, check=False).returncode
+    finally:
+        daemon.stop()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -31,8 +31,9 @@ def rootfs(programs: Iterable[str]) -> bytes:
     """A tar archive of a root file system with these programs."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
-        for folder in ("usr/bin", "usr/lib", "usr/lib64", "etc", "tmp", "scratch", "proc", "dev", "sys"):
+        for folder in ("usr/bin", "usr/lib", "usr/lib64", "etc", "proc", "dev", "sys"):
             archive.addfile(_entry(folder, tarfile.DIRTYPE))
+        archive.addfile(_entry("tmp", tarfile.DIRTYPE, mode=0o1777))
         for name in ("bin", "lib", "lib64"):
             archive.addfile(_entry(name, tarfile.SYMTYPE, f"usr/{name}"))
         archive.addfile(_entry("sbin", tarfile.SYMTYPE, "usr/bin"))
@@ -41,9 +42,9 @@ def rootfs(programs: Iterable[str]) -> bytes:
     return buffer.getvalue()
 
 
-def _entry(name: str, kind: bytes, target: str = "") -> tarfile.TarInfo:
+def _entry(name: str, kind: bytes, target: str = "", mode: int = 0o755) -> tarfile.TarInfo:
     entry = tarfile.TarInfo(name)
-    entry.type, entry.linkname, entry.mode = kind, target, 0o755
+    entry.type, entry.linkname, entry.mode = kind, target, mode
     return entry
 
 

@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -18,8 +19,8 @@ from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes import docker_container as made
 from headrace_sandbox.runtimes.base import Command, PythonProgram
 from headrace_sandbox.runtimes.docker import Docker
-from headrace_sandbox.runtimes.docker_daemon import Daemon
-from headrace_sandbox.runtimes.docker_watch import Frames
+from headrace_sandbox.runtimes.docker_daemon import Daemon, Streams
+from headrace_sandbox.runtimes.docker_watch import Frames, Watch
 from headrace_sandbox.runtimes.registry import make_runtime
 from headrace_sandbox.runtimes.selftest import self_test
 from headrace_sandbox.seccomp import ARCHITECTURES, FAMILIES
@@ -372,8 +373,12 @@ async def test_sweep_removes_what_a_dead_supervisor_left_and_nothing_else(docker
 # Parts ----------------------------------------------------------------------------------------------------------------
 
 
+def framed(frames: list[tuple[int, bytes]]) -> bytes:
+    return b"".join(bytes([kind, 0, 0, 0]) + len(data).to_bytes(4, "big") + data for kind, data in frames)
+
+
 def test_frames_are_taken_apart_however_they_are_cut() -> None:
-    whole = b"".join(bytes([kind, 0, 0, 0]) + len(data).to_bytes(4, "big") + data for kind, data in FRAMES)
+    whole = framed(FRAMES)
     for step in (1, 3, 8, 9, 1000):
         heard: list[tuple[int, bytes]] = []
         frames = Frames(lambda kind, data: heard.append((kind, data)))  # noqa: B023 - used in this round only
@@ -384,3 +389,13 @@ def test_frames_are_taken_apart_however_they_are_cut() -> None:
 
 
 FRAMES = [(1, b"abc"), (2, b"x" * 300), (1, b""), (1, b"def")]
+
+
+async def test_what_comes_on_the_other_stream_before_the_start_is_told_is_kept() -> None:
+    reader = asyncio.StreamReader()
+    reader.feed_data(framed([(2, b"early"), (1, b"."), (1, b"out")]))
+    reader.feed_eof()
+    writer = Mock(spec=asyncio.StreamWriter, drain=AsyncMock(), transport=Mock())
+    seen = await Watch(Streams(reader, writer), Limits(), [], lambda: None, marked=True).run(b"")
+    assert (seen.started, seen.stdout.head, seen.stderr.head) == (True, b"out", b"early")
+    writer.transport.abort.assert_called_once()

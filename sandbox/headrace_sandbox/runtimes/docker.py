@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import json
 import os
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import ClassVar
 
 from headrace.errors import SandboxFailure
+from headrace_sandbox import supervisor
 from headrace_sandbox.result import ExecResult, Isolation, Limits
 from headrace_sandbox.runtimes import docker_container as made
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template, checked_path
@@ -60,7 +63,12 @@ class Docker:
         self._daemon = Daemon(host)
         self._image = image or os.environ.get(SETTING)
         self._looking = asyncio.Lock()
-        self._processors = int(self._daemon.info.get("NCPU") or 1)
+        self._given = made.Given(
+            processors=int(self._daemon.info.get("NCPU") or 1),
+            filter=_filter(self._daemon),
+            folder=made.PODMANS_FOLDER if self._daemon.is_podman else made.OWN_FOLDER,
+            rlimits=_rlimits(self._daemon),
+        )
         self._opened: set[DockerSandbox] = set()
         self._stuck: list[Container] = []
         self.isolation = _isolation(self._daemon)
@@ -108,7 +116,7 @@ class Docker:
             require(image, program, "sandboxes that live on")
 
         def make(left_s: float) -> Container:
-            config = made.settings(image, template.limits, left_s, self._processors)
+            config = made.settings(image, template.limits, left_s, self._given)
             return Container(self._daemon, config, left_s)
 
         sandbox = DockerSandbox(make, image, template, self.isolation, ttl_s, self._stuck.append)
@@ -179,7 +187,7 @@ class Docker:
         self, image: Image, limits: Limits, command: Sequence[str] | None = None, given: Sequence[str] = ()
     ) -> AsyncIterator[Container]:
         """A container for one call."""
-        config = made.settings(image, limits, limits.wall_s + SPARE_S, self._processors, command)
+        config = made.settings(image, limits, limits.wall_s + SPARE_S, self._given, command)
         container = Container(self._daemon, {**config, "Env": list(given)}, limits.wall_s + SPARE_S)
         try:
             await container.make()
@@ -200,9 +208,27 @@ def check(files: Mapping[str, bytes]) -> None:
         checked_path(path)
 
 
+def _filter(daemon: Daemon) -> str:
+    """The filter of system calls: Docker takes the text, Podman a file on its own machine, which this one must be."""
+    text = json.dumps(made.profile())
+    if not daemon.is_podman:
+        return text
+    path = supervisor.state_folder() / f"filter-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    if not path.exists():
+        written = path.with_suffix(f".{supervisor.me()}")
+        written.write_text(text)
+        written.replace(path)
+    return str(path)
+
+
+def _rlimits(daemon: Daemon) -> dict[str, int]:
+    """Podman raises the number of processes of a user, which it may not do everywhere. This is what it has itself, and
+    far above what the programs of all sandboxes together may have."""
+    return {"nproc": 1 << 15} if daemon.is_podman else {}
+
+
 def _isolation(daemon: Daemon) -> Isolation:
     """What isolates, as the daemon says. Raises SandboxFailure ``no-filter`` where it filters no system calls."""
-    made.profile()
     if not any("seccomp" in option for option in daemon.info.get("SecurityOptions") or ()):
         raise SandboxFailure(
             "The Docker daemon has no filter of system calls.",

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import platform
 import time
@@ -85,12 +84,30 @@ class Image(NamedTuple):
         return {"sh", "sleep"} <= self.programs
 
 
+class Given(NamedTuple):
+    """What is the same for all containers of a daemon. ``processors``: how many it has. ``filter``: that of system
+    calls, as it wants to be told. ``folder``: options of a folder in memory, beside its size. ``rlimits``: by name,
+    those that are of no sandbox."""
+
+    processors: int
+    filter: str
+    folder: str
+    rlimits: Mapping[str, int]
+
+
+OWN_FOLDER = f"nr_inodes={INODES},uid=1000,gid=1000,mode=0700"
+
+PODMANS_FOLDER = "mode=1777,notmpcopyup"
+"""Podman takes neither a number of files nor an owner: only memory bounds how many there are. It would copy what the
+image has there, owner included."""
+
+
 def settings(
-    image: Image, limits: Limits, ttl_s: float, processors: int, command: Sequence[str] | None = None
+    image: Image, limits: Limits, ttl_s: float, given: Given, command: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """What a daemon with that many processors is asked for: a container that lives on and takes programs by exec, or
-    one for this command alone. Of the latter only its maker knows when its time is over."""
-    scratch = f"rw,exec,nosuid,nodev,size={limits.disk_bytes},nr_inodes={INODES},uid=1000,gid=1000,mode=0700"
+    """What the daemon is asked for: a container that lives on and takes programs by exec, or one for this command
+    alone. Of the latter only its maker knows when its time is over."""
+    scratch = f"rw,exec,nosuid,nodev,size={limits.disk_bytes},{given.folder}"
     folders = {SCRATCH: scratch, "/tmp": scratch, "/dev/shm": scratch, **dict.fromkeys(image.volumes, scratch)}
     alone = command is not None
     return {
@@ -98,7 +115,7 @@ def settings(
         "Cmd": list(command or ["sh", "-c", KEEP, "sh", str(math.ceil(ttl_s))]),
         "Entrypoint": [],
         "User": USER if alone else KEEPER,
-        "WorkingDir": SCRATCH,
+        "WorkingDir": SCRATCH if alone else "/",
         "Hostname": "sandbox",
         "NetworkDisabled": True,
         "OpenStdin": True,
@@ -118,15 +135,20 @@ def settings(
             "MemorySwap": limits.memory_bytes,
             "PidsLimit": limits.pids + SPARE_PIDS,
             "NanoCpus": round(limits.cpus * 1e9),
-            "CpusetCpus": _some(math.ceil(limits.cpus), processors),
+            "CpusetCpus": _some(math.ceil(limits.cpus), given.processors),
             "CapDrop": ["ALL"],
-            "SecurityOpt": ["no-new-privileges", f"seccomp={json.dumps(profile())}"],
+            "SecurityOpt": ["no-new-privileges", f"seccomp={given.filter}"],
             "MaskedPaths": list(MASKED),
             "Init": True,
             "LogConfig": {"Type": "none"},
             "Ulimits": [
                 {"Name": name, "Soft": value, "Hard": value}
-                for name, value in (("nofile", limits.open_files), ("fsize", limits.file_bytes), ("core", 0))
+                for name, value in {
+                    "nofile": limits.open_files,
+                    "fsize": limits.file_bytes,
+                    "core": 0,
+                    **given.rlimits,
+                }.items()
             ],
         },
     }

@@ -64,7 +64,8 @@ class NotRunning(Exception):
 
 
 class Daemon:
-    """The daemon. ``host``: its address as in DOCKER_HOST, which is the default. ``info`` is what it says of itself."""
+    """The daemon. ``host``: its address as in DOCKER_HOST, which is the default. ``info`` is what it says of
+    itself."""
 
     def __init__(self, host: str | None = None) -> None:
         """Raises SandboxFailure ``daemon-unreachable`` or ``bad-address``."""
@@ -73,7 +74,9 @@ class Daemon:
         self._local = threading.local()
         self._clients: list[docker.APIClient] = []
         self._threads: ThreadPoolExecutor | None = None
-        self.version: str = self._called(lambda client: client.version())["Version"]
+        said = self._called(lambda client: client.version())
+        self.version: str = said["Version"]
+        self.is_podman = any("Podman" in part.get("Name", "") for part in said.get("Components") or ())
         self.info: dict[str, Any] = self._called(lambda client: client.info())
 
     async def call(self, call: Callable[[docker.APIClient], T]) -> T:

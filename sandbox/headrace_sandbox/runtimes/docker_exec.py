@@ -22,7 +22,7 @@ import msgspec
 from headrace.errors import SandboxFailure
 from headrace_sandbox.bwrap import SCRATCH
 from headrace_sandbox.cgroups import Cgroup, group_of, since
-from headrace_sandbox.result import ExecResult, Isolation, Limits, Usage
+from headrace_sandbox.result import ExecResult, Isolation, Limits, Output, Usage
 from headrace_sandbox.runtimes import docker_container as made
 from headrace_sandbox.runtimes.docker_daemon import READ_BYTES, Daemon, NotRunning, Streams
 from headrace_sandbox.runtimes.docker_watch import Seen, Watch, dropped
@@ -46,6 +46,8 @@ KILLED = SHELL_SIGNALS + signal.SIGKILL
 
 REMOVE_S = 12.0
 """For a container to be gone. The daemon gives up killing after 10 s."""
+
+REMOVALS = 5
 
 SHELL_S = 5.0
 """For a short script of ours inside."""
@@ -97,12 +99,12 @@ class Container:
 
     async def make(self) -> None:
         """Make it; it does not run yet."""
-        await self._daemon.call(lambda client: client.create_container_from_config(self._config, self.name))
+        await not_made(self._daemon.call(lambda client: client.create_container_from_config(self._config, self.name)))
 
     async def start(self) -> None:
         """Start it, to take programs by exec. It holds on to a connection of ours, and ends when that does."""
-        self._leash = await self._daemon.streams(f"/containers/{self.name}/attach?stream=1&stdin=1", {})
-        await self._started()
+        self._leash = await self._attached("stream=1&stdin=1")
+        await not_made(self._started())
 
     async def kill(self) -> None:
         """End it."""
@@ -114,29 +116,34 @@ class Container:
         """End and remove it, if it is still there; whether it is gone. Raises SandboxFailure ``daemon-unreachable``."""
         if self._leash is not None:
             self._leash.end()
-        removing = asyncio.ensure_future(
-            self._daemon.call(lambda client: client.remove_container(self.name, v=True, force=True))
-        )
+        removing = asyncio.ensure_future(self._removed())
         done, _ = await asyncio.wait([removing], timeout=REMOVE_S)
         if not done:
             removing.add_done_callback(dropped)
             return False
-        try:
-            removing.result()
-        except NotRunning:
-            pass  # it is being removed
-        except SandboxFailure as failure:
-            if failure.kind == "daemon-refused":
-                return False  # it could not be killed
-            if failure.kind != "sandbox-lost":
-                raise
-        return True
+        return removing.result()
+
+    async def _removed(self) -> bool:
+        for _ in range(REMOVALS):
+            try:
+                await self._daemon.call(lambda client: client.remove_container(self.name, v=True, force=True))
+            except NotRunning:
+                return True  # it is being removed
+            except SandboxFailure as failure:
+                if failure.kind == "sandbox-lost":
+                    return True
+                if failure.kind != "daemon-refused":
+                    raise
+                await asyncio.sleep(LOOK_S)  # it could not be killed, or is about to end
+                continue
+            return True
+        return False
 
     async def run(self, program: Brought, limits: Limits, kills: Sequence[Kill], *, beside: bool = False) -> Ended:
         """Run a program by exec. ``kills``: ways to end it, of which the first should leave the container alone where
         there are two. ``beside``: something else of this user runs in it, and is not to be killed with what the
         program leaves. Raises SandboxFailure."""
-        before = self.usage()
+        at_first = before = self.usage()
 
         def begun() -> None:
             nonlocal before
@@ -164,12 +171,15 @@ class Container:
                 raise sandbox_lost("The daemon does not say how the program ended.")
             if self._group is None:
                 usage = msgspec.structs.replace(usage, memory_kills=await self._events("oom", seen.wall_s))
-        if not was_started and not usage.memory_kills:
-            raise SandboxFailure(
-                f"The daemon could not start the program: {seen.stdout.text.strip()}.",
-                kind="sandbox-not-made",
-                retryable=True,
-            )
+        if not was_started:  # what was heard is the daemon's own
+            usage = self._since(at_first)
+            if not usage.memory_kills:
+                raise SandboxFailure(
+                    f"The daemon could not start the program: {seen.stdout.text.strip()}.",
+                    kind="sandbox-not-made",
+                    retryable=True,
+                )
+            seen = seen._replace(stdout=Output(), stderr=Output())
         return Ended(seen, of_shell(code), usage, None)
 
     async def talk(self, program: Brought) -> Streams:
@@ -180,9 +190,9 @@ class Container:
 
     async def run_only(self, stdin: bytes, limits: Limits) -> Ended:
         """Start it, and with it the program that it was made for. Raises SandboxFailure."""
-        streams = await self._daemon.streams(f"/containers/{self.name}/attach?stream=1&stdin=1&stdout=1&stderr=1", {})
+        streams = await self._attached("stream=1&stdin=1&stdout=1&stderr=1")
         try:
-            await self._started()
+            await not_made(self._started())
         except BaseException:
             streams.end()
             raise
@@ -257,6 +267,9 @@ class Container:
         """Whether what is used can be seen from here."""
         return self._group is not None
 
+    async def _attached(self, which: str) -> Streams:
+        return await not_made(self._daemon.streams(f"/containers/{self.name}/attach?{which}", {}))
+
     async def _started(self) -> None:
         await self._daemon.call(lambda client: client.start(self.name))
         found = await self._daemon.call(lambda client: client.inspect_container(self.name))
@@ -275,7 +288,8 @@ class Container:
         for _ in range(LOOKS):
             found = await self._daemon.call(lambda client: client.exec_inspect(id_))
             if not found["Running"]:
-                return found["ExitCode"], bool(found["Pid"])
+                # Podman forgets the process at its end, and answers with an error where it could start none.
+                return found["ExitCode"], bool(found["Pid"]) or self._daemon.is_podman
             await asyncio.sleep(LOOK_S)
         return None, True
 
@@ -313,6 +327,17 @@ class Container:
 
     def _since(self, before: Usage) -> Usage:
         return since(before, self.usage()) if self._group is not None else Usage()
+
+
+async def not_made(work: Awaitable[T]) -> T:
+    """Do what makes a container. Raises SandboxFailure ``sandbox-not-made`` where the daemon says that it does not
+    run."""
+    try:
+        return await work
+    except NotRunning as error:
+        raise SandboxFailure(
+            f"The container could not be made: {error}.", kind="sandbox-not-made", retryable=True
+        ) from error
 
 
 def of_shell(code: int) -> int:

@@ -105,6 +105,7 @@ class Watch:
         self._limit: LimitName | None = None
         self._over = asyncio.Event()
         self._begun_at = 0.0
+        self._is_marked = not marked
         if not marked:
             self.begin()
 
@@ -167,9 +168,9 @@ class Watch:
                 frames.feed(data)
 
     def _take(self, stream: int, data: bytes) -> None:
-        if not self._started.is_set():
-            if stream != STDOUT:
-                return
+        # What came on the other stream may be here before the mark.
+        if stream == STDOUT and not self._is_marked:
+            self._is_marked = True
             data = data[1:]
             self.begin()
         self._captures[STDERR if stream == STDERR else STDOUT].feed(data)
