@@ -17,6 +17,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,7 @@ class Runsc:
         self._runsc = find_runsc()
         self.version = version_of(self._runsc)
         self._folder = state_folder() / FOLDERS / f"{me()}-gvisor-{next(_numbers)}"
+        self._remove = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
 
     def start(self, image: str | None, arguments: Sequence[str], group: Cgroup) -> Container:
         """Start a sandbox whose first process has these arguments. Raises SandboxFailure."""
@@ -118,7 +120,7 @@ class Runsc:
 
     def close(self) -> None:
         """Remove what is kept. Every sandbox has ended."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._remove()
 
     def _command(self, folder: Path, image: str | None) -> list[str]:
         own_user = () if os.geteuid() == 0 else ("--rootless",)

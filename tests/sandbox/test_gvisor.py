@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import signal
 import stat
 import subprocess
 import sys
+import tarfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from headrace_sandbox.runtimes.base import Command, PythonProgram, Template
 from headrace_sandbox.runtimes.gvisor import Gvisor
 from headrace_sandbox.runtimes.gvisor_sandbox import GvisorSandbox
 from headrace_sandbox.supervisor import me, state_folder
+from tests.sandbox.docker_image import rootfs
 
 pytestmark = pytest.mark.component("gvisor")
 
@@ -311,10 +314,45 @@ async def test_a_sandbox_ends_at_its_time_even_if_nobody_ends_it(gvisor: Gvisor)
             await asyncio.sleep(0.01)
 
 
-async def test_an_image_is_a_folder_with_the_files_of_a_system(gvisor: Gvisor, tmp_path: Path) -> None:
+async def test_an_image_is_a_folder_with_the_files_of_a_system_and_is_not_changed(
+    gvisor: Gvisor, tmp_path: Path
+) -> None:
     with pytest.raises(SandboxFailure) as caught:
         await gvisor.open(Template(image=str(tmp_path)), 60.0)
     assert caught.value.kind == "bad-image"
+    image = tmp_path / "image"
+    with tarfile.open(fileobj=io.BytesIO(rootfs(["bash", "python3", "cat", "rm"]))) as tar:
+        tar.extractall(image, filter="fully_trusted")
+    (image / "etc" / "motd").write_text("of the image\n")
+    sandbox = await gvisor.open(Template(image=str(image), files={"given": b"given\n"}), 60.0)
+    script = "cat /etc/motd given; echo x >/tmp/x; echo x >/scratch/x; ! rm /etc/motd && ! type ls"
+    result = await sandbox.run(command(script), LIMITS)
+    assert (result.stdout.text, result.exit_code) == ("of the image\ngiven\n", 0)
+    assert not list((image / "tmp").iterdir())
+    assert not list((image / "scratch").iterdir())
+
+
+async def test_no_program_reaches_what_tells_how_it_ended(sandbox: GvisorSandbox) -> None:
+    code = """
+import os
+print(os.getresuid(), os.listdir('/proc/self/fd'))
+for number in (1, 2, 9, 10, 11, 15, 19):
+    try:
+        os.kill(1, number)
+        print('sent', number)
+    except PermissionError:
+        pass
+for attempt in (lambda: os.seteuid(0), lambda: open('/proc/1/mem', 'r+b'), lambda: os.listdir('/proc/1/root')):
+    try:
+        attempt()
+        print('done')
+    except PermissionError:
+        pass
+"""
+    result = await sandbox.run(Command(arguments=["python3", "-c", code]), LIMITS)
+    assert result.stdout.text == "(1000, 1000, 1000) ['0', '1', '2', '3']\n"
+    session = await sandbox.session("bash")
+    assert (await session.run("kill -9 1; kill -9 -1; echo alive", LIMITS)).stdout.text == "alive\n"
 
 
 # A runsc that does not work -------------------------------------------------------------------------------------------

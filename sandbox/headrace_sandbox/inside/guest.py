@@ -5,12 +5,14 @@
 * It runs as a user without privileges. This process and the first one of each namespace are root of the sandbox, which
   is nobody on the machine, and out of its reach.
 * How a program ended is told by the first process of its namespace, over a pipe that the program does not have.
+* One waits in a namespace that was made before it was asked for, so that a program does not wait for that.
 * It ends with its standard input, so that no sandbox outlives its supervisor, and after the time that it is given.
 
 Frames go both ways, over standard input and output: kind, number of the program, length, content. Content of START is
 JSON: ``do`` (command, files, session), ``rlimits``, and what each needs.
 """
 
+import contextlib
 import gc
 import json
 import math
@@ -51,7 +53,7 @@ MOST_LEFT_BYTES = 1 << 20  # of a pipe
 USER = 1000
 SCRATCH, SHARED_MEMORY, SESSION = "/scratch", "/dev/shm", "/dev/session"
 SESSION_BYTES = 4 << 20  # for the text of a cell, and two pipes
-TOLD = 3  # the descriptor on which the first process of a namespace tells
+TOLD, ASKED = 3, 4  # descriptors: where the first process of a namespace tells, and the request is read
 
 
 def write_all(descriptor: int, data: bytes) -> None:
@@ -65,12 +67,13 @@ def send(kind: int, number: int, content: bytes = b"") -> None:
 
 
 class Program:
-    """One that runs. ``first``: the first process of its namespace, which tells on ``told``; ``outputs``: the kind of
-    frame by descriptor; ``waiting``: input that it has not taken yet."""
+    """One that runs, or waits for ``asks``, the request. ``first``: the first process of its namespace, which tells on
+    ``told``; ``outputs``: the kind of frame by descriptor; ``waiting``: input that it has not taken yet."""
 
-    def __init__(self, number: int, first: int, stdin: int, told: int, outputs: dict[int, int]) -> None:
-        self.number = number
+    def __init__(self, first: int, asks: int, stdin: int, told: int, outputs: dict[int, int]) -> None:
+        self.number = 0
         self.first = first
+        self.asks = asks
         self.stdin = stdin
         self.told = told
         self.outputs = outputs
@@ -86,9 +89,11 @@ class Server:
         self.poll = select.poll()
         self.poll.register(0, select.POLLIN)
         self.received = b""
+        self.spare: Program | None = None
 
     def serve(self) -> None:
         send(READY, 0)
+        self.spare = self.make(None)
         while True:
             for descriptor, _events in self.poll.poll():
                 if descriptor == 0:
@@ -126,6 +131,22 @@ class Server:
 
     def start(self, number: int, content: bytes) -> None:
         request = json.loads(content)
+        if request["do"] == "session":
+            program = self.make(request)
+        else:
+            program, self.spare = self.spare or self.make(None), None
+        program.number = number
+        self.programs[number] = program
+        for descriptor in (program.told, *program.outputs):
+            self.by_descriptor[descriptor] = program
+            self.poll.register(descriptor, select.POLLIN)
+        with contextlib.suppress(BrokenPipeError):  # it is gone, and will be found so
+            write_all(program.asks, content)
+        os.close(program.asks)
+
+    def make(self, session_request: dict[str, Any] | None) -> Program:
+        """A namespace with its first process, which hosts a session; or it has a program, which waits for a request."""
+        asked, asks = os.pipe()
         stdin, our_stdin = os.pipe()
         our_stdout, stdout = os.pipe()
         our_stderr, stderr = os.pipe()
@@ -134,20 +155,16 @@ class Server:
         first = os.fork()
         if first == 0:
             try:
-                keep_only(stdin, stdout, stderr, told)
-                First(request, self.filter).be()
+                keep_only(stdin, stdout, stderr, told, asked)
+                First(self.filter).be(session_request)
             except BaseException:  # noqa: BLE001 - shown, and the end of this process
                 sys.excepthook(*sys.exc_info())
             finally:
                 os._exit(1)
-        for descriptor in (stdin, stdout, stderr, told):
+        for descriptor in (stdin, stdout, stderr, told, asked):
             os.close(descriptor)
         os.set_blocking(our_stdin, False)
-        program = Program(number, first, our_stdin, our_told, {our_stdout: STDOUT, our_stderr: STDERR})
-        self.programs[number] = program
-        for descriptor in (our_told, our_stdout, our_stderr):
-            self.by_descriptor[descriptor] = program
-            self.poll.register(descriptor, select.POLLIN)
+        return Program(first, asks, our_stdin, our_told, {our_stdout: STDOUT, our_stderr: STDERR})
 
     def move(self, descriptor: int, program: Program) -> None:
         """Something can be done with a descriptor of a program."""
@@ -210,6 +227,8 @@ class Server:
             send(ENDED, program.number, program.report[1:] or END.pack(-1, 0))
         else:
             send(FAILED, program.number)
+        if self.spare is None:
+            self.spare = self.make(None)
 
     def drain(self, descriptor: int, program: Program) -> None:
         """What a program left in a pipe. Nobody writes there any more but who got its descriptor from it."""
@@ -232,19 +251,23 @@ class Server:
 
 
 class First:
-    """The first process of a namespace."""
+    """The first process of a namespace. It is root, so no program can signal it, write into it, or tell in its place;
+    that of a session acts as the programs' user, for the session's files are theirs too."""
 
-    def __init__(self, request: dict[str, Any], filter_: bytes) -> None:
-        self.request = request
+    def __init__(self, filter_: bytes) -> None:
         self.filter = filter_
+        self.request: dict[str, Any] = {}
 
-    def be(self) -> None:
-        prctl(PR_SET_DUMPABLE, 0)  # so that nothing can write into this memory
+    def be(self, session_request: dict[str, Any] | None) -> None:
+        prctl(PR_SET_DUMPABLE, 0)
         must(libc.unshare(CLONE_NEWNS), "unshare")
         make_mounts_private()
         mount_proc()
         os.chdir(SCRATCH)
-        if self.request["do"] == "session":
+        os.umask(0o022)
+        os.setgroups([])
+        if session_request is not None:
+            self.request = session_request
             self.host_session()
             os._exit(0)
         program = os.fork()
@@ -256,7 +279,7 @@ class First:
                 sys.excepthook(*sys.exc_info())
             finally:
                 os._exit(status)
-        for descriptor in (0, 1, 2):
+        for descriptor in (0, 1, 2, ASKED):
             os.close(descriptor)
         while True:
             pid, status = os.wait()
@@ -265,10 +288,12 @@ class First:
                 os._exit(0)
 
     def be_program(self) -> int:
-        """A command, or what is done with files by the same rights; gives the status if it is not another program by
-        then."""
+        """A command, or what is done with files by the same rights. Waits for the request; gives the exit code if it is
+        not another program by then."""
         os.setsid()
         self.become_user()
+        with os.fdopen(ASKED, "rb") as asked:
+            self.request = json.load(asked)
         os.write(TOLD, b"s")
         os.close(TOLD)
         self.be_bounded()
@@ -283,8 +308,6 @@ class First:
             return 127 if isinstance(error, FileNotFoundError) else 126
 
     def host_session(self) -> None:
-        """Serve one session. The host makes its files as the programs' user, which cannot kill it: root is what it
-        goes back to."""
         channel, output = os.dup(0), os.dup(1)
         null = os.open("/dev/null", os.O_RDWR)
         for descriptor in (0, 1, 2):
@@ -302,10 +325,9 @@ class First:
         self.be_bounded()
 
     def become_user(self) -> None:
-        os.setgroups([])
+        """There is no way back to root."""
         os.setresgid(USER, USER, USER)
         os.setresuid(USER, USER, USER)
-        os.umask(0o022)
         prctl(PR_SET_DUMPABLE, 1)
 
     def be_bounded(self) -> None:
@@ -316,11 +338,12 @@ class First:
 
 
 def keep_only(*descriptors: int) -> None:
-    """These become 0, 1, 2 and 3; every other one is closed."""
+    """These become 0, 1, 2 and so on; every other one is closed."""
     for target, descriptor in enumerate([os.dup(descriptor) for descriptor in descriptors]):
         os.dup2(descriptor, target)
     os.closerange(len(descriptors), MOST_FILES)
-    os.set_inheritable(TOLD, False)
+    for descriptor in (TOLD, ASKED):
+        os.set_inheritable(descriptor, False)
 
 
 def drop_bounds() -> None:

@@ -189,7 +189,7 @@ class GvisorSandbox:
         limits = self._template.limits
         rlimits = {"nofile": limits.open_files, "fsize": limits.file_bytes, "core": 0, "nproc": limits.pids}
         if not self._around.groups.driver.active:
-            rlimits |= weak_limits(limits)
+            rlimits["as"] = weak_limits(limits)["as"]
         return {
             **request,
             "cpus": limits.cpus,
