@@ -56,7 +56,7 @@ async def submissions(spool: Spool, gather_s: Callable[[], float]) -> list[int]:
     return connection.submissions
 
 
-@pytest.mark.parametrize(("wait_s", "together"), [(0.01, [2]), (0.0, [1, 1])])
+@pytest.mark.parametrize(("wait_s", "together"), [(0.03, [2]), (0.0, [1, 1])])
 async def test_a_record_waits_for_others_as_long_as_it_may(wait_s: float, together: list[int]):
     spool = Spool(1 << 20)
     spool.add(entry(1))
