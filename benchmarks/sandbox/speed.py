@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from benchmarks.sandbox.docker import docker_exec
 from benchmarks.sandbox.ways import COMMAND, LIMITS, PROGRAM, Way, bare, in_turns, living
 from benchmarks.table import Row
 from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
 
-ROUNDS = 100
+ROUNDS = 60
 
 MOST_GVISOR_MS = 60.0
 """A command in a sandbox of gVisor that lives on may take so long."""
@@ -20,17 +21,16 @@ async def rows() -> list[Row]:
         "code": lambda: runtime.run_code(PROGRAM, LIMITS),
         "fresh": lambda: runtime.run(COMMAND, LIMITS),
     }
-    (gvisor, no_gvisor), (docker, no_docker) = await living("gvisor"), await living("docker")
+    gvisor, no_gvisor = await living("gvisor")
     if gvisor is not None:
         ways["gvisor"] = lambda: gvisor.run(COMMAND, LIMITS)
-    if docker is not None:
-        ways["docker"] = lambda: docker.run(COMMAND, LIMITS)
-    took = await in_turns(ways, ROUNDS)
-    for sandbox in (gvisor, docker):
-        if sandbox is not None:
-            await sandbox.close()
+    with docker_exec() as (docker, against):
+        if docker is not None:
+            ways["docker"] = docker
+        took = await in_turns(ways, ROUNDS)
+    if gvisor is not None:
+        await gvisor.close()
     await runtime.close()
-    against = no_docker or "docker exec"
     exec_gvisor = "gvisor: a command in a sandbox that lives on"
     return [
         Row("run_code of print(1)", took["code"], "ms", "a bare python -c", took["bare"], 0.6, "lower"),

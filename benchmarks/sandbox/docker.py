@@ -1,0 +1,42 @@
+"""``docker exec``, as people type it, in a container of a daemon that the benchmark starts and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from benchmarks.sandbox.ways import Way
+
+
+@contextmanager
+def docker_exec() -> Iterator[tuple[Way | None, str]]:
+    """A way to run ``print(1)``; None and why where there is none."""
+    missing = [name for name in ("docker", "dockerd", "unshare") if shutil.which(name) is None]
+    if missing or os.geteuid() != 0:
+        yield None, f"docker exec: it takes root and {', '.join(missing) or 'is not root here'}; make parts"
+        return
+    from tests.sandbox import docker_image
+    from tests.sandbox.docker_daemon import DockerDaemon
+
+    daemon = DockerDaemon()
+    try:
+        daemon.start()
+        image = daemon.load("bench", docker_image.PYTHON)
+        variables = {**os.environ, "DOCKER_HOST": daemon.host}
+
+        def docker(*arguments: str) -> None:
+            subprocess.run(["docker", *arguments], env=variables, check=True, capture_output=True)
+
+        docker("run", "--detach", "--network", "none", "--name", "bench", image, "sleep", "3600")
+
+        async def way() -> None:
+            await asyncio.to_thread(docker, "exec", "bench", "python3", "-c", "print(1)")
+
+        yield way, "docker exec"
+        docker("kill", "bench")
+    finally:
+        daemon.stop()
