@@ -77,7 +77,7 @@ LEAST_TESTS: dict[str, int] = {
     "policy_conformance": 150,
     "project": 140,
     "reasoning-gym": 10,
-    "sandbox": 220,
+    "sandbox": 300,
     "scheduler": 350,
     "sdk": 490,
     "tiny_policy": 135,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import grp
 import hashlib
 import os
 import socket
@@ -230,9 +229,11 @@ async def test_the_socket_is_its_owners_alone_or_a_groups(runtime: MemoryRuntime
     async with service(runtime, tmp_path / "s"):
         assert stat.S_IMODE((tmp_path / "s").stat().st_mode) == 0o600
     assert not (tmp_path / "s").exists()
-    group = grp.getgrgid(os.getgid()).gr_name
-    async with service(MemoryRuntime(), tmp_path / "s", group=group):
+    async with service(MemoryRuntime(), tmp_path / "s", group=f"{os.getgid()}"):
         assert stat.S_IMODE((tmp_path / "s").stat().st_mode) == 0o660
+    with pytest.raises(SetupError, match="cannot be given to the group"):
+        async with service(MemoryRuntime(), tmp_path / "s", group="no such group"):
+            pass
 
 
 async def test_a_socket_in_use_is_refused_and_one_of_a_dead_service_is_taken(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ SOCKET = "service.sock"
 @click.option(
     "--socket", type=click.Path(path_type=Path), help="Unix socket to listen at. Default: one of this user's own."
 )
-@click.option("--group", default="", help="Group that may connect to the socket, beside its owner.")
+@click.option("--group", default="", help="Group (name or number) that may connect, beside the owner.")
 @click.option("--bind", default="", metavar="HOST:PORT", help="Listen there instead; beyond loopback needs --tokens.")
 @click.option(
     "--tokens",

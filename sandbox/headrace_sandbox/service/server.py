@@ -180,7 +180,7 @@ def _listen_unix(path: Path, group: str, stack: contextlib.ExitStack) -> socket.
     stack.callback(path.unlink, missing_ok=True)
     if group:
         try:
-            os.chown(path, -1, grp.getgrnam(group).gr_gid)
+            os.chown(path, -1, int(group) if group.isdecimal() else grp.getgrnam(group).gr_gid)
         except (KeyError, OSError) as error:
             raise SetupError(f"The socket cannot be given to the group {group!r}: {error}.") from error
         path.chmod(0o660)

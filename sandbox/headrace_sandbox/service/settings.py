@@ -19,7 +19,7 @@ class ServiceSettings:
     socket: Path | None = None
     """Unix socket to listen at; only its owner, and its group if one is given, may connect."""
     group: str = ""
-    """Group that may connect to the socket, beside its owner."""
+    """Group that may connect to the socket, beside its owner: a name or a number."""
     host: str = ""
     """Address to bind instead of a socket. Anything but loopback needs ``tokens``."""
     port: int = 0
