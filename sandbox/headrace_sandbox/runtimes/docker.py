@@ -136,13 +136,14 @@ class Docker:
         return len(gone)
 
     async def close(self) -> None:
-        """End everything that it runs, and remove what it keeps."""
-        for sandbox in list(self._opened):
-            await sandbox.close()
+        """End everything that it runs, and remove what it keeps. Raises SandboxFailure where something is left."""
+        closed = await asyncio.gather(*(sandbox.close() for sandbox in self._opened), return_exceptions=True)
         stuck, self._stuck = self._stuck, []
-        for container in stuck:
-            await container.remove()
+        removed = await asyncio.gather(*(container.remove() for container in stuck), return_exceptions=True)
         self._daemon.close()
+        for end in (*closed, *removed):
+            if isinstance(end, BaseException):
+                raise end
 
     async def _known(self, name: str | None) -> Image:
         """An image, and what is in it; found out once, by looking."""

@@ -97,6 +97,8 @@ class Daemon:
                 streams = Streams(*await asyncio.open_unix_connection(self._address, limit=READ_BYTES))
             else:
                 streams = Streams(*await asyncio.open_connection(*self._address, limit=READ_BYTES))
+                # A container hangs on such a connection, on which nothing is said for long.
+                streams.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         except OSError as error:
             raise self._unreachable(error) from error
         try:

@@ -66,6 +66,8 @@ class Ended(NamedTuple):
     lost: str | None
 
 
+NOT_SEEN = Seen(started=False, limit=None, kills=0, stdout=Output(), stderr=Output(), wall_s=0.0)
+
 Kill = Callable[[], Awaitable[None]]
 
 
@@ -153,7 +155,7 @@ class Container:
             wait = WAIT_BESIDE if beside else WAIT
             id_, streams = await self._exec(["/bin/sh", "-c", wait, "sh", *program.arguments], program.variables)
         except NotRunning:
-            raise await self.fate() from None
+            return Ended(NOT_SEEN, None, Usage(memory_kills=1), await self.why_gone())
         watch = Watch(streams, limits, kills, lambda: self._since(before).cpu_s, marked=True, begun=begun)
         seen = await watch.run(program.stdin)
         usage = self._since(before)
@@ -163,10 +165,8 @@ class Container:
             return Ended(seen, None, usage, lost)
         if code is None or code == KILLED:
             if not await self.is_alive():
-                if not (await self.state()).is_out_of_memory:
-                    raise await self.fate()
                 usage = msgspec.structs.replace(usage, memory_kills=1)
-                return Ended(seen, None, usage, OUT_OF_MEMORY)
+                return Ended(seen, None, usage, await self.why_gone())
             if code is None:
                 raise sandbox_lost("The daemon does not say how the program ended.")
             if self._group is None:
@@ -213,7 +213,7 @@ class Container:
         if seen.limit is not None:
             return Ended(seen, None, usage, None)
         if state.exit_code > SHELL_SIGNALS and not usage.memory_kills and await self._events("kill", seen.wall_s):
-            raise await self.fate()
+            raise self._lost(state)
         return Ended(seen, of_shell(state.exit_code), usage, None)
 
     async def kill_programs(self) -> None:
@@ -293,9 +293,15 @@ class Container:
             await asyncio.sleep(LOOK_S)
         return None, True
 
-    async def fate(self) -> SandboxFailure:
-        """Why it runs no more, by nothing that a program in it could do."""
+    async def why_gone(self) -> str:
+        """Why it runs no more, where its programs brought that about. Raises SandboxFailure ``sandbox-lost`` where
+        they could not."""
         state = await self.state()
+        if state.is_out_of_memory:
+            return OUT_OF_MEMORY
+        raise self._lost(state)
+
+    def _lost(self, state: State) -> SandboxFailure:
         if time.monotonic() >= self._ends_at:
             return sandbox_lost("The sandbox's time of life ended.")
         return sandbox_lost(f"The container ended with {state.exit_code}, and no program in it could end it.")

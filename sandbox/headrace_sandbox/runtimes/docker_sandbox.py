@@ -39,6 +39,8 @@ HELLO_S = 30.0
 GOODBYE_S = 3.0
 """For a host to end what it started, and itself."""
 
+CLEARINGS = 3
+
 PUT_LIMITS = Limits(wall_s=60.0, kept_bytes=4096, output_bytes=1 << 20)
 
 
@@ -147,7 +149,7 @@ class DockerSandbox:
         container = self._alive()
         beside = bool(self._hosts)
         try:
-            ended = await container.run(brought, limits, [self._clear, container.kill], beside=beside)
+            ended = await container.run(brought, limits, [self._kill_command, container.kill], beside=beside)
         except BaseException:
             await to_end(self._after(container, is_clean=False))
             raise
@@ -162,22 +164,28 @@ class DockerSandbox:
         if is_clean:
             return None  # the shell that waited for it has seen to it
         with contextlib.suppress(SandboxFailure):
-            await self._clear()
-            if self._hosts or await container.is_clear():
-                return None
+            for _ in range(CLEARINGS):
+                if await self._clear():
+                    return None
         await container.kill()
         return "What it left in the background could not be ended, and its sandbox was ended with it."
 
-    async def _clear(self) -> None:
-        """Kill all that belongs to no session."""
+    async def _kill_command(self) -> None:
+        with contextlib.suppress(SandboxFailure):
+            await self._clear()
+
+    async def _clear(self) -> bool:
+        """Kill all that belongs to no session; whether nothing of it is left. Raises SandboxFailure."""
         container = self._container
         if container is None:
-            return
+            return True
         if not self._hosts:
             await container.kill_programs()
-            return
-        with contextlib.suppress(NotRunning):
-            await container.does(module(BESIDE, ["clear", *(str(host.pid) for host in self._hosts)]))
+            return await container.is_clear()
+        try:
+            return await container.does(module(BESIDE, ["clear", *(str(host.pid) for host in self._hosts)]))
+        except NotRunning:
+            return True  # all of it ended
 
     async def _put(self, files: Any) -> None:
         if "python3" in self._image.programs:
@@ -212,7 +220,8 @@ class DockerSandbox:
                 host = _Host(await container.talk(brought), self._gone_host)
                 await host.hello()
             except NotRunning:
-                raise await container.fate() from None
+                self._lost = await container.why_gone()
+                raise lost_by_program(self._lost) from None
             self._hosts.add(host)
         return host
 
@@ -228,10 +237,8 @@ class DockerSandbox:
         container = self._alive()
         if await container.is_alive():
             return "The session's host was killed from inside its sandbox."
-        if (await container.state()).is_out_of_memory:
-            self._lost = "The memory of the sandbox was used up, and it ended."
-            return self._lost
-        raise await container.fate()
+        self._lost = await container.why_gone()
+        return self._lost
 
     # The container ----------------------------------------------------------------------------------------------------
 
@@ -250,12 +257,14 @@ class DockerSandbox:
     async def _end_container(self) -> None:
         container, self._container = self._container, None
         self._lost = None
-        if container is not None and not await to_end(container.remove()):
-            self._given_up(container)
-            raise unkillable()
-        while self._sessions:
-            await self._sessions.pop().close()
-        self._hosts.clear()
+        try:
+            if container is not None and not await to_end(container.remove()):
+                self._given_up(container)
+                raise unkillable()
+        finally:
+            while self._sessions:
+                await self._sessions.pop().close()
+            self._hosts.clear()
 
 
 class _Host:
