@@ -22,7 +22,8 @@ from headrace_sandbox.conformance.look import descendants, lives
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import Command, Sandbox, Template
 from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
-from headrace_sandbox.runtimes.kept import KeptSandbox
+from headrace_sandbox.runtimes.kept import KeptSandbox, _SessionHost
+from headrace_sandbox.sessions import HostedSession
 
 pytestmark = pytest.mark.component("bubblewrap")
 
@@ -515,7 +516,8 @@ import asyncio, sys
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import Template
 from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
-from headrace_sandbox.runtimes.kept import KeptSandbox
+from headrace_sandbox.runtimes.kept import KeptSandbox, _SessionHost
+from headrace_sandbox.sessions import HostedSession
 
 async def main():
     runtime = Bubblewrap()
@@ -572,3 +574,17 @@ async def test_a_session_of_a_kind_that_there_is_not_is_refused(sandbox: Sandbox
     with pytest.raises(SandboxFailure) as caught:
         await sandbox.session("node")  # type: ignore[arg-type]
     assert caught.value.kind == "not-offered"
+
+
+async def test_a_session_whose_host_was_killed_from_outside_is_our_failure(sandbox: Sandbox) -> None:
+    session = await sandbox.session("bash")
+    assert isinstance(session, HostedSession)
+    mark = secrets.token_hex(8)
+    running = asyncio.ensure_future(session.run(f"x=1; bash -c 'exec -a {mark} sleep 300'", LIMITS))
+    await until(lambda: bool(lives(mark)))
+    assert isinstance(session._host, _SessionHost)
+    signal.pidfd_send_signal(session._host._pidfd, signal.SIGKILL)
+    with pytest.raises(SandboxFailure) as caught:
+        await running
+    assert (caught.value.kind, caught.value.retryable) == ("sandbox-lost", True)
+    assert said(await session.run("echo .$x.", LIMITS)) == "..\n"

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 MOST_WORD = 256
 
+HERE = (lambda: None).__code__.co_filename
+
 
 class Interrupts:
     """SIGINT, which holds for cells only."""
@@ -134,7 +136,7 @@ def show(error: BaseException, source: bytes, name: str) -> None:
     lines = source.decode(errors="replace").splitlines(keepends=True)
     linecache.cache[name] = (len(source), None, lines, name)
     shown = traceback.TracebackException.from_exception(error)
-    shown.stack = traceback.StackSummary.from_list([frame for frame in shown.stack if frame.filename != __file__])
+    shown.stack = traceback.StackSummary.from_list([frame for frame in shown.stack if frame.filename != HERE])
     for line in shown.format():
         sys.stderr.write(line)
 

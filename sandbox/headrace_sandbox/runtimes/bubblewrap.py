@@ -29,9 +29,10 @@ from headrace_sandbox import bwrap
 from headrace_sandbox.bwrap import SCRATCH, Bwrap
 from headrace_sandbox.cgroups import Cgroup, Driver, Groups, find_driver
 from headrace_sandbox.result import ExecResult, Limits
+from headrace_sandbox.runtimes import inside
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template, checked_path, not_offered
 from headrace_sandbox.runtimes.forkserver import ForkServer
-from headrace_sandbox.runtimes.kept import KeptSandbox, Surroundings
+from headrace_sandbox.runtimes.kept import MODULES, KeptSandbox, Surroundings
 from headrace_sandbox.runtimes.verdicts import admit, isolation_of, result_of, weak_limits
 from headrace_sandbox.seccomp import require_filter
 from headrace_sandbox.supervise import KILL_S, Started, ended, supervise
@@ -56,6 +57,8 @@ class Bubblewrap:
         self._servers: dict[tuple[tuple[str, ...], str], ForkServer] = {}
         self._uses: Counter[ForkServer] = Counter()
         self._kept: set[KeptSandbox] = set()
+        self._programs: dict[str, bytes] = {}
+        self._compiling = asyncio.Lock()
         self.isolation = isolation_of("bubblewrap", self._bwrap, self._groups.driver)
 
     async def run(self, command: Command, limits: Limits) -> ExecResult:
@@ -88,7 +91,10 @@ class Bubblewrap:
         """A sandbox that lives on. Raises SandboxFailure."""
         if template.image is not None:
             raise not_offered(self.name, "images: its sandboxes have the programs of this machine")
-        around = Surroundings(self._bwrap, self._filter, self._groups, self.isolation)
+        async with self._compiling:
+            if not self._programs:
+                self._programs = await inside.compiled(self.run, *MODULES)
+        around = Surroundings(self._bwrap, self._filter, self._groups, self.isolation, self._programs)
         sandbox = KeptSandbox(around, template, ttl_s)
         await sandbox.start()
         self._kept = {one for one in self._kept if not one.is_closed} | {sandbox}

@@ -22,7 +22,7 @@ import struct
 import subprocess
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
 from headrace.errors import SandboxFailure
@@ -36,6 +36,9 @@ from headrace_sandbox.runtimes.base import Command, FileInfo, Session, SessionKi
 from headrace_sandbox.runtimes.verdicts import processors, result_of, sandbox_lost, weak_limits
 from headrace_sandbox.sessions import HostedSession, Parts
 from headrace_sandbox.supervise import Started, ended, supervise
+
+MODULES = ("isolation", "cells", "files", "session", "keeper")
+"""What the keeper consists of."""
 
 INODES = 10_000
 """Most files of a scratch folder: empty ones take no bytes of it, but memory of the kernel."""
@@ -61,12 +64,13 @@ STATUS_BYTES = 4
 
 
 class Surroundings(NamedTuple):
-    """What the runtime has for its sandboxes."""
+    """What the runtime has for its sandboxes. ``programs``: ``MODULES``, compiled, by where they are inside."""
 
     bwrap: Bwrap
     filter: bytes
     groups: Groups
     isolation: Isolation
+    programs: Mapping[str, bytes]
 
 
 class KeptSandbox:
@@ -246,7 +250,7 @@ class _Keeper:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         ours.setblocking(False)
         filter_ = bwrap.memory_file(around.filter)
-        sources = inside.sources("isolation", "cells", "files", "session", "keeper")
+        sources = {path: bwrap.memory_file(code) for path, code in around.programs.items()}
         arguments = [
             *(*bwrap.system(), "--dir", SCRATCH, "--dir", "/session", *inside.mounts(sources)),
             *("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/", "--as-pid-1"),
