@@ -26,10 +26,15 @@ from headrace_sandbox.runtimes.base import PythonProgram
 
 INSIDE = Path(__file__).parent.parent / "inside"
 
-CALL = "\n".join(
-    (INSIDE / name).read_text().replace("from headrace_sandbox.inside.values import", "# from above:")
-    for name in ("values.py", "call.py")
-)
+IMPORT = "from headrace_sandbox.inside.values import"
+
+
+def inside(name: str) -> str:
+    """A program that runs inside, with the values that it needs before it."""
+    return "\n".join((INSIDE / part).read_text().replace(IMPORT, "# from above:") for part in ("values.py", name))
+
+
+CALL = inside("call.py")
 """Calls the function of a submission, inside."""
 
 SPARE_BYTES = 64 << 10
