@@ -116,6 +116,11 @@ class Server:
                 start_new_session=True,
             )
 
+    @property
+    def pid(self) -> int:
+        """Of the process, which leads a group of its own."""
+        return self._process.pid
+
     def wait_until_ready(self, say: Callable[[str], None]) -> None:
         """Raises StartFailed."""
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -31,6 +31,9 @@ from examples.vllm_server import NAME, Server
 from tests.components import PARTS, VLLM_PYTHON
 from tests.e2e.processes import ROOT
 
+BACKGROUND = 5
+"""Niceness of what starts while other tests run: they have deadlines."""
+
 
 class Kind(NamedTuple):
     """A server of the session. ``write`` makes its model in a folder; ``arguments`` are vLLM's."""
@@ -60,6 +63,7 @@ class Begun:
         self.model = Path(self._folder.name) / "model"
         kind.write(self.model)
         self.server = Server(self.model, *kind.arguments, log=self.model.with_name("vllm.log"))
+        self.pid = self.server.pid
 
     def end(self) -> None:
         self.server.end()
@@ -141,6 +145,7 @@ class TorchLogprobs:
         )
         assert self._process.stdout is not None
         self._process.stdout.readline()  # it runs; torch is imported meanwhile
+        self.pid = self._process.pid
 
     def __call__(
         self, folder: Path, token_ids: list[int], *, adapter: Path | None = None, images: Sequence[bytes] = ()
@@ -192,6 +197,7 @@ class Trainer:
                 stderr=subprocess.STDOUT,
                 text=True,
             )
+        self.pid = self._process.pid
 
     def train(self, asked: dict[str, Any], timeout_s: float) -> None:
         """Returns when it has trained."""
@@ -224,6 +230,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     wanted = MAKERS.keys() & {name for item in session.items for name in getattr(item, "fixturenames", ())}
     if wanted and PARTS["vllm"].present():
         begun |= {name: MAKERS[name]() for name in sorted(wanted)}
+    for made in begun.values():
+        os.setpriority(os.PRIO_PROCESS, made.pid, BACKGROUND)
 
 
 @pytest.hookimpl(tryfirst=True)
