@@ -58,7 +58,7 @@ class Bwrap:
 
     def __init__(self) -> None:
         """Raises SandboxFailure ``runtime-missing``."""
-        self._bwrap, self._prlimit = _program("bwrap"), _program("prlimit")
+        self._bwrap, self._prlimit, self._setpriv = map(_program, ("bwrap", "prlimit", "setpriv"))
         said = subprocess.run([self._bwrap, "--version"], capture_output=True, text=True, check=True).stdout
         self.version = said.split()[-1]
         self._users = supervisor.user_ids() if os.geteuid() == 0 else None
@@ -72,15 +72,12 @@ class Bwrap:
         options = (*NAMESPACES, "--unsetenv", supervisor.VARIABLE)
         try:
             process = subprocess.Popen(
-                [self._prlimit, *rlimits, "--", self._bwrap, *options, *arguments],
+                [self._prlimit, *rlimits, "--", *self._as_user(user), self._bwrap, *options, *arguments],
                 env={supervisor.VARIABLE: str(supervisor.me())},
                 stdin=stdin,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 pass_fds=handed,
-                user=user,
-                group=user,
-                extra_groups=None if user is None else [],
                 start_new_session=True,
                 cwd="/",
             )
@@ -92,6 +89,10 @@ class Bwrap:
         if self._users is not None and user is not None:
             self._users.taken(user, process)
         return process
+
+    def _as_user(self, user: int | None) -> Sequence[str]:
+        # By a program, and not by Popen, which then copies the page tables of this process, however large it is.
+        return () if user is None else (self._setpriv, f"--reuid={user}", f"--regid={user}", "--clear-groups", "--")
 
 
 def system(root: Path = Path("/")) -> Iterator[str]:
