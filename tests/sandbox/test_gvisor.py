@@ -24,6 +24,7 @@ from headrace_sandbox.runtimes.gvisor import Gvisor
 from headrace_sandbox.runtimes.gvisor_sandbox import GvisorSandbox
 from headrace_sandbox.supervisor import me, state_folder
 from tests.sandbox.docker_image import rootfs
+from tests.sandbox.test_g15 import CASES
 
 pytestmark = pytest.mark.component("gvisor")
 
@@ -125,6 +126,19 @@ async def test_processes_are_bounded_inside_and_the_kernel_survives_it(gvisor: G
     result = await gvisor.run_code(PythonProgram(code=code), Limits(wall_s=20.0, pids=32))
     assert "Resource temporarily unavailable" in result.stderr.text
     assert (result.exit_code, result.limit, result.fault) == (1, "pids", "limit")
+
+
+@pytest.mark.component("cgroups")
+async def test_a_kernel_that_the_machine_refuses_a_thread_ran_into_the_limit_of_its_program(
+    gvisor: Gvisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace_sandbox.runtimes.gvisor_sandbox.KERNEL_THREADS", 120)
+    monkeypatch.setattr("headrace_sandbox.runtimes.gvisor_sandbox.THREADS_OF_ONE", 0)
+    forks = "import os, time\nwhile True:\n    if os.fork() == 0:\n        time.sleep(60)"
+    sandbox = await gvisor.open(Template(limits=Limits(pids=400, memory_bytes=1 << 30)), 60.0)
+    result = await sandbox.run(Command(arguments=["python3", "-c", forks]), LIMITS)
+    assert (result.limit, result.exit_code, result.fault) == ("pids", None, "program")
+    assert "limit of processes" in (result.lost or "")
 
 
 async def test_where_no_control_group_bounds_rlimits_inside_do() -> None:
@@ -260,6 +274,27 @@ async def test_sessions_live_on_and_end_with_a_reset(sandbox: GvisorSandbox) -> 
         await shell.run("true", LIMITS)
 
 
+async def test_G15_a_background_process_holds_nobody_up_and_ends_with_its_session(  # noqa: N802
+    sandbox: GvisorSandbox,
+) -> None:
+    for script, expected in CASES.args[1]:
+        result = await sandbox.run(command(script), Limits(wall_s=10.0))
+        assert (result.exit_code, result.limit) == (0, None), script
+        assert result.stdout.text.replace("y\n", "") == expected
+        session = await sandbox.session("bash")
+        result = await session.run(script, Limits(wall_s=10.0))
+        assert (result.exit_code, result.limit, result.lost) == (0, None, None), script
+        assert result.stdout.text.replace("y\n", "") == expected
+        await session.close()
+    session = await sandbox.session("bash")
+    await session.run("while :; do echo >>beat; sleep 0.02; done & until [ -s beat ]; do :; done", LIMITS)
+    result = await session.run("sleep 300 | cat", Limits(wall_s=1.0))
+    assert (result.limit, result.fault, result.lost) == ("time", "limit", None)
+    await session.close()
+    once, again = (await sandbox.run(command("wc -l <beat; sleep 0.5; wc -l <beat"), LIMITS)).stdout.text.splitlines()
+    assert once == again != "0"
+
+
 async def test_files_go_in_and_out_and_no_link_is_followed(sandbox: GvisorSandbox) -> None:
     content = bytes(range(256)) * 2000
     await sandbox.write("a/b", content)
@@ -328,8 +363,8 @@ async def test_an_image_is_a_folder_with_the_files_of_a_system_and_is_not_change
     script = "cat /etc/motd given; echo x >/tmp/x; echo x >/scratch/x; ! rm /etc/motd && ! type ls"
     result = await sandbox.run(command(script), LIMITS)
     assert (result.stdout.text, result.exit_code) == ("of the image\ngiven\n", 0)
-    assert not list((image / "tmp").iterdir())
-    assert not list((image / "scratch").iterdir())
+    assert not list(image.glob("tmp/*"))
+    assert not list(image.glob("scratch/*"))
 
 
 async def test_no_program_reaches_what_tells_how_it_ended(sandbox: GvisorSandbox) -> None:
