@@ -50,23 +50,18 @@ def _entry(name: str, kind: bytes, target: str = "", mode: int = 0o755) -> tarfi
 
 def _files(programs: Iterable[str]) -> dict[str, Path]:
     """By the name inside: programs, their libraries, and Python's standard library where Python is among them."""
-    found: dict[str, Path] = {}
-    for name in programs:
-        path = Path(shutil.which(name, path="/usr/bin:/bin:/usr/sbin") or f"/usr/bin/{name}")
-        found[f"usr/bin/{name}"] = path
-        found.update(_libraries(path))
-        if path == SYSTEM_PYTHON:
-            for file in _standard_library():
-                found[str(file)[1:]] = file
-                if file.suffix == ".so":
-                    found.update(_libraries(file))
+    found = {
+        f"usr/bin/{name}": Path(shutil.which(name, path="/usr/bin:/bin:/usr/sbin") or f"/usr/bin/{name}")
+        for name in programs
+    }
+    linked = list(found.values())
+    if SYSTEM_PYTHON in linked:
+        library = list(_standard_library())
+        found.update((str(file)[1:], file) for file in library)
+        linked += [file for file in library if file.suffix == ".so"]
+    said = subprocess.run(["ldd", *linked], capture_output=True, text=True, check=False).stdout
+    found.update((_merged(path), Path(path)) for path in re.findall(r"(/\S+) \(0x", said))
     return found
-
-
-def _libraries(path: Path) -> dict[str, Path]:
-    said = subprocess.run(["ldd", path], capture_output=True, text=True, check=False).stdout
-    paths = re.findall(r"(/\S+) \(0x", said)
-    return {_merged(path): Path(path) for path in paths}
 
 
 def _merged(path: str) -> str:

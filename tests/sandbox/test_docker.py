@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import secrets
 import time
+import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 from unittest.mock import AsyncMock, Mock
@@ -189,6 +191,18 @@ async def test_limits_end_a_program_and_are_named(code: Code) -> None:
     assert (busy.usage.cpu_s or 0) >= 0.3
 
 
+async def test_output_without_end_takes_no_memory_of_ours(code: Code) -> None:
+    await code("")
+    tracemalloc.start()
+    try:
+        loud = await code("while True:\n    print('y' * 100_000)", output_bytes=96 << 20)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (loud.limit, loud.stdout.total_bytes > 96 << 20) == ("output", True)
+    assert peak_bytes < 8 << 20
+
+
 async def test_a_fork_bomb_runs_into_the_limit_of_processes(code: Code) -> None:
     result = await code(
         "import os\nfor _ in range(200):\n    if os.fork() == 0:\n        os.read(os.pipe()[0], 1)", pids=30
@@ -309,6 +323,7 @@ def test_a_daemon_that_is_not_there_is_named_with_what_to_do() -> None:
         assert "DOCKER_HOST" in caught.value.hint
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 async def test_a_daemon_that_dies_under_a_program_is_our_failure() -> None:
     from tests.sandbox import docker_image
 
@@ -326,6 +341,7 @@ async def test_a_daemon_that_dies_under_a_program_is_our_failure() -> None:
         await runtime.close()
     finally:
         daemon.stop()
+        gc.collect()  # the SDK leaves the socket of a connection that was refused to the collector
 
 
 # Nothing is left ------------------------------------------------------------------------------------------------------
