@@ -588,3 +588,48 @@ async def test_a_session_whose_host_was_killed_from_outside_is_our_failure(sandb
         await running
     assert (caught.value.kind, caught.value.retryable) == ("sandbox-lost", True)
     assert said(await session.run("echo .$x.", LIMITS)) == "..\n"
+
+
+ODD = {
+    "bash": [
+        "ulimit -n 3",
+        "ulimit -u 0",
+        "ulimit -f 0",
+        "set -e; false",
+        "printf() { :; }; alias builtin=false",
+        "coproc cat",
+        "kill -9 0",
+        "kill -HUP $$",
+        "exec nosuchcommand",
+        'for fd in {0..255}; do eval "exec $fd>&-"; done 2>/dev/null',
+        'for fd in {3..255}; do eval "exec $fd</dev/null"; done 2>/dev/null',
+        "chmod 000 /scratch",
+        "yes & disown; yes >&2 &",
+        ":(){ :|:& };:",
+    ],
+    "python": [
+        "import os\nos.closerange(0, 256)",
+        "import sys\nsys.stdout = sys.stderr = 5",
+        "import sys\nsys.modules.clear()",
+        "import builtins\nbuiltins.__dict__.clear()",
+        "import os\nos.fork()",
+        "import os\nos.kill(0, 9)",
+        "import os\n[os.dup(0) for _ in range(300)]",
+        "import socket\nsocket.recv_fds = None",
+        "class E(Exception):\n    def __str__(self):\n        raise ValueError\nraise E",
+        "import threading\n[threading.Thread(target=lambda: [0 for _ in iter(int, 1)]).start() for _ in range(3)]",
+    ],
+}
+
+
+@BOTH
+async def test_whatever_a_cell_does_to_its_shell_is_contained_or_said_to_have_lost_it(
+    sandbox: Sandbox, kind: Any
+) -> None:
+    for way in ODD[kind]:
+        session = await sandbox.session(kind)
+        first = await session.run(way, Limits(wall_s=5.0))
+        second, third = [await session.run("echo ok" if kind == "bash" else "print('ok')", LIMITS) for _ in range(2)]
+        assert first.lost or second.lost or second.stdout.text == "ok\n", way
+        assert third.stdout.text == "ok\n", way
+        await session.close()
