@@ -35,7 +35,7 @@ class Reaped(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def reap(root: Path = ROOT) -> Reaped:
-    """Remove what dead supervisors left. Raises SandboxFailure ``no-folder``."""
+    """Remove what dead supervisors left."""
     groups = [path for path in _groups(root) if _is_of_dead(path.name)]
     left: list[str] = []
     processes: list[int] = []
@@ -106,5 +106,6 @@ def _is_ours(path: Path) -> bool:
 
 
 def _folders() -> Iterator[Path]:
-    with contextlib.suppress(FileNotFoundError):
+    # A state folder that cannot be used was not used by anybody.
+    with contextlib.suppress(FileNotFoundError, SandboxFailure):
         yield from (state_folder() / FOLDERS).iterdir()

@@ -11,6 +11,8 @@ import pytest
 
 from headrace.environment import Step
 from headrace.errors import SandboxFailure
+from headrace_sandbox import supervisor
+from headrace_sandbox.reaper import FOLDERS
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import PythonProgram
 from headrace_workers import sandboxes
@@ -77,6 +79,15 @@ async def test_a_runtime_that_cannot_be_made_is_not_tried_for_each_program() -> 
         with pytest.raises(SandboxFailure, match="no bwrap"):
             await worker.runtime()
     assert len(tried) == 1
+
+
+async def test_a_worker_removes_what_killed_ones_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(supervisor.FOLDER_VARIABLE, str(tmp_path / "state"))
+    left = supervisor.state_folder() / FOLDERS / f"{supervisor.me()._replace(began=1)}-1"
+    left.mkdir(parents=True)
+    with pytest.raises(SandboxFailure, match="no runtime"):
+        await sandboxes.open_runtime("of no kind")
+    assert not left.exists()
 
 
 def test_what_a_worker_offers_follows_from_its_sandbox() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar
@@ -20,6 +21,7 @@ import msgspec
 
 from headrace.errors import SandboxFailure
 from headrace_sandbox.client import ServiceRuntime, client_of
+from headrace_sandbox.reaper import reap
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Runtime, Sandbox, Template
 from headrace_sandbox.runtimes.registry import ready_runtime
@@ -50,6 +52,8 @@ async def open_runtime(name: str) -> Runtime:
     """A runtime that passed its self-test, by its name; or the service at an address, such as unix:///path, with the
     token of the variable HEADRACE_SANDBOX_TOKEN. Raises SandboxFailure."""
     if "://" not in name:
+        if sys.platform == "linux":
+            await asyncio.to_thread(reap)  # what workers left that were killed
         return await ready_runtime(name)
     client = client_of(name, token=os.environ.get("HEADRACE_SANDBOX_TOKEN", ""), wait_s=QUEUE_S)
     try:
