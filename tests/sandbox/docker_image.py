@@ -1,6 +1,6 @@
 """Images for tests, made of this machine's own files: no registry is asked.
 
-* Programs come with the libraries that the loader says they need.
+* Programs come with the libraries that the loader says they need; one that this machine has not is left out.
 * ``PYTHON`` has a shell, the usual tools and Python; ``SHELL`` no Python; ``BARE`` no shell either.
 """
 
@@ -51,8 +51,9 @@ def _entry(name: str, kind: bytes, target: str = "", mode: int = 0o755) -> tarfi
 def _files(programs: Iterable[str]) -> dict[str, Path]:
     """By the name inside: programs, their libraries, and Python's standard library where Python is among them."""
     found = {
-        f"usr/bin/{name}": Path(shutil.which(name, path="/usr/bin:/bin:/usr/sbin") or f"/usr/bin/{name}")
+        f"usr/bin/{name}": Path(path)
         for name in programs
+        if (path := shutil.which(name, path="/usr/bin:/bin:/usr/sbin")) is not None
     }
     linked = list(found.values())
     if SYSTEM_PYTHON in linked:
