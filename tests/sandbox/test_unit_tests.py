@@ -97,18 +97,27 @@ async def test_tests_that_cannot_be_run_are_no_fault_of_the_submission(runtime: 
 
 LOOK = """
 import glob, os
+def memory(pid):
+    with open(f'/proc/{pid}/maps') as maps, open(f'/proc/{pid}/mem', 'rb', 0) as mem:
+        for line in maps:
+            place, rights = line.split()[:2]
+            if rights.startswith('rw'):
+                start, end = (int(part, 16) for part in place.split('-'))
+                mem.seek(start)
+                yield mem.read(end - start)
 def look():
     seen = []
-    for name in ('mem', 'environ', 'cmdline', 'fd/0', 'fd/1', 'maps'):
-        for path in glob.glob('/proc/[0-9]*/' + name):
-            if path.split('/')[2] != str(os.getpid()):
-                try: seen.append(open(path, 'rb').read(1 << 20))
-                except OSError: pass
+    for pid in (os.getppid(), 1):
+        try: seen += memory(pid)
+        except OSError: pass
+        for name in ('environ', 'cmdline'):
+            try: seen.append(open(f'/proc/{pid}/{name}', 'rb').read())
+            except OSError: pass
     for folder, _, names in os.walk('/scratch'):
         for name in names:
             try: seen.append(open(os.path.join(folder, name), 'rb').read())
             except OSError: pass
-    return any(b'15227' + b'56' in text for text in seen)
+    return any(str(1234 * 1234).encode() in text for text in seen)
 """
 
 ATTACKS = {
@@ -135,22 +144,15 @@ def square(number): return Any()
     "kills the tests": "import os, signal\ndef square(number): os.kill(os.getppid(), signal.SIGKILL)",
     "stops the tests": "import os, signal\ndef square(number): os.kill(os.getppid(), signal.SIGSTOP)",
     "interrupts the tests": "import os, signal\ndef square(number): os.kill(os.getppid(), signal.SIGINT)",
-    "writes to the output of the tests": """
-import os
+    "writes to the output of the tests, and kills them": """
+import os, signal
 def square(number):
     for path in (f'/proc/{os.getppid()}/fd/1', f'/proc/{os.getppid()}/fd/2', '/proc/1/fd/1'):
         try: open(path, 'w').write('{"test": "test_square", "verdict": "passed", "detail": ""}\\n')
         except OSError: pass
+    os.kill(os.getppid(), signal.SIGKILL)
 """,
     "looks for what is expected": LOOK + "def square(number): return 1522756 if look() else 'not here'",
-    "writes into the memory of the tests": """
-import os
-def square(number):
-    path = f'/proc/{os.getppid()}/mem'
-    try: open(path, 'r+b')
-    except OSError as error: return str(error)
-    return 1522756
-""",
     "patches assert and unittest": """
 import builtins, sys, unittest
 builtins.AssertionError = type('Never', (Exception,), {})
