@@ -61,7 +61,7 @@ PARTS: dict[str, Part] = {
 }
 
 LEAST_TESTS: dict[str, int] = {
-    "bubblewrap": 170,
+    "bubblewrap": 280,
     "cgroups": 13,
     "chaos": 22,
     "chromium": 2,
@@ -69,7 +69,7 @@ LEAST_TESTS: dict[str, int] = {
     "client": 150,
     "docker": 75,
     "e2e": 30,
-    "environments": 135,
+    "environments": 215,
     "gvisor": 80,
     "integrations": 65,
     "orchestrator": 360,
@@ -77,12 +77,12 @@ LEAST_TESTS: dict[str, int] = {
     "policy_conformance": 150,
     "project": 140,
     "reasoning-gym": 10,
-    "sandbox": 300,
+    "sandbox": 370,
     "scheduler": 350,
     "sdk": 490,
     "tiny_policy": 135,
     "vllm": 150,  # of its folder, and of others
     "wasm": 36,
-    "workers": 430,
+    "workers": 480,
 }
 """A little below what there is, so that a test can be removed without ceremony and a folder cannot."""

@@ -153,3 +153,24 @@ def test_a_run_that_needs_a_sandbox_waits_for_a_worker_with_one_and_says_so(plan
     with pytest.raises(NothingToServe, match=r"that offer \['sandbox', 'sandbox:moon'\]"):
         client.pull("waits", timeout_s=0.5)
     assert stored(client, "waits") == []
+
+
+def test_g18_a_task_whose_reference_exhausts_the_grader_is_quarantined_and_never_scored(plant: Plant) -> None:
+    client = plant.client
+    says(plant, r"\boxed{42}")
+    kwargs = {"grader_s": 0.5}
+    tasks = [
+        {"environment": "math:Rows-v0", "kwargs": kwargs, "example": {"problem": "?", "answer": answer}, "id": answer}
+        for answer in ("42", "7^{7^{7^{7}}}")
+    ]
+    retries = {"max_attempts": 2, "quarantine_after": 2}
+    client.create_run({"name": "references", "tasks": tasks, "group_size": 2, "retries": retries, **SPEC})
+    wait_for("the task is quarantined", lambda: client.run("references").quarantined == 1, 60)
+    batch = client.pull("references", timeout_s=90)
+    assert [(t.task.id, reward(t)) for t in batch.trajectories] == [("42", 1.0)] * 2
+    client.ack(batch)
+    failures = [t.failure for t in stored(client, "references") if t.status == "failed"]
+    assert {(failure.layer, failure.kind) for failure in failures if failure} <= {
+        ("environment", "bad-reference"),
+        ("infrastructure", "quarantined"),
+    }
