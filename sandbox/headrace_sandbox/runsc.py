@@ -18,7 +18,7 @@ import signal
 import subprocess
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from headrace.errors import SandboxFailure
 from headrace_sandbox.bwrap import OF_USR, SCRATCH, SYSTEM_FILES
 from headrace_sandbox.cgroups import Cgroup
 from headrace_sandbox.reaper import FOLDERS
-from headrace_sandbox.supervisor import VARIABLE, me, state_folder
+from headrace_sandbox.supervisor import VARIABLE, kill_all, me, pids, state_folder
 
 PART = Path(__file__).parents[2] / "build" / "parts" / "gvisor" / "usr" / "bin" / "runsc"
 """Where ``make parts`` puts it in a checkout."""
@@ -177,7 +177,12 @@ class Container:
         assert self._process.stdout is not None
         self.stdin, self.stdout = self._process.stdin.fileno(), self._process.stdout.fileno()
         self.end = os.pidfd_open(self._process.pid)
-        group.add(self._process.pid)
+        self._is_counted = group.usage().cpu_s is not None
+        try:
+            group.add(self._process.pid)
+        except BaseException:
+            self.close()
+            raise
         os.write(self.stdin, b"\n")
         os.set_blocking(self.stdin, False)
         os.set_blocking(self.stdout, False)
@@ -198,9 +203,11 @@ class Container:
         return self._said.read().decode(errors="replace").strip()
 
     def close(self) -> None:
-        """End it, and remove what is kept of it."""
+        """End it, and remove what is kept of it. Raises SandboxFailure ``unkillable``."""
         self.kill()
         self._process.wait()
+        if not self._is_counted:  # then no group tells when the rest of it is gone, which ends with runsc
+            kill_all(lambda: _running_in(self._folder))
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 with contextlib.suppress(BrokenPipeError):
@@ -208,6 +215,15 @@ class Container:
         self._said.close()
         os.close(self.end)
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _running_in(folder: Path) -> Iterator[int]:
+    """Processes of runsc that keep their state in a folder."""
+    mark = f"--root={folder}/".encode()
+    for pid in pids():
+        with contextlib.suppress(OSError):
+            if any(part.startswith(mark) for part in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")):
+                yield pid
 
 
 def not_made(said: str) -> SandboxFailure:

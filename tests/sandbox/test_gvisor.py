@@ -268,8 +268,8 @@ async def test_sessions_live_on_and_end_with_a_reset(sandbox: GvisorSandbox) -> 
     await sandbox.run(command("rm given; mkdir d; touch /dev/shm/x; ipcmk -Q"), LIMITS)
     await sandbox.reset()
     assert [found.path for found in await sandbox.list()] == ["given"]
-    result = await sandbox.run(command("ls /dev/shm; ls -d /proc/[0-9]* | wc -l; ipcs -q | grep -c 0x"), LIMITS)
-    assert result.stdout.text.split() == ["4", "0"]
+    result = await sandbox.run(command("ls /dev/shm; set -- /proc/[0-9]*; echo $#; ipcs -q | grep -c 0x"), LIMITS)
+    assert result.stdout.text.split() == ["2", "0"]
     with pytest.raises(SandboxFailure, match="closed"):
         await shell.run("true", LIMITS)
 
@@ -357,7 +357,8 @@ async def test_an_image_is_a_folder_with_the_files_of_a_system_and_is_not_change
     assert caught.value.kind == "bad-image"
     image = tmp_path / "image"
     with tarfile.open(fileobj=io.BytesIO(rootfs(["bash", "python3", "cat", "rm"]))) as tar:
-        tar.extractall(image, filter="fully_trusted")
+        tar.extraction_filter = lambda member, path: member  # as it is: it is our own
+        tar.extractall(image)
     (image / "etc" / "motd").write_text("of the image\n")
     sandbox = await gvisor.open(Template(image=str(image), files={"given": b"given\n"}), 60.0)
     script = "cat /etc/motd given; echo x >/tmp/x; echo x >/scratch/x; ! rm /etc/motd && ! type ls"
