@@ -164,6 +164,13 @@ def reap(process: subprocess.Popen[bytes]) -> None:
                 stream.close()
 
 
+def reap_orphan(pidfd: int) -> None:
+    """Reap a process 1 that ended after bubblewrap did, if it became a child of this process: one that is itself
+    process 1 of a container, or reaps for others, is where it waits."""
+    with contextlib.suppress(ChildProcessError):
+        os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
+
+
 def taken(stream: IO[bytes] | None) -> int:
     """The descriptor of a stream, which is closed: the end of the input must be its only end."""
     assert stream is not None

@@ -3,6 +3,7 @@
 * Three drivers: v2 where this process may make groups, v1 as root, and none; which one is found out by trying.
 * A group is used again once nothing runs in it; what it counts begins anew. One that cannot be emptied is not used
   again.
+* Processes that ended and were not reaped yet take no room of the next program's: who reaps may be slow, or not there.
 * Without a driver nothing is counted and only rlimits bound; what is not enforced is not called active.
 * Groups are below one folder and carry the name of the process that made them, so that a later one finds what a killed
   one left.
@@ -19,6 +20,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
+
+import msgspec
 
 from headrace.errors import SandboxFailure
 from headrace_sandbox import supervisor
@@ -38,6 +41,9 @@ program would run into its limit of time by no fault of its own."""
 
 MOST_WEIGHT = 10_000
 """That the kernel takes."""
+
+MOST_PIDS = 1 << 22
+"""That the kernel takes: it has no more process ids."""
 
 V1_CONTROLLERS = ("memory", "pids", "cpu", "cpuacct")
 
@@ -75,6 +81,10 @@ class Cgroup(Protocol):
         """What runs in it."""
         ...
 
+    def counted_pids(self) -> int:
+        """Processes and threads that count in it now, those that ended and were not reaped among them."""
+        ...
+
     def held_bytes(self) -> int | None:
         """Memory of processes and of files in memory that it holds now; None where nothing counts it."""
         ...
@@ -108,7 +118,7 @@ class Groups:
         """A group with these limits, and nothing in it. Raises SandboxFailure ``no-cgroup``."""
         try:
             group = self._clean() or self.driver.make(f"{supervisor.me()}-{next(_numbers)}")
-            group.open(limits)
+            group.open(msgspec.structs.replace(limits, pids=limits.pids + group.counted_pids()))
         except OSError as error:
             raise no_cgroup(error) from error
         return group
@@ -228,6 +238,9 @@ class _NoGroup:
     def pids(self) -> list[int]:
         return []
 
+    def counted_pids(self) -> int:
+        return 0
+
     def held_bytes(self) -> int | None:
         return None
 
@@ -299,7 +312,7 @@ class V1Group:
         _write(self._memory / "memory.limit_in_bytes", limits.memory_bytes)
         if swap.exists():
             _write(swap, limits.memory_bytes)
-        _write(self._pids / "pids.max", limits.pids)
+        _write(self._pids / "pids.max", min(limits.pids, MOST_PIDS))
         _write(self._cpu / "cpu.cfs_period_us", PERIOD_US)
         _write(self._cpu / "cpu.cfs_quota_us", round(limits.cpus * PERIOD_US))
 
@@ -321,6 +334,9 @@ class V1Group:
 
     def pids(self) -> list[int]:
         return sorted({pid for path in self._lists for pid in _listed(path)})
+
+    def counted_pids(self) -> int:
+        return int(_read(f"{self._pids}/pids.current"))
 
     def held_bytes(self) -> int | None:
         stat = _read(self._memory_stat)
@@ -365,7 +381,7 @@ class V2Group:
             _write(folder / "memory.max", limits.memory_bytes)
             if (folder / "memory.swap.max").exists():
                 _write(folder / "memory.swap.max", 0)
-            _write(folder / "pids.max", limits.pids)
+            _write(folder / "pids.max", min(limits.pids, MOST_PIDS))
             _write(folder / "cpu.max", f"{round(limits.cpus * PERIOD_US)} {PERIOD_US}")
             self._limits = limits
         self.count()
@@ -393,6 +409,9 @@ class V2Group:
 
     def pids(self) -> list[int]:
         return list(pids_in(self._folder))
+
+    def counted_pids(self) -> int:
+        return int(_read(self._folder / "pids.current"))
 
     def held_bytes(self) -> int | None:
         stat = _read(self._folder / "memory.stat")

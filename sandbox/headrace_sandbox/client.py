@@ -20,7 +20,7 @@ import msgspec
 
 from headrace.errors import HeadraceError, RequestError, SandboxFailure
 from headrace.problems import GATEWAY_STATUSES, read_problem
-from headrace_sandbox.result import ExecResult, Isolation, Limits
+from headrace_sandbox.result import LONGEST_S, ExecResult, Isolation, Limits, check_range
 from headrace_sandbox.runtimes.base import Command, FileInfo, PythonProgram, SessionKind, Template
 from headrace_sandbox.service import messages
 from headrace_sandbox.service.messages import API, MEDIA_TYPE
@@ -55,8 +55,9 @@ def client_of(
     """The runtime behind an address: ``unix:///path``, or ``http://host:port`` with a token of the role ``sandbox``.
 
     ``owner``: for whom everything is run (a run); owners share fairly. ``repeatable``: programs may be run again if it
-    is not known whether they were. Used in one event loop. Raises SandboxFailure ``bad-address``.
+    is not known whether they were. Used in one event loop. Raises SandboxFailure ``bad-address`` or ``bad-limit``.
     """
+    check_range("wait_s", wait_s, 0, LONGEST_S)
     return ServiceRuntime(_Calls(address, token), owner, wait_s, repeatable)
 
 

@@ -3,13 +3,17 @@
 * A verdict rests on what the supervisor saw from outside: never on text that the program wrote.
 * Output is bytes; of a long one head and tail are kept, and ``truncated`` says so.
 * A program that ran into a limit has the limit named; a fault of ours raises, and is no result.
+* A limit that would bound nothing, or that nothing can run under, is refused before anything is made.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Literal
 
 import msgspec
+
+from headrace.errors import SandboxFailure
 
 LimitName = Literal["time", "cpu", "memory", "pids", "output"]
 """The limit that ended a program, or that it ran into before it failed."""
@@ -19,8 +23,30 @@ Fault = Literal["", "program", "limit"]
 result."""
 
 
+LONGEST_S = sys.float_info.max
+"""Any time that is a number: what is infinite is no time, and NaN is neither more nor less than another."""
+
+MOST = 1 << 62
+"""Of a size; the kernel takes twice that, and runtimes add what they need themselves."""
+
+RANGES: dict[str, tuple[float, float]] = {
+    "wall_s": (sys.float_info.min, LONGEST_S),
+    "cpu_s": (sys.float_info.min, LONGEST_S),
+    "memory_bytes": (1, MOST),
+    "pids": (1, MOST),
+    "cpus": (0.01, 1 << 16),  # the least quota that the kernel takes
+    "kept_bytes": (0, MOST),
+    "output_bytes": (0, MOST),
+    "disk_bytes": (1, MOST),  # to the kernel 0 is no bound
+    "file_bytes": (0, 1 << 40),
+    "open_files": (16, 1024),
+}
+"""Least and most of each limit."""
+
+
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What an execution may use. The defaults suit unit tests and tool calls.
+    """What an execution may use. The defaults suit unit tests and tool calls. Raises SandboxFailure ``bad-limit`` for
+    what is outside ``RANGES``.
 
     ``wall_s``: from the moment that the program starts; waiting for a sandbox and making one do not count.
     ``cpu_s``: of all its processes together; none: as long as the wall clock lets it. ``memory_bytes``: of all its
@@ -39,6 +65,23 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     disk_bytes: int = 16 << 20
     file_bytes: int = 16 << 20
     open_files: int = 256
+
+    def __post_init__(self) -> None:
+        for name, (least, most) in RANGES.items():
+            value = getattr(self, name)
+            if value is not None:
+                check_range(name, value, least, most)
+
+
+def check_range(name: str, value: float, least: float, most: float) -> None:
+    """Raises SandboxFailure ``bad-limit`` for a number that is outside, or none."""
+    if not least <= value <= most:
+        wanted = f"from {least:g} to {most:g}" if most < MOST else "above 0" if 0 < least < 1 else f"at least {least:g}"
+        raise SandboxFailure(
+            f"{name} is {value!r}, and must be {wanted}{'' if most < LONGEST_S else ', and finite'}.",
+            kind="bad-limit",
+            retryable=False,
+        )
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True):

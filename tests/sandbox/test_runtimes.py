@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
 import secrets
 import select
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from headrace.errors import SandboxFailure
 from headrace_sandbox import bwrap
 from headrace_sandbox.cgroups import Groups, NoDriver, find_driver
 from headrace_sandbox.conformance.look import descendants
-from headrace_sandbox.result import Limits, Usage
+from headrace_sandbox.result import RANGES, Limits, Usage
 from headrace_sandbox.runtimes import forkserver
 from headrace_sandbox.runtimes.base import Command, PythonProgram
 from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
@@ -204,6 +207,25 @@ async def test_a_process_1_that_is_killed_from_outside_is_our_failure(run: Run) 
     assert (caught.value.kind, caught.value.retryable) == ("sandbox-lost", True)
 
 
+async def test_no_signal_of_a_program_ends_the_process_that_tells_how_it_ended(run: Run) -> None:
+    code = """
+import os, signal
+for number in signal.valid_signals():
+    os.kill(1, number)
+    signal.pidfd_send_signal(os.pidfd_open(1), number)
+print('alive')
+"""
+    result = await run(code)
+    assert (result.exit_code, result.stdout.text) == (0, "alive\n"), result.stderr.text
+
+
+async def test_a_program_is_interrupted_by_its_own_signal_as_ever(run: Run) -> None:
+    result = await run(
+        "import os, signal\ntry:\n    os.kill(os.getpid(), 2)\nexcept KeyboardInterrupt:\n    print('yes')"
+    )
+    assert result.stdout.text == "yes\n"
+
+
 async def test_a_program_ends_as_the_interpreter_would(run: Run) -> None:
     code = """
 import atexit, threading, time
@@ -228,6 +250,82 @@ async def test_a_request_that_is_too_large_is_refused(forked: ForkServer) -> Non
     with pytest.raises(SandboxFailure) as caught:
         await forked.run(PythonProgram(code="#" * forkserver.MOST_BYTES), Limits())
     assert caught.value.kind == "request-too-large"
+
+
+@pytest.mark.component("cgroups")
+def test_a_process_that_nobody_reaped_takes_no_room_of_the_next_program() -> None:
+    groups = Groups(find_driver())
+    first = groups.take(Limits())
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as unreaped:
+        first.add(unreaped.pid)
+        assert unreaped.stdin is not None
+        unreaped.stdin.close()
+        os.waitid(os.P_PID, unreaped.pid, os.WEXITED | os.WNOWAIT)
+        groups.give_back(first)
+        second = groups.take(Limits(pids=2))
+        assert second is first
+        command = ["sh", "-c", "read line; /bin/echo forked; true"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as forks:
+            second.add(forks.pid)
+            assert forks.communicate(b"go\n")[0] == b"forked\n"
+    groups.give_back(second)
+    groups.close()
+
+
+async def test_process_1_is_reaped_where_it_becomes_a_child_of_the_supervisor() -> None:
+    code = """
+import asyncio, ctypes, os
+from headrace_sandbox.result import Limits
+from headrace_sandbox.runtimes.base import Command
+from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
+
+async def main():
+    runtime = Bubblewrap()
+    for _ in range(3):
+        assert (await runtime.run(Command(arguments=['true']), Limits())).exit_code == 0
+    await runtime.close()
+
+PR_SET_CHILD_SUBREAPER = 36  # as process 1 of a container is
+ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+asyncio.run(main())
+try:
+    os.waitpid(-1, os.WNOHANG)
+except ChildProcessError:
+    print('none left')
+"""
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE)
+    assert (await child.communicate())[0] == b"none left\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("memory_bytes", value) for value in (-1, 0, 1 << 63)),
+        *(("pids", value) for value in (-1, 0)),
+        *(("cpus", value) for value in (-0.00001, 0.0, math.nan, math.inf)),
+        *(("wall_s", value) for value in (-1.0, 0.0, math.nan, math.inf)),
+        *(("cpu_s", value) for value in (-1.0, math.nan)),
+        *(("disk_bytes", value) for value in (-1, 0)),
+        *(("open_files", value) for value in (0, 1 << 20)),
+        ("kept_bytes", -1),
+        ("output_bytes", -1),
+        ("file_bytes", -1),
+    ],
+)
+def test_a_limit_that_bounds_nothing_or_lets_nothing_run_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(SandboxFailure, match=f"{name} is {value}") as caught:
+        Limits(**{name: value})
+    assert (caught.value.kind, caught.value.retryable) == ("bad-limit", False)
+
+
+@pytest.mark.parametrize("name", sorted(RANGES))
+async def test_the_least_and_much_of_a_limit_are_taken(run: Run, name: str) -> None:
+    least, most = RANGES[name]
+    much = min(most, 1 << 15 if name == "pids" else 1 << 40)
+    for value in (least, much):
+        if name not in ("memory_bytes", "wall_s", "cpu_s") or value == much:  # with the least of these it ends at once
+            result = await run("", **{name: type(getattr(Limits(), name) or 0.0)(value)})
+            assert result.exit_code == 0, (value, result.stderr.text)
 
 
 @pytest.mark.component("cgroups")

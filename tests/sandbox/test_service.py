@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import os
 import socket
 import stat
@@ -11,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import aiohttp
+import msgspec
 import pytest
 
 from headrace.errors import SandboxFailure, SetupError
@@ -316,6 +318,26 @@ async def test_a_body_over_the_limit_is_refused(runtime: MemoryRuntime, tmp_path
             await client.run_code(code("x" * 2000), LIMITS)
         assert (caught.value.kind, caught.value.retryable) == ("service-refused", False)
         await client.close()
+
+
+async def test_a_time_or_a_limit_that_is_none_is_refused(client: ServiceRuntime, address: str) -> None:
+    bodies = {
+        "run": {"program": {"code": "1"}, "limits": {"memory_bytes": -1}, "wait_s": 1.0},
+        "sandboxes": {"template": {}, "ttl_s": math.nan, "wait_s": 1.0},
+    }
+    for path, body in bodies.items():
+        with pytest.raises(SandboxFailure, match=r"memory_bytes is -1|ttl_s is nan") as caught:
+            await client._calls._send("POST", f"/v1/{path}", msgspec.msgpack.encode(body), 10.0, is_safe=False)
+        assert (caught.value.kind, caught.value.retryable) == ("bad-limit", False)
+    for ttl_s in (0.0, -1.0, math.inf):
+        with pytest.raises(SandboxFailure, match="ttl_s"):
+            await client.open(TEMPLATE, ttl_s)
+    lease = await client.open(TEMPLATE, 60.0)
+    with pytest.raises(SandboxFailure, match="ttl_s is nan"):
+        await lease.renew(math.nan)
+    await lease.close()
+    with pytest.raises(SandboxFailure, match="wait_s is inf"):
+        client_of(address, wait_s=math.inf)
 
 
 async def test_a_service_that_stops_lets_what_runs_end_and_takes_nothing_new(tmp_path: Path) -> None:

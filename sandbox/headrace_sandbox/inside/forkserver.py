@@ -114,6 +114,7 @@ def be_first(requests: socket.socket, uid: int, gid: int, filter_: bytes) -> Non
     program = os.fork()
     if program == 0:
         be_program(requests, filter_)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which a process 1 does not get, and Python would handle
     requests.send(b"r")
     for descriptor in (0, 1, 2):
         os.close(descriptor)

@@ -13,6 +13,7 @@ import hashlib
 import logging
 import os
 import secrets
+import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
@@ -38,7 +39,7 @@ from headrace_sandbox.pool.messages import (
     Revoke,
     Start,
 )
-from headrace_sandbox.result import ExecResult, Limits
+from headrace_sandbox.result import LONGEST_S, ExecResult, Limits, check_range
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Runtime, Sandbox, Template
 
 log = logging.getLogger("headrace.sandbox")
@@ -101,6 +102,7 @@ class Pool:
     async def lease(self, template: Template, ttl_s: float, *, owner: str = "", wait_s: float = WAIT_S) -> Leased:
         """A sandbox for so long, unless the lease is renewed; closing it gives it back. Raises as ``run``, and
         ``ttl-too-long``."""
+        check_range("ttl_s", ttl_s, sys.float_info.min, LONGEST_S)
         kind = kind_of(template)
         request = Request(
             id=_new_id(), owner=owner, wait_s=wait_s, memory_bytes=kind.memory_bytes, kind=kind, ttl_s=ttl_s
@@ -151,6 +153,7 @@ class Pool:
         return msgspec.structs.replace(result, queue_s=started.queue_s)
 
     async def _ask(self, request: Request) -> Start | Hand:
+        check_range("wait_s", request.wait_s, 0, LONGEST_S)
         answer: asyncio.Future[Start | Hand] = asyncio.get_running_loop().create_future()
         self._answers[request.id] = answer
         self._apply(self._core.ask(request, time.monotonic()))
@@ -180,6 +183,7 @@ class Pool:
     def renew(self, lease: str, ttl_s: float) -> float:
         """The lease lasts so long from now on; gives how long it really does, in seconds. Raises SandboxFailure
         ``lease-over``."""
+        check_range("ttl_s", ttl_s, 0, LONGEST_S)
         granted_s = self._core.renew(lease, ttl_s, time.monotonic())
         if granted_s is None:
             raise over()

@@ -37,8 +37,8 @@ from headrace_sandbox.runtimes.verdicts import admit, isolation_of, result_of, w
 from headrace_sandbox.seccomp import require_filter
 from headrace_sandbox.supervise import KILL_S, Started, ended, supervise
 
-OWN_PIDS = 1
-"""Processes of bubblewrap in a group, beside process 1."""
+OWN_PIDS = 2
+"""Processes of bubblewrap in a group: its own, and process 1."""
 
 MOST_SERVERS = 8
 """Warm interpreters that are kept, each with some children that wait: 10 MB and more."""
@@ -78,6 +78,7 @@ class Bubblewrap:
                 usage = group.usage()
                 if bwrap.was_killed(made.first):
                     verdict = verdict._replace(returncode=None)
+                bwrap.reap_orphan(made.first)
         finally:
             await self._groups.given_back(group)
         return result_of(verdict, usage, start_s, self.isolation)

@@ -36,7 +36,7 @@ from headrace_sandbox.supervise import supervise
 INODES = 10_000
 """Most files of a scratch folder: empty ones take no bytes of it, but memory of the kernel."""
 
-SERVER_LIMITS = Limits(pids=1 << 15, memory_bytes=1 << 30, open_files=1024, file_bytes=1 << 30)
+SERVER_LIMITS = Limits(pids=1 << 15, memory_bytes=1 << 30, open_files=1024, file_bytes=1 << 40)
 """Of the server and all its children together; each execution has its own, far below."""
 
 READY_S = 20.0
