@@ -93,6 +93,32 @@ class Files:
         raise _refused(request, result)
 
 
+class WithFiles:
+    """The calls about files that a sandbox has (``runtimes/base.py``), carried out by its ``_files``."""
+
+    _files: Files
+
+    async def read(self, path: str, most_bytes: int) -> bytes:
+        """A regular file. Raises SandboxFailure."""
+        return await self._files.read(path, most_bytes)
+
+    async def write(self, path: str, content: bytes) -> None:
+        """Write a file. Raises SandboxFailure."""
+        await self._files.write(path, content)
+
+    async def list(self, path: str = "") -> list[FileInfo]:
+        """What a folder holds. Raises SandboxFailure."""
+        return await self._files.list(path)
+
+    async def upload(self, tar: bytes, path: str = "") -> None:
+        """Unpack an archive. Raises SandboxFailure."""
+        await self._files.upload(tar, path)
+
+    async def download(self, path: str, most_bytes: int) -> bytes:
+        """A folder as an archive. Raises SandboxFailure."""
+        return await self._files.download(path, most_bytes)
+
+
 def _folder(path: str) -> str:
     return checked_path(path) if path else ""
 

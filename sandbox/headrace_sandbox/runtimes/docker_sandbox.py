@@ -20,9 +20,9 @@ from typing import Any
 import msgspec
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox.files import Files
+from headrace_sandbox.files import Files, WithFiles
 from headrace_sandbox.result import ExecResult, Isolation, Limits, Output, Usage
-from headrace_sandbox.runtimes.base import Command, FileInfo, Session, SessionKind, Template
+from headrace_sandbox.runtimes.base import Command, Session, SessionKind, Template
 from headrace_sandbox.runtimes.docker_container import Image
 from headrace_sandbox.runtimes.docker_daemon import READ_BYTES, NotRunning, Streams
 from headrace_sandbox.runtimes.docker_exec import Brought, Container, to_end, told, unkillable
@@ -44,7 +44,7 @@ CLEARINGS = 3
 PUT_LIMITS = Limits(wall_s=60.0, kept_bytes=4096, output_bytes=1 << 20)
 
 
-class DockerSandbox:
+class DockerSandbox(WithFiles):
     """The sandbox. ``make`` makes containers of its template; ``given_up`` gets those that could not be ended."""
 
     def __init__(
@@ -110,26 +110,6 @@ class DockerSandbox:
         await session.start()
         self._sessions.add(session)
         return session
-
-    async def read(self, path: str, most_bytes: int) -> bytes:
-        """A regular file. Raises SandboxFailure."""
-        return await self._files.read(path, most_bytes)
-
-    async def write(self, path: str, content: bytes) -> None:
-        """Write a file. Raises SandboxFailure."""
-        await self._files.write(path, content)
-
-    async def list(self, path: str = "") -> list[FileInfo]:
-        """What a folder holds. Raises SandboxFailure."""
-        return await self._files.list(path)
-
-    async def upload(self, tar: bytes, path: str = "") -> None:
-        """Unpack an archive. Raises SandboxFailure."""
-        await self._files.upload(tar, path)
-
-    async def download(self, path: str, most_bytes: int) -> bytes:
-        """A folder as an archive. Raises SandboxFailure."""
-        return await self._files.download(path, most_bytes)
 
     async def reset(self) -> None:
         """Make it anew, for the time that it has left; its sessions are closed. Raises SandboxFailure."""

@@ -24,10 +24,10 @@ import msgspec
 from headrace.errors import SandboxFailure
 from headrace_sandbox.bwrap import environment, too_large
 from headrace_sandbox.cgroups import Cgroup, Groups, since
-from headrace_sandbox.files import Files
+from headrace_sandbox.files import Files, WithFiles
 from headrace_sandbox.result import ExecResult, Isolation, Limits, Output, Usage
 from headrace_sandbox.runsc import Container, Runsc
-from headrace_sandbox.runtimes.base import Command, FileInfo, Session, SessionKind, Template
+from headrace_sandbox.runtimes.base import Command, Session, SessionKind, Template
 from headrace_sandbox.runtimes.guest import END_S, Guest, Program, first_command
 from headrace_sandbox.runtimes.verdicts import limit_hit, result_of, sandbox_lost, weak_limits
 from headrace_sandbox.sessions import HostedSession, Parts
@@ -61,7 +61,7 @@ class Surroundings(NamedTuple):
     isolation: Isolation
 
 
-class GvisorSandbox:
+class GvisorSandbox(WithFiles):
     """The sandbox. ``id`` is not known inside."""
 
     def __init__(self, around: Surroundings, template: Template, ttl_s: float) -> None:
@@ -110,26 +110,6 @@ class GvisorSandbox:
         await hosted.start()
         self._sessions.add(hosted)
         return GvisorSession(self, hosted)
-
-    async def read(self, path: str, most_bytes: int) -> bytes:
-        """A regular file. Raises SandboxFailure."""
-        return await self._files.read(path, most_bytes)
-
-    async def write(self, path: str, content: bytes) -> None:
-        """Write a file. Raises SandboxFailure."""
-        await self._files.write(path, content)
-
-    async def list(self, path: str = "") -> list[FileInfo]:
-        """What a folder holds. Raises SandboxFailure."""
-        return await self._files.list(path)
-
-    async def upload(self, tar: bytes, path: str = "") -> None:
-        """Unpack an archive. Raises SandboxFailure."""
-        await self._files.upload(tar, path)
-
-    async def download(self, path: str, most_bytes: int) -> bytes:
-        """A folder as an archive. Raises SandboxFailure."""
-        return await self._files.download(path, most_bytes)
 
     async def reset(self) -> None:
         """Make it anew, for the time that it has left; its sessions are closed. Raises SandboxFailure."""

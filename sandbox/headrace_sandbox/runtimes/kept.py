@@ -29,10 +29,10 @@ from headrace.errors import SandboxFailure
 from headrace_sandbox import bwrap
 from headrace_sandbox.bwrap import SCRATCH, SPARE_PIDS, Bwrap
 from headrace_sandbox.cgroups import Cgroup, Groups, since
-from headrace_sandbox.files import Files
+from headrace_sandbox.files import Files, WithFiles
 from headrace_sandbox.result import ExecResult, Isolation, Limits
 from headrace_sandbox.runtimes import inside
-from headrace_sandbox.runtimes.base import Command, FileInfo, Session, SessionKind, Template, not_offered
+from headrace_sandbox.runtimes.base import Command, Session, SessionKind, Template, not_offered
 from headrace_sandbox.runtimes.verdicts import processors, result_of, sandbox_lost, weak_limits
 from headrace_sandbox.sessions import HostedSession, Parts
 from headrace_sandbox.supervise import Started, ended, supervise
@@ -73,7 +73,7 @@ class Surroundings(NamedTuple):
     programs: Mapping[str, bytes]
 
 
-class KeptSandbox:
+class KeptSandbox(WithFiles):
     """The sandbox. ``id`` is not known inside."""
 
     def __init__(self, around: Surroundings, template: Template, ttl_s: float) -> None:
@@ -125,26 +125,6 @@ class KeptSandbox:
         await session.start()
         self._sessions.add(session)
         return session
-
-    async def read(self, path: str, most_bytes: int) -> bytes:
-        """A regular file. Raises SandboxFailure."""
-        return await self._files.read(path, most_bytes)
-
-    async def write(self, path: str, content: bytes) -> None:
-        """Write a file. Raises SandboxFailure."""
-        await self._files.write(path, content)
-
-    async def list(self, path: str = "") -> list[FileInfo]:
-        """What a folder holds. Raises SandboxFailure."""
-        return await self._files.list(path)
-
-    async def upload(self, tar: bytes, path: str = "") -> None:
-        """Unpack an archive. Raises SandboxFailure."""
-        await self._files.upload(tar, path)
-
-    async def download(self, path: str, most_bytes: int) -> bytes:
-        """A folder as an archive. Raises SandboxFailure."""
-        return await self._files.download(path, most_bytes)
 
     async def reset(self) -> None:
         """Make it anew, for the time that it has left; its sessions are closed. Raises SandboxFailure."""
