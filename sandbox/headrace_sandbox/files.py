@@ -130,7 +130,7 @@ def _refused(request: dict[str, Any], result: ExecResult) -> SandboxFailure:
     except (ValueError, TypeError, KeyError, RecursionError):
         if result.limit is not None:
             # Files in memory count as the sandbox's memory.
-            kind = "disk-full" if result.limit == "memory" else "limit"
+            kind = "disk-full" if result.limit in ("memory", "disk") else "limit"
             message = f"It ran into the sandbox's limit of {result.limit}."
         else:
             kind, message = "files-failed", f"It ended with {result.exit_code}: {result.stderr.text.strip()[-300:]}."

@@ -15,7 +15,7 @@ import msgspec
 
 from headrace.errors import SandboxFailure
 
-LimitName = Literal["time", "cpu", "memory", "pids", "output"]
+LimitName = Literal["time", "cpu", "memory", "pids", "output", "disk"]
 """The limit that ended a program, or that it ran into before it failed."""
 
 Fault = Literal["", "program", "limit"]
@@ -111,12 +111,14 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """What all processes of an execution used, as the kernel counted it; None where nothing counts it here.
 
     ``memory_kills``: processes that the kernel killed for memory. ``refused_pids``: forks that it refused.
+    ``disk_full``: its scratch folder was full when it failed, in bytes or in number of files.
     """
 
     cpu_s: float | None = None
     peak_memory_bytes: int | None = None
     memory_kills: int = 0
     refused_pids: int = 0
+    disk_full: bool = False
 
 
 class Isolation(msgspec.Struct, frozen=True, kw_only=True):

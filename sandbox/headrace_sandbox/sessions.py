@@ -18,6 +18,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from headrace.errors import SandboxFailure
 from headrace_sandbox.capture import Capture
 from headrace_sandbox.cgroups import since
@@ -119,7 +121,7 @@ class HostedSession:
         finally:
             self._is_in_cell = False
         wall_s = time.monotonic() - begun_at
-        usage = since(before, self._parts.usage())
+        usage = msgspec.structs.replace(since(before, self._parts.usage()), disk_full=end.disk_full)
         is_killed = limit is not None
         if limit is None and end.status != 0:
             limit = limit_hit(usage)
@@ -195,6 +197,7 @@ class _TooMuchError(Exception):
 class _End(NamedTuple):
     status: int | None
     lost: str | None
+    disk_full: bool = False
 
 
 class _Heard:
@@ -243,7 +246,8 @@ def _end_of(payload: bytes) -> _End:
     try:
         said = json.loads(payload)
         status = int(said["status"])
-        return _End(status if abs(status) <= MOST_STATUS else None, str(said["lost"])[:500] or None)
+        lost = str(said["lost"])[:500] or None
+        return _End(status if abs(status) <= MOST_STATUS else None, lost, bool(said["disk_full"]))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise bad_frame() from error
 

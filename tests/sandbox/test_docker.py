@@ -211,6 +211,17 @@ async def test_a_fork_bomb_runs_into_the_limit_of_processes(code: Code) -> None:
     assert result.usage.refused_pids > 0
 
 
+async def test_what_fails_while_its_scratch_folder_is_full_ran_into_its_disk(code: Code, docker: Served) -> None:
+    fill = "import os\ntry:\n    open('x', 'wb').write(bytes(2 << 20))\nexcept OSError:\n    pass\n"
+    for text, expected in (
+        (f"{fill}raise SystemExit(3)", (3, "disk", "limit")),
+        (fill, (0, None, "")),
+        (f"{fill}os.unlink('x')\nraise SystemExit(3)", (3, None, "program")),
+    ):
+        result = await code(text, disk_bytes=1 << 20)
+        assert (result.exit_code, result.limit, result.fault) == expected
+
+
 async def test_what_a_program_leaves_in_the_background_holds_nobody_up(runtime: Docker) -> None:
     mark = secrets.token_hex(8)
     script = "(setsid sleep 300 >/dev/null 2>&1 &); sleep 300 & (sleep 9; echo late) & echo started"

@@ -128,6 +128,20 @@ async def test_processes_are_bounded_inside_and_the_kernel_survives_it(gvisor: G
     assert (result.exit_code, result.limit, result.fault) == (1, "pids", "limit")
 
 
+async def test_what_fails_in_a_full_sandbox_ran_into_its_disk(gvisor: Gvisor) -> None:
+    sandbox = await gvisor.open(Template(limits=Limits(disk_bytes=1 << 20)), 60.0)
+    session = await sandbox.session("bash")
+    assert (await session.run("false", LIMITS)).limit is None
+    result = await sandbox.run(Command(arguments=["sh", "-c", "head -c 2000000 /dev/zero >x; exit 3"]), LIMITS)
+    assert (result.exit_code, result.limit, result.fault) == (3, "disk", "limit")
+    result = await session.run("false", LIMITS)
+    assert (result.exit_code, result.limit, result.fault) == (1, "disk", "limit")
+    assert (await sandbox.run(Command(arguments=["true"]), LIMITS)).limit is None
+    result = await sandbox.run(Command(arguments=["sh", "-c", "rm x; exit 3"]), LIMITS)
+    assert (result.exit_code, result.limit, result.fault) == (3, None, "program")
+    await sandbox.close()
+
+
 @pytest.mark.component("cgroups")
 async def test_a_kernel_that_the_machine_refuses_a_thread_ran_into_the_limit_of_its_program(
     gvisor: Gvisor, monkeypatch: pytest.MonkeyPatch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -88,6 +89,10 @@ async def test_time_output_and_size_of_files_are_bounded(process: Process) -> No
         PythonProgram(code="open('x', 'wb').truncate(1 << 40)"), Limits(wall_s=20, file_bytes=1 << 20)
     )
     assert "File too large" in large.stderr.text
+    signalled = await process.run(
+        Command(arguments=["dd", "if=/dev/zero", "of=x", "bs=2M", "count=1"]), Limits(wall_s=20, file_bytes=1 << 20)
+    )
+    assert (signalled.signal, signalled.limit, signalled.fault) == (signal.SIGXFSZ, "disk", "limit")
 
 
 async def test_what_was_used_is_counted_from_outside(process: Process) -> None:

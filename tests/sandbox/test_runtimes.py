@@ -246,6 +246,42 @@ async def test_memory_of_the_program_before_is_no_limit_of_the_next(run: Run) ->
         assert full.usage.peak_memory_bytes > 56 << 20
 
 
+FULL = """
+import os
+try:
+    with open('x', 'wb') as file:
+        file.write(bytes(2 << 20))
+except OSError as error:
+    print(error.strerror, flush=True)
+"""
+
+
+async def test_a_program_that_fails_while_its_scratch_folder_is_full_ran_into_its_disk(run: Run) -> None:
+    for code, expected in (
+        (f"{FULL}raise SystemExit(3)", (3, "disk", "limit")),
+        (f"{FULL}os.kill(os.getpid(), 9)", (None, "disk", "limit")),
+        (FULL, (0, None, "")),
+        (f"{FULL}os.unlink('x')\nraise SystemExit(3)", (3, None, "program")),  # it made room: it failed by itself
+    ):
+        result = await run(code, disk_bytes=1 << 20)
+        assert result.stdout.text == "No space left on device\n", result.stderr.text
+        assert (result.exit_code, result.limit, result.fault) == expected
+    alone = await run("1 / 0", disk_bytes=1 << 20)
+    assert (alone.exit_code, alone.limit, alone.fault) == (1, None, "program")
+
+
+async def test_a_program_that_the_size_of_a_file_ended_ran_into_its_disk(run: Run) -> None:
+    code = "import signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_DFL)\nopen('x', 'wb').write(bytes(2 << 20))"
+    result = await run(code, file_bytes=1 << 20)
+    assert (result.signal, result.limit, result.fault) == (signal.SIGXFSZ, "disk", "limit")
+
+
+async def test_a_fork_may_have_so_many_files_and_then_ran_into_its_disk(forked: ForkServer) -> None:
+    code = "for number in range(20_000):\n    open(f'{number}', 'w').close()"
+    result = await forked.run(PythonProgram(code=code), Limits(wall_s=20))
+    assert (result.exit_code, result.limit, result.fault) == (1, "disk", "limit")
+
+
 async def test_a_request_that_is_too_large_is_refused(forked: ForkServer) -> None:
     with pytest.raises(SandboxFailure) as caught:
         await forked.run(PythonProgram(code="#" * forkserver.MOST_BYTES), Limits())

@@ -97,6 +97,23 @@ async def test_a_command_has_its_input_files_environment_and_its_own_verdict(san
     assert (result.limit, result.fault) == ("output", "limit")
 
 
+async def test_what_fails_in_a_full_sandbox_ran_into_its_disk(fresh: Bubblewrap) -> None:
+    sandbox = await fresh.open(Template(limits=Limits(disk_bytes=1 << 20)), 60.0)
+    session = await sandbox.session("bash")
+    fill, clear = python("open('x', 'wb').write(bytes(2 << 20))"), Command(arguments=["rm", "x"])
+    assert (await session.run("false", LIMITS)).limit is None
+    result = await sandbox.run(fill, LIMITS)
+    assert (result.exit_code, result.limit, result.fault) == (1, "disk", "limit")
+    result = await session.run("cp x y", LIMITS)
+    assert (result.exit_code, result.limit, result.fault) == (1, "disk", "limit")
+    with pytest.raises(SandboxFailure) as caught:
+        await sandbox.read("none", 1)
+    assert caught.value.kind == "no-such-file"  # what is known of its end counts, and not the disk
+    assert (await session.run("true", LIMITS)).limit is None
+    assert (await sandbox.run(clear, LIMITS)).limit is None
+    assert (await session.run("rm y; false", LIMITS)).limit is None
+
+
 @pytest.mark.component("cgroups")
 async def test_limits_are_those_of_the_whole_sandbox(fresh: Bubblewrap) -> None:
     sandbox = await fresh.open(Template(limits=Limits(memory_bytes=64 << 20, pids=20)), 60.0)

@@ -247,7 +247,7 @@ def write(n):
 async def test_its_folder_is_bounded(wasm: Wasm, monkeypatch: pytest.MonkeyPatch, temporary: Path, code: str) -> None:
     monkeypatch.setattr(runtime_wasm, "ENTRIES", 100)
     result = await execute(wasm, FULL + code, disk_bytes=8 << 20, file_bytes=1 << 30)
-    assert result.fault == "program"
+    assert (result.exit_code, result.limit, result.fault) == (1, "disk", "limit")
     assert "No space left on device" in result.stderr.text
     assert list(temporary.iterdir()) == []
 
@@ -279,9 +279,17 @@ def deep(top, levels, name='x' * 200):
 )
 async def test_its_folder_is_bounded_however_deep_it_is(wasm: Wasm, temporary: Path, code: str) -> None:
     result = await execute(wasm, DEEP + code, disk_bytes=8 << 20, file_bytes=1 << 30)
-    assert result.fault == "program"
+    assert (result.limit, result.fault) == ("disk", "limit")
     assert "No space left on device" in result.stderr.text
     assert list(temporary.iterdir()) == []
+
+
+async def test_what_it_was_refused_is_no_limit_where_it_ended_well(wasm: Wasm) -> None:
+    caught = "try:\n    for n in range(40): write(n)\nexcept OSError as error:\n    print(error.strerror)"
+    result = await execute(wasm, FULL + caught, disk_bytes=8 << 20)
+    assert (said(result), result.limit, result.fault) == ("No space left on device", None, "")
+    alone = await execute(wasm, "1 / 0", disk_bytes=8 << 20)
+    assert (alone.exit_code, alone.limit, alone.fault) == (1, None, "program")
 
 
 async def test_what_it_deletes_and_writes_over_is_not_counted_twice(wasm: Wasm) -> None:

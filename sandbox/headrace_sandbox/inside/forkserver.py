@@ -12,7 +12,8 @@ one, and each process 1 that it forks, tell with their credentials where they ar
 * ``r``: a process 1 is there, and a child of it waits for a request: the descriptors stdin, stdout, stderr and a file
   with JSON;
 * ``f`` and why: that child could not be isolated, and ran nothing;
-* ``e`` and four bytes: the program ended with this wait status; without it process 1 was killed;
+* ``e`` and eight bytes: the program ended with this wait status, and whether its scratch folder was full then, if it
+  failed; without it process 1 was killed;
 * ``g``: process 1 is gone, and with it everything that the program started.
 """
 
@@ -43,6 +44,7 @@ from headrace_sandbox.inside.isolation import (
     PR_SET_PDEATHSIG,
     bring_loopback_up,
     give_up_privileges,
+    is_full,
     limit,
     make_mounts_private,
     map_user,
@@ -121,7 +123,7 @@ def be_first(requests: socket.socket, uid: int, gid: int, filter_: bytes) -> Non
     while True:
         pid, status = os.wait()
         if pid == program:
-            requests.send(b"e" + struct.pack("=I", status))
+            requests.send(b"e" + struct.pack("=II", status, status != 0 and is_full("/scratch")))
             return
 
 

@@ -33,6 +33,7 @@ from headrace_sandbox.inside.isolation import (
     PR_SET_DUMPABLE,
     default_signals,
     give_up_privileges,
+    is_full,
     libc,
     limit,
     make_mounts_private,
@@ -44,7 +45,7 @@ from headrace_sandbox.inside.isolation import (
 HEADER = struct.Struct(">BII")
 START, INPUT, KILL = 1, 2, 3
 READY, STARTED, STDOUT, STDERR, TOOK, ENDED, FAILED = 1, 2, 3, 4, 5, 6, 7
-END = struct.Struct(">iI")  # wait status, or -1 if it is not known; how many threads were left
+END = struct.Struct(">iI?")  # wait status, or -1 if unknown; threads left; whether it failed with a full scratch folder
 
 MNT_DETACH = 2
 MOST_FILES = 1024  # of this process
@@ -224,7 +225,7 @@ class Server:
         self.close_input(program)
         del self.programs[program.number]
         if program.report[:1] == b"s":
-            send(ENDED, program.number, program.report[1:] or END.pack(-1, 0))
+            send(ENDED, program.number, program.report[1:] or END.pack(-1, 0, False))
         else:
             send(FAILED, program.number)
         if self.spare is None:
@@ -284,7 +285,7 @@ class First:
         while True:
             pid, status = os.wait()
             if pid == program:
-                os.write(TOLD, END.pack(status, threads_left()))
+                os.write(TOLD, END.pack(status, threads_left(), status != 0 and is_full(SCRATCH)))
                 os._exit(0)
 
     def be_program(self) -> int:

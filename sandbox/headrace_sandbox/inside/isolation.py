@@ -69,6 +69,12 @@ def mount_memory(folder: str, size_bytes: int, inodes: int) -> None:
     must(libc.mount(b"tmpfs", folder.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, options), f"mount {folder}")
 
 
+def is_full(folder: str | int) -> bool:
+    """Whether nothing more fits in, of bytes or of files; a count of 0 is no bound."""
+    found = os.statvfs(folder)
+    return bool((found.f_blocks and not found.f_bavail) or (found.f_files and not found.f_favail))
+
+
 def make_read_only(folder: str) -> None:
     """In this namespace of mounts; pipes in it can be written to nevertheless."""
     flags = MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV

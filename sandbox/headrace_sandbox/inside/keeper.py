@@ -7,8 +7,9 @@
 
 A request is one packet on standard input, a socket: descriptors of a file with the request, JSON, of a socket to the
 supervisor, and of what the request needs. On that socket the process 1 of what was started says ``first``, with its
-credentials, and gets a byte; a process that the sandbox's control group shall bound says ``member`` likewise; and a
-wait status, four bytes, says how it ended. No status means that it was killed.
+credentials, and gets a byte; a process that the sandbox's control group shall bound says ``member`` likewise; and eight
+bytes say how it ended: its wait status, and whether the scratch folder was full then, if it failed. Without them it was
+killed.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from headrace_sandbox.inside.isolation import (
     PR_SET_PDEATHSIG,
     default_signals,
     give_up_privileges,
+    is_full,
     libc,
     limit,
     make_mounts_private,
@@ -127,7 +129,7 @@ def be_first(asked: Asked) -> None:
     while True:
         pid, status = os.wait()
         if pid == program:
-            asked.supervisor.send(struct.pack("=I", status))
+            asked.supervisor.send(struct.pack("=II", status, status != 0 and is_full(SCRATCH)))
             return
 
 

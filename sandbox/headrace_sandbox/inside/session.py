@@ -31,7 +31,7 @@ import time
 from collections.abc import Callable
 
 from headrace_sandbox.inside import cells
-from headrace_sandbox.inside.isolation import PR_SET_CHILD_SUBREAPER, default_signals, prctl
+from headrace_sandbox.inside.isolation import PR_SET_CHILD_SUBREAPER, default_signals, is_full, prctl
 
 TYPE_CHECKING = False  # the module `typing` would be half a megabyte in every sandbox
 if TYPE_CHECKING:
@@ -145,7 +145,8 @@ class Host:
         self._tell_end(status)
 
     def _tell_end(self, status: int) -> None:
-        self._tell(b"x", json.dumps({"status": status, "lost": self._why}).encode())
+        full = status != 0 and is_full(".")  # this stays where it began, in the scratch folder
+        self._tell(b"x", json.dumps({"status": status, "lost": self._why, "disk_full": full}).encode())
         self._why = ""
 
     def _reap(self) -> None:

@@ -28,12 +28,14 @@ import msgspec
 from headrace_sandbox import bwrap
 from headrace_sandbox.bwrap import SCRATCH, Bwrap
 from headrace_sandbox.cgroups import Cgroup, Driver, Groups, find_driver
+from headrace_sandbox.inside.isolation import is_full
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes import inside
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template, checked_path, not_offered
 from headrace_sandbox.runtimes.forkserver import ForkServer
 from headrace_sandbox.runtimes.kept import MODULES, KeptSandbox, Surroundings
 from headrace_sandbox.runtimes.verdicts import admit, isolation_of, result_of, weak_limits
+from headrace_sandbox.scratch import scratch_come
 from headrace_sandbox.seccomp import require_filter
 from headrace_sandbox.supervise import KILL_S, Started, ended, supervise
 
@@ -76,6 +78,8 @@ class Bubblewrap:
                     raise bwrap.not_made(verdict.stderr.text.strip())
                 await ended(made.first, KILL_S)
                 usage = group.usage()
+                if made.scratch is not None and verdict.returncode != 0:
+                    usage = msgspec.structs.replace(usage, disk_full=is_full(made.scratch))
                 if bwrap.was_killed(made.first):
                     verdict = verdict._replace(returncode=None)
                 bwrap.reap_orphan(made.first)
@@ -167,6 +171,8 @@ class Bubblewrap:
         if pidfd is None:
             process.kill()
             raise bwrap.not_made(process.communicate()[1].decode(errors="replace").strip())
+        assert child is not None
+        scratch = await scratch_come(child, pidfd, stack)
         group.count()
         os.write(go, b"x")
         started = Started(
@@ -178,16 +184,17 @@ class Bubblewrap:
             kill=lambda: bwrap.kill(pidfd),
             cpu_s=lambda: group.usage().cpu_s,
         )
-        return _Made(started, pidfd, waits)
+        return _Made(started, pidfd, waits, scratch)
 
 
 class _Made(NamedTuple):
     """A sandbox whose program may begin. ``first``: a descriptor of its process 1. ``waits``: where bubblewrap waits
-    until it may."""
+    until it may. ``scratch``: its scratch folder, if that can be seen."""
 
     started: Started
     first: int
     waits: int
+    scratch: int | None
 
 
 def _join(group: Cgroup, pid: int) -> None:

@@ -22,11 +22,13 @@ import msgspec
 from headrace.errors import SandboxFailure
 from headrace_sandbox.bwrap import SCRATCH
 from headrace_sandbox.cgroups import Cgroup, group_of, since
+from headrace_sandbox.inside.isolation import is_full
 from headrace_sandbox.result import ExecResult, Isolation, Limits, Output, Usage
 from headrace_sandbox.runtimes import docker_container as made
 from headrace_sandbox.runtimes.docker_daemon import READ_BYTES, Daemon, NotRunning, Streams
 from headrace_sandbox.runtimes.docker_watch import Seen, Watch, dropped
 from headrace_sandbox.runtimes.verdicts import result_of, sandbox_lost
+from headrace_sandbox.scratch import scratch_of
 from headrace_sandbox.supervise import Verdict
 
 T = TypeVar("T")
@@ -97,6 +99,8 @@ class Container:
         self._group: Cgroup | None = None
         self._used = Usage()
         self._leash: Streams | None = None
+        self._held = contextlib.ExitStack()
+        self._scratch: int | None = None
         self.name = f"headrace-{uuid.uuid4().hex[:16]}"
 
     async def make(self) -> None:
@@ -116,6 +120,8 @@ class Container:
 
     async def remove(self) -> bool:
         """End and remove it, if it is still there; whether it is gone. Raises SandboxFailure ``daemon-unreachable``."""
+        self._held.close()
+        self._scratch = None
         if self._leash is not None:
             self._leash.end()
         removing = asyncio.ensure_future(self._removed())
@@ -263,6 +269,11 @@ class Container:
         return State(found["Running"], found["OOMKilled"], found["ExitCode"])
 
     @property
+    def is_disk_full(self) -> bool:
+        """Whether its scratch folder is full, as far as it can be seen from here."""
+        return self._scratch is not None and is_full(self._scratch)
+
+    @property
     def is_counted(self) -> bool:
         """Whether what is used can be seen from here."""
         return self._group is not None
@@ -273,7 +284,11 @@ class Container:
     async def _started(self) -> None:
         await self._daemon.call(lambda client: client.start(self.name))
         found = await self._daemon.call(lambda client: client.inspect_container(self.name))
-        self._group = group_of(found["State"]["Pid"], found["Id"])
+        pid = found["State"]["Pid"]
+        self._group = group_of(pid, found["Id"])
+        if self._group is not None:
+            with contextlib.suppress(FileNotFoundError):
+                self._scratch = scratch_of(pid, self._held)
 
     async def _exec(self, arguments: Sequence[str], variables: Sequence[str]) -> tuple[str, Streams]:
         found = await self._daemon.call(
@@ -357,8 +372,11 @@ def told(container: Container, ended: Ended, begun_at: float, isolation: Isolati
     if container.is_counted:
         isolation = msgspec.structs.replace(isolation, active=[*isolation.active, "cpu_s"])
     start_s = max(0.0, time.monotonic() - begun_at - seen.wall_s)
+    usage = ended.usage
+    if ended.returncode != 0:
+        usage = msgspec.structs.replace(usage, disk_full=container.is_disk_full)
     verdict = Verdict(ended.returncode, seen.limit, seen.stdout, seen.stderr, seen.wall_s)
-    return msgspec.structs.replace(result_of(verdict, ended.usage, start_s, isolation), lost=ended.lost)
+    return msgspec.structs.replace(result_of(verdict, usage, start_s, isolation), lost=ended.lost)
 
 
 def unkillable() -> SandboxFailure:

@@ -41,7 +41,7 @@ MODULES = ("isolation", "cells", "files", "session", "guest")
 HEADER = struct.Struct(">BII")
 START, INPUT, KILL = 1, 2, 3
 READY, STARTED, STDOUT, STDERR, TOOK, ENDED, FAILED = 1, 2, 3, 4, 5, 6, 7
-END = struct.Struct(">iI")
+END = struct.Struct(">iI?")
 
 CHUNK = 64 << 10
 
@@ -60,10 +60,11 @@ ALONE_S = 1.0
 
 class Ended(NamedTuple):
     """How a program ended. ``returncode``: as ``subprocess`` has it; None if nobody could tell. ``left``: how many
-    processes and threads there were beside it."""
+    processes and threads there were beside it. ``disk_full``: it failed while its scratch folder was full."""
 
     returncode: int | None
     left: int
+    disk_full: bool = False
 
 
 class Program:
@@ -268,9 +269,9 @@ class Guest:
         elif kind == TOOK:
             self._await_input(program)
         elif kind == ENDED:
-            status, left = END.unpack(content)
+            status, left, full = END.unpack(content)
             _settle(program.started, None)
-            self._finish(program, Ended(os.waitstatus_to_exitcode(status) if status >= 0 else None, left))
+            self._finish(program, Ended(os.waitstatus_to_exitcode(status) if status >= 0 else None, left, full))
         elif kind == FAILED:
             _settle(program.started, not_made("its first process could not start a program"))
             self._finish(program, Ended(None, 0))

@@ -148,6 +148,8 @@ class GvisorSandbox(WithFiles):
         started = kernel.guest.started(program, lambda: since(before, kernel.usage()).cpu_s)
         verdict = await supervise(started, stdin, limits)
         usage = since(before, kernel.usage())
+        if program.ended is not None and program.ended.disk_full:
+            usage = msgspec.structs.replace(usage, disk_full=True)
         if program.ended is not None and program.ended.left + 1 >= self._template.limits.pids:
             usage = msgspec.structs.replace(usage, refused_pids=max(1, usage.refused_pids))
         if not kernel.guest.is_gone or verdict.returncode is not None:

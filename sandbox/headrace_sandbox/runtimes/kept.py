@@ -25,6 +25,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
+import msgspec
+
 from headrace.errors import SandboxFailure
 from headrace_sandbox import bwrap
 from headrace_sandbox.bwrap import SCRATCH, SPARE_PIDS, Bwrap
@@ -60,7 +62,8 @@ END_S = 5.0
 
 CREDENTIALS = struct.Struct("3i")
 
-STATUS_BYTES = 4
+END = struct.Struct("=II")
+"""Wait status, and whether the scratch folder was full."""
 
 
 class Surroundings(NamedTuple):
@@ -163,6 +166,7 @@ class KeptSandbox(WithFiles):
             verdict = await supervise(started, stdin, limits)
             usage = since(before, keeper.group.usage())
             await inner.gone()
+            usage = msgspec.structs.replace(usage, disk_full=inner.disk_full)
         if verdict.returncode is None and (gone := inner.failure or self._gone()) is not None:
             raise gone
         return result_of(verdict, usage, start_s, self.isolation)
@@ -340,12 +344,14 @@ class _Keeper:
 
 class _Inner:
     """What a keeper started: its process 1, and those that want to be bounded. ``end`` is a descriptor that becomes
-    readable when its program ended, or when nobody is left to tell; ``status`` is then how, or None. ``lets_all_go``:
-    whoever wants to be bounded goes on once it is; else it waits for ``go``."""
+    readable when its program ended, or when nobody is left to tell; ``status`` is then how, or None, and ``disk_full``
+    whether it failed with a full scratch folder. ``lets_all_go``: whoever wants to be bounded goes on once it is; else
+    it waits for ``go``."""
 
     def __init__(self, ours: socket.socket, bounds: _Bounds, stack: contextlib.ExitStack) -> None:
         self.end = os.eventfd(0)
         self.status: int | None = None
+        self.disk_full = False
         self.failure: SandboxFailure | None = None
         self.lets_all_go = False
         self._socket = ours
@@ -407,8 +413,9 @@ class _Inner:
             self._first.set_result(pidfd)
         elif data == b"member":
             self._admitting = self._loop.create_task(self._admit(_sender(ancillary)))
-        elif len(data) == STATUS_BYTES:
-            self.status = os.waitstatus_to_exitcode(struct.unpack("=I", data)[0])
+        elif len(data) == END.size:
+            status, full = END.unpack(data)
+            self.status, self.disk_full = os.waitstatus_to_exitcode(status), bool(full)
             os.eventfd_write(self.end, 1)
         elif not data:
             self._loop.remove_reader(self._socket)

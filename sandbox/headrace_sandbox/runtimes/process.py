@@ -20,11 +20,14 @@ from pathlib import Path
 
 from headrace_sandbox.bwrap import environment
 from headrace_sandbox.children import Child
-from headrace_sandbox.result import ExecResult, Isolation, Limits, Usage
+from headrace_sandbox.result import ExecResult, Isolation, LimitName, Limits, Usage
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template, checked_path, not_offered
 from headrace_sandbox.supervise import supervise
 
 ACTIVE = ("wall_s", "output_bytes", "file_bytes", "open_files")
+
+LIMIT_SIGNALS: dict[int, LimitName] = {-signal.SIGXCPU: "cpu", -signal.SIGXFSZ: "disk"}
+"""By which the kernel says that a limit was run into."""
 
 INSIDE = Path(__file__).parent.parent / "inside"
 
@@ -61,9 +64,9 @@ class Process:
         finally:
             await asyncio.to_thread(scratch.cleanup)
         killed = verdict.limit is not None
-        limit = "cpu" if code == -signal.SIGXCPU and not killed else verdict.limit
+        limit = verdict.limit if killed else LIMIT_SIGNALS.get(code)
         return ExecResult(
-            exit_code=None if limit or code < 0 else code,
+            exit_code=None if killed or code < 0 else code,
             signal=-code if code < 0 and not killed else None,
             stdout=verdict.stdout,
             stderr=verdict.stderr,

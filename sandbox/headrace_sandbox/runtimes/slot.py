@@ -60,6 +60,7 @@ class Slot:
         self._pidfd = -1
         self._child = _Child(0, -1)
         self._status: int | None = None
+        self._disk_full = False
         self._is_gone = True
         self._was_large = False
 
@@ -89,7 +90,7 @@ class Slot:
 
     def start(self, request: bytes) -> Started:
         """Hand a program to the child that waits. Raises SandboxFailure ``sandbox-lost``."""
-        self._is_gone, self._status = False, None
+        self._is_gone, self._status, self._disk_full = False, None, False
         (stdin, ours), (stdout, theirs), (stderr, theirs_too) = os.pipe(), os.pipe(), os.pipe()
         handed = [stdin, theirs, theirs_too, bwrap.memory_file(request)]
         started = Started(
@@ -120,7 +121,7 @@ class Slot:
             except TimeoutError:
                 raise unkillable() from None
             self._told(kind, data)
-        usage = self.group.usage()
+        usage = msgspec.structs.replace(self.group.usage(), disk_full=self._disk_full)
         self._was_large = (usage.peak_memory_bytes or 0) > LARGE_BYTES
         os.close(self._child.pidfd)
         self._child = _Child(0, -1)
@@ -157,7 +158,8 @@ class Slot:
         if kind == FAILED:
             raise sandbox_lost(f"A child of the fork server could not be isolated: {data.decode(errors='replace')}.")
         if kind == ENDED:
-            self._status = struct.unpack("=I", data)[0]
+            self._status, full = struct.unpack("=II", data)
+            self._disk_full = bool(full)
         else:  # also where the slot itself ended, and with it everything that was below it
             self._is_gone = True
 

@@ -71,7 +71,7 @@ def result_of(verdict: Verdict, usage: Usage, start_s: float, isolation: Isolati
     killed = limit is not None
     code = -signal.SIGKILL if verdict.returncode is None else verdict.returncode
     if limit is None and code != 0:
-        limit = limit_hit(usage)
+        limit = "disk" if code == -signal.SIGXFSZ else limit_hit(usage)
     if verdict.returncode is None and not killed and limit != "memory":
         raise sandbox_lost("The sandbox ended under its program.")
     return ExecResult(
@@ -88,7 +88,9 @@ def result_of(verdict: Verdict, usage: Usage, start_s: float, isolation: Isolati
 
 
 def limit_hit(usage: Usage) -> LimitName | None:
-    """The limit that processes ran into, as the kernel counted it."""
+    """The limit that processes which failed ran into, as the kernel counted it."""
     if usage.memory_kills:
         return "memory"
-    return "pids" if usage.refused_pids else None
+    if usage.refused_pids:
+        return "pids"
+    return "disk" if usage.disk_full else None

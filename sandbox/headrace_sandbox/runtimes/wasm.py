@@ -136,8 +136,12 @@ class Wasm:
             exit_code = TRAP_CODE
         elif limit is None and exit_code is None:
             limit, lost = _without_word(verdict, worker.child.returncode())
+        killed = limit is not None
+        disk_full = not killed and exit_code != 0 and ended.disk_full
+        if disk_full:
+            limit = "disk"
         return ExecResult(
-            exit_code=None if limit else exit_code,
+            exit_code=None if killed else exit_code,
             signal=None,
             stdout=verdict.stdout,
             stderr=verdict.stderr,
@@ -145,7 +149,7 @@ class Wasm:
             wall_s=verdict.wall_s,
             start_s=start_s,
             lost=lost,
-            usage=Usage(cpu_s=worker.child.cpu_s(), peak_memory_bytes=ended.memory_bytes),
+            usage=Usage(cpu_s=worker.child.cpu_s(), peak_memory_bytes=ended.memory_bytes, disk_full=disk_full),
             isolation=self.isolation,
         )
 
@@ -167,11 +171,13 @@ def _worker_environment() -> dict[str, str]:
 
 
 class _Ended(msgspec.Struct, frozen=True):
-    """What a process told: the program's exit code, or the trap that ended it, and how large its memory was."""
+    """What a process told: the program's exit code, or the trap that ended it, how large its memory was, and whether it
+    was ever refused room in its folder."""
 
     exit: int | None = None
     trap: str | None = None
     memory_bytes: int | None = None
+    disk_full: bool = False
 
 
 class _Worker:

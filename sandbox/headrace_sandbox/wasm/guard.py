@@ -16,7 +16,7 @@ import stat
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from wasmtime import Func, FuncType, Instance, Linker, Module, Store, ValType
+from wasmtime import Func, FuncType, Global, Instance, Linker, Module, Store, ValType
 
 WASI = "wasi_snapshot_preview1"
 
@@ -68,6 +68,7 @@ _GUARD = """(module
   (import "guard" "memory" (memory 0))
   (import "{wasi}" "fd_close" (func $close (param i32) (result i32)))
   (export "memory" (memory 0))
+  (global $refused (export "refused") (mut i32) (i32.const 0))
   (global $entries_left (mut i32) (i32.const 0))
   (global $bytes_left (mut i64) (i64.const 0))
   (global $streams (mut i32) (i32.const 7)) ;; of descriptors 0 to 2, a bit each: still what they were
@@ -96,7 +97,9 @@ _GUARD = """(module
     (if (i32.and (i32.eqz (local.get $entries)) (i64.eqz (local.get $bytes))) (then (return (i32.const 1))))
     (if (i32.eqz (call $fits (local.get $entries) (local.get $bytes))) (then
       (call $room) (global.set $bytes_left) (global.set $entries_left)
-      (if (i32.eqz (call $fits (local.get $entries) (local.get $bytes))) (then (return (i32.const 0))))))
+      (if (i32.eqz (call $fits (local.get $entries) (local.get $bytes))) (then
+        (global.set $refused (i32.const 1))
+        (return (i32.const 0))))))
     (global.set $entries_left (i32.sub (global.get $entries_left) (local.get $entries)))
     (global.set $bytes_left (i64.sub (global.get $bytes_left) (local.get $bytes)))
     (i32.const 1))
@@ -130,8 +133,15 @@ def texts() -> dict[str, str]:
     return {"stand_in": _stand_in(), "guard": _guard()}
 
 
-def link(store: Store, linker: Linker, modules: Modules, room: Room) -> Instance:
-    """The program, with calls that ask. The linker has WASI."""
+class Linked(NamedTuple):
+    """The program, with calls that ask. ``refused``: 1 once one of them got ENOSPC; the program cannot reach it."""
+
+    program: Instance
+    refused: Global
+
+
+def link(store: Store, linker: Linker, modules: Modules, room: Room) -> Linked:
+    """Link the program. The linker has WASI."""
     exports = Instance(store, modules.stand_in, []).exports(store)
     original = {name: linker.get(store, WASI, name) for name in (*GUARDED, "fd_close")}
     linker.allow_shadowing = True
@@ -146,8 +156,9 @@ def link(store: Store, linker: Linker, modules: Modules, room: Room) -> Instance
     guards.define(store, "guard", "room", Func(store, measure, _measured(room)))
     guards.define(store, "guard", "table", exports["table"])
     guards.define(store, "guard", "memory", instance.exports(store)["memory"])
-    guards.instantiate(store, modules.guard)
-    return instance
+    refused = guards.instantiate(store, modules.guard).exports(store)["refused"]
+    assert isinstance(refused, Global)
+    return Linked(instance, refused)
 
 
 def _stand_in() -> str:

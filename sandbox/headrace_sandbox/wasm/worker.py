@@ -87,7 +87,8 @@ def run(request_descriptor: int, status_descriptor: int) -> None:
     write_files(request)
     linker = Linker(machine)
     linker.define_wasi()
-    exports = guard.link(store, linker, modules, room).exports(store)
+    linked = guard.link(store, linker, modules, room)
+    exports = linked.program.exports(store)
     start, memory = exports["_start"], exports["memory"]
     assert isinstance(start, Func)
     assert isinstance(memory, Memory)
@@ -103,7 +104,7 @@ def run(request_descriptor: int, status_descriptor: int) -> None:
         sys.stderr.write(f"{cause}\n")
         sys.stderr.flush()
         ended = {"trap": cause}
-    ended["memory_bytes"] = memory.data_len(store)
+    ended |= {"memory_bytes": memory.data_len(store), "disk_full": bool(linked.refused.value(store))}
     os.write(status_descriptor, json.dumps(ended).encode())
     os._exit(0)  # nothing of the program is left to end in order
 

@@ -1,0 +1,57 @@
+"""A sandbox's scratch folder, as the supervisor sees it from outside.
+
+* It is found through the sandbox's first process before the program starts, and held by a descriptor that outlives them
+  both: what the program does cannot show another folder.
+* Where this process may not look there is none, and a full folder is not told.
+* Its memory is given back when the descriptor is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+
+from headrace_sandbox.bwrap import SCRATCH
+
+COME_S = 5.0
+"""For the folder to be mounted; it is there already, most times."""
+
+LOOK_S = 0.001
+
+FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+async def scratch_come(pid: int, pidfd: int, stack: contextlib.ExitStack) -> int | None:
+    """A descriptor of the folder of a sandbox that is being made; None where it cannot be seen. ``pid``: of its first
+    process, which has this machine's files before it has its own."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(COME_S):
+            while not select.select([pidfd], [], [], 0)[0]:
+                with contextlib.suppress(FileNotFoundError):
+                    return scratch_of(pid, stack)
+                await asyncio.sleep(LOOK_S)
+    return None
+
+
+def scratch_of(pid: int, stack: contextlib.ExitStack) -> int | None:
+    """The same of one that is made. Raises FileNotFoundError if it has none."""
+    try:
+        descriptor = os.open(f"/proc/{pid}/root{SCRATCH}", FLAGS)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        return None
+    if os.fstat(descriptor).st_dev == _own_device():
+        os.close(descriptor)
+        raise FileNotFoundError
+    stack.callback(os.close, descriptor)
+    return descriptor
+
+
+def _own_device() -> int | None:
+    try:
+        return os.stat(SCRATCH).st_dev
+    except OSError:
+        return None
