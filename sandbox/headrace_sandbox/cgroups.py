@@ -45,6 +45,10 @@ MOST_WEIGHT = 10_000
 MOST_PIDS = 1 << 22
 """That the kernel takes: it has no more process ids."""
 
+SOCKETS_PART = 8
+"""What waits in sockets of a group may be one of so many parts of its memory, and comes on top of it: version 1 counts
+the two apart."""
+
 V1_CONTROLLERS = ("memory", "pids", "cpu", "cpuacct")
 
 LEFT_BYTES = 8 << 20
@@ -312,6 +316,9 @@ class V1Group:
         _write(self._memory / "memory.limit_in_bytes", limits.memory_bytes)
         if swap.exists():
             _write(swap, limits.memory_bytes)
+        sockets = self._memory / "memory.kmem.tcp.limit_in_bytes"  # UDP too, in spite of its name
+        if sockets.exists():
+            _write(sockets, limits.memory_bytes // SOCKETS_PART)
         _write(self._pids / "pids.max", min(limits.pids, MOST_PIDS))
         _write(self._cpu / "cpu.cfs_period_us", PERIOD_US)
         _write(self._cpu / "cpu.cfs_quota_us", round(limits.cpus * PERIOD_US))

@@ -2,7 +2,10 @@
 
 * What reaches beyond the sandbox's own namespaces is refused with EPERM: tracing, keys, BPF, performance counters,
   io_uring, mounts, namespaces, modules, clocks, file handles.
-* Sockets are of the families UNIX, INET, INET6 and NETLINK; any other is EAFNOSUPPORT.
+* Sockets are of the families UNIX, INET, INET6 and NETLINK; any other is EAFNOSUPPORT. Of
+  NETLINK only what tells of interfaces and addresses is left; any other protocol is EPROTONOSUPPORT.
+* A socket receives into a buffer of the usual size: asking for more does nothing. No control group counts what waits in
+  sockets of NETLINK, and each could hold megabytes.
 * ``prlimit`` is for the caller alone: with limits on the process 1 of a sandbox a program could end it.
 * ``mknod`` makes FIFOs, sockets and plain files, no devices.
 * ``clone3`` is ENOSYS, so that libraries fall back to ``clone``, whose flags can be looked at.
@@ -23,6 +26,9 @@ from headrace.errors import SandboxFailure
 ALLOW, KILL = 0x7FFF0000, 0x80000000
 _ERRNO = 0x00050000
 
+DONE = _ERRNO
+"""Not made, and told to the program as if it had been."""
+
 _LOAD, _JUMP_EQ, _JUMP_GE, _JUMP_SET, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 """Operations of classic BPF: load a word, compare and jump, mask, return."""
 
@@ -34,8 +40,12 @@ CLONE_NEW = 0x7E020080
 
 S_IFMT, S_IFCHR, S_IFBLK = 0o170000, 0o020000, 0o060000
 
-FAMILIES = (1, 2, 10, 16)
-"""AF_UNIX, AF_INET, AF_INET6, AF_NETLINK."""
+AF_NETLINK, NETLINK_ROUTE = 16, 0
+
+FAMILIES = (1, 2, 10, AF_NETLINK)
+"""The others are AF_UNIX, AF_INET, AF_INET6."""
+
+SOL_SOCKET, SO_RCVBUF = 1, 8
 
 
 class Architecture(NamedTuple):
@@ -48,6 +58,7 @@ class Architecture(NamedTuple):
     clone3: int
     socket: int
     socketpair: int
+    setsockopt: int
     prlimit: int
     mknods: tuple[tuple[int, int], ...]
     x32: bool
@@ -82,7 +93,7 @@ X86_64 = Architecture(
         "process_vm_readv": 310, "process_vm_writev": 311, "kcmp": 312, "finit_module": 313, "kexec_file_load": 320,
         "bpf": 321, "userfaultfd": 323, "quotactl_fd": 443, **_SINCE_424,
     },
-    clone=56, clone3=435, socket=41, socketpair=53, prlimit=302, mknods=((133, 1), (259, 2)), x32=True,
+    clone=56, clone3=435, socket=41, socketpair=53, setsockopt=54, prlimit=302, mknods=((133, 1), (259, 2)), x32=True,
 )  # fmt: skip
 
 AARCH64 = Architecture(
@@ -98,7 +109,7 @@ AARCH64 = Architecture(
         "process_vm_writev": 271, "kcmp": 272, "finit_module": 273, "bpf": 280, "userfaultfd": 282,
         "kexec_file_load": 294, "quotactl_fd": 443, **_SINCE_424,
     },
-    clone=220, clone3=435, socket=198, socketpair=199, prlimit=261, mknods=((33, 2),), x32=False,
+    clone=220, clone3=435, socket=198, socketpair=199, setsockopt=208, prlimit=261, mknods=((33, 2),), x32=False,
 )  # fmt: skip
 
 ARCHITECTURES = {"x86_64": X86_64, "aarch64": AARCH64}
@@ -138,8 +149,14 @@ def _assembled(a: Architecture) -> bytes:
     code += _when(a.clone, [_op(_LOAD, _ARGUMENTS), _op(_JUMP_SET, CLONE_NEW, 0, 1), _refuse(errno.EPERM)])
     code += _when(a.prlimit, [_op(_LOAD, _ARGUMENTS), _op(_JUMP_EQ, 0, 1, 0), _refuse(errno.EPERM)])
     for number in (a.socket, a.socketpair):
-        families = [_op(_JUMP_EQ, family, 0, 1) + _op(_RETURN, ALLOW) for family in FAMILIES]
-        code += _when(number, [_op(_LOAD, _ARGUMENTS), *_split(families), _refuse(errno.EAFNOSUPPORT)])
+        plain = [_op(_JUMP_EQ, family, 0, 1) + _op(_RETURN, ALLOW) for family in FAMILIES if family != AF_NETLINK]
+        netlink = [
+            *(_op(_JUMP_EQ, AF_NETLINK, 0, 4), _op(_LOAD, _ARGUMENTS + 16)),
+            *(_op(_JUMP_EQ, NETLINK_ROUTE, 0, 1), _op(_RETURN, ALLOW), _refuse(errno.EPROTONOSUPPORT)),
+        ]
+        code += _when(number, [_op(_LOAD, _ARGUMENTS), *_split(plain), *netlink, _refuse(errno.EAFNOSUPPORT)])
+    is_larger = [_op(_LOAD, _ARGUMENTS + 16), _op(_JUMP_EQ, SO_RCVBUF, 0, 1), _op(_RETURN, DONE)]
+    code += _when(a.setsockopt, [_op(_LOAD, _ARGUMENTS + 8), _op(_JUMP_EQ, SOL_SOCKET, 0, 3), *is_larger])
     for number, position in a.mknods:
         look = [_op(_LOAD, _ARGUMENTS + 8 * position), _op(_AND, S_IFMT)]
         devices = [_op(_JUMP_EQ, kind, 0, 1) + _refuse(errno.EPERM) for kind in (S_IFCHR, S_IFBLK)]

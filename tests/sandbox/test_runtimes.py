@@ -288,6 +288,52 @@ async def test_a_request_that_is_too_large_is_refused(forked: ForkServer) -> Non
     assert caught.value.kind == "request-too-large"
 
 
+FILL = """
+import socket, struct
+held = []
+
+def fill(make, message):
+    for _ in range(40):
+        receives, sends = make()
+        receives.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 << 20)
+        held.append(receives)
+        receives.setblocking(False)
+        sends.setblocking(False)
+        for number in range(1000):
+            try:
+                sends.sendto(*message(receives))
+            except OSError:
+                break
+
+def udp():
+    receives, sends = (socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2))
+    receives.bind(('127.0.0.1', 0))
+    return receives, sends
+
+def netlink():
+    asks = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)
+    return asks, asks
+
+fill(udp, lambda receives: (bytes(50_000), receives.getsockname()))
+interface = struct.pack('=IHHIIBBHiII', 32, 18, 1, 1, 0, 0, 0, 0, 1, 0, 0)
+fill(netlink, lambda receives: (interface, (0, 0)))
+got = 0
+for receives in held:
+    try:
+        while True:
+            got += len(receives.recv(1 << 20))
+    except OSError:
+        pass
+print(got)
+"""
+
+
+@pytest.mark.component("cgroups")
+async def test_what_waits_in_sockets_is_no_memory_beyond_the_limit(run: Run) -> None:
+    result = await run(FILL, memory_bytes=64 << 20)
+    assert result.limit == "memory" or int(result.stdout.text) < 16 << 20, result.stderr.text
+
+
 @pytest.mark.component("cgroups")
 def test_a_process_that_nobody_reaped_takes_no_room_of_the_next_program() -> None:
     groups = Groups(find_driver())

@@ -11,7 +11,7 @@ import pytest
 
 from headrace.errors import SandboxFailure
 from headrace_sandbox import seccomp
-from headrace_sandbox.seccomp import AARCH64, ALLOW, ARCHITECTURES, KILL, X86_64, Architecture, filter_program
+from headrace_sandbox.seccomp import AARCH64, ALLOW, ARCHITECTURES, DONE, KILL, X86_64, Architecture, filter_program
 
 BOTH = pytest.mark.parametrize("machine", sorted(ARCHITECTURES))
 
@@ -64,6 +64,26 @@ def test_sockets_are_of_four_families(machine: str) -> None:
             assert verdict(machine, number, family) == ALLOW
         for family in (socket.AF_VSOCK, socket.AF_ALG, socket.AF_PACKET, 31, 99):
             assert refused(verdict(machine, number, family)) == "EAFNOSUPPORT"
+
+
+@BOTH
+def test_of_netlink_only_interfaces_and_addresses_are_left(machine: str) -> None:
+    a = ARCHITECTURES[machine]
+    raw = socket.SOCK_RAW | socket.SOCK_CLOEXEC
+    for number in (a.socket, a.socketpair):
+        assert verdict(machine, number, socket.AF_NETLINK, raw, 0) == ALLOW
+        for protocol in (2, 4, 9, 12, 15, 16, 21):
+            assert refused(verdict(machine, number, socket.AF_NETLINK, raw, protocol)) == "EPROTONOSUPPORT"
+        assert verdict(machine, number, socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) == ALLOW
+
+
+@BOTH
+def test_asking_for_a_larger_buffer_to_receive_into_does_nothing(machine: str) -> None:
+    number = ARCHITECTURES[machine].setsockopt
+    assert verdict(machine, number, 3, socket.SOL_SOCKET, socket.SO_RCVBUF) == DONE
+    for option in (socket.SO_SNDBUF, socket.SO_REUSEADDR, 0):
+        assert verdict(machine, number, 3, socket.SOL_SOCKET, option) == ALLOW
+    assert verdict(machine, number, 3, socket.IPPROTO_TCP, socket.SO_RCVBUF) == ALLOW
 
 
 @BOTH
