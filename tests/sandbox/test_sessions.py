@@ -372,8 +372,9 @@ async def test_a_shell_that_was_killed_between_cells_is_made_anew_and_the_next_c
     if kind == "python":
         killer = f"import subprocess\nsubprocess.Popen({killer.replace('$$', '$PPID')!r}, shell=True)\nx = None"
     said(await session.run(killer, LIMITS))
+    there = marked(mark)
     await sandbox.write("go", b"")
-    await until(lambda: not marked(mark))
+    await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in there))  # its host knows that it ended
     result = await session.run("echo ok" if kind == "bash" else "print('ok')", LIMITS)
     assert (result.stdout.text, result.exit_code, result.fault) == ("ok\n", 0, "program")
     assert "was ended by signal 9" in (result.lost or "")

@@ -7,8 +7,10 @@
 
 What is promised: a number that was there before the grader, or that the grader did not stand by with its exit code, is
 no verdict. In a fresh sandbox (``grade_by_file``) nothing of the submission runs but what the grader starts. What is
-not: a grader that runs the submission in its own sandbox shares its user with it, and the submission may write what the
-grader would. Let such a grader look at what the submission left, or ask it by cases (``grade``).
+not: a session of a sandbox that lives may have left something in the background, which writes there after the grader;
+close sessions first. And a grader that runs the submission in its own sandbox shares its user with it, and the
+submission may write what the grader would. Let such a grader look at what the submission left, or ask it by cases
+(``grade``).
 """
 
 from __future__ import annotations
@@ -63,7 +65,10 @@ async def grade_by_file(
 async def verdict_of(
     sandbox: Sandbox, grader: Command, limits: Limits, *, lowest: float = 0.0, highest: float = 1.0
 ) -> float:
-    """The reward that a grader gives in a sandbox that lives. Raises as ``grade_by_file``."""
+    """The reward that a grader gives in a sandbox that lives. Raises as ``grade_by_file``.
+
+    Close its sessions before: what they left in the background shares its user with the grader, and could write there.
+    """
     await _remove(sandbox)
     command = Command(
         arguments=grader.arguments,

@@ -109,6 +109,7 @@ class Host:
         return self._shell
 
     def _begin(self, text: bytes) -> None:
+        self._reap()  # a shell that ended a moment ago shall not get it
         shell = self._shell or self._start()
         word = os.urandom(16).hex()
         before = descendants() - {shell.pid}
