@@ -320,6 +320,17 @@ async def test_a_body_over_the_limit_is_refused(runtime: MemoryRuntime, tmp_path
         await client.close()
 
 
+async def test_no_more_output_is_kept_than_a_body_may_have(client: ServiceRuntime) -> None:
+    kept = Limits(kept_bytes=1 << 40, memory_bytes=1 << 20)
+    lease = await client.open(TEMPLATE, 60.0)
+    session = await lease.session("bash")
+    for asked in (client.run_code(code("1"), kept), lease.run(Command(arguments=["1"]), kept), session.run("1", kept)):
+        with pytest.raises(SandboxFailure, match="kept_bytes is 1099511627776") as caught:
+            await asked
+        assert (caught.value.kind, caught.value.retryable) == ("bad-limit", False)
+    await lease.close()
+
+
 async def test_a_time_or_a_limit_that_is_none_is_refused(client: ServiceRuntime, address: str) -> None:
     bodies = {
         "run": {"program": {"code": "1"}, "limits": {"memory_bytes": -1}, "wait_s": 1.0},

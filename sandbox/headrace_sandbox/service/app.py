@@ -2,7 +2,8 @@
 
 * Every error is a problem body; an unexpected one is logged with an id that the caller gets.
 * Whoever hangs up has what runs for it killed.
-* The role is checked before the body is read, and a body over the limit is not read whole.
+* The role is checked before the body is read, and a body over the limit is not read whole. Nor is more of a stream kept
+  than such a body holds: what is kept is this process's memory.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from headrace.tokens import Auth, Role
 from headrace.wire import PROBLEM_MEDIA_TYPE
 from headrace_sandbox.pool.leased import Leased, over
 from headrace_sandbox.pool.pool import Pool
+from headrace_sandbox.result import Limits, check_range
 from headrace_sandbox.runtimes.base import Session
 from headrace_sandbox.service import messages
 from headrace_sandbox.service.messages import API, MEDIA_TYPE
@@ -152,6 +154,7 @@ class App:
 
     async def _run(self, body: bytes) -> Answer:
         asked = _decode(body, messages.RunRequest)
+        self._check_kept(asked.limits)
         if asked.program is not None:
             work = self._pool.run_code(asked.program, asked.limits, owner=asked.owner, wait_s=asked.wait_s)
         elif asked.command is not None:
@@ -162,6 +165,9 @@ class App:
             result = await work
         self._metrics.ended(result)
         return Answer(msgspec.msgpack.encode(result))
+
+    def _check_kept(self, limits: Limits) -> None:
+        check_range("kept_bytes", limits.kept_bytes, 0, self._max_body_bytes)
 
     async def _open(self, body: bytes) -> Answer:
         asked = _decode(body, messages.OpenRequest)
@@ -184,6 +190,7 @@ class App:
 
     async def _run_in(self, leased: Leased, body: bytes) -> Answer:
         asked = _decode(body, messages.CommandIn)
+        self._check_kept(asked.limits)
         with self._metrics.failures():
             result = await leased.run(asked.command, asked.limits)
         self._metrics.ended(result)
@@ -247,6 +254,7 @@ class App:
 
     async def _cell(self, session: Session, body: bytes) -> Answer:
         asked = _decode(body, messages.CellIn)
+        self._check_kept(asked.limits)
         with self._metrics.failures():
             result = await session.run(asked.cell, asked.limits)
         self._metrics.ended(result)
