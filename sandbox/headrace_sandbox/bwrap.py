@@ -46,6 +46,9 @@ SPARE_PIDS = 8
 START_TIMEOUT_S = 10.0
 """For a sandbox to be made; on a quiet machine it takes some milliseconds."""
 
+ENTER = 'while [ "$1" != -- ]; do echo 0 >"$1" || exit; shift; done; shift; exec "$@"'
+"""For a shell: enter a control group by its entries, all of them, and only then be the program."""
+
 PIDFD_GET_INFO, PIDFD_INFO_EXIT = 0xC040FF0B, 8
 """An ioctl of descriptors of processes, and what it is asked: how the process ended."""
 
@@ -64,15 +67,23 @@ class Bwrap:
         self._users = supervisor.user_ids() if os.geteuid() == 0 else None
 
     def start(
-        self, arguments: Sequence[str], limits: Limits, handed: Sequence[int], stdin: int | IO[bytes]
+        self,
+        arguments: Sequence[str],
+        limits: Limits,
+        handed: Sequence[int],
+        stdin: int | IO[bytes],
+        entries: Sequence[str] = (),
     ) -> subprocess.Popen[bytes]:
-        """Start it with these arguments; closes what is handed. Output goes to pipes. Raises SandboxFailure."""
+        """Start it with these arguments, in the control group with these entries; closes what is handed. Output goes to
+        pipes. Raises SandboxFailure."""
         user = None if self._users is None else self._users.next()
         rlimits = _rlimits(limits, has_own_user=user is not None)
-        options = (*NAMESPACES, "--unsetenv", supervisor.VARIABLE)
+        enter = ("/bin/sh", "-c", ENTER, "sh", *entries, "--") if entries else ()
+        # A shell may have set variables of its own beside the one that is given.
+        options = (*NAMESPACES, "--clearenv")
         try:
             process = subprocess.Popen(
-                [self._prlimit, *rlimits, "--", *self._as_user(user), self._bwrap, *options, *arguments],
+                [*enter, self._prlimit, *rlimits, "--", *self._as_user(user), self._bwrap, *options, *arguments],
                 env={supervisor.VARIABLE: str(supervisor.me())},
                 stdin=stdin,
                 stdout=subprocess.PIPE,

@@ -17,7 +17,7 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -63,7 +63,11 @@ _numbers = itertools.count()
 
 
 class Cgroup(Protocol):
-    """A group, for one execution after the other."""
+    """A group, for one execution after the other. ``entries``: files into which a process writes 0 to be in it, as are
+    its children to come. It does not wait for the kernel then, as one that is put there does. Empty where there are no
+    such files."""
+
+    entries: Sequence[str]
 
     def open(self, limits: Limits) -> None:
         """Set its limits, and count from here on. Raises OSError."""
@@ -227,6 +231,8 @@ class NoDriver:
 
 
 class _NoGroup:
+    entries: Sequence[str] = ()
+
     def open(self, limits: Limits) -> None:
         pass
 
@@ -281,6 +287,8 @@ class V1Group:
         self._distinct = list(dict.fromkeys(folders.values()))
         # As text, for what is done several times for each execution: paths as objects cost more than the kernel does.
         self._lists = [f"{folder}/cgroup.procs" for folder in self._distinct]
+        # Of one thread, and its own: only that takes no lock of all that fork and end on this machine.
+        self.entries: Sequence[str] = [f"{folder}/tasks" for folder in self._distinct]
         self._memory_stat = f"{self._memory}/memory.stat"
         self._counters = tuple(
             str(path)
@@ -376,6 +384,8 @@ class V2:
 
 class V2Group:
     """A group of the one hierarchy."""
+
+    entries: Sequence[str] = ()
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -18,7 +18,7 @@ import pytest
 
 from headrace.errors import SandboxFailure
 from headrace_sandbox import bwrap
-from headrace_sandbox.cgroups import Groups, NoDriver, find_driver
+from headrace_sandbox.cgroups import Cgroup, Groups, NoDriver, find_driver
 from headrace_sandbox.conformance.look import descendants
 from headrace_sandbox.result import RANGES, Limits, Usage
 from headrace_sandbox.runtimes import forkserver
@@ -134,6 +134,20 @@ async def test_a_sandbox_that_cannot_be_made_is_our_failure(fresh: Bubblewrap, m
     with pytest.raises(SandboxFailure, match="no/such/folder") as caught:
         await fresh.run(Command(arguments=["true"]), Limits())
     assert (caught.value.kind, caught.value.retryable) == ("sandbox-not-made", True)
+
+
+async def test_a_sandbox_that_cannot_enter_its_group_is_not_made() -> None:
+    class Full(NoDriver):
+        def make(self, name: str) -> Cgroup:
+            group = super().make(name)
+            group.entries = [os.devnull, "/dev/full"]
+            return group
+
+    runtime = Bubblewrap(Full())
+    with pytest.raises(SandboxFailure) as failure:
+        await runtime.run(Command(arguments=["true"]), Limits())
+    assert failure.value.kind == "sandbox-not-made"
+    await runtime.close()
 
 
 def test_a_missing_bubblewrap_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

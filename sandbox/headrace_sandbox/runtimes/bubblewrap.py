@@ -159,10 +159,9 @@ class Bubblewrap:
             *("--", *self._weak_limits(limits), *command.arguments),
         ]
         handed = [told, waits_inside, filter_, *contents.values()]
-        process = self._bwrap.start(arguments, limits, handed, subprocess.PIPE)
+        process = self._bwrap.start(arguments, limits, handed, subprocess.PIPE, group.entries)
         stack.callback(bwrap.reap, process)
-        # The first to join a group for a while waits for the kernel as long as a sandbox takes to be made.
-        joining = asyncio.ensure_future(asyncio.to_thread(_join, group, process.pid))
+        joining = asyncio.ensure_future(_joined(group, process.pid))
         try:
             child = await bwrap.first_process(status)
         finally:
@@ -197,9 +196,12 @@ class _Made(NamedTuple):
     scratch: int | None
 
 
-def _join(group: Cgroup, pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        group.add(pid)
+async def _joined(group: Cgroup, pid: int) -> None:
+    """Put bubblewrap into a group that it cannot enter by itself, while it makes the sandbox: both wait for the
+    kernel."""
+    if not group.entries:
+        with contextlib.suppress(ProcessLookupError):
+            await asyncio.to_thread(group.add, pid)
 
 
 def _is_unread(descriptor: int) -> bool:

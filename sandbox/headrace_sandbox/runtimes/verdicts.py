@@ -30,12 +30,14 @@ def weak_limits(limits: Limits) -> dict[str, int]:
 
 
 def admit(pid: int, group: Cgroup, limits: Limits, stack: contextlib.ExitStack) -> int | None:
-    """Put the first process of a sandbox into its group, and on as many processors as it may use, so that programs
-    that count them start no more threads than that. Gives a descriptor of it, or None if it is gone."""
+    """Put the first process of a sandbox into its group, if it was not made there, and on as many processors as it may
+    use, so that programs that count them start no more threads than that. Gives a descriptor of it, or None if it is
+    gone."""
     try:
         pidfd = os.pidfd_open(pid)
         stack.callback(os.close, pidfd)
-        group.add(pid)
+        if not group.entries:
+            group.add(pid)
         if (usable := processors(limits.cpus)) is not None:
             os.sched_setaffinity(pid, usable)
     except ProcessLookupError:
