@@ -62,7 +62,7 @@ PARTS: dict[str, Part] = {
 
 LEAST_TESTS: dict[str, int] = {
     "bubblewrap": 280,
-    "cgroups": 13,
+    "cgroups": 11,
     "chaos": 22,
     "chromium": 2,
     "cli": 105,

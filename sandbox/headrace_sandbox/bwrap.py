@@ -65,6 +65,8 @@ class Bwrap:
         said = subprocess.run([self._bwrap, "--version"], capture_output=True, text=True, check=True).stdout
         self.version = said.split()[-1]
         self._users = supervisor.user_ids() if os.geteuid() == 0 else None
+        # What this process was started to ignore, by nohup or behind a shell, programs inside must not.
+        self._heeding = (_program("env"), "--default-signal") if _ignored() else ()
 
     def start(
         self,
@@ -79,11 +81,12 @@ class Bwrap:
         user = None if self._users is None else self._users.next()
         rlimits = _rlimits(limits, has_own_user=user is not None)
         enter = ("/bin/sh", "-c", ENTER, "sh", *entries, "--") if entries else ()
+        bound = (*self._heeding, *enter, self._prlimit, *rlimits, "--", *self._as_user(user))
         # A shell may have set variables of its own beside the one that is given.
         options = (*NAMESPACES, "--clearenv")
         try:
             process = subprocess.Popen(
-                [*enter, self._prlimit, *rlimits, "--", *self._as_user(user), self._bwrap, *options, *arguments],
+                [*bound, self._bwrap, *options, *arguments],
                 env={supervisor.VARIABLE: str(supervisor.me())},
                 stdin=stdin,
                 stdout=subprocess.PIPE,
@@ -104,6 +107,12 @@ class Bwrap:
     def _as_user(self, user: int | None) -> Sequence[str]:
         # By a program, and not by Popen, which then copies the page tables of this process, however large it is.
         return () if user is None else (self._setpriv, f"--reuid={user}", f"--regid={user}", "--clear-groups", "--")
+
+
+def _ignored() -> set[signal.Signals]:
+    """Signals that this process ignores, but for those that Python itself ignores, and gives back to what it starts."""
+    of_python = {signal.SIGPIPE, signal.SIGXFSZ}
+    return {number for number in signal.Signals if signal.getsignal(number) is signal.SIG_IGN} - of_python
 
 
 def system(root: Path = Path("/")) -> Iterator[str]:

@@ -62,7 +62,7 @@ async def test_commands_share_files_and_nothing_else_is_left_of_one(sandbox: San
     mark = secrets.token_hex(8)
     script = f"{daemon(mark)}; cat given/x.txt; echo more >y; until grep -qa {mark} /proc/*/cmdline; do :; done"
     assert said(await sandbox.run(shell(script), LIMITS)) == "given"
-    assert not lives(mark)
+    await until_marked(mark, gone=True)
     given = Command(arguments=["bash", "-c", "cat; cat y a/b; echo $X; exit 3"], stdin=b"in ", files={"a/b": b"file "})
     result = await sandbox.run(given, LIMITS)
     assert (result.stdout.text, result.exit_code, result.fault) == ("in more\nfile \n", 3, "program")

@@ -12,7 +12,7 @@ import pytest
 from headrace.errors import SandboxFailure
 from headrace_sandbox.pool.messages import Bounds, PoolSettings
 from headrace_sandbox.pool.pool import Pool
-from headrace_sandbox.result import Limits
+from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Template
 from tests.sandbox.memory import MemoryRuntime
 
@@ -215,3 +215,27 @@ async def test_while_it_drains_nothing_new_is_taken(make: Any, runtime: MemoryRu
             await asked
         assert (caught.value.kind, caught.value.retryable) == ("draining", True)
     assert (await first).exit_code == 0
+
+
+async def test_an_execution_that_was_cancelled_is_waited_for_before_the_runtime_is_closed() -> None:
+    ended = []
+
+    class SlowToEnd(MemoryRuntime):
+        async def run_code(self, program: PythonProgram, limits: Limits) -> ExecResult:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.sleep(0.01)
+                ended.append("execution")
+            raise AssertionError
+
+        async def close(self) -> None:
+            ended.append("runtime")
+
+    pool = Pool(SlowToEnd())
+    running = asyncio.create_task(pool.run_code(code(""), LIMITS))
+    await until(lambda: pool.counts().running)
+    running.cancel()
+    await asyncio.sleep(0)
+    await pool.close()
+    assert ended == ["execution", "runtime"]

@@ -107,8 +107,8 @@ async def test_a_traceback_shows_the_program_alone(run: Run) -> None:
 
 
 async def test_making_the_sandbox_is_not_the_programs_time(run: Run) -> None:
-    result = await run("import time\ntime.sleep(0.3)", wall_s=20.0)
-    assert result.wall_s >= 0.3
+    result = await run("import time\ntime.sleep(0.5)", wall_s=20.0)
+    assert result.wall_s > 0.3  # the supervisor may come to its clock late
     assert result.start_s > 0
 
 
@@ -433,3 +433,16 @@ def test_a_group_is_used_again_and_counts_anew() -> None:
     assert (first.usage().memory_kills, first.usage().refused_pids) == (0, 0)
     groups.give_back(first)
     groups.close()
+
+
+async def test_what_this_process_was_started_to_ignore_programs_heed() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    runtime = Bubblewrap()
+    code = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    try:
+        forked = await runtime.run_code(PythonProgram(code=code), Limits())
+        fresh = await runtime.run(Command(arguments=["/usr/bin/python3", "-c", code]), Limits())
+    finally:
+        await runtime.close()
+        signal.signal(signal.SIGINT, before)
+    assert (forked.stdout.text, fresh.stdout.text) == ("True\n", "True\n")

@@ -81,6 +81,7 @@ class Pool:
         self._answers: dict[str, asyncio.Future[Start | Hand]] = {}
         self._sandboxes: dict[str, Sandbox] = {}
         self._leased: dict[str, Leased] = {}
+        self._executions: set[asyncio.Future[None]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -131,12 +132,12 @@ class Pool:
         self._apply(self._core.drain(time.monotonic()))
 
     async def close(self) -> None:
-        """End everything, and the runtime."""
+        """End everything, and the runtime; executions are waited for, those that were cancelled too."""
         self.drain()
         for leased in list(self._leased.values()):
             await leased.close()
-        while self._tasks:
-            await asyncio.wait(set(self._tasks))
+        while under_way := {*self._tasks, *self._executions}:
+            await asyncio.wait(under_way)
         if self._timer is not None:
             self._timer.cancel()
         await self.runtime.close()
@@ -146,9 +147,13 @@ class Pool:
     ) -> ExecResult:
         request = Request(id=_new_id(), owner=owner, wait_s=wait_s, memory_bytes=limits.memory_bytes)
         started = await self._ask(request)
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._executions.add(ended)
         try:
             result = await work()
         finally:
+            self._executions.discard(ended)
+            ended.set_result(None)
             self._apply(self._core.done(request.id, time.monotonic()))
         return msgspec.structs.replace(result, queue_s=started.queue_s)
 
