@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +10,8 @@ import pytest
 import headrace
 import headrace_workers.environments  # noqa: F401 - registers the ids
 from headrace.assets import Image
+from headrace_sandbox.result import Limits
+from headrace_sandbox.runtimes.base import PythonProgram
 from headrace_workers.environments.conformance import check_environment
 
 GUESSES = (*(f"\\boxed{{{number}}}" for number in (25, 12, 37, 6, 44, 25, 99)), "no guess")
@@ -206,3 +209,18 @@ def test_the_global_generators_are_put_back():
     state = random.getstate()
     check_environment(Echo)
     assert random.getstate() == state
+
+
+@pytest.mark.component("bubblewrap")
+def test_an_environment_that_runs_programs_has_a_sandbox_in_the_check():
+    class Runs:
+        surroundings: Any = None
+
+        def reset(self, seed=None):
+            return "Write a program.", {}
+
+        async def step(self, action):
+            result = await self.surroundings.sandbox.run_code(PythonProgram(code="print(6 * 7)"), Limits(wall_s=20))
+            return result.stdout.text, 1.0, True, False, {}
+
+    assert check_environment(Runs, seeds=[0], actions=["x"]) == []

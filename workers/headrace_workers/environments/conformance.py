@@ -38,6 +38,7 @@ from headrace.assets import Image
 from headrace.errors import RequestError
 from headrace.trajectory import ContentPart
 from headrace_workers.rendering.calls import taken_apart
+from headrace_workers.surroundings import ALONE
 
 DEFAULT_ACTIONS = (r"\boxed{1}", r"\boxed{2}", r"\boxed{1 1}", r"\boxed{2 1}", "hello", "")
 """Actions that some environment understands; an author gives those that lead far into an episode of theirs."""
@@ -90,7 +91,10 @@ class _Player:
         self._runner = runner
 
     def make(self) -> Any:
-        return self._factory()
+        environment = self._factory()
+        if hasattr(environment, "surroundings"):
+            environment.surroundings = ALONE
+        return environment
 
     def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
         try:
