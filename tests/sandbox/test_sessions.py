@@ -370,6 +370,7 @@ async def test_a_shell_that_was_killed_between_cells_is_made_anew_and_the_next_c
     said(await session.run(killer, LIMITS))
     there = marked(mark)
     await sandbox.write("go", b"")
+    await until(lambda: not marked(mark))  # the killer, too, has come and gone
     await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in there))  # its host knows that it ended
     result = await session.run("echo ok" if kind == "bash" else "print('ok')", LIMITS)
     assert (result.stdout.text, result.exit_code, result.fault) == ("ok\n", 0, "program")
