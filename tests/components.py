@@ -19,6 +19,9 @@ from headrace.errors import SandboxFailure
 from headrace_sandbox.cgroups import find_driver
 from headrace_sandbox.runsc import find_runsc
 
+CI = os.environ.get("CI") == "true"
+"""Whether this is a complete run, in which nothing may be missing."""
+
 
 class Part(NamedTuple):
     """``present()`` says whether it can be used here; ``install`` is the command that a person would type."""

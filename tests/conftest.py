@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests import leaks
-from tests.components import LEAST_TESTS, PARTS
+from tests.components import CI, LEAST_TESTS, PARTS
 
 pytest_plugins = [  # fixtures of every folder: one vLLM, one Docker daemon a session
     "tests.vllm.server",
     "tests.sandbox.docker_fixtures",
 ]
 
-CI = os.environ.get("CI") == "true"
 
 _ran: pytest.StashKey[Counter[str]] = pytest.StashKey()
 _problems: pytest.StashKey[list[str]] = pytest.StashKey()

@@ -24,14 +24,13 @@ from headrace.errors import HeadraceError, StoreError, Unavailable
 from tests.chaos.campaign import SPEC
 from tests.chaos.checker import check
 from tests.chaos.disk import cut_power
+from tests.components import CI
 from tests.e2e.processes import Process, Processes, answers, free_port, wait_for
 from tests.e2e.recorder import Recorder
 
 DISK_MIB = 6
 BALLAST_BYTES = 4 << 20
 """Takes most of the small disk, until it is removed."""
-
-CI = os.environ.get("CI") == "true"
 
 
 class Stage(NamedTuple):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from headrace_sandbox.result import ExecResult, Limits
-from headrace_sandbox.runtimes.base import Command, PythonProgram
+from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template
 from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
 from headrace_sandbox.runtimes.forkserver import ForkServer
 
@@ -38,6 +38,12 @@ async def fresh() -> AsyncIterator[Bubblewrap]:
     runtime = Bubblewrap()
     yield runtime
     await runtime.close()
+
+
+@pytest.fixture
+async def sandbox(fresh: Bubblewrap) -> Sandbox:
+    """A sandbox that lives on."""
+    return await fresh.open(Template(files={"given/x.txt": b"given"}), 300.0)
 
 
 @pytest.fixture

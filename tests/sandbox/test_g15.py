@@ -9,8 +9,8 @@ import pytest
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import Command, Sandbox, Session, Template
 from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
+from tests.sandbox.living import marked
 from tests.sandbox.test_hostile import lives
-from tests.sandbox.test_sessions import marked
 
 pytestmark = pytest.mark.component("bubblewrap")
 
