@@ -76,8 +76,8 @@ class Bwrap:
         stdin: int | IO[bytes],
         entries: Sequence[str] = (),
     ) -> subprocess.Popen[bytes]:
-        """Start it with these arguments, in the control group with these entries; closes what is handed. Output goes to
-        pipes. Raises SandboxFailure."""
+        """Start it with these arguments and descriptors, in the control group with these entries. Output goes to pipes.
+        Raises SandboxFailure."""
         user = None if self._users is None else self._users.next()
         rlimits = _rlimits(limits, has_own_user=user is not None)
         enter = ("/bin/sh", "-c", ENTER, "sh", *entries, "--") if entries else ()
@@ -97,9 +97,6 @@ class Bwrap:
             )
         except OSError as error:
             raise too_large() if error.errno == errno.E2BIG else not_made(str(error)) from error
-        finally:
-            for descriptor in handed:
-                os.close(descriptor)
         if self._users is not None and user is not None:
             self._users.taken(user, process)
         return process
@@ -145,7 +142,7 @@ def environment(given: Mapping[str, str]) -> dict[str, str]:
 def memory_file(content: bytes) -> int:
     """A descriptor from which this is read."""
     descriptor = os.memfd_create("headrace", os.MFD_CLOEXEC)
-    with os.fdopen(os.dup(descriptor), "wb") as file:
+    with open(descriptor, "wb", closefd=False) as file:
         file.write(content)
     os.lseek(descriptor, 0, os.SEEK_SET)
     return descriptor

@@ -28,6 +28,7 @@ import msgspec
 from headrace_sandbox import bwrap
 from headrace_sandbox.bwrap import SCRATCH, Bwrap
 from headrace_sandbox.cgroups import Cgroup, Driver, Groups, find_driver
+from headrace_sandbox.descriptors import Descriptors, refused_by_machine
 from headrace_sandbox.inside.isolation import is_full
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes import inside
@@ -70,7 +71,7 @@ class Bubblewrap:
             checked_path(path)
         group = await self._groups.taken(msgspec.structs.replace(limits, pids=limits.pids + OWN_PIDS))
         try:
-            with contextlib.ExitStack() as stack:
+            with refused_by_machine(), contextlib.ExitStack() as stack:
                 made = await self._make(command, limits, group, stack)
                 start_s = time.monotonic() - begun_at
                 verdict = await supervise(made.started, command.stdin, limits)
@@ -139,27 +140,10 @@ class Bubblewrap:
 
     async def _make(self, command: Command, limits: Limits, group: Cgroup, stack: contextlib.ExitStack) -> _Made:
         """Make the sandbox, bound it, and let the program begin."""
-        status, told = os.pipe()
-        waits, go = os.pipe()
-        for descriptor in (status, waits, go):
-            stack.callback(os.close, descriptor)
-        # It holds the pipe's other end too: if this process is killed now nobody lets the program go, and it never
-        # starts. At a plain end of the pipe it would.
-        waits_inside = os.open(f"/proc/self/fd/{waits}", os.O_RDWR)
-        filter_ = bwrap.memory_file(self._filter)
-        contents = {path: bwrap.memory_file(data) for path, data in command.files.items()}
-        variables = bwrap.environment(command.environment).items()
-        arguments = [
-            *("--disable-userns", "--cap-drop", "ALL", *bwrap.system()),
-            *("--size", f"{limits.disk_bytes}", "--tmpfs", SCRATCH, *bwrap.scratch_files(contents)),
-            # Process 1 tells how the program ended, and is of the same user: its memory must be out of reach.
-            *("--tmpfs", "/proc/1", "--remount-ro", "/proc", "--remount-ro", "/", "--chdir", SCRATCH),
-            *(part for name, value in variables for part in ("--setenv", name, value)),
-            *("--seccomp", f"{filter_}", "--json-status-fd", f"{told}", "--block-fd", f"{waits_inside}"),
-            *("--", *self._weak_limits(limits), *command.arguments),
-        ]
-        handed = [told, waits_inside, filter_, *contents.values()]
-        process = self._bwrap.start(arguments, limits, handed, subprocess.PIPE, group.entries)
+        made = stack.enter_context(Descriptors())
+        (status, told), (waits, go) = made.pipe(), made.pipe()
+        process = self._begin(command, limits, group, made, told, waits)
+        made.close(told)
         stack.callback(bwrap.reap, process)
         joining = asyncio.ensure_future(_joined(group, process.pid))
         try:
@@ -173,17 +157,33 @@ class Bubblewrap:
         assert child is not None
         scratch = await scratch_come(child, pidfd, stack)
         group.count()
+        started = _started(process, pidfd, group, made)
         os.write(go, b"x")
-        started = Started(
-            stdin=bwrap.taken(process.stdin),
-            stdout=bwrap.taken(process.stdout),
-            stderr=bwrap.taken(process.stderr),
-            end=os.pidfd_open(process.pid),
-            returncode=lambda: _of_shell(process.wait()),
-            kill=lambda: bwrap.kill(pidfd),
-            cpu_s=lambda: group.usage().cpu_s,
-        )
         return _Made(started, pidfd, waits, scratch)
+
+    def _begin(
+        self, command: Command, limits: Limits, group: Cgroup, made: Descriptors, told: int, waits: int
+    ) -> subprocess.Popen[bytes]:
+        """Start bubblewrap, which tells of itself by ``told`` and waits at ``waits``."""
+        # It holds the pipe's other end too: if this process is killed now nobody lets the program go, and it never
+        # starts. At a plain end of the pipe it would.
+        waits_inside = made.own(os.open(f"/proc/self/fd/{waits}", os.O_RDWR))
+        filter_ = made.own(bwrap.memory_file(self._filter))
+        contents = {path: made.own(bwrap.memory_file(data)) for path, data in command.files.items()}
+        variables = bwrap.environment(command.environment).items()
+        arguments = [
+            *("--disable-userns", "--cap-drop", "ALL", *bwrap.system()),
+            *("--size", f"{limits.disk_bytes}", "--tmpfs", SCRATCH, *bwrap.scratch_files(contents)),
+            # Process 1 tells how the program ended, and is of the same user: its memory must be out of reach.
+            *("--tmpfs", "/proc/1", "--remount-ro", "/proc", "--remount-ro", "/", "--chdir", SCRATCH),
+            *(part for name, value in variables for part in ("--setenv", name, value)),
+            *("--seccomp", f"{filter_}", "--json-status-fd", f"{told}", "--block-fd", f"{waits_inside}"),
+            *("--", *self._weak_limits(limits), *command.arguments),
+        ]
+        handed = [waits_inside, filter_, *contents.values()]
+        process = self._bwrap.start(arguments, limits, [told, *handed], subprocess.PIPE, group.entries)
+        made.close(*handed)
+        return process
 
 
 class _Made(NamedTuple):
@@ -194,6 +194,22 @@ class _Made(NamedTuple):
     first: int
     waits: int
     scratch: int | None
+
+
+def _started(process: subprocess.Popen[bytes], first: int, group: Cgroup, made: Descriptors) -> Started:
+    streams = [made.own(bwrap.taken(stream)) for stream in (process.stdin, process.stdout, process.stderr)]
+    end = os.pidfd_open(process.pid)
+    made.give(*streams)
+    stdin, stdout, stderr = streams
+    return Started(
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        end=end,
+        returncode=lambda: _of_shell(process.wait()),
+        kill=lambda: bwrap.kill(first),
+        cpu_s=lambda: group.usage().cpu_s,
+    )
 
 
 async def _joined(group: Cgroup, pid: int) -> None:

@@ -24,6 +24,7 @@ from headrace.errors import SandboxFailure
 from headrace_sandbox import bwrap
 from headrace_sandbox.bwrap import SCRATCH, Bwrap
 from headrace_sandbox.cgroups import Driver, Groups, find_driver
+from headrace_sandbox.descriptors import Descriptors, refused_by_machine
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes import inside
 from headrace_sandbox.runtimes.base import PRELOAD, PythonProgram, checked_path
@@ -73,10 +74,14 @@ class ForkServer:
         """Run a program to its end. Raises SandboxFailure; cancelling the call kills it."""
         begun_at = time.monotonic()
         request = _request(program, limits, is_weak=not self._groups.driver.active)
+        with refused_by_machine():
+            return await self._run(request, program.stdin, limits, begun_at)
+
+    async def _run(self, request: bytes, stdin: bytes, limits: Limits, begun_at: float) -> ExecResult:
         async with self._slot(limits) as slot:
             started = slot.start(request)
             start_s = time.monotonic() - begun_at
-            verdict = await supervise(started, program.stdin, limits)
+            verdict = await supervise(started, stdin, limits)
             usage = await slot.gone()
         return result_of(verdict, usage, start_s, self.isolation)
 
@@ -157,14 +162,17 @@ class ForkServer:
 
     async def _make(self) -> _Server:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        filter_, sources = bwrap.memory_file(self._filter), inside.sources("isolation", "forkserver")
-        arguments = [
-            *(*bwrap.system(), "--dir", SCRATCH, *inside.mounts(sources)),
-            *("--remount-ro", "/dev", "--remount-ro", "/", "--setenv", "PATH", bwrap.PROGRAM_PATH, "--"),
-            *inside.command("forkserver", f"{filter_}", *self._preload, python=self._python),
-        ]
-        with theirs:
+        with contextlib.ExitStack() as undo, Descriptors() as made, theirs:
+            undo.enter_context(ours)
+            filter_ = made.own(bwrap.memory_file(self._filter))
+            sources = inside.sources(made, "isolation", "forkserver")
+            arguments = [
+                *(*bwrap.system(), "--dir", SCRATCH, *inside.mounts(sources)),
+                *("--remount-ro", "/dev", "--remount-ro", "/", "--setenv", "PATH", bwrap.PROGRAM_PATH, "--"),
+                *inside.command("forkserver", f"{filter_}", *self._preload, python=self._python),
+            ]
             process = self._bwrap.start(arguments, SERVER_LIMITS, [filter_, *sources.values()], theirs.fileno())
+            undo.pop_all()
         server = _Server(process, ours)
         if not await server.is_ready():
             said = await asyncio.to_thread(server.close)

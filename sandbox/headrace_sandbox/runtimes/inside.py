@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 
 from headrace_sandbox import bwrap
+from headrace_sandbox.descriptors import Descriptors
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import Command
 
@@ -39,10 +40,13 @@ COMPILE_LIMITS = Limits(wall_s=60.0, kept_bytes=4 << 20)
 Run = Callable[[Command, Limits], Awaitable[ExecResult]]
 
 
-def sources(*modules: str) -> dict[str, int]:
+def sources(made: Descriptors, *modules: str) -> dict[str, int]:
     """Descriptors to read these modules from, by where each of them is inside."""
     package = PACKAGE.replace(".", "/")
-    return {f"{FOLDER}/{package}/{name}.py": bwrap.memory_file((HERE / f"{name}.py").read_bytes()) for name in modules}
+    return {
+        f"{FOLDER}/{package}/{name}.py": made.own(bwrap.memory_file((HERE / f"{name}.py").read_bytes()))
+        for name in modules
+    }
 
 
 async def compiled(run: Run, *modules: str) -> dict[str, bytes]:

@@ -31,6 +31,7 @@ from headrace.errors import SandboxFailure
 from headrace_sandbox import bwrap
 from headrace_sandbox.bwrap import SCRATCH, SPARE_PIDS, Bwrap
 from headrace_sandbox.cgroups import Cgroup, Groups, since
+from headrace_sandbox.descriptors import Descriptors, refused_by_machine
 from headrace_sandbox.files import Files, WithFiles
 from headrace_sandbox.result import ExecResult, Isolation, Limits
 from headrace_sandbox.runtimes import inside
@@ -92,6 +93,10 @@ class KeptSandbox(WithFiles):
 
     async def start(self) -> None:
         """Make it. Raises SandboxFailure."""
+        with refused_by_machine():
+            await self._start()
+
+    async def _start(self) -> None:
         left_s = self._deadline - time.monotonic()
         self._keeper = await _Keeper.start(self._around, self._template.limits, left_s)
         try:
@@ -118,7 +123,8 @@ class KeptSandbox(WithFiles):
         request = {"do": "session", "kind": kind, "environment": bwrap.environment(self._template.environment)}
 
         async def start() -> _SessionHost:
-            return await self._alive().host(self._request(request))
+            with refused_by_machine():
+                return await self._alive().host(self._request(request))
 
         async def why_gone() -> str:
             raise self._gone() or sandbox_lost("The host of a session was killed from outside.")
@@ -157,7 +163,7 @@ class KeptSandbox(WithFiles):
 
     async def _execute(self, request: dict[str, Any], stdin: bytes, limits: Limits, begun_at: float) -> ExecResult:
         keeper = self._alive()
-        with contextlib.ExitStack() as stack:
+        with refused_by_machine(), contextlib.ExitStack() as stack:
             inner, started = await keeper.start_program(self._request(request), stack)
             before = keeper.group.usage()
             started = started._replace(cpu_s=lambda: since(before, keeper.group.usage()).cpu_s)
@@ -233,21 +239,11 @@ class _Keeper:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         ours.setblocking(False)
-        filter_ = bwrap.memory_file(around.filter)
-        sources = {path: bwrap.memory_file(code) for path, code in around.programs.items()}
-        arguments = [
-            *(*bwrap.system(), "--dir", SCRATCH, "--dir", "/session", *inside.mounts(sources)),
-            *("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/", "--as-pid-1"),
-            *("--setenv", "PATH", bwrap.PROGRAM_PATH, "--"),
-            *inside.command("keeper", f"{filter_}", f"{ttl_s}", f"{limits.disk_bytes}", f"{INODES}"),
-        ]
-        outer = Limits(
-            pids=limits.pids + KEEPER_LIMITS.pids,
-            open_files=OUTER_LIMITS.open_files,
-            file_bytes=OUTER_LIMITS.file_bytes,
-        )
-        with theirs:
-            process = around.bwrap.start(arguments, outer, [filter_, *sources.values()], theirs.fileno())
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(ours)
+            with theirs:
+                process = _start_keeper(around, limits, ttl_s, theirs)
+            undo.pop_all()
         pidfd = await _met(ours, b"ready", READY_S)
         if pidfd is None:
             said = _said(process)
@@ -277,23 +273,20 @@ class _Keeper:
     async def start_program(self, request: bytes, stack: contextlib.ExitStack) -> tuple[_Inner, Started]:
         """Start what a request asks for, with pipes. It is bounded, and waits to be let go. Raises SandboxFailure
         ``sandbox-lost``."""
-        stdin, our_stdin = os.pipe()
-        our_stdout, stdout = os.pipe()
-        our_stderr, stderr = os.pipe()
-        try:
+        with Descriptors() as made:
+            (stdin, our_stdin), (our_stdout, stdout), (our_stderr, stderr) = made.pipe(), made.pipe(), made.pipe()
             inner = self._ask(request, [stdin, stdout, stderr], stack)
+            made.close(stdin, stdout, stderr)  # so that output ends with the program
             pidfd = await inner.met()
             inner.go()
             await inner.joined()
-        except BaseException:
-            for descriptor in (our_stdin, our_stdout, our_stderr):
-                os.close(descriptor)
-            raise
+            end = os.dup(inner.end)
+            made.give(our_stdin, our_stdout, our_stderr)
         started = Started(
             stdin=our_stdin,
             stdout=our_stdout,
             stderr=our_stderr,
-            end=os.dup(inner.end),
+            end=end,
             returncode=lambda: inner.status,
             kill=lambda: bwrap.kill(pidfd),
             cpu_s=lambda: None,
@@ -305,7 +298,8 @@ class _Keeper:
         with contextlib.ExitStack() as stack:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
             stack.callback(ours.close)
-            inner = self._ask(request, [theirs.detach()], stack)
+            with theirs:
+                inner = self._ask(request, [theirs.fileno()], stack)
             pidfd = await inner.met()
             inner.lets_all_go = True
             inner.go()
@@ -313,18 +307,17 @@ class _Keeper:
             return _SessionHost(reader, writer, pidfd, stack.pop_all())
 
     def _ask(self, request: bytes, handed: Sequence[int], stack: contextlib.ExitStack) -> _Inner:
-        """Send a request; closes what is handed."""
+        """Send a request, with these descriptors."""
         assert self._bounds is not None
-        inner, theirs = _Inner.make(self._bounds, stack)
-        sent = [bwrap.memory_file(request), theirs, *handed]
-        try:
-            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", sent))
-            self._requests.sendmsg([b"r"], [rights])
-        except OSError as error:
-            raise sandbox_lost(f"The sandbox takes no request: {error.strerror}.") from error
-        finally:
-            for descriptor in sent:
-                os.close(descriptor)
+        with Descriptors() as made:
+            inner, theirs = _Inner.make(self._bounds, stack)
+            made.own(theirs)
+            content = made.own(bwrap.memory_file(request))
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [content, theirs, *handed]))
+            try:
+                self._requests.sendmsg([b"r"], [rights])
+            except OSError as error:
+                raise sandbox_lost(f"The sandbox takes no request: {error.strerror}.") from error
         return inner
 
     async def end(self) -> None:
@@ -340,6 +333,26 @@ class _Keeper:
         finally:
             self._requests.close()
             os.close(self._pidfd)
+
+
+def _start_keeper(
+    around: Surroundings, limits: Limits, ttl_s: float, requests: socket.socket
+) -> subprocess.Popen[bytes]:
+    outer = Limits(
+        pids=limits.pids + KEEPER_LIMITS.pids,
+        open_files=OUTER_LIMITS.open_files,
+        file_bytes=OUTER_LIMITS.file_bytes,
+    )
+    with Descriptors() as made:
+        filter_ = made.own(bwrap.memory_file(around.filter))
+        sources = {path: made.own(bwrap.memory_file(code)) for path, code in around.programs.items()}
+        arguments = [
+            *(*bwrap.system(), "--dir", SCRATCH, "--dir", "/session", *inside.mounts(sources)),
+            *("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/", "--as-pid-1"),
+            *("--setenv", "PATH", bwrap.PROGRAM_PATH, "--"),
+            *inside.command("keeper", f"{filter_}", f"{ttl_s}", f"{limits.disk_bytes}", f"{INODES}"),
+        ]
+        return around.bwrap.start(arguments, outer, [filter_, *sources.values()], requests.fileno())
 
 
 class _Inner:
@@ -370,7 +383,12 @@ class _Inner:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         ours.setblocking(False)
-        return cls(ours, bounds, stack), theirs.detach()
+        try:
+            return cls(ours, bounds, stack), theirs.detach()
+        except BaseException:
+            ours.close()
+            theirs.close()
+            raise
 
     async def met(self) -> int:
         """A descriptor of its process 1, which waits to be let go. Raises SandboxFailure ``sandbox-lost``."""

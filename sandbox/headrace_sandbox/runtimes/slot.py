@@ -23,6 +23,7 @@ import msgspec
 
 from headrace_sandbox import bwrap
 from headrace_sandbox.cgroups import LEFT_BYTES, Cgroup, no_cgroup
+from headrace_sandbox.descriptors import Descriptors
 from headrace_sandbox.result import Limits, Usage
 from headrace_sandbox.runtimes.verdicts import sandbox_lost
 from headrace_sandbox.supervise import KILL_S, Started, unkillable
@@ -91,27 +92,24 @@ class Slot:
     def start(self, request: bytes) -> Started:
         """Hand a program to the child that waits. Raises SandboxFailure ``sandbox-lost``."""
         self._is_gone, self._status, self._disk_full = False, None, False
-        (stdin, ours), (stdout, theirs), (stderr, theirs_too) = os.pipe(), os.pipe(), os.pipe()
-        handed = [stdin, theirs, theirs_too, bwrap.memory_file(request)]
-        started = Started(
+        with Descriptors() as made:
+            (stdin, ours), (stdout, theirs), (stderr, theirs_too) = made.pipe(), made.pipe(), made.pipe()
+            handed = [stdin, theirs, theirs_too, made.own(bwrap.memory_file(request))]
+            end = made.own(os.dup(self._socket.fileno()))
+            try:
+                self._socket.sendmsg([b"1"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", handed))])
+            except OSError as error:
+                raise sandbox_lost(f"The child in a slot takes no program: {error}.") from error
+            made.give(ours, stdout, stderr, end)
+        return Started(
             stdin=ours,
             stdout=stdout,
             stderr=stderr,
-            end=os.dup(self._socket.fileno()),
+            end=end,
             returncode=self._returncode,
             kill=self._kill,
             cpu_s=lambda: self.group.usage().cpu_s,
         )
-        try:
-            self._socket.sendmsg([b"1"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", handed))])
-        except OSError as error:
-            for descriptor in (started.stdin, started.stdout, started.stderr, started.end):
-                os.close(descriptor)
-            raise sandbox_lost(f"The child in a slot takes no program: {error}.") from error
-        finally:
-            for descriptor in handed:
-                os.close(descriptor)
-        return started
 
     async def gone(self) -> Usage:
         """Wait until nothing of the program is left; gives what it used. Raises SandboxFailure ``unkillable``."""

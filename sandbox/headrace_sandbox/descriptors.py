@@ -1,0 +1,61 @@
+"""File descriptors that are made one after the other, and what comes of it where this machine has no more.
+
+* Whatever fails between the first and the last one, none is left open.
+* What this machine refuses (descriptors, processes, memory) is a failure of ours that may be tried again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+from headrace.errors import SandboxFailure
+
+
+class Descriptors:
+    """Descriptors that are closed at the end of a ``with``, but for those that somebody took over."""
+
+    def __init__(self) -> None:
+        self._owned: set[int] = set()
+
+    def __enter__(self) -> Descriptors:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for descriptor in self._owned:
+            os.close(descriptor)
+
+    def own(self, descriptor: int) -> int:
+        """One more."""
+        self._owned.add(descriptor)
+        return descriptor
+
+    def pipe(self) -> tuple[int, int]:
+        """The ends of a new pipe, to read and to write."""
+        reads, writes = os.pipe()
+        return self.own(reads), self.own(writes)
+
+    def close(self, *descriptors: int) -> None:
+        """Close these already."""
+        self.give(*descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    def give(self, *descriptors: int) -> None:
+        """They are somebody else's now."""
+        self._owned.difference_update(descriptors)
+
+
+@contextlib.contextmanager
+def refused_by_machine() -> Iterator[None]:
+    """Raises SandboxFailure ``refused-by-machine`` for an OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise SandboxFailure(
+            f"This machine refused what a sandbox needs: {error}.",
+            hint="Where open files are too many: run fewer at a time, or raise the limit (`ulimit -n`).",
+            kind="refused-by-machine",
+            retryable=True,
+        ) from error
