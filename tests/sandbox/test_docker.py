@@ -312,10 +312,13 @@ async def until_started(host: str) -> str:
 @pytest.mark.parametrize("how", ["killed", "removed"])
 async def test_a_container_that_is_ended_from_outside_is_our_failure(docker: Served, code: Code, how: str) -> None:
     await code("")
-    running = asyncio.ensure_future(code("import time\ntime.sleep(60)"))
+    mark = secrets.token_hex(8)
+    running = asyncio.ensure_future(code(f"import os\nos.execv('/bin/sleep', ['{mark}', '60'])"))
     daemon = Daemon(docker.daemon.host)
     id_ = await until_started(docker.daemon.host)
-    await asyncio.sleep(0.3)
+    async with asyncio.timeout(20):
+        while not lives(mark):
+            await asyncio.sleep(0.02)
     if how == "killed":
         await daemon.call(lambda client: client.kill(id_))
     else:

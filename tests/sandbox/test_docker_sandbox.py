@@ -237,8 +237,9 @@ async def test_nothing_is_left_when_a_runtime_is_closed(docker: Served) -> None:
     runtime = Docker(docker.daemon.host, docker.python)
     sandbox = await runtime.open(Template(), 60.0)
     await sandbox.session("python")
-    waits = asyncio.ensure_future(sandbox.run(shell("sleep 300"), LIMITS))
-    await asyncio.sleep(0.5)
+    mark = secrets.token_hex(8)
+    waits = asyncio.ensure_future(sandbox.run(shell(f"exec -a {mark} sleep 300"), LIMITS))
+    await until_marked(mark)
     began = time.monotonic()
     waits.cancel()
     with pytest.raises(asyncio.CancelledError):

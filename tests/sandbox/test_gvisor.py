@@ -168,7 +168,7 @@ async def test_where_no_control_group_bounds_rlimits_inside_do() -> None:
 async def test_a_sandbox_that_is_killed_from_outside_is_a_failure_of_ours(gvisor: Gvisor) -> None:
     running = asyncio.ensure_future(shell(gvisor, "echo here; sleep 60"))
     (kernel,) = await until("runsc-sandbox")
-    await asyncio.sleep(1)  # the program may or may not have started: it is ours either way
+    # The program may or may not have started: it is ours either way.
     os.kill(kernel, signal.SIGKILL)
     with pytest.raises(SandboxFailure) as caught:
         await running

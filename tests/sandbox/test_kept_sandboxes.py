@@ -17,7 +17,7 @@ from headrace.errors import SandboxFailure
 from headrace_sandbox.cgroups import NoDriver
 from headrace_sandbox.conformance.look import descendants, lives
 from headrace_sandbox.result import Limits
-from headrace_sandbox.runtimes.base import Command, Sandbox, Template
+from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template
 from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
 from headrace_sandbox.runtimes.kept import KeptSandbox
 from tests.sandbox.living import LIMITS, daemon, python, said, until
@@ -242,3 +242,16 @@ async def test_a_template_with_an_image_is_refused(fresh: Bubblewrap) -> None:
     with pytest.raises(SandboxFailure) as caught:
         await fresh.open(Template(image="debian:12"), 60.0)
     assert caught.value.kind == "not-offered"
+
+
+async def test_a_program_does_not_see_the_name_of_its_supervisor(fresh: Bubblewrap, sandbox: Sandbox) -> None:
+    look = Command(arguments=["cat", "/proc/self/cgroup"])
+    session = await sandbox.session("bash")
+    code = "print(open('/proc/self/cgroup').read())"
+    for result in (
+        await fresh.run(look, LIMITS),
+        await fresh.run_code(PythonProgram(code=code), LIMITS),
+        await sandbox.run(look, LIMITS),
+        await session.run("cat /proc/self/cgroup", LIMITS),
+    ):
+        assert f"{os.getpid()}-" not in said(result)

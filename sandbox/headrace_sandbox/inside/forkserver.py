@@ -34,6 +34,7 @@ from types import TracebackType
 from typing import Any
 
 from headrace_sandbox.inside.isolation import (
+    CLONE_NEWCGROUP,
     CLONE_NEWIPC,
     CLONE_NEWNET,
     CLONE_NEWNS,
@@ -55,7 +56,7 @@ from headrace_sandbox.inside.isolation import (
     prctl,
 )
 
-NAMESPACES = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
+NAMESPACES = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP
 CLONE = {"x86_64": 56, "aarch64": 220}  # the number of the system call
 MADV_DONTNEED = 4
 MOST_TOLD = 500  # bytes of why it failed

@@ -27,6 +27,7 @@ import time
 
 from headrace_sandbox.inside import files, session
 from headrace_sandbox.inside.isolation import (
+    CLONE_NEWCGROUP,
     CLONE_NEWNS,
     CLONE_NEWPID,
     PR_SET_DUMPABLE,
@@ -72,6 +73,7 @@ class Asked:
         if not self.supervisor.recv(1):
             os._exit(1)
         self.supervisor.close()
+        must(libc.unshare(CLONE_NEWCGROUP), "unshare")  # it is in its group now, whose name is nobody's business
         prctl(PR_SET_DUMPABLE, 1)
         limit(self.request["rlimits"])
         give_up_privileges(self.filter)
