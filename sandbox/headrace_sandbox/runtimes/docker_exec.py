@@ -291,12 +291,27 @@ class Container:
                 self._scratch = scratch_of(pid, self._held)
 
     async def _exec(self, arguments: Sequence[str], variables: Sequence[str]) -> tuple[str, Streams]:
-        found = await self._daemon.call(
-            lambda client: client.exec_create(
-                self.name, list(arguments), stdin=True, user=made.USER, environment=list(variables), workdir=SCRATCH
+        try:
+            found = await self._daemon.call(
+                lambda client: client.exec_create(
+                    self.name, list(arguments), stdin=True, user=made.USER, environment=list(variables), workdir=SCRATCH
+                )
             )
-        )
-        return found["Id"], await self._daemon.streams(f"/exec/{found['Id']}/start", {"Detach": False, "Tty": False})
+            id_: str = found["Id"]
+            return id_, await self._daemon.streams(f"/exec/{id_}/start", {"Detach": False, "Tty": False})
+        except SandboxFailure as failure:
+            # The daemon learns of a container's end a little late, and until then has another word for it.
+            if failure.kind == "daemon-refused" and await self._ends():
+                raise NotRunning(failure.detail) from failure
+            raise
+
+    async def _ends(self) -> bool:
+        """Whether it runs no more, or will not in a moment."""
+        for _ in range(LOOKS):
+            if not (await self.state()).is_running:
+                return True
+            await asyncio.sleep(LOOK_S)
+        return False
 
     async def _ended(self, id_: str) -> tuple[int | None, bool]:
         """How an exec ended, and whether it was ever started."""
