@@ -57,15 +57,15 @@ class Simulated:
                     self.answers[instruction.request] = instruction
                 case Hand():
                     assert instruction.request not in self.answers
-                    assert instruction.box not in self.used, "handed on without a reset"
+                    assert instruction.sandbox not in self.used, "handed on without a reset"
                     self.answers[instruction.request] = instruction
-                    self.used.add(instruction.box)
+                    self.used.add(instruction.sandbox)
                 case Make():
-                    self.making.append(instruction.box)
+                    self.making.append(instruction.sandbox)
                 case Clean():
-                    self.cleaning.append(instruction.box)
+                    self.cleaning.append(instruction.sandbox)
                 case Close():
-                    self.closing.append(instruction.box)
+                    self.closing.append(instruction.sandbox)
                 case Revoke():
                     self.revoked.add(instruction.lease)
         self.core.check()
@@ -81,9 +81,9 @@ class Simulated:
         self.take(self.core.made(self.making.pop(0), self.now))
 
     def clean(self) -> None:
-        box = self.cleaning.pop(0)
-        self.used.discard(box)
-        self.take(self.core.cleaned(box, self.now))
+        sandbox = self.cleaning.pop(0)
+        self.used.discard(sandbox)
+        self.take(self.core.cleaned(sandbox, self.now))
 
     def close(self) -> None:
         self.take(self.core.closed(self.closing.pop(0), self.now))
@@ -357,7 +357,7 @@ def test_nothing_is_kept_of_kinds_and_owners_that_are_gone() -> None:
         pool.after(100.0)
         pool.settle()
     core = pool.core
-    assert (list(core._lines), core._kinds, core._pauses, core._boxes) == ([""], {}, {}, {})
+    assert (list(core._lines), core._kinds, core._pauses, core._pooled) == ([""], {}, {}, {})
     assert core._lines[""]._served == {}
 
 
@@ -466,7 +466,7 @@ class Histories(RuleBasedStateMachine):
         pool.settle()
         counts = pool.core.counts()
         assert (counts.waiting, counts.leases, counts.memory_bytes) == (0, 0, 0)
-        assert pool.core._boxes == {}
+        assert pool.core._pooled == {}
 
 
 Histories.TestCase.settings = settings(max_examples=500, stateful_step_count=20, deadline=None)

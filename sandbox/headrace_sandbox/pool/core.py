@@ -57,7 +57,7 @@ EXECUTIONS = ""
 
 
 @dataclass(eq=False)
-class Box:
+class Pooled:
     """A sandbox. ``begun_at``: when it began to be made or reset; ``ready_at``: when that was done. ``ends_at``: when
     it ends by itself."""
 
@@ -74,7 +74,7 @@ class Box:
 class Lease:
     id: str
     owner: str
-    box: Box
+    sandbox: Pooled
     until: float
 
 
@@ -102,7 +102,7 @@ class Core:
         self._lines: dict[str, Line] = {EXECUTIONS: Line(EXECUTIONS)}
         self._waiting: dict[str, Waiting] = {}
         self._running: dict[str, tuple[str, int]] = {}
-        self._boxes: dict[str, Box] = {}
+        self._pooled: dict[str, Pooled] = {}
         self._leases: dict[str, Lease] = {}
         self._pauses: dict[str, Pause] = {}
         self._due: list[tuple[float, str]] = []
@@ -160,17 +160,17 @@ class Core:
         self._memory_bytes -= memory_bytes
         return self._advance(now)
 
-    def made(self, box: str, now: float) -> list[Instruction]:
+    def made(self, sandbox: str, now: float) -> list[Instruction]:
         """A sandbox is there."""
-        it = self._in(box, "making")
+        it = self._in(sandbox, "making")
         self._making -= 1
         self._pauses.pop(it.kind.name, None)
         self._rest(it, now)
         return self._advance(now)
 
-    def not_made(self, box: str, why: NotMade, now: float) -> list[Instruction]:
+    def not_made(self, sandbox: str, why: NotMade, now: float) -> list[Instruction]:
         """A sandbox could not be made; nothing is left of it. Another is tried after a pause, unless it is hopeless."""
-        it = self._in(box, "making")
+        it = self._in(sandbox, "making")
         self._making -= 1
         name = it.kind.name
         failures = self._pauses[name].failures + 1 if name in self._pauses else 1
@@ -188,12 +188,12 @@ class Core:
         """A lease is over. ``reusable``: nothing suspicious happened in the sandbox. Unknown leases ran out before."""
         it = self._leases.get(lease)
         if it is not None:
-            box = self._end(it)
+            sandbox = self._end(it)
             if reusable and self._settings.reuse and not self._draining:
-                box.state, box.begun_at = "cleaning", now
-                self._out.append(Clean(box.id))
+                sandbox.state, sandbox.begun_at = "cleaning", now
+                self._out.append(Clean(sandbox.id))
             else:
-                box.state = "doomed"
+                sandbox.state = "doomed"
         return self._advance(now)
 
     def renew(self, lease: str, ttl_s: float, now: float) -> float | None:
@@ -202,30 +202,30 @@ class Core:
         it = self._leases.get(lease)
         if it is None or it.until <= now:
             return None
-        it.until = min(now + min(ttl_s, self._settings.ttl_s), it.box.ends_at)
+        it.until = min(now + min(ttl_s, self._settings.ttl_s), it.sandbox.ends_at)
         self._wake(it.until, lease)
         return it.until - now
 
-    def cleaned(self, box: str, now: float) -> list[Instruction]:
+    def cleaned(self, sandbox: str, now: float) -> list[Instruction]:
         """A sandbox was reset."""
-        self._rest(self._in(box, "cleaning"), now)
+        self._rest(self._in(sandbox, "cleaning"), now)
         return self._advance(now)
 
-    def not_cleaned(self, box: str, now: float) -> list[Instruction]:
+    def not_cleaned(self, sandbox: str, now: float) -> list[Instruction]:
         """A sandbox could not be reset: it is closed."""
-        self._in(box, "cleaning").state = "doomed"
+        self._in(sandbox, "cleaning").state = "doomed"
         return self._advance(now)
 
-    def closed(self, box: str, now: float) -> list[Instruction]:
+    def closed(self, sandbox: str, now: float) -> list[Instruction]:
         """Nothing is left of a sandbox."""
-        it = self._in(box, "closing")
+        it = self._in(sandbox, "closing")
         self._closing -= 1
         self._gone(it)
         return self._advance(now)
 
-    def not_closed(self, box: str, now: float) -> list[Instruction]:
+    def not_closed(self, sandbox: str, now: float) -> list[Instruction]:
         """Something of a sandbox may still run."""
-        self._in(box, "closing").state = "stuck"
+        self._in(sandbox, "closing").state = "stuck"
         self._closing -= 1
         return self._advance(now)
 
@@ -247,8 +247,8 @@ class Core:
     def counts(self) -> Counts:
         """How things stand."""
         states: dict[str, int] = dict.fromkeys(("making", "idle", "leased", "cleaning", "closing", "stuck"), 0)
-        for box in self._boxes.values():
-            states["closing" if box.state == "doomed" else box.state] += 1
+        for sandbox in self._pooled.values():
+            states["closing" if sandbox.state == "doomed" else sandbox.state] += 1
         return Counts(
             waiting=len(self._waiting),
             running=len(self._running),
@@ -265,7 +265,7 @@ class Core:
             self._serve(now)
         if self._bounds and not self._draining:
             self._warm(now)
-        if self._boxes:
+        if self._pooled:
             self._close()
         return self._taken_out()
 
@@ -279,25 +279,25 @@ class Core:
             if (waiting := self._waiting.get(name)) is not None and waiting.until <= now:
                 self._too_late(waiting)
             elif (lease := self._leases.get(name)) is not None and lease.until <= now:
-                self._out.append(Revoke(lease.id, lease.box.id))
+                self._out.append(Revoke(lease.id, lease.sandbox.id))
                 self._end(lease).state = "doomed"
-            elif (box := self._boxes.get(name)) is not None and box.state == "idle":
-                self._end_of_rest(box, now)
+            elif (sandbox := self._pooled.get(name)) is not None and sandbox.state == "idle":
+                self._end_of_rest(sandbox, now)
 
-    def _end_of_rest(self, box: Box, now: float) -> None:
-        is_unasked = now >= box.ready_at + self._settings.idle_s
-        if now >= self._too_old_at(box) or (is_unasked and self._beyond_warm(box)):
-            box.state = "doomed"
+    def _end_of_rest(self, sandbox: Pooled, now: float) -> None:
+        is_unasked = now >= sandbox.ready_at + self._settings.idle_s
+        if now >= self._too_old_at(sandbox) or (is_unasked and self._beyond_warm(sandbox)):
+            sandbox.state = "doomed"
         elif is_unasked:
-            self._wake(self._too_old_at(box), box.id)
+            self._wake(self._too_old_at(sandbox), sandbox.id)
 
-    def _too_old_at(self, box: Box) -> float:
+    def _too_old_at(self, sandbox: Pooled) -> float:
         """When it can no longer be leased for as long as may be asked."""
-        return box.ends_at - self._settings.ttl_s
+        return sandbox.ends_at - self._settings.ttl_s
 
-    def _beyond_warm(self, box: Box) -> bool:
-        bounds = self._bounds.get(box.kind.name)
-        idle = sum(other.state == "idle" for other in self._of(box.kind.name))
+    def _beyond_warm(self, sandbox: Pooled) -> bool:
+        bounds = self._bounds.get(sandbox.kind.name)
+        idle = sum(other.state == "idle" for other in self._of(sandbox.kind.name))
         return bounds is None or idle > bounds.least
 
     def _serve(self, now: float) -> None:
@@ -328,51 +328,53 @@ class Core:
 
     def _serve_leases(self, line: Line, kept_bytes: int, now: float) -> int:
         """Hand out sandboxes that rest, and have more made; gives the memory that the next one lacks."""
-        boxes = list(self._of(line.name))
-        resting = sorted((box for box in boxes if box.state == "idle"), key=lambda box: box.ready_at)
+        sandboxes = list(self._of(line.name))
+        resting = sorted(
+            (sandbox for sandbox in sandboxes if sandbox.state == "idle"), key=lambda sandbox: sandbox.ready_at
+        )
         while len(line) and resting:
             self._hand(line.head(), resting.pop(0), now)
-        coming = sum(box.state in ("making", "cleaning") for box in boxes)
+        coming = sum(sandbox.state in ("making", "cleaning") for sandbox in sandboxes)
         kind = self._kinds[line.name]
-        wanted = min(len(line) - coming, self._most(line.name) - len(boxes), self._settings.making - self._making)
+        wanted = min(len(line) - coming, self._most(line.name) - len(sandboxes), self._settings.making - self._making)
         for _ in range(0 if self._is_paused(line.name, now) else wanted):
             if not self._fits(kind.memory_bytes + kept_bytes):
                 return kind.memory_bytes
             self._make(kind, now)
         return 0
 
-    def _hand(self, waiting: Waiting, box: Box, now: float) -> None:
-        made_from = max(waiting.asked_at, box.begun_at)
-        start_s = max(0.0, box.ready_at - made_from)
-        lease = Lease(self._new_id(), waiting.owner, box, min(now + waiting.ttl_s, box.ends_at))
-        box.state, box.lease = "leased", lease
+    def _hand(self, waiting: Waiting, sandbox: Pooled, now: float) -> None:
+        made_from = max(waiting.asked_at, sandbox.begun_at)
+        start_s = max(0.0, sandbox.ready_at - made_from)
+        lease = Lease(self._new_id(), waiting.owner, sandbox, min(now + waiting.ttl_s, sandbox.ends_at))
+        sandbox.state, sandbox.lease = "leased", lease
         self._leases[lease.id] = lease
         self._wake(lease.until, lease.id)
         self._leaves_served(waiting, now)
         queue_s = max(0.0, now - waiting.asked_at - start_s)
-        self._out.append(Hand(waiting.id, lease.id, box.id, queue_s, start_s, lease.until - now))
+        self._out.append(Hand(waiting.id, lease.id, sandbox.id, queue_s, start_s, lease.until - now))
 
     def _warm(self, now: float) -> None:
         """Have sandboxes made for those that will ask. They never take memory that somebody waits for."""
         if self._waiting:
             return
         for name, bounds in self._bounds.items():
-            boxes = list(self._of(name))
-            ready = sum(box.state in ("idle", "making", "cleaning") for box in boxes)
-            for _ in range(min(bounds.least - ready, bounds.most - len(boxes))):
+            sandboxes = list(self._of(name))
+            ready = sum(sandbox.state in ("idle", "making", "cleaning") for sandbox in sandboxes)
+            for _ in range(min(bounds.least - ready, bounds.most - len(sandboxes))):
                 room = self._making < self._settings.making and self._fits(self._kinds[name].memory_bytes)
                 if not room or self._is_paused(name, now):
                     break
                 self._make(self._kinds[name], now)
 
     def _close(self) -> None:
-        for box in self._boxes.values():
-            if self._draining and box.state == "idle":
-                box.state = "doomed"
-            if box.state == "doomed" and self._closing < self._settings.closing:
-                box.state = "closing"
+        for sandbox in self._pooled.values():
+            if self._draining and sandbox.state == "idle":
+                sandbox.state = "doomed"
+            if sandbox.state == "doomed" and self._closing < self._settings.closing:
+                sandbox.state = "closing"
                 self._closing += 1
-                self._out.append(Close(box.id))
+                self._out.append(Close(sandbox.id))
 
     # Parts ------------------------------------------------------------------------------------------------------
 
@@ -421,29 +423,29 @@ class Core:
         self._pace_s = gap_s if self._pace_s is None else self._pace_s + PACE_SHARE * (gap_s - self._pace_s)
 
     def _make(self, kind: Kind, now: float) -> None:
-        box = Box(self._new_id(), kind, "making", now, now + 2 * self._settings.ttl_s)
-        self._boxes[box.id] = box
+        sandbox = Pooled(self._new_id(), kind, "making", now, now + 2 * self._settings.ttl_s)
+        self._pooled[sandbox.id] = sandbox
         self._making += 1
         self._memory_bytes += kind.memory_bytes
-        self._out.append(Make(box.id, kind, 2 * self._settings.ttl_s))
+        self._out.append(Make(sandbox.id, kind, 2 * self._settings.ttl_s))
 
-    def _rest(self, box: Box, now: float) -> None:
-        box.state, box.ready_at = "idle", now
-        if now >= self._too_old_at(box) or self._draining:
-            box.state = "doomed"
-        self._wake(min(now + self._settings.idle_s, self._too_old_at(box)), box.id)
+    def _rest(self, sandbox: Pooled, now: float) -> None:
+        sandbox.state, sandbox.ready_at = "idle", now
+        if now >= self._too_old_at(sandbox) or self._draining:
+            sandbox.state = "doomed"
+        self._wake(min(now + self._settings.idle_s, self._too_old_at(sandbox)), sandbox.id)
 
-    def _end(self, lease: Lease) -> Box:
-        box = lease.box
+    def _end(self, lease: Lease) -> Pooled:
+        sandbox = lease.sandbox
         del self._leases[lease.id]
-        self._lines[box.kind.name].done(lease.owner)
-        box.lease = None
-        return box
+        self._lines[sandbox.kind.name].done(lease.owner)
+        sandbox.lease = None
+        return sandbox
 
-    def _gone(self, box: Box) -> None:
-        del self._boxes[box.id]
-        self._memory_bytes -= box.kind.memory_bytes
-        self._forget(box.kind.name)
+    def _gone(self, sandbox: Pooled) -> None:
+        del self._pooled[sandbox.id]
+        self._memory_bytes -= sandbox.kind.memory_bytes
+        self._forget(sandbox.kind.name)
 
     def _forget(self, name: str) -> None:
         """Kinds come and go: nothing is kept of one that nobody waits for and that has no sandbox."""
@@ -454,24 +456,30 @@ class Core:
 
     def _can_become_free(self, memory_bytes: int) -> bool:
         """Whether there will be so much without the end of a lease."""
-        held = sum(box.kind.memory_bytes for box in self._boxes.values() if box.state in ("leased", "stuck"))
+        held = sum(
+            sandbox.kind.memory_bytes for sandbox in self._pooled.values() if sandbox.state in ("leased", "stuck")
+        )
         return held + memory_bytes <= self._settings.memory_bytes
 
     def _free_memory(self, lacking: int, name: str) -> None:
         """Doom sandboxes that rest, the longest first, until there will be as much."""
-        coming = sum(box.kind.memory_bytes for box in self._boxes.values() if box.state in ("doomed", "closing"))
-        resting = (box for box in self._boxes.values() if box.state == "idle" and box.kind.name != name)
-        for box in sorted(resting, key=lambda box: box.ready_at):
+        coming = sum(
+            sandbox.kind.memory_bytes for sandbox in self._pooled.values() if sandbox.state in ("doomed", "closing")
+        )
+        resting = (
+            sandbox for sandbox in self._pooled.values() if sandbox.state == "idle" and sandbox.kind.name != name
+        )
+        for sandbox in sorted(resting, key=lambda sandbox: sandbox.ready_at):
             if self._fits(lacking - coming):
                 return
-            box.state = "doomed"
-            coming += box.kind.memory_bytes
+            sandbox.state = "doomed"
+            coming += sandbox.kind.memory_bytes
 
     def _fits(self, memory_bytes: int) -> bool:
         return self._memory_bytes + memory_bytes <= self._settings.memory_bytes
 
-    def _of(self, name: str) -> Iterator[Box]:
-        return (box for box in self._boxes.values() if box.kind.name == name)
+    def _of(self, name: str) -> Iterator[Pooled]:
+        return (sandbox for sandbox in self._pooled.values() if sandbox.kind.name == name)
 
     def _most(self, name: str) -> int:
         bounds = self._bounds.get(name)
@@ -484,9 +492,9 @@ class Core:
     def _line(self, name: str) -> Line:
         return self._lines.setdefault(name, Line(name))
 
-    def _in(self, box: str, state: State) -> Box:
-        it = self._boxes[box]
-        assert it.state == state, f"sandbox {box} is {it.state}, not {state}"
+    def _in(self, sandbox: str, state: State) -> Pooled:
+        it = self._pooled[sandbox]
+        assert it.state == state, f"sandbox {sandbox} is {it.state}, not {state}"
         return it
 
     def _wake(self, at: float, name: str) -> None:
@@ -496,8 +504,8 @@ class Core:
 
     def check(self) -> None:
         """Raises AssertionError if the state is not what this module promises."""
-        states = [box.state for box in self._boxes.values()]
-        held = sum(box.kind.memory_bytes for box in self._boxes.values())
+        states = [sandbox.state for sandbox in self._pooled.values()]
+        held = sum(sandbox.kind.memory_bytes for sandbox in self._pooled.values())
         held += sum(memory_bytes for _, memory_bytes in self._running.values())
         assert self._memory_bytes == held <= self._settings.memory_bytes
         assert self._making == states.count("making") <= self._settings.making
@@ -506,8 +514,8 @@ class Core:
         assert len(self._waiting) <= self._settings.waiting
         assert not ("doomed" in states and self._closing < self._settings.closing)
         for lease in self._leases.values():
-            assert lease.box.lease is lease
-            assert self._boxes[lease.box.id].state == "leased"
+            assert lease.sandbox.lease is lease
+            assert self._pooled[lease.sandbox.id].state == "leased"
         assert len(self._leases) == states.count("leased")
         for name, line in self._lines.items():
             self._check_line(name, line)
@@ -519,9 +527,11 @@ class Core:
         if name == EXECUTIONS:
             owners = [owner for owner, _ in self._running.values()]
         else:
-            owners = [lease.owner for lease in self._leases.values() if lease.box.kind.name == name]
-            boxes = list(self._of(name))
-            assert len(boxes) <= self._most(name)
-            assert not (waiting and any(box.state == "idle" for box in boxes)), "one rests while somebody waits for it"
+            owners = [lease.owner for lease in self._leases.values() if lease.sandbox.kind.name == name]
+            sandboxes = list(self._of(name))
+            assert len(sandboxes) <= self._most(name)
+            assert not (waiting and any(sandbox.state == "idle" for sandbox in sandboxes)), (
+                "one rests while somebody waits for it"
+            )
         assert line.held.total() == len(owners)
         assert all(line.held[owner] == owners.count(owner) for owner in owners)

@@ -82,7 +82,7 @@ class Hand(msgspec.Struct, frozen=True):
 
     request: str
     lease: str
-    box: str
+    sandbox: str
     queue_s: float
     start_s: float
     ttl_s: float
@@ -101,7 +101,7 @@ class Refuse(msgspec.Struct, frozen=True):
 class Make(msgspec.Struct, frozen=True):
     """Make a sandbox."""
 
-    box: str
+    sandbox: str
     kind: Kind
     ttl_s: float
 
@@ -109,20 +109,20 @@ class Make(msgspec.Struct, frozen=True):
 class Clean(msgspec.Struct, frozen=True):
     """Reset a sandbox."""
 
-    box: str
+    sandbox: str
 
 
 class Close(msgspec.Struct, frozen=True):
     """Close a sandbox."""
 
-    box: str
+    sandbox: str
 
 
 class Revoke(msgspec.Struct, frozen=True):
     """A lease ran out: whoever has it must not use it any more."""
 
     lease: str
-    box: str
+    sandbox: str
 
 
 Instruction = Start | Hand | Refuse | Make | Clean | Close | Revoke

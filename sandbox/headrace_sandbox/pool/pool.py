@@ -204,7 +204,7 @@ class Pool:
                 case Start():
                     self._answer(instruction.request, instruction)
                 case Hand():
-                    sandbox = self._sandboxes[instruction.box]
+                    sandbox = self._sandboxes[instruction.sandbox]
                     self._leased[instruction.lease] = Leased(self, instruction, sandbox)
                     self._answer(instruction.request, instruction)
                 case Refuse():
@@ -212,9 +212,9 @@ class Pool:
                 case Make():
                     self._do(self._make(instruction))
                 case Clean():
-                    self._do(self._clean(instruction.box))
+                    self._do(self._clean(instruction.sandbox))
                 case Close():
-                    self._do(self._close(instruction.box))
+                    self._do(self._close(instruction.sandbox))
                 case Revoke():
                     self._leased.pop(instruction.lease).revoke()
         self._set_timer()
@@ -246,37 +246,37 @@ class Pool:
         task.result()
 
     async def _make(self, instruction: Make) -> None:
-        box = instruction.box
+        id_ = instruction.sandbox
         try:
             async with asyncio.timeout(MAKE_S):
                 sandbox = await self.runtime.open(instruction.kind.template, instruction.ttl_s)
         except Exception as error:  # noqa: BLE001 - whatever a runtime raises, its sandbox is not there
             failure = _failed("made", error)
-            self._apply(self._core.not_made(box, failure, time.monotonic()))
+            self._apply(self._core.not_made(id_, failure, time.monotonic()))
             return
-        self._sandboxes[box] = sandbox
-        self._apply(self._core.made(box, time.monotonic()))
+        self._sandboxes[id_] = sandbox
+        self._apply(self._core.made(id_, time.monotonic()))
 
-    async def _clean(self, box: str) -> None:
+    async def _clean(self, id_: str) -> None:
         try:
             async with asyncio.timeout(RESET_S):
-                await self._sandboxes[box].reset()
+                await self._sandboxes[id_].reset()
         except Exception as error:  # noqa: BLE001 - whatever a runtime raises, the sandbox is not as new
             _failed("reset", error)
-            self._apply(self._core.not_cleaned(box, time.monotonic()))
+            self._apply(self._core.not_cleaned(id_, time.monotonic()))
         else:
-            self._apply(self._core.cleaned(box, time.monotonic()))
+            self._apply(self._core.cleaned(id_, time.monotonic()))
 
-    async def _close(self, box: str) -> None:
-        sandbox = self._sandboxes.pop(box)
+    async def _close(self, id_: str) -> None:
+        sandbox = self._sandboxes.pop(id_)
         try:
             async with asyncio.timeout(CLOSE_S):
                 await sandbox.close()
         except Exception as error:  # noqa: BLE001 - whatever a runtime raises, something may be left
             _failed("closed", error)
-            self._apply(self._core.not_closed(box, time.monotonic()))
+            self._apply(self._core.not_closed(id_, time.monotonic()))
         else:
-            self._apply(self._core.closed(box, time.monotonic()))
+            self._apply(self._core.closed(id_, time.monotonic()))
 
     def _set_timer(self) -> None:
         due = self._core.next_due()

@@ -31,7 +31,7 @@ JUDGE = "headrace_workers.environments.math_judge"
 
 QUESTION_KEYS = ("problem", "question", "prompt")
 
-_checked: dict[str, bool] = {}
+_checked: set[str] = set()
 """References that were seen to be usable."""
 
 MOST_CHECKED = 100_000
@@ -114,7 +114,7 @@ class MathProblems:
         if not is_readable:
             raise _bad_reference("cannot be read", reference, retryable=False)
         if len(_checked) < MOST_CHECKED:
-            _checked[reference] = True
+            _checked.add(reference)
 
 
 def basics(**kwargs: Any) -> MathProblems:

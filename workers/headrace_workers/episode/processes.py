@@ -164,9 +164,8 @@ class _Process:
         self.is_usable = False
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(
-                    self._process.pid, signal.SIGKILL
-                )  # its own method may take its exit code from who waits for it
+                # Its own method may take its exit code from who waits for it.
+                os.kill(self._process.pid, signal.SIGKILL)
 
     async def _how(self) -> str:
         code = await self._process.wait()
