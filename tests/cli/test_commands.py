@@ -162,11 +162,20 @@ def test_servers_are_a_table_with_what_each_is_at_and_why(headrace: Headrace, st
     assert json.loads(headrace("servers", "guess", "--json").stdout)["revision"] == 7
 
 
-@pytest.mark.parametrize(("revision", "said"), [(7, "has no policy server now"), (0, "each worker asks the one")])
-def test_a_run_whose_servers_are_all_gone_is_not_said_to_use_those_of_the_workers(
-    headrace: Headrace, stub: Stub, revision: int, said: str
+@pytest.mark.parametrize(
+    ("state", "endpoints", "said"),
+    [
+        ("active", [], "each worker asks that which it was started with"),
+        ("active", ["http://a:1"], "has no policy server now"),
+        ("closed", ["http://a:1"], "is closed"),
+    ],
+)
+def test_a_run_without_servers_is_said_to_have_none_for_the_reason_that_it_has(
+    headrace: Headrace, stub: Stub, state: str, endpoints: list[str], said: str
 ) -> None:
-    stub.on("GET /v1/runs/guess/servers", good(wire.ServersReply(epoch=1, revision=revision)))
+    run = run_status(state=state, spec={"policy": {"endpoints": endpoints}})
+    stub.on("GET /v1/runs/guess/servers", good(wire.ServersReply(epoch=1, revision=1 << 32)))
+    stub.on("GET /v1/runs/guess", good(run))
     assert said in headrace("servers", "guess").stderr
 
 

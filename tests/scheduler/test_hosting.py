@@ -6,7 +6,7 @@ import pytest
 
 from headrace import wire
 from headrace.engine import base_of
-from headrace.errors import InvalidRequest, InvalidRunSpec, UnknownServer, VersionConflict
+from headrace.errors import Conflict, InvalidRequest, InvalidRunSpec, UnknownServer, VersionConflict
 from headrace.runspec import parse_run_spec
 from headrace.trajectory import Version
 from headrace_orchestrator.scheduler import records
@@ -49,6 +49,13 @@ def test_servers_begin_with_those_of_the_spec_and_change_by_records_of_their_own
     assert len([fact for fact in harness.log if isinstance(fact, changes)]) == 4
     harness.restart()
     harness.restart(harness.restored(harness.core.snapshot()))
+
+
+def test_a_run_that_names_no_servers_gets_none(harness):
+    harness.run()
+    with pytest.raises(Conflict, match="would not ask this one"):
+        harness.core.add_server("r", A, harness.now)
+    assert harness.core.hosting("r").servers == {}
 
 
 @pytest.mark.parametrize("other", ["/", "/v1", "/v1/"])

@@ -46,6 +46,15 @@ def row(server: wire.PolicyServer) -> list[str]:
     ]
 
 
+def why_no_server(run: wire.RunStatus) -> str:
+    """Why a run has no policy servers."""
+    if run.state == "closed":
+        return f"The run {run.name} is closed: it has no policy servers any more."
+    if not run.spec.get("policy", {}).get("endpoints"):
+        return f"The run {run.name} has no policy servers of its own: each worker asks that which it was started with."
+    return f"The run {run.name} has no policy server now: all were removed, or the names in policy.endpoints give none."
+
+
 @click.command(short_help="Show the policy servers of a run; add, drain or remove one.")
 @click.argument("run")
 @click.argument("action", required=False, type=click.Choice(list(ACTIONS)))
@@ -69,14 +78,13 @@ def servers(run: str, action: str | None, address: str | None, url: str | None, 
         found = client.servers(run)
         if any(server.state == "unknown" for server in found.servers):
             found = client.servers(run, revision=found.revision, wait_s=FIRST_LOOK_S)
+        why_none = "" if found.servers else why_no_server(client.run(run))
     if shared().json:
         emit(found)
     elif found.servers:
         table(COLUMNS, [row(server) for server in found.servers])
-    elif found.revision:
-        note(f"The run {run} has no policy server now: all were removed, or the names in policy.endpoints give none.")
     else:
-        note(f"The run {run} has no policy servers of its own: each worker asks the one that it was started with.")
+        note(why_none)
     if found.sync:
         note(found.sync)
     if found.skipped:

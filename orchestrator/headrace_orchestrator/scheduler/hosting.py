@@ -1,6 +1,7 @@
 """The policy servers of a run, and the weights that they are to hold.
 
 * Servers that were added, drained or removed are known after a restart.
+* A run that names no servers in its spec gets none: its workers ask those that they were started with.
 * A version that comes with weights is to be loaded by the service; one without was loaded by the learner.
 * A version that was overtaken before any server served it is skipped, and said to be.
 * Weights that are served are not replaced under the same version.
@@ -36,6 +37,12 @@ def add(book: Book, run: Run, address: str, now: float) -> None:
     address = _address(address)
     if run.closed:
         raise Conflict(f"Run {run.name} was closed.")
+    if not run.spec.policy.endpoints:
+        raise Conflict(
+            f"Run {run.name} has no policy.endpoints in its spec: each worker asks the server that it was started "
+            "with, and would not ask this one.",
+            hint="Name servers in policy.endpoints of a new run, or start workers with --policy-endpoint.",
+        )
     if len(run.hosting.servers) >= MAX_SERVERS and address not in run.hosting.servers:
         raise InvalidRequest(f"Run {run.name} has {MAX_SERVERS} policy servers, and no more can be added.")
     if run.hosting.servers.get(address) is not False:
