@@ -1,6 +1,9 @@
 """What the sandbox service adds to an execution: the same program directly and through a service, in turns; and a
 service whose runtime does nothing, so that all that is left is the service.
 
+An execution leaves work behind (the next child of its slot is forked), with which whatever is measured next shares the
+machine. So the ways are measured in an order in which each comes after each other equally often.
+
 Medians, and lower quartiles, which say more on a machine that does other work.
 
     python -m benchmarks.bench_sandbox_service
@@ -26,7 +29,10 @@ from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
 from headrace_sandbox.service.server import serve_with
 from headrace_sandbox.service.settings import ServiceSettings
 
-ROUNDS = 400
+ORDER = ("direct", "service", "nothing", "direct", "nothing", "service")
+"""Of one round; what follows its end is its beginning."""
+
+ROUNDS, WARM_UP = 200, 10
 LIMITS = Limits(memory_bytes=64 << 20)
 PROGRAM = PythonProgram(code="print(1)")
 
@@ -91,10 +97,10 @@ async def measure(folder: str) -> dict[str, list[float]]:
     through, nothing = client_of(f"unix://{folder}/bubblewrap"), client_of(f"unix://{folder}/nothing")
     ways = {"direct": direct.run_code, "service": through.run_code, "nothing": nothing.run_code}
     times: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(ROUNDS + 20):
-        for name, call in ways.items():
-            taken = await timed(call)
-            if number >= 20:
+    for number in range(WARM_UP + ROUNDS):
+        for name in ORDER:
+            taken = await timed(ways[name])
+            if number >= WARM_UP:
                 times[name].append(taken)
     for closed in (through, nothing, direct):
         await closed.close()
