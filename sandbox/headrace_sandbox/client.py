@@ -5,7 +5,6 @@
 * An execution that may have begun is not run again, unless its caller says that it is repeatable: the answer is a
   retryable failure.
 * Whoever is cancelled hangs up, and the service kills what ran for it.
-* Proxy settings of the environment are ignored.
 """
 
 from __future__ import annotations
@@ -13,13 +12,12 @@ from __future__ import annotations
 import asyncio
 import time
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
-import aiohttp
 import msgspec
 
 from headrace.errors import HeadraceError, RequestError, SandboxFailure
 from headrace.problems import GATEWAY_STATUSES, read_problem
+from headrace_sandbox.connections import Connections, Lost, Unreachable
 from headrace_sandbox.result import LONGEST_S, ExecResult, Isolation, Limits, check_range
 from headrace_sandbox.runtimes.base import Command, FileInfo, PythonProgram, SessionKind, Template
 from headrace_sandbox.service import messages
@@ -30,9 +28,6 @@ T = TypeVar("T")
 WAIT_S = 30.0
 """How long a request waits for its turn, unless the client was told otherwise."""
 
-CONNECT_S = 5.0
-"""To open a connection."""
-
 RECONNECT_S = 10.0
 """How long a service that is not there is looked for: it may be starting anew."""
 
@@ -41,9 +36,6 @@ PAUSES_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 
 SILENCE_S = 60.0
 """Beyond what an answer may take by its own deadlines."""
-
-KEEP_ALIVE_S = 30.0
-"""Idle connections are kept so long: shorter than the service does."""
 
 UNKNOWN = Isolation(runtime="service", versions={}, active=[])
 """Until the service was asked."""
@@ -190,24 +182,20 @@ class _Calls:
     """Sends requests, and reads answers."""
 
     def __init__(self, address: str, token: str) -> None:
-        parts = urlsplit(address)
-        if parts.scheme == "unix" and parts.path and not parts.netloc:
-            self._socket, self._base = parts.path, "http://localhost"
-        elif parts.scheme in ("http", "https") and parts.hostname:
-            self._socket, self._base = "", address.rstrip("/")
-        else:
+        headers = {"Content-Type": MEDIA_TYPE, **({"Authorization": f"Bearer {token}"} if token else {})}
+        try:
+            self._connections = Connections(address, headers)
+        except ValueError as error:
             raise SandboxFailure(
-                f"{address!r} is not an address of a sandbox service.",
-                hint="It reads like unix:///run/headrace-sandbox/service.sock or http://127.0.0.1:8471.",
+                f"A sandbox service cannot be spoken to: {error}.",
+                hint="An address reads like unix:///run/headrace-sandbox/service.sock or http://127.0.0.1:8471.",
                 kind="bad-address",
                 retryable=False,
-            )
+            ) from error
         self._address = address
-        self._headers = {"Content-Type": MEDIA_TYPE, **({"Authorization": f"Bearer {token}"} if token else {})}
-        self._http: aiohttp.ClientSession | None = None
 
     async def get(self, path: str) -> bytes:
-        return await self._send("GET", path, None, SILENCE_S, is_safe=True)
+        return await self._send("GET", path, b"", SILENCE_S, is_safe=True)
 
     async def post(
         self, path: str, message: msgspec.Struct | None = None, takes_s: float = 0.0, *, is_safe: bool = False
@@ -218,46 +206,28 @@ class _Calls:
         return await self._send("POST", path, body, takes_s + SILENCE_S, is_safe=is_safe)
 
     async def close(self) -> None:
-        if self._http is not None:
-            await self._http.close()
-            self._http = None
+        await self._connections.close()
 
-    async def _send(self, method: str, path: str, body: bytes | None, timeout_s: float, *, is_safe: bool) -> bytes:
+    async def _send(self, method: str, path: str, body: bytes, timeout_s: float, *, is_safe: bool) -> bytes:
         begun_at = time.monotonic()
         tries = 0
         while True:
             try:
-                return await self._once(method, path, body, timeout_s)
-            except aiohttp.ClientConnectorError as error:
+                status, said = await self._connections.request(method, path, body, timeout_s)
+            except Unreachable as error:
                 failure = self._unreachable(error)
-            except (aiohttp.ClientError, TimeoutError) as error:
+            except Lost as error:
                 failure = self._lost(error)
                 if not is_safe:
                     raise failure from error
+            else:
+                if status != 200:
+                    raise self._failure(status, said)
+                return said
             if time.monotonic() - begun_at > RECONNECT_S:
                 raise failure
             await asyncio.sleep(PAUSES_S[min(tries, len(PAUSES_S) - 1)])
             tries += 1
-
-    async def _once(self, method: str, path: str, body: bytes | None, timeout_s: float) -> bytes:
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
-        async with self._session().request(
-            method, self._base + path, data=body, headers=self._headers, timeout=timeout, allow_redirects=False
-        ) as answer:
-            said = await answer.read()
-            if answer.status != 200:
-                raise self._failure(answer.status, said)
-            return said
-
-    def _session(self) -> aiohttp.ClientSession:
-        if self._http is None:
-            connector = (
-                aiohttp.UnixConnector(self._socket, limit=0, keepalive_timeout=KEEP_ALIVE_S)
-                if self._socket
-                else aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
-            )
-            self._http = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
-        return self._http
 
     def _failure(self, status: int, said: bytes) -> SandboxFailure:
         """The service's own failure, or what a page of somebody in between comes to."""
@@ -277,7 +247,7 @@ class _Calls:
             retryable=status in GATEWAY_STATUSES,
         )
 
-    def _unreachable(self, error: Exception) -> SandboxFailure:
+    def _unreachable(self, error: Unreachable) -> SandboxFailure:
         return SandboxFailure(
             f"The sandbox service at {self._address} cannot be reached: {error}.",
             hint="Start one with: headrace sandbox serve.",
@@ -285,10 +255,9 @@ class _Calls:
             retryable=True,
         )
 
-    def _lost(self, error: Exception) -> SandboxFailure:
-        said = "it was silent for too long" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
+    def _lost(self, error: Lost) -> SandboxFailure:
         return SandboxFailure(
-            f"The sandbox service did not answer ({said}); whether the program ran is not known.",
+            f"The sandbox service did not answer ({error}); whether the program ran is not known.",
             hint="It is not run again by itself; a client that is `repeatable` does.",
             kind="service-lost",
             retryable=True,

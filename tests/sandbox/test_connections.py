@@ -1,0 +1,207 @@
+"""Requests over kept connections, to servers that say all sorts of things."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from headrace_sandbox import connections
+from headrace_sandbox.connections import Connections, Lost, Unreachable
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+
+
+class Server:
+    """Says what it is told to, piece by piece, to each request; an empty piece hangs up. ``asked``: the requests of
+    each connection. ``left``: how many connections were closed by the client, or broke off."""
+
+    def __init__(self, path: Path) -> None:
+        self.address = f"unix://{path}"
+        self.says: Sequence[bytes] = [OK]
+        self.asked: list[list[bytes]] = []
+        self.left = asyncio.Semaphore(0)
+        self.waits = asyncio.Event()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked: list[bytes] = []
+        self.asked.append(asked)
+        try:
+            while True:
+                asked.append(await reader.readuntil(b"\r\n\r\n"))
+                self.waits.set()
+                for piece in self.says:
+                    if not piece:
+                        return
+                    writer.write(piece)
+                    await asyncio.sleep(0)
+        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError):
+            self.left.release()
+        finally:
+            writer.close()
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[Server]:
+    made = Server(tmp_path / "s")
+    async with await asyncio.start_unix_server(made.serve, tmp_path / "s"):
+        yield made
+
+
+@asynccontextmanager
+async def connected(server: Server) -> AsyncIterator[Connections]:
+    made = Connections(server.address, {"X-Name": "value"})
+    yield made
+    await made.close()
+
+
+async def ask(made: Connections, timeout_s: float = 30.0) -> tuple[int, bytes]:
+    return await made.request("POST", "/path", b"", timeout_s)
+
+
+async def test_a_connection_is_kept_between_requests(server: Server) -> None:
+    async with connected(server) as made:
+        for _ in range(3):
+            assert await ask(made) == (200, b"ok")
+    assert server.asked == [
+        [b"POST /path HTTP/1.1\r\nHost: localhost\r\nX-Name: value\r\nContent-Length: 0\r\n\r\n"] * 3
+    ]
+
+
+async def test_requests_at_the_same_time_have_connections_of_their_own(server: Server) -> None:
+    async with connected(server) as made:
+        assert await asyncio.gather(*(ask(made) for _ in range(3))) == [(200, b"ok")] * 3
+        await ask(made)
+    assert sorted(len(asked) for asked in server.asked) == [1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        [b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok"],  # as it says
+        [b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nok"],
+        [OK, b""],  # as it does
+    ],
+)
+async def test_a_connection_that_the_server_closes_is_not_used_again(server: Server, says: Sequence[bytes]) -> None:
+    server.says = says
+    async with connected(server) as made:
+        await ask(made)
+        for _ in range(5):  # the event loop hears of it
+            await asyncio.sleep(0)
+        assert await ask(made) == (200, b"ok")
+    assert [len(asked) for asked in server.asked] == [1, 1]
+
+
+async def test_a_connection_that_was_idle_for_long_is_not_used_again(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with connected(server) as made:
+        await ask(made)
+        monkeypatch.setattr(connections, "KEEP_ALIVE_S", 0.0)
+        await ask(made)
+        assert [len(asked) for asked in server.asked] == [1, 1]
+        await server.left.acquire()
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        [OK[at : at + 1] for at in range(len(OK))],
+        [b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\no\r\n", b"1\r\nk\r\n0\r\n\r\n"],
+        [b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n", OK],
+        [b"HTTP/1.1 200 OK\r\n\r\no", b"k", b""],
+    ],
+    ids=["bytes", "chunks", "after another", "until the end of the connection"],
+)
+async def test_an_answer_may_come_in_any_pieces(server: Server, says: Sequence[bytes]) -> None:
+    server.says = says
+    async with connected(server) as made:
+        assert [await ask(made) for _ in range(2)] == [(200, b"ok")] * 2
+
+
+@pytest.mark.parametrize("says", [[b""], [OK[:20], b""], [OK[:-1], b""], [b"220 mail.example\r\n"]])
+async def test_an_answer_that_breaks_off_is_lost(server: Server, says: Sequence[bytes]) -> None:
+    server.says = says
+    async with connected(server) as made:
+        with pytest.raises(Lost):
+            await ask(made)
+        server.says = [OK]
+        assert await ask(made) == (200, b"ok")
+
+
+async def test_an_answer_to_nothing_is_given_to_nobody(server: Server) -> None:
+    server.says = [OK, OK.replace(b"200", b"500")]
+    async with connected(server) as made:
+        assert await ask(made) == (200, b"ok")
+        await server.left.acquire()
+        assert await ask(made) == (200, b"ok")
+
+
+async def test_an_answer_before_the_request_was_sent_ends_its_connection(server: Server) -> None:
+    async with connected(server) as made:
+        assert await made.request("POST", "/path", bytes(8 << 20), 30.0) == (200, b"ok")
+        assert await ask(made) == (200, b"ok")
+    assert [len(asked) for asked in server.asked] == [1, 1]
+
+
+async def test_who_waits_for_too_long_hangs_up(server: Server) -> None:
+    server.says = []
+    async with connected(server) as made:
+        with pytest.raises(Lost, match="silent"):
+            await ask(made, timeout_s=0.01)
+        await server.left.acquire()
+
+
+async def test_whoever_is_cancelled_hangs_up(server: Server) -> None:
+    server.says = []
+    async with connected(server) as made:
+        asking = asyncio.ensure_future(ask(made))
+        await server.waits.wait()
+        asking.cancel()
+        await server.left.acquire()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+
+
+async def test_who_waits_on_connections_that_are_closed_gets_lost(server: Server) -> None:
+    server.says = []
+    async with connected(server) as made:
+        asking = asyncio.ensure_future(ask(made))
+        await server.waits.wait()
+        await made.close()
+        with pytest.raises(Lost):
+            await asking
+
+
+async def test_a_server_that_is_not_there_is_unreachable(tmp_path: Path) -> None:
+    for address in (f"unix://{tmp_path / 'nothing'}", "http://127.0.0.1:1"):
+        with pytest.raises(Unreachable):
+            await ask(Connections(address, {}))
+
+
+async def test_an_address_may_have_a_path() -> None:
+    asked: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(OK)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        made = Connections(f"http://user@127.0.0.1:{port}/a b/", {})
+        assert await ask(made) == (200, b"ok")
+        await made.close()
+    assert asked[0].startswith(f"POST /a%20b/path HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n".encode())
+
+
+def test_what_is_no_address_or_no_header_is_refused() -> None:
+    for address in ("", "/run/x.sock", "unix://relative/x", "ftp://host", "http://", "http://host:99999"):
+        with pytest.raises(ValueError, match=r"address|ort"):
+            Connections(address, {})
+    with pytest.raises(ValueError, match="Authorization has more than one line"):
+        Connections("http://host", {"Authorization": "Bearer x\r\nX-Other: y"})
