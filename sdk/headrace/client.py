@@ -43,7 +43,7 @@ from headrace._prefetch import UNUSED, Prefetch
 from headrace._protocol import Flow
 from headrace._waiting import OnWait
 from headrace.batch import Batch
-from headrace.errors import RunFinished
+from headrace.errors import RunFinished, SetupError
 from headrace.runspec import RunSpec
 from headrace.trajectory import Status, Trajectory
 
@@ -59,8 +59,14 @@ def address(url: str | None) -> str:
 
 
 def bearer(token: str | None) -> str:
-    """The token to use: the argument, ``HEADRACE_TOKEN``, or none."""
-    return token if token is not None else os.environ.get("HEADRACE_TOKEN", "")
+    """The token to use: the argument, ``HEADRACE_TOKEN``, or none; without the line end that a file or a secret of
+    Kubernetes gives it. Raises SetupError for what no header can carry."""
+    found = (token if token is not None else os.environ.get("HEADRACE_TOKEN", "")).strip()
+    if not found.isprintable():
+        raise SetupError(
+            "The bearer token holds a line end or another control character.", hint="Check HEADRACE_TOKEN."
+        )
+    return found
 
 
 class Client:

@@ -1,7 +1,7 @@
 """Who may do what: bearer tokens with roles.
 
 * A loopback bind needs no tokens; any other bind without tokens is refused at start.
-* Tokens come from a file; they are compared by digest, in constant time.
+* Tokens come from a file; they are compared by digest, in constant time. Each stands there once.
 * A browser may send its token as the password of basic auth.
 * Without tokens the service obeys programs, not web pages: another origin, another host, or a body of a type that any
   page may send is refused.
@@ -115,7 +115,8 @@ class Auth:
         if not presented or found is None:
             raise Unauthorized(
                 "This service does not know the token." if presented else "This service asks for a bearer token.",
-                hint="Send 'Authorization: Bearer <token>' with a token from the service's token file.",
+                hint="Send 'Authorization: Bearer <token>' with a token from the service's token file. Commands, "
+                "workers and clients take it from HEADRACE_TOKEN, for a sandbox service from HEADRACE_SANDBOX_TOKEN.",
             )
         return found
 
@@ -171,11 +172,20 @@ def _read(file: Path) -> list[_Token]:
     except (msgspec.DecodeError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SetupError(
             f"The token file {file} is not valid: {error}.",
-            hint="Each [[tokens]] table has a name, roles, and token or sha256.",
+            hint=f"Each [[tokens]] table has a name, roles (of {', '.join(ROLES)}), and token or sha256.",
         ) from error
     if not entries:
         raise SetupError(f"The token file {file} holds no token.", hint="Add a [[tokens]] table.")
-    return [_Token(_digest(file, entry), entry.name, frozenset(entry.roles)) for entry in entries]
+    found: dict[bytes, _Token] = {}
+    for entry in entries:
+        digest = _digest(file, entry)
+        if digest in found:
+            raise SetupError(
+                f"The tokens {found[digest].name!r} and {entry.name!r} in {file} are the same.",
+                hint="Give one table all roles of a token.",
+            )
+        found[digest] = _Token(digest, entry.name, frozenset(entry.roles))
+    return list(found.values())
 
 
 def _digest(file: Path, entry: _Entry) -> bytes:

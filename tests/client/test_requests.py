@@ -15,6 +15,7 @@ from headrace.errors import (
     InvalidRequest,
     RequestTooLarge,
     ServiceError,
+    SetupError,
     StoreError,
     Unavailable,
     UnknownRun,
@@ -68,6 +69,18 @@ def test_a_token_travels_as_a_bearer_and_nothing_asks_for_compression(stub: Stub
     (asked,) = stub.asked("GET /v1/runs")
     assert asked.headers["Authorization"] == "Bearer sesame"
     assert asked.headers["Accept-Encoding"] == "identity"
+
+
+def test_the_line_end_of_a_secret_is_no_part_of_the_token(
+    stub: Stub, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub.on("GET /v1/runs", good([]))
+    monkeypatch.setenv("HEADRACE_TOKEN", "sesame\n")
+    with connect() as client:
+        client.runs()
+    assert stub.asked("GET /v1/runs")[0].headers["Authorization"] == "Bearer sesame"
+    with pytest.raises(SetupError, match="line end"), connect(token="ses\name"):
+        pass
 
 
 def test_address_and_token_come_from_the_environment_unless_they_are_given(

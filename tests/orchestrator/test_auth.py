@@ -103,6 +103,7 @@ async def test_an_open_bind_without_tokens_does_not_touch_the_data_directory(dat
         ("tokens = []", "holds no token"),
         ("[[tokens]", "not valid"),
         ('[[tokens]]\nname = "a"\nroles = ["king"]\ntoken = "0123456789abcdef"', "king"),
+        ('[[tokens]]\nname = "a"\nroles = ["king"]\ntoken = "0123456789abcdef"', "of learner, worker"),
         ('[[tokens]]\nname = "a"\nroles = []\ntoken = "0123456789abcdef"', "no roles"),
         ('[[tokens]]\nname = "a"\nroles = ["admin"]', "either token or sha256"),
         ('[[tokens]]\nname = "a"\nroles = ["admin"]\ntoken = "short"', "16 characters"),
@@ -115,6 +116,15 @@ def test_a_token_file_that_is_not_valid_says_where(tmp_path: Path, text: str, na
     with pytest.raises(SetupError) as caught:
         load_auth(file, "127.0.0.1")
     assert named in str(caught.value)
+
+
+def test_one_token_under_two_names_is_refused(tmp_path: Path):
+    file = tmp_path / "tokens.toml"
+    admin = '[[tokens]]\nname = "a"\nroles = ["admin"]\ntoken = "0123456789abcdef"\n'
+    digest = hashlib.sha256(b"0123456789abcdef").hexdigest()
+    file.write_text(f'{admin}[[tokens]]\nname = "b"\nroles = ["viewer"]\nsha256 = "{digest}"\n')
+    with pytest.raises(SetupError, match=r"'a' and 'b' in .* are the same"):
+        load_auth(file, "127.0.0.1")
 
 
 def test_a_token_file_that_is_missing_is_named(tmp_path: Path):

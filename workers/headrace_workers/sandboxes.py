@@ -55,7 +55,7 @@ async def open_runtime(name: str) -> Runtime:
         if sys.platform == "linux":
             await asyncio.to_thread(reap)  # what workers left that were killed
         return await ready_runtime(name)
-    client = client_of(name, token=os.environ.get("HEADRACE_SANDBOX_TOKEN", ""), wait_s=QUEUE_S)
+    client = client_of(name, token=os.environ.get("HEADRACE_SANDBOX_TOKEN", "").strip(), wait_s=QUEUE_S)
     try:
         await client.connect()
     except SandboxFailure:
