@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import errno
 import fcntl
+import functools
 import itertools
 import os
 import re
@@ -46,8 +47,11 @@ SPARE_PIDS = 8
 START_TIMEOUT_S = 10.0
 """For a sandbox to be made; on a quiet machine it takes some milliseconds."""
 
-ENTER = 'while [ "$1" != -- ]; do echo 0 >"$1" || exit; shift; done; shift; exec "$@"'
-"""For a shell: enter a control group by its entries, all of them, and only then be the program."""
+ENTER = 'while [ "$1" != -- ]; do echo 0 >"$1" || exit; shift; done; shift; {limit}exec "$@"'
+"""For a shell: enter a control group by its entries, all of them, take limits, and only then be the program."""
+
+SHELL_BLOCK_BYTES = 512
+"""Of which a shell counts the size of files."""
 
 PIDFD_GET_INFO, PIDFD_INFO_EXIT = 0xC040FF0B, 8
 """An ioctl of descriptors of processes, and what it is asked: how the process ended."""
@@ -61,7 +65,7 @@ class Bwrap:
 
     def __init__(self) -> None:
         """Raises SandboxFailure ``runtime-missing``."""
-        self._bwrap, self._prlimit, self._setpriv = map(_program, ("bwrap", "prlimit", "setpriv"))
+        self._bwrap, self._prlimit, self._unshare = map(_program, ("bwrap", "prlimit", "unshare"))
         said = subprocess.run([self._bwrap, "--version"], capture_output=True, text=True, check=True).stdout
         self.version = said.split()[-1]
         self._users = supervisor.user_ids() if os.geteuid() == 0 else None
@@ -80,8 +84,7 @@ class Bwrap:
         Raises SandboxFailure."""
         user = None if self._users is None else self._users.next()
         rlimits = _rlimits(limits, has_own_user=user is not None)
-        enter = ("/bin/sh", "-c", ENTER, "sh", *entries, "--") if entries else ()
-        bound = (*self._heeding, *enter, self._prlimit, *rlimits, "--", *self._as_user(user))
+        bound = (*self._heeding, *self._bounding(rlimits, entries), *self._as_user(user))
         # A shell may have set variables of its own beside the one that is given.
         options = (*NAMESPACES, "--clearenv")
         try:
@@ -101,9 +104,17 @@ class Bwrap:
             self._users.taken(user, process)
         return process
 
+    def _bounding(self, rlimits: Mapping[str, int], entries: Sequence[str]) -> Iterator[str]:
+        by_shell = _by_shell(rlimits) if entries else None
+        if entries:
+            yield from ("/bin/sh", "-c", ENTER.format(limit=by_shell or ""), "sh", *entries, "--")
+        if by_shell is None:
+            yield from (self._prlimit, *(f"--{name}={value}" for name, value in rlimits.items()), "--")
+
     def _as_user(self, user: int | None) -> Sequence[str]:
-        # By a program, and not by Popen, which then copies the page tables of this process, however large it is.
-        return () if user is None else (self._setpriv, f"--reuid={user}", f"--regid={user}", "--clear-groups", "--")
+        # By a program, and not by Popen, which then copies the page tables of this process, however large it is. This
+        # one, told to unshare nothing, is quicker than setpriv, which looks users up. It clears the other groups too.
+        return () if user is None else (self._unshare, f"--setuid={user}", f"--setgid={user}", "--")
 
 
 def _ignored() -> set[signal.Signals]:
@@ -235,14 +246,32 @@ def not_made(said: str) -> SandboxFailure:
     )
 
 
-def _rlimits(limits: Limits, *, has_own_user: bool) -> Iterator[str]:
-    yield "--core=0"
-    yield f"--fsize={limits.file_bytes}"
-    yield f"--nofile={limits.open_files}"
-    if has_own_user:
-        # It counts by user, so where that is ours it would count our own processes. The control group comes first,
-        # because that one says when it refuses.
-        yield f"--nproc={limits.pids + SPARE_PIDS}"
+def _rlimits(limits: Limits, *, has_own_user: bool) -> dict[str, int]:
+    """By the names that prlimit has for them."""
+    # Processes are counted by user, so where that is ours it would count our own. The control group comes first,
+    # because that one says when it refuses.
+    processes = {"nproc": limits.pids + SPARE_PIDS} if has_own_user else {}
+    return {"core": 0, "fsize": limits.file_bytes, "nofile": limits.open_files, **processes}
+
+
+def _by_shell(rlimits: Mapping[str, int]) -> str | None:
+    """For the shell that runs anyway: take these limits, or end. None where it cannot take one of them as it is; then
+    it is for another program, which has to be started too."""
+    blocks, rest = divmod(rlimits["fsize"], SHELL_BLOCK_BYTES)
+    letters = {"core": "c", "fsize": "f", "nofile": "n", "nproc": _letter_of_processes()}
+    if rest or not all(letters[name] for name in rlimits):
+        return None
+    return "".join(f"ulimit -{letters[name]} {value} || exit; " for name, value in {**rlimits, "fsize": blocks}.items())
+
+
+@functools.cache
+def _letter_of_processes() -> str:
+    """How the shell names the limit of processes, which no standard says; empty if it has no name for it."""
+    for letter in ("p", "u"):
+        tried = ("/bin/sh", "-c", f"ulimit -{letter} 99 && exec cat /proc/self/limits")
+        if re.search(rb"^Max processes +99 +99 ", subprocess.run(tried, capture_output=True).stdout, re.MULTILINE):
+            return letter
+    return ""
 
 
 def _parents(path: str) -> Iterable[str]:

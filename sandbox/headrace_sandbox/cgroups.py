@@ -166,7 +166,7 @@ class Groups:
 
     async def given_back(self, group: Cgroup) -> None:
         """As ``give_back``; once begun it is done, even if nobody waits for it any more."""
-        if group.pids():
+        if group.counted_pids() and group.pids():
             await asyncio.shield(asyncio.to_thread(self.give_back, group))
         else:
             self._free.append(group)

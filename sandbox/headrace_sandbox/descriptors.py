@@ -6,8 +6,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
+import select
+import socket
 from collections.abc import Iterator
 
 from headrace.errors import SandboxFailure
@@ -36,6 +39,12 @@ class Descriptors:
         reads, writes = os.pipe()
         return self.own(reads), self.own(writes)
 
+    def leash(self) -> tuple[int, int]:
+        """Two descriptors: the first can be read once nobody holds the second any more, which reads as empty."""
+        ours, theirs = socket.socketpair()
+        ours.shutdown(socket.SHUT_WR)
+        return self.own(ours.detach()), self.own(theirs.detach())
+
     def close(self, *descriptors: int) -> None:
         """Close these already."""
         self.give(*descriptors)
@@ -45,6 +54,24 @@ class Descriptors:
     def give(self, *descriptors: int) -> None:
         """They are somebody else's now."""
         self._owned.difference_update(descriptors)
+
+
+def is_readable(descriptor: int) -> bool:
+    """Whether it can be read now, or is at its end."""
+    look = select.poll()  # `select.select` takes no descriptor above 1023
+    look.register(descriptor, select.POLLIN)
+    return bool(look.poll(0))
+
+
+async def readable(descriptor: int) -> None:
+    """Wait until it can be read, or is at its end."""
+    loop = asyncio.get_running_loop()
+    can_be_read = asyncio.Event()
+    loop.add_reader(descriptor, can_be_read.set)
+    try:
+        await can_be_read.wait()
+    finally:
+        loop.remove_reader(descriptor)
 
 
 @contextlib.contextmanager

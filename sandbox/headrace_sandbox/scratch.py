@@ -2,6 +2,7 @@
 
 * It is found through the sandbox's first process before the program starts, and held by a descriptor that outlives them
   both: what the program does cannot show another folder.
+* bubblewrap tells when it is there: nobody looks again and again.
 * Where this process may not look there is none, and a full folder is not told.
 * Its memory is given back when the descriptor is closed.
 """
@@ -11,34 +12,36 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import select
 
 from headrace_sandbox.bwrap import SCRATCH
+from headrace_sandbox.descriptors import is_readable, readable
 
 COME_S = 5.0
-"""For the folder to be mounted; it is there already, most times."""
+"""For the folder to be mounted: some milliseconds on a quiet machine."""
 
-LOOK_S = 0.001
+PLACES = (f"newroot{SCRATCH}", SCRATCH[1:])
+"""Where it is in what the first process has for a root: before bubblewrap is done with that, and after."""
 
 FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-async def scratch_come(pid: int, pidfd: int, stack: contextlib.ExitStack) -> int | None:
+async def scratch_come(pid: int, pidfd: int, made: int, stack: contextlib.ExitStack) -> int | None:
     """A descriptor of the folder of a sandbox that is being made; None where it cannot be seen. ``pid``: of its first
-    process, which has this machine's files before it has its own."""
+    process, which has this machine's files before it has its own. ``made``: becomes readable when it has."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(COME_S):
-            while not select.select([pidfd], [], [], 0)[0]:
-                with contextlib.suppress(FileNotFoundError):
-                    return scratch_of(pid, stack)
-                await asyncio.sleep(LOOK_S)
+            await readable(made)
+    for place in PLACES:
+        if not is_readable(pidfd):
+            with contextlib.suppress(FileNotFoundError):
+                return scratch_of(pid, stack, place)
     return None
 
 
-def scratch_of(pid: int, stack: contextlib.ExitStack) -> int | None:
+def scratch_of(pid: int, stack: contextlib.ExitStack, place: str = PLACES[-1]) -> int | None:
     """The same of one that is made. Raises FileNotFoundError if it has none."""
     try:
-        descriptor = os.open(f"/proc/{pid}/root{SCRATCH}", FLAGS)
+        descriptor = os.open(f"/proc/{pid}/root/{place}", FLAGS)
     except FileNotFoundError:
         raise
     except OSError:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from headrace.errors import SandboxFailure
 from headrace_sandbox.capture import Capture
+from headrace_sandbox.descriptors import is_readable, readable
 from headrace_sandbox.result import LimitName, Limits, Output
 
 READ_BYTES = 256 << 10
@@ -71,16 +72,13 @@ def unkillable() -> SandboxFailure:
 async def ended(pidfd: int, within_s: float) -> None:
     """Wait for the end of a process; that of a process 1 is the end of all in its namespace. Raises SandboxFailure
     ``unkillable``."""
-    loop = asyncio.get_running_loop()
-    readable = asyncio.Event()
-    loop.add_reader(pidfd, readable.set)
+    if is_readable(pidfd):
+        return
     try:
         async with asyncio.timeout(within_s):
-            await readable.wait()
+            await readable(pidfd)
     except TimeoutError:
         raise unkillable() from None
-    finally:
-        loop.remove_reader(pidfd)
 
 
 async def supervise(started: Started, stdin: bytes, limits: Limits) -> Verdict:

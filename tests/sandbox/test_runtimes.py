@@ -150,6 +150,18 @@ async def test_a_sandbox_that_cannot_enter_its_group_is_not_made() -> None:
     await runtime.close()
 
 
+@pytest.mark.parametrize("file_bytes", [1 << 20, 1000])  # a shell counts in blocks of 512
+async def test_a_program_has_the_limits_that_it_was_given_to_the_byte(fresh: Bubblewrap, file_bytes: int) -> None:
+    limits = Limits(file_bytes=file_bytes, open_files=99)
+    said = (await fresh.run(Command(arguments=["cat", "/proc/self/limits"]), limits)).stdout.text
+    found = re.findall(r"^Max (core file size|file size|open files) +(\d+) +(\d+) ", said, re.MULTILINE)
+    assert {name: values for name, *values in found} == {
+        "core file size": ["0", "0"],
+        "file size": [f"{file_bytes}", f"{file_bytes}"],
+        "open files": ["99", "99"],
+    }
+
+
 def test_a_missing_bubblewrap_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SandboxFailure, match="bwrap") as caught:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import select
 import signal
 import subprocess
 import time
@@ -28,7 +27,7 @@ import msgspec
 from headrace_sandbox import bwrap
 from headrace_sandbox.bwrap import SCRATCH, Bwrap
 from headrace_sandbox.cgroups import Cgroup, Driver, Groups, find_driver
-from headrace_sandbox.descriptors import Descriptors, refused_by_machine
+from headrace_sandbox.descriptors import Descriptors, is_readable, refused_by_machine
 from headrace_sandbox.inside.isolation import is_full
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes import inside
@@ -75,7 +74,7 @@ class Bubblewrap:
                 made = await self._make(command, limits, group, stack)
                 start_s = time.monotonic() - begun_at
                 verdict = await supervise(made.started, command.stdin, limits)
-                if _is_unread(made.waits):  # it ended before it would have started the program
+                if is_readable(made.waits):  # it ended before it would have started the program
                     raise bwrap.not_made(verdict.stderr.text.strip())
                 await ended(made.first, KILL_S)
                 usage = group.usage()
@@ -142,8 +141,9 @@ class Bubblewrap:
         """Make the sandbox, bound it, and let the program begin."""
         made = stack.enter_context(Descriptors())
         (status, told), (waits, go) = made.pipe(), made.pipe()
-        process = self._begin(command, limits, group, made, told, waits)
-        made.close(told)
+        ours, theirs = made.leash()
+        process = self._begin(command, limits, group, made, told, waits, theirs)
+        made.close(told, theirs)
         stack.callback(bwrap.reap, process)
         joining = asyncio.ensure_future(_joined(group, process.pid))
         try:
@@ -155,16 +155,17 @@ class Bubblewrap:
             process.kill()
             raise bwrap.not_made(process.communicate()[1].decode(errors="replace").strip())
         assert child is not None
-        scratch = await scratch_come(child, pidfd, stack)
+        scratch = await scratch_come(child, pidfd, ours, stack)
         group.count()
         started = _started(process, pidfd, group, made)
         os.write(go, b"x")
         return _Made(started, pidfd, waits, scratch)
 
     def _begin(
-        self, command: Command, limits: Limits, group: Cgroup, made: Descriptors, told: int, waits: int
+        self, command: Command, limits: Limits, group: Cgroup, made: Descriptors, told: int, waits: int, mounting: int
     ) -> subprocess.Popen[bytes]:
-        """Start bubblewrap, which tells of itself by ``told`` and waits at ``waits``."""
+        """Start bubblewrap, which tells of itself by ``told``, waits at ``waits``, and closes ``mounting`` when it has
+        mounted what there is."""
         # It holds the pipe's other end too: if this process is killed now nobody lets the program go, and it never
         # starts. At a plain end of the pipe it would.
         waits_inside = made.own(os.open(f"/proc/self/fd/{waits}", os.O_RDWR))
@@ -175,13 +176,14 @@ class Bubblewrap:
             *("--disable-userns", "--cap-drop", "ALL", *bwrap.system()),
             *("--size", f"{limits.disk_bytes}", "--tmpfs", SCRATCH, *bwrap.scratch_files(contents)),
             # Process 1 tells how the program ended, and is of the same user: its memory must be out of reach.
-            *("--tmpfs", "/proc/1", "--remount-ro", "/proc", "--remount-ro", "/", "--chdir", SCRATCH),
+            *("--tmpfs", "/proc/1", "--file", f"{mounting}", "/dev/null", "--remount-ro", "/proc"),
+            *("--remount-ro", "/", "--chdir", SCRATCH),
             *(part for name, value in variables for part in ("--setenv", name, value)),
             *("--seccomp", f"{filter_}", "--json-status-fd", f"{told}", "--block-fd", f"{waits_inside}"),
             *("--", *self._weak_limits(limits), *command.arguments),
         ]
         handed = [waits_inside, filter_, *contents.values()]
-        process = self._bwrap.start(arguments, limits, [told, *handed], subprocess.PIPE, group.entries)
+        process = self._bwrap.start(arguments, limits, [told, mounting, *handed], subprocess.PIPE, group.entries)
         made.close(*handed)
         return process
 
@@ -218,10 +220,6 @@ async def _joined(group: Cgroup, pid: int) -> None:
     if not group.entries:
         with contextlib.suppress(ProcessLookupError):
             await asyncio.to_thread(group.add, pid)
-
-
-def _is_unread(descriptor: int) -> bool:
-    return bool(select.select([descriptor], [], [], 0)[0])
 
 
 def _of_shell(code: int) -> int:

@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import json
 import os
-import select
 import socket
 import struct
 import subprocess
@@ -31,7 +30,7 @@ from headrace.errors import SandboxFailure
 from headrace_sandbox import bwrap
 from headrace_sandbox.bwrap import SCRATCH, SPARE_PIDS, Bwrap
 from headrace_sandbox.cgroups import Cgroup, Groups, since
-from headrace_sandbox.descriptors import Descriptors, refused_by_machine
+from headrace_sandbox.descriptors import Descriptors, is_readable, readable, refused_by_machine
 from headrace_sandbox.files import Files, WithFiles
 from headrace_sandbox.result import ExecResult, Isolation, Limits
 from headrace_sandbox.runtimes import inside
@@ -268,7 +267,7 @@ class _Keeper:
 
     @property
     def lives(self) -> bool:
-        return not select.select([self._pidfd], [], [], 0)[0]
+        return not is_readable(self._pidfd)
 
     async def start_program(self, request: bytes, stack: contextlib.ExitStack) -> tuple[_Inner, Started]:
         """Start what a request asks for, with pipes. It is bounded, and waits to be let go. Raises SandboxFailure
@@ -485,21 +484,11 @@ async def _met(socket_: socket.socket, word: bytes, within_s: float) -> int | No
     """A descriptor of the process that says this; None if none does."""
     try:
         async with asyncio.timeout(within_s):
-            await _readable(socket_.fileno())
+            await readable(socket_.fileno())
         data, ancillary, _, _ = socket_.recvmsg(16, socket.CMSG_SPACE(CREDENTIALS.size))
     except (TimeoutError, OSError):
         return None
     return _opened(_sender(ancillary)) if data == word else None
-
-
-async def _readable(descriptor: int) -> None:
-    loop = asyncio.get_running_loop()
-    readable = asyncio.Event()
-    loop.add_reader(descriptor, readable.set)
-    try:
-        await readable.wait()
-    finally:
-        loop.remove_reader(descriptor)
 
 
 def _sender(ancillary: Sequence[tuple[int, int, bytes]]) -> int:

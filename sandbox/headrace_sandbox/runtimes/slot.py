@@ -12,7 +12,6 @@ import array
 import asyncio
 import contextlib
 import os
-import select
 import socket
 import struct
 import time
@@ -23,7 +22,7 @@ import msgspec
 
 from headrace_sandbox import bwrap
 from headrace_sandbox.cgroups import LEFT_BYTES, Cgroup, no_cgroup
-from headrace_sandbox.descriptors import Descriptors
+from headrace_sandbox.descriptors import Descriptors, is_readable
 from headrace_sandbox.result import Limits, Usage
 from headrace_sandbox.runtimes.verdicts import sandbox_lost
 from headrace_sandbox.supervise import KILL_S, Started, unkillable
@@ -80,7 +79,7 @@ class Slot:
         """Wait until a child waits, and bound it. Raises SandboxFailure if none does."""
         if not self._child.pid:
             self._child = await self._expect(READY)
-        if select.select([self._pidfd], [], [], 0)[0]:
+        if is_readable(self._pidfd):
             raise sandbox_lost("A slot of the fork server was killed.")
         if self._was_large:
             await self._memory_free()
