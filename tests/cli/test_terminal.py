@@ -8,15 +8,15 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from headrace import wire
+from headrace import codec, wire
 from headrace.client import Client
-from headrace.errors import UnknownRun
+from headrace.errors import UnknownBatch, UnknownRun
 from headrace.trajectory import ContentPart, Message
 from headrace_orchestrator.cli import runs, top, trajectories
 from headrace_orchestrator.cli.output import fitting, rich_table
 from tests import builders
 from tests.cli.conftest import Headrace, run_status, service_status
-from tests.client.stub import Stub, good, problem
+from tests.client.stub import Reply, Stub, good, problem
 
 
 def drawn(columns: tuple[str, ...], rows: list[list[str]], width: int) -> str:
@@ -105,6 +105,23 @@ def test_a_transcript_names_images_and_what_was_read_for_them() -> None:
     parts = [ContentPart(type="text", text="Look:"), ContentPart(type="image", asset="ab" * 32, text="<board>")]
     lines = trajectories.transcript(builders.make_trajectory(messages=[Message(role="user", content=parts)]), 1.0, None)
     assert f"Look:\n<image {'ab' * 32}> as text: <board>" in list(lines)
+
+
+def test_what_a_model_said_cannot_steer_a_terminal(headrace: Headrace, stub: Stub) -> None:
+    said = "\x1b]0;owned\x07\x1b[2J\tA\u202eB\r"
+    stored = builders.make_trajectory(messages=[Message(role="assistant", content=said)])
+    stub.on(f"GET /v1/trajectories/{stored.id}", Reply(200, codec.encode(stored), wire.RECORDS_MEDIA_TYPE))
+    stub.on(f"GET /v1/runs/{stored.run}", good(run_status()))
+    stub.on(f"GET /v1/trajectories/{stored.id}/advantages", problem(UnknownBatch(said)))
+    shown = headrace("trajectories", "show", stored.id).stdout
+    assert r"\x1b]0;owned\x07\x1b[2J" in shown
+    assert r"A\u202eB\x0d" in shown
+    failing = wire.Reason(code="policy-failing", message=said)
+    stub.on("GET /v1/runs", good([run_status(learner_waiting=True, reasons=[failing])]))
+    stub.on("GET /v1/status", good(service_status(runs=[run_status(learner_waiting=True, reasons=[failing])])))
+    stub.on("GET /v1/runs/guess", problem(UnknownRun(said)))
+    for command in (["runs"], ["top"], ["close", "guess"], ["servers", "guess"]):
+        assert "\x1b" not in headrace(*command).output
 
 
 def test_a_transcript_of_several_agents_names_whom_a_message_addresses() -> None:

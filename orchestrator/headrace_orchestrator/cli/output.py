@@ -1,6 +1,7 @@
 """What commands print, and how they end.
 
 * Piped output has no escape codes.
+* What a model, an environment or a server said cannot steer a terminal.
 * An error is its message and hint, without a traceback.
 * An error says each thing once.
 * An id is never broken over lines.
@@ -36,6 +37,11 @@ CLI_RETRY_FOR_S = 2.0
 
 WHOLE = frozenset({"id", "run", "worker"})
 """Columns of ids: people copy them, so on a narrow terminal the other columns give way."""
+
+STEERING = (*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+"""Control characters but tab and line end, and those that turn the direction of writing."""
+
+SHOWN = {code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code in STEERING}
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -104,15 +110,21 @@ def emit_line(value: Any) -> None:
     click.echo(msgspec.json.encode(value).decode())
 
 
+def printable(text: str) -> str:
+    """The text with characters that steer a terminal written out."""
+    return text.translate(SHOWN)
+
+
 def note(text: str) -> None:
     """A remark for a person; not printed with ``--json``."""
     if not shared().json:
-        notes().print(escape(text), soft_wrap=True)
+        notes().print(escape(printable(text)), soft_wrap=True)
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", spare: Sequence[str] = ()) -> None:
     """A table on a terminal; piped, a header line and lines with tabs. Where a terminal is too narrow, ``spare``
     columns are left out, the first one first."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     if not on_terminal():
         click.echo("\t".join(columns))
         for row in rows:
@@ -142,7 +154,7 @@ def rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: 
     for column in columns:
         drawn.add_column(column, overflow="fold", no_wrap=column in WHOLE)
     for row in rows:
-        drawn.add_row(*(escape(cell) for cell in row))
+        drawn.add_row(*(escape(printable(cell)) for cell in row))
     return drawn
 
 
@@ -181,6 +193,6 @@ def report(error: HeadraceError, *, as_json: bool) -> None:
         click.echo(msgspec.json.encode(error.problem()).decode(), err=True)
         return
     written = notes()
-    written.print(f"[bold red]Error:[/] {escape(error.detail)}", soft_wrap=True)
+    written.print(f"[bold red]Error:[/] {escape(printable(error.detail))}", soft_wrap=True)
     if error.hint:
-        written.print(escape(error.hint), soft_wrap=True)
+        written.print(escape(printable(error.hint)), soft_wrap=True)

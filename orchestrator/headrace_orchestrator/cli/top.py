@@ -23,6 +23,7 @@ from headrace_orchestrator.cli.output import (
     json_option,
     note,
     on_terminal,
+    printable,
     rich_table,
     service_options,
     shared,
@@ -102,7 +103,7 @@ def worker_row(worker: wire.WorkerStatus) -> list[str]:
 
 def _view(status: wire.ServiceStatus, shown: list[wire.RunStatus]) -> RenderableType:
     sentences = [
-        Text.from_markup(f"[{'yellow' if entry.learner_waiting else 'green'}]●[/] {escape(verdict(entry))}")
+        Text.from_markup(f"[{'yellow' if entry.learner_waiting else 'green'}]●[/] {escape(printable(verdict(entry)))}")
         for entry in shown
     ]
     head = f"headrace {status.version}, epoch {status.epoch}, up {span(status.uptime_s)}"
@@ -118,7 +119,7 @@ def _view(status: wire.ServiceStatus, shown: list[wire.RunStatus]) -> Renderable
 
 def _print(status: wire.ServiceStatus) -> None:
     for entry in status.runs:
-        click.echo(verdict(entry))
+        click.echo(printable(verdict(entry)))
     table(runs.COLUMNS, [runs.row(entry) for entry in status.runs])
     table(WORKER_COLUMNS, [worker_row(worker) for worker in status.workers])
 

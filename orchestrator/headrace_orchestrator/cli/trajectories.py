@@ -22,6 +22,7 @@ from headrace_orchestrator.cli.output import (
     note,
     number,
     on_terminal,
+    printable,
     service_options,
     shared,
     span,
@@ -184,7 +185,7 @@ def _as_data(trajectory: Trajectory, gamma: float, batch: wire.TrajectoryAdvanta
 
 
 def _print(trajectory: Trajectory, gamma: float, batch: wire.TrajectoryAdvantages | None) -> None:
-    for line in transcript(trajectory, gamma, batch):
+    for line in map(printable, transcript(trajectory, gamma, batch)):
         if on_terminal():
             console().print(line, soft_wrap=True)
         else:
