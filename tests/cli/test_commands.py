@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from headrace import codec, wire
-from headrace.errors import NothingToServe, RunExists, UnknownBatch, UnknownRun
+from headrace.errors import NothingToServe, RunExists, Unavailable, UnknownBatch, UnknownRun
 from headrace.runspec import RunSpec
 from headrace_orchestrator.cli import app, doctor, trajectories
 from headrace_orchestrator.cli.app import cli
@@ -373,6 +373,14 @@ def test_doctor_ends_with_1_if_something_failed_and_says_what_to_do(
         "fail",
         "Start one with `headrace up`.",
     )
+
+
+def test_doctor_says_what_keeps_an_orchestrator_that_is_there(headrace: Headrace, stub: Stub, tmp_path: Path) -> None:
+    full = Unavailable("The store failed: No space left on device.", hint="Mend what failed.", phase="disk full")
+    stub.on("GET /v1/status", problem(full))
+    checked = headrace("doctor", "--data", str(tmp_path), "--port", stub.url.rpartition(":")[2])
+    assert checked.exit_code == 1
+    assert "fail\torchestrator\tThe store failed: No space left on device.\tMend what failed." in checked.stdout
 
 
 def test_doctor_looks_at_the_orchestrator(headrace: Headrace, stub: Stub, tmp_path: Path) -> None:

@@ -186,8 +186,9 @@ def service_checks(url: str | None, token: str | None) -> Iterator[Check]:
         with connect(url, token) as client:
             status = client.status()
     except HeadraceError as error:
-        hint = "Start one with `headrace up`." if isinstance(error, Unavailable) else error.hint
-        yield Check("fail" if url else "warn", "orchestrator", error.detail, hint)
+        refuses = "phase" in error.extra  # it is there, and says what keeps it
+        hint = "Start one with `headrace up`." if isinstance(error, Unavailable) and not refuses else error.hint
+        yield Check("fail" if url or refuses else "warn", "orchestrator", error.detail, hint)
         return
     yield Check("ok", "orchestrator", f"{status.version} at {where}, epoch {status.epoch}")
     heard = [worker for worker in status.workers if not is_silent(worker)]
