@@ -24,6 +24,7 @@ from headrace.errors import SandboxFailure
 from headrace_sandbox.capture import Capture
 from headrace_sandbox.cgroups import since
 from headrace_sandbox.result import ExecResult, Isolation, LimitName, Limits, Usage
+from headrace_sandbox.runtimes.base import bad_command
 from headrace_sandbox.runtimes.verdicts import limit_hit
 
 HEAD = struct.Struct("=cI")
@@ -81,7 +82,7 @@ class HostedSession:
     async def run(self, cell: str, limits: Limits) -> ExecResult:
         """Run a cell. Of the limits ``wall_s``, ``output_bytes`` and ``kept_bytes`` hold. Raises SandboxFailure.
         Cancelling the call ends the session's host; the next cell finds a new one."""
-        text = cell.encode(errors="surrogateescape")
+        text = _text_of(cell)
         if len(text) > MOST_CELL_BYTES:
             raise SandboxFailure(
                 f"The cell has {len(text)} bytes, and a session takes {MOST_CELL_BYTES}.",
@@ -188,6 +189,13 @@ class HostedSession:
         host, self._host = self._host, None
         if host is not None:
             await host.end()
+
+
+def _text_of(cell: str) -> bytes:
+    try:
+        return cell.encode()
+    except UnicodeEncodeError as error:
+        raise bad_command("The cell is no Unicode: there is half a character in it.") from error
 
 
 class _TooMuchError(Exception):

@@ -63,6 +63,15 @@ async def test_a_cell_of_any_size_runs(sandbox: Sandbox) -> None:
 
 
 @BOTH
+async def test_a_cell_that_is_no_text_is_refused_and_the_session_goes_on(sandbox: Sandbox, kind: Any) -> None:
+    session = await sandbox.session(kind)
+    with pytest.raises(SandboxFailure) as caught:
+        await session.run("x = '\ud800'", LIMITS)
+    assert caught.value.kind == "bad-command"
+    assert (await session.run("", LIMITS)).exit_code == 0
+
+
+@BOTH
 async def test_12_input_is_at_its_end(sandbox: Sandbox, kind: Any) -> None:
     session = await sandbox.session(kind)
     cell = "cat; read -r line; echo [$line]" if kind == "bash" else "import sys\nprint([sys.stdin.read()])"

@@ -3,6 +3,8 @@
 * A fault of a runtime raises SandboxFailure; it never becomes a result.
 * A runtime that fails its self-test is refused; nothing weaker takes its place.
 * What a program does to its own sandbox is the program's: the result says ``lost``, and the sandbox is not used again.
+* What no system could start is refused before anything is made, and the same by every runtime: no program, a NUL, text
+  that is no Unicode, a file below another file.
 """
 
 from __future__ import annotations
@@ -27,19 +29,28 @@ PRELOAD = ("collections", "functools", "itertools", "json", "math", "random", "r
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
     """What to run. ``arguments``: program first. ``files``: content by path below the scratch folder. The environment
-    has ``environment`` and nothing else but PATH, HOME and LANG."""
+    has ``environment`` and nothing else but PATH, HOME and LANG. Raises SandboxFailure ``bad-command`` or
+    ``bad-path``."""
 
     arguments: Sequence[str]
     stdin: bytes = b""
     files: Mapping[str, bytes] = {}
     environment: Mapping[str, str] = {}
 
+    def __post_init__(self) -> None:
+        if not self.arguments:
+            raise bad_command("There is no program to run.")
+        _check_arguments(self.arguments)
+        _check_environment(self.environment)
+        _check_files(self.files)
+
 
 class PythonProgram(msgspec.Struct, frozen=True, kw_only=True):
     """A program to run. ``files``: content by path below the scratch folder, which is where it runs.
 
     A runtime may fork it from an interpreter that imported ``preload`` before; programs of different ``domain`` (of
-    trust: a run, a tenant) never share one.
+    trust: a run, a tenant) never share one. Raises SandboxFailure as ``Command``; a NUL in ``code`` is the program's
+    own mistake.
     """
 
     code: str
@@ -50,19 +61,29 @@ class PythonProgram(msgspec.Struct, frozen=True, kw_only=True):
     preload: tuple[str, ...] = PRELOAD
     domain: str = ""
 
+    def __post_init__(self) -> None:
+        _check_unicode("The program", self.code)
+        _check_arguments(self.arguments)
+        _check_environment(self.environment)
+        _check_files(self.files)
+
 
 class Template(msgspec.Struct, frozen=True, kw_only=True):
     """What a sandbox is made from; sandboxes of one template are interchangeable while nothing ran in them.
 
     ``image``: of files, as the runtime names it (a Docker image, a folder); none: the programs of this machine.
     ``limits``: of the whole sandbox (memory, processes, processors, disk). ``files`` and ``environment`` as in a
-    ``Command``.
+    ``Command``, and refused likewise.
     """
 
     image: str | None = None
     files: Mapping[str, bytes] = {}
     environment: Mapping[str, str] = {}
     limits: Limits = Limits()
+
+    def __post_init__(self) -> None:
+        _check_environment(self.environment)
+        _check_files(self.files)
 
 
 class FileInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -189,14 +210,62 @@ def not_offered(runtime: str, what: str) -> SandboxFailure:
     )
 
 
+def bad_command(detail: str) -> SandboxFailure:
+    """The failure of what no system could start."""
+    return SandboxFailure(
+        detail,
+        hint="Bytes that are no text go in as a file, or as standard input.",
+        kind="bad-command",
+        retryable=False,
+    )
+
+
+def _check_arguments(arguments: Sequence[str]) -> None:
+    for argument in arguments:
+        _check_text("An argument", argument)
+
+
+def _check_environment(environment: Mapping[str, str]) -> None:
+    for name, value in environment.items():
+        if not name or "=" in name:
+            raise bad_command(f"{name[:100]!r} is no name of a variable.")
+        _check_text("The name of a variable", name)
+        _check_text(f"The variable {name}", value)
+
+
+def _check_text(what: str, text: str) -> None:
+    if "\0" in text:
+        raise bad_command(f"{what} has a NUL in it, which no program can be given.")
+    _check_unicode(what, text)
+
+
+def _check_unicode(what: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise bad_command(f"{what} is no Unicode: there is half a character in it.") from error
+
+
+def _check_files(files: Mapping[str, bytes]) -> None:
+    for path in files:
+        above = checked_path(path)
+        while above := above.rpartition("/")[0]:
+            if above in files:
+                raise _bad_path(f"{path!r} lies below {above!r}, which is a file.", "Give one of them another name.")
+
+
 def checked_path(path: str) -> str:
-    """The path, which is below the scratch folder. Raises SandboxFailure ``bad-path`` for one that leads out of it."""
+    """The path, which is below the scratch folder. Raises SandboxFailure ``bad-path`` for one that leads out of it, or
+    that no file can have."""
     parts = path.split("/")
     if not path or "\0" in path or any(part in ("", ".", "..") for part in parts):
-        raise SandboxFailure(
-            f"{path!r} is no path below {SCRATCH}.",
-            hint="Give a relative path without '.' and '..'.",
-            kind="bad-path",
-            retryable=False,
-        )
+        raise _bad_path(f"{path!r} is no path below {SCRATCH}.", "Give a relative path without '.' and '..'.")
+    try:
+        path.encode()
+    except UnicodeEncodeError as error:
+        raise _bad_path(f"{path!r} is no Unicode.", "Give another name.") from error
     return path
+
+
+def _bad_path(detail: str, hint: str) -> SandboxFailure:
+    return SandboxFailure(detail, hint=hint, kind="bad-path", retryable=False)

@@ -24,7 +24,7 @@ from headrace.errors import SandboxFailure
 from headrace_sandbox import supervisor
 from headrace_sandbox.result import ExecResult, Isolation, Limits
 from headrace_sandbox.runtimes import docker_container as made
-from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template, checked_path
+from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template
 from headrace_sandbox.runtimes.docker_container import Image
 from headrace_sandbox.runtimes.docker_daemon import Daemon
 from headrace_sandbox.runtimes.docker_exec import Brought, Container, to_end, told, unkillable
@@ -76,7 +76,6 @@ class Docker:
     async def run(self, command: Command, limits: Limits) -> ExecResult:
         """Run a command in a container of its own. Raises SandboxFailure; cancelling the call kills it."""
         begun_at = time.monotonic()
-        check(command.files)
         image = await self._known(None)
         if not image.is_kept:
             return await self._run_alone(image, command, limits, begun_at)
@@ -97,7 +96,6 @@ class Docker:
     async def run_code(self, program: PythonProgram, limits: Limits) -> ExecResult:
         """Run a Python program in a container of its own. Raises SandboxFailure; cancelling the call kills it."""
         begun_at = time.monotonic()
-        check(program.files)
         check_size([], program.environment)
         image = await self._known(None)
         require(image, "python3", "Python programs")
@@ -110,7 +108,6 @@ class Docker:
     async def open(self, template: Template, ttl_s: float) -> Sandbox:
         """A container that lives on. Raises SandboxFailure; ``image-unfit`` where the image has no ``sh`` and
         ``sleep``."""
-        check(template.files)
         image = await self._known(template.image)
         for program in ("sh", "sleep"):
             require(image, program, "sandboxes that live on")
@@ -201,12 +198,6 @@ class Docker:
             if container not in self._stuck and not await to_end(container.remove()):
                 self._stuck.append(container)
                 raise unkillable()
-
-
-def check(files: Mapping[str, bytes]) -> None:
-    """Raises SandboxFailure ``bad-path``."""
-    for path in files:
-        checked_path(path)
 
 
 def _filter(daemon: Daemon) -> str:

@@ -21,7 +21,7 @@ from pathlib import Path
 from headrace_sandbox.bwrap import environment
 from headrace_sandbox.children import Child
 from headrace_sandbox.result import ExecResult, Isolation, LimitName, Limits, Usage
-from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template, checked_path, not_offered
+from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template, not_offered
 from headrace_sandbox.supervise import supervise
 
 ACTIVE = ("wall_s", "output_bytes", "file_bytes", "open_files")
@@ -101,7 +101,7 @@ class Process:
 
 def _fill(folder: str, command: Command) -> None:
     for path, content in command.files.items():
-        file = Path(folder, checked_path(path))
+        file = Path(folder, path)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content)
 

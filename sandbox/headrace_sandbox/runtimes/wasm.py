@@ -33,7 +33,7 @@ from headrace_sandbox.bwrap import QUOTED_BYTES, environment
 from headrace_sandbox.children import Child
 from headrace_sandbox.reaper import FOLDERS
 from headrace_sandbox.result import ExecResult, Isolation, LimitName, Limits, Usage
-from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template, checked_path, not_offered
+from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template, not_offered
 from headrace_sandbox.runtimes.verdicts import sandbox_lost
 from headrace_sandbox.seccomp import filter_program
 from headrace_sandbox.supervise import Verdict, supervise
@@ -86,8 +86,6 @@ class Wasm:
     async def run_code(self, program: PythonProgram, limits: Limits) -> ExecResult:
         """Run a Python program. Raises SandboxFailure; cancelling the call kills it."""
         begun_at = time.monotonic()
-        for path in program.files:
-            checked_path(path)
         await self.prepare(lambda _: None)
         user = None if self._users is None else self._users.next()
         scratch = _scratch(user)
