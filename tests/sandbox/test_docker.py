@@ -191,6 +191,10 @@ async def test_limits_end_a_program_and_are_named(code: Code) -> None:
     assert (busy.usage.cpu_s or 0) >= 0.3
 
 
+async def test_more_processors_than_there_are_is_no_bound(code: Code) -> None:
+    assert (await code("print(1)", cpus=1000.0)).stdout.text == "1\n"
+
+
 async def test_output_without_end_takes_no_memory_of_ours(code: Code) -> None:
     await code("")
     tracemalloc.start()

@@ -16,6 +16,7 @@ from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Template
 from headrace_sandbox.runtimes.process import Process
 from headrace_sandbox.runtimes.registry import make_runtime, ready_runtime
+from tests.sandbox.test_descriptors import NEEDED, only
 from tests.sandbox.test_hostile import lives
 
 
@@ -107,6 +108,24 @@ async def test_executions_leave_no_descriptor(process: Process) -> None:
     for _ in range(5):
         await process.run(Command(arguments=["true"]), Limits())
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+async def test_a_call_that_finds_no_descriptor_is_our_failure_and_leaves_none_open(process: Process) -> None:
+    await process.run_code(PythonProgram(code=""), Limits())
+    before, failures = len(os.listdir("/proc/self/fd")), []
+    for more in range(NEEDED):
+        try:
+            with only(more):
+                await process.run_code(PythonProgram(code=""), Limits())
+        except SandboxFailure as failure:
+            failures.append(failure)
+    assert failures
+    assert all(failure.retryable for failure in failures)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+async def test_any_time_of_processors_is_a_limit(process: Process) -> None:
+    assert (await process.run(Command(arguments=["true"]), Limits(cpu_s=1e300))).exit_code == 0
 
 
 async def test_sandboxes_that_live_on_are_not_offered(process: Process) -> None:

@@ -23,6 +23,7 @@ from headrace_sandbox.runtimes.base import Command, PythonProgram, Template
 from headrace_sandbox.runtimes.wasm import Wasm
 from headrace_sandbox.wasm import interpreter
 from headrace_sandbox.wasm.interpreter import Compiled
+from tests.sandbox.test_descriptors import NEEDED, only
 
 pytestmark = [pytest.mark.component("wasm"), pytest.mark.timeout(400)]  # the first one compiles the interpreter
 
@@ -376,6 +377,20 @@ async def test_a_call_that_is_cancelled_leaves_nothing(wasm: Wasm, temporary: Pa
         await running
     assert not Path(f"/proc/{pid}").exists()
     assert list(temporary.iterdir()) == []
+
+
+async def test_a_call_that_finds_no_descriptor_is_our_failure_and_leaves_none_open(wasm: Wasm) -> None:
+    await execute(wasm, "")
+    before, failures = len(os.listdir("/proc/self/fd")), []
+    for more in range(NEEDED):
+        try:
+            with only(more):
+                await execute(wasm, "")
+        except SandboxFailure as failure:
+            failures.append(failure)
+    assert failures
+    assert all(failure.retryable for failure in failures)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 async def test_a_process_that_cannot_be_made_is_our_failure(wasm: Wasm, tmp_path: Path) -> None:

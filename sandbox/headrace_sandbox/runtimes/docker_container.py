@@ -134,7 +134,7 @@ def settings(
             "Memory": limits.memory_bytes,
             "MemorySwap": limits.memory_bytes,
             "PidsLimit": limits.pids + SPARE_PIDS,
-            "NanoCpus": round(limits.cpus * 1e9),
+            "NanoCpus": round(min(limits.cpus, given.processors) * 1e9),  # more is refused, and is no bound
             "CpusetCpus": _some(math.ceil(limits.cpus), given.processors),
             "CapDrop": ["ALL"],
             "SecurityOpt": ["no-new-privileges", f"seccomp={given.filter}"],

@@ -20,7 +20,8 @@ from pathlib import Path
 
 from headrace_sandbox.bwrap import environment
 from headrace_sandbox.children import Child
-from headrace_sandbox.result import ExecResult, Isolation, LimitName, Limits, Usage
+from headrace_sandbox.descriptors import refused_by_machine
+from headrace_sandbox.result import MOST, ExecResult, Isolation, LimitName, Limits, Usage
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template, not_offered
 from headrace_sandbox.supervise import supervise
 
@@ -52,6 +53,10 @@ class Process:
 
     async def run(self, command: Command, limits: Limits) -> ExecResult:
         """Run a command in a process of its own. Raises SandboxFailure; cancelling the call kills it."""
+        with refused_by_machine():
+            return await self._run(command, limits)
+
+    async def _run(self, command: Command, limits: Limits) -> ExecResult:
         begun_at = time.monotonic()
         scratch = tempfile.TemporaryDirectory(prefix="headrace-", ignore_cleanup_errors=True)
         try:
@@ -80,7 +85,7 @@ class Process:
     async def run_code(self, program: PythonProgram, limits: Limits) -> ExecResult:
         """Run a Python program by the interpreter that runs this. Raises SandboxFailure; cancelling the call kills
         it."""
-        with tempfile.NamedTemporaryFile("w", suffix=".py", encoding="utf-8") as file:
+        with refused_by_machine(), tempfile.NamedTemporaryFile("w", suffix=".py", encoding="utf-8") as file:
             file.write(program.code)
             file.flush()
             command = Command(
@@ -114,6 +119,6 @@ def _start(command: Command, limits: Limits, scratch: str) -> Child:
         "RLIMIT_NOFILE": limits.open_files,
     }
     if limits.cpu_s is not None:
-        rlimits["RLIMIT_CPU"] = math.ceil(limits.cpu_s)
+        rlimits["RLIMIT_CPU"] = min(math.ceil(limits.cpu_s), MOST)
     arguments = [sys.executable, "-I", "-S", "-c", LAUNCHER, json.dumps(rlimits), *command.arguments]
     return Child(arguments, {**environment(command.environment), "HOME": scratch, **command.environment}, scratch)

@@ -31,8 +31,9 @@ from headrace.errors import SandboxFailure
 from headrace_sandbox import supervisor
 from headrace_sandbox.bwrap import QUOTED_BYTES, environment
 from headrace_sandbox.children import Child
+from headrace_sandbox.descriptors import refused_by_machine
 from headrace_sandbox.reaper import FOLDERS
-from headrace_sandbox.result import ExecResult, Isolation, LimitName, Limits, Usage
+from headrace_sandbox.result import MOST, ExecResult, Isolation, LimitName, Limits, Usage
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template, not_offered
 from headrace_sandbox.runtimes.verdicts import sandbox_lost
 from headrace_sandbox.seccomp import filter_program
@@ -87,6 +88,10 @@ class Wasm:
         """Run a Python program. Raises SandboxFailure; cancelling the call kills it."""
         begun_at = time.monotonic()
         await self.prepare(lambda _: None)
+        with refused_by_machine():
+            return await self._run(program, limits, begun_at)
+
+    async def _run(self, program: PythonProgram, limits: Limits, begun_at: float) -> ExecResult:
         user = None if self._users is None else self._users.next()
         scratch = _scratch(user)
         try:
@@ -118,7 +123,7 @@ class Wasm:
                 "user": user,
                 "filter": None if filter_ is None else filter_.hex(),
                 "wall_s": limits.wall_s + GRACE_S,
-                "cpu_s": None if limits.cpu_s is None else math.ceil(limits.cpu_s) + 1,
+                "cpu_s": None if limits.cpu_s is None else min(math.ceil(limits.cpu_s) + 1, MOST),
                 "memory_bytes": limits.memory_bytes,
                 "disk_bytes": limits.disk_bytes,
                 "file_bytes": limits.file_bytes,
