@@ -27,6 +27,7 @@ from typing import IO
 
 from headrace.errors import SandboxFailure
 from headrace_sandbox import supervisor
+from headrace_sandbox.descriptors import is_readable
 from headrace_sandbox.result import Limits
 
 SCRATCH = "/scratch"
@@ -180,6 +181,14 @@ async def first_process(status: int) -> int | None:
     finally:
         loop.remove_reader(status)
     return int(found[1])
+
+
+def not_begun(status: int, said: str) -> int | None:
+    """For a sandbox that ended with 1: the exit code that a shell has for a command that is not there, or that the
+    kernel does not run; None where the program began. bubblewrap tells the exit codes of such programs alone."""
+    if is_readable(status) and b'"exit-code"' in os.read(status, 4096):
+        return None
+    return 127 if said.endswith(f"{os.strerror(errno.ENOENT)}\n") else 126
 
 
 def reap(process: subprocess.Popen[bytes]) -> None:

@@ -5,8 +5,9 @@
 * ``doctor`` ends with 1 if no runtime isolates, and says what to do.
 * ``conformance`` ends with 1 if a case came out otherwise than its table says.
 * ``run`` uses the runtime that was named, or the default; it fails where that one cannot be used, and takes no other.
-* ``run`` ends as the command did: with its exit code, 128 + n after signal n, 124 after a limit; 70 where it was our
-  fault.
+* ``run`` ends as the command did: with its exit code, 128 + n after signal n, 124 after a limit, 127 where there is no
+  such command; 70 where it was our fault.
+* ``run`` brings along the files that are named, and no others.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import click
 import msgspec
@@ -96,6 +98,13 @@ def _say(what: str) -> None:
 @click.option("--time-s", default=10.0, show_default=True, type=click.FloatRange(min=0.01), help="Wall clock, seconds.")
 @click.option("--memory-mib", default=256, show_default=True, type=click.IntRange(8), help="Of all its processes.")
 @click.option("--pids", default=64, show_default=True, type=click.IntRange(2), help="Processes and threads at a time.")
+@click.option(
+    "--file",
+    "files",
+    multiple=True,
+    type=click.Path(exists=True, dir_okay=False, readable=True, path_type=Path),
+    help="A copy of it is, by its name, in the folder where COMMAND runs; may be given again.",
+)
 @_json_option
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.pass_context
@@ -106,6 +115,7 @@ def run(
     time_s: float,
     memory_mib: int,
     pids: int,
+    files: Sequence[Path],
     as_json: bool,
     command: Sequence[str],
 ) -> None:
@@ -115,12 +125,15 @@ def run(
     Examples:
       headrace sandbox run -- python3 -c 'print(1)'
       headrace sandbox run --time-s 1 --json -- sleep 60
+      headrace sandbox run --file work/solve.py -- python3 solve.py
       headrace sandbox run --runtime wasm -- python3 -c 'print(1)'
     """
     limits = Limits(wall_s=time_s, memory_bytes=memory_mib << 20, pids=pids)
+    brought = _contents(files)
     stdin = b"" if sys.stdin.isatty() else sys.stdin.buffer.read()
+    asked = Command(arguments=command, stdin=stdin, files=brought)
     try:
-        result = asyncio.run(_run(runtime, allow_unsafe, Command(arguments=command, stdin=stdin), limits))
+        result = asyncio.run(_run(runtime, allow_unsafe, asked, limits))
     except SandboxFailure as failure:
         click.echo(f"Error: {failure}", err=True)
         context.exit(OUR_FAULT)
@@ -223,6 +236,16 @@ async def _run(name: str, allow_unsafe: bool, command: Command, limits: Limits) 
         return await runtime.run(command, limits)
     finally:
         await runtime.close()
+
+
+def _contents(files: Sequence[Path]) -> dict[str, bytes]:
+    """What is in the files, by their names."""
+    contents: dict[str, bytes] = {}
+    for file in files:
+        if file.name in contents:
+            raise click.BadParameter(f"There are two files named {file.name}.", param_hint="--file")
+        contents[file.name] = file.read_bytes()
+    return contents
 
 
 def _exit_code(result: ExecResult) -> int:

@@ -26,6 +26,25 @@ def test_run_ends_as_the_command_did() -> None:
     assert headrace("run", "--", "sh", "-c", "kill -TERM $$").returncode == 128 + 15
 
 
+def test_run_ends_with_127_where_there_is_no_such_command() -> None:
+    ended = headrace("run", "--", "nosuch")
+    assert (ended.stdout, ended.returncode) == ("", 127)
+    assert "nosuch" in ended.stderr
+
+
+def test_run_brings_along_the_files_that_are_named(tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text("print(open('two').read())")
+    (tmp_path / "two").write_text("hello")
+    files = ["--file", str(tmp_path / "one.py"), "--file", str(tmp_path / "two")]
+    ended = headrace("run", *files, "--", "python3", "one.py")
+    assert (ended.stdout, ended.returncode) == ("hello\n", 0)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "two").write_text("another")
+    twice = headrace("run", *files, "--file", str(tmp_path / "other" / "two"), "--", "true")
+    assert (twice.returncode, "two files named two" in twice.stderr) == (2, True)
+    assert headrace("run", "--file", str(tmp_path / "nothing"), "--", "true").returncode == 2
+
+
 def test_run_ends_with_124_after_a_limit_and_names_it() -> None:
     ended = headrace("run", "--time-s", "0.5", "--", "sleep", "60")
     assert (ended.returncode, ended.stderr) == (124, "Ended by its limit of time.\n")

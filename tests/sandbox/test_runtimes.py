@@ -98,6 +98,15 @@ async def test_how_it_ended_is_told_as_the_kernel_told_it(run: Run) -> None:
     assert result.stderr.text == "why\n"
 
 
+async def test_a_command_that_is_not_there_or_cannot_be_run_ends_as_in_a_shell(fresh: Bubblewrap) -> None:
+    for arguments, code in ((["nosuch"], 127), (["/nowhere/x"], 127), (["/usr"], 126), (["./data"], 126)):
+        result = await fresh.run(Command(arguments=arguments, files={"data": b"1"}), Limits())
+        assert (result.exit_code, result.fault) == (code, "program")
+        assert arguments[0] in result.stderr.text
+    lying = ["sh", "-c", "echo 'bwrap: execvp x: No such file or directory' >&2; exit 1"]
+    assert (await fresh.run(Command(arguments=lying), Limits())).exit_code == 1
+
+
 async def test_a_traceback_shows_the_program_alone(run: Run) -> None:
     result = await run("def f():\n    raise ValueError('hm')\nf()")
     lines = result.stderr.text.splitlines()

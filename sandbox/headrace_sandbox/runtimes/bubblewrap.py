@@ -80,6 +80,8 @@ class Bubblewrap:
                 usage = group.usage()
                 if made.scratch is not None and verdict.returncode != 0:
                     usage = msgspec.structs.replace(usage, disk_full=is_full(made.scratch))
+                if verdict.returncode == 1 and (code := bwrap.not_begun(made.status, verdict.stderr.text)) is not None:
+                    verdict = verdict._replace(returncode=code)
                 if bwrap.was_killed(made.first):
                     verdict = verdict._replace(returncode=None)
                 bwrap.reap_orphan(made.first)
@@ -159,7 +161,7 @@ class Bubblewrap:
         group.count()
         started = _started(process, pidfd, group, made)
         os.write(go, b"x")
-        return _Made(started, pidfd, waits, scratch)
+        return _Made(started, pidfd, status, waits, scratch)
 
     def _begin(
         self, command: Command, limits: Limits, group: Cgroup, made: Descriptors, told: int, waits: int, mounting: int
@@ -189,11 +191,13 @@ class Bubblewrap:
 
 
 class _Made(NamedTuple):
-    """A sandbox whose program may begin. ``first``: a descriptor of its process 1. ``waits``: where bubblewrap waits
-    until it may. ``scratch``: its scratch folder, if that can be seen."""
+    """A sandbox whose program may begin. ``first``: a descriptor of its process 1. ``status``: where bubblewrap
+    tells of it. ``waits``: where it waits until the program may begin. ``scratch``: its scratch folder, if that can be
+    seen."""
 
     started: Started
     first: int
+    status: int
     waits: int
     scratch: int | None
 
