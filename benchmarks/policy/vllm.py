@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,11 @@ class Vllm:
         answer: str = json.loads(self.get("/weight_info"))["weight_version"]
         return answer
 
-    def tokens_per_s(self, warm_s: float, measured_s: float) -> tuple[float, float]:
-        """What it samples, by its own count, and how many requests it works on at a time, once it is loaded.
+    def tokens_per_s(
+        self, warm_s: float, measured_s: float, look: Callable[[], object] = lambda: None
+    ) -> tuple[float, float, float]:
+        """What it samples, by its own count, and how many requests it works on at a time, once it is loaded; and for
+        how many seconds that was measured. ``look`` is called as they begin and as they end.
 
         Loaded is ``warm_s`` after it has nearly all that may be in flight, or after ``RISE_S``: a fresh run starts
         slowly, by design.
@@ -60,11 +64,14 @@ class Vllm:
         while self.metric(RUNNING) < 0.9 * AT_ONCE and time.monotonic() < deadline:
             time.sleep(0.2)
         time.sleep(warm_s)
+        look()
         begun, before, running = time.perf_counter(), self.metric(TOKENS_MADE), []
         while time.perf_counter() - begun < measured_s:
             running.append(self.metric(RUNNING))
             time.sleep(0.5)
-        return (self.metric(TOKENS_MADE) - before) / (time.perf_counter() - begun), sum(running) / len(running)
+        tokens, took_s = self.metric(TOKENS_MADE) - before, time.perf_counter() - begun
+        look()
+        return tokens / took_s, sum(running) / len(running), took_s
 
     def until_idle(self) -> None:
         wait_for("an idle engine", lambda: self.metric(RUNNING) == 0)
