@@ -49,7 +49,7 @@ def rows() -> list[Row]:
 
 
 async def _measure(address: str) -> tuple[list[Spent], list[Spent]]:
-    policies = ServedPolicies(slots=AT_ONCE, default_endpoints=[address], clock=time.monotonic)
+    policies = ServedPolicies(default_endpoints=[address], clock=time.monotonic)
     bare: list[Spent] = []
     whole: list[Spent] = []
     try:

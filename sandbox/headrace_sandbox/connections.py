@@ -1,13 +1,16 @@
 """Requests to one HTTP server, over connections that are kept.
 
 * A connection is kept between requests. One that the server closed, or that was idle for long, is not used again.
-* ``Unreachable`` says that nothing was sent; ``Lost`` that the request may have arrived, and has no whole answer.
+* ``Unreachable`` says that nothing was sent; ``Lost`` that the request may have arrived, and has no whole answer;
+  ``BrokenOff`` that one began.
+* An answer that is too long is not read to its end.
 * Whoever is cancelled hangs up; so does who waits for too long.
 * An answer with an end of its own may come in any pieces; one without ends with its connection.
 * Proxy settings of the environment are ignored, and redirects not followed.
 
-Every execution through a service passes here, and a client that can speak to any server costs more than all the rest
-of its way: hence one that can do what the service's needs, with the parser of HTTP that the service has too.
+Every execution through a service and every turn of a policy passes here, and a client that can speak to any server
+costs more than all the rest of its way: hence one that can do what these need, with the parser of HTTP that servers
+have too.
 """
 
 from __future__ import annotations
@@ -26,6 +29,9 @@ CONNECT_S = 5.0
 KEEP_ALIVE_S = 30.0
 """Idle connections are used again within this time: shorter than servers keep theirs."""
 
+MOST_BYTES = 1 << 30
+"""Of an answer. What never ends would take all memory."""
+
 
 class Unreachable(Exception):
     """There is no connection: the request did not reach the server."""
@@ -33,6 +39,10 @@ class Unreachable(Exception):
 
 class Lost(Exception):
     """No whole answer came; whether the request arrived is not known."""
+
+
+class BrokenOff(Lost):
+    """An answer began, and is not whole."""
 
 
 class Answer(NamedTuple):
@@ -43,9 +53,10 @@ class Answer(NamedTuple):
 
 
 class Connections:
-    """All connections to one server. ``headers`` go with every request. Used in one event loop."""
+    """All connections to one server. ``headers`` go with every request. No more than ``most_bytes`` of an answer, its
+    head included, are read. Used in one event loop."""
 
-    def __init__(self, address: str, headers: dict[str, str]) -> None:
+    def __init__(self, address: str, headers: dict[str, str], most_bytes: int = MOST_BYTES) -> None:
         """``address``: ``unix:///path``, or ``http://host:port`` (or ``https``), with a path before all others where
         there is one. Raises ValueError if it is neither, or a header has no single line."""
         parts = urlsplit(address)
@@ -61,16 +72,21 @@ class Connections:
             raise ValueError(f"{address!r} is no address of a server")
         self._prefix = prefix.encode("ascii")
         self._headers = _lines({"Host": parts.netloc.rpartition("@")[2] or "localhost", **headers})
+        self._most_bytes = most_bytes
         self._idle: list[_Connection] = []
         self._all: set[_Connection] = set()
 
-    async def request(self, method: str, path: str, body: bytes, timeout_s: float) -> Answer:
-        """Send it, and wait for the answer, so many seconds at most. Raises Unreachable, Lost."""
+    async def request(
+        self, method: str, path: str, body: bytes, timeout_s: float | None, headers: dict[str, str] | None = None
+    ) -> Answer:
+        """Send it, and wait for the answer, so many seconds at most; None: as long as it takes. ``headers``: of this
+        request alone. Raises Unreachable, Lost; ValueError for a header that has no single line."""
+        more = _lines(headers) if headers else b""
         connection = self._take() or await self._connect()
-        head = b"%b %b%b HTTP/1.1\r\n%bContent-Length: %d\r\n\r\n"
+        head = b"%b %b%b HTTP/1.1\r\n%b%bContent-Length: %d\r\n\r\n"
         try:
             answer = await connection.ask(
-                head % (method.encode(), self._prefix, path.encode(), self._headers, len(body)), body, timeout_s
+                head % (method.encode(), self._prefix, path.encode(), self._headers, more, len(body)), body, timeout_s
             )
         except BaseException:
             connection.abort()
@@ -82,13 +98,17 @@ class Connections:
         return answer
 
     async def close(self) -> None:
-        """Close all, those in use too: whoever waits on one gets ``Lost``."""
-        self._idle.clear()
+        """Close all, and wait until they are closed."""
         closing = list(self._all)
-        for connection in closing:
-            connection.abort()
+        self.hang_up()
         for connection in closing:
             await connection.gone
+
+    def hang_up(self) -> None:
+        """Close all, those in use too: whoever waits on one gets ``Lost``."""
+        self._idle.clear()
+        for connection in list(self._all):
+            connection.abort()
 
     def _take(self) -> _Connection | None:
         """The connection that was used last."""
@@ -114,7 +134,7 @@ class Connections:
         return connection
 
     def _made(self) -> _Connection:
-        connection = _Connection()
+        connection = _Connection(self._most_bytes)
         self._all.add(connection)
         connection.gone.add_done_callback(lambda _: self._forget(connection))
         return connection
@@ -128,7 +148,9 @@ class Connections:
 class _Connection(asyncio.Protocol):
     """One request at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._size_bytes = 0
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
         self._answer: asyncio.Future[Answer] | None = None
@@ -143,16 +165,18 @@ class _Connection(asyncio.Protocol):
         """Whether the server has it open still, as far as is known."""
         return not self._transport.is_closing() and time.monotonic() - self._used_at < KEEP_ALIVE_S
 
-    async def ask(self, head: bytes, body: bytes, timeout_s: float) -> Answer:
+    async def ask(self, head: bytes, body: bytes, timeout_s: float | None) -> Answer:
         """Send a request, and wait for its answer. Raises Lost."""
         self.is_reusable = False
+        self._size_bytes = 0
         self._answer = self._loop.create_future()
-        timer = self._loop.call_later(timeout_s, self._fail, "it was silent for too long")
+        timer = timeout_s and self._loop.call_later(timeout_s, self._fail, "it was silent for too long")
         self._transport.writelines((head, body))
         try:
             return await self._answer
         finally:
-            timer.cancel()
+            if timer:
+                timer.cancel()
             self._answer = None
 
     def abort(self) -> None:
@@ -161,7 +185,7 @@ class _Connection(asyncio.Protocol):
 
     def _fail(self, said: str) -> None:
         if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(Lost(said))
+            self._answer.set_exception(BrokenOff(said) if self._size_bytes else Lost(said))
 
     # Called by the event loop -----------------------------------------------------------------------------------
 
@@ -169,6 +193,11 @@ class _Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
+        self._size_bytes += len(data)
+        if self._size_bytes > self._most_bytes:
+            self._fail(f"it is longer than {self._most_bytes} bytes")
+            self.abort()
+            return
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:

@@ -68,7 +68,7 @@ async def test_the_policy_server_of_the_documents_answers_as_a_worker_needs_it()
     (code,) = [code for language, code in FENCE.findall(text) if language == "python" and "HTTPServer" in code]
     port = free_port()
     process = subprocess.Popen([sys.executable, "-c", code.replace("8000", str(port))], stderr=subprocess.DEVNULL)
-    policies = ServedPolicies(slots=1, default_endpoints=[f"http://127.0.0.1:{port}"], clock=time.monotonic)
+    policies = ServedPolicies(default_endpoints=[f"http://127.0.0.1:{port}"], clock=time.monotonic)
     try:
         sample = await sampled(policies.at([]))
     finally:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headrace_sandbox import connections
-from headrace_sandbox.connections import Connections, Lost, Unreachable
+from headrace_sandbox.connections import BrokenOff, Connections, Lost, Unreachable
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
@@ -69,6 +69,16 @@ async def test_a_connection_is_kept_between_requests(server: Server) -> None:
     assert server.asked == [
         [b"POST /path HTTP/1.1\r\nHost: localhost\r\nX-Name: value\r\nContent-Length: 0\r\n\r\n"] * 3
     ]
+
+
+async def test_a_request_may_have_headers_of_its_own(server: Server) -> None:
+    async with connected(server) as made:
+        await made.request("POST", "/path", b"", None, {"X-Id": "1"})
+        await ask(made)
+        with pytest.raises(ValueError, match="X-Id has more than one line"):
+            await made.request("POST", "/path", b"", None, {"X-Id": "1\r\nX-Other: y"})
+    first, second = server.asked[0]
+    assert first == second.replace(b"Content-Length", b"X-Id: 1\r\nContent-Length")
 
 
 async def test_requests_at_the_same_time_have_connections_of_their_own(server: Server) -> None:
@@ -131,6 +141,26 @@ async def test_an_answer_that_breaks_off_is_lost(server: Server, says: Sequence[
             await ask(made)
         server.says = [OK]
         assert await ask(made) == (200, b"ok")
+
+
+async def test_what_breaks_off_is_told_from_what_never_began(server: Server) -> None:
+    async with connected(server) as made:
+        for says, kind in (([b""], Lost), ([OK[:20], b""], BrokenOff), ([OK[:-1], b""], BrokenOff)):
+            server.says = says
+            with pytest.raises(Lost) as caught:
+                await ask(made)
+            assert type(caught.value) is kind
+
+
+async def test_an_answer_that_is_too_long_is_not_read_to_its_end(server: Server) -> None:
+    made = Connections(server.address, {}, most_bytes=2 * len(OK))
+    for _ in range(3):
+        assert await ask(made) == (200, b"ok")
+    server.says = [b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", *[b"1\r\no\r\n"] * 1000]
+    with pytest.raises(Lost, match="longer than"):
+        await ask(made)
+    await server.left.acquire()
+    await made.close()
 
 
 async def test_an_answer_to_nothing_is_given_to_nobody(server: Server) -> None:

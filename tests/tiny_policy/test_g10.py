@@ -35,7 +35,7 @@ STALLS = {"stall_next": 1, "stall_s": 60.0}
 
 @pytest.fixture
 async def policies(api: Api) -> AsyncIterator[ServedPolicies]:
-    made = ServedPolicies(slots=8, default_endpoints=[api.address], clock=time.monotonic)
+    made = ServedPolicies(default_endpoints=[api.address], clock=time.monotonic)
     yield made
     await made.close()
 
@@ -81,7 +81,7 @@ async def test_G10_two_workers_with_attempts_of_one_episode_never_meet_under_one
     api: Api, policies: ServedPolicies
 ) -> None:
     await api.misbehave(stall_next=4, stall_s=0.3)
-    other = ServedPolicies(slots=8, default_endpoints=[api.address], clock=time.monotonic)
+    other = ServedPolicies(default_endpoints=[api.address], clock=time.monotonic)
     try:
         frozen = asyncio.create_task(policies.at([]).sample(attempt(1)))
         taking_over = asyncio.create_task(other.at([]).sample(attempt(2)))

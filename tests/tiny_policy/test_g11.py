@@ -32,7 +32,7 @@ async def play(api: Any, actions: list[str], *, max_tokens: int = 64) -> Traject
             return super().step(action)
 
     its_tools = tools(None, lambda: Hears(last=2))
-    its_tools.policies = ServedPolicies(slots=1, default_endpoints=[api.address], clock=time.monotonic)
+    its_tools.policies = ServedPolicies(default_endpoints=[api.address], clock=time.monotonic)
     spec = plan(sampling={"stop": ["</a>"], "max_tokens": max_tokens})
     try:
         record = await Episode(its_tools, assignment(), spec).run()

@@ -179,7 +179,7 @@ KINDS = {
 @pytest.mark.parametrize("lie", ["", *LIES])
 async def test_the_workers_client_tells_the_lies_apart(api, lie):
     await api.misbehave(lie=lie, reply="7</a>\n\nX" if lie.startswith("stop-overrun") else None)
-    policies = ServedPolicies(slots=1, default_endpoints=[api.address], clock=time.monotonic)
+    policies = ServedPolicies(default_endpoints=[api.address], clock=time.monotonic)
     request = SampleRequest(
         group="g",
         episode="e",

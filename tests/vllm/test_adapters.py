@@ -68,7 +68,7 @@ async def test_two_adapters_answer_differently_and_new_versions_come_under_runni
         opponent = {"name": "opponent", "path": str(folders["opponent"])}
         agents = {"player_1": {"train": False, "adapters": ["opponent"]}}
         await plant.create_run(policy={"model": NAME, "adapter": "math", "adapters": [opponent], "agents": agents})
-        policies = ServedPolicies(slots=16, default_endpoints=[], clock=time.monotonic, list_servers=servers)
+        policies = ServedPolicies(default_endpoints=[], clock=time.monotonic, list_servers=servers)
         policy = policies.at([vllm.address], run="run")
         try:
             await plant.announce(1, wire.Weights(path=str(folders["v1"]), kind="adapter"))

@@ -40,7 +40,7 @@ REQUEST = SampleRequest(
 
 @pytest.fixture
 async def policies(vllm: Vllm) -> AsyncIterator[ServedPolicies]:
-    made = ServedPolicies(slots=8, default_endpoints=[vllm.address], clock=time.monotonic)
+    made = ServedPolicies(default_endpoints=[vllm.address], clock=time.monotonic)
     yield made
     await made.close()
 

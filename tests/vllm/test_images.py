@@ -62,7 +62,7 @@ async def play(server: tuple[str, Path], *pictures: Image, **limits: Any) -> tup
     """The record, valid, and the images that it names."""
     address, model = server
     its_tools = tools(None, lambda: Album(*pictures))
-    its_tools.policies = ServedPolicies(slots=1, default_endpoints=[address], clock=time.monotonic)
+    its_tools.policies = ServedPolicies(default_endpoints=[address], clock=time.monotonic)
     policy = {"renderer": "template", "tokenizer": str(model)}
     episode = Episode(its_tools, assignment(), plan(policy=policy, limits=limits, sampling={"max_tokens": 10}))
     try:

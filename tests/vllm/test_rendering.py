@@ -47,7 +47,7 @@ async def test_a_template_that_the_engine_does_not_use_is_detected(vllm: Vllm, t
 async def test_g11_a_stop_string_inside_a_token_cuts_the_text_and_not_the_ids(vllm: Vllm):
     policy = {"renderer": "template", "tokenizer": str(vllm.model)}
     renderer = make_renderer(PolicySpec(**policy))
-    policies = ServedPolicies(slots=1, default_endpoints=[vllm.address], clock=time.monotonic)
+    policies = ServedPolicies(default_endpoints=[vllm.address], clock=time.monotonic)
     actions: list[str] = []
 
     class Hears(Turns):

@@ -37,7 +37,7 @@ def following(engine: Engine, *versions: str) -> ServedPolicies:
         server = PolicyServer(address=engine.url, state="serving", version=version)
         return ServersReply(epoch=1, revision=revision + 1, servers=[server])
 
-    return ServedPolicies(slots=4, default_endpoints=[], clock=Clock(), list_servers=servers)
+    return ServedPolicies(default_endpoints=[], clock=Clock(), list_servers=servers)
 
 
 @pytest.mark.parametrize(("version", "model"), [("0.7", "run/math@0.7"), ("0.0", "tiny")])
@@ -72,7 +72,7 @@ async def test_an_adapter_that_a_server_does_not_have_is_asked_for_again_and_the
 
 async def test_without_a_word_from_the_orchestrator_no_version_of_an_adapter_is_made_up() -> None:
     async with serving(fine) as engine:
-        policies = ServedPolicies(slots=4, default_endpoints=[engine.url], clock=Clock())
+        policies = ServedPolicies(default_endpoints=[engine.url], clock=Clock())
         try:
             with pytest.raises(PolicyFailure, match="which version") as caught:
                 await policies.at([]).sample(TRAINED)

@@ -87,7 +87,7 @@ class Album:
 async def play(engine: VisionEngine, environment: Album, **limits: Any) -> Trajectory:
     its_tools = tools(None, lambda: environment)
     async with serving_vision(engine):
-        its_tools.policies = ServedPolicies(slots=1, default_endpoints=[engine.url], clock=time.monotonic)
+        its_tools.policies = ServedPolicies(default_endpoints=[engine.url], clock=time.monotonic)
         spec = dataclasses.replace(plan(limits=limits, sampling={"max_tokens": 10}), renderer=Twenty())
         try:
             record = await Episode(its_tools, assignment(), spec).run()
@@ -160,7 +160,7 @@ async def test_a_server_that_takes_no_images_is_named() -> None:
 
 async def test_the_check_of_a_server_tells_how_many_tokens_an_image_is() -> None:
     async with serving_vision(VisionEngine(17)) as engine, aiohttp.ClientSession() as session:
-        policies = ServedPolicies(slots=1, default_endpoints=[engine.url], clock=time.monotonic)
+        policies = ServedPolicies(default_endpoints=[engine.url], clock=time.monotonic)
         subject = Subject(
             server=Server(session, engine.url, "policy", 10.0),
             renderer=Twenty(),

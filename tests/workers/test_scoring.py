@@ -28,7 +28,7 @@ def scores(engine: Engine, body: dict[str, Any]) -> Any:
 async def scorers(*answers: Any) -> AsyncIterator[tuple[list[Engine], ServedPolicies]]:
     async with AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(serving(answer)) for answer in answers]
-        policies = ServedPolicies(slots=4, default_endpoints=[], clock=Clock())
+        policies = ServedPolicies(default_endpoints=[], clock=Clock())
         stack.push_async_callback(policies.close)
         for engine in engines[1:]:
             policies.router.sent(engine.url)  # a little load, so that the first one is asked first

@@ -44,7 +44,7 @@ def reply(body: str | bytes, status: int = 200) -> Any:
 
 @asynccontextmanager
 async def client(engine: Engine, clock: Any = None) -> AsyncIterator[Policy]:
-    policies = ServedPolicies(slots=4, default_endpoints=[engine.url], clock=clock or Clock())
+    policies = ServedPolicies(default_endpoints=[engine.url], clock=clock or Clock())
     try:
         yield policies.at([])
     finally:
@@ -192,7 +192,7 @@ async def test_cancelling_a_call_closes_its_connection_so_that_the_engine_stops(
 async def test_a_refused_connection_is_tried_a_bounded_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BACKOFF_S", 0.001)
     async with serving(fine) as engine:
-        policies = ServedPolicies(slots=1, default_endpoints=[engine.url], clock=Clock())
+        policies = ServedPolicies(default_endpoints=[engine.url], clock=Clock())
         policy = policies.at([])
         await policy.sample(REQUEST)
     with pytest.raises(PolicyFailure) as caught:
@@ -299,7 +299,7 @@ async def test_what_weights_of_another_run_sampled_is_a_failure_and_never_this_r
     spans = {"weight_versions": [{"version": named, "start": 0, "end": 2}]} if carried else {}
     async with serving(lambda engine, body: completion([66, 261], [-0.5, -0.5], **spans)) as engine:
         engine.version = named
-        policies = ServedPolicies(slots=1, default_endpoints=[engine.url], clock=Clock())
+        policies = ServedPolicies(default_endpoints=[engine.url], clock=Clock())
         try:
             if whose != "another's":
                 assert (await policies.at([], run="mine").sample(REQUEST)).versions == [VersionRun(2, 0, 1)]
@@ -314,7 +314,7 @@ async def test_what_weights_of_another_run_sampled_is_a_failure_and_never_this_r
 
 
 async def test_without_an_endpoint_there_is_no_policy() -> None:
-    policies = ServedPolicies(slots=1, default_endpoints=[], clock=Clock())
+    policies = ServedPolicies(default_endpoints=[], clock=Clock())
     with pytest.raises(PolicyFailure) as caught:
         policies.at([])
     assert caught.value.kind == "no-endpoint"
@@ -324,3 +324,25 @@ async def test_proxy_settings_are_ignored(monkeypatch: pytest.MonkeyPatch) -> No
     for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")  # nothing listens there
     await sampled(fine)
+
+
+async def test_a_name_and_a_password_in_an_address_go_with_every_request() -> None:
+    async with serving(fine) as engine:
+        engine.url = engine.url.replace("http://", "http://us%20er:pass@")
+        async with client(engine) as policy:
+            await policy.sample(REQUEST)
+        assert set(engine.authorizations) == {"Basic dXMgZXI6cGFzcw=="}
+
+
+async def test_what_is_no_address_is_a_failure_that_says_so() -> None:
+    policies = ServedPolicies(default_endpoints=["127.0.0.1:8000"], clock=Clock())
+    with pytest.raises(PolicyFailure, match="no address of a server") as caught:
+        await policies.at([]).sample(REQUEST)
+    await policies.close()
+    assert (caught.value.kind, caught.value.retryable) == ("bad-address", False)
+
+
+async def test_a_redirect_is_not_followed() -> None:
+    error = await failure(lambda engine, body: web.Response(status=307, headers={"Location": f"{engine.url}/other"}))
+    assert (error.kind, error.retryable) == ("request-refused", False)
+    assert "(307)" in str(error)

@@ -33,7 +33,7 @@ async def several(*answers: Answer) -> AsyncIterator[tuple[list[Engine], Policy,
     """A policy behind an engine for each answer; an episode of group ``g`` starts at the first one."""
     async with AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(serving(answer)) for answer in answers]
-        policies = ServedPolicies(slots=8, default_endpoints=[engine.url for engine in engines], clock=Clock())
+        policies = ServedPolicies(default_endpoints=[engine.url for engine in engines], clock=Clock())
         stack.push_async_callback(policies.close)
         policy = policies.at([])
         for engine in engines[1:]:
@@ -196,9 +196,7 @@ async def kept(
 ) -> AsyncIterator[tuple[list[Engine], Policy]]:
     async with AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(serving(answer)) for answer in answers]
-        policies = ServedPolicies(
-            slots=8, default_endpoints=[], clock=clock or Clock(), list_servers=orchestrator.list_servers
-        )
+        policies = ServedPolicies(default_endpoints=[], clock=clock or Clock(), list_servers=orchestrator.list_servers)
         stack.push_async_callback(policies.close)
         yield engines, policies.at([engine.url for engine in engines], run="r")
 

@@ -6,7 +6,7 @@
   the engine itself interrupted.
 * Pauses for new weights do not count against the deadline; they are waiting time.
 * A server that does not even say whether it lives is given up where another one is in.
-* Connections: one for each slot and one for questions, to each server; nothing ever queues for one.
+* Connections: one for each request that is open, kept for the next one; nothing ever queues for one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import aiohttp
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -32,9 +31,6 @@ from headrace_workers.policies.server import NO_ANSWER, NOT_ITS_HEALTH, NOT_THE_
 from headrace_workers.policies.turn import Turn
 from headrace_workers.policies.watching import Watch
 
-KEEPALIVE_S = 60.0
-"""How long an idle connection is kept: longer than an environment's usual turn."""
-
 MAX_TRIES = 3
 """Tries at one server that gives no answer, the first included. More would hide a dead server."""
 
@@ -49,9 +45,8 @@ MAX_INTERRUPTIONS = 64
 
 
 class ServedPolicies:
-    """All servers that a worker talks to; they share one connection pool and one router.
+    """All servers that a worker talks to; they share one router.
 
-    ``slots`` is the number of episodes that may run at once, so the number of requests that may be open.
     ``default_endpoints`` serve runs that name none. ``list_servers`` asks the orchestrator for the servers of a run;
     without it, they are those that the run's spec names.
     """
@@ -59,17 +54,14 @@ class ServedPolicies:
     def __init__(
         self,
         *,
-        slots: int,
         default_endpoints: Sequence[str],
         clock: Callable[[], float],
         list_servers: ListServers | None = None,
     ) -> None:
-        self._slots = slots
         self._list_servers = list_servers
         self._followers: dict[str, Follower] = {}
         self._default_endpoints = tuple(default_endpoints)
         self._clock = clock
-        self._session: aiohttp.ClientSession | None = None
         self._servers: dict[str, PolicyServer] = {}
         self._policies: dict[tuple[Any, ...], Policy] = {}
         self._pools: dict[str, Pool] = {}
@@ -107,8 +99,6 @@ class ServedPolicies:
         for follower in self._followers.values():
             await follower.stop()
         await asyncio.gather(*(server.close() for server in self._servers.values()))
-        if self._session is not None:
-            await self._session.close()
 
     def _follower(self, run: str, endpoints: Sequence[str], ask: ListServers) -> Follower:
         follower = self._followers.get(run)
@@ -138,7 +128,7 @@ class ServedPolicies:
         known = set().union(*(pool.all_addresses() for pool in self._pools.values()))
         self.router.forget(known)
         for address in [name for name in self._servers if name not in known and name not in self.router.servers]:
-            del self._servers[address]
+            self._servers.pop(address).hang_up()
 
     def stats(self) -> dict[str, float]:
         """Requests and failures of each server so far. Safe to call from any thread."""
@@ -151,19 +141,8 @@ class ServedPolicies:
     def _server(self, address: str) -> PolicyServer:
         server = self._servers.get(address)
         if server is None:
-            server = self._servers[address] = PolicyServer(self._open(), address, self._clock)
+            server = self._servers[address] = PolicyServer(address, self._clock)
         return server
-
-    def _open(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0, limit_per_host=self._slots + 1, keepalive_timeout=KEEPALIVE_S)
-            self._session = aiohttp.ClientSession(
-                connector=connector,
-                trust_env=False,
-                cookie_jar=aiohttp.DummyCookieJar(),
-                timeout=aiohttp.ClientTimeout(total=None),
-            )
-        return self._session
 
 
 class ServedPolicy:

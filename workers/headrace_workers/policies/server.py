@@ -6,15 +6,16 @@
 * Cancelling a call closes its connection, so that the engine stops; where it can be told by the request's id, it is.
 * What the server is (the best way to ask it, its models) is found out once, by requests that sample nothing.
 * An answer that says which weights made which token is believed; else it is bracketed by what the server confirms.
+* A name and a password in its address go with every request. Redirects are not followed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import Callable
-from typing import NamedTuple
+from urllib.parse import unquote, urlsplit
 
-import aiohttp
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ from headrace import engine
 from headrace.errors import PolicyFailure
 from headrace.scoring import read_scores, scoring_body, version_changed
 from headrace.trajectory import VersionRun
+from headrace_sandbox.connections import Answer, BrokenOff, Connections, Lost, Unreachable
 from headrace_workers.policies.base import AnyProtocol, Sample, SampleRequest, ScoreRequest, one_version
 from headrace_workers.policies.confirmations import Confirmations, confirmed_name, read_version
 from headrace_workers.policies.images import seen_prompt
@@ -53,34 +55,18 @@ MAX_ANSWER_BYTES = 256 << 20
 """Longest answer that is read: the log-probabilities of a million tokens have room in it. What never ends would take
 all memory within its deadline."""
 
-_JSON = {"Content-Type": "application/json"}
 _ABSENT = frozenset({404, 405})
 _encode = msgspec.json.Encoder().encode
 _decode_weight_info = msgspec.json.Decoder(engine.WeightInfo).decode
 _decode_models = msgspec.json.Decoder(engine.ModelList).decode
 
 
-async def _whole(response: aiohttp.ClientResponse) -> bytes:
-    """The body of an answer. Raises ClientPayloadError where it is too long."""
-    parts, size = [], 0
-    async for part in response.content.iter_any():
-        size += len(part)
-        if size > MAX_ANSWER_BYTES:
-            raise aiohttp.ClientPayloadError(f"it is longer than {MAX_ANSWER_BYTES} bytes")
-        parts.append(part)
-    return b"".join(parts)
-
-
-class _Answer(NamedTuple):
-    status: int
-    body: bytes
-
-
 class PolicyServer:
     """One server, for all policies that it serves. ``clock`` is monotonic, in seconds."""
 
-    def __init__(self, session: aiohttp.ClientSession, address: str, clock: Callable[[], float]) -> None:
-        self._session = session
+    def __init__(self, address: str, clock: Callable[[], float]) -> None:
+        """Raises PolicyFailure ``bad-address``."""
+        self._connections = _connections(address)
         self.address = address
         self._confirmations = Confirmations(self._weight_name, clock)
         self._answers_carry_versions = False
@@ -89,7 +75,7 @@ class PolicyServer:
         self._longest: dict[str, int] = {}
         self._open: dict[asyncio.Timeout, Callable[[], bool]] = {}
         self._given_up: set[asyncio.Timeout] = set()
-        self._aborts: set[asyncio.Task[_Answer]] = set()
+        self._aborts: set[asyncio.Task[Answer]] = set()
 
     async def sample(
         self, request: SampleRequest, *, protocol: AnyProtocol, request_id: str, movable: Callable[[], bool], run: str
@@ -161,17 +147,22 @@ class PolicyServer:
         self._aborts.add(task)
         task.add_done_callback(self._aborted)
 
-    def _aborted(self, task: asyncio.Task[_Answer]) -> None:
+    def _aborted(self, task: asyncio.Task[Answer]) -> None:
         self._aborts.discard(task)
         if not task.cancelled():
             task.exception()  # a server that cannot be told is found out by those who still want something of it
 
     async def close(self) -> None:
-        """Wait for what the server is still to be told."""
+        """Wait for what the server is still to be told, and close all connections."""
         if self._aborts:
             await asyncio.wait(self._aborts, timeout=LAST_WORDS_S)
         for task in self._aborts:
             task.cancel()
+        await self._connections.close()
+
+    def hang_up(self) -> None:
+        """Close all connections."""
+        self._connections.hang_up()
 
     async def problem(self) -> str:
         """What keeps the server from answering a question for its health; empty if it lives."""
@@ -308,7 +299,7 @@ class PolicyServer:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return engine.ModelList()  # not every server keeps a list
 
-    async def _refused(self, answer: _Answer) -> PolicyFailure:
+    async def _refused(self, answer: Answer) -> PolicyFailure:
         failure = refusal(self.address, *answer)
         if failure.kind != "unknown-model":
             return failure
@@ -322,14 +313,12 @@ class PolicyServer:
 
     # HTTP
 
-    async def _post(self, path: str, body: bytes, request_id: str, movable: Callable[[], bool]) -> _Answer:
-        headers = {"Content-Type": "application/json", engine.REQUEST_ID: request_id}
+    async def _post(self, path: str, body: bytes, request_id: str, movable: Callable[[], bool]) -> Answer:
         try:
             async with asyncio.timeout(None) as scope:
                 self._open[scope] = movable
                 try:
-                    async with self._session.post(f"{self.address}{path}", data=body, headers=headers) as response:
-                        return _Answer(response.status, await _whole(response))
+                    return await self._connections.request("POST", path, body, None, {engine.REQUEST_ID: request_id})
                 finally:
                     del self._open[scope]
         except TimeoutError as error:
@@ -339,38 +328,52 @@ class PolicyServer:
             raise PolicyFailure(
                 f"{self.address} does not answer, not even whether it lives.", kind="not-responding", retryable=True
             ) from error
-        except (aiohttp.ClientError, OSError) as error:
+        except (Unreachable, Lost) as error:
             raise self._unreachable(error) from error
 
-    async def _get(self, path: str, timeout_s: float) -> _Answer:
+    async def _get(self, path: str, timeout_s: float) -> Answer:
         return await self._ask("GET", path, timeout_s)
 
-    async def _ask(self, method: str, path: str, timeout_s: float, body: bytes | None = None) -> _Answer:
+    async def _ask(self, method: str, path: str, timeout_s: float, body: bytes = b"") -> Answer:
         try:
-            question = self._session.request(
-                method, f"{self.address}{path}", data=body, headers=None if body is None else _JSON
-            )
-            async with asyncio.timeout(timeout_s), question as response:
-                return _Answer(response.status, await _whole(response))
+            async with asyncio.timeout(timeout_s):
+                return await self._connections.request(method, path, body, None)
         except TimeoutError as error:
             raise PolicyFailure(
                 f"{self.address}{path} did not answer within {timeout_s:g} s.", kind="timeout", retryable=True
             ) from error
-        except (aiohttp.ClientError, OSError) as error:
+        except (Unreachable, Lost) as error:
             raise self._unreachable(error) from error
 
-    def _unreachable(self, error: Exception) -> PolicyFailure:
-        if isinstance(error, aiohttp.ClientPayloadError):
+    def _unreachable(self, error: Unreachable | Lost) -> PolicyFailure:
+        if isinstance(error, BrokenOff):
             return PolicyFailure(
                 f"The answer of {self.address} broke off: {error}.", kind="unreadable-response", retryable=True
             )
-        refused = isinstance(error, aiohttp.ClientConnectorError)
+        refused = isinstance(error, Unreachable)
         return PolicyFailure(
-            f"No answer from {self.address}: {type(error).__name__}: {error}.",
+            f"No answer from {self.address}: {error}.",
             hint="Is the policy server running at that address?",
             kind="connection-refused" if refused else "connection-lost",
             retryable=True,
         )
+
+
+def _connections(address: str) -> Connections:
+    parts = urlsplit(address)
+    headers = {"Content-Type": "application/json"}
+    if parts.username is not None:
+        name = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+        headers["Authorization"] = f"Basic {base64.b64encode(name.encode()).decode()}"
+    try:
+        return Connections(address, headers, MAX_ANSWER_BYTES)
+    except ValueError as error:
+        raise PolicyFailure(
+            f"A policy server cannot be spoken to: {error}.",
+            hint="An address reads like http://127.0.0.1:8000.",
+            kind="bad-address",
+            retryable=False,
+        ) from error
 
 
 def _no_images(address: str) -> PolicyFailure:

@@ -119,7 +119,7 @@ async def _subject(endpoint: str, asked: dict[str, Any], tolerance: float, timeo
     except EpisodeFailure as failure:
         kind = MissingExtra if failure.kind == "missing-extra" else SetupError
         raise kind(failure.detail, hint=failure.hint) from failure
-    policies = ServedPolicies(slots=1, default_endpoints=[endpoint], clock=time.monotonic)
+    policies = ServedPolicies(default_endpoints=[endpoint], clock=time.monotonic)
     async with aiohttp.ClientSession(trust_env=False) as session:
         server = Server(session, endpoint, spec.model, timeout_s)
         try:

@@ -43,7 +43,6 @@ async def _run(settings: WorkerSettings, policy_endpoints: Sequence[str], policy
         load_in_process_policy(policy)
         if policy
         else ServedPolicies(
-            slots=settings.slots,
             default_endpoints=policy_endpoints,
             clock=time.monotonic,
             list_servers=connection.servers,
