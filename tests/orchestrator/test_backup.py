@@ -20,7 +20,7 @@ from headrace.errors import CorruptRecord, InvalidRequest, SetupError, StoreErro
 from headrace.trajectory import Provenance
 from headrace_orchestrator.buffer import backup as copies
 from headrace_orchestrator.buffer.backup import back_up, read_manifest
-from headrace_orchestrator.buffer.directory import last_epoch
+from headrace_orchestrator.buffer.directory import DataDirectory, last_epoch
 from headrace_orchestrator.buffer.restoring import Restored, restore
 from headrace_orchestrator.cli.backup import backup
 from tests.orchestrator.serving import Api, Process, orchestrator, record_for, submission, until
@@ -245,6 +245,22 @@ async def test_a_copy_of_another_log_is_not_overwritten(data_dir: Path, tmp_path
     with pytest.raises(InvalidRequest, match="another log"):
         copy(tmp_path / "other", tmp_path / "copy")
     assert episodes(tmp_path / "copy") == episodes(data_dir)
+
+
+async def test_a_data_directory_is_not_overwritten_and_no_service_starts_on_a_copy(data_dir: Path, tmp_path: Path):
+    other = tmp_path / "other"
+    for data in (data_dir, other):
+        async with orchestrator(data) as api:
+            await api.create_run()
+            await api.play(free=2)
+    stored = episodes(other)
+    with pytest.raises(InvalidRequest, match="is a data directory"):
+        copy(data_dir, other)
+    assert episodes(other) == stored
+    copy(data_dir, tmp_path / "copy")
+    with pytest.raises(SetupError, match="is a backup"):
+        DataDirectory.claim(tmp_path / "copy")
+    copy(data_dir, tmp_path / "copy")
 
 
 async def test_what_cannot_be_is_refused(data_dir: Path, tmp_path: Path):

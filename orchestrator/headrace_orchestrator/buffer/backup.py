@@ -2,7 +2,8 @@
 
 * A copy is a cut: everything that was acknowledged before it began, and a prefix of what the log says after that.
 * Only what is new is copied: a file of the log that is followed by another never changes.
-* A copy that is interrupted leaves the one before it as it was, and a copy of another log is not overwritten.
+* A copy that is interrupted leaves the one before it as it was. A copy of another log is not overwritten, and a data
+  directory never.
 * An asset that is damaged is named, and ends nothing.
 * What a data directory lost, and did not delete by its rules, stays in the copy: a damaged file of the log is named and
   not copied over the intact one, and a copy that has more than the directory is left as it is.
@@ -36,9 +37,7 @@ from headrace_orchestrator.buffer.copying import (
     digest_of,
     refusals_told,
 )
-from headrace_orchestrator.buffer.directory import last_epoch, replace, sync_directory
-
-MANIFEST = "backup.json"
+from headrace_orchestrator.buffer.directory import MANIFEST, last_epoch, replace, sync_directory
 
 _PROBE_BYTES = 4096
 """So much of the beginning and of the end of a file tells whether it is the one that was copied: its head, and its
@@ -95,6 +94,11 @@ def back_up(
     if destination.resolve().is_relative_to(data.resolve()):
         raise InvalidRequest(f"{destination} is in {data} itself.", hint="Name a folder elsewhere, on another disk.")
     with refusals_told(destination), _alone(destination):
+        if last_epoch(destination):
+            raise InvalidRequest(
+                f"{destination} is a data directory: the copy would take the place of what is stored there.",
+                hint="Name a folder of its own for the backup.",
+            )
         for _ in range(_ATTEMPTS):
             try:
                 return _Copy(data, destination, on_progress).make(now_ms)

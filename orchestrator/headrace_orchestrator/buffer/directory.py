@@ -2,6 +2,7 @@
 
 * One orchestrator writes a data directory; a second one is told who has it.
 * The epoch grows at every start and is on disk before anything is answered; a lost one is not guessed.
+* A backup is no data directory: it is restored first.
 * The lock goes with the process, however it ends.
 * One that stood still while its lock was lost, and another took the directory, knows it by the epoch.
 """
@@ -19,6 +20,9 @@ from typing import Self
 
 from headrace.errors import DataDirectoryInUse, SetupError
 
+MANIFEST = "backup.json"
+"""What says of a folder that it is a backup."""
+
 LOOKS, LOOK_S = 5, 0.01
 """Whoever asks whether a directory is owned holds its lock for a moment: one look is not enough."""
 
@@ -35,6 +39,11 @@ class DataDirectory:
     @classmethod
     def claim(cls, path: Path) -> Self:
         """Take the directory (made if missing) and start a new epoch. Raises DataDirectoryInUse or SetupError."""
+        if (path / MANIFEST).exists():
+            raise SetupError(
+                f"{path} is a backup, not a data directory.",
+                hint=f"`headrace restore {path} DIR` makes one of it, in a directory that is missing or empty.",
+            )
         try:
             path.mkdir(parents=True, exist_ok=True)
             lock = os.open(path / "owner", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
