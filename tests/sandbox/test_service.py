@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import math
 import os
@@ -318,6 +319,46 @@ async def test_a_body_over_the_limit_is_refused(runtime: MemoryRuntime, tmp_path
             await client.run_code(code("x" * 2000), LIMITS)
         assert (caught.value.kind, caught.value.retryable) == ("service-refused", False)
         await client.close()
+
+
+HEAD = b"POST /v1/run HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/msgpack\r\nContent-Length: %d\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"", HEAD[:20], HEAD % 9 + b"x", HEAD.replace(b"msgpack", b"text") % 9 + b"x"],
+    ids=["nothing", "half a head", "half a body", "half a body after its answer"],
+)
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_a_connection_whose_request_is_not_here_in_time_is_closed(
+    runtime: MemoryRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: bytes, is_first: bool
+) -> None:
+    monkeypatch.setattr("headrace_sandbox.service.waiting.REQUEST_S", 0.05)
+    monkeypatch.setattr("headrace_sandbox.service.server.KEEP_ALIVE_S", 0.05)
+    async with service(runtime, tmp_path / "s"):
+        reader, writer = await asyncio.open_unix_connection(tmp_path / "s")
+        with contextlib.closing(writer):
+            if not is_first:
+                writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                await reader.readuntil(b"true}")
+            writer.write(said)
+            with contextlib.suppress(ConnectionResetError):
+                await reader.read()
+
+
+async def test_a_request_that_is_here_in_time_is_heard_however_long_its_answer_takes(
+    address: str, client: ServiceRuntime, runtime: MemoryRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace_sandbox.service.waiting.REQUEST_S", 0.3)
+    asked = {"program": {"code": "sleep 0.5"}, "limits": {"memory_bytes": 1 << 20}, "wait_s": 10.0}
+    body = msgspec.msgpack.encode(asked)
+    reader, writer = await asyncio.open_unix_connection(address.removeprefix("unix://"))
+    with contextlib.closing(writer):
+        writer.write(HEAD % len(body) + body[:-1])
+        await client.run_code(code("meanwhile"), LIMITS)
+        writer.write(body[-1:])
+        assert b" 200 " in await reader.readline()
+    assert runtime.ran == ["meanwhile", "sleep 0.5"]
 
 
 async def test_no_more_output_is_kept_than_a_body_may_have(client: ServiceRuntime) -> None:

@@ -3,6 +3,7 @@
 * At its start it removes what killed supervisors left; a process beside it does the same the moment it is killed.
 * It starts only with a runtime that passed its self-test.
 * The socket can be used by its owner, or a group that was named; an open bind without tokens is refused.
+* Nobody is waited for without end: neither who connects and says nothing, nor who does not end what it says.
 * SIGTERM is graceful: not ready, nothing new, what runs gets some time, everything is closed, exit 0.
 """
 
@@ -35,6 +36,7 @@ from headrace_sandbox.service import logs
 from headrace_sandbox.service.app import App
 from headrace_sandbox.service.metrics import Metrics
 from headrace_sandbox.service.settings import ServiceSettings
+from headrace_sandbox.service.waiting import ImpatientProtocol
 
 log = structlog.stdlib.get_logger(__name__)
 
@@ -108,7 +110,7 @@ async def _serve(
     server = _Server(
         uvicorn.Config(
             app,
-            http="httptools",
+            http=ImpatientProtocol,
             ws="none",
             lifespan="off",
             log_config=None,
