@@ -5,11 +5,12 @@
 * It runs as a user without privileges. This process and the first one of each namespace are root of the sandbox, which
   is nobody on the machine, and out of its reach.
 * How a program ended is told by the first process of its namespace, over a pipe that the program does not have.
-* One waits in a namespace that was made before it was asked for, so that a program does not wait for that.
+* One waits in a namespace that was made before it was asked for, bounded already, so that a program does not wait for
+  that.
 * It ends with its standard input, so that no sandbox outlives its supervisor, and after the time that it is given.
 
 Frames go both ways, over standard input and output: kind, number of the program, length, content. Content of START is
-JSON: ``do`` (command, files, session), ``rlimits``, and what each needs.
+JSON: ``do`` (command, files, session), and what each needs.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ import select
 import signal
 import struct
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 from headrace_sandbox.inside import files, session
 from headrace_sandbox.inside.isolation import (
@@ -45,7 +46,7 @@ from headrace_sandbox.inside.isolation import (
 HEADER = struct.Struct(">BII")
 START, INPUT, KILL = 1, 2, 3
 READY, STARTED, STDOUT, STDERR, TOOK, ENDED, FAILED = 1, 2, 3, 4, 5, 6, 7
-END = struct.Struct(">iI?")  # wait status, or -1 if unknown; threads left; whether it failed with a full scratch folder
+END = struct.Struct(">iI?")  # wait status, or -1 if unknown; if it failed, threads left and whether scratch was full
 
 MNT_DETACH = 2
 MOST_FILES = 1024  # of this process
@@ -82,9 +83,17 @@ class Program:
         self.report = b""
 
 
+class Bounds(NamedTuple):
+    """Of every program."""
+
+    filter: bytes
+    cpus: float
+    rlimits: dict[str, int]
+
+
 class Server:
-    def __init__(self, filter_: bytes) -> None:
-        self.filter = filter_
+    def __init__(self, bounds: Bounds) -> None:
+        self.bounds = bounds
         self.programs: dict[int, Program] = {}
         self.by_descriptor: dict[int, Program] = {}
         self.poll = select.poll()
@@ -157,7 +166,7 @@ class Server:
         if first == 0:
             try:
                 keep_only(stdin, stdout, stderr, told, asked)
-                First(self.filter).be(session_request)
+                First(self.bounds).be(session_request)
             except BaseException:  # noqa: BLE001 - shown, and the end of this process
                 sys.excepthook(*sys.exc_info())
             finally:
@@ -255,8 +264,8 @@ class First:
     """The first process of a namespace. It is root, so no program can signal it, write into it, or tell in its place;
     that of a session acts as the programs' user, for the session's files are theirs too."""
 
-    def __init__(self, filter_: bytes) -> None:
-        self.filter = filter_
+    def __init__(self, bounds: Bounds) -> None:
+        self.bounds = bounds
         self.request: dict[str, Any] = {}
 
     def be(self, session_request: dict[str, Any] | None) -> None:
@@ -285,7 +294,8 @@ class First:
         while True:
             pid, status = os.wait()
             if pid == program:
-                os.write(TOLD, END.pack(status, threads_left(), status != 0 and is_full(SCRATCH)))
+                failed = status != 0
+                os.write(TOLD, END.pack(status, threads_left() if failed else 0, failed and is_full(SCRATCH)))
                 os._exit(0)
 
     def be_program(self) -> int:
@@ -293,11 +303,11 @@ class First:
         not another program by then."""
         os.setsid()
         self.become_user()
+        self.be_bounded()
         with os.fdopen(ASKED, "rb") as asked:
             self.request = json.load(asked)
         os.write(TOLD, b"s")
         os.close(TOLD)
-        self.be_bounded()
         if self.request["do"] == "files":
             return files.run(self.request)
         default_signals()
@@ -333,9 +343,9 @@ class First:
 
     def be_bounded(self) -> None:
         processors = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, processors[: math.ceil(self.request["cpus"])])
-        limit(self.request["rlimits"])
-        give_up_privileges(self.filter)
+        os.sched_setaffinity(0, processors[: math.ceil(self.bounds.cpus)])
+        limit(self.bounds.rlimits)
+        give_up_privileges(self.bounds.filter)
 
 
 def keep_only(*descriptors: int) -> None:
@@ -393,4 +403,4 @@ def main() -> None:
     drop_bounds()
     gc.collect()
     gc.freeze()  # so that a child's collector does not copy the pages of what is shared
-    Server(bytes.fromhex(options["filter"])).serve()
+    Server(Bounds(bytes.fromhex(options["filter"]), options["cpus"], options["rlimits"])).serve()

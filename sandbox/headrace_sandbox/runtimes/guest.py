@@ -59,8 +59,9 @@ ALONE_S = 1.0
 
 
 class Ended(NamedTuple):
-    """How a program ended. ``returncode``: as ``subprocess`` has it; None if nobody could tell. ``left``: how many
-    processes and threads there were beside it. ``disk_full``: it failed while its scratch folder was full."""
+    """How a program ended. ``returncode``: as ``subprocess`` has it; None if nobody could tell. ``left``: of one
+    that failed, how many processes and threads there were beside it. ``disk_full``: it failed while its scratch folder
+    was full."""
 
     returncode: int | None
     left: int

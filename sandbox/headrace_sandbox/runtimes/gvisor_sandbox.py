@@ -103,7 +103,7 @@ class GvisorSandbox(WithFiles):
         request = {"do": "session", "kind": kind, "environment": environment(self._template.environment)}
 
         async def start() -> _SessionHost:
-            return await _SessionHost.start(self._alive().guest, self._request(request))
+            return await _SessionHost.start(self._alive().guest, request)
 
         usage = self._alive().usage
         hosted = HostedSession(Parts(start, usage, self._why_gone, self.isolation))
@@ -139,7 +139,7 @@ class GvisorSandbox(WithFiles):
         kernel = self._alive()
         before = kernel.usage()
         try:
-            program = await kernel.guest.start(self._request(request))
+            program = await kernel.guest.start(request)
         except SandboxFailure:
             if (cause := await self.why_lost()) is None:
                 raise
@@ -166,17 +166,6 @@ class GvisorSandbox(WithFiles):
             usage=usage,
             isolation=self.isolation,
         )
-
-    def _request(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        limits = self._template.limits
-        rlimits = {"nofile": limits.open_files, "fsize": limits.file_bytes, "core": 0, "nproc": limits.pids}
-        if not self._around.groups.driver.active:
-            rlimits["as"] = weak_limits(limits)["as"]
-        return {
-            **request,
-            "cpus": limits.cpus,
-            "rlimits": {f"RLIMIT_{name.upper()}": value for name, value in rlimits.items()},
-        }
 
     def _alive(self) -> _Kernel:
         """Raises SandboxFailure if it cannot be used."""
@@ -244,7 +233,13 @@ class _Kernel:
         at_start = msgspec.structs.replace(limits, cpus=START_CPUS, memory_bytes=START_BYTES, pids=threads)
         group = around.groups.take(at_start)
         try:
-            options = {"disk_bytes": template.limits.disk_bytes, "ttl_s": ttl_s, "filter": around.filter.hex()}
+            options = {
+                "disk_bytes": limits.disk_bytes,
+                "ttl_s": ttl_s,
+                "filter": around.filter.hex(),
+                "cpus": limits.cpus,
+                "rlimits": _rlimits(limits, is_weak=not around.groups.driver.active),
+            }
             container = around.runsc.start(template.image, first_command(options), group)
         except BaseException:
             around.groups.give_back(group)
@@ -329,6 +324,13 @@ class _SessionHost:
         self.writer.close()
         async with asyncio.timeout(END_S):
             await self._program.gone.wait()
+
+
+def _rlimits(limits: Limits, *, is_weak: bool) -> dict[str, int]:
+    rlimits = {"nofile": limits.open_files, "fsize": limits.file_bytes, "core": 0, "nproc": limits.pids}
+    if is_weak:
+        rlimits["as"] = weak_limits(limits)["as"]
+    return {f"RLIMIT_{name.upper()}": value for name, value in rlimits.items()}
 
 
 def lost_result(cause: str, isolation: Isolation) -> ExecResult:
