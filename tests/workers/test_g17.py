@@ -108,6 +108,25 @@ async def test_g17_a_verdict_is_a_reward_only_if_it_is_one(sandbox: WorkerSandbo
     assert "the log of the grader" in record.failure.message
 
 
+@pytest.mark.parametrize(
+    "left",
+    [
+        "mkdir verdict; touch verdict/x; chmod 500 verdict",
+        "mkdir verdict verdict/a; touch verdict/a/b; chmod 0 verdict/a verdict",
+        "chmod 500 .",
+        "chmod 0 .",
+        "ln -s / verdict",
+        "ln -s /nowhere verdict",
+        "mkfifo verdict",
+    ],
+)
+async def test_no_submission_makes_a_verdict_of_0_a_failure(sandbox: WorkerSandbox, left: str) -> None:
+    opened = await (await sandbox.runtime()).open(Template(), 60.0)
+    await opened.run(shell(left), LIMITS)
+    assert await verdict_of(opened, shell(writes("0")), LIMITS) == 0.0
+    await opened.close()
+
+
 def archive(**files: str) -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:

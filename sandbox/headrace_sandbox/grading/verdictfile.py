@@ -19,6 +19,7 @@ import re
 from typing import Protocol
 
 from headrace.errors import EnvironmentFailure, SandboxFailure
+from headrace_sandbox.bwrap import SCRATCH
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import Command, Sandbox, Template
 
@@ -36,6 +37,9 @@ MOST_BYTES = 64
 
 TAIL_CHARACTERS = 2000
 """Of what a grader said that a failure quotes."""
+
+REMOVE = 'chmod u+rwx "$2"; [ -L "$1" ] || chmod -R u+rwx -- "$1"; rm -rf -- "$1"'
+"""For a shell: what was left may be folders that even their user may not change."""
 
 _NUMBER = re.compile(rb"-?[0-9]{1,17}(\.[0-9]{1,17})?\n?")
 
@@ -102,7 +106,8 @@ def _read(content: bytes, result: ExecResult, lowest: float, highest: float) -> 
 
 
 async def _remove(sandbox: Sandbox) -> None:
-    result = await sandbox.run(Command(arguments=["rm", "-rf", "--", VERDICT]), Limits(wall_s=10.0))
+    command = Command(arguments=["sh", "-c", REMOVE, "sh", VERDICT, SCRATCH])
+    result = await sandbox.run(command, Limits(wall_s=10.0))
     if result.fault:
         raise _no_verdict("What stood in the verdict's place could not be removed.", result)
 
