@@ -78,6 +78,56 @@ async def test_each_test_has_a_verdict(runtime: Runtime) -> None:
     assert results["test_square"].detail == "ZeroDivisionError: division by zero"
 
 
+async def test_a_submission_that_ends_under_a_test_costs_the_others_nothing(runtime: Runtime) -> None:
+    tests = """
+from solution import dies, one
+def test_that_asks_again():
+    for _ in range(3):
+        try: dies()
+        except Exception: pass
+    assert one() == 1
+def test_another():
+    assert one() == 1
+"""
+    source = "import os\ndef dies(): os._exit(0)\ndef one(): return 1\n"
+    results = await grade_unit_tests(runtime, source, tests, LIMITS)
+    assert {name: result.verdict for name, result in results.items()} == {
+        "test_that_asks_again": "error",
+        "test_another": "passed",
+    }
+
+
+async def test_cases_of_unittest_are_run_as_unittest_does(runtime: Runtime) -> None:
+    tests = """
+import unittest
+from solution import one
+class TestOne(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.wanted = 1
+        cls.addClassCleanup(lambda: None)
+    def test_one(self):
+        for number in (1, 2):
+            with self.subTest(number):
+                self.assertEqual(one(), self.wanted)
+    @unittest.skip("later")
+    def test_skipped(self):
+        self.fail()
+@unittest.skipIf(True, "later")
+class TestSkipped(unittest.TestCase):
+    def test_one(self):
+        self.fail()
+class TestAwaited(unittest.IsolatedAsyncioTestCase):
+    async def test_one(self):
+        self.assertEqual(one(), 1)
+"""
+    results = await grade_unit_tests(runtime, "def one(): return 1", tests, LIMITS)
+    assert {name: (result.verdict, result.detail) for name, result in results.items()} == {
+        "TestOne.test_one": ("passed", ""),
+        "TestAwaited.test_one": ("passed", ""),
+    }
+
+
 async def test_a_test_without_end_leaves_the_verdicts_before_it(runtime: Runtime) -> None:
     source = RIGHT.replace("self.items.append(item)", "exec('while True: pass')")
     results = await grade_unit_tests(runtime, source, TESTS, Limits(wall_s=3.0))

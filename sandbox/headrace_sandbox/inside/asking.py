@@ -3,12 +3,14 @@
 * The tests come by standard input and are in no file; this process cannot be dumped, so that another one of the same
   user can neither read its memory nor open what it has open.
 * The module that is tested is a stand-in: what tests ask of it goes to the submission's process, and data comes back.
-* Each test has a process of the submission of its own.
+* Each test has a process of the submission of its own, and what its class prepares is prepared for it. Tests that are
+  marked to be skipped are none.
 
 The text of ``values.py`` stands before it.
 """
 
 import builtins
+import contextlib
 import ctypes
 import json
 import subprocess
@@ -53,8 +55,9 @@ class Submission:
     def end(self) -> None:
         self._process.kill()
         self._process.wait()
-        self._process.stdin.close()
-        self._process.stdout.close()
+        for stream in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(BrokenPipeError):  # a question that it did not live to read
+                stream.close()
 
 
 class Remote:
@@ -189,10 +192,25 @@ def found_tests(module: types.ModuleType) -> dict[str, Any]:
     for name, item in list(vars(module).items()):
         if isinstance(item, type) and issubclass(item, unittest.TestCase):
             for method in unittest.defaultTestLoader.getTestCaseNames(item):
-                tests[f"{name}.{method}"] = lambda item=item, method=method: item(method).debug()
+                if not is_skipped(item) and not is_skipped(getattr(item, method)):
+                    tests[f"{name}.{method}"] = lambda item=item, method=method: run_case(item, method)
         elif name.startswith("test") and isinstance(item, types.FunctionType):
             tests[name] = item
     return tests
+
+
+def is_skipped(marked: Any) -> bool:
+    return bool(getattr(marked, "__unittest_skip__", False))
+
+
+def run_case(case: Any, method: str) -> None:
+    """One method, with what its class prepares: in the process of this test, since each has one of its own."""
+    case.setUpClass()
+    try:
+        case(method).debug()
+    finally:
+        case.tearDownClass()
+        case.doClassCleanups()
 
 
 def verdict_of(test: Any, request: dict[str, Any]) -> dict[str, Any]:
