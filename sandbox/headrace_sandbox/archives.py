@@ -3,6 +3,8 @@
 * Refused are absolute paths, paths and links that lead out, devices, pipes, sparse files, the bits setuid and setgid,
   names that cannot be, more entries or bytes than are allowed, and what grows too much when it is unpacked.
 * Nothing is written here, and no more is unpacked than is allowed.
+* Reading takes time by the size of an archive alone: not by into how many streams it was packed, nor by how its headers
+  are nested.
 * Of what a tar says of an entry, only its path, kind, content, target and whether it is executable are taken.
 * A hard link to an earlier file of the archive is that file's content once more; any other is refused.
 """
@@ -39,9 +41,12 @@ BLOCK_BYTES = 512
 HEADERS_BYTES = 8 * BLOCK_BYTES
 """Of one entry: longer names and numbers have headers of their own."""
 
-MOST_PATH_BYTES, MOST_NAME_BYTES = 4000, 255
+MOST_PATH_BYTES, MOST_NAME_BYTES, MOST_DEEP = 4000, 255, 100
 
 STEP_BYTES = 256 << 10
+
+MOST_STREAMS = 10_000
+"""One after the other, as some tools pack in blocks; each costs a step."""
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +78,7 @@ def entries_of(archive: bytes, most_bytes: int, most_entries: int = MOST_ENTRIES
                 if path:
                     entries[path] = _entry(tar, member, path, entries)
                     total += len(entries[path].content) if member.islnk() else 0
-    except (tarfile.TarError, ValueError, OverflowError, EOFError, UnicodeError) as error:
+    except (tarfile.TarError, ValueError, OverflowError, EOFError, UnicodeError, RecursionError) as error:
         raise bad(f"it cannot be read: {error}") from error
     if total > most_bytes:
         raise too_large(f"more than {most_bytes} bytes")
@@ -187,22 +192,34 @@ def _unpacked(archive: bytes, most_bytes: int) -> bytes:
             raise too_large(f"{len(archive)} bytes")
         return archive
     bound = min(most_bytes, max(FREE_BYTES, MOST_RATIO * len(archive)))
-    found, rest = bytearray(), archive
+    found, streams = bytearray(), 0
+    source = io.BytesIO(archive)
     try:
-        while rest:
-            unpacker, data = make(), rest
+        while data := _filled(source):
+            streams += 1
+            if streams > MOST_STREAMS:
+                raise bad(f"it is packed into more than {MOST_STREAMS} streams")
+            unpacker = make()
             while not unpacker.eof:
                 piece = unpacker.decompress(data, STEP_BYTES)
-                if not piece and not data:
-                    raise bad("it ends early")
-                data = b""
                 found += piece
                 if len(found) > bound:
                     raise too_large(f"more than {bound} bytes unpacked, from {len(archive)}")
-            rest = unpacker.unused_data.lstrip(b"\0")
+                data = b"" if piece or unpacker.eof else source.read(STEP_BYTES)
+                if not piece and not data and not unpacker.eof:
+                    raise bad("it ends early")
+            source.seek(-len(unpacker.unused_data), io.SEEK_CUR)
     except (zlib.error, OSError, lzma.LZMAError, EOFError) as error:
         raise bad(f"it cannot be unpacked: {error}") from error
     return bytes(found)
+
+
+def _filled(source: io.BytesIO) -> bytes:
+    """The next bytes, without the zeros that streams may be filled up with."""
+    while data := source.read(STEP_BYTES):
+        if data := data.lstrip(b"\0"):
+            return data
+    return b""
 
 
 # Entries --------------------------------------------------------------------------------------------------------------
@@ -222,6 +239,8 @@ def _path_of(name: str) -> str:
         raise bad(f"{name[:200]!r} is absolute")
     if "\0" in path or any(part in ("", ".", "..") for part in parts):
         raise bad(f"{name[:200]!r} leads out of the folder, or is no plain path")
+    if len(parts) > MOST_DEEP + 1:
+        raise bad(f"{name[:200]!r} lies in more than {MOST_DEEP} folders")
     if any(len(part.encode(errors="surrogateescape")) > MOST_NAME_BYTES for part in parts):
         raise bad(f"{name[:200]!r} has too long a name")
     if len(path.encode(errors="surrogateescape")) > MOST_PATH_BYTES:

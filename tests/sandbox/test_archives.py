@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox.archives import Entry, entries_of, from_listed, listed, tar_of
+from headrace_sandbox.archives import MOST_STREAMS, Entry, entries_of, from_listed, listed, tar_of
+from headrace_sandbox.inside.files import MOST_DEPTH
 
 MOST = 1 << 20
 
@@ -62,8 +63,28 @@ def test_files_folders_and_links_are_read_as_plain_entries() -> None:
 @pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
 def test_an_archive_may_be_packed(pack: Any) -> None:
     archive = tar(("x", {"content": b"hello"}))
-    assert entries_of(pack(archive), MOST) == [Entry(path="x", kind="file", content=b"hello")]
+    there = [Entry(path="x", kind="file", content=b"hello")]
+    assert entries_of(pack(archive), MOST) == there
+    streams = b"".join(pack(archive[at : at + 999]) + bytes(4 * at) for at in range(0, len(archive), 999))
+    assert entries_of(streams + bytes(MOST), MOST) == there
     assert why_refused(pack(archive)[:-20]) == "bad-archive"
+
+
+def test_an_archive_of_very_many_streams_is_refused_and_costs_no_more_than_its_size() -> None:
+    assert why_refused(gzip.compress(b"") * (MOST_STREAMS + 1)) == "bad-archive"
+
+
+def test_30_headers_that_lead_to_headers_and_so_on_are_refused() -> None:
+    for kind, content in ((tarfile.GNUTYPE_LONGNAME, b"name"), (tarfile.XHDTYPE, b"12 path=abc\n")):
+        info = tarfile.TarInfo("x")
+        info.type, info.size = kind, len(content)
+        assert why_refused((info.tobuf(tarfile.GNU_FORMAT) + content.ljust(512, b"\0")) * 2000) == "bad-archive"
+
+
+def test_30_a_path_is_no_deeper_than_what_can_be_downloaded() -> None:
+    deepest = "/".join(["a"] * (MOST_DEPTH + 1))
+    assert [entry.path for entry in entries_of(tar((deepest, {})), MOST)] == [deepest]
+    assert why_refused(tar((f"a/{deepest}", {}))) == "bad-archive"
 
 
 @pytest.mark.parametrize(
