@@ -295,6 +295,20 @@ def test_an_answer_that_nobody_wrote_so_is_unreadable_or_another_value(answer: b
     assert same_value(value, 1234) is False
 
 
+@pytest.mark.timeout(30)
+def test_a_large_set_in_any_order_is_compared_without_holding_anybody_up() -> None:
+    many = list(range(30_000))
+    assert same_value(read_answer(json.dumps({"set": many}).encode()), many[::-1]) is True
+    assert same_value(
+        read_answer(json.dumps({"set": [[n, "a"] for n in many]}).encode()), [(n, "a") for n in many[::-1]]
+    )
+    others = read_answer(json.dumps({"set": [n + 0.5 for n in many]}).encode())
+    assert same_value(others, many[::-1]) is False
+    near = read_answer(b'{"set": [0.30000000000000004, 2.0, {"set": [1]}, true]}')
+    assert same_value(near, [2, True, 0.3, [1]]) is True
+    assert same_value(near, [2, 1, 0.3, [1]]) is False
+
+
 def test_text_is_compared_without_the_space_around_it() -> None:
     assert same_text("\n 1 2\n", "1 2")
     assert not same_text("1  2", "1 2")
