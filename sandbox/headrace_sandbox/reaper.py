@@ -71,7 +71,7 @@ def _remove(folder: Path, left: list[str]) -> None:
 
 def _in(groups: Sequence[Path]) -> Iterator[int]:
     for path in groups:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):  # another reaper was faster: it is not there, or no group any more
             yield from pids_in(path)
 
 

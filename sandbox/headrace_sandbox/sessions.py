@@ -179,10 +179,13 @@ class HostedSession:
 
     async def _running(self) -> Host:
         if self._is_closed:
-            raise SandboxFailure("The session was closed.", kind="closed", retryable=False)
+            raise _closed()
         if self._host is None:
-            self._frames = _Frames()
-            self._host = await self._parts.start()
+            host = await self._parts.start()
+            if self._is_closed:  # meanwhile
+                await host.end()
+                raise _closed()
+            self._host, self._frames = host, _Frames()
         return self._host
 
     async def _end_host(self) -> None:
@@ -196,6 +199,10 @@ def _text_of(cell: str) -> bytes:
         return cell.encode()
     except UnicodeEncodeError as error:
         raise bad_command("The cell is no Unicode: there is half a character in it.") from error
+
+
+def _closed() -> SandboxFailure:
+    return SandboxFailure("The session was closed.", kind="closed", retryable=False)
 
 
 class _TooMuchError(Exception):
@@ -256,7 +263,7 @@ def _end_of(payload: bytes) -> _End:
         status = int(said["status"])
         lost = str(said["lost"])[:500] or None
         return _End(status if abs(status) <= MOST_STATUS else None, lost, bool(said["disk_full"]))
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise bad_frame() from error
 
 

@@ -22,6 +22,7 @@ from headrace_sandbox.runtimes import docker_container as made
 from headrace_sandbox.runtimes.base import Command, PythonProgram
 from headrace_sandbox.runtimes.docker import Docker
 from headrace_sandbox.runtimes.docker_daemon import Daemon, Streams
+from headrace_sandbox.runtimes.docker_sandbox import _Host
 from headrace_sandbox.runtimes.docker_watch import Frames, Watch
 from headrace_sandbox.runtimes.registry import make_runtime
 from headrace_sandbox.runtimes.selftest import self_test
@@ -420,6 +421,19 @@ def test_frames_are_taken_apart_however_they_are_cut() -> None:
             frames.feed(whole[at : at + step])
         assert b"".join(data for kind, data in heard if kind == 1) == b"abcdef"
         assert b"".join(data for kind, data in heard if kind == 2) == b"x" * 300
+
+
+async def test_a_session_that_is_cancelled_while_its_host_starts_hangs_up() -> None:
+    writer = Mock(spec=asyncio.StreamWriter, transport=Mock())
+    host = _Host(Streams(asyncio.StreamReader(), writer), AsyncMock())
+    hello = asyncio.ensure_future(host.hello())
+    await asyncio.sleep(0)
+    hello.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await hello
+    writer.transport.abort.assert_called_once()
+    await asyncio.wait([host._reading])
+    assert host._reading.cancelled()
 
 
 FRAMES = [(1, b"abc"), (2, b"x" * 300), (1, b""), (1, b"def")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import SandboxFailure
+from headrace_sandbox import reaper
 from headrace_sandbox import supervisor as supervisors
 from headrace_sandbox.cgroups import PARENT
 from headrace_sandbox.reaper import reap
@@ -165,6 +167,15 @@ def test_two_that_reap_at_once_do_not_trip_over_each_other(folder: Path) -> None
     with ThreadPoolExecutor(4) as pool:
         assert [found.left for found in pool.map(lambda _: reap(), range(4))] == [[]] * 4
     assert list((folder / "made").iterdir()) == []
+
+
+def test_a_group_that_goes_while_it_is_read_is_no_failure(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pids_in(path: Path) -> Iterator[int]:
+        raise OSError(errno.ENODEV, "No such device")  # as the kernel says of a group that was removed meanwhile
+
+    monkeypatch.setattr(reaper, "pids_in", pids_in)
+    monkeypatch.setattr(reaper, "_groups", lambda root: iter([folder / f"4194304-1-{me().namespace}"]))
+    assert reap().left == []
 
 
 def test_reap_tells_what_it_removed(folder: Path) -> None:

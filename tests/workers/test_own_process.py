@@ -49,6 +49,18 @@ async def play(its_tools: EpisodeTools, action: str, environment: str = "test:He
     return record
 
 
+async def test_processes_that_are_given_back_while_all_are_ended_do_not_stop_that() -> None:
+    processes = EnvironmentProcesses()
+    taken = [await processes.take() for _ in range(4)]
+    closing = asyncio.ensure_future(processes.close())
+    await asyncio.sleep(0)
+    for process in taken:
+        process.is_usable = False
+        await processes.give_back(process)
+    await closing
+    assert [process._process.returncode for process in taken] == [-9] * 4
+
+
 async def test_it_is_played_in_another_process_which_is_used_again_until_a_step_has_no_end(
     its_tools: EpisodeTools,
 ) -> None:

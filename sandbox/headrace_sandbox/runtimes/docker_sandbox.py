@@ -264,9 +264,11 @@ class _Host:
             async with asyncio.timeout(HELLO_S):
                 line = await self.reader.readline()
             self.pid = int(line)
-        except (TimeoutError, ValueError) as error:
+        except BaseException as error:
             self._reading.cancel()
             self._streams.end()
+            if not isinstance(error, TimeoutError | ValueError):
+                raise
             raise SandboxFailure(
                 "The host of a session did not start.", kind="sandbox-not-made", retryable=True
             ) from error

@@ -54,9 +54,8 @@ class EnvironmentProcesses:
     async def close(self) -> None:
         """End all."""
         self._idle.clear()
-        for process in self._all:
-            await process.end()
-        self._all.clear()
+        while self._all:  # some are given back meanwhile
+            await self._all.pop().end()
 
 
 class OwnProcessEnvironment:

@@ -1,0 +1,38 @@
+"""A session from outside, with a host that is none."""
+
+from __future__ import annotations
+
+import asyncio
+from unittest.mock import AsyncMock, Mock
+
+import pytest
+
+from headrace.errors import SandboxFailure
+from headrace_sandbox.result import Isolation, Usage
+from headrace_sandbox.sessions import HostedSession, Parts, _end_of
+
+
+async def test_a_session_that_is_closed_while_its_host_starts_leaves_none() -> None:
+    host, goes_on = Mock(end=AsyncMock()), asyncio.Event()
+
+    async def start() -> Mock:
+        await goes_on.wait()
+        return host
+
+    isolation = Isolation(runtime="none", versions={}, active=[])
+    session = HostedSession(Parts(start, Usage, AsyncMock(), isolation))
+    starting = asyncio.ensure_future(session.start())
+    await asyncio.sleep(0)
+    await session.close()
+    goes_on.set()
+    with pytest.raises(SandboxFailure) as caught:
+        await starting
+    assert caught.value.kind == "closed"
+    host.end.assert_awaited_once()
+
+
+def test_what_a_host_says_that_cannot_be_is_our_failure() -> None:
+    for said in (b"", b"[]", b'{"status": Infinity, "lost": "", "disk_full": false}', b"[" * 100_000):
+        with pytest.raises(SandboxFailure) as caught:
+            _end_of(said)
+        assert caught.value.kind == "bad-frame"
