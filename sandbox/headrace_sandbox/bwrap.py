@@ -17,6 +17,7 @@ import functools
 import itertools
 import os
 import re
+import resource
 import shutil
 import signal
 import struct
@@ -259,8 +260,14 @@ def _rlimits(limits: Limits, *, has_own_user: bool) -> dict[str, int]:
     """By the names that prlimit has for them."""
     # Processes are counted by user, so where that is ours it would count our own. The control group comes first,
     # because that one says when it refuses.
-    processes = {"nproc": limits.pids + SPARE_PIDS} if has_own_user else {}
+    processes = {"nproc": _at_most_ours(limits.pids + SPARE_PIDS)} if has_own_user else {}
     return {"core": 0, "fsize": limits.file_bytes, "nofile": limits.open_files, **processes}
+
+
+def _at_most_ours(processes: int) -> int:
+    """As many processes as this one may allow another: more cannot be set, and would bound nothing."""
+    ours = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+    return processes if ours == resource.RLIM_INFINITY else min(processes, ours)
 
 
 def _by_shell(rlimits: Mapping[str, int]) -> str | None:
