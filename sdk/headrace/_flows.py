@@ -185,9 +185,11 @@ class Flows:
             if not (exist_ok or error.extra.get("repeated")):
                 raise
             there = yield from self.run(parsed.name)
-            if parse_run_spec(there.spec) != parsed:
+            other = parse_run_spec(there.spec)
+            if other != parsed:
+                fields = [name for name in type(parsed).model_fields if getattr(other, name) != getattr(parsed, name)]
                 raise RunExists(
-                    f"Run {parsed.name!r} exists with another spec.",
+                    f"Run {parsed.name!r} exists with another spec: {', '.join(fields)} differ.",
                     hint="The spec of a run never changes: choose another name.",
                 ) from error
             return there

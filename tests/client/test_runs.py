@@ -25,8 +25,8 @@ def test_a_run_that_exists_is_fine_if_asked_and_the_same(stub: Stub, connect: Co
     stub.on("GET /v1/runs/guess", good(run_status()))
     with connect() as client:
         assert client.create_run(RunSpec.model_validate(SPEC), exist_ok=True).name == "guess"
-        with pytest.raises(RunExists, match="another spec"):
-            client.create_run({**SPEC, "seed": 5}, exist_ok=True)
+        with pytest.raises(RunExists, match="another spec: seed, batch_size differ"):
+            client.create_run({**SPEC, "seed": 5, "batch_size": 7}, exist_ok=True)
         with pytest.raises(RunExists, match="There is one"):
             client.create_run(SPEC)
 

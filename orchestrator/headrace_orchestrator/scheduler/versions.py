@@ -73,7 +73,8 @@ class Versions:
                 return
         raise VersionUnknown(
             f"Version {version} was never announced; the version now is {self.now}.",
-            hint="Announce a version when its weights are loaded, before it is two ahead.",
+            hint="Announce a version when its weights are loaded, before it is two ahead. A server that another run "
+            "trained is started again, at version 0.0, for a new run.",
         )
 
 
