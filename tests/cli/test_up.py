@@ -11,9 +11,11 @@ from pathlib import Path
 from urllib.request import Request, urlopen
 
 import pytest
+from click.testing import CliRunner
 
 from headrace.client import Client
 from headrace_orchestrator.cli.demo.stage import staged
+from headrace_orchestrator.cli.up import up
 
 UP = [sys.executable, "-m", "headrace_orchestrator.cli", "up", "--workers", "1", "--slots", "2", "--port", "0"]
 
@@ -71,3 +73,10 @@ def test_everything_ends_with_the_stage_however_it_ends(tmp_path: Path) -> None:
         "worker-0.log",
         "worker-1.log",
     }
+
+
+def test_an_address_of_a_policy_that_is_none_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    refused = CliRunner().invoke(up, ["--data", str(tmp_path / "data"), "--policy-endpoint", "127.0.0.1:8000"])
+    assert refused.exit_code == 2
+    assert "no address of a policy server" in refused.output
+    assert not (tmp_path / "data").exists()

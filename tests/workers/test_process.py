@@ -136,6 +136,16 @@ def test_capabilities_are_those_named_and_those_found_installed(monkeypatch: pyt
     assert cli.offered("gpu, tools,") == ("gpu", "json", "tools")
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--orchestrator", "nonsense"), ("--policy-endpoint", "127.0.0.1:8471"), ("--log-level", "loud")],
+)
+def test_what_cannot_be_is_refused_at_the_start(option: str, value: str) -> None:
+    refused = CliRunner().invoke(cli.worker, [option, value])
+    assert refused.exit_code == 2
+    assert value in refused.output
+
+
 def test_help_names_every_option() -> None:
     result = CliRunner().invoke(cli.worker, ["--help"])
     assert result.exit_code == 0

@@ -6,9 +6,11 @@ import importlib.util
 import os
 import socket
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import click
 
+from headrace.engine import address_of
 from headrace.errors import SetupError
 from headrace.ids import new_id
 from headrace_workers.imports import import_all
@@ -18,6 +20,24 @@ from headrace_workers.worker.worker import WorkerSettings
 
 EXTRAS = {"reasoning-gym": "reasoning_gym"}
 """Capabilities that follow from what is installed: name and module."""
+
+
+LEVELS = ("debug", "info", "warning", "error")
+
+
+def _orchestrator(_: click.Context, __: click.Parameter, url: str) -> str:
+    if urlsplit(url).scheme in ("http", "https") and urlsplit(url).hostname:
+        return url
+    raise click.BadParameter(f"{url!r} is not an address of an orchestrator; it reads like http://127.0.0.1:8470.")
+
+
+def _endpoints(_: click.Context, __: click.Parameter, addresses: tuple[str, ...]) -> tuple[str, ...]:
+    try:
+        for address in filter(None, addresses):
+            address_of(address)
+    except ValueError as error:
+        raise click.BadParameter(f"{error}.") from error
+    return addresses
 
 
 @click.command(
@@ -31,6 +51,7 @@ EXTRAS = {"reasoning-gym": "reasoning_gym"}
     show_envvar=True,
     default="http://127.0.0.1:8470",
     show_default=True,
+    callback=_orchestrator,
     help="Address of the orchestrator.",
 )
 @click.option("--slots", type=click.IntRange(1), default=64, show_default=True, help="Episodes at a time.")
@@ -38,6 +59,7 @@ EXTRAS = {"reasoning-gym": "reasoning_gym"}
     "--policy-endpoint",
     "policy_endpoints",
     multiple=True,
+    callback=_endpoints,
     help="Address of a policy server, for runs that name none. May be given again: they then serve one policy.",
 )
 @click.option("--policy", default="", metavar="MODULE:FACTORY", help="Use an in-process policy instead of a server.")
@@ -82,7 +104,7 @@ EXTRAS = {"reasoning-gym": "reasoning_gym"}
     show_default=True,
     help="Finished records kept while the orchestrator is away.",
 )
-@click.option("--log-level", default="info", show_default=True, help="debug, info, warning or error.")
+@click.option("--log-level", default="info", show_default=True, type=click.Choice(LEVELS), help="Least severity.")
 @click.pass_context
 def worker(
     context: click.Context,

@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+from headrace.engine import address_of
 from headrace.errors import SetupError
 from headrace_orchestrator.cli.binding import binding_options, data_option
 from headrace_orchestrator.cli.output import emit_line, json_option, note, shared
@@ -94,6 +95,11 @@ def up(
     """
     if tiny_policy and policy_endpoint:
         raise click.UsageError("Give --tiny-policy or --policy-endpoint, not both.")
+    if policy_endpoint:
+        try:
+            address_of(policy_endpoint)
+        except ValueError as error:
+            raise click.UsageError(f"{error}.") from error
     if tokens is not None and workers and not token:
         raise SetupError(
             "With --tokens, workers need a token too.", hint="Set HEADRACE_TOKEN to one whose role is worker."
