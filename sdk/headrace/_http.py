@@ -35,12 +35,12 @@ class Origin:
     """Where the service is: scheme, host, port and the path in front of ``/v1``."""
 
     def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
         try:
+            parts = urlsplit(url)
             port = parts.port
-        except ValueError:
-            port = -1
-        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
+        except ValueError:  # half an IPv6 address, or a port that is none
+            parts, port = urlsplit(""), None
+        if parts.scheme not in ("http", "https") or not parts.hostname:
             raise InvalidRequest(
                 f"{url!r} is not an address of an orchestrator.", hint="It reads like http://127.0.0.1:8470."
             )

@@ -136,7 +136,7 @@ def test_names_are_quoted_in_paths(stub: Stub, connect: Connect) -> None:
         client.drain_worker("a/b c")
 
 
-@pytest.mark.parametrize("url", ["", "127.0.0.1:8470", "ftp://host", "http://", "http://host:port"])
+@pytest.mark.parametrize("url", ["", "127.0.0.1:8470", "ftp://host", "http://", "http://host:port", "http://[::1"])
 def test_what_is_no_address_is_refused_with_an_example(url: str) -> None:
     with pytest.raises(InvalidRequest, match=r"http://127\.0\.0\.1:8470"):
         Client(url or "nowhere")

@@ -138,7 +138,12 @@ def test_capabilities_are_those_named_and_those_found_installed(monkeypatch: pyt
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("--orchestrator", "nonsense"), ("--policy-endpoint", "127.0.0.1:8471"), ("--log-level", "loud")],
+    [
+        ("--orchestrator", "nonsense"),
+        ("--orchestrator", "http://[::1"),
+        ("--policy-endpoint", "127.0.0.1:8471"),
+        ("--log-level", "loud"),
+    ],
 )
 def test_what_cannot_be_is_refused_at_the_start(option: str, value: str) -> None:
     refused = CliRunner().invoke(cli.worker, [option, value])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -26,8 +27,9 @@ LEVELS = ("debug", "info", "warning", "error")
 
 
 def _orchestrator(_: click.Context, __: click.Parameter, url: str) -> str:
-    if urlsplit(url).scheme in ("http", "https") and urlsplit(url).hostname:
-        return url
+    with suppress(ValueError):  # such as half an IPv6 address
+        if urlsplit(url).scheme in ("http", "https") and urlsplit(url).hostname:
+            return url
     raise click.BadParameter(f"{url!r} is not an address of an orchestrator; it reads like http://127.0.0.1:8470.")
 
 
