@@ -43,6 +43,10 @@ class AttemptKey(msgspec.Struct, frozen=True, array_like=True):
     nonce: str
 
 
+Slots = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
+"""Of one worker. Those of a pool are added up, so a number that is none would be everyone's."""
+
+
 class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A worker asks for work.
 
@@ -53,7 +57,7 @@ class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     worker: str
     pool: str = "default"
     capabilities: list[str] = []
-    slots: int
+    slots: Slots
     """All slots of the worker."""
     free: int
     """Slots that are free now: at most so many attempts are granted."""
@@ -105,7 +109,7 @@ class HeartbeatRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
     worker: str
     pool: str = "default"
-    slots: int
+    slots: Slots
     holding: list[AttemptKey] = []
     stats: dict[str, float] = {}
     """The worker's own gauges: ``event_loop_lag_s``, ``spool_bytes``, ``policy_waiting``, ``environment_waiting``; of

@@ -62,6 +62,14 @@ async def test_malformed_json_names_the_field_that_is_wrong(api: Api, body: byte
     assert named in problem["detail"]
 
 
+@pytest.mark.parametrize("slots", [-1, 1 << 30])
+@pytest.mark.parametrize("route", ["lease", "heartbeat"])
+async def test_slots_that_no_worker_can_have_are_refused_and_counted_nowhere(api: Api, route: str, slots: int):
+    body = {"worker": "w", "slots": slots, "free": 1}
+    assert "$.slots" in (await api.ask("POST", f"/v1/worker/{route}", body, status=400))["detail"]
+    assert await api.ask("GET", "/v1/workers") == []
+
+
 async def test_numbers_in_the_query_are_checked(api: Api):
     await api.create_run()
     for query in ("limit=many", "limit=0", "limit=1001", "before=x"):
