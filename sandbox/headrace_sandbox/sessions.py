@@ -26,6 +26,7 @@ from headrace_sandbox.cgroups import since
 from headrace_sandbox.result import ExecResult, Isolation, LimitName, Limits, Usage
 from headrace_sandbox.runtimes.base import bad_command
 from headrace_sandbox.runtimes.verdicts import limit_hit
+from headrace_sandbox.supervise import to_the_end
 
 HEAD = struct.Struct("=cI")
 
@@ -183,7 +184,7 @@ class HostedSession:
         if self._host is None:
             host = await self._parts.start()
             if self._is_closed:  # meanwhile
-                await host.end()
+                await to_the_end(host.end())
                 raise _closed()
             self._host, self._frames = host, _Frames()
         return self._host
@@ -191,7 +192,7 @@ class HostedSession:
     async def _end_host(self) -> None:
         host, self._host = self._host, None
         if host is not None:
-            await host.end()
+            await to_the_end(host.end())
 
 
 def _text_of(cell: str) -> bytes:

@@ -14,13 +14,15 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Coroutine
+from typing import Any, NamedTuple, TypeVar
 
 from headrace.errors import SandboxFailure
 from headrace_sandbox.capture import Capture
 from headrace_sandbox.descriptors import is_readable, readable
 from headrace_sandbox.result import LimitName, Limits, Output
+
+T = TypeVar("T")
 
 READ_BYTES = 256 << 10
 
@@ -79,6 +81,16 @@ async def ended(pidfd: int, within_s: float) -> None:
             await readable(pidfd)
     except TimeoutError:
         raise unkillable() from None
+
+
+async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
+    """Do it to its end, even if whoever waits for it is cancelled: what ends a sandbox must not stop half way."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
 
 
 async def supervise(started: Started, stdin: bytes, limits: Limits) -> Verdict:

@@ -31,6 +31,25 @@ async def test_a_session_that_is_closed_while_its_host_starts_leaves_none() -> N
     host.end.assert_awaited_once()
 
 
+async def test_a_session_whose_end_is_cancelled_ends_nevertheless() -> None:
+    goes_on, ended = asyncio.Event(), asyncio.Event()
+
+    async def end() -> None:
+        await goes_on.wait()
+        ended.set()
+
+    isolation = Isolation(runtime="none", versions={}, active=[])
+    session = HostedSession(Parts(AsyncMock(return_value=Mock(end=end)), Usage, AsyncMock(), isolation))
+    await session.start()
+    closing = asyncio.ensure_future(session.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    asyncio.get_running_loop().call_later(0.05, goes_on.set)
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert ended.is_set()
+
+
 def test_what_a_host_says_that_cannot_be_is_our_failure() -> None:
     for said in (b"", b"[]", b'{"status": Infinity, "lost": "", "disk_full": false}', b"[" * 100_000):
         with pytest.raises(SandboxFailure) as caught:

@@ -255,3 +255,37 @@ async def test_a_program_does_not_see_the_name_of_its_supervisor(fresh: Bubblewr
         await session.run("cat /proc/self/cgroup", LIMITS),
     ):
         assert f"{os.getpid()}-" not in said(result)
+
+
+def our_groups() -> set[Path]:
+    return set(Path("/sys/fs/cgroup").glob(f"**/headrace/{os.getpid()}-*"))
+
+
+def left() -> tuple[int, set[int], set[Path]]:
+    """Descriptors, processes and control groups of this process."""
+    return len(os.listdir("/proc/self/fd")), descendants(os.getpid()), our_groups()
+
+
+@pytest.mark.parametrize("what", ["open", "close", "reset"])
+async def test_what_is_cancelled_half_way_leaves_nothing(what: str) -> None:
+    await (runtime := Bubblewrap()).close()
+    before = left()
+    for turns in range(24):
+        opened = None if what == "open" else await runtime.open(Template(), 300.0)
+        if opened is None:
+            call = asyncio.ensure_future(opening(runtime))
+        else:
+            await opened.session("bash")
+            call = asyncio.ensure_future(opened.close() if what == "close" else opened.reset())
+        for _ in range(turns):
+            await asyncio.sleep(0.001 if opened is None else 0)
+        call.cancel()
+        await asyncio.wait([call])
+        if opened is not None:
+            await opened.close()
+    await runtime.close()
+    assert left() == before
+
+
+async def opening(runtime: Bubblewrap) -> None:
+    await (await runtime.open(Template(), 300.0)).close()

@@ -172,6 +172,22 @@ async def test_giving_back_ends_what_runs(make: Any) -> None:
         await running
 
 
+async def test_whoever_is_cancelled_while_it_gives_back_holds_nothing(make: Any, runtime: MemoryRuntime) -> None:
+    pool = make()
+    lease = await pool.lease(TEMPLATE, 60)
+    running = asyncio.ensure_future(lease.run(Command(arguments=["sleep", "60"]), LIMITS))
+    await asyncio.sleep(0.01)
+    giving_back = asyncio.ensure_future(lease.close())
+    await asyncio.sleep(0)
+    giving_back.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await giving_back
+    assert pool.counts().leases == 0
+    await until(lambda: not runtime.living)
+    with pytest.raises(SandboxFailure, match="over"):
+        await running
+
+
 async def test_warm_ones_are_there_before_anybody_asks(make: Any, runtime: MemoryRuntime) -> None:
     runtime.make_s = 0.2
     pool = make((TEMPLATE, Bounds(least=2, most=2)))

@@ -90,9 +90,14 @@ class Leased:
         self._is_over = True
         for call in self._calls:
             call.cancel()
-        if self._calls:
-            await asyncio.wait(self._calls)
-        self._lender.give_back(self.id, not self._is_suspicious)
+        try:
+            if self._calls:
+                await asyncio.wait(self._calls)
+        except asyncio.CancelledError:
+            self._is_suspicious = True  # something may run in it yet
+            raise
+        finally:
+            self._lender.give_back(self.id, not self._is_suspicious)
 
     def revoke(self) -> None:
         """The lease ran out."""

@@ -37,7 +37,7 @@ from headrace_sandbox.runtimes.kept import MODULES, KeptSandbox, Surroundings
 from headrace_sandbox.runtimes.verdicts import admit, isolation_of, result_of, weak_limits
 from headrace_sandbox.scratch import scratch_come
 from headrace_sandbox.seccomp import require_filter
-from headrace_sandbox.supervise import KILL_S, Started, ended, supervise
+from headrace_sandbox.supervise import KILL_S, Started, ended, supervise, to_the_end
 
 OWN_PIDS = 2
 """Processes of bubblewrap in a group: its own, and process 1."""
@@ -132,7 +132,7 @@ class Bubblewrap:
         for key in unused[: max(0, len(self._servers) - MOST_SERVERS)]:
             server = self._servers.pop(key)
             del self._uses[server]
-            await server.close()
+            await to_the_end(server.close())
 
     def _weak_limits(self, limits: Limits) -> list[str]:
         if self._groups.driver.active:

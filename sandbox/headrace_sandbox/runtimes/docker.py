@@ -27,9 +27,10 @@ from headrace_sandbox.runtimes import docker_container as made
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template
 from headrace_sandbox.runtimes.docker_container import Image
 from headrace_sandbox.runtimes.docker_daemon import Daemon
-from headrace_sandbox.runtimes.docker_exec import Brought, Container, to_end, told, unkillable
+from headrace_sandbox.runtimes.docker_exec import Brought, Container, told, unkillable
 from headrace_sandbox.runtimes.docker_inside import begin, check_size, not_put, require, unpack, variables
 from headrace_sandbox.runtimes.docker_sandbox import PUT_LIMITS, DockerSandbox
+from headrace_sandbox.supervise import to_the_end
 
 SETTING = "HEADRACE_DOCKER_IMAGE"
 
@@ -195,7 +196,7 @@ class Docker:
                 self._stuck.append(container)  # waiting for it would hold up this call once more
             raise
         finally:
-            if container not in self._stuck and not await to_end(container.remove()):
+            if container not in self._stuck and not await to_the_end(container.remove()):
                 self._stuck.append(container)
                 raise unkillable()
 

@@ -14,8 +14,8 @@ import contextlib
 import signal
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -402,13 +402,3 @@ def unkillable() -> SandboxFailure:
         kind="unkillable",
         retryable=True,
     )
-
-
-async def to_end(work: Coroutine[Any, Any, T]) -> T:
-    """Do it to its end, even if whoever waits for it is cancelled."""
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise

@@ -25,10 +25,11 @@ from headrace_sandbox.result import ExecResult, Isolation, Limits, Output, Usage
 from headrace_sandbox.runtimes.base import Command, Session, SessionKind, Template
 from headrace_sandbox.runtimes.docker_container import Image
 from headrace_sandbox.runtimes.docker_daemon import READ_BYTES, NotRunning, Streams
-from headrace_sandbox.runtimes.docker_exec import Brought, Container, to_end, told, unkillable
+from headrace_sandbox.runtimes.docker_exec import Brought, Container, told, unkillable
 from headrace_sandbox.runtimes.docker_inside import begin, check_size, module, not_put, require, unpack, variables
 from headrace_sandbox.runtimes.docker_watch import STDOUT, Frames
 from headrace_sandbox.sessions import HostedSession, Parts
+from headrace_sandbox.supervise import to_the_end
 
 BESIDE = ("isolation", "cells", "session", "beside")
 """The modules of ``inside/beside.py``, each after those that it imports."""
@@ -131,7 +132,7 @@ class DockerSandbox(WithFiles):
         try:
             ended = await container.run(brought, limits, [self._kill_command, container.kill], beside=beside)
         except BaseException:
-            await to_end(self._after(container, is_clean=False))
+            await to_the_end(self._after(container, is_clean=False))
             raise
         if ended.lost is None:
             is_clean = not beside and ended.seen.limit is None and (ended.returncode or 0) >= 0
@@ -238,7 +239,7 @@ class DockerSandbox(WithFiles):
         container, self._container = self._container, None
         self._lost = None
         try:
-            if container is not None and not await to_end(container.remove()):
+            if container is not None and not await to_the_end(container.remove()):
                 self._given_up(container)
                 raise unkillable()
         finally:

@@ -32,7 +32,7 @@ from headrace_sandbox.runtimes.inside import PYTHON
 from headrace_sandbox.runtimes.slot import Slot
 from headrace_sandbox.runtimes.verdicts import isolation_of, processors, result_of, sandbox_lost, weak_limits
 from headrace_sandbox.seccomp import require_filter
-from headrace_sandbox.supervise import supervise
+from headrace_sandbox.supervise import supervise, to_the_end
 
 INODES = 10_000
 """Most files of a scratch folder: empty ones take no bytes of it, but memory of the kernel."""
@@ -173,9 +173,13 @@ class ForkServer:
             ]
             process = self._bwrap.start(arguments, SERVER_LIMITS, [filter_, *sources.values()], theirs.fileno())
             undo.pop_all()
-        server = _Server(process, ours)
-        if not await server.is_ready():
-            said = await asyncio.to_thread(server.close)
+        server, is_ready, said = _Server(process, ours), False, ""
+        try:
+            is_ready = await server.is_ready()
+        finally:
+            if not is_ready:
+                said = await to_the_end(asyncio.to_thread(server.close))
+        if not is_ready:
             raise bwrap.not_made(said)
         return server
 

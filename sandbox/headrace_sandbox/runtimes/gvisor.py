@@ -18,10 +18,11 @@ from headrace_sandbox.cgroups import Driver, Groups, find_driver
 from headrace_sandbox.result import ExecResult, Isolation, Limits
 from headrace_sandbox.runsc import PLATFORM, Runsc
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Template, checked_path
-from headrace_sandbox.runtimes.gvisor_sandbox import GvisorSandbox, Surroundings, to_the_end
+from headrace_sandbox.runtimes.gvisor_sandbox import GvisorSandbox, Surroundings
 from headrace_sandbox.runtimes.inside import PYTHON
 from headrace_sandbox.runtimes.verdicts import ACTIVE
 from headrace_sandbox.seccomp import require_filter
+from headrace_sandbox.supervise import to_the_end
 
 RUN_TTL_S = 3600.0
 """Added to a command's time: its sandbox ends then, even if nobody is left to end it."""

@@ -16,7 +16,7 @@ import asyncio
 import os
 import time
 import uuid
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -31,7 +31,7 @@ from headrace_sandbox.runtimes.base import Command, Session, SessionKind, Templa
 from headrace_sandbox.runtimes.guest import END_S, Guest, Program, first_command
 from headrace_sandbox.runtimes.verdicts import limit_hit, result_of, sandbox_lost, weak_limits
 from headrace_sandbox.sessions import HostedSession, Parts
-from headrace_sandbox.supervise import supervise
+from headrace_sandbox.supervise import supervise, to_the_end
 
 START_BYTES = 1 << 30
 """Memory while a sandbox starts. What its kernel takes until then is added to the limit, and taken off the peak."""
@@ -347,16 +347,6 @@ def lost_result(cause: str, isolation: Isolation) -> ExecResult:
         usage=Usage(),
         isolation=isolation,
     )
-
-
-async def to_the_end(closing: Coroutine[None, None, None]) -> None:
-    """Wait for it even if this call is cancelled meanwhile."""
-    task = asyncio.ensure_future(closing)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await task
-        raise
 
 
 def _check_size(strings: Sequence[str]) -> None:

@@ -37,7 +37,7 @@ from headrace_sandbox.runtimes import inside
 from headrace_sandbox.runtimes.base import Command, Session, SessionKind, Template, not_offered
 from headrace_sandbox.runtimes.verdicts import processors, result_of, sandbox_lost, weak_limits
 from headrace_sandbox.sessions import HostedSession, Parts
-from headrace_sandbox.supervise import Started, ended, supervise
+from headrace_sandbox.supervise import Started, ended, supervise, to_the_end
 
 MODULES = ("isolation", "cells", "files", "session", "keeper")
 """What the keeper consists of."""
@@ -152,10 +152,15 @@ class KeptSandbox(WithFiles):
 
     async def _end_keeper(self) -> None:
         keeper, self._keeper = self._keeper, None
-        if keeper is not None:
-            await keeper.end()
-        while self._sessions:
-            await self._sessions.pop().close()
+        await to_the_end(self._end(keeper))
+
+    async def _end(self, keeper: _Keeper | None) -> None:
+        try:
+            if keeper is not None:
+                await keeper.end()
+        finally:
+            while self._sessions:
+                await self._sessions.pop().close()
 
     async def _do_with_files(self, request: dict[str, Any], content: bytes, limits: Limits) -> ExecResult:
         return await self._execute({"do": "files", **request}, content, limits, time.monotonic())
@@ -243,19 +248,22 @@ class _Keeper:
             with theirs:
                 process = _start_keeper(around, limits, ttl_s, theirs)
             undo.pop_all()
-        pidfd = await _met(ours, b"ready", READY_S)
-        if pidfd is None:
-            said = _said(process)
-            bwrap.reap(process)
-            ours.close()
-            raise bwrap.not_made(said)
+        pidfd = None
+        try:
+            pidfd = await _met(ours, b"ready", READY_S)
+            if pidfd is None:
+                raise bwrap.not_made(_said(process))
+        finally:
+            if pidfd is None:
+                ours.close()
+                await to_the_end(asyncio.to_thread(bwrap.reap, process))
         keeper = cls(process, ours, pidfd, around.groups)
         try:
             keeper._bounds = _Bounds(await around.groups.taken(limits), processors(limits.cpus))
             keeper._own_group = await around.groups.taken(KEEPER_LIMITS)
             await asyncio.to_thread(keeper._own_group.add, _pid_of(pidfd))
         except BaseException:
-            await keeper.end()
+            await to_the_end(keeper.end())
             raise
         return keeper
 
@@ -474,8 +482,8 @@ class _SessionHost:
         """Kill it, and all that it started."""
         with self._stack:
             bwrap.kill(self._pidfd)
-            await ended(self._pidfd, END_S)
             self.writer.close()
+            await ended(self._pidfd, END_S)
             with contextlib.suppress(ConnectionError):
                 await self.writer.wait_closed()
 
