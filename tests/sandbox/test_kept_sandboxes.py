@@ -287,5 +287,24 @@ async def test_what_is_cancelled_half_way_leaves_nothing(what: str) -> None:
     assert left() == before
 
 
+@pytest.mark.parametrize("what", ["run", "run_code"])
+async def test_an_execution_that_is_cancelled_at_any_time_leaves_nothing(what: str) -> None:
+    await (runtime := Bubblewrap()).close()
+    before = left()
+    for turns in range(40):
+        running = (
+            runtime.run(Command(arguments=["sleep", "60"]), LIMITS)
+            if what == "run"
+            else runtime.run_code(PythonProgram(code="import time; time.sleep(60)", domain=f"{turns // 4}"), LIMITS)
+        )
+        call = asyncio.ensure_future(running)
+        for _ in range(turns):
+            await asyncio.sleep(0.001)
+        call.cancel()
+        await asyncio.wait([call])
+    await runtime.close()
+    assert left() == before
+
+
 async def opening(runtime: Bubblewrap) -> None:
     await (await runtime.open(Template(), 300.0)).close()
