@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import os
 import signal
@@ -126,10 +127,20 @@ class Groups:
         """A group with these limits, and nothing in it. Raises SandboxFailure ``no-cgroup``."""
         try:
             group = self._clean() or self.driver.make(f"{supervisor.me()}-{next(_numbers)}")
-            group.open(msgspec.structs.replace(limits, pids=limits.pids + group.counted_pids()))
+            try:
+                group.open(msgspec.structs.replace(limits, pids=limits.pids + group.counted_pids()))
+            except OSError:
+                self._remove(group)
+                raise
         except OSError as error:
             raise no_cgroup(error) from error
         return group
+
+    def _remove(self, group: Cgroup) -> None:
+        try:
+            group.remove()
+        except OSError:
+            self._stuck.append(group)
 
     def _clean(self) -> Cgroup | None:
         """A free one that no memory is left in: files in memory are given back a little after their processes."""
@@ -182,7 +193,9 @@ class Groups:
 
 
 def no_cgroup(error: OSError) -> SandboxFailure:
-    """The failure of a control group that cannot be made, or does not take a process."""
+    """The failure of a control group that cannot be made, or does not take a process or its limits."""
+    if error.errno == errno.EBUSY:  # as version 1 says of a limit of memory below what is there already
+        return SandboxFailure("memory_bytes is less than a sandbox itself takes.", kind="bad-limit", retryable=False)
     return SandboxFailure(f"No control group could be made: {error}.", kind="no-cgroup", retryable=True)
 
 
@@ -309,6 +322,7 @@ class V1Group:
 
     def open(self, limits: Limits) -> None:
         if limits != self._limits:
+            self._limits = None  # some of them may hold, and others not
             self._limit(limits)
             self._limits = limits
         self.count()
@@ -395,6 +409,7 @@ class V2Group:
     def open(self, limits: Limits) -> None:
         folder = self._folder
         if limits != self._limits:
+            self._limits = None  # some of them may hold, and others not
             _write(folder / "memory.max", limits.memory_bytes)
             if (folder / "memory.swap.max").exists():
                 _write(folder / "memory.swap.max", 0)

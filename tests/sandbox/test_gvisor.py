@@ -102,6 +102,10 @@ async def test_an_exit_code_is_not_taken_for_a_signal(
     assert (result.exit_code, result.signal, result.fault) == (exit_code, number, "program")
 
 
+async def test_any_time_that_is_a_number_is_taken(gvisor: Gvisor) -> None:
+    assert (await gvisor.run(Command(arguments=["true"]), Limits(wall_s=1e300))).exit_code == 0
+
+
 async def test_what_runs_into_its_time_is_killed_and_keeps_what_it_said(gvisor: Gvisor) -> None:
     result = await shell(gvisor, "trap '' TERM INT; echo so far; sleep 60 & wait; sleep 60", wall_s=1.0)
     assert (result.limit, result.exit_code, result.signal, result.stdout.text) == ("time", None, None, "so far\n")

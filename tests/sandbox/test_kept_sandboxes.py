@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import secrets
 import signal
@@ -255,6 +256,15 @@ async def test_a_program_does_not_see_the_name_of_its_supervisor(fresh: Bubblewr
         await session.run("cat /proc/self/cgroup", LIMITS),
     ):
         assert f"{os.getpid()}-" not in said(result)
+
+
+@pytest.mark.parametrize("ttl_s", [0.0, -1.0, math.nan, math.inf])
+async def test_a_time_of_life_that_is_none_is_refused(ttl_s: float) -> None:
+    runtime = Bubblewrap()
+    with pytest.raises(SandboxFailure, match="ttl_s") as caught:
+        await runtime.open(Template(), ttl_s)
+    assert (caught.value.kind, caught.value.retryable) == ("bad-limit", False)
+    await runtime.close()
 
 
 def our_groups() -> set[Path]:

@@ -77,6 +77,14 @@ async def test_files_are_there_and_paths_that_lead_out_are_refused(run: Run) -> 
     assert descriptors() == before
 
 
+@pytest.mark.parametrize("bound", ["disk_bytes", "file_bytes"])
+async def test_files_that_do_not_fit_are_refused_before_anything_is_made(run: Run, bound: str) -> None:
+    assert (await run("", files={"a": bytes(1 << 20)}, **{bound: 1 << 20})).exit_code == 0
+    with pytest.raises(SandboxFailure) as caught:
+        await run("", files={"a": bytes((1 << 20) + 1)}, **{bound: 1 << 20})
+    assert (caught.value.kind, caught.value.retryable) == ("disk-full", False)
+
+
 async def test_input_of_a_megabyte_arrives_whole_and_may_be_left_unread(run: Run) -> None:
     result = await run("import sys\nprint(len(sys.stdin.read()))", stdin=b"x" * 1_000_000)
     assert result.stdout.text == "1000000\n"
@@ -443,6 +451,19 @@ async def test_the_least_and_much_of_a_limit_are_taken(run: Run, name: str) -> N
         if name not in ("memory_bytes", "wall_s", "cpu_s") or value == much:  # with the least of these it ends at once
             result = await run("", **{name: type(getattr(Limits(), name) or 0.0)(value)})
             assert result.exit_code == 0, (value, result.stderr.text)
+
+
+@pytest.mark.component("cgroups")
+async def test_a_limit_of_memory_that_cannot_be_set_is_refused_and_leaves_no_group(run: Run) -> None:
+    await run("")
+    groups = len(our_groups())
+    for _ in range(3):
+        try:
+            assert (await run("", memory_bytes=1)).limit == "memory"
+        except SandboxFailure as failure:
+            assert (failure.kind, failure.retryable) == ("bad-limit", False)  # noqa: PT017 - one of both
+        assert (await run("")).exit_code == 0
+    assert len(our_groups()) == groups
 
 
 @pytest.mark.component("cgroups")

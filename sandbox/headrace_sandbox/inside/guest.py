@@ -49,6 +49,7 @@ READY, STARTED, STDOUT, STDERR, TOOK, ENDED, FAILED = 1, 2, 3, 4, 5, 6, 7
 END = struct.Struct(">iI?")  # wait status, or -1 if unknown; if it failed, threads left and whether scratch was full
 
 MNT_DETACH = 2
+LONGEST_S = 1e9  # that a timer takes, and more than any machine runs
 MOST_FILES = 1024  # of this process
 READ_BYTES = 64 << 10
 MOST_LEFT_BYTES = 1 << 20  # of a pipe
@@ -397,7 +398,8 @@ def prepare_files(disk_bytes: int) -> None:
 
 def main() -> None:
     options = json.loads(sys.argv[1])
-    signal.setitimer(signal.ITIMER_REAL, options["ttl_s"])  # whose signal ends it, and all that runs here
+    # Its signal ends this process, and all that runs here.
+    signal.setitimer(signal.ITIMER_REAL, min(options["ttl_s"], LONGEST_S))
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     prepare_files(options["disk_bytes"])
     drop_bounds()

@@ -13,7 +13,6 @@ import hashlib
 import logging
 import os
 import secrets
-import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
@@ -40,7 +39,7 @@ from headrace_sandbox.pool.messages import (
     Start,
 )
 from headrace_sandbox.result import LONGEST_S, ExecResult, Limits, check_range
-from headrace_sandbox.runtimes.base import Command, PythonProgram, Runtime, Sandbox, Template
+from headrace_sandbox.runtimes.base import Command, PythonProgram, Runtime, Sandbox, Template, check_ttl
 
 log = logging.getLogger("headrace.sandbox")
 
@@ -103,7 +102,7 @@ class Pool:
     async def lease(self, template: Template, ttl_s: float, *, owner: str = "", wait_s: float = WAIT_S) -> Leased:
         """A sandbox for so long, unless the lease is renewed; closing it gives it back. Raises as ``run``, and
         ``ttl-too-long``."""
-        check_range("ttl_s", ttl_s, sys.float_info.min, LONGEST_S)
+        check_ttl(ttl_s)
         kind = kind_of(template)
         request = Request(
             id=_new_id(), owner=owner, wait_s=wait_s, memory_bytes=kind.memory_bytes, kind=kind, ttl_s=ttl_s

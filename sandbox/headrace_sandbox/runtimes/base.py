@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol, runtime_checkable
 
@@ -16,12 +17,15 @@ import msgspec
 
 from headrace.errors import SandboxFailure
 from headrace_sandbox.bwrap import SCRATCH
-from headrace_sandbox.result import ExecResult, Isolation, Limits
+from headrace_sandbox.result import LONGEST_S, ExecResult, Isolation, Limits, check_range
 
 SessionKind = Literal["bash", "python"]
 
 FileKind = Literal["file", "folder", "other"]
 """Other: a link, a pipe, a socket or a device; it is listed, and neither read nor followed."""
+
+PAGE_BYTES = 4096
+"""Files in memory take whole ones."""
 
 PRELOAD = ("collections", "functools", "itertools", "json", "math", "random", "re", "string", "typing")
 """Modules that most programs use."""
@@ -265,6 +269,28 @@ def checked_path(path: str) -> str:
     except UnicodeEncodeError as error:
         raise _bad_path(f"{path!r} is no Unicode.", "Give another name.") from error
     return path
+
+
+def check_room(files: Mapping[str, bytes], limits: Limits) -> None:
+    """Raises SandboxFailure ``disk-full`` for files that do not fit in a scratch folder."""
+    largest = max(map(len, files.values()), default=0)
+    if largest > limits.file_bytes:
+        raise _disk_full(f"A file has {largest} bytes, and one may have {limits.file_bytes}.")
+    if sum(map(_pages, map(len, files.values()))) > _pages(limits.disk_bytes):
+        raise _disk_full(f"The files do not fit in a scratch folder of {limits.disk_bytes} bytes.")
+
+
+def check_ttl(ttl_s: float) -> None:
+    """Raises SandboxFailure ``bad-limit`` for a time that is none, or has no end."""
+    check_range("ttl_s", ttl_s, sys.float_info.min, LONGEST_S)
+
+
+def _pages(size_bytes: int) -> int:
+    return -(-size_bytes // PAGE_BYTES)
+
+
+def _disk_full(detail: str) -> SandboxFailure:
+    return SandboxFailure(detail, hint="Give it more `disk_bytes` and `file_bytes`.", kind="disk-full", retryable=False)
 
 
 def _bad_path(detail: str, hint: str) -> SandboxFailure:

@@ -31,7 +31,7 @@ from headrace_sandbox.descriptors import Descriptors, is_readable, refused_by_ma
 from headrace_sandbox.inside.isolation import is_full
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes import inside
-from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template, checked_path, not_offered
+from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template, check_room, check_ttl, not_offered
 from headrace_sandbox.runtimes.forkserver import ForkServer
 from headrace_sandbox.runtimes.kept import MODULES, KeptSandbox, Surroundings
 from headrace_sandbox.runtimes.verdicts import admit, isolation_of, result_of, weak_limits
@@ -66,8 +66,7 @@ class Bubblewrap:
     async def run(self, command: Command, limits: Limits) -> ExecResult:
         """Run a command in a sandbox of its own. Raises SandboxFailure; cancelling the call kills it."""
         begun_at = time.monotonic()
-        for path in command.files:
-            checked_path(path)
+        check_room(command.files, limits)
         group = await self._groups.taken(msgspec.structs.replace(limits, pids=limits.pids + OWN_PIDS))
         try:
             with refused_by_machine(), contextlib.ExitStack() as stack:
@@ -96,6 +95,7 @@ class Bubblewrap:
 
     async def open(self, template: Template, ttl_s: float) -> Sandbox:
         """A sandbox that lives on. Raises SandboxFailure."""
+        check_ttl(ttl_s)
         if template.image is not None:
             raise not_offered(self.name, "images: its sandboxes have the programs of this machine")
         async with self._compiling:

@@ -24,7 +24,7 @@ from headrace.errors import SandboxFailure
 from headrace_sandbox import supervisor
 from headrace_sandbox.result import ExecResult, Isolation, Limits
 from headrace_sandbox.runtimes import docker_container as made
-from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template
+from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template, check_room, check_ttl
 from headrace_sandbox.runtimes.docker_container import Image
 from headrace_sandbox.runtimes.docker_daemon import Daemon
 from headrace_sandbox.runtimes.docker_exec import Brought, Container, told, unkillable
@@ -77,6 +77,7 @@ class Docker:
     async def run(self, command: Command, limits: Limits) -> ExecResult:
         """Run a command in a container of its own. Raises SandboxFailure; cancelling the call kills it."""
         begun_at = time.monotonic()
+        check_room(command.files, limits)
         image = await self._known(None)
         if not image.is_kept:
             return await self._run_alone(image, command, limits, begun_at)
@@ -97,6 +98,7 @@ class Docker:
     async def run_code(self, program: PythonProgram, limits: Limits) -> ExecResult:
         """Run a Python program in a container of its own. Raises SandboxFailure; cancelling the call kills it."""
         begun_at = time.monotonic()
+        check_room(program.files, limits)
         check_size([], program.environment)
         image = await self._known(None)
         require(image, "python3", "Python programs")
@@ -109,6 +111,8 @@ class Docker:
     async def open(self, template: Template, ttl_s: float) -> Sandbox:
         """A container that lives on. Raises SandboxFailure; ``image-unfit`` where the image has no ``sh`` and
         ``sleep``."""
+        check_ttl(ttl_s)
+        check_room(template.files, template.limits)
         image = await self._known(template.image)
         for program in ("sh", "sleep"):
             require(image, program, "sandboxes that live on")

@@ -27,7 +27,7 @@ from headrace_sandbox.cgroups import Driver, Groups, find_driver
 from headrace_sandbox.descriptors import Descriptors, refused_by_machine
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes import inside
-from headrace_sandbox.runtimes.base import PRELOAD, PythonProgram, checked_path
+from headrace_sandbox.runtimes.base import PRELOAD, PythonProgram, check_room
 from headrace_sandbox.runtimes.inside import PYTHON
 from headrace_sandbox.runtimes.slot import Slot
 from headrace_sandbox.runtimes.verdicts import isolation_of, processors, result_of, sandbox_lost, weak_limits
@@ -224,12 +224,13 @@ class _Server:
 
 
 def _request(program: PythonProgram, limits: Limits, *, is_weak: bool) -> bytes:
+    check_room(program.files, limits)
     weak = {f"RLIMIT_{name.upper()}": value for name, value in weak_limits(limits).items()} if is_weak else {}
     request = msgspec.json.encode(
         {
             "code": program.code,
             "arguments": program.arguments,
-            "files": {checked_path(path): data.decode("latin-1") for path, data in program.files.items()},
+            "files": {path: data.decode("latin-1") for path, data in program.files.items()},
             "environment": bwrap.environment(program.environment),
             "disk_bytes": limits.disk_bytes,
             "inodes": INODES,

@@ -17,7 +17,7 @@ import msgspec
 from headrace_sandbox.cgroups import Driver, Groups, find_driver
 from headrace_sandbox.result import ExecResult, Isolation, Limits
 from headrace_sandbox.runsc import PLATFORM, Runsc
-from headrace_sandbox.runtimes.base import Command, PythonProgram, Template, checked_path
+from headrace_sandbox.runtimes.base import Command, PythonProgram, Template, check_ttl
 from headrace_sandbox.runtimes.gvisor_sandbox import GvisorSandbox, Surroundings
 from headrace_sandbox.runtimes.inside import PYTHON
 from headrace_sandbox.runtimes.verdicts import ACTIVE
@@ -50,8 +50,6 @@ class Gvisor:
     async def run(self, command: Command, limits: Limits) -> ExecResult:
         """Run a command in a sandbox of its own. Raises SandboxFailure; cancelling the call kills it."""
         begun_at = time.monotonic()
-        for path in command.files:
-            checked_path(path)
         sandbox = await self.open(Template(limits=limits), limits.wall_s + RUN_TTL_S)
         try:
             return _of_fresh(await sandbox.run(command, limits, begun_at))
@@ -64,6 +62,7 @@ class Gvisor:
 
     async def open(self, template: Template, ttl_s: float) -> GvisorSandbox:
         """A sandbox that lives on. ``image`` is a folder with the files of a system. Raises SandboxFailure."""
+        check_ttl(ttl_s)
         sandbox = GvisorSandbox(self._around, template, ttl_s)
         await sandbox.start()
         self._sandboxes.add(sandbox)

@@ -34,7 +34,7 @@ from headrace_sandbox.children import Child
 from headrace_sandbox.descriptors import refused_by_machine
 from headrace_sandbox.reaper import FOLDERS
 from headrace_sandbox.result import MOST, ExecResult, Isolation, LimitName, Limits, Usage
-from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template, not_offered
+from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template, check_room, not_offered
 from headrace_sandbox.runtimes.verdicts import sandbox_lost
 from headrace_sandbox.seccomp import filter_program
 from headrace_sandbox.supervise import Verdict, supervise
@@ -87,6 +87,7 @@ class Wasm:
     async def run_code(self, program: PythonProgram, limits: Limits) -> ExecResult:
         """Run a Python program. Raises SandboxFailure; cancelling the call kills it."""
         begun_at = time.monotonic()
+        check_room(program.files, limits)
         await self.prepare(lambda _: None)
         with refused_by_machine():
             return await self._run(program, limits, begun_at)
