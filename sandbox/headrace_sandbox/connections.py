@@ -6,6 +6,7 @@
 * An answer that is too long is not read to its end.
 * Whoever is cancelled hangs up; so does who waits for too long.
 * An answer with an end of its own may come in any pieces; one without ends with its connection.
+* A name and a password in an address go with every request that has no other authorization.
 * Proxy settings of the environment are ignored, and redirects not followed.
 
 Every execution through a service and every turn of a policy passes here, and a client that can speak to any server
@@ -16,10 +17,11 @@ have too.
 from __future__ import annotations
 
 import asyncio
+import base64
 import ssl
 import time
 from typing import NamedTuple, cast
-from urllib.parse import quote, urlsplit
+from urllib.parse import SplitResult, quote, unquote, urlsplit
 
 import httptools
 
@@ -71,7 +73,7 @@ class Connections:
         else:
             raise ValueError(f"{address!r} is no address of a server")
         self._prefix = prefix.encode("ascii")
-        self._headers = _lines({"Host": parts.netloc.rpartition("@")[2] or "localhost", **headers})
+        self._headers = _lines({"Host": parts.netloc.rpartition("@")[2] or "localhost", **_basic(parts), **headers})
         self._most_bytes = most_bytes
         self._idle: list[_Connection] = []
         self._all: set[_Connection] = set()
@@ -237,6 +239,13 @@ class _Connection(asyncio.Protocol):
         self.is_reusable = self._parser.should_keep_alive() and not self._transport.get_write_buffer_size()
         self._used_at = time.monotonic()
         self._answer.set_result(Answer(status, b"".join(self._parts)))
+
+
+def _basic(parts: SplitResult) -> dict[str, str]:
+    if parts.username is None:
+        return {}
+    name = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+    return {"Authorization": f"Basic {base64.b64encode(name.encode()).decode()}"}
 
 
 def _lines(headers: dict[str, str]) -> bytes:

@@ -229,6 +229,25 @@ async def test_an_address_may_have_a_path() -> None:
     assert asked[0].startswith(f"POST /a%20b/path HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n".encode())
 
 
+async def test_a_name_and_a_password_in_an_address_go_with_every_request_without_another_authorization() -> None:
+    asked: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(OK)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        address = f"http://us%20er:pass@127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        for headers in ({}, {"Authorization": "Bearer x"}):
+            made = Connections(address, headers)
+            await ask(made)
+            await made.close()
+    first, second = asked
+    assert b"\r\nAuthorization: Basic dXMgZXI6cGFzcw==\r\n" in first
+    assert second == first.replace(b"Basic dXMgZXI6cGFzcw==", b"Bearer x")
+
+
 def test_what_is_no_address_or_no_header_is_refused() -> None:
     for address in ("", "/run/x.sock", "unix://relative/x", "ftp://host", "http://", "http://host:99999"):
         with pytest.raises(ValueError, match=r"address|ort"):

@@ -34,7 +34,6 @@ class Engine:
         self.version: Any = "0.1"
         self.url = ""
         self.request_ids: list[str] = []
-        self.authorizations: list[str | None] = []
         self.bodies: list[dict[str, Any]] = []
         self.weight_questions = 0
         self.models: list[dict[str, Any]] = []
@@ -53,7 +52,6 @@ class Engine:
         if "X-Request-Id" not in request.headers:
             return web.json_response({"error": {"message": "an empty request"}}, status=400)
         self.request_ids.append(request.headers["X-Request-Id"])
-        self.authorizations.append(request.headers.get("Authorization"))
         body = await request.json()
         self.bodies.append(body)
         try:

@@ -326,14 +326,6 @@ async def test_proxy_settings_are_ignored(monkeypatch: pytest.MonkeyPatch) -> No
     await sampled(fine)
 
 
-async def test_a_name_and_a_password_in_an_address_go_with_every_request() -> None:
-    async with serving(fine) as engine:
-        engine.url = engine.url.replace("http://", "http://us%20er:pass@")
-        async with client(engine) as policy:
-            await policy.sample(REQUEST)
-        assert set(engine.authorizations) == {"Basic dXMgZXI6cGFzcw=="}
-
-
 async def test_what_is_no_address_is_a_failure_that_says_so() -> None:
     policies = ServedPolicies(default_endpoints=["127.0.0.1:8000"], clock=Clock())
     with pytest.raises(PolicyFailure, match="no address of a server") as caught:

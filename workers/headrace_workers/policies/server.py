@@ -6,15 +6,13 @@
 * Cancelling a call closes its connection, so that the engine stops; where it can be told by the request's id, it is.
 * What the server is (the best way to ask it, its models) is found out once, by requests that sample nothing.
 * An answer that says which weights made which token is believed; else it is bracketed by what the server confirms.
-* A name and a password in its address go with every request. Redirects are not followed.
+* Redirects are not followed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
 from collections.abc import Callable
-from urllib.parse import unquote, urlsplit
 
 import msgspec
 import numpy as np
@@ -360,13 +358,8 @@ class PolicyServer:
 
 
 def _connections(address: str) -> Connections:
-    parts = urlsplit(address)
-    headers = {"Content-Type": "application/json"}
-    if parts.username is not None:
-        name = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-        headers["Authorization"] = f"Basic {base64.b64encode(name.encode()).decode()}"
     try:
-        return Connections(address, headers, MAX_ANSWER_BYTES)
+        return Connections(address, {"Content-Type": "application/json"}, MAX_ANSWER_BYTES)
     except ValueError as error:
         raise PolicyFailure(
             f"A policy server cannot be spoken to: {error}.",

@@ -45,6 +45,8 @@ class ChatTemplate:
             raise InfrastructureFailure(
                 f"The chat template is no valid Jinja: {error}", kind="template-unreadable", retryable=False
             ) from error
+        for template in compiled.values():
+            template.globals = dict(template.globals)  # each rendering copies them, and a chain of dicts copies slowly
         self._default = compiled["default"]
         self._with_tools = compiled.get("tool_use", self._default)
         self._variables = dict(variables)

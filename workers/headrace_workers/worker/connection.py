@@ -2,18 +2,16 @@
 
 * What cannot be reached is ``Unavailable``; an error of the service comes back as its own class.
 * An answer of an epoch older than one seen before counts as no answer.
-* Proxy settings are ignored.
+* Proxy settings are ignored, and redirects not followed.
 """
 
 from __future__ import annotations
 
-import asyncio
 import struct
 from collections.abc import Sequence
 from typing import TypeVar
 from urllib.parse import quote
 
-import aiohttp
 import msgspec
 
 from headrace import wire
@@ -22,12 +20,10 @@ from headrace.codec import ALIGNMENT
 from headrace.errors import HeadraceError, RequestTooLarge, Unavailable
 from headrace.problems import read_problem
 from headrace.runspec import RunSpec, parse_run_spec
+from headrace_sandbox.connections import Connections, Lost, Unreachable
 
 ANSWER_S = 30.0
 """Longest silence of the orchestrator beyond the wait that was asked for; a group commit takes milliseconds."""
-
-CONNECT_S = 5.0
-"""To open a connection: a loopback or cluster address answers at once or not at all."""
 
 _LENGTH = struct.Struct("<I")
 _encode = msgspec.json.Encoder().encode
@@ -60,7 +56,7 @@ class OrchestratorConnection:
         self._worker = worker
         self._token = token
         self._fence = fence
-        self._session: aiohttp.ClientSession | None = None
+        self._connections: Connections | None = None
 
     async def lease(self, request: wire.LeaseRequest, *, answer_s: float = ANSWER_S) -> wire.LeaseReply:
         """Ask for work. ``answer_s``: the longest silence beyond the wait that the request asks for."""
@@ -111,8 +107,8 @@ class OrchestratorConnection:
 
     async def close(self) -> None:
         """Close the connections."""
-        if self._session is not None:
-            await self._session.close()
+        if self._connections is not None:
+            await self._connections.close()
 
     async def _post(
         self, target: str, body: bytes, *, timeout_s: float = ANSWER_S, media_type: str = "application/json"
@@ -120,34 +116,22 @@ class OrchestratorConnection:
         return await self._request("POST", target, body, media_type, timeout_s)
 
     async def _request(self, method: str, target: str, body: bytes, media_type: str, timeout_s: float) -> bytes:
-        headers = {"Content-Type": media_type} if media_type else {}
+        headers = {"Content-Type": media_type} if media_type else None
         try:
-            async with (
-                asyncio.timeout(timeout_s),
-                self._open().request(
-                    method, f"{self._url}{wire.API}{target}", data=body or None, headers=headers
-                ) as response,
-            ):
-                answer = await response.read()
-        except (aiohttp.ClientError, OSError) as error:
+            status, answer = await self._open().request(method, f"{wire.API}{target}", body, timeout_s, headers)
+        except (Unreachable, Lost, ValueError) as error:
             raise Unavailable(
-                f"No answer from the orchestrator at {self._url}: {type(error).__name__}: {error}.",
-                hint="Is it running at that address?",
+                f"No answer from the orchestrator at {self._url}: {error}.", hint="Is it running at that address?"
             ) from error
-        if response.status >= 400:
-            raise _error(response.status, answer, len(body))
+        if status >= 300:
+            raise _error(status, answer, len(body))
         return answer
 
-    def _open(self) -> aiohttp.ClientSession:
-        if self._session is None:
+    def _open(self) -> Connections:
+        if self._connections is None:
             headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
-            self._session = aiohttp.ClientSession(
-                headers=headers,
-                trust_env=False,
-                cookie_jar=aiohttp.DummyCookieJar(),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-            )
-        return self._session
+            self._connections = Connections(self._url, headers)
+        return self._connections
 
     def _fenced(self, reply: Reply) -> Reply:
         self._fence.check(reply.epoch)
