@@ -136,8 +136,7 @@ class Connections:
         return connection
 
     def _made(self) -> _Connection:
-        connection = _Connection(self._most_bytes)
-        self._all.add(connection)
+        connection = _Connection(self._all, self._most_bytes)
         connection.gone.add_done_callback(lambda _: self._forget(connection))
         return connection
 
@@ -148,9 +147,11 @@ class Connections:
 
 
 class _Connection(asyncio.Protocol):
-    """One request at a time."""
+    """One request at a time. ``all_``: where it enters itself once it is one. An event loop may have it made before it
+    knows that nobody listens."""
 
-    def __init__(self, most_bytes: int) -> None:
+    def __init__(self, all_: set[_Connection], most_bytes: int) -> None:
+        self._all = all_
         self._most_bytes = most_bytes
         self._size_bytes = 0
         self._loop = asyncio.get_running_loop()
@@ -193,6 +194,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._all.add(self)
 
     def data_received(self, data: bytes) -> None:
         self._size_bytes += len(data)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from headrace_sandbox import connections
 from headrace_sandbox.connections import BrokenOff, Connections, Lost, Unreachable
@@ -211,6 +212,18 @@ async def test_a_server_that_is_not_there_is_unreachable(tmp_path: Path) -> None
     for address in (f"unix://{tmp_path / 'nothing'}", "http://127.0.0.1:1"):
         with pytest.raises(Unreachable):
             await ask(Connections(address, {}))
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_tries_at_a_server_that_is_not_there_leave_nothing_to_close(run: Callable[..., None]) -> None:
+    async def tried() -> None:
+        made = Connections("http://127.0.0.1:1", {})
+        for _ in range(3):
+            with pytest.raises(Unreachable):
+                await ask(made)
+        await made.close()
+
+    run(tried())
 
 
 async def test_an_address_may_have_a_path() -> None:
