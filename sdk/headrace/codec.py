@@ -276,10 +276,11 @@ def _decode_head(decoder: msgspec.msgpack.Decoder[_Head], head: memoryview) -> _
 
 def _read_prefix(view: memoryview, whole_head: bool = True) -> tuple[int, int]:
     """End of the head and size of the record, both within bounds."""
-    schema = record_schema(view)
-    if schema != SCHEMA:
-        raise _unreadable(f"it has wire schema {schema}, this reader knows {SCHEMA}")
-    _, _, reserved, head_length, size = _PREFIX.unpack_from(view)
+    if len(view) < _PREFIX.size:
+        raise _unreadable(f"{len(view)} bytes are too few")
+    magic, schema, reserved, head_length, size = _PREFIX.unpack_from(view)
+    if magic != _MAGIC or schema != SCHEMA:
+        raise _unreadable(f"it has wire schema {record_schema(view)}, this reader knows {SCHEMA}")
     head_end = _PREFIX.size + head_length
     if reserved or size % ALIGNMENT or _padded(head_end) > size or (whole_head and head_end > len(view)):
         raise _unreadable(f"its lengths do not fit: head {head_length}, record {size}, buffer {len(view)} bytes")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -19,12 +18,11 @@ _SEED_MASK = (1 << (_COUNTER_BITS - 1)) - 1
 """The counter starts in its lower half, which leaves room for 2^29 ids in one millisecond."""
 _RANDOM_BITS = 44
 """Fresh random bits of every id, what is left of ``rand_b``."""
+_RANDOM_MASK = (1 << _RANDOM_BITS) - 1
 
 _SEED_BYTES = 32
 _POOL_BYTES = 4096
 """So much is made of a seed at a time."""
-
-_WORDS = struct.Struct(">QQ")
 
 _forks = 0
 """How many forks lie between this process and the one that imported this module."""
@@ -105,10 +103,13 @@ class IdSource:
                     self._last_ms += 1
                     self._counter = 0
             ms, counter = self._last_ms, self._counter
-        high = (ms << 16) | 0x7000 | (counter >> 18)
-        low = (0b10 << 62) | ((counter & 0x3FFFF) << _RANDOM_BITS) | (noise & ((1 << _RANDOM_BITS) - 1))
-        text = _WORDS.pack(high, low).hex()
-        return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
+        return "%08x-%04x-%04x-%04x-%012x" % (  # noqa: UP031  it is the fastest form by far
+            ms >> 16,
+            ms & 0xFFFF,
+            0x7000 | counter >> 18,
+            0x8000 | counter >> 4 & 0x3FFF,
+            (counter & 0xF) << _RANDOM_BITS | noise & _RANDOM_MASK,
+        )
 
 
 new_id = IdSource()

@@ -40,12 +40,16 @@ from headrace.errors import (
 from headrace.trajectory import MAX_VERSION_PART, Message, Segment, Trajectory, Turn
 
 _I4, _U4, _F4, _U1 = np.dtype("<i4"), np.dtype("<u4"), np.dtype("<f4"), np.dtype("u1")
+_BOOL = np.dtype(bool)
 
 MAX_REWARD = 1e100
 """Largest size of a reward: sums, squares, and sums of squares of as many as there can be stay finite numbers."""
 
 SHORT = 32
 """Up to so many tokens a loop over them is faster than a call of NumPy."""
+
+MANY_TURNS = 4
+"""From so many turns on one pass over all tokens is faster than a call of NumPy for each stretch between them."""
 
 _STOP_REASONS = {
     "finished": ("terminated",),
@@ -61,6 +65,7 @@ def validate(trajectory: Trajectory) -> None:
     assets = _check_assets(trajectory)
     seen: set[int] = set()
     vocab_size = trajectory.tokenizer.vocab_size if trajectory.tokenizer is not None else None
+    placed = False
     for position, segment in enumerate(trajectory.segments):
         where = f"Segment {position} ({segment.agent})"
         n = _check_arrays(where, segment)
@@ -74,11 +79,12 @@ def validate(trajectory: Trajectory) -> None:
                 hint="Text is never turned into training data. Set train to false, or use a server that gives ids.",
             )
         if segment.placeholders:
+            placed = True
             _check_placeholders(where, segment, n, assets)
         for what, name in segment.arrays.items():
             _check_listed(f"{where}: array {what!r}", name, assets)
     _check_last_turns(trajectory)
-    if any(segment.placeholders for segment in trajectory.segments):
+    if placed:
         _check_shown(trajectory)
 
 
@@ -129,24 +135,26 @@ def _check_listed(what: str, name: str, assets: set[str]) -> None:
 
 
 def _check_arrays(where: str, segment: Segment) -> int:
-    for name, array, dtype in (
-        ("token_ids", segment.token_ids, _I4),
-        ("sampled", segment.sampled, _U1),
-        ("logprobs", segment.logprobs, _F4),
-    ):
-        if not isinstance(array, np.ndarray) or array.dtype != dtype:
-            kind = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
-            raise WrongDtype(f"{where}: {name} is {kind}, not {dtype.name}.", hint="Build it with that dtype.")
-    shape = segment.token_ids.shape
-    if len(shape) != 1 or segment.sampled.shape != shape or segment.logprobs.shape != shape:
+    token_ids, sampled, logprobs = segment.token_ids, segment.sampled, segment.logprobs
+    _check_dtype(where, "token_ids", token_ids, _I4)
+    _check_dtype(where, "sampled", sampled, _U1)
+    _check_dtype(where, "logprobs", logprobs, _F4)
+    shape = token_ids.shape
+    if len(shape) != 1 or sampled.shape != shape or logprobs.shape != shape:
         raise WrongShape(
-            f"{where}: token_ids has shape {shape}, sampled {segment.sampled.shape}, logprobs "
-            f"{segment.logprobs.shape}; they must be one-dimensional and of equal length.",
+            f"{where}: token_ids has shape {shape}, sampled {sampled.shape}, logprobs {logprobs.shape}; they must be "
+            "one-dimensional and of equal length.",
             hint="Give every token one id, one sampled flag and one logprob (0 where not sampled).",
         )
     if not shape[0]:
         raise WrongShape(f"{where} has no tokens.", hint="Leave a segment without tokens out.")
     return int(shape[0])
+
+
+def _check_dtype(where: str, name: str, array: Any, dtype: np.dtype[Any]) -> None:
+    if not isinstance(array, np.ndarray) or array.dtype != dtype:
+        kind = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
+        raise WrongDtype(f"{where}: {name} is {kind}, not {dtype.name}.", hint="Build it with that dtype.")
 
 
 def _check_spans(where: str, segment: Segment, n: int, seen: set[int]) -> None:
@@ -239,7 +247,7 @@ def _check_logprobs(where: str, segment: Segment, n: int) -> None:
         if max(few) <= 0 and math.isfinite(sum(few)) and _silent_between(segment, few, any):
             return
     # A NaN is both the least and the greatest, and fails both comparisons.
-    elif _least(logprobs) > -math.inf and _greatest(logprobs) <= 0 and _silent_between(segment, logprobs, _least):
+    elif _least(logprobs) > -math.inf and _greatest(logprobs) <= 0 and _silent_outside(segment):
         return
     sampled = segment.sampled == 1
     good = np.where(sampled, np.isfinite(logprobs) & (logprobs <= 0), logprobs == 0)
@@ -249,6 +257,13 @@ def _check_logprobs(where: str, segment: Segment, n: int) -> None:
         f"{where}{_turn_at(segment, wrong)}, position {wrong}: the logprob is {logprobs[wrong]}, not {allowed}.",
         hint="Keep what the engine reported; where it reported no number, the turn is a failure of the policy.",
     )
+
+
+def _silent_outside(segment: Segment) -> bool:
+    """As below, of a segment of whatever length and number of turns."""
+    if len(segment.turns) < MANY_TURNS:
+        return _silent_between(segment, segment.logprobs, _least)
+    return b"\1" not in (segment.logprobs.astype(_BOOL) > segment.sampled.view(_BOOL)).tobytes()
 
 
 def _silent_between(segment: Segment, logprobs: Any, sounds: Callable[[Any], object]) -> bool:

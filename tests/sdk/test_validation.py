@@ -108,13 +108,17 @@ def test_engine_tokens_only_a_forced_token_has_logprob_0(value: float) -> None:
     validate(with_value(make_trajectory(turns=3), "logprobs", 15, value))
 
 
-@pytest.mark.parametrize("value", [-0.5, math.nan, 0.5])
-def test_engine_tokens_only_a_logprob_is_0_where_nothing_was_sampled(value: float) -> None:
-    refused(with_value(make_trajectory(turns=3), "logprobs", 11, value), NonFiniteValue, "position 11: .* not 0")
+@pytest.mark.parametrize("value", [-0.5, -1e-45, math.nan, 0.5])
+@pytest.mark.parametrize("turns", [3, 40])
+def test_engine_tokens_only_a_logprob_is_0_where_nothing_was_sampled(value: float, turns: int) -> None:
+    trajectory = make_trajectory(turns=turns)
+    validate(with_value(trajectory, "logprobs", 11, -0.0))
+    refused(with_value(trajectory, "logprobs", 11, value), NonFiniteValue, "position 11: .* not 0")
 
 
-def test_engine_tokens_only_a_zero_inside_does_not_hide_a_logprob_outside() -> None:
-    trajectory = with_value(with_value(make_trajectory(turns=3), "logprobs", 15, 0.0), "logprobs", 11, -0.5)
+@pytest.mark.parametrize("turns", [3, 40])
+def test_engine_tokens_only_a_zero_inside_does_not_hide_a_logprob_outside(turns: int) -> None:
+    trajectory = with_value(with_value(make_trajectory(turns=turns), "logprobs", 15, 0.0), "logprobs", 11, -0.5)
     refused(trajectory, NonFiniteValue, "position 11")
 
 

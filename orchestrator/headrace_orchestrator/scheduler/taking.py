@@ -15,6 +15,8 @@ is reviewed: it becomes eligible by itself, or is put in ``due`` where someone m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from headrace.engine import BAD_ANSWERS
 from headrace.errors import InternalError
 from headrace.trajectory import Failure, Version
@@ -48,8 +50,7 @@ def admitted(run: Run, record: records.GroupAdmitted) -> None:
         run.open += 1
     if evaluation is not None:
         evaluation.groups.append(group)
-    for member in record.members:
-        _enqueue(run, group, member, first=False)
+    _enqueue(run, group, record.members, first=False)
 
 
 def member(run: Run, record: records.MemberAdded) -> None:
@@ -59,25 +60,25 @@ def member(run: Run, record: records.MemberAdded) -> None:
     group.extra += 1
     run.selected["topped_up"] += 1
     # The rest of its group is ahead of all that is queued.
-    _enqueue(run, group, record.member, first=True)
+    _enqueue(run, group, [record.member], first=True)
     review(run, group)
 
 
-def _enqueue(run: Run, group: Group, member: records.Member, *, first: bool) -> None:
-    episode = Episode(group, member.episode, member.member, member.sampling_seed)
-    run.episodes[episode.id] = episode
-    group.members.append(episode)
-    group.live += 1
+def _enqueue(run: Run, group: Group, members: Sequence[records.Member], *, first: bool) -> None:
+    episodes = [Episode(group, member.episode, member.member, member.sampling_seed) for member in members]
+    run.episodes.update({episode.id: episode for episode in episodes})
+    group.members += episodes
+    group.live += len(episodes)
     if group.evaluation is None:
-        run.ledger.unfinished += 1
-        run.queued += 1
+        run.ledger.unfinished += len(episodes)
+        run.queued += len(episodes)
     else:
-        run.evaluation_queued += 1
+        run.evaluation_queued += len(episodes)
     queue = run.queue if group.evaluation is None else run.evaluation_queue
     if first:
-        queue.appendleft(episode)
+        queue.extendleft(episodes)
     else:
-        queue.append(episode)
+        queue.extend(episodes)
 
 
 def dispatched(run: Run, episode: Episode, grant: records.Grant, worker: str, version: Version) -> None:

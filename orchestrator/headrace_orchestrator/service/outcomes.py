@@ -23,8 +23,10 @@ def outcome_of(head: Trajectory | TrajectoryHead, size_bytes: int) -> EpisodeEnd
     low: tuple[int, int] | None = None
     high: tuple[int, int] | None = None
     trained: set[str] = set()
+    given: dict[str, list[float]] = {}
     for segment in head.segments:
         turns += len(segment.turns)
+        given.setdefault(segment.agent, []).extend([turn.reward for turn in segment.turns])
         if segment.train and segment.turns:
             tokens = segment.length if isinstance(segment, SegmentHead) else len(segment.token_ids)
             rows += 1
@@ -35,12 +37,8 @@ def outcome_of(head: Trajectory | TrajectoryHead, size_bytes: int) -> EpisodeEnd
                 version = (run.lineage, run.n)
                 low = version if low is None or version < low else low
                 high = version if high is None or version > high else high
-    rewards: dict[str, float] = {}
-    if head.status in SCORED:
-        for agent in sorted(trained):
-            rewards[agent] = math.fsum(
-                [turn.reward for segment in head.segments if segment.agent == agent for turn in segment.turns]
-            )
+    rewards = {agent: math.fsum(given[agent]) for agent in sorted(trained)} if head.status in SCORED else {}
+    lowest = None if low is None else Version(*low)
     return EpisodeEnded(
         run=head.run,
         group=head.group,
@@ -51,8 +49,8 @@ def outcome_of(head: Trajectory | TrajectoryHead, size_bytes: int) -> EpisodeEnd
         status=head.status,
         failure=head.failure,
         rewards=rewards,
-        low=None if low is None else Version(*low),
-        high=None if high is None else Version(*high),
+        low=lowest,
+        high=lowest if high is None or high == low else Version(*high),
         turns=turns,
         rows=rows,
         row_tokens=row_tokens,

@@ -231,8 +231,10 @@ class Store:
     def _list(self, listed: Listed, location: Location) -> None:
         self._unprojected.append(Unprojected(listed, location))
         if isinstance(listed, TrajectoryListed):
-            self._unprojected_names.ids.setdefault(listed.outcome.trajectory, listed.outcome.episode)
-            self._unprojected_names.assets.update(listed.assets)
+            names, outcome = self._unprojected_names, listed.outcome
+            names.ids.setdefault(outcome.trajectory, outcome.episode)
+            if listed.assets:
+                names.assets.update(listed.assets)
 
     def project_now(self, cursor: int) -> None:
         """Write the rows of what waits, whose frames are on disk. Blocking. Raises StoreError."""

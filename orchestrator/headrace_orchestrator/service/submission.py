@@ -9,8 +9,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar, TypeVarTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -39,9 +39,6 @@ from headrace_orchestrator.service.outcomes import outcome_of
 from headrace_orchestrator.service.store import Ended, Store
 
 log = logs.logger(__name__)
-
-Given = TypeVarTuple("Given")
-T = TypeVar("T")
 
 _LENGTH = struct.Struct("<I")
 _decoder = msgspec.json.Decoder(list[Submission])
@@ -119,33 +116,26 @@ class Intake:
         self._now = now
         #: Episodes by the ids of trajectories that are stored, or accepted here.
         self._owners: dict[str, str] = {}
+        #: What is trained as an agent of a run; most records are of a few of them.
+        self._trained: dict[tuple[str, str], PolicyRef | None] = {}
 
     def judge(self, submitted: Sequence[Submitted]) -> list[SubmitResult]:
         """Validate each record and ask the scheduler; one result each, in their order. Raises StoreError."""
-        read = [self._tried(item.head, self._read, item) for item in submitted]
+        read: list[Ended | SubmitResult] = []
+        for item in submitted:
+            try:
+                read.append(self._read(item))
+            except Exception as error:  # noqa: BLE001 - it becomes the record's result, or is raised again
+                read.append(_refusal(item.head, error))
         # One lookup for all: one each would cost more than all the rest.
         self._owners = self._store.owners([item.listed.outcome.trajectory for item in read if isinstance(item, Ended)])
-        return [
-            self._tried(item.head, self._ask, item, ended) if isinstance(ended, Ended) else ended
-            for item, ended in zip(submitted, read, strict=True)
-        ]
-
-    def _tried(self, head: Submission, step: Callable[[*Given], T], *given: *Given) -> T | SubmitResult:
-        """The step's result, or the refusal that its error means. Raises StoreError."""
-        try:
-            return step(*given)
-        except StoreError:
-            raise  # the disk's fault, not the record's: it is submitted again
-        except AssetsMissing as error:
-            return SubmitResult(episode=head.episode, verdict="assets-missing", problem=error.problem())
-        except HeadraceError as error:
-            return SubmitResult(episode=head.episode, verdict="refused", problem=error.problem())
-        except Exception as error:
-            log.exception("a record could not be judged", episode=head.episode, attempt=head.attempt)
-            refusal = InternalError(
-                f"The record could not be judged ({type(error).__name__}).", hint="The service's log has the story."
-            )
-            return SubmitResult(episode=head.episode, verdict="refused", problem=refusal.problem())
+        results: list[SubmitResult] = []
+        for item, ended in zip(submitted, read, strict=True):
+            try:
+                results.append(self._ask(item, ended) if isinstance(ended, Ended) else ended)
+            except Exception as error:  # noqa: BLE001 - it becomes the record's result, or is raised again
+                results.append(_refusal(item.head, error))
+        return results
 
     def _read(self, item: Submitted) -> Ended:
         """The record, valid, of the attempt that its head names, by the worker that submits it."""
@@ -205,27 +195,50 @@ class Intake:
                 f"The record says that worker {maker!r} made it; {worker!r} submits it.",
                 hint="A worker submits its own records, under the name that it leases with.",
             )
-        try:
-            policy = self._core.spec(trajectory.run).policy
-        except UnknownRun:
-            return  # the scheduler says what becomes of it
         for segment in trajectory.segments:
             if not segment.train:
                 continue
-            agent = policy.agents.get(segment.agent)
-            if agent is not None and not agent.train:
-                raise InvalidTrajectory(
-                    f"The record trains agent {segment.agent!r}, which run {trajectory.run} freezes.",
-                    hint="Segments of a frozen agent have train = false.",
-                )
-            base = None if agent is None else agent.base
-            right = PolicyRef(base=base or policy.base, adapter=None if base else policy.adapter)
-            if segment.policy != right:
+            key = trajectory.run, segment.agent
+            if key not in self._trained:
+                self._trained[key] = self._trained_policy(*key)
+            right = self._trained[key]
+            if right is not None and segment.policy != right:
                 raise InvalidTrajectory(
                     f"The record trains policy {_named(segment.policy)} as agent {segment.agent!r}; run "
                     f"{trajectory.run} trains {_named(right)}.",
                     hint="Record the base and the adapter of the run's policy spec.",
                 )
+
+    def _trained_policy(self, run: str, agent: str) -> PolicyRef | None:
+        """What a run trains as that agent; None where there is no such run: the scheduler says what becomes of the
+        record. Raises InvalidTrajectory for an agent that the run freezes."""
+        try:
+            policy = self._core.spec(run).policy
+        except UnknownRun:
+            return None
+        spec = policy.agents.get(agent)
+        if spec is not None and not spec.train:
+            raise InvalidTrajectory(
+                f"The record trains agent {agent!r}, which run {run} freezes.",
+                hint="Segments of a frozen agent have train = false.",
+            )
+        base = None if spec is None else spec.base
+        return PolicyRef(base=base or policy.base, adapter=None if base else policy.adapter)
+
+
+def _refusal(head: Submission, error: Exception) -> SubmitResult:
+    """The result that an error means. Raises StoreError."""
+    if isinstance(error, StoreError):
+        raise error  # the disk's fault, not the record's: it is submitted again
+    if isinstance(error, AssetsMissing):
+        return SubmitResult(episode=head.episode, verdict="assets-missing", problem=error.problem())
+    if isinstance(error, HeadraceError):
+        return SubmitResult(episode=head.episode, verdict="refused", problem=error.problem())
+    log.exception("a record could not be judged", episode=head.episode, attempt=head.attempt)
+    refusal = InternalError(
+        f"The record could not be judged ({type(error).__name__}).", hint="The service's log has the story."
+    )
+    return SubmitResult(episode=head.episode, verdict="refused", problem=refusal.problem())
 
 
 def _named(policy: PolicyRef) -> str:
