@@ -48,6 +48,7 @@ class MemoryRuntime:
         self.reset_fails: Callable[[], bool] = lambda: False
         self.close_fails: Callable[[], bool] = lambda: False
         self.living: set[str] = set()
+        self.opened: list[MemorySandbox] = []
         self.running = 0
         self.most_running = 0
         self.ran: list[str] = []
@@ -76,6 +77,7 @@ class MemoryRuntime:
             raise SandboxFailure("There is no room.", kind="sandbox-not-made", retryable=True)
         sandbox = MemorySandbox(self, f"box{next(self._numbers)}", template)
         self.living.add(sandbox.id)
+        self.opened.append(sandbox)
         return sandbox
 
     async def close(self) -> None:
@@ -100,7 +102,7 @@ class MemorySandbox:
     async def read(self, path: str, most_bytes: int) -> bytes:
         if path not in self.files:
             raise SandboxFailure(f"There is no {path}.", kind="no-such-file", retryable=False)
-        return self.files[path]
+        return _at_most(self.files[path], most_bytes)
 
     async def write(self, path: str, content: bytes) -> None:
         self.files[path] = content
@@ -112,7 +114,7 @@ class MemorySandbox:
         self.files[f"{path}.tar"] = tar
 
     async def download(self, path: str, most_bytes: int) -> bytes:
-        return self.files[f"{path}.tar"]
+        return _at_most(self.files[f"{path}.tar"], most_bytes)
 
     async def reset(self) -> None:
         if self._runtime.reset_fails():
@@ -146,3 +148,9 @@ class MemorySession:
 
     async def close(self) -> None:
         pass
+
+
+def _at_most(content: bytes, most_bytes: int) -> bytes:
+    if len(content) > most_bytes:
+        raise SandboxFailure(f"At most {most_bytes} bytes are wanted.", kind="file-too-large", retryable=False)
+    return content

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from headrace_sandbox.pool.core import Core
+from headrace_sandbox.pool.core import FEW_DUE, Core
 from headrace_sandbox.pool.messages import (
     Bounds,
     Clean,
@@ -194,6 +194,24 @@ def test_one_that_cannot_be_reset_is_closed() -> None:
     pool.give_back(first)
     pool.take(pool.core.not_cleaned(pool.cleaning.pop(), pool.now))
     assert len(pool.closing) == 1
+
+
+def test_times_for_which_nobody_waits_any_more_take_no_memory() -> None:
+    pool = Simulated(running=1, ttl_s=1e9)
+    before = pool.ask(wait_s=1e9)
+    for _ in range(3 * FEW_DUE):  # all of them have to wait
+        asked = pool.ask(wait_s=1e9)
+        pool.done(before)
+        before = asked
+    leased = pool.ask(kind=Kind("small", MIB), ttl_s=1e8)
+    pool.make()
+    hand = pool.answers[leased]
+    assert isinstance(hand, Hand)
+    for turn in range(3 * FEW_DUE):
+        assert pool.core.renew(hand.lease, 1e8 + turn, pool.now) is not None
+    assert len(pool.core._due) <= FEW_DUE
+    pool.after(1e8 + 3 * FEW_DUE)
+    assert hand.lease in pool.revoked
 
 
 def test_an_expired_lease_is_taken_back_and_a_renewed_one_is_not() -> None:

@@ -321,6 +321,19 @@ async def test_a_body_over_the_limit_is_refused(runtime: MemoryRuntime, tmp_path
         await client.close()
 
 
+async def test_no_more_of_a_file_is_read_than_a_body_may_have(runtime: MemoryRuntime, tmp_path: Path) -> None:
+    async with service(runtime, tmp_path / "s", max_body_bytes=1000) as address:
+        client = client_of(address)
+        sandbox = await client.open(Template(), 60)
+        runtime.opened[-1].files |= {"fits": bytes(1000), "large": bytes(1001), "folder.tar": bytes(1001)}
+        assert await sandbox.read("fits", 1 << 40) == bytes(1000)
+        for reading in (sandbox.read("large", 1 << 40), sandbox.download("folder", 1 << 40)):
+            with pytest.raises(SandboxFailure, match="At most 1000 bytes") as caught:
+                await reading
+            assert caught.value.kind == "file-too-large"
+        await client.close()
+
+
 HEAD = b"POST /v1/run HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/msgpack\r\nContent-Length: %d\r\n\r\n"
 
 

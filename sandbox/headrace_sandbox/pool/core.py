@@ -49,6 +49,9 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 5.0
 SHORTEST_AFTER_S, LONGEST_AFTER_S = 0.1, 30.0
 """When asking again is said to be worth it."""
 
+FEW_DUE = 1024
+"""Times that are kept whatever they are for; of more those go that nobody waits for."""
+
 PACE_SHARE = 0.1
 """Of the newest gap between two requests that were served in the mean of those before."""
 
@@ -106,6 +109,7 @@ class Core:
         self._leases: dict[str, Lease] = {}
         self._pauses: dict[str, Pause] = {}
         self._due: list[tuple[float, str]] = []
+        self._most_due = FEW_DUE
         self._memory_bytes = 0
         self._making = self._closing = 0
         self._asked = 0
@@ -499,6 +503,15 @@ class Core:
 
     def _wake(self, at: float, name: str) -> None:
         heapq.heappush(self._due, (at, name))
+        if len(self._due) > self._most_due:
+            self._due = [due for due in set(self._due) if self._is_awaited(*due)]
+            heapq.heapify(self._due)
+            self._most_due = max(FEW_DUE, 2 * len(self._due))
+
+    def _is_awaited(self, at: float, name: str) -> bool:
+        """Whether something may be due then: requests are served, and leases renewed, long before."""
+        lease = self._leases.get(name)
+        return at == lease.until if lease is not None else not name or name in self._waiting or name in self._pooled
 
     # Invariants -------------------------------------------------------------------------------------------------
 
@@ -510,6 +523,9 @@ class Core:
         assert self._memory_bytes == held <= self._settings.memory_bytes
         assert self._making == states.count("making") <= self._settings.making
         assert self._closing == states.count("closing") <= self._settings.closing
+        due = set(self._due)
+        assert all((waiting.until, waiting.id) in due for waiting in self._waiting.values())
+        assert all((lease.until, lease.id) in due for lease in self._leases.values())
         assert len(self._running) <= self._settings.running
         assert len(self._waiting) <= self._settings.waiting
         assert not ("doomed" in states and self._closing < self._settings.closing)

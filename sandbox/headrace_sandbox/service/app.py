@@ -3,7 +3,7 @@
 * Every error is a problem body; an unexpected one is logged with an id that the caller gets.
 * Whoever hangs up has what runs for it killed.
 * The role is checked before the body is read, and a body over the limit is not read whole. Nor is more of a stream kept
-  than such a body holds: what is kept is this process's memory.
+  or a file than such a body holds: what is kept is this process's memory.
 """
 
 from __future__ import annotations
@@ -198,7 +198,8 @@ class App:
 
     async def _read(self, leased: Leased, body: bytes) -> Answer:
         at = _decode(body, messages.At)
-        return Answer(await leased.read(at.path, at.most_bytes), media_type="application/octet-stream")
+        content = await leased.read(at.path, min(at.most_bytes, self._max_body_bytes))
+        return Answer(content, media_type="application/octet-stream")
 
     async def _write(self, leased: Leased, body: bytes) -> Answer:
         at = _decode(body, messages.At)
@@ -215,7 +216,8 @@ class App:
 
     async def _download(self, leased: Leased, body: bytes) -> Answer:
         at = _decode(body, messages.At)
-        return Answer(await leased.download(at.path, at.most_bytes), media_type="application/octet-stream")
+        content = await leased.download(at.path, min(at.most_bytes, self._max_body_bytes))
+        return Answer(content, media_type="application/octet-stream")
 
     async def _reset(self, leased: Leased, body: bytes) -> Answer:
         await leased.reset()
