@@ -209,6 +209,12 @@ async def test_a_call_gives_its_value_or_what_it_raised(graders: BoundedCalls) -
         assert (caught.value.kind, caught.value.retryable) == ("bounded-call-raised", False)
 
 
+async def test_a_value_that_cannot_be_told_is_an_error_and_exhausted_nothing(calls: BoundedCalls) -> None:
+    with pytest.raises(EnvironmentFailure, match="TypeError") as caught:
+        await calls.call("builtins:range", 3, time_s=10.0, memory_bytes=1 << 30)
+    assert (caught.value.kind, caught.value.retryable) == ("bounded-call-raised", False)
+
+
 async def test_nothing_of_a_call_lives_longer_than_what_asked_for_it() -> None:
     calls = BoundedCalls()
     asking = asyncio.create_task(calls.call("time:sleep", 60.0, time_s=90.0, memory_bytes=1 << 30))

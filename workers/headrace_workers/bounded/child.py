@@ -25,8 +25,16 @@ def work(requests: int, answers: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with os.fdopen(requests, "rb") as lines, os.fdopen(answers, "wb") as said:
         for line in lines:
-            said.write(json.dumps(carried_out(json.loads(line))).encode(errors="replace") + b"\n")
+            said.write(packed(carried_out(json.loads(line))) + b"\n")
             said.flush()
+
+
+def packed(answer: dict[str, Any]) -> bytes:
+    """An answer as JSON; of one that JSON cannot hold, why."""
+    try:
+        return json.dumps(answer).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        return json.dumps({"raised": f"{type(error).__name__}: {error}", "last": True}).encode()
 
 
 def carried_out(call: dict[str, Any]) -> dict[str, Any]:
