@@ -166,7 +166,6 @@ class Batch:
         self.shard = shard
         self.assets: dict[str, memoryview | HeadraceError] = {}
         """The assets that were pulled with it, by name, or what is wrong with them."""
-        self._spans = list(itertools.pairwise(columns["record_offsets"].tolist()))
         self._recut = False
 
     def __repr__(self) -> str:
@@ -257,6 +256,11 @@ class Batch:
         for row in self.rows:
             found.setdefault(row.bin, []).append(row)
         return [found[bin] for bin in sorted(found)]
+
+    @cached_property
+    def _spans(self) -> list[tuple[int, int]]:
+        """Where each record begins and ends among the records."""
+        return list(itertools.pairwise(self.columns["record_offsets"].tolist()))
 
     @cached_property
     def _record_of(self) -> dict[int, int]:
@@ -439,8 +443,8 @@ def _check(
         if name not in columns or len(columns[name]) != length:
             raise _disagrees(manifest, f"column {name!r} is missing or does not have {length} entries")
     for name, end in (("row_turn_offsets", here.turns), ("record_offsets", len(records))):
-        offsets = columns[name]
-        if offsets[0] != 0 or offsets[-1] != end or np.any(np.diff(offsets) < 0):
+        offsets = columns[name].view(np.int64)
+        if offsets[0] != 0 or offsets[-1] != end or (offsets[1:] < offsets[:-1]).any():
             raise _disagrees(manifest, f"column {name!r} does not rise from 0 to {end}")
     for name, below in (
         ("row_trajectory", whole.trajectories),
@@ -450,7 +454,8 @@ def _check(
         ("row_number", whole.rows),
         ("record_number", whole.trajectories),
     ):
-        if name in columns and np.any((columns[name] < 0) | (columns[name] >= below)):
+        # Without its sign a negative number is a large one.
+        if name in columns and len(columns[name]) and columns[name].view(np.uint64).max() >= below:
             raise _disagrees(manifest, f"column {name!r} points outside [0, {below})")
     if shard is not None and not np.array_equal(np.unique(columns["row_trajectory"]), columns["record_number"]):
         raise _disagrees(manifest, "its records are not those of its rows")
@@ -463,12 +468,14 @@ def _check(
     ):
         if stated != found:
             raise _disagrees(manifest, f"it counts {stated} {what}, there are {found}")
-    fullest = np.bincount(columns["row_bin"], weights=columns["row_tokens"]).max(initial=0)
-    if manifest.bin_tokens and fullest > manifest.bin_tokens:
-        raise _disagrees(manifest, f"a bin holds {fullest:.0f} tokens, more than {manifest.bin_tokens}")
+    if manifest.bin_tokens:
+        fullest = np.bincount(columns["row_bin"], weights=columns["row_tokens"]).max(initial=0)
+        if fullest > manifest.bin_tokens:
+            raise _disagrees(manifest, f"a bin holds {fullest:.0f} tokens, more than {manifest.bin_tokens}")
     offsets = columns["record_offsets"]
-    sizes, stated_sizes = record_sizes(records, offsets[:-1]), np.diff(offsets)
-    for position in np.flatnonzero(sizes != stated_sizes)[:1]:
+    sizes, stated_sizes = record_sizes(records, offsets[:-1]), offsets[1:] - offsets[:-1]
+    if (sizes != stated_sizes).any():
+        position = np.flatnonzero(sizes != stated_sizes)[0]
         said = f"is {sizes[position]} bytes long" if sizes[position] >= 0 else "is no record"
         raise _disagrees(manifest, f"record {position} {said}, not one of {stated_sizes[position]} bytes")
     if shard is not None:

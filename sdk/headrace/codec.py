@@ -54,7 +54,9 @@ ALIGNMENT = 64
 """Bytes. A cache line, and as much as any vector instruction asks for."""
 
 _MAGIC = b"HRTJ"
+_MAGIC_NUMBER = int.from_bytes(_MAGIC, "little")
 _PREFIX = struct.Struct("<4sHHQQ")
+_U8 = np.dtype("<u8")
 _ZEROS = bytes(ALIGNMENT)
 _COLUMNS = (("token_ids", np.dtype("<i4")), ("logprobs", np.dtype("<f4")), ("sampled", np.dtype("u1")))
 _I4, _F4, _U1 = (dtype for _, dtype in _COLUMNS)
@@ -214,12 +216,12 @@ def record_sizes(records: memoryview, starts: npt.NDArray[np.int64]) -> npt.NDAr
     """The lengths that the records say they have, at these multiples of 64 bytes; -1 where no record starts."""
     if len(records) < _PREFIX.size:
         return np.full(len(starts), -1)
-    words = np.frombuffer(records, np.dtype("<u4"), len(records) // 4)
-    whole = (starts >= 0) & (starts % ALIGNMENT == 0) & (starts + _PREFIX.size <= len(records))
-    first = np.where(whole, starts // 4, 0)
-    magic = np.frombuffer(_MAGIC, np.dtype("<u4"))[0]
-    sizes = words[first + 4].astype(np.int64) | (words[first + 5].astype(np.int64) << 32)
-    return np.where(whole & (words[first] == magic), sizes, -1)
+    words = np.frombuffer(records, _U8, len(records) // 8)
+    # Without its sign a negative number is a large one.
+    whole = (starts % ALIGNMENT == 0) & (starts.view(_U8) <= len(records) - _PREFIX.size)
+    first = starts // 8 * whole
+    found = whole & (words[first] & 0xFFFFFFFF == _MAGIC_NUMBER)
+    return np.where(found, words[first + 2].view(np.int64), -1)
 
 
 def _full_head(trajectory: Trajectory) -> _FullHead:
