@@ -259,7 +259,7 @@ class Flows:
             left = None if deadline is None else max(0.0, deadline - asked)
             wait_s = self.poll_s if left is None else min(self.poll_s, left)
             retry_for_s = self.retry_for_s if left is None else min(self.retry_for_s, left)
-            call = self._pull_call(wanted, name).waiting(wait_s)
+            call = self._pull_call(wanted, name, wait_s)
             reply = yield from self.call(call, retry_for_s=retry_for_s)
             if isinstance(reply, Batch):
                 if "assets" in wanted.fields:
@@ -276,7 +276,7 @@ class Flows:
             if self.clock() - asked < min(wait_s, MIN_POLL_S) / 2:
                 yield Sleep(min(EARLY_POLL_DELAY_S, wait_s))
 
-    def _pull_call(self, wanted: Wanted, name: str) -> Call[Batch | wire.EmptyReply]:
+    def _pull_call(self, wanted: Wanted, name: str, wait_s: float) -> Call[Batch | wire.EmptyReply]:
         def build(wait_s: float) -> Any:
             body = wire.PullRequest(
                 learner=self.learner,
@@ -295,7 +295,7 @@ class Flows:
         def read(answer: Answer) -> Batch | wire.EmptyReply:
             return self._read_batch(wanted.run, answer)
 
-        return Call(request=build(0.0), read=read, rebuild=build)
+        return Call(request=build(wait_s), read=read, rebuild=build)
 
     def _read_batch(self, run: str, answer: Answer) -> Batch | wire.EmptyReply:
         if answer.media_type == "application/json":

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from headrace import wire
+from headrace.batch import Batch
 from headrace.client import Client
 from headrace.errors import (
     InvalidRequest,
@@ -121,6 +122,24 @@ def test_a_connection_that_the_server_has_closed_is_not_used_again(stub: Stub, c
         client.runs()
         assert stub.hung_up.wait(10)
         assert client.rewind("guess", "0.2") == reply
+
+
+def test_a_request_is_sent_in_one_piece(body: bytes) -> None:
+    pieces = []
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                pieces.append(connection.recv(1 << 16))
+                connection.sendall(b"HTTP/1.1 204 No Content\r\n\r\n")
+
+        served = threads.submit(serve)
+        with Client(f"http://127.0.0.1:{listener.getsockname()[1]}") as client:
+            client.nack(Batch.parse(body), "a reason")
+        served.result(30)
+    assert b"HTTP/1.1" in pieces[0]
+    assert b"a reason" in pieces[0]
 
 
 def test_several_threads_may_share_a_client(stub: Stub) -> None:
