@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +14,7 @@ import pytest
 
 from headrace.errors import StoreError
 from headrace.wire import Submission, SubmitResult
-from headrace_orchestrator.api.gathering import _Gathering
+from headrace_orchestrator.api.gathering import LARGE_BYTES, _Gathering
 from headrace_orchestrator.service import gate as module
 from headrace_orchestrator.service.gate import Gate
 from headrace_orchestrator.service.shell import Shell
@@ -155,6 +157,26 @@ async def test_what_an_answer_is_made_of_in_one_turn_of_the_event_loop_is_sent_i
     transport.write(b"next")
     await asyncio.sleep(0)
     assert wire.calls == [("write", b"headbody"), ("write", b"next")]
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["nothing waits", "something waits"])
+async def test_a_large_answer_arrives_whole_whatever_the_kernel_takes_at_once(waits: bool):
+    """While it copies, other threads run: it is asked in a call that gives up the interpreter."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        reader, writer = await asyncio.open_connection(sock=theirs)
+        transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, sock=ours)
+        gathering = _Gathering(transport)
+        parts = [b"head", os.urandom(3 * LARGE_BYTES), memoryview(os.urandom(2 * LARGE_BYTES)), b"tail"]
+        sent = b"".join(parts)
+        for part in parts:
+            gathering.write(part)
+            if waits:
+                await asyncio.sleep(0)
+        assert await reader.readexactly(len(sent)) == sent
+        writer.close()
+        transport.close()
+        await asyncio.sleep(0)
 
 
 async def test_a_connection_is_closed_behind_what_was_written_to_it():

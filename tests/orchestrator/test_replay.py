@@ -132,8 +132,9 @@ class House:
     async def pull(self) -> None:
         served = await self.service.pull("run", wire.PullRequest(learner="l", session="s", request=new_id()), self.left)
         if isinstance(served, Served):
-            assert isinstance(served.body, bytes)
-            batch = Batch.parse(served.body, generation=served.generation, lease_s=served.lease_s)
+            assert not isinstance(served.body, bytes)
+            body = b"".join([part async for part in served.body])
+            batch = Batch.parse(body, generation=served.generation, lease_s=served.lease_s)
             batch.verify()
             self.batches.append(batch)
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 import pytest
 
 from headrace import codec, wire
 from headrace.batch import Batch
+from headrace.ids import new_id
 from headrace.logformat import FrameType
 from headrace_orchestrator.buffer.log import Log, Placed
 from headrace_orchestrator.buffer.projection import Projection
@@ -58,7 +62,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
     found.let_go()
 
 
-async def test_no_answer_leaves_before_what_it_rests_on_is_on_disk(api: Api, disk: SlowDisk):
+async def test_no_answer_ends_before_everything_that_it_rests_on_is_on_disk(api: Api, disk: SlowDisk):
     await api.create_run()
     await api.play(free=4)
     batch = await api.pull()
@@ -79,6 +83,47 @@ async def test_no_answer_leaves_before_what_it_rests_on_is_on_disk(api: Api, dis
     results = await asyncio.gather(*answers)
     assert results[0][0].verdict == "accepted"
     assert results[2]["code"] == "batch-already-acked"
+
+
+async def test_a_batch_is_on_its_way_while_its_lease_is_written_and_ends_when_that_is_on_disk(api: Api, disk: SlowDisk):
+    await api.create_run()
+    await api.play(free=4)
+    disk.hold()
+    request = {"learner": "learner", "session": "one", "request": new_id()}
+    async with api.session.post("/v1/runs/run/pull", data=msgspec.json.encode(request)) as answer:
+        size = answer.content_length or 0
+        begun = await answer.content.readexactly(size - codec.ALIGNMENT)
+        await until(lambda: is_held(disk))
+        await api.ask("GET", "/healthz")
+        assert answer.content.total_bytes == len(begun)
+        disk.let_go()
+        body = begun + await answer.content.read()
+    assert len(body) == size
+    Batch.parse(body).verify()
+
+
+async def test_a_batch_whose_lease_cannot_be_written_breaks_off_and_comes_again(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+):
+    await api.create_run()
+    await api.play(free=4)
+    monkeypatch.setattr("headrace_orchestrator.buffer.log.PROBE_FIRST_S", 0.01)
+    with monkeypatch.context() as refusing:
+
+        def refuse(descriptor: int) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        refusing.setattr(os, "fdatasync", refuse)
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await api.pull_raw(request="same")
+
+    async def pulled() -> Any:
+        with contextlib.suppress(AssertionError):  # the disk is not known to be well yet
+            return await api.pull(request="same")
+
+    batch = await until(pulled)
+    assert isinstance(batch, Batch)
+    batch.verify()
 
 
 async def test_a_batch_may_hold_records_that_are_still_on_their_way_to_the_disk(api: Api, disk: SlowDisk):

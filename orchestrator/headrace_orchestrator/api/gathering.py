@@ -2,14 +2,23 @@
 
 * What an answer is made of in one turn of the event loop is sent in one write, in its order.
 * A connection is closed behind what was written to it.
+* While the kernel copies a large answer, the other threads of the process run.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+LARGE_BYTES = 256 << 10
+"""From this size on, a copy takes longer than it takes to give up the interpreter and to get it back."""
+
+MAX_BUFFERS = 1024
+"""That one ``writev`` takes, by POSIX's least."""
 
 
 class GatheringProtocol(HttpToolsProtocol):
@@ -27,9 +36,9 @@ class _Gathering:
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
         self._loop = asyncio.get_running_loop()
-        self._held: list[bytes] = []
+        self._held: list[bytes | memoryview] = []
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes | memoryview) -> None:
         if not self._held:
             self._loop.call_soon(self._flush)
         self._held.append(data)
@@ -40,8 +49,23 @@ class _Gathering:
 
     def _flush(self) -> None:
         held, self._held = self._held, []
-        if held and not self._transport.is_closing():
-            self._transport.writelines(held)
+        if not held or self._transport.is_closing():
+            return
+        if sum(map(len, held)) >= LARGE_BYTES and not self._transport.get_write_buffer_size():
+            held = self._copied(held)
+        self._transport.writelines(held)
+
+    def _copied(self, held: list[bytes | memoryview]) -> list[bytes | memoryview]:
+        """Write what the kernel takes at once, without the interpreter, which uvloop would keep; gives the rest."""
+        written = 0
+        with contextlib.suppress(OSError):  # it takes nothing, or the connection is gone: the transport finds out
+            written = os.writev(self._transport.get_extra_info("socket").fileno(), held[:MAX_BUFFERS])
+        rest: list[bytes | memoryview] = []
+        for part in held:
+            if written < len(part):
+                rest.append(memoryview(part)[written:])
+            written = max(0, written - len(part))
+        return rest
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)

@@ -37,7 +37,7 @@ _EPOCH = HEADER_EPOCH.lower().encode()
 class Answer:
     """What a handler returns. ``body`` is sent as it is; a stream needs ``length`` if it is known."""
 
-    body: bytes | AsyncIterator[bytes]
+    body: bytes | AsyncIterator[bytes | memoryview]
     status: int = 200
     media_type: str = "application/json"
     headers: Mapping[str, str] = field(default_factory=dict)

@@ -3,6 +3,7 @@
 * A pull waits until a batch is ready, its time is over, or nothing will ever come.
 * Forming a batch does not hold up the event loop; what changed meanwhile is planned anew, so nothing stale is frozen.
 * One batch of a run is formed at a time; who waits for its turn is answered from what is left.
+* A batch is on its way while its lease is written, and ends when that is on disk: without its end it is no batch.
 * A learner that left before its answer began leaves no lease behind; one that others hold too stays.
 * A frozen batch that is damaged later is dissolved, and what is left of its groups is served in the same pull.
 """
@@ -11,16 +12,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 import msgspec
 
 from headrace import wire
+from headrace.codec import ALIGNMENT
 from headrace.errors import BatchAlreadyAcked, Conflict, CorruptRecord, SessionSuperseded
 from headrace_orchestrator import logs
 from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.scheduler.core import Form, Plan, Redeliver
-from headrace_orchestrator.service.serving import Bodies, Served, compose, sources
+from headrace_orchestrator.service.serving import Bodies, Part, Served, compose, sources
 from headrace_orchestrator.service.shell import Shell
 from headrace_orchestrator.service.waiting import ClientGone, Left
 
@@ -66,18 +69,18 @@ class Pulls:
     async def _answer(
         self, run: str, request: wire.PullRequest, deadline: float, left: Left
     ) -> Served | wire.EmptyReply | None:
-        """A batch, or why there is none, when what that rests on is on disk; None where the batch is damaged."""
+        """A batch, whose end comes when what it rests on is on disk; or why there is none, when that is so; None where
+        the batch is damaged."""
         lease: Redeliver | None = None
+        served: Served | None = None
         try:
-            try:
-                plan = await self._wait(run, request, deadline, left)
-                if isinstance(plan, Redeliver):
-                    lease = plan
-                    self._serving[lease.batch, lease.generation] += 1
-            finally:
-                self._shell.commit()
-                await self._shell.store.log.synced()
-            return plan if isinstance(plan, wire.EmptyReply) else await self._serve(run, plan, request, left)
+            plan = await self._wait(run, request, deadline, left)
+            if isinstance(plan, wire.EmptyReply):
+                return plan
+            lease = plan
+            self._serving[lease.batch, lease.generation] += 1
+            served = await self._serve(run, lease, request, left)
+            return replace(served, body=self._ended_on_disk(served.body))
         except CorruptRecord as error:
             if lease is None:
                 raise
@@ -86,6 +89,21 @@ class Pulls:
         finally:
             if lease is not None:
                 self._done_with(lease)
+            self._shell.commit()
+            if served is None:
+                await self._shell.store.log.synced()
+
+    async def _ended_on_disk(self, body: bytes | AsyncIterator[Part]) -> AsyncIterator[Part]:
+        """A body on its way while what it rests on is written: whoever has not got its end has no batch."""
+        if isinstance(body, bytes):
+            view = memoryview(body)
+            yield view[:-ALIGNMENT]
+            await self._shell.store.log.synced()
+            yield view[-ALIGNMENT:]
+            return
+        await self._shell.store.log.synced()
+        async for part in body:
+            yield part
 
     def _done_with(self, lease: Redeliver) -> None:
         key = (lease.batch, lease.generation)

@@ -40,6 +40,9 @@ CHUNK_BYTES = 4 << 20
 """Larger bodies are read and sent in pieces of this size: big enough for the disk, small enough for memory."""
 
 
+Part = bytes | memoryview
+
+
 @dataclass(frozen=True)
 class Served:
     """A batch on its way to a learner."""
@@ -48,7 +51,7 @@ class Served:
     generation: int
     lease_s: float
     size_bytes: int
-    body: bytes | AsyncIterator[bytes]
+    body: bytes | AsyncIterator[Part]
 
 
 @dataclass(frozen=True)
@@ -226,8 +229,8 @@ class Bodies:
         return sharding
 
     async def _watched(
-        self, parts: AsyncIterator[bytes], damaged: Callable[[CorruptRecord], None]
-    ) -> AsyncIterator[bytes]:
+        self, parts: AsyncIterator[Part], damaged: Callable[[CorruptRecord], None]
+    ) -> AsyncIterator[Part]:
         try:
             async for part in parts:
                 yield part
@@ -235,7 +238,7 @@ class Bodies:
             damaged(error)
             raise
 
-    async def _stream(self, body: _Long) -> AsyncIterator[bytes]:
+    async def _stream(self, body: _Long) -> AsyncIterator[Part]:
         yield body.head
         piece: list[Location] = []
         size = 0

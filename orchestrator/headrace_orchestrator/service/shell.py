@@ -1,7 +1,7 @@
 """The shell around the scheduler core: the one way in which a command is carried out.
 
 * A command is decided and appended without giving the event loop away in between.
-* No answer leaves before everything that it rests on is on disk, errors included.
+* No answer ends before everything that it rests on is on disk, errors included.
 * Time passes by a timer that is set for the core's next deadline; while the disk refuses, it does not pass.
 * Memory never goes on without the log: a decision that cannot be stored stops the service until a restart.
 """
