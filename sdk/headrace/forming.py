@@ -9,6 +9,7 @@ The layout of the body is in :mod:`headrace.body`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -97,8 +98,8 @@ def compute(
     estimate = _estimate(estimator, strands)
     weighting: Weighting = "token" if estimator.name in TOKEN_WEIGHTED else estimator.weighting
     heads = [head for group in groups for head, _ in group.members]
-    ranges = [found for head in heads if (found := head.version_range()) is not None]
-    entries = _group_entries(groups, strands, estimate, version)
+    ranges = [_version_ranges(group) for group in groups]
+    entries = _group_entries(groups, ranges, strands, estimate, version)
     bins = bins_of(strands.row_tokens, bin_tokens)
     stale = [entry.staleness for entry in entries if entry.low is not None]
     manifest = Manifest(
@@ -106,8 +107,8 @@ def compute(
         batch=batch,
         run=run,
         version=version,
-        version_min=min((low for low, _ in ranges), default=None),
-        version_max=max((high for _, high in ranges), default=None),
+        version_min=min((low for low, _ in chain(*ranges)), default=None),
+        version_max=max((high for _, high in chain(*ranges)), default=None),
         staleness_min=min(stale, default=0),
         staleness_max=max(stale, default=0),
         selection=selection,
@@ -179,16 +180,23 @@ def _estimate(estimator: Estimator, strands: Strands) -> Estimate:
     )
 
 
+def _version_ranges(group: GroupInput) -> list[tuple[Version, Version]]:
+    return [found for head, _ in group.members if (found := head.version_range()) is not None]
+
+
 def _group_entries(
-    groups: Sequence[GroupInput], strands: Strands, estimate: Estimate, version: Version
+    groups: Sequence[GroupInput],
+    ranges: Sequence[Sequence[tuple[Version, Version]]],
+    strands: Strands,
+    estimate: Estimate,
+    version: Version,
 ) -> list[GroupEntry]:
     cells: list[list[int]] = [[] for _ in groups]
     for cell, (number, _) in enumerate(strands.cells):
         cells[number].append(cell)
     statistics, entries = estimate.groups, []
     for number, group in enumerate(groups):
-        ranges = [found for head, _ in group.members if (found := head.version_range()) is not None]
-        low = min((low for low, _ in ranges), default=None)
+        low = min((low for low, _ in ranges[number]), default=None)
         entries.append(
             GroupEntry(
                 id=group.id,

@@ -86,6 +86,34 @@ class _Collector:
         self.members = 0
 
     def add(self, group: int, head: TrajectoryHead) -> None:
+        if not self._add_plain(group, head):
+            self._add_any(group, head)
+        self.members += 1
+
+    def _add_plain(self, group: int, head: TrajectoryHead) -> bool:
+        """The same, at a third of the cost, for what most trajectories are: one row, whose turns follow each other."""
+        if len(head.segments) != 1:
+            return False
+        (segment,) = head.segments
+        turns, begin = segment.turns, len(self.rewards)
+        if not segment.train or not turns or [turn.index for turn in turns] != list(range(len(turns))):
+            return False
+        self.rewards += [turn.reward for turn in turns]
+        self.tokens += [turn.end - turn.start for turn in turns]
+        end = len(self.rewards)
+        self.trained += [True] * len(turns)
+        self.row_turns += range(begin, end)
+        self._end_strand(group, segment.agent, head)
+        self.rows.append(_Row(len(turns), self.members, 0, segment.length, group))
+        return True
+
+    def _end_strand(self, group: int, agent: str, head: TrajectoryHead) -> None:
+        self.offsets.append(len(self.rewards))
+        self.cell_of.append(self.cells.setdefault((group, agent), len(self.cells)))
+        self.trajectory_of.append(self.members)
+        self.terminated.append(head.status == "finished")
+
+    def _add_any(self, group: int, head: TrajectoryHead) -> None:
         # A segment in which the policy never acted has nothing to train on and is no row.
         learners = dict.fromkeys(segment.agent for segment in head.segments if segment.train and segment.turns)
         position: dict[int, int] = {}
@@ -102,15 +130,11 @@ class _Collector:
                 self.rewards.append(reward)
                 self.tokens.append(tokens)
                 self.trained.append(trained)
-            self.offsets.append(len(self.rewards))
-            self.cell_of.append(self.cells.setdefault((group, agent), len(self.cells)))
-            self.trajectory_of.append(self.members)
-            self.terminated.append(head.status == "finished")
+            self._end_strand(group, agent, head)
         for number, segment in enumerate(head.segments):
             if segment.train and segment.turns:
                 self.rows.append(_Row(len(segment.turns), self.members, number, segment.length, group))
                 self.row_turns.extend(position[turn.index] for turn in segment.turns)
-        self.members += 1
 
     def finish(self, expected: Sequence[int]) -> Strands:
         cells = list(self.cells)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from headrace.batch import Batch, GroupInput, build_head, read_advantages
 from headrace.codec import decode_head, encode
@@ -18,6 +19,7 @@ from headrace.estimators import gae_turn
 from headrace.forming import compute
 from headrace.moments import Moments, merge_all
 from headrace.runspec import EstimatorSpec
+from headrace.strands import Strands, collect_strands
 from headrace.trajectory import Task, Trajectory, Version
 from tests.builders import (
     make_failed,
@@ -286,6 +288,25 @@ def test_own_values_find_their_way_back_to_the_columns() -> None:
     assert not gae.bootstrapped_with_zero.any()
     truncated = Batch.parse(usual_body("truncated")).strands()
     assert not truncated.terminated.any()
+
+
+@pytest.mark.parametrize("indices", [(0, 1, 2), (0, 2, 4), (2, 1, 0)])
+def test_a_row_is_laid_flat_alike_alone_and_beside_a_segment_without_turns(indices: tuple[int, ...]) -> None:
+    head = decode_head(encode(make_trajectory(rewards=[0.5, -1.0, 2.0])))
+    (row,) = head.segments
+    turns = [replace(turn, index=index) for turn, index in zip(row.turns, indices, strict=True)]
+    row = replace(row, turns=turns)
+    found = [
+        collect_strands([GroupInput("g", head.task, 2, [(replace(head, segments=segments), 64)] * 2)])
+        for segments in ([row], [row, replace(row, turns=[])])
+    ]
+    alone, beside = map(_plain, found)
+    assert alone == beside
+
+
+def _plain(strands: Strands) -> list[Any]:
+    fields = (*strands.experience, *strands[1:])
+    return [field.tolist() if isinstance(field, np.ndarray) else field for field in fields]
 
 
 # Refusing -------------------------------------------------------------------------------------------------------
