@@ -36,7 +36,10 @@ SCRATCH = "/scratch"
 
 PROGRAM_PATH = "/usr/local/bin:/usr/bin:/bin"
 
-NAMESPACES = ("--unshare-all", "--unshare-user", "--uid", "1000", "--gid", "1000", "--die-with-parent", "--new-session")
+NAMESPACES = (
+    *("--unshare-all", "--unshare-user", "--uid", "1000", "--gid", "1000", "--hostname", "sandbox"),
+    *("--die-with-parent", "--new-session"),
+)
 
 OF_USR = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 """Folders of the root that are links into /usr on a merged system."""

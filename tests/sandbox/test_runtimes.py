@@ -488,3 +488,8 @@ async def test_what_this_process_was_started_to_ignore_programs_heed() -> None:
         await runtime.close()
         signal.signal(signal.SIGINT, before)
     assert (forked.stdout.text, fresh.stdout.text) == ("True\n", "True\n")
+
+
+async def test_a_program_does_not_see_the_name_of_this_machine(run: Run) -> None:
+    result = await run("import socket; print(socket.gethostname())")
+    assert result.stdout.text == "sandbox\n"
