@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 import headrace
-from headrace.errors import UnknownEnvironment
+from headrace.errors import SetupError, UnknownEnvironment
 from headrace_workers.environments.cli import env
 
 FAULTY = """
@@ -61,7 +61,21 @@ def test_check_of_an_unknown_id_is_an_error_of_its_own() -> None:
     assert isinstance(result.exception, UnknownEnvironment)
 
 
-def test_kwargs_that_are_no_json_are_a_usage_error() -> None:
-    result = CliRunner().invoke(env, ["check", "game:Nim-v0", "--kwargs", "{"])
+@pytest.mark.parametrize("kwargs", ["{", "[1]"])
+def test_kwargs_that_are_no_json_object_are_a_usage_error(kwargs: str) -> None:
+    result = CliRunner().invoke(env, ["check", "game:Nim-v0", "--kwargs", kwargs])
     assert result.exit_code == 2
     assert "--kwargs" in result.stderr
+
+
+def test_an_environment_that_cannot_be_made_says_what_its_constructor_was_given() -> None:
+    result = CliRunner().invoke(env, ["check", "game:Nim-v0", "--kwargs", '{"colour": 1}'])
+    assert isinstance(result.exception, SetupError)
+    assert "colour" in str(result.exception)
+    assert "--kwargs" in result.exception.hint
+
+
+def test_the_help_of_check_has_its_example_on_a_line_of_its_own() -> None:
+    lines = CliRunner().invoke(env, ["check", "--help"]).stdout.splitlines()
+    example = lines[lines.index("  Example:") + 1]
+    assert example.endswith(r"--action '\boxed{1}' --action '\boxed{3}'")

@@ -1,7 +1,9 @@
 """The conformance suite passes what keeps the protocol, and names what breaks it."""
 
 import asyncio
+import math
 import random
+import sys
 from typing import Any
 
 import numpy as np
@@ -175,6 +177,21 @@ class NobodyDue(Echo):
         return {"a": "", "b": ""}, {}
 
 
+class Ends(Echo):
+    def step(self, action):
+        sys.exit(3)
+
+
+class PartsThatAreNoNumbers(Echo):
+    def step(self, action):
+        return "", 1.0, True, False, {"reward_parts": {"speed": math.inf}}
+
+
+class HalfACharacter(Echo):
+    def reset(self, seed=None):
+        return "\ud800", {}
+
+
 @pytest.mark.parametrize(
     ("broken", "check"),
     [
@@ -192,6 +209,9 @@ class NobodyDue(Echo):
         (ImageOfFloats, "step-returns"),
         (OneBuffer, "fresh-objects"),
         (Raises, "raises"),
+        (Ends, "raises"),
+        (PartsThatAreNoNumbers, "step-returns"),
+        (HalfACharacter, "reset-returns"),
         (NobodyDue, "next-agent"),
     ],
 )

@@ -11,6 +11,7 @@ import json
 import click
 
 import headrace
+from headrace.errors import HeadraceError, SetupError
 from headrace_workers.environments.conformance import DEFAULT_ACTIONS, check_environment
 from headrace_workers.imports import import_all
 
@@ -61,18 +62,28 @@ def check(
     kwargs: str,
     as_json: bool,
 ) -> None:
-    r"""Play ENVIRONMENT and print each way in which it breaks the protocol; exit code 1 if there is one.
+    """Play ENVIRONMENT and print each way in which it breaks the protocol; exit code 1 if there is one.
 
     \b
     Example:
-      headrace env check example:Countdown --import countdown.py --action '\boxed{1}' --action '\boxed{3}'
+      headrace env check example:Countdown --import countdown.py --action '\\boxed{1}' --action '\\boxed{3}'
     """
     import_all(imports)
     try:
         arguments = json.loads(kwargs)
     except json.JSONDecodeError as error:
         raise click.UsageError(f"--kwargs is not JSON: {error}.") from error
-    headrace.make(environment, **arguments)  # an unknown id is an error of its own, not a problem of the protocol
+    if not isinstance(arguments, dict):
+        raise click.UsageError("--kwargs is no JSON object, such as '{\"terms\": 4}'.")
+    try:
+        headrace.make(environment, **arguments)  # that it cannot be made is no problem of the protocol
+    except HeadraceError:
+        raise
+    except Exception as error:
+        raise SetupError(
+            f"{environment} cannot be made: {type(error).__name__}: {error}.",
+            hint="Give what its constructor takes as --kwargs. `headrace --debug env check ...` shows where it raised.",
+        ) from error
     problems = check_environment(lambda: headrace.make(environment, **arguments), actions=actions or DEFAULT_ACTIONS)
     if as_json:
         click.echo(json.dumps([problem._asdict() for problem in problems]))

@@ -10,7 +10,7 @@
 What is checked, each under the name that a problem carries:
 
 * ``reset-returns``: a pair of observation and info (a dict each for several agents).
-* ``step-returns``: five values of the right types; the reward is a finite number.
+* ``step-returns``: five values of the right types; the reward and its parts are finite numbers. Both: text is Unicode.
 * ``seed-fixes-all``: same seed, same actions, same episode, on a fresh instance and on a used one; but for the
   durations of tool calls.
 * ``global-generators``: neither ``random`` nor ``numpy.random`` is seeded or drawn from.
@@ -101,7 +101,7 @@ class _Player:
             result = method(*arguments)
             if inspect.isawaitable(result):
                 result = self._runner.run(_awaited(result))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             given = ", ".join(map(repr, arguments))
             raise _Broken("raises", f"{method.__name__}({given}) raised {error!r}") from error
         return result
@@ -189,11 +189,27 @@ def _check_step(returned: Any, several: bool) -> None:
     if not isinstance(info, dict):
         raise _Broken(name, f"info is {_short(info)}, not a dict")
     for value in _values(reward, several, name):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if not _is_number(value):
             raise _Broken(name, f"the reward {_short(value)} is not a finite number")
+    for its in info.values() if several else (info,):
+        _check_parts(name, its)
     for flag in (*_values(terminated, several, name), *_values(truncated, several, name)):
         if not isinstance(flag, bool):
             raise _Broken(name, f"the flag {_short(flag)} is not a bool")
+
+
+def _check_parts(check: str, info: Any) -> None:
+    parts = info.get("reward_parts", {}) if isinstance(info, dict) else {}
+    if not isinstance(parts, dict):
+        raise _Broken(check, f"reward_parts is {_short(parts)}, not a dict of named numbers")
+    for name, value in parts.items():
+        if not isinstance(name, str) or not _is_number(value):
+            raise _Broken(check, f"the reward part {_short(name)} is {_short(value)}, not a finite number")
+
+
+def _is_number(value: Any) -> bool:
+    is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    return is_number and math.isfinite(value)
 
 
 def _check_observation(check: str, observation: Any, several: bool) -> None:
@@ -201,9 +217,14 @@ def _check_observation(check: str, observation: Any, several: bool) -> None:
         parts = isinstance(value, list) and all(isinstance(part, ContentPart | Image) for part in value)
         if not (isinstance(value, str) or parts):
             raise _Broken(check, f"the observation {_short(value)} is neither text nor a list of ContentPart and Image")
-        for part in value if parts else ():
+        for part in value if parts else (value,):
             if isinstance(part, Image):
                 _check_image(check, part)
+            text = part if isinstance(part, str) else part.text
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise _Broken(check, f"the text {_short(text)} holds half a character (a lone surrogate)") from error
 
 
 def _check_image(check: str, image: Image) -> None:
