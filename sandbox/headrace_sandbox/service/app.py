@@ -36,6 +36,7 @@ from headrace_sandbox.runtimes.base import Session
 from headrace_sandbox.service import messages
 from headrace_sandbox.service.messages import API, MEDIA_TYPE
 from headrace_sandbox.service.metrics import Metrics
+from headrace_sandbox.service.waiting import HUNG_UP
 
 T = TypeVar("T")
 
@@ -64,7 +65,7 @@ class Answer(NamedTuple):
 
 
 class App:
-    """The ASGI application. ``is_ready`` says why the service is not, or nothing."""
+    """The ASGI application, under a protocol that tells of ``HUNG_UP``."""
 
     def __init__(self, pool: Pool, auth: Auth, metrics: Metrics, max_body_bytes: int) -> None:
         self._pool = pool
@@ -105,7 +106,7 @@ class App:
             raise ValueError(f"this service speaks HTTP, not {scope['type']}")
         begun_at = time.perf_counter()
         route, status = "unknown", CLIENT_LEFT
-        watch = _Watch(receive)
+        watch = _Watch(scope)
         try:
             try:
                 headers = dict(scope["headers"])
@@ -129,7 +130,7 @@ class App:
             pass  # nobody to answer
         finally:
             watch.end()
-            self._metrics.answered(route, status, time.perf_counter() - begun_at)
+            _soon(self._metrics.answered, route, status, time.perf_counter() - begun_at)
 
     def _find(self, method: str, path: str) -> tuple[str, frozenset[Role], Callable[[bytes], Awaitable[Answer]]]:
         """The route's name, who may use it, and what it does."""
@@ -163,7 +164,7 @@ class App:
             raise InvalidRequest("There is neither a command nor a program.", hint="Give one of them.")
         with self._metrics.failures():
             result = await work
-        self._metrics.ended(result)
+        _soon(self._metrics.ended, result)
         return Answer(msgspec.msgpack.encode(result))
 
     def _check_kept(self, limits: Limits) -> None:
@@ -193,7 +194,7 @@ class App:
         self._check_kept(asked.limits)
         with self._metrics.failures():
             result = await leased.run(asked.command, asked.limits)
-        self._metrics.ended(result)
+        _soon(self._metrics.ended, result)
         return Answer(msgspec.msgpack.encode(result))
 
     async def _read(self, leased: Leased, body: bytes) -> Answer:
@@ -259,7 +260,7 @@ class App:
         self._check_kept(asked.limits)
         with self._metrics.failures():
             result = await session.run(asked.cell, asked.limits)
-        self._metrics.ended(result)
+        _soon(self._metrics.ended, result)
         return Answer(msgspec.msgpack.encode(result))
 
     async def _interrupt(self, session: Session, body: bytes) -> Answer:
@@ -300,24 +301,29 @@ class _Gone(Exception):
 class _Watch:
     """Cancels the task of a request whose client hangs up."""
 
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._task: asyncio.Task[None] | None = None
+    def __init__(self, scope: Scope) -> None:
+        self._hung_up: list[Callable[[], object]] = scope["extensions"][HUNG_UP]
+        self._task: asyncio.Task[Any] | None = None
         self.has_left = False
 
     def begin(self) -> None:
-        self._task = asyncio.create_task(self._run(asyncio.current_task()))
-
-    async def _run(self, request: asyncio.Task[Any] | None) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self.has_left = True
-        if request is not None:
-            request.cancel()
+        self._task = asyncio.current_task()
+        self._hung_up.append(self._leave)
 
     def end(self) -> None:
         if self._task is not None:
+            self._hung_up.remove(self._leave)
+            self._task = None
+
+    def _leave(self) -> None:
+        if self._task is not None:
+            self.has_left = True
             self._task.cancel()
+
+
+def _soon(count: Callable[..., None], *what: object) -> None:
+    """Count this when the answer is on its way: it leaves at the end of this turn of the event loop."""
+    asyncio.get_running_loop().call_soon(count, *what)
 
 
 def problem(error: HeadraceError) -> Answer:
