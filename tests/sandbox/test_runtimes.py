@@ -22,9 +22,10 @@ from headrace_sandbox.cgroups import Cgroup, Groups, NoDriver, find_driver
 from headrace_sandbox.conformance.look import descendants
 from headrace_sandbox.result import RANGES, Limits, Usage
 from headrace_sandbox.runtimes import forkserver
-from headrace_sandbox.runtimes.base import Command, PythonProgram
+from headrace_sandbox.runtimes.base import Command, PythonProgram, Template
 from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
 from headrace_sandbox.runtimes.forkserver import ForkServer
+from headrace_sandbox.runtimes.kept import KeptSandbox
 from tests.sandbox.conftest import Run
 from tests.sandbox.test_hostile import lives
 
@@ -153,17 +154,37 @@ async def test_a_sandbox_that_cannot_be_made_is_our_failure(fresh: Bubblewrap, m
     assert (caught.value.kind, caught.value.retryable) == ("sandbox-not-made", True)
 
 
-async def test_a_sandbox_that_cannot_enter_its_group_is_not_made() -> None:
-    class Full(NoDriver):
-        def make(self, name: str) -> Cgroup:
-            group = super().make(name)
-            group.entries = [os.devnull, "/dev/full"]
-            return group
+TAKES_NOBODY = [os.devnull, "/dev/full"]
+"""Entries of a control group that takes nobody."""
 
+
+class Full(NoDriver):
+    def make(self, name: str) -> Cgroup:
+        group = super().make(name)
+        group.entries = TAKES_NOBODY
+        return group
+
+
+async def test_a_sandbox_or_fork_that_cannot_enter_its_group_is_not_made() -> None:
     runtime = Bubblewrap(Full())
     with pytest.raises(SandboxFailure) as failure:
         await runtime.run(Command(arguments=["true"]), Limits())
     assert failure.value.kind == "sandbox-not-made"
+    with pytest.raises(SandboxFailure) as failure:
+        await runtime.run_code(PythonProgram(code=""), Limits())
+    assert failure.value.kind == "sandbox-lost"
+    await runtime.close()
+
+
+async def test_a_command_that_cannot_enter_the_group_of_its_sandbox_does_not_run() -> None:
+    runtime = Bubblewrap(NoDriver())
+    sandbox = await runtime.open(Template(), 60.0)
+    assert isinstance(sandbox, KeptSandbox)
+    assert sandbox._keeper is not None
+    sandbox._keeper.group.entries = TAKES_NOBODY
+    with pytest.raises(SandboxFailure, match="control group") as failure:
+        await sandbox.run(Command(arguments=["true"]), Limits())
+    assert failure.value.kind == "sandbox-lost"
     await runtime.close()
 
 

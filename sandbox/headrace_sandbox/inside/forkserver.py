@@ -5,10 +5,12 @@
 * A child is forked in its control group, and waits there for its program, isolated already.
 * The server and its slots hold no secret, and run nothing of a program's in themselves.
 
-The server gets a socket for each slot, as one packet on standard input, and forks a process for it. On its socket that
-one, and each process 1 that it forks, tell with their credentials where they are:
+The server gets a socket for each slot, with the entries of its control group, as one packet on standard input, and
+forks a process for it. On its socket that one, and each process 1 that it forks, tell with their credentials where they
+are:
 
-* ``s``: the slot is there; it waits for a byte, before which the supervisor bounds it;
+* ``s``: the slot is there, and in its group if that has entries; it waits for a byte, before which the supervisor puts
+  it there if not;
 * ``r``: a process 1 is there, and a child of it waits for a request: the descriptors stdin, stdout, stderr and a file
   with JSON;
 * ``f`` and why: that child could not be isolated, and ran nothing;
@@ -60,6 +62,7 @@ NAMESPACES = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWNET | CLONE_N
 CLONE = {"x86_64": 56, "aarch64": 220}  # the number of the system call
 MADV_DONTNEED = 4
 MOST_TOLD = 500  # bytes of why it failed
+MOST_RECEIVED = 16  # descriptors in a packet
 MOST_DESCRIPTORS = 256  # far above what this has open
 
 keeping_the_lock = ctypes.PyDLL(None, use_errno=True)
@@ -73,15 +76,24 @@ def serve(requests: socket.socket, filter_: bytes) -> None:
         if os.fork() == 0:
             try:
                 requests.close()
+                enter(descriptors[1:])
                 be_slot(socket.socket(fileno=descriptors[0]), clone, uid, gid, filter_)
             finally:
                 os._exit(0)
-        os.close(descriptors[0])
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def enter(entries: list[int]) -> None:
+    """Enter a control group: this process has one thread."""
+    for entry in entries:
+        os.write(entry, b"0")
+        os.close(entry)
 
 
 def received(requests: socket.socket) -> list[int]:
     """The descriptors of the next packet; empty at the end."""
-    _, ancillary, _, _ = requests.recvmsg(1, socket.CMSG_SPACE(4 * 4))
+    _, ancillary, _, _ = requests.recvmsg(1, socket.CMSG_SPACE(4 * MOST_RECEIVED))
     descriptors = array.array("i")
     for _level, _type, data in ancillary:
         descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])

@@ -6,10 +6,11 @@
 * What it starts runs without privileges, under the filter and the limits; the keeper itself is out of its sight.
 
 A request is one packet on standard input, a socket: descriptors of a file with the request, JSON, of a socket to the
-supervisor, and of what the request needs. On that socket the process 1 of what was started says ``first``, with its
-credentials, and gets a byte; a process that the sandbox's control group shall bound says ``member`` likewise; and eight
-bytes say how it ended: its wait status, and whether the scratch folder was full then, if it failed. Without them it was
-killed.
+supervisor, of the entries of the sandbox's control group (so many: ``group_entries``), and of what the request needs.
+On that socket the process 1 of what was started says ``first``, with its credentials, and gets a byte; a process that
+the group shall bound says ``member`` likewise, once it is in it if there are entries, or ``outside`` if it does not
+come in; and eight bytes say how it ended: its wait status, and whether the scratch folder was full then, if it failed.
+Without them it was killed.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 SCRATCH, SHARED_MEMORY, SESSION = "/scratch", "/dev/shm", "/session"
-MOST_DESCRIPTORS = 8  # of a request
+MOST_DESCRIPTORS = 16  # of a request
 SESSION_BYTES, SESSION_INODES = 4 << 20, 16  # for the text of a cell, and two pipes
 
 
@@ -64,12 +65,13 @@ class Asked:
         with os.fdopen(descriptors[0], "rb") as file:
             self.request: dict[str, Any] = json.loads(file.read())
         self.supervisor = socket.socket(fileno=descriptors[1])
-        self.descriptors = descriptors[2:]
+        first = 2 + self.request["group_entries"]
+        self.entries, self.descriptors = descriptors[2:first], descriptors[first:]
         self.filter = filter_
 
     def become_program(self) -> None:
         """In a process that is to be the program: be bounded, and give up every privilege."""
-        self.supervisor.send(b"member")
+        self.supervisor.send(b"member" if self.has_entered() else b"outside")
         if not self.supervisor.recv(1):
             os._exit(1)
         self.supervisor.close()
@@ -77,6 +79,16 @@ class Asked:
         prctl(PR_SET_DUMPABLE, 1)
         limit(self.request["rlimits"])
         give_up_privileges(self.filter)
+
+    def has_entered(self) -> bool:
+        """Whether this process, which has one thread, is in the control group now, as far as there are entries."""
+        try:
+            for entry in self.entries:
+                os.write(entry, b"0")
+                os.close(entry)
+        except OSError:
+            return False
+        return True
 
 
 def serve(requests: socket.socket, filter_: bytes, deadline: float) -> None:
@@ -126,7 +138,7 @@ def be_first(asked: Asked) -> None:
     program = os.fork()
     if program == 0:
         be_program(asked)
-    for descriptor in (0, 1, 2, *asked.descriptors):
+    for descriptor in (0, 1, 2, *asked.descriptors, *asked.entries):
         os.close(descriptor)
     while True:
         pid, status = os.wait()

@@ -181,13 +181,13 @@ class KeptSandbox(WithFiles):
             raise gone
         return result_of(verdict, usage, start_s, self.isolation)
 
-    def _request(self, request: dict[str, Any]) -> bytes:
+    def _request(self, request: dict[str, Any]) -> dict[str, Any]:
         limits = self._template.limits
         rlimits = {"nofile": limits.open_files, "fsize": limits.file_bytes, "core": 0}
         if not self._around.groups.driver.active:
             weak = weak_limits(limits)
             rlimits |= {**weak, "nproc": weak["nproc"] + SPARE_PIDS}
-        return json.dumps({**request, "rlimits": {f"RLIMIT_{name.upper()}": n for name, n in rlimits.items()}}).encode()
+        return {**request, "rlimits": {f"RLIMIT_{name.upper()}": n for name, n in rlimits.items()}}
 
     def _alive(self) -> _Keeper:
         gone = self._gone()
@@ -219,9 +219,11 @@ class _Bounds(NamedTuple):
     processors: set[int] | None
 
     def admit(self, pid: int) -> None:
-        """Bound a process, and what it will start; one that has ended is fine. Raises OSError."""
+        """Bound a process, and what it will start; one that has ended is fine. Where the group has entries it is in it
+        already. Raises OSError."""
         with contextlib.suppress(ProcessLookupError):
-            self.group.add(pid)
+            if not self.group.entries:
+                self.group.add(pid)
             if self.processors is not None:
                 os.sched_setaffinity(pid, self.processors)
 
@@ -277,7 +279,7 @@ class _Keeper:
     def lives(self) -> bool:
         return not is_readable(self._pidfd)
 
-    async def start_program(self, request: bytes, stack: contextlib.ExitStack) -> tuple[_Inner, Started]:
+    async def start_program(self, request: dict[str, Any], stack: contextlib.ExitStack) -> tuple[_Inner, Started]:
         """Start what a request asks for, with pipes. It is bounded, and waits to be let go. Raises SandboxFailure
         ``sandbox-lost``."""
         with Descriptors() as made:
@@ -300,7 +302,7 @@ class _Keeper:
         )
         return inner, started
 
-    async def host(self, request: bytes) -> _SessionHost:
+    async def host(self, request: dict[str, Any]) -> _SessionHost:
         """Start the host of a session. Raises SandboxFailure ``sandbox-lost``."""
         with contextlib.ExitStack() as stack:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -313,14 +315,15 @@ class _Keeper:
             reader, writer = await asyncio.open_unix_connection(sock=ours)
             return _SessionHost(reader, writer, pidfd, stack.pop_all())
 
-    def _ask(self, request: bytes, handed: Sequence[int], stack: contextlib.ExitStack) -> _Inner:
+    def _ask(self, request: dict[str, Any], handed: Sequence[int], stack: contextlib.ExitStack) -> _Inner:
         """Send a request, with these descriptors."""
         assert self._bounds is not None
         with Descriptors() as made:
             inner, theirs = _Inner.make(self._bounds, stack)
             made.own(theirs)
-            content = made.own(bwrap.memory_file(request))
-            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [content, theirs, *handed]))
+            entries = [made.own(os.open(path, os.O_WRONLY)) for path in self.group.entries]
+            content = made.own(bwrap.memory_file(json.dumps({**request, "group_entries": len(entries)}).encode()))
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [content, theirs, *entries, *handed]))
             try:
                 self._requests.sendmsg([b"r"], [rights])
             except OSError as error:
@@ -438,6 +441,8 @@ class _Inner:
             self._first.set_result(pidfd)
         elif data == b"member":
             self._admitting = self._loop.create_task(self._admit(_sender(ancillary)))
+        elif data == b"outside":
+            self._refuse("it did not come into its control group")
         elif len(data) == END.size:
             status, full = END.unpack(data)
             self.status, self.disk_full = os.waitstatus_to_exitcode(status), bool(full)
@@ -451,16 +456,23 @@ class _Inner:
 
     async def _admit(self, pid: int) -> None:
         try:
-            await asyncio.to_thread(self._bounds.admit, pid)  # it waits for the kernel
-        except OSError as error:  # nothing runs unbounded
-            self.failure = sandbox_lost(f"A program could not be bounded: {error}.")
-            if (pidfd := self._first.result()) is not None:
-                bwrap.kill(pidfd)
+            if self._bounds.group.entries:
+                self._bounds.admit(pid)
+            else:
+                await asyncio.to_thread(self._bounds.admit, pid)  # it waits for the kernel
+        except OSError as error:
+            self._refuse(f"{error}")
             return
         if self.lets_all_go:
             self.go()
         elif not self._joined.done():
             self._joined.set_result(True)
+
+    def _refuse(self, why: str) -> None:
+        """Nothing runs unbounded."""
+        self.failure = sandbox_lost(f"A program could not be bounded: {why}.")
+        if (pidfd := self._first.result()) is not None:
+            bwrap.kill(pidfd)
 
     def _close(self) -> None:
         self._loop.remove_reader(self._socket)

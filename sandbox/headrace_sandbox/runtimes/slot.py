@@ -65,14 +65,15 @@ class Slot:
         self._was_large = False
 
     async def make(self, ask: Callable[[Sequence[int]], None]) -> None:
-        """Have it forked by asking for it, and put it into its group. Raises SandboxFailure."""
-        with self._theirs:
-            ask([self._theirs.fileno()])
+        """Have it forked by asking for it, and be put into its group if it does not enter it. Raises SandboxFailure."""
+        with self._theirs, Descriptors() as made:
+            ask([self._theirs.fileno(), *(made.own(os.open(path, os.O_WRONLY)) for path in self.group.entries)])
         self._pid, self._pidfd = await self._expect(THERE)
-        try:
-            await asyncio.to_thread(self.group.add, self._pid)
-        except OSError as error:
-            raise no_cgroup(error) from error
+        if not self.group.entries:
+            try:
+                await asyncio.to_thread(self.group.add, self._pid)
+            except OSError as error:
+                raise no_cgroup(error) from error
         self._socket.send(b"1")
 
     async def ready(self, limits: Limits) -> None:
