@@ -104,6 +104,8 @@ class Metrics:
         self.lag = histogram("event_loop_lag_seconds", "How late the event loop runs its timers.", LAG_BUCKETS_S)
         self.request_time = histogram("http_request_seconds", "Time to answer.", REQUEST_BUCKETS_S, "route")
         self.ready = Gauge("headrace_ready", "1 when requests are answered, else 0.", registry=self.registry)
+        text = "1 while nothing can be stored, as on a full disk, else 0."
+        self.disk_refuses = Gauge("headrace_disk_refuses", text, registry=self.registry)
 
     def run_label(self, run: str) -> str:
         """The label of a run: its name, or ``other`` when too many have one."""

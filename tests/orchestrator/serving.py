@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import struct
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
+import pytest
 
 from headrace import codec, wire
 from headrace.batch import Batch
@@ -181,6 +183,19 @@ class Process:
             self.kill()
         elif self._process is not None and self._process.stdout is not None:
             self._process.stdout.close()
+
+
+@contextmanager
+def refusing_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A full disk, for orchestrators in this event loop; afterwards there is room again."""
+
+    def refuse(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("headrace_orchestrator.buffer.log.PROBE_FIRST_S", 0.01)
+    with monkeypatch.context() as refusing:
+        refusing.setattr(os, "fdatasync", refuse)
+        yield
 
 
 async def until(ask: Any, *, deadline_s: float = 10.0) -> Any:

@@ -15,7 +15,7 @@ from headrace import wire
 from headrace.errors import LAYERS
 from headrace_orchestrator.console import render
 from headrace_orchestrator.service.lifecycle import Phase
-from tests.orchestrator.serving import Api, until
+from tests.orchestrator.serving import Api, refusing_disk, until
 
 RUN = wire.RunStatus(
     name="run",
@@ -107,6 +107,21 @@ def test_names_and_messages_are_escaped():
     page = render.console(service(run(learner_waiting=True, reasons=[reason])), Phase("ready"))
     assert "<script>alert" not in page
     assert "&lt;script&gt;" in page
+
+
+async def test_while_the_disk_refuses_that_comes_before_all_else(api: Api, monkeypatch: pytest.MonkeyPatch):
+    await api.create_run()
+    async with api.session.get("/events") as answer:
+        assert b"disk refuses" not in await asyncio.wait_for(answer.content.readuntil(b"\n\n"), 10)
+        with refusing_disk(monkeypatch):
+            await api.ask("POST", "/v1/runs/run/close", status=507)
+            told = b""
+            while b"disk refuses" not in told:
+                told = await asyncio.wait_for(answer.content.readuntil(b"\n\n"), 10)
+            async with api.session.get("/") as page:
+                text = await page.text()
+    assert text.index("The disk refuses: No space left on device.") < text.index("Run run")
+    assert "the orchestrator goes on by itself" in text
 
 
 async def test_the_page_is_whole_without_scripts_and_loads_nothing_from_elsewhere(api: Api):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace import wire
 from headrace.trajectory import Failure
 from headrace_orchestrator.metrics import MAX_RUN_LABELS, MAX_SERVER_LABELS, STORE_TEXTS, Metrics
 from tests.builders import make_failed
-from tests.orchestrator.serving import Api, record_for, submission
+from tests.orchestrator.serving import Api, record_for, refusing_disk, submission, until
 
 UNITS = ("seconds", "bytes", "versions", "groups", "episodes", "count")
 
@@ -41,6 +42,28 @@ async def test_every_name_begins_with_headrace_and_counters_end_in_total(api: Ap
                 assert sample.name.endswith("_total"), sample.name
             if family.type == "histogram":
                 assert family.name.endswith(UNITS), family.name
+
+
+async def test_metrics_are_answered_while_the_disk_refuses_and_say_so(api: Api, monkeypatch: pytest.MonkeyPatch):
+    await api.create_run()
+    assert (await scrape(api))["headrace_disk_refuses"][()] == 0
+    with refusing_disk(monkeypatch):
+        await api.ask("POST", "/v1/runs/run/close", status=507)
+        found = await scrape(api)
+        assert (found["headrace_disk_refuses"][()], found["headrace_ready"][()]) == (1, 0)
+        assert (("run", "run"),) in found["headrace_run_active"]
+        for method, path, body in (
+            ("GET", "/readyz", None),
+            ("GET", "/v1/status", None),
+            ("GET", "/v1/runs", None),
+            ("POST", "/v1/worker/lease", {"worker": "w", "slots": 1, "free": 1, "wait_s": 0}),
+        ):
+            assert (await api.ask(method, path, body, status=503))["phase"] == "disk full"
+
+    async def recovered() -> bool:
+        return (await scrape(api))["headrace_disk_refuses"][()] == 0
+
+    await until(recovered)
 
 
 async def test_the_story_of_a_run_is_in_the_numbers(api: Api):

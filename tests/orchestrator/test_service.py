@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import os
 import threading
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ from headrace_orchestrator.service.outcomes import outcome_of, record_of
 from headrace_orchestrator.service.replay import replay
 from headrace_orchestrator.service.store import FACTS_A_FRAME, Store, facts_of
 from tests.builders import make_failed, make_id, make_multi_agent, make_multi_segment, make_trajectory, make_truncated
-from tests.orchestrator.serving import Api, orchestrator, record_for, submission, until
+from tests.orchestrator.serving import Api, orchestrator, record_for, refusing_disk, submission, until
 
 
 class SlowDisk:
@@ -107,15 +106,8 @@ async def test_a_batch_whose_lease_cannot_be_written_breaks_off_and_comes_again(
 ):
     await api.create_run()
     await api.play(free=4)
-    monkeypatch.setattr("headrace_orchestrator.buffer.log.PROBE_FIRST_S", 0.01)
-    with monkeypatch.context() as refusing:
-
-        def refuse(descriptor: int) -> None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        refusing.setattr(os, "fdatasync", refuse)
-        with pytest.raises(aiohttp.ClientPayloadError):
-            await api.pull_raw(request="same")
+    with refusing_disk(monkeypatch), pytest.raises(aiohttp.ClientPayloadError):
+        await api.pull_raw(request="same")
 
     async def pulled() -> Any:
         with contextlib.suppress(AssertionError):  # the disk is not known to be well yet

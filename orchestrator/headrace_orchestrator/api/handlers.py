@@ -69,7 +69,7 @@ async def drain_worker(service: Service, call: Call) -> Reply:
 
 
 async def workers(service: Service, call: Call) -> Reply:
-    service.require_started()
+    service.require_stored()
     return _json(service.status().workers)
 
 
@@ -81,7 +81,7 @@ async def create_run(service: Service, call: Call) -> Reply:
 
 
 async def runs(service: Service, call: Call) -> Reply:
-    service.require_started()
+    service.require_stored()
     return _json(service.status().runs)
 
 
@@ -218,7 +218,7 @@ async def advantages(service: Service, call: Call) -> Reply:
 
 
 async def status(service: Service, call: Call) -> Reply:
-    service.require_started()
+    service.require_stored()
     return service.status()
 
 

@@ -5,6 +5,7 @@
 * Runs that are over are folded.
 * A learner that has not spoken for long is not said to be training.
 * A worker that has not spoken for long is silent.
+* While the disk refuses, that comes before all else.
 * A page is whole without scripts, and loads nothing from elsewhere.
 """
 
@@ -23,7 +24,8 @@ _TONES = {"waiting": 0, "busy": 1, "idle": 2, "over": 3}
 
 
 class Phase(Protocol):
-    """What the service is busy with; ``done`` of ``total`` bytes while it starts."""
+    """What the service is busy with; ``done`` of ``total`` bytes while it starts. ``failure``: why nothing can be
+    stored; ``remedy``: what to do about it."""
 
     @property
     def name(self) -> str: ...
@@ -31,6 +33,10 @@ class Phase(Protocol):
     def done(self) -> int: ...
     @property
     def total(self) -> int: ...
+    @property
+    def failure(self) -> str: ...
+    @property
+    def remedy(self) -> str: ...
 
 
 class Headline(NamedTuple):

@@ -2,7 +2,7 @@
 
 * Until the log is read, everything is answered ``unavailable``, with the phase, how far it is and how long it may take.
 * A store that fails makes the service not ready; it says which error it was, and is ready again once the disk takes
-  what waits.
+  what waits. Whoever watches it, by the console or by metrics, sees meanwhile what is in memory, and that it failed.
 * When it drains, long polls are answered at once.
 """
 
@@ -49,12 +49,15 @@ RECENT_SYNCS = 512
 
 class Phase(msgspec.Struct, frozen=True):
     """What the service is busy with. ``done`` of ``total`` bytes, while it starts, and the seconds that the rest may
-    take by the pace so far."""
+    take by the pace so far. ``failure``: why nothing can be stored now, ``remedy``: what to do about it; empty when all
+    is well."""
 
     name: str
     done: int = 0
     total: int = 0
     estimate_s: float | None = None
+    failure: str = ""
+    remedy: str = ""
 
 
 class Running(NamedTuple):
@@ -253,6 +256,7 @@ class Lifecycle:
 
     def _show_ready(self) -> None:
         self.metrics.ready.set(1 if self._phase == "ready" and not self._failure else 0)
+        self.metrics.disk_refuses.set(1 if self._failure else 0)
 
     @property
     def _failure(self) -> str:
@@ -267,7 +271,7 @@ class Lifecycle:
             done, total = self._log.scanned_bytes, self._log.found_bytes
             passed_s = self._clock() - self._reading_since
             return Phase(self._phase, done, total, passed_s / done * (total - done) if done else None)
-        return Phase(self._phase)
+        return Phase(self._phase, failure=self._failure, remedy=self._remedy if self._failure else "")
 
     def require_ready(self) -> None:
         """Raises Unavailable unless everything works, with ``phase``, ``done`` and ``total``."""
@@ -275,10 +279,10 @@ class Lifecycle:
         if self._phase != "ready":
             raise self._busy()
 
-    def require_started(self) -> None:
-        """Raises Unavailable until the log is read: before that there are no answers, not empty ones."""
-        if self._running is None:
-            raise self._busy()
+    def require_stored(self) -> None:
+        """Raises Unavailable until the log is read, for before that there are no answers, not empty ones; and while the
+        store fails, for programs act on what they are told."""
+        self._require()
 
     def _busy(self) -> Unavailable:
         phase = self.phase()
@@ -296,13 +300,13 @@ class Lifecycle:
         if self._running is None:
             raise self._busy()
         if self._failure:
-            raise self._refusing(self._running.shell.store.log)
+            phase = self._running.shell.store.log.phase or self._projection_phase
+            hint = f"{self._remedy} Then try again."
+            raise Unavailable(f"The store failed: {self._failure}.", hint=hint, phase=phase)
         return self._running
 
-    def _refusing(self, store_log: Log) -> Unavailable:
-        if store_log.stopped:
-            hint = "Mend what failed, then restart the orchestrator."
-        else:
-            hint = "Mend what failed: the orchestrator goes on by itself. Then try again."
-        phase = store_log.phase or self._projection_phase
-        return Unavailable(f"The store failed: {self._failure}.", hint=hint, phase=phase)
+    @property
+    def _remedy(self) -> str:
+        if self._log is not None and self._log.stopped:
+            return "Mend what failed, and restart the orchestrator."
+        return "Mend what failed: the orchestrator goes on by itself."

@@ -24,7 +24,7 @@ from headrace_orchestrator.buffer.directory import DataDirectory
 from headrace_orchestrator.buffer.listing import Stored
 from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.scheduler.core import Scheduler
-from headrace_orchestrator.service.lifecycle import Lifecycle
+from headrace_orchestrator.service.lifecycle import Lifecycle, Running
 from headrace_orchestrator.service.serving import Served
 from headrace_orchestrator.service.shell import HEADRACE_VERSION
 from headrace_orchestrator.service.store import Store
@@ -280,7 +280,9 @@ class Service(Lifecycle):
 
     def run_status(self, run: str) -> wire.RunStatus:
         """One run. Raises UnknownRun."""
-        running = self._require()
+        return self._run_status(self._require(), run)
+
+    def _run_status(self, running: Running, run: str) -> wire.RunStatus:
         status = running.shell.core.run_status(run, running.shell.now())
         servers, sync = running.plane.shown(run)
         return msgspec.structs.replace(
@@ -292,12 +294,13 @@ class Service(Lifecycle):
         return self._require().shell.core.groups(run)
 
     def status(self) -> wire.ServiceStatus:
-        """The whole service; without runs and workers while it starts."""
+        """The whole service, for whoever watches it: without runs and workers while it starts, and as it is in memory
+        while the store fails."""
         runs: list[wire.RunStatus] = []
         workers: list[wire.WorkerStatus] = []
         if self._running is not None:
             shell = self._running.shell
-            runs = [self.run_status(name) for name in shell.core.run_names()]
+            runs = [self._run_status(self._running, name) for name in shell.core.run_names()]
             workers = shell.core.worker_statuses(shell.now())
         return wire.ServiceStatus(
             epoch=self.epoch,
