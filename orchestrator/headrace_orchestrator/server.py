@@ -22,7 +22,7 @@ from headrace.errors import PortInUse, SetupError
 from headrace.tokens import load_auth
 from headrace_orchestrator import logs
 from headrace_orchestrator.api.app import App
-from headrace_orchestrator.api.gathering import GatheringProtocol
+from headrace_orchestrator.api.impatience import ImpatientProtocol
 from headrace_orchestrator.buffer.directory import DataDirectory
 from headrace_orchestrator.service import Service
 from headrace_orchestrator.settings import Address, Settings
@@ -90,7 +90,7 @@ async def _serve(
     server = _Server(
         uvicorn.Config(
             app,
-            http=GatheringProtocol,
+            http=ImpatientProtocol,
             ws="none",
             lifespan="off",
             log_config=None,
