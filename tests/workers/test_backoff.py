@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from headrace.errors import Unavailable
-from headrace_workers.worker.backoff import FIRST_S, LAST_S, Backoff
+from typing import Any, cast
+
+from structlog.testing import capture_logs
+
+from headrace import wire
+from headrace.errors import Forbidden, HeadraceError, Unauthorized, Unavailable
+from headrace_workers.worker.backoff import FIRST_S, LAST_S, REFUSED_LAST_S, Backoff
+from headrace_workers.worker.heartbeat import RETRY_S, Heartbeat
 
 AWAY = Unavailable("Nobody answers.")
 
@@ -49,3 +55,56 @@ async def test_after_a_success_it_starts_over() -> None:
     backoff.reset()
     await backoff.pause(AWAY)
     assert slept.pauses_s[-1] == FIRST_S
+
+
+async def test_a_token_that_is_refused_is_named_as_the_cause_and_tried_less_often() -> None:
+    slept = Slept()
+    backoff = Backoff(sleep=slept, random_share=lambda: 1.0)
+    with capture_logs() as lines:
+        for _ in range(12):
+            await backoff.pause(Unauthorized("Nobody knows this token."), longest_s=0.3)
+        await backoff.pause(Forbidden("Not for learners."))
+    assert slept.pauses_s[-1] == REFUSED_LAST_S
+    assert [line["event"] for line in lines] == ["the token was refused"] * 12 + ["the worker was refused"]
+
+
+async def test_heartbeats_that_are_refused_slow_down_and_one_that_is_answered_brings_back_the_pace() -> None:
+    connection = Answering(Unauthorized("Nobody knows this token."))
+    beating = heartbeat(connection)
+    with capture_logs() as lines:
+        pauses_s = [await beating._beat() for _ in range(12)]
+    assert pauses_s[:3] == [RETRY_S, 2 * RETRY_S, 4 * RETRY_S]
+    assert pauses_s[-1] == REFUSED_LAST_S
+    assert {line["event"] for line in lines} == {"the token was refused"}
+    connection.error = None
+    assert await beating._beat() == 7.0
+    connection.error = Unauthorized("Nobody knows this token.")
+    assert await beating._beat() == RETRY_S
+
+
+async def test_refused_heartbeats_come_as_often_as_the_leases_that_are_held_need() -> None:
+    beating = heartbeat(Answering(Unauthorized("Nobody knows this token.")))
+    beating.has_term(6.0)
+    assert max([await beating._beat() for _ in range(12)]) == 2.0
+
+
+class Answering:
+    """An orchestrator that answers heartbeats with this error, or well."""
+
+    def __init__(self, error: HeadraceError | None) -> None:
+        self.error = error
+
+    async def heartbeat(self, request: wire.HeartbeatRequest, *, timeout_s: float) -> wire.HeartbeatReply:
+        if self.error is not None:
+            raise self.error
+        return wire.HeartbeatReply(epoch=1, interval_s=7.0)
+
+
+def heartbeat(connection: Answering) -> Heartbeat:
+    def ignore(given: Any) -> None:
+        pass
+
+    def content() -> wire.HeartbeatRequest:
+        return wire.HeartbeatRequest(worker="w", slots=1)
+
+    return Heartbeat(cast(Any, connection), content=content, on_reply=ignore, on_defect=ignore)

@@ -3,7 +3,7 @@
 * It goes on while an episode computes in the worker's event loop.
 * One heartbeat lists all attempts, finished ones in the spool included.
 * The orchestrator says when the next one is wanted; a shorter lease term that arrives meanwhile comes first.
-* A lost heartbeat is repeated soon, not one interval later.
+* A lost heartbeat is repeated soon, not one interval later; one that was refused for its token less and less often.
 * A heartbeat that ends by a defect says so; the worker does not go on without one.
 """
 
@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from headrace import wire
 from headrace.errors import HeadraceError
+from headrace_workers.worker.backoff import REFUSED_LAST_S, refusal_of
 from headrace_workers.worker.connection import OrchestratorConnection
 from headrace_workers.worker.logs import logger
 
@@ -55,6 +56,7 @@ class Heartbeat:
         self._on_defect = on_defect
         self._interval_s = FIRST_INTERVAL_S
         self._shortest_term_s = float("inf")
+        self._refused_s = RETRY_S
         self._wake = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
@@ -110,8 +112,17 @@ class Heartbeat:
             timeout_s = max(SHORTEST_ANSWER_S, self._interval_s)
             reply = await self._connection.heartbeat(self._content(), timeout_s=timeout_s)
         except HeadraceError as error:
+            if refusal := refusal_of(error):
+                return self._refused(refusal, error)
             logger().warning("heartbeat got no answer", error=str(error))
             return min(RETRY_S, self._interval_s)
-        self._interval_s = reply.interval_s
+        self._interval_s, self._refused_s = reply.interval_s, RETRY_S
         self._on_reply(reply)
         return min(self._interval_s, self._shortest_term_s / HEARTBEATS_A_TERM)
+
+    def _refused(self, refusal: str, error: HeadraceError) -> float:
+        """The pause after a refusal: it doubles, and is never too long for the leases that are held."""
+        pause_s = min(self._refused_s, self._shortest_term_s / HEARTBEATS_A_TERM)
+        self._refused_s = min(REFUSED_LAST_S, self._refused_s * 2)
+        logger().warning(refusal, error=str(error), pause_s=round(pause_s, 3))
+        return pause_s
