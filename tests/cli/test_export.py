@@ -212,5 +212,16 @@ def test_a_version_that_is_none_is_refused(stored: Path, tmp_path: Path):
 
 def test_an_export_of_nothing_says_which_runs_there_are(stored: Path, tmp_path: Path):
     done = export(stored, tmp_path / "out", "--run", "other-name")
-    assert done.exit_code == 0
-    assert "No trajectory fits. Runs of" in done.stderr
+    assert done.exit_code != 0
+    assert "no run 'other-name'" in done.stderr
+    assert f"Runs of {stored}: " in done.stderr
+
+
+@pytest.mark.parametrize("wanted", [("--run", "other-name"), ("--tag", "hrad")])
+def test_an_export_that_nothing_fits_leaves_nothing_in_the_way_of_the_next(
+    stored: Path, tmp_path: Path, wanted: tuple[str, ...]
+):
+    assert "nothing was written" in export(stored, tmp_path / "out", *wanted).stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+    assert export(stored, tmp_path / "out", "--tag", "hard").exit_code == 0
+    assert len(rows(tmp_path / "out")) == 1

@@ -1,6 +1,6 @@
 """``headrace export``: stored trajectories for the tools of others.
 
-* The folder is there when it is whole; an export that fails leaves nothing.
+* The folder is there when it is whole; an export that fails leaves nothing, and so does one that nothing fits.
 * A damaged record is named and left out; with ``--strict`` it ends the export.
 * Assets that what is exported refers to come with it.
 """
@@ -18,7 +18,7 @@ import click
 
 import headrace
 from headrace.assets import FOLDER, asset_path
-from headrace.errors import CorruptAsset, InvalidRequest, UnknownAsset
+from headrace.errors import CorruptAsset, InvalidRequest, UnknownAsset, UnknownRun
 from headrace.offline import Filter, Reader
 from headrace.tables import as_json, table_schema, tables
 from headrace.trajectory import Status, Trajectory, Version
@@ -94,6 +94,10 @@ def export(directory: Path, destination: Path, kind: str, strict: bool, **wanted
         counted = _Counted(data.matching(Filter(**wanted)))
         files = _write(kind, folder, counted)
         lost = _copy_assets(data, folder, counted.assets)
+        if not counted.count and Filter(**wanted) != Filter():
+            _require_run(data, directory, wanted["run"])
+            shutil.rmtree(folder)
+            files = []
     for name, problem in lost.items():
         note(f"Left out: asset {name}: {problem}")
     for damage in data.damaged:
@@ -110,17 +114,16 @@ def export(directory: Path, destination: Path, kind: str, strict: bool, **wanted
                 "damaged_assets": lost,
             }
         )
-    else:
+    elif files:
         note(f"{counted.count} trajectories in {len(files)} file{'s' * (len(files) > 1)} in {destination}.")
-    if not counted.count:
-        names = ", ".join(run.name for run in data.runs()) or "none"
-        note(f"No trajectory fits. Runs of {directory}: {names}.")
+    if not files:
+        note("No trajectory fits; nothing was written.")
 
 
 @contextmanager
 def fresh_folder(path: Path) -> Iterator[Path]:
-    """A folder that is at ``path`` after the block, or nowhere if that raises. Raises InvalidRequest for one that is
-    there already."""
+    """A folder that is at ``path`` after the block, or nowhere if that raises or deletes it. Raises InvalidRequest for
+    one that is there already."""
     if path.exists():
         raise InvalidRequest(f"{path} is there already.", hint="Name a new folder, or delete this one first.")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,10 +132,18 @@ def fresh_folder(path: Path) -> Iterator[Path]:
     partial.mkdir()
     try:
         yield partial
-        partial.rename(path)
+        if partial.exists():
+            partial.rename(path)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def _require_run(data: Reader, directory: Path, run: str | None) -> None:
+    names = [known.name for known in data.runs()]
+    if run is not None and run not in names:
+        hint = f"Runs of {directory}: {', '.join(names) or 'none'}."
+        raise UnknownRun(f"There is no run {run!r}; nothing was written.", hint=hint)
 
 
 class _Counted:
