@@ -99,6 +99,8 @@ async def test_a_damaged_trajectory_is_named_and_said_what_it_costs(data_dir: Pa
     done = fsck(data_dir)
     assert done.exit_code == LOST
     assert f"log/{file.name} at offset {frame.offset}" in done.stdout
+    assert "1 file, " in done.stderr
+    assert done.stderr.splitlines()[-1] == "1 finding."
     finding = only(check(data_dir))
     assert (finding.kind, finding.type, finding.lost) == ("record", "trajectory", True)
     assert (finding.offset, finding.size_bytes) == (frame.offset, frame.size)

@@ -65,12 +65,15 @@ def _tell(report: Report) -> None:
     for finding in report.findings:
         click.echo(line_of(finding))
     counts = ", ".join(f"{count} {name}" for name, count in report.frames.items())
-    note(f"{report.files} files, {size(report.size_bytes)}: {counts}; {report.assets} assets.")
+    note(
+        f"{report.files} file{'s' * (report.files != 1)}, {size(report.size_bytes)}: {counts}; {report.assets} assets."
+    )
     if report.unfinished_bytes:
         note(f"The last {report.unfinished_bytes} bytes are an append that never finished; nobody was told of it.")
     if report.unprojected_bytes:
         note(f"The projection is {size(report.unprojected_bytes)} behind the log; a service brings it up.")
-    note(f"{len(report.findings)} findings." if report.findings else "All is sound.")
+    found = len(report.findings)
+    note(f"{found} finding{'s' * (found > 1)}." if found else "All is sound.")
 
 
 def line_of(finding: Finding) -> str:
