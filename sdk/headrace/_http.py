@@ -160,7 +160,8 @@ class _Connection(http.client.HTTPConnection):
     def request(self, *args: Any, **options: Any) -> None:
         self._parts: list[Any] = []
         super().request(*args, **options)
-        super().send(b"".join(self._parts))
+        parts, self._parts = self._parts, []
+        super().send(b"".join(parts))
 
     def send(self, data: Any) -> None:
         self._parts.append(data)
