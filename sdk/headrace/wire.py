@@ -234,10 +234,11 @@ class Reason(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     closed, filtered, zero-variance, row-too-long. Where a layer keeps failing it is LAYER-failing, such as
     policy-failing.
 
-    ``group-ended``: an awaited group was retired unserved, ``facts["reason"]`` says why. ``shards-not-fetched``: a
-    batch is held for ranks that did not pull, ``facts["missing"]`` lists them. ``filtered``: what is ready is not what
-    the pull asks for. ``zero-variance``: the batch goes without groups whose returns are all equal. ``row-too-long``:
-    groups were retired that fit into no bin."""
+    ``group-ended``: an awaited group was retired unserved, ``facts["reason"]`` says why, and ``facts["failure"]`` how
+    an episode of it failed last, where one did. ``shards-not-fetched``: a batch is held for ranks that did not pull,
+    ``facts["missing"]`` lists them. ``filtered``: what is ready is not what the pull asks for. ``zero-variance``: the
+    batch goes without groups whose returns are all equal. ``row-too-long``: groups were retired that fit into no bin.
+    """
 
     code: str
     message: str

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from headrace.errors import CorruptRecord, InternalError
-from headrace_orchestrator.scheduler import snapshot
+from headrace.trajectory import Failure
+from headrace_orchestrator.scheduler import snapshot, taking
 from headrace_orchestrator.scheduler.batches import Batch
 from headrace_orchestrator.scheduler.evaluations import Evaluation
 from headrace_orchestrator.scheduler.hosts import Hosting
@@ -74,6 +75,17 @@ def test_a_snapshot_taken_in_the_middle_of_a_replay_is_finished_as_the_replay_is
             each.tick(harness.now)
             each.check()
         assert [type(fact) for fact in core.drain()] == [type(fact) for fact in cut.drain()]
+
+
+def test_a_snapshot_carries_how_awaited_groups_failed(harness):
+    harness.run(source="learner", batch_size=1, short_groups="serve")
+    harness.submit("a")
+    harness.finish(harness.lease(1)[0], "failed", failure=Failure(layer="policy", kind="long", message="x" * 10_000))
+    (told,) = harness.empty(groups=["a"]).reasons
+    assert told.facts["failure"].startswith("policy/long: xxx")
+    assert len(told.facts["failure"]) == taking.MAX_FAILURE
+    again = harness.restored(harness.core.snapshot())._book.runs["r"]
+    assert again.submitted_failures == {"a": told.facts["failure"]}
 
 
 def test_a_snapshot_of_a_format_that_is_not_known_is_refused_and_named():

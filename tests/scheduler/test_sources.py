@@ -19,7 +19,7 @@ from headrace.errors import (
 )
 from headrace.runspec import RunSpec
 from headrace_orchestrator.scheduler import records, taking
-from tests.scheduler.harness import Harness, codes, version
+from tests.scheduler.harness import BROKEN, Harness, codes, version
 
 
 def test_a_pull_that_names_groups_is_served_exactly_these_once_complete(harness):
@@ -37,11 +37,14 @@ def test_an_awaited_group_that_ended_is_a_typed_failure_never_silence(harness):
     harness.run(source="learner", batch_size=1, short_groups="serve")
     harness.submit("a", "b")
     attempts = harness.lease(2)
-    harness.finish(attempts[0], "failed")
+    harness.finish(attempts[0], "failed", failure=BROKEN)
     harness.finish(attempts[1])
     reply = harness.empty(groups=["a", "b"], wait_s=60.0)
     assert reply.finished
-    assert [(r.code, r.facts) for r in reply.reasons] == [("group-ended", {"group": "a", "reason": "failed"})]
+    (reason,) = reply.reasons
+    failure = "environment/crashed: It raised."
+    assert (reason.code, reason.facts) == ("group-ended", {"group": "a", "reason": "failed", "failure": failure})
+    assert reason.message.endswith(failure)
     assert harness.batch(groups=["b"]).groups == ["b"]
 
 

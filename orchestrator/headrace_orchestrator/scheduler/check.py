@@ -215,6 +215,7 @@ def _durable_run(run: Run) -> dict[str, Any]:
         },
         "active_evaluations": list(run.active_evaluations),
         "submitted_ends": dict(run.submitted_ends),
+        "submitted_failures": dict(run.submitted_failures),
         "retired": dict(run.retired),
         "ends": dict(run.ends),
         "rewards": list(run.rewards),

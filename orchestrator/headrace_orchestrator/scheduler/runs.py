@@ -117,6 +117,8 @@ class Run:
         self.active_evaluations: dict[str, Evaluation] = {}
         #: Why submitted groups ended, by id.
         self.submitted_ends: dict[str, str] = {}
+        #: Of those that ended by a failure: the last one, in words.
+        self.submitted_failures: dict[str, str] = {}
         self.retired: Counter[str] = Counter()
         self.stale_since_batch = 0
         #: Zero-variance groups that a plain pull goes without since the last batch, and tokens of their rows.

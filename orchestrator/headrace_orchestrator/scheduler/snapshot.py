@@ -162,6 +162,7 @@ class RunRow(Row, frozen=True):
     recent: list[Failure | None]
     kills: dict[bytes, list[str]]
     quarantined: dict[bytes, Task]
+    submitted_failures: dict[str, str] = {}
 
 
 class GroupWhole(Row, frozen=True):

@@ -33,6 +33,12 @@ LEASE_EXPIRED = "lease-expired"
 UNCOUNTED_KINDS = frozenset({"drained", "cancelled", "quarantined"})
 """Kinds of infrastructure failure that the task has no part in."""
 
+ENDED_BY_FAILURE = frozenset({"failed", "incomplete"})
+"""Reasons of retirement behind which there is a failed episode."""
+
+MAX_FAILURE = 500
+"""Characters of a failure that are kept for whoever awaits the group: a sentence, not a traceback."""
+
 
 def admitted(run: Run, record: records.GroupAdmitted) -> None:
     evaluation = run.evaluations[record.evaluation] if record.evaluation else None
@@ -227,6 +233,15 @@ def quarantined(run: Run, record: records.TaskQuarantined) -> None:
             review(run, group)
 
 
+def _last_failure(group: Group) -> str:
+    failures = [episode.failure for episode in group.members if episode.failure is not None]
+    return _shortened(f"{failures[-1].layer}/{failures[-1].kind}: {failures[-1].message}") if failures else ""
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_FAILURE else f"{text[: MAX_FAILURE - 3]}..."
+
+
 def _vanish(run: Run, group: Group, cause: str) -> None:
     """Members that were never dispatched never will be."""
     for episode in group.members:
@@ -270,6 +285,8 @@ def retired(run: Run, record: records.GroupRetired) -> None:
         group.evaluation.cut |= record.reason == "deadline"
     if group.submitted:
         remember(run.submitted_ends, group.id, record.reason)
+        if record.reason in ENDED_BY_FAILURE and (failure := _last_failure(group)):
+            remember(run.submitted_failures, group.id, failure)
     if run.spec.source == "mixture" and run.kills and not run.is_quarantined(group.task):
         run.kills.pop(task_key(group.task), None)
     _vanish(run, group, record.reason)

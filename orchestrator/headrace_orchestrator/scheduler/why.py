@@ -46,15 +46,17 @@ def empty(
 
 def _ended(run: Run, awaited: list[str]) -> list[Reason]:
     """Awaited groups that will not be served."""
-    return [
-        Reason(
-            code="group-ended",
-            message=f"Group {id} was retired ({run.submitted_ends[id]}) and will not be served.",
-            facts={"group": id, "reason": run.submitted_ends[id]},
-        )
-        for id in awaited
-        if id in run.submitted_ends
-    ]
+    return [_end(run, id) for id in awaited if id in run.submitted_ends]
+
+
+def _end(run: Run, id: str) -> Reason:
+    reason, failure = run.submitted_ends[id], run.submitted_failures.get(id, "")
+    message = f"Group {id} was retired ({reason}) and will not be served."
+    facts = {"group": id, "reason": reason}
+    if failure:
+        message += f" Its last failure: {failure}"
+        facts["failure"] = failure
+    return Reason(code="group-ended", message=message, facts=facts)
 
 
 def _finished(run: Run, filter: Filter) -> list[Reason]:
