@@ -335,7 +335,7 @@ async def test_a_flipped_byte_of_the_projection_is_found_or_changes_nothing(one_
         assert again.store.projection.page("run", {}, 100, None, now_ms=0) == page, position
         await again.store.close()
     assert named > 5
-    assert noticed > 3
+    assert noticed > 1  # a start looks at the last row itself, and makes all anew
 
 
 @pytest.mark.parametrize("harm", ["a file", "an end", "the last file"])

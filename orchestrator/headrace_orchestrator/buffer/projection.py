@@ -5,6 +5,7 @@
 * It never runs ahead of the disk: only frames that are synced are projected.
 * Writing is off the hot path: rows are collected and written in small transactions, by a thread of their own.
 * A byte that was flipped in a listed row is noticed when it is read; what is damaged is built anew at the next start.
+* An id behind all that are here is known to be new without a lookup.
 * A listing is read by pages; no reader holds the database open between them.
 * The write-ahead file shrinks again once a reader from outside is gone, also when nothing is written any more.
 """
@@ -25,7 +26,7 @@ import msgspec
 from headrace import wire
 from headrace.errors import StoreError
 from headrace.trajectory import Failure
-from headrace_orchestrator.buffer.listing import FILTERS, Stored, Unprojected
+from headrace_orchestrator.buffer.listing import FILTERS, Stored, TrajectoryListed, Unprojected
 from headrace_orchestrator.buffer.location import OFFSET_BITS, Location
 from headrace_orchestrator.buffer.rows import (
     COLUMNS,
@@ -55,13 +56,15 @@ BUSY_MS = 5000
 class Projection:
     """The database of the log with this id. ``write`` is called by one thread at a time; readers may be in any.
 
-    ``owner`` reads over a connection of its own, so that whoever asks on the event loop never waits for a writer.
+    ``owners`` reads over a connection of its own, so that whoever asks on the event loop never waits for a writer.
     """
 
     def __init__(self, path: Path, log: str) -> None:
         self._path = path
         self._log = log
         self._lock = threading.Lock()
+        #: No id here is behind it. Ids sort by the time they were made, so that most that are asked for are.
+        self._last_id = ""
         self._connection = self._open()
         self._lookups = _connect(path)
 
@@ -69,13 +72,12 @@ class Projection:
         """Open, or start anew where the tables are not ours or are damaged: everything in them is in the log."""
         try:
             connection = _connect(self._path)
-            try:
+            with suppress(*_UNREADABLE, _DamagedError):
                 found = connection.execute("SELECT schema, log, position + inverse FROM cursor").fetchall()
                 tables = connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
-            except _UNREADABLE:
-                found, tables = [], []
-            if found == [(SCHEMA, self._log, 0)] and {sql for (sql,) in tables} == STATEMENTS:
-                return connection
+                if found == [(SCHEMA, self._log, 0)] and {sql for (sql,) in tables} == STATEMENTS:
+                    self._last_id = _last_id(connection)
+                    return connection
             connection.close()
             return self._create()
         except _UNREADABLE:
@@ -140,11 +142,15 @@ class Projection:
             self._lookups.close()
             self._connection.close()
             self._connection = self._create()
+            self._last_id = ""
             self._lookups = _connect(self._path)
 
     def write(self, waiting: Iterable[Unprojected], cursor: int) -> None:
         """Take in what is listed, in order, and move the cursor, in one transaction. Raises StoreError."""
+        waiting = tuple(waiting)
+        ids = (listed.outcome.trajectory for listed, _ in waiting if isinstance(listed, TrajectoryListed))
         with self._locked() as connection:
+            self._last_id = max(self._last_id, max(ids, default=""))  # before any of them is here
             connection.execute("BEGIN IMMEDIATE")
             try:
                 for sql, alike in groupby(rows(waiting), key=itemgetter(0)):
@@ -176,11 +182,14 @@ class Projection:
 
     def owners(self, trajectories: Sequence[str]) -> dict[str, str]:
         """Of these trajectories those that are here, with their episodes. For one thread: the event loop's."""
-        marks = ",".join("?" * len(trajectories))
+        # For a lookup SQLite lets go of the interpreter's lock, and getting it back takes longer than the lookup.
+        maybe_here = [id for id in trajectories if id <= self._last_id]
+        if not maybe_here:
+            return {}
+        marks = ",".join("?" * len(maybe_here))
         with self._told():
             rows = self._lookups.execute(
-                f"SELECT id, episode FROM trajectories WHERE id IN ({marks})",
-                tuple(trajectories),
+                f"SELECT id, episode FROM trajectories WHERE id IN ({marks})", maybe_here
             ).fetchall()
         return {str(id): str(episode) for id, episode in rows}
 
@@ -298,6 +307,15 @@ def _tells_of_damage(error: Exception) -> bool:
 def _verify(row: tuple[Any, ...]) -> None:
     if not is_intact(row):
         raise _DamagedError(f"the row of trajectory {row[1]!r} at position {row[0]} is not as it was written")
+
+
+def _last_id(connection: sqlite3.Connection) -> str:
+    """The id that sorts last, or the empty string. Raises _DamagedError: all behind a wrong one would seem new."""
+    row = connection.execute(f"SELECT {COLUMNS} FROM trajectories ORDER BY id DESC LIMIT 1").fetchone()
+    if row is None:
+        return ""
+    _verify(row)
+    return str(row[1])
 
 
 def _carry_out(connection: sqlite3.Connection, sql: str, rows: Sequence[tuple[Any, ...]]) -> None:
