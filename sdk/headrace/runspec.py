@@ -20,6 +20,9 @@ from headrace.errors import InvalidRunSpec
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 """Names that are safe in paths, URLs and metric labels."""
 
+EnvironmentId = Annotated[str, Field(min_length=1, max_length=200)]
+"""An environment's id. Wrappers make it longer than a name: ``python:math:Arithmetic-v0``."""
+
 MAX_TAGS = 16
 """Most tags of a task. Tags are for sorting tasks into kinds; what tells every task apart is its id."""
 
@@ -76,8 +79,8 @@ class _Model(BaseModel):
 class EnvironmentSpec(_Model):
     """One entry of the mixture that tasks are drawn from."""
 
-    id: str
-    """Environment id, such as ``game:GuessTheNumber-v0-hard``."""
+    id: EnvironmentId
+    """Environment id, such as ``game:GuessTheNumber-v0-hard``, of 1 to 200 characters."""
     kwargs: Json = {}
     """Passed to the environment's constructor."""
     weight: float = Field(default=1.0, gt=0)
@@ -89,8 +92,8 @@ class EnvironmentSpec(_Model):
 class TaskSpec(_Model):
     """One task of a fixed list."""
 
-    environment: str
-    """Environment id."""
+    environment: EnvironmentId
+    """Environment id, of 1 to 200 characters."""
     seed: int = Field(default=0, ge=0, le=MAX_INTEGER)
     """Seed of the environment, which fixes it whole. Default 0."""
     kwargs: Json = {}

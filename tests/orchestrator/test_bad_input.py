@@ -46,6 +46,19 @@ async def test_a_bad_run_spec_names_every_bad_field(api: Api):
     assert {item["field"] for item in problem["problems"]} == {"group_size", "learning_rate"}
 
 
+async def test_an_environment_id_that_is_too_long_or_empty_is_refused_wherever_it_comes_from(api: Api):
+    await api.create_run(name="there")
+    for id in ("", "e" * 201):
+        for source in ({"environments": [{"id": id}]}, {"tasks": [{"environment": id}]}):
+            problem = await api.ask("POST", "/v1/runs", {"name": "run", **source}, status=422)
+            assert "environment" in problem["problems"][0]["field"]
+        task = {"environment": id}
+        problem = await api.ask("POST", "/v1/runs/there/groups", {"groups": [{"task": task}]}, status=400)
+        assert "environment: String should have at" in problem["detail"]
+        await api.ask("POST", "/v1/runs/there/evaluations", {"tasks": [task]}, status=400)
+    await api.create_run(name="longest", environments=[{"id": "e" * 200}])
+
+
 async def test_a_run_is_created_once(api: Api):
     await api.create_run()
     problem = await api.ask("POST", "/v1/runs", {"name": "run"}, status=409)
