@@ -25,6 +25,7 @@ from headrace.errors import BatchAlreadyAcked, BatchSuperseded, HeadraceError
 from headrace_workers.tiny_policy.model import Floats, Model
 
 LEARNING_RATE = 6.0  # large, because a turn's gradient is at most 1 and is averaged over all turns of a batch
+_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open  # the policy is near: no proxy
 TEXT = "version {version}: mean reward {mean_reward:.2f}, mean guesses {mean_guesses:.2f}"
 
 
@@ -70,9 +71,6 @@ def train(
         yield {"version": str(state.version), "mean_reward": reward, "mean_guesses": counts.turns / counts.trajectories}
 
 
-_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open  # the policy is near: no proxy
-
-
 def fetch(policy: str) -> State:
     with _open(f"{policy}/weights", timeout=60) as reply:
         return State(np.frombuffer(reply.read(), "<f8"), Version.parse(reply.headers["X-Weight-Version"]), "")
@@ -113,6 +111,8 @@ def main() -> None:
                 print(json.dumps(step) if ask.json else TEXT.format(**step), flush=True)
     except HeadraceError as error:
         raise SystemExit(str(error)) from error
+    except (urllib.error.URLError, ConnectionError) as error:
+        raise SystemExit(f"The policy at {ask.policy} does not answer: {error}") from error
 
 
 if __name__ == "__main__":

@@ -15,19 +15,22 @@ from benchmarks.policy.vllm import AT_ONCE, Vllm
 from benchmarks.service import service
 from benchmarks.table import RESULTS, Row, report
 from examples.tiny_model import write_model
-from examples.vllm_server import start_vllm
+from examples.vllm_server import PYTHON, start_vllm
 from headrace import Client
 from tests.vllm.server import TorchLogprobs
 
 PARTS = ("cost", "throughput", "updates")
+REAL = {"throughput", "updates"}
 
 
 def main() -> None:
     wanted = sys.argv[1:] or list(PARTS)
     if unknown := set(wanted) - set(PARTS):
         raise SystemExit(f"No part {', '.join(unknown)}. There are: {', '.join(PARTS)}.")
+    if REAL & set(wanted) and not PYTHON.exists():
+        raise SystemExit("There is no vLLM here: install it with make parts, or measure without: ARGS=cost.")
     rows = cost.rows() if "cost" in wanted else []
-    if {"throughput", "updates"} & set(wanted):
+    if REAL & set(wanted):
         rows += _real(wanted)
     report("policy", rows)
 

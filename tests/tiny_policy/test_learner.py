@@ -201,6 +201,13 @@ def test_the_run_spec_of_the_example_is_valid():
     assert (spec.estimator.name, spec.estimator.gamma) == ("rebn", GAMMA)
 
 
+def test_without_a_policy_the_learner_ends_with_one_line(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["learner.py", "--policy", "http://127.0.0.1:1"])
+    with pytest.raises(SystemExit, match=r"^The policy at http://127.0.0.1:1 does not answer: .*refused") as ended:
+        learner.main()
+    assert "\n" not in str(ended.value)
+
+
 def test_the_learner_fits_on_two_screens():
     assert len((EXAMPLES / "learner.py").read_text().splitlines()) < 120
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.policy import __main__ as policy_benchmark
 from examples import vllm_server
 from examples.vllm_server import StartFailed, start_vllm
 
@@ -72,3 +73,13 @@ def wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("parts", [[], ["cost", "updates"]], ids=["all", "some"])
+def test_without_vllm_the_benchmark_of_the_policy_plane_ends_with_one_line_before_it_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: list[str]
+):
+    monkeypatch.setattr(policy_benchmark, "PYTHON", tmp_path / "python")
+    monkeypatch.setattr(sys, "argv", ["policy", *parts])
+    with pytest.raises(SystemExit, match=r"^There is no vLLM here: .*make parts"):
+        policy_benchmark.main()
