@@ -56,7 +56,7 @@ def test_kills_and_power_cuts_in_every_phase_lose_nothing_and_double_nothing(tmp
 @pytest.mark.parametrize(
     ("mutant", "finding"),
     [
-        ("answers-before-sync", "lost|other bytes|accepted . times"),
+        ("answers-before-sync", "lost|other bytes|accepted . times|cannot be fetched"),
         ("acks-before-sync", "the ack of batch .* was answered and is lost"),
         ("names-not-synced", "lost|other bytes|accepted . times|cannot be fetched"),
     ],

@@ -32,7 +32,7 @@ from headrace_orchestrator.service.serving import Served
 from headrace_orchestrator.settings import Settings
 from tests.builders import make_segment
 from tests.chaos.model import Batch, Model
-from tests.orchestrator.serving import record_for, submission
+from tests.orchestrator.serving import record_for, submission, whole
 
 T = TypeVar("T")
 
@@ -219,15 +219,15 @@ class Histories(RuleBasedStateMachine):
 
     def served(self, found: Served) -> None:
         self.holder[found.batch] = self.session
-        assert isinstance(found.body, bytes)
+        body = self.buffer.do(whole(found))
         known = self.model.batches.get(found.batch)
         if known is not None:
             assert not known.acked
-            assert found.body == known.body
+            assert body == known.body
             assert found.generation > known.generation
             known.generation = found.generation
             return
-        manifest = batches.Batch.parse(found.body, generation=found.generation).manifest
+        manifest = batches.Batch.parse(body, generation=found.generation).manifest
         groups = [group.id for group in manifest.groups]
         for other in {self.model.groups[id].batch for id in groups} - {""}:
             self.is_dissolved(other)
@@ -235,7 +235,7 @@ class Histories(RuleBasedStateMachine):
         assert manifest.staleness_max <= self.model.max_staleness
         records = [record for id in groups for record in self.model.groups[id].members]
         assert sorted(manifest.trajectories) == sorted(codec.decode_head(self.model.records[e]).id for e in records)
-        self.model.formed(Batch(found.batch, groups, found.body, found.generation))
+        self.model.formed(Batch(found.batch, groups, body, found.generation))
 
     def is_dissolved(self, batch: str) -> None:
         """A group of an open batch was served in another one: then nobody can ack the first any more."""

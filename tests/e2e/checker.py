@@ -67,7 +67,13 @@ def _check_records(url: str, run: str, seen: Acknowledged, found: Findings) -> N
                 found.wrong.append(f"episode {episode} was accepted {len(hashes)} times")
             if episode not in stored:
                 found.wrong.append(f"episode {episode} was acknowledged and is lost")
-            elif hashlib.sha256(fetch(f"{url}/v1/trajectories/{stored[episode]}")).hexdigest() != hashes[0]:
+                continue
+            try:
+                content = fetch(f"{url}/v1/trajectories/{stored[episode]}")
+            except urllib.error.HTTPError as error:
+                found.wrong.append(f"episode {episode} was acknowledged and cannot be fetched: {error.code}")
+                continue
+            if hashlib.sha256(content).hexdigest() != hashes[0]:
                 found.wrong.append(f"episode {episode} is stored with other bytes than were acknowledged")
 
 

@@ -24,11 +24,17 @@ from headrace.batch import Batch
 from headrace.ids import new_id
 from headrace.trajectory import Trajectory
 from headrace_orchestrator.server import serve
+from headrace_orchestrator.service.serving import Served
 from headrace_orchestrator.settings import Settings
 from tests.builders import make_trajectory
 
 START_DEADLINE_S = 30.0
 """A process that is not ready by then will never be."""
+
+
+async def whole(served: Served) -> bytes:
+    """The body of a batch, to its end."""
+    return served.body if isinstance(served.body, bytes) else b"".join([part async for part in served.body])
 
 
 class Api:

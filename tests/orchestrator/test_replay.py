@@ -31,7 +31,7 @@ from headrace_orchestrator.service.replay import replay
 from headrace_orchestrator.service.serving import Served
 from headrace_orchestrator.service.store import Store
 from headrace_orchestrator.settings import Settings
-from tests.orchestrator.serving import record_for, submission, until
+from tests.orchestrator.serving import record_for, submission, until, whole
 from tests.orchestrator.test_log import Disk, flip
 from tests.orchestrator.test_projection import rows
 
@@ -132,9 +132,7 @@ class House:
     async def pull(self) -> None:
         served = await self.service.pull("run", wire.PullRequest(learner="l", session="s", request=new_id()), self.left)
         if isinstance(served, Served):
-            assert not isinstance(served.body, bytes)
-            body = b"".join([part async for part in served.body])
-            batch = Batch.parse(body, generation=served.generation, lease_s=served.lease_s)
+            batch = Batch.parse(await whole(served), generation=served.generation, lease_s=served.lease_s)
             batch.verify()
             self.batches.append(batch)
 
