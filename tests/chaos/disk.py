@@ -95,16 +95,20 @@ class Disk:
         self._write(f"content-{inode}", path.read_bytes())
 
     def _note_directory(self, path: Path) -> None:
-        names = {entry.name: self._pin(Path(entry)) for entry in os.scandir(path)}
+        names = {}
+        for entry in os.scandir(path):
+            with suppress(FileNotFoundError):  # it is removed at this moment
+                names[entry.name] = self._pin(Path(entry))
         self._write(_directory_note(path.relative_to(self._data)), json.dumps(names).encode())
 
     def _pin(self, path: Path) -> int:
-        inode = path.stat().st_ino
-        pinned = self._vault / f"pin-{inode}"
-        if path.is_file() and not pinned.exists():
+        """Raises FileNotFoundError."""
+        found = path.stat()
+        pinned = self._vault / f"pin-{found.st_ino}"
+        if stat.S_ISREG(found.st_mode) and not pinned.exists():
             with suppress(FileExistsError):  # another thread of this process was first
                 os.link(path, pinned)
-        return inode
+        return found.st_ino
 
     def _write(self, name: str, content: bytes) -> None:
         new = self._vault / f"{name}.{threading.get_ident()}.new"

@@ -18,11 +18,14 @@ from headrace_sandbox.runtimes.base import Command, Sandbox, Template
 from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
 from headrace_sandbox.runtimes.kept import _SessionHost
 from headrace_sandbox.sessions import HostedSession
-from tests.sandbox.living import LIMITS, daemon, marked, said, until
+from tests.sandbox.living import LIMITS, daemon, marked, named, said, until
 
 pytestmark = pytest.mark.component("bubblewrap")
 
 BOTH = pytest.mark.parametrize("kind", ["bash", "python"])
+
+PR_SET_NAME, NAME_BYTES = 15, 15
+"""How a process gives itself a name, and how long that may be."""
 
 
 async def test_what_a_cell_sets_the_next_one_finds(sandbox: Sandbox) -> None:
@@ -239,14 +242,19 @@ async def test_a_shell_that_was_killed_between_cells_is_made_anew_and_the_next_c
     session = await sandbox.session(kind)
     killer = "(until [ -e go ]; do sleep 0.01; done; kill -9 $$) &"
     if kind == "python":
-        killer = f"import subprocess\nsubprocess.Popen({killer.replace('$$', '$PPID')!r}, shell=True)\nx = None"
+        # The interpreter was forked, and has its environment from nowhere else: it is known by its name.
+        killer = (
+            f"import ctypes, subprocess\nctypes.CDLL(None).prctl({PR_SET_NAME}, {mark[:NAME_BYTES].encode()!r})\n"
+            f"subprocess.Popen({killer.replace('$$', '$PPID')!r}, shell=True)\nx = None"
+        )
     said(await session.run(killer, LIMITS))
-    there = marked(mark)
+    await until(lambda: bool(marked(mark)))  # the killer has begun
+    there = [*marked(mark), *named(mark[:NAME_BYTES])]
     await sandbox.write("go", b"")
     await until(lambda: not marked(mark))  # the killer, too, has come and gone
     await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in there))  # its host knows that it ended
     result = await session.run("echo ok" if kind == "bash" else "print('ok')", LIMITS)
-    assert (result.stdout.text, result.exit_code, result.fault) == ("ok\n", 0, "program")
+    assert (result.stdout.text, result.exit_code, result.fault) == ("ok\n", 0, "program"), result
     assert "was ended by signal 9" in (result.lost or "")
     assert said(await session.run("echo ok" if kind == "bash" else "print('ok')", LIMITS)) == "ok\n"
 
