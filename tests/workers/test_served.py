@@ -291,6 +291,13 @@ async def test_a_version_that_cannot_be_read_is_a_failure(version: Any) -> None:
     assert caught.value.kind == "unknown-version"
 
 
+@pytest.mark.parametrize(("named", "again"), [("0.7 -> 0.8", True), ("latest", False)], ids=["a load", "a word"])
+async def test_what_was_sampled_in_a_load_that_broke_off_may_be_tried_again(named: str, again: bool) -> None:
+    spans = [{"version": named, "start": 0, "end": 2}]
+    error = await failure(lambda engine, body: completion([66, 261], [-0.5, -0.5], weight_versions=spans))
+    assert (error.kind, error.retryable) == ("unknown-version", again)
+
+
 @pytest.mark.parametrize("carried", [True, False], ids=["in the answer", "asked for"])
 @pytest.mark.parametrize(("named", "whose"), [("mine@0.1", "its own"), ("0.1", "nobody's"), ("other@0.1", "another's")])
 async def test_what_weights_of_another_run_sampled_is_a_failure_and_never_this_runs_version(

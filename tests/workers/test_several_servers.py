@@ -374,6 +374,29 @@ async def test_a_silent_server_that_does_not_say_that_it_lives_is_given_up(monke
         assert not policies.router.is_in(engines[0].url)
 
 
+async def test_a_server_that_is_ejected_is_given_up_once_another_one_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its load failed, and it holds back what it was asked until it holds weights that somebody knows."""
+    monkeypatch.setattr(following_module, "SHORTEST_POLL_S", 0.0)
+    asked = asyncio.Event()
+
+    async def held(engine: Engine, body: dict[str, Any]) -> Any:
+        asked.set()
+        await asyncio.Event().wait()
+
+    orchestrator = Orchestrator()
+    async with kept(orchestrator, held, fine) as (engines, policy), asyncio.timeout(10):
+        a, b = (engine.url for engine in engines)
+        orchestrator.tell(1, PolicyServer(address=a, state="serving"), PolicyServer(address=b, state="syncing"))
+        turn = asyncio.create_task(policy.sample(REQUEST))
+        await asked.wait()
+        orchestrator.tell(2, PolicyServer(address=a, state="ejected"), PolicyServer(address=b, state="syncing"))
+        done, _ = await asyncio.wait([turn], timeout=0.1)
+        assert not done, "there is nowhere else to go"
+        orchestrator.tell(3, PolicyServer(address=a, state="ejected"), PolicyServer(address=b, state="serving"))
+        assert list((await turn).servers) == [a, b]
+        await engines[0].aborted.wait()
+
+
 async def test_without_another_server_a_silent_one_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watching_module, "LOOK_S", 0.005)
     monkeypatch.setattr(watching_module, "SILENT_S", -1.0)

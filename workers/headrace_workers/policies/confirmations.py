@@ -38,7 +38,7 @@ def read_version(text: object, run: str = "") -> Version:
             f"The endpoint names its weights {text!r}, which is no version.",
             hint="Give the server a weight version of the form 'lineage.n', as in '0.12', when its weights change.",
             kind="unknown-version",
-            retryable=False,
+            retryable=held_before(str(text)) != str(text),  # a load is under way, or broke off: it is mended or ejected
         )
     return version
 

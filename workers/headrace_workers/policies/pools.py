@@ -141,6 +141,10 @@ class KeptPool:
     def all_addresses(self) -> set[str]:
         return {*self._named, *self._servers}
 
+    def ejected(self) -> list[str]:
+        """The servers that take nothing until they confirm a version that they should have."""
+        return [name for name, server in self._servers.items() if server.state == "ejected"]
+
     def paused_s(self, address: str) -> float:
         server = self._servers.get(address)
         if server is None or self._heard_at is None:

@@ -5,7 +5,7 @@
 * No part of an answer that was refused is kept; the sample of a turn comes from one try, or from parts of one turn that
   the engine itself interrupted.
 * Pauses for new weights do not count against the deadline; they are waiting time.
-* A server that does not even say whether it lives is given up where another one is in.
+* A server that does not even say whether it lives, or is ejected, is given up where another one is in.
 * Connections: one for each request that is open, kept for the next one; nothing ever queues for one.
 """
 
@@ -104,7 +104,7 @@ class ServedPolicies:
         follower = self._followers.get(run)
         if follower is None:
             pool = KeptPool(run, [base_of(address) for address in endpoints], self._clock)
-            follower = self._followers[run] = Follower(run, pool, ask, self._tidy, self._clock)
+            follower = self._followers[run] = Follower(run, pool, ask, lambda: self._heard(pool), self._clock)
         return follower
 
     def _pool(self, endpoints: Sequence[str], run: str) -> Pool:
@@ -122,6 +122,12 @@ class ServedPolicies:
                 retryable=False,
             )
         return FixedPool(addresses)
+
+    def _heard(self, pool: KeptPool) -> None:
+        for address in pool.ejected():
+            if address in self._servers:
+                self._servers[address].is_ejected()
+        self._tidy()
 
     def _tidy(self) -> None:
         """Forget the servers that no policy has any more, once nothing is open there."""

@@ -45,7 +45,14 @@ NOT_THE_SERVERS = frozenset({"context-overflow", "request-refused", "prompt-out-
 """Kinds of failures that the request brings with it: another server would say the same."""
 
 NOT_ITS_HEALTH = frozenset(
-    {"rate-limited", "unknown-model", "version-changed", "adapter-not-loaded", "weights-of-another-run"}
+    {
+        "rate-limited",
+        "unknown-model",
+        "version-changed",
+        "adapter-not-loaded",
+        "weights-of-another-run",
+        "server-ejected",
+    }
 )
 """Kinds of failures that another try may cure, and that do not make the server a bad one for other requests."""
 
@@ -72,7 +79,7 @@ class PolicyServer:
         self._best: Protocol | None = None
         self._longest: dict[str, int] = {}
         self._open: dict[asyncio.Timeout, Callable[[], bool]] = {}
-        self._given_up: set[asyncio.Timeout] = set()
+        self._given_up: dict[asyncio.Timeout, PolicyFailure] = {}
         self._aborts: set[asyncio.Task[Answer]] = set()
 
     async def sample(
@@ -129,10 +136,17 @@ class PolicyServer:
             raise version_changed(self.address, before, after)
         return scores
 
-    def give_up(self) -> None:
+    def is_silent(self) -> None:
         """End the open requests that could go elsewhere as ``not-responding``."""
+        self._give_up("does not answer, not even whether it lives", "not-responding")
+
+    def is_ejected(self) -> None:
+        """End the open requests that could go elsewhere as ``server-ejected``: it may hold them back for ever."""
+        self._give_up("was ejected, and nobody knows when it goes on", "server-ejected")
+
+    def _give_up(self, why: str, kind: str) -> None:
         for scope in [scope for scope, movable in self._open.items() if movable()]:
-            self._given_up.add(scope)
+            self._given_up[scope] = PolicyFailure(f"{self.address} {why}.", kind=kind, retryable=True)
             scope.reschedule(asyncio.get_running_loop().time())
 
     def _abort(self, request_id: str) -> None:
@@ -320,14 +334,14 @@ class PolicyServer:
                 finally:
                     del self._open[scope]
         except TimeoutError as error:
-            if scope not in self._given_up:
+            failure = self._given_up.get(scope)
+            if failure is None:
                 raise
-            self._given_up.discard(scope)
-            raise PolicyFailure(
-                f"{self.address} does not answer, not even whether it lives.", kind="not-responding", retryable=True
-            ) from error
+            raise failure from error
         except (Unreachable, Lost) as error:
             raise self._unreachable(error) from error
+        finally:
+            self._given_up.pop(scope, None)
 
     async def _get(self, path: str, timeout_s: float) -> Answer:
         return await self._ask("GET", path, timeout_s)
