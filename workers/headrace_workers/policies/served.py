@@ -126,7 +126,7 @@ class ServedPolicies:
     def _heard(self, pool: KeptPool) -> None:
         for address in pool.ejected():
             if address in self._servers:
-                self._servers[address].is_ejected()
+                self._servers[address].give_up("server-ejected")
         self._tidy()
 
     def _tidy(self) -> None:

@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from headrace import engine
+from headrace.connections import Answer, BrokenOff, Connections, Lost, Unreachable
 from headrace.errors import PolicyFailure
 from headrace.scoring import read_scores, scoring_body, version_changed
 from headrace.trajectory import VersionRun
-from headrace_sandbox.connections import Answer, BrokenOff, Connections, Lost, Unreachable
 from headrace_workers.policies.base import AnyProtocol, Sample, SampleRequest, ScoreRequest, one_version
 from headrace_workers.policies.confirmations import Confirmations, confirmed_name, read_version
 from headrace_workers.policies.images import seen_prompt
@@ -56,10 +57,18 @@ NOT_ITS_HEALTH = frozenset(
 )
 """Kinds of failures that another try may cure, and that do not make the server a bad one for other requests."""
 
+GivenUp = Literal["not-responding", "server-ejected"]
+"""Kinds of failures of requests that a server is not waited for with. One that was ejected may hold them back for
+ever."""
+
 MAX_ANSWER_BYTES = 256 << 20
 """Longest answer that is read: the log-probabilities of a million tokens have room in it. What never ends would take
 all memory within its deadline."""
 
+_WHY: dict[GivenUp, str] = {
+    "not-responding": "does not answer, not even whether it lives",
+    "server-ejected": "was ejected, and nobody knows when it goes on",
+}
 _ABSENT = frozenset({404, 405})
 _encode = msgspec.json.Encoder().encode
 _decode_weight_info = msgspec.json.Decoder(engine.WeightInfo).decode
@@ -136,15 +145,9 @@ class PolicyServer:
             raise version_changed(self.address, before, after)
         return scores
 
-    def is_silent(self) -> None:
-        """End the open requests that could go elsewhere as ``not-responding``."""
-        self._give_up("does not answer, not even whether it lives", "not-responding")
-
-    def is_ejected(self) -> None:
-        """End the open requests that could go elsewhere as ``server-ejected``: it may hold them back for ever."""
-        self._give_up("was ejected, and nobody knows when it goes on", "server-ejected")
-
-    def _give_up(self, why: str, kind: str) -> None:
+    def give_up(self, kind: GivenUp) -> None:
+        """End the open requests that could go elsewhere, as failures of this kind."""
+        why = _WHY[kind]
         for scope in [scope for scope, movable in self._open.items() if movable()]:
             self._given_up[scope] = PolicyFailure(f"{self.address} {why}.", kind=kind, retryable=True)
             scope.reschedule(asyncio.get_running_loop().time())

@@ -86,4 +86,4 @@ class Watch:
         if self._misses[address] >= MISSES:
             del self._misses[address]
             self._router.silent(address, problem)
-            server.is_silent()
+            server.give_up("not-responding")

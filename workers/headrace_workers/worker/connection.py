@@ -17,10 +17,10 @@ import msgspec
 from headrace import wire
 from headrace.assets import AssetData
 from headrace.codec import ALIGNMENT
+from headrace.connections import Connections, Lost, Unreachable
 from headrace.errors import HeadraceError, RequestTooLarge, Unavailable
 from headrace.problems import read_problem
 from headrace.runspec import RunSpec, parse_run_spec
-from headrace_sandbox.connections import Connections, Lost, Unreachable
 
 ANSWER_S = 30.0
 """Longest silence of the orchestrator beyond the wait that was asked for; a group commit takes milliseconds."""

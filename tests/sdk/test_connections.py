@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from headrace_sandbox import connections
-from headrace_sandbox.connections import BrokenOff, Connections, Lost, Unreachable
+from headrace import connections
+from headrace.connections import BrokenOff, Connections, Lost, Unreachable
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
@@ -226,16 +226,22 @@ def test_tries_at_a_server_that_is_not_there_leave_nothing_to_close(run: Callabl
     run(tried())
 
 
-async def test_an_address_may_have_a_path() -> None:
-    asked: list[bytes] = []
+@asynccontextmanager
+async def hearing() -> AsyncIterator[tuple[int, list[bytes]]]:
+    """A server's port, and the heads of what it is asked; it answers all of it."""
+    heads: list[bytes] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        asked.append(await reader.readuntil(b"\r\n\r\n"))
+        heads.append(await reader.readuntil(b"\r\n\r\n"))
         writer.write(OK)
         writer.close()
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        port = server.sockets[0].getsockname()[1]
+        yield server.sockets[0].getsockname()[1], heads
+
+
+async def test_an_address_may_have_a_path() -> None:
+    async with hearing() as (port, asked):
         made = Connections(f"http://user@127.0.0.1:{port}/a b/", {})
         assert await ask(made) == (200, b"ok")
         await made.close()
@@ -243,15 +249,8 @@ async def test_an_address_may_have_a_path() -> None:
 
 
 async def test_a_name_and_a_password_in_an_address_go_with_every_request_without_another_authorization() -> None:
-    asked: list[bytes] = []
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        asked.append(await reader.readuntil(b"\r\n\r\n"))
-        writer.write(OK)
-        writer.close()
-
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        address = f"http://us%20er:pass@127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with hearing() as (port, asked):
+        address = f"http://us%20er:pass@127.0.0.1:{port}"
         for headers in ({}, {"Authorization": "Bearer x"}):
             made = Connections(address, headers)
             await ask(made)

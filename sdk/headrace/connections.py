@@ -9,9 +9,9 @@
 * A name and a password in an address go with every request that has no other authorization.
 * Proxy settings of the environment are ignored, and redirects not followed.
 
-Every execution through a service and every turn of a policy passes here, and a client that can speak to any server
-costs more than all the rest of its way: hence one that can do what these need, with the parser of HTTP that servers
-have too.
+Every program that runs through a sandbox service, every turn of a policy and all that workers say to the orchestrator
+passes here, and a client that can speak to any server costs more than all the rest of its way: hence one that can do
+what these need, with the parser of HTTP that servers have too. It needs ``httptools``, which their extras bring.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ CONNECT_S = 5.0
 """To open a connection."""
 
 KEEP_ALIVE_S = 30.0
-"""Idle connections are used again within this time: shorter than servers keep theirs."""
+"""Idle connections are used again within this time, shorter than services of this project keep theirs. Where a server
+closes one just as a request goes out, that request is ``Lost``."""
 
 MOST_BYTES = 1 << 30
 """Of an answer. What never ends would take all memory."""
