@@ -19,10 +19,11 @@ from collections.abc import Callable, Iterator
 import uvicorn
 
 from headrace.errors import PortInUse, SetupError
+from headrace.patience import Impatient
 from headrace.tokens import load_auth
 from headrace_orchestrator import logs
 from headrace_orchestrator.api.app import App
-from headrace_orchestrator.api.impatience import ImpatientProtocol
+from headrace_orchestrator.api.gathering import GatheringProtocol
 from headrace_orchestrator.buffer.directory import DataDirectory
 from headrace_orchestrator.service import Service
 from headrace_orchestrator.settings import Address, Settings
@@ -42,6 +43,10 @@ sync takes a fraction of a millisecond takes ten."""
 
 KEEP_ALIVE_S = 75
 """Idle connections are kept this long: longer than the longest poll, so that a worker keeps its connection."""
+
+REQUEST_S = 600.0
+"""For a request to be here whole, from its first byte. The largest body that is read by default comes in time at
+0.5 MB/s, what a worker hands in at a tenth of that."""
 
 
 def run(settings: Settings, *, ready: Callable[[Address], None] = lambda address: None) -> None:
@@ -90,7 +95,7 @@ async def _serve(
     server = _Server(
         uvicorn.Config(
             app,
-            http=ImpatientProtocol,
+            http=Protocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -122,6 +127,12 @@ async def _serve(
         await service.close()
     serving.result()
     log.info("stopped")
+
+
+class Protocol(Impatient, GatheringProtocol):
+    """HTTP as the orchestrator speaks it."""
+
+    silent_s, request_s = KEEP_ALIVE_S, REQUEST_S
 
 
 class _Server(uvicorn.Server):

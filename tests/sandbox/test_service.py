@@ -20,6 +20,7 @@ from headrace.errors import SandboxFailure, SetupError
 from headrace_sandbox.client import ServiceRuntime, client_of
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Template
+from headrace_sandbox.service.protocol import Protocol
 from tests.sandbox.memory import ISOLATION, MemoryRuntime
 from tests.sandbox.serving import service
 
@@ -339,14 +340,15 @@ HEAD = b"POST /v1/run HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/m
 
 @pytest.mark.parametrize(
     "said",
-    [b"", HEAD[:20], HEAD % 9 + b"x", HEAD.replace(b"msgpack", b"text") % 9 + b"x"],
-    ids=["nothing", "half a head", "half a body", "half a body after its answer"],
+    [b"", b"\r\n", HEAD[:20], HEAD % 9 + b"x", HEAD.replace(b"msgpack", b"text") % 9 + b"x"],
+    ids=["nothing", "an empty line", "half a head", "half a body", "half a body after its answer"],
 )
 @pytest.mark.parametrize("is_first", [True, False])
 async def test_a_connection_whose_request_is_not_here_in_time_is_closed(
     runtime: MemoryRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: bytes, is_first: bool
 ) -> None:
-    monkeypatch.setattr("headrace_sandbox.service.waiting.REQUEST_S", 0.05)
+    monkeypatch.setattr(Protocol, "silent_s", 0.05)
+    monkeypatch.setattr(Protocol, "request_s", 0.05)
     monkeypatch.setattr("headrace_sandbox.service.server.KEEP_ALIVE_S", 0.05)
     async with service(runtime, tmp_path / "s"):
         reader, writer = await asyncio.open_unix_connection(tmp_path / "s")
@@ -362,7 +364,7 @@ async def test_a_connection_whose_request_is_not_here_in_time_is_closed(
 async def test_a_request_that_is_here_in_time_is_heard_however_long_its_answer_takes(
     address: str, client: ServiceRuntime, runtime: MemoryRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace_sandbox.service.waiting.REQUEST_S", 0.3)
+    monkeypatch.setattr(Protocol, "request_s", 0.3)
     asked = {"program": {"code": "sleep 0.5"}, "limits": {"memory_bytes": 1 << 20}, "wait_s": 10.0}
     body = msgspec.msgpack.encode(asked)
     reader, writer = await asyncio.open_unix_connection(address.removeprefix("unix://"))

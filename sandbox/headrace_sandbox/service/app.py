@@ -36,7 +36,7 @@ from headrace_sandbox.runtimes.base import Session
 from headrace_sandbox.service import messages
 from headrace_sandbox.service.messages import API, MEDIA_TYPE
 from headrace_sandbox.service.metrics import Metrics
-from headrace_sandbox.service.waiting import HUNG_UP
+from headrace_sandbox.service.protocol import HUNG_UP
 
 T = TypeVar("T")
 

@@ -35,16 +35,13 @@ from headrace_sandbox.runtimes.registry import ready_runtime
 from headrace_sandbox.service import logs
 from headrace_sandbox.service.app import App
 from headrace_sandbox.service.metrics import Metrics
+from headrace_sandbox.service.protocol import KEEP_ALIVE_S, Protocol
 from headrace_sandbox.service.settings import ServiceSettings
-from headrace_sandbox.service.waiting import ImpatientProtocol
 
 log = structlog.stdlib.get_logger(__name__)
 
 BACKLOG = 2048
 """Connections that may wait to be taken: all workers of a host come back at once after a restart."""
-
-KEEP_ALIVE_S = 75
-"""Idle connections are kept this long: longer than clients keep theirs, so that none is closed under a request."""
 
 
 def run(settings: ServiceSettings, *, ready: Callable[[str], None] = lambda address: None) -> None:
@@ -110,7 +107,7 @@ async def _serve(
     server = _Server(
         uvicorn.Config(
             app,
-            http=ImpatientProtocol,
+            http=Protocol,
             ws="none",
             lifespan="off",
             log_config=None,

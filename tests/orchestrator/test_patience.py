@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from headrace_orchestrator.server import Protocol
 from tests.orchestrator.serving import Api
 
 HEALTH = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -28,6 +29,17 @@ async def connected(api: Api) -> AsyncIterator[tuple[asyncio.StreamReader, async
     writer.close()
 
 
+async def is_closed(api: Api, before: bytes, said: bytes) -> None:
+    """A connection on which a client says this, after a request that was answered if there was one."""
+    async with connected(api) as (reader, writer):
+        if before:
+            writer.write(before)
+            await reader.readuntil(b"}")
+        writer.write(said)
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+
+
 @pytest.mark.parametrize(
     ("before", "said"),
     [(b"", b""), (b"", b"\r\n"), (HEALTH, b"\r\n")],
@@ -36,14 +48,8 @@ async def connected(api: Api) -> AsyncIterator[tuple[asyncio.StreamReader, async
 async def test_a_connection_on_which_no_request_begins_is_closed(
     api: Api, monkeypatch: pytest.MonkeyPatch, before: bytes, said: bytes
 ):
-    monkeypatch.setattr("headrace_orchestrator.api.impatience.SILENT_S", 0.05)
-    async with connected(api) as (reader, writer):
-        if before:
-            writer.write(before)
-            await reader.readuntil(b"}")
-        writer.write(said)
-        with contextlib.suppress(ConnectionResetError):
-            assert await reader.read() == b""
+    monkeypatch.setattr(Protocol, "silent_s", 0.05)
+    await is_closed(api, before, said)
 
 
 @pytest.mark.parametrize("said", [b"G", HEAD[:40], HEAD % 100 + LEASE], ids=["a letter", "half a head", "half a body"])
@@ -51,21 +57,15 @@ async def test_a_connection_on_which_no_request_begins_is_closed(
 async def test_a_connection_whose_request_is_not_here_whole_in_time_is_closed(
     api: Api, monkeypatch: pytest.MonkeyPatch, before: bytes, said: bytes
 ):
-    monkeypatch.setattr("headrace_orchestrator.api.impatience.REQUEST_S", 0.05)
-    async with connected(api) as (reader, writer):
-        if before:
-            writer.write(before)
-            await reader.readuntil(b"}")
-        writer.write(said)
-        with contextlib.suppress(ConnectionResetError):
-            assert await reader.read() == b""
+    monkeypatch.setattr(Protocol, "request_s", 0.05)
+    await is_closed(api, before, said)
 
 
 async def test_a_request_that_is_here_whole_is_answered_however_long_that_takes(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("headrace_orchestrator.api.impatience.SILENT_S", 0.3)
-    monkeypatch.setattr("headrace_orchestrator.api.impatience.REQUEST_S", 0.3)
+    monkeypatch.setattr(Protocol, "silent_s", 0.3)
+    monkeypatch.setattr(Protocol, "request_s", 0.3)
     async with connected(api) as (reader, writer):
         writer.write(HEAD % len(LEASE) + LEASE[:-1])
         await api.ask("GET", "/healthz")

@@ -1,0 +1,46 @@
+"""uvicorn's HTTP protocol, which tells who waits for an answer that its client hung up.
+
+* Whoever asks for it (``HUNG_UP`` among the extensions of a request's scope) is called when the client hangs up.
+* It has no endless patience with a client (``headrace.patience``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from headrace.patience import Impatient
+
+KEEP_ALIVE_S = 75
+"""Idle connections are kept this long: longer than clients keep theirs, so that none is closed under a request."""
+
+REQUEST_S = 120.0
+"""For a request to be here whole, from its first byte. The largest body that is read by default comes in time at
+0.6 MB/s."""
+
+HUNG_UP = "headrace.hung_up"
+"""What is called when the client of a request hangs up: a list, to which may be added. A task that waits for
+``http.disconnect`` would cost each request more."""
+
+
+class Protocol(Impatient, HttpToolsProtocol):
+    """HTTP as the service speaks it."""
+
+    silent_s, request_s = KEEP_ALIVE_S, REQUEST_S
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._hung_up: list[Callable[[], object]] = []
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        extensions: dict[str, Any] = {HUNG_UP: self._hung_up}
+        self.scope["extensions"] = extensions
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        for call in self._hung_up:
+            call()
