@@ -160,11 +160,8 @@ class Episode:
 
     def move(self, to: EpisodeState, cause: str) -> None:
         """Change the state; raises as ``require`` does."""
-        if to not in EPISODE_MOVES[self.state]:
-            self.require(to, cause)
-        self.story.append((to, cause))
-        if len(self.story) > STORY_STEPS:
-            del self.story[0]
+        self.require(to, cause)
+        _tell(self.story, to, cause)
         self.state = to
 
     def end(self, record: EpisodeEnded) -> None:
@@ -176,6 +173,12 @@ class Episode:
         self.trajectory = record.trajectory
         self.failure = record.failure
         self.worker_wrote = record.by_worker
+
+
+def _tell(story: list[tuple[str, str]], to: str, cause: str) -> None:
+    story.append((to, cause))
+    if len(story) > STORY_STEPS:
+        del story[0]
 
 
 class Group:
@@ -263,9 +266,7 @@ class Group:
     def move(self, to: GroupState, cause: str) -> None:
         """Change the state; raises as ``require`` does."""
         self.require(to, cause)
-        self.story.append((to, cause))
-        if len(self.story) > STORY_STEPS:
-            del self.story[0]
+        _tell(self.story, to, cause)
         if self.evaluation is None:
             self.run.states[self.state] -= 1
             self.run.states[to] += 1
