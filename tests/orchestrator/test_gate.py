@@ -14,7 +14,7 @@ import pytest
 
 from headrace.errors import StoreError
 from headrace.wire import Submission, SubmitResult
-from headrace_orchestrator.api.gathering import LARGE_BYTES, _Gathering
+from headrace_orchestrator.api.gathering import LARGE_BYTES, ON_ITS_WAY_BYTES, _Gathering, _keep_in_cache
 from headrace_orchestrator.service import gate as module
 from headrace_orchestrator.service.gate import Gate
 from headrace_orchestrator.service.shell import Shell
@@ -177,6 +177,25 @@ async def test_a_large_answer_arrives_whole_whatever_the_kernel_takes_at_once(wa
         writer.close()
         transport.close()
         await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(("theirs", "bounded"), [("127.0.0.1", True), ("127.0.0.2", False)])
+async def test_what_is_on_its_way_to_a_client_of_this_machine_fits_a_processors_cache(theirs: str, bounded: bool):
+    """Another address of the loopback stands for another machine."""
+    accepted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    class Sizes(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            _keep_in_cache(transport)
+            ours = transport.get_extra_info("socket")
+            accepted.set_result(ours.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF))
+            transport.close()
+
+    server = await asyncio.get_running_loop().create_server(Sizes, "127.0.0.1", 0)
+    async with server:
+        with socket.create_connection(server.sockets[0].getsockname(), source_address=(theirs, 0)):
+            size_bytes = await accepted
+    assert (size_bytes == 2 * ON_ITS_WAY_BYTES) is bounded  # Linux keeps twice what it is told, for its own records
 
 
 async def test_a_connection_is_closed_behind_what_was_written_to_it():

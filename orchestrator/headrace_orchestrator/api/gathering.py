@@ -3,6 +3,7 @@
 * What an answer is made of in one turn of the event loop is sent in one write, in its order.
 * A connection is closed behind what was written to it.
 * While the kernel copies a large answer, the other threads of the process run.
+* What is on its way to a client of this machine fits a processor's cache.
 """
 
 from __future__ import annotations
@@ -10,12 +11,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 LARGE_BYTES = 256 << 10
 """From this size on, a copy takes longer than it takes to give up the interpreter and to get it back."""
+
+ON_ITS_WAY_BYTES = 512 << 10
+"""Sent and not yet read, on one machine: what is read again while a cache still holds it is read in two thirds of the
+time. Between machines the kernel decides, by how far they are apart."""
 
 MAX_BUFFERS = 1024
 """That one ``writev`` takes, by POSIX's least."""
@@ -25,7 +31,14 @@ class GatheringProtocol(HttpToolsProtocol):
     """uvicorn writes head and body of an answer one by one: two system calls here, two wake-ups of the client."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        _keep_in_cache(transport)
         super().connection_made(cast(asyncio.Transport, _Gathering(cast(asyncio.Transport, transport))))
+
+
+def _keep_in_cache(transport: asyncio.BaseTransport) -> None:
+    ours, theirs = transport.get_extra_info("sockname"), transport.get_extra_info("peername")
+    if ours and theirs and ours[0] == theirs[0]:
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, ON_ITS_WAY_BYTES)
 
 
 class _Gathering:
