@@ -43,7 +43,7 @@ HEADER_BYTES = 64
 
 _MAGIC = b"HRLOGFRM"
 _FIELDS = struct.Struct("<8sHHQ")
-_CHECKSUMS = struct.Struct("<II36x")
+_HEADER = struct.Struct(f"<{_FIELDS.size}sII36x")
 _CHECKED_BYTES = _FIELDS.size + 2 * 4
 """So much of a header says something; the rest is zeros."""
 _SEARCH_BYTES = 1 << 20
@@ -182,12 +182,11 @@ class Tally:
 def pack_frame(kind: FrameType, payload: bytes | memoryview) -> list[bytes | memoryview]:
     """The buffers of a frame, in order, for ``writev``; the first is its header. Raises MissingExtra."""
     checksum = crc32c(bytes(payload))
-    padding = bytes(-len(payload) % ALIGNMENT)
-    buffers: list[bytes | memoryview] = []
-    for copy in range(_COPIES[kind]):
-        buffers += [_pack_header(kind, copy, len(payload), checksum), payload]
-        if padding:
-            buffers.append(padding)
+    length = len(payload)
+    padding = (bytes(-length % ALIGNMENT),) if length % ALIGNMENT else ()
+    buffers: list[bytes | memoryview] = [_pack_header(kind, 0, length, checksum), payload, *padding]
+    if kind in _TWICE:
+        buffers += [_pack_header(kind, 1, length, checksum), payload, *padding]
     return buffers
 
 
@@ -303,7 +302,7 @@ def _checksum() -> Callable[[bytes], int]:
 
 def _pack_header(kind: FrameType, copy: int, length: int, checksum: int) -> bytes:
     fields = _FIELDS.pack(_MAGIC, kind, copy, length)
-    return fields + _CHECKSUMS.pack(crc32c(fields), checksum)
+    return _HEADER.pack(fields, crc32c(fields), checksum)
 
 
 def _frame_at(stream: BinaryIO, offset: int, header: _Header, end: int) -> Frame | Damage:
@@ -375,9 +374,9 @@ def _parse_header(raw: bytes) -> _Header | None:
     """The header, or None if these bytes are none or damaged."""
     if len(raw) < HEADER_BYTES:
         return None
-    magic, kind, copy, length = _FIELDS.unpack_from(raw)
-    header_crc, payload_crc = _CHECKSUMS.unpack_from(raw, _FIELDS.size)
-    if magic != _MAGIC or crc32c(raw[: _FIELDS.size]) != header_crc or kind not in FrameType._value2member_map_:
+    fields, header_crc, payload_crc = _HEADER.unpack_from(raw)
+    magic, kind, copy, length = _FIELDS.unpack(fields)
+    if magic != _MAGIC or crc32c(fields) != header_crc or kind not in FrameType._value2member_map_:
         return None
     return _Header(FrameType(kind), copy, length, payload_crc)
 

@@ -1,6 +1,7 @@
 """The one that writes: appends frames to the newest file of a log, and makes them durable. Used by one thread.
 
 * What is reported as written is on disk, and so is the name of its file.
+* Of a long append the disk stores one piece while the next is copied.
 * A file on which a write or a sync failed is cut back to what is durable, and never written again.
 * A file that nothing durable is in may be made anew; one with a footer is never touched again.
 * Nothing is reported as written that is in a file which was deleted or renamed meanwhile.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -21,9 +22,13 @@ from typing import NamedTuple
 from headrace.logfiles import path_of
 from headrace.logformat import FrameType
 from headrace_orchestrator.buffer.directory import sync_directory
+from headrace_orchestrator.buffer.writeback import begin_writeback
 
 _MAX_BUFFERS = 1024
 """Buffers that one ``writev`` takes, by POSIX's least."""
+
+PIECE_BYTES = 768 << 10
+"""Of a long append: smaller ones cost the disk more than is won, and of larger ones too little is under way."""
 
 
 class Queued(NamedTuple):
@@ -113,14 +118,16 @@ class Writer:
         self.number, self.durable_bytes = number, 0
         sync_directory(self._directory)
 
-    def _append(self, buffers: list[bytes | memoryview]) -> None:
-        size = 0
-        for start in range(0, len(buffers), _MAX_BUFFERS):
-            size += _write_all(self._descriptor, buffers[start : start + _MAX_BUFFERS])
+    def _append(self, buffers: Iterable[bytes | memoryview]) -> None:
+        end = begun = self.durable_bytes
+        for piece in _pieces(buffers):
+            if end > begun:
+                begin_writeback(self._descriptor, begun, end - begun)
+            begun, end = end, end + _write_all(self._descriptor, piece)
         sync(self._descriptor)
         self._require_there()
-        self.durable_bytes += size
-        self.total_bytes += size
+        self.total_bytes += end - self.durable_bytes
+        self.durable_bytes = end
 
     def _require_there(self) -> None:
         """A deleted file takes data as any other. Raises OSError."""
@@ -154,6 +161,19 @@ class Writer:
         if descriptor >= 0:
             with contextlib.suppress(OSError):  # all that counts of it was synced before
                 os.close(descriptor)
+
+
+def _pieces(buffers: Iterable[bytes | memoryview]) -> Iterator[list[bytes | memoryview]]:
+    piece: list[bytes | memoryview] = []
+    size = 0
+    for buffer in buffers:
+        piece.append(buffer)
+        size += len(buffer)
+        if size >= PIECE_BYTES or len(piece) == _MAX_BUFFERS:
+            yield piece
+            piece, size = [], 0
+    if piece:
+        yield piece
 
 
 def _write_all(descriptor: int, buffers: list[bytes | memoryview]) -> int:
