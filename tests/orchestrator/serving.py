@@ -34,7 +34,7 @@ START_DEADLINE_S = 30.0
 
 async def whole(served: Served) -> bytes:
     """The body of a batch, to its end."""
-    return served.body if isinstance(served.body, bytes) else b"".join([part async for part in served.body])
+    return b"".join([part async for parts in served.body for part in parts])
 
 
 class Api:

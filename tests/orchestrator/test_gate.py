@@ -14,7 +14,7 @@ import pytest
 
 from headrace.errors import StoreError
 from headrace.wire import Submission, SubmitResult
-from headrace_orchestrator.api.gathering import LARGE_BYTES, ON_ITS_WAY_BYTES, _Gathering, _keep_in_cache
+from headrace_orchestrator.api.gathering import LARGE_BYTES, ON_ITS_WAY_BYTES, Pieces, _Gathering, _keep_in_cache
 from headrace_orchestrator.service import gate as module
 from headrace_orchestrator.service.gate import Gate
 from headrace_orchestrator.service.shell import Shell
@@ -138,6 +138,7 @@ class Wire:
         self.calls: list[tuple[str, bytes]] = []
 
     def writelines(self, parts: list[bytes]) -> None:
+        self.parts = parts
         self.calls.append(("write", b"".join(parts)))
 
     def close(self) -> None:
@@ -157,6 +158,17 @@ async def test_what_an_answer_is_made_of_in_one_turn_of_the_event_loop_is_sent_i
     transport.write(b"next")
     await asyncio.sleep(0)
     assert wire.calls == [("write", b"headbody"), ("write", b"next")]
+
+
+async def test_a_body_may_come_in_pieces_and_nobody_joins_them():
+    wire = Wire()
+    transport = _Gathering(cast(asyncio.Transport, wire))
+    pieces = Pieces((b"bo", memoryview(b"dy")))
+    assert len(pieces) == 4
+    transport.write(b"head")
+    transport.write(pieces)
+    await asyncio.sleep(0)
+    assert wire.parts == [b"head", *pieces.parts]
 
 
 @pytest.mark.parametrize("waits", [False, True], ids=["nothing waits", "something waits"])

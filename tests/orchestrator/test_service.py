@@ -84,7 +84,12 @@ async def test_no_answer_ends_before_everything_that_it_rests_on_is_on_disk(api:
     assert results[2]["code"] == "batch-already-acked"
 
 
-async def test_a_batch_is_on_its_way_while_its_lease_is_written_and_ends_when_that_is_on_disk(api: Api, disk: SlowDisk):
+@pytest.mark.parametrize("held", [True, False], ids=["held", "streamed"])
+async def test_a_batch_is_on_its_way_while_its_lease_is_written_and_ends_when_that_is_on_disk(
+    api: Api, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch, held: bool
+):
+    if not held:
+        monkeypatch.setattr(serving, "WHOLE_BODY_BYTES", 0)
     await api.create_run()
     await api.play(free=4)
     disk.hold()

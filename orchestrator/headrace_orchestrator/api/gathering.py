@@ -1,6 +1,7 @@
 """uvicorn's HTTP protocol, with fewer system calls.
 
 * What an answer is made of in one turn of the event loop is sent in one write, in its order.
+* A body may come in pieces; nobody joins them.
 * A connection is closed behind what was written to it.
 * While the kernel copies a large answer, the other threads of the process run.
 * What is on its way to a client of this machine fits a processor's cache.
@@ -12,6 +13,7 @@ import asyncio
 import contextlib
 import os
 import socket
+from collections.abc import Sequence
 from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -25,6 +27,19 @@ time. Between machines the kernel decides, by how far they are apart."""
 
 MAX_BUFFERS = 1024
 """That one ``writev`` takes, by POSIX's least."""
+
+
+class Pieces:
+    """Bytes of a body, in pieces. ASGI knows bytes only; uvicorn asks for their length, and hands them on."""
+
+    __slots__ = ("parts", "size_bytes")
+
+    def __init__(self, parts: Sequence[bytes | memoryview]) -> None:
+        self.parts = parts
+        self.size_bytes = sum(map(len, parts))
+
+    def __len__(self) -> int:
+        return self.size_bytes
 
 
 class GatheringProtocol(HttpToolsProtocol):
@@ -51,10 +66,13 @@ class _Gathering:
         self._loop = asyncio.get_running_loop()
         self._held: list[bytes | memoryview] = []
 
-    def write(self, data: bytes | memoryview) -> None:
+    def write(self, data: bytes | memoryview | Pieces) -> None:
         if not self._held:
             self._loop.call_soon(self._flush)
-        self._held.append(data)
+        if isinstance(data, Pieces):
+            self._held += data.parts
+        else:
+            self._held.append(data)
 
     def close(self) -> None:
         self._flush()
@@ -73,12 +91,11 @@ class _Gathering:
         written = 0
         with contextlib.suppress(OSError):  # it takes nothing, or the connection is gone: the transport finds out
             written = os.writev(self._transport.get_extra_info("socket").fileno(), held[:MAX_BUFFERS])
-        rest: list[bytes | memoryview] = []
-        for part in held:
+        for number, part in enumerate(held):
             if written < len(part):
-                rest.append(memoryview(part)[written:])
-            written = max(0, written - len(part))
-        return rest
+                return [memoryview(part)[written:], *held[number + 1 :]]
+            written -= len(part)
+        return []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)

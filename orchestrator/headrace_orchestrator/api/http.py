@@ -23,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from headrace.errors import InvalidRequest, RequestTooLarge
 from headrace.wire import HEADER_EPOCH
+from headrace_orchestrator.api.gathering import Pieces
 from headrace_orchestrator.service.waiting import ClientGone
 
 T = TypeVar("T")
@@ -35,9 +36,9 @@ _EPOCH = HEADER_EPOCH.lower().encode()
 
 @dataclass(frozen=True)
 class Answer:
-    """What a handler returns. ``body`` is sent as it is; a stream needs ``length`` if it is known."""
+    """What a handler returns. ``body`` is sent as it is; a stream of tuples needs its ``length``."""
 
-    body: bytes | AsyncIterator[bytes | memoryview]
+    body: bytes | AsyncIterator[bytes] | AsyncIterator[tuple[bytes | memoryview, ...]]
     status: int = 200
     media_type: str = "application/json"
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -208,7 +209,8 @@ async def send_answer(send: Send, answer: Answer, epoch: int) -> None:
         await send({"type": "http.response.body", "body": body})
         return
     async for part in body:
-        await send({"type": "http.response.body", "body": part, "more_body": True})
+        piece = part if isinstance(part, bytes) else Pieces(part)
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
     await send({"type": "http.response.body", "body": b""})
 
 

@@ -23,7 +23,7 @@ from headrace.errors import BatchAlreadyAcked, Conflict, CorruptRecord, SessionS
 from headrace_orchestrator import logs
 from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.scheduler.core import Form, Plan, Redeliver
-from headrace_orchestrator.service.serving import Bodies, Part, Served, compose, sources
+from headrace_orchestrator.service.serving import Bodies, Parts, Served, compose, sources
 from headrace_orchestrator.service.shell import Shell
 from headrace_orchestrator.service.waiting import ClientGone, Left
 
@@ -93,17 +93,17 @@ class Pulls:
             if served is None:
                 await self._shell.store.log.synced()
 
-    async def _ended_on_disk(self, body: bytes | AsyncIterator[Part]) -> AsyncIterator[Part]:
+    async def _ended_on_disk(self, body: AsyncIterator[Parts]) -> AsyncIterator[Parts]:
         """A body on its way while what it rests on is written: whoever has not got its end has no batch."""
-        if isinstance(body, bytes):
-            view = memoryview(body)
-            yield view[:-ALIGNMENT]
-            await self._shell.store.log.synced()
-            yield view[-ALIGNMENT:]
-            return
+        held: Parts = ()
+        async for parts in body:
+            if held:
+                yield held
+            held = parts
+        end = memoryview(held[-1])
+        yield (*held[:-1], end[:-ALIGNMENT])
         await self._shell.store.log.synced()
-        async for part in body:
-            yield part
+        yield (end[-ALIGNMENT:],)
 
     def _done_with(self, lease: Redeliver) -> None:
         key = (lease.batch, lease.generation)

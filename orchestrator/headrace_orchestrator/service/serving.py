@@ -3,6 +3,7 @@
 * A batch is frozen when it is formed: members, order, columns, and so every byte of its body.
 * A record that is damaged is left out when a batch is formed, and named; a group of which nothing is left is lost.
 * A body is read whole before its first byte is sent, if it fits; a larger one is streamed.
+* A body is held and sent as the pieces that it was read in; no copy joins them.
 * A shard is a view of the frozen body: its rows' columns, and the records that they are in.
 * Nothing here blocks the event loop: what is read and computed is in a thread.
 """
@@ -12,7 +13,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import NamedTuple
 
 import msgspec
@@ -40,7 +40,8 @@ CHUNK_BYTES = 4 << 20
 """Larger bodies are read and sent in pieces of this size: big enough for the disk, small enough for memory."""
 
 
-Part = bytes | memoryview
+Parts = tuple[bytes | memoryview, ...]
+"""Bytes in pieces, in order."""
 
 
 @dataclass(frozen=True)
@@ -51,17 +52,17 @@ class Served:
     generation: int
     lease_s: float
     size_bytes: int
-    body: bytes | AsyncIterator[Part]
+    body: AsyncIterator[Parts]
 
 
 @dataclass(frozen=True)
 class Formed:
-    """A batch that can be frozen: its plan without damaged records, its head, and its body, empty where that is too
-    long to be held. ``lost``: groups left out; ``damaged`` records were."""
+    """A batch that can be frozen: its plan without damaged records, its head, and its body (head and records), empty
+    where that is too long to be held. ``lost``: groups left out; ``damaged`` records were."""
 
     plan: Form
     head: bytes
-    body: bytes
+    body: Parts
     trajectories: int
     lost: Sequence[str]
     damaged: int
@@ -128,9 +129,17 @@ def compose(log: Log, plan: Form, groups: Sequence[Source], spec: RunSpec) -> Fo
     left = {group for group, _ in whole}
     lost = [group.id for group in groups if group.id not in left]
     damaged = sum(len(trajectories) for _, trajectories in plan.groups) - len(records)
-    size = len(head) + sum(map(len, records))
-    body = b"".join((head, *records)) if size <= WHOLE_BODY_BYTES else b""
-    return Formed(msgspec.structs.replace(plan, groups=whole), head, body, len(records), lost, damaged)
+    body = (head, *records)
+    held = body if _size(body) <= WHOLE_BODY_BYTES else ()
+    return Formed(msgspec.structs.replace(plan, groups=whole), head, held, len(records), lost, damaged)
+
+
+def _size(parts: Parts) -> int:
+    return sum(map(len, parts))
+
+
+async def _at_once(body: Parts) -> AsyncIterator[Parts]:
+    yield body
 
 
 def _read_group(log: Log, group: Source) -> dict[str, bytes]:
@@ -152,11 +161,11 @@ class Bodies:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._newest: tuple[str, bytes] = ("", b"")
+        self._newest: tuple[str, Parts] = ("", ())
         self._cut: tuple[str, int, Sharding] | None = None
         self._one = asyncio.Lock()
 
-    def keep(self, batch: str, body: bytes) -> None:
+    def keep(self, batch: str, body: Parts) -> None:
         """A body that was just made; an empty one is too long to be kept."""
         if body:
             self._newest = (batch, body)
@@ -164,7 +173,7 @@ class Bodies:
     def forget(self, batch: str) -> None:
         """A body that is not served any more."""
         if self._newest[0] == batch:
-            self._newest = ("", b"")
+            self._newest = ("", ())
 
     async def serve(self, lease: Redeliver, damaged: Callable[[CorruptRecord], None]) -> Served:
         """A batch, or a shard of it, on its lease. Raises CorruptRecord where its bytes are damaged; ``damaged`` is
@@ -186,60 +195,58 @@ class Bodies:
             )
         name, newest = self._newest
         if name == lease.batch and lease.shards == 1:
-            return Served(lease.batch, lease.generation, lease.lease_s, len(newest), newest)
+            return Served(lease.batch, lease.generation, lease.lease_s, _size(newest), _at_once(newest))
         async with self._one:  # the ranks of a learner come together, and want the same file read once
             made = await asyncio.to_thread(self._make, lease, at)
-        if isinstance(made, bytes):
-            return Served(lease.batch, lease.generation, lease.lease_s, len(made), made)
+        if isinstance(made, tuple):
+            return Served(lease.batch, lease.generation, lease.lease_s, _size(made), _at_once(made))
         parts = self._watched(self._stream(made), damaged)
         return Served(lease.batch, lease.generation, lease.lease_s, made.size_bytes, parts)
 
-    def _make(self, lease: Redeliver, at: BatchAt) -> bytes | _Long:
-        """The body in one piece, or where its pieces are. Blocking."""
+    def _make(self, lease: Redeliver, at: BatchAt) -> Parts | _Long:
+        """The body, or where it is. Blocking."""
         whole = self._whole(lease.batch, at)
         if lease.shards == 1:
             return _Long(self._store.log.read(at.head), at.members) if whole is None else whole
         cut = self._sharding(lease, at, whole).cut(lease.shard)
         if whole is not None:
-            ends = list(accumulate((member.length for member in at.members), initial=at.head.length))
-            view = memoryview(whole)
-            return b"".join((cut.head, *(view[ends[n] : ends[n + 1]] for n in cut.records.tolist())))
+            return (cut.head, *(whole[1 + n] for n in cut.records.tolist()))
         long = _Long(cut.head, tuple(at.members[n] for n in cut.records.tolist()))
         if long.size_bytes > WHOLE_BODY_BYTES:
             return long
-        return b"".join((cut.head, *map(self._store.log.read, long.members)))
+        return (cut.head, *map(self._store.log.read, long.members))
 
-    def _whole(self, batch: str, at: BatchAt) -> bytes | None:
-        """The whole body, if it fits."""
+    def _whole(self, batch: str, at: BatchAt) -> Parts | None:
+        """The whole body, head and records, if it fits."""
         name, body = self._newest
         if name == batch:
             return body
         if at.size_bytes > WHOLE_BODY_BYTES:
             return None
-        body = b"".join(map(self._store.log.read, (at.head, *at.members)))
+        body = tuple(map(self._store.log.read, (at.head, *at.members)))
         self._newest = (batch, body)
         return body
 
-    def _sharding(self, lease: Redeliver, at: BatchAt, whole: bytes | None) -> Sharding:
+    def _sharding(self, lease: Redeliver, at: BatchAt, whole: Parts | None) -> Sharding:
         if self._cut is not None and self._cut[:2] == (lease.batch, lease.shards):
             return self._cut[2]
-        head = whole if whole is not None else self._store.log.read(at.head)
+        head = self._store.log.read(at.head) if whole is None else whole[0]
         sharding = Sharding(read_head(head), lease.shards)
         self._cut = (lease.batch, lease.shards, sharding)
         return sharding
 
     async def _watched(
-        self, parts: AsyncIterator[Part], damaged: Callable[[CorruptRecord], None]
-    ) -> AsyncIterator[Part]:
+        self, body: AsyncIterator[Parts], damaged: Callable[[CorruptRecord], None]
+    ) -> AsyncIterator[Parts]:
         try:
-            async for part in parts:
-                yield part
+            async for parts in body:
+                yield parts
         except CorruptRecord as error:
             damaged(error)
             raise
 
-    async def _stream(self, body: _Long) -> AsyncIterator[Part]:
-        yield body.head
+    async def _stream(self, body: _Long) -> AsyncIterator[Parts]:
+        yield (body.head,)
         piece: list[Location] = []
         size = 0
         for location in body.members:
@@ -251,5 +258,5 @@ class Bodies:
         if piece:
             yield await asyncio.to_thread(self._read, piece)
 
-    def _read(self, locations: Sequence[Location]) -> bytes:
-        return b"".join(map(self._store.log.read, locations))
+    def _read(self, locations: Sequence[Location]) -> Parts:
+        return tuple(map(self._store.log.read, locations))
