@@ -159,20 +159,25 @@ async def test_what_a_refusing_disk_left_half_done_is_done_later(
         assert not next(refusals, False)
 
 
-async def test_at_the_bound_of_the_disk_admission_stops_and_a_pull_says_so(data_dir: Path) -> None:
+async def test_at_the_bound_of_the_disk_admission_stops_and_a_pull_says_so(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once: it is not looked at the disk meanwhile."""
+    monkeypatch.setattr(retaining, "RETAIN_EVERY_S", 3600.0)
     async with orchestrator(data_dir, max_disk_bytes=60_000) as api:
         await api.create_run(batch_size=16, group_size=1, max_staleness=8)
 
         async def nothing_is_admitted() -> list[str]:
-            await api.play(free=4)
+            played = await api.play(free=4)
             reply = await api.pull()
             if isinstance(reply, Batch):
                 await api.ack(reply)
                 return []
             codes = [reason.code for reason in reply.reasons]
-            return codes if "disk-bound" in codes else []
+            return codes if "disk-bound" in codes and not played else []
 
         assert await until(nothing_is_admitted)
+        assert 50_000 < sum(path.stat().st_size for path in (data_dir / "log").iterdir()) < 70_000
 
 
 async def test_what_is_in_use_does_not_make_a_quiet_log_grow(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

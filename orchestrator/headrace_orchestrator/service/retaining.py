@@ -4,7 +4,8 @@
 * A file is deleted first; then listings forget what was in it, and assets that only it referred to go.
 * What it waits for is said, once for each file that it waits for.
 * What a refusing disk left half done is done once it takes data again; whatever else stands in the way is named.
-* How much is stored is told to the scheduler, which admits nothing at the bound of the disk.
+* How much is stored is told to the scheduler, which admits nothing at the bound of the disk: what is appended at once,
+  assets and what was deleted when it is looked at again.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from headrace_orchestrator.service.store import Store
 log = logs.logger(__name__)
 
 RETAIN_EVERY_S = 1.0
-"""How often it is looked at what is stored: what is written meanwhile may overshoot a bound, and a second of it is
+"""How often it is looked at what is stored: assets that come meanwhile may overshoot a bound, and a second of them is
 little beside any bound worth setting."""
 
 

@@ -70,8 +70,9 @@ class Shell:
         """Append what the core has decided since the last time. ``accepted`` are the records of submissions by
         episode, ``formed`` the batch that was frozen."""
         try:
-            facts = self.core.drain()
+            facts, before = self.core.drain(), self.store.log.size_bytes
             self.store.put([self._decided(fact, accepted or {}, formed) for fact in facts])
+            self.core.bounds.disk_bytes += self.store.log.size_bytes - before
             self.store.keep_state(self.core)
             for fact in facts:
                 _log(fact)
