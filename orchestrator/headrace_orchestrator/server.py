@@ -22,8 +22,10 @@ from headrace.errors import PortInUse, SetupError
 from headrace.patience import Impatient
 from headrace.tokens import load_auth
 from headrace_orchestrator import logs
+from headrace_orchestrator.api.answering import AnsweringProtocol
 from headrace_orchestrator.api.app import App
 from headrace_orchestrator.api.gathering import GatheringProtocol
+from headrace_orchestrator.api.receiving import ReceivingProtocol
 from headrace_orchestrator.buffer.directory import DataDirectory
 from headrace_orchestrator.service import Service
 from headrace_orchestrator.settings import Address, Settings
@@ -129,7 +131,7 @@ async def _serve(
     log.info("stopped")
 
 
-class Protocol(Impatient, GatheringProtocol):
+class Protocol(Impatient, ReceivingProtocol, AnsweringProtocol, GatheringProtocol):
     """HTTP as the orchestrator speaks it."""
 
     silent_s, request_s = KEEP_ALIVE_S, REQUEST_S

@@ -103,7 +103,7 @@ class App:
             except Exception as error:  # noqa: BLE001 - the last resort: it is logged whole, and the caller is told
                 answer = _unexpected(error, method, scope["path"])
             status = answer.status
-            await send_answer(send, answer, self._service.epoch)
+            await send_answer(scope, send, answer, self._service.epoch)
         finally:
             if call is not None:
                 call.close()

@@ -23,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from headrace.errors import InvalidRequest, RequestTooLarge
 from headrace.wire import HEADER_EPOCH
+from headrace_orchestrator.api.answering import WHOLE
 from headrace_orchestrator.api.gathering import Pieces
 from headrace_orchestrator.service.waiting import ClientGone
 
@@ -193,9 +194,13 @@ def too_large(limit: int) -> RequestTooLarge:
     )
 
 
-async def send_answer(send: Send, answer: Answer, epoch: int) -> None:
+async def send_answer(scope: Scope, send: Send, answer: Answer, epoch: int) -> None:
     """Send it, with the epoch in a header."""
     body = answer.body
+    if isinstance(body, bytes) and not answer.headers and WHOLE in scope.get("extensions", ()):
+        head = _plain_head(answer.media_type, epoch) + b"content-length: %d\r\n" % len(body)
+        await send({"type": WHOLE, "status": answer.status, "head": head, "body": body})
+        return
     length = len(body) if isinstance(body, bytes) else answer.length
     headers: list[Header] = [
         (b"content-type", answer.media_type.encode()),
@@ -212,6 +217,12 @@ async def send_answer(send: Send, answer: Answer, epoch: int) -> None:
         piece = part if isinstance(part, bytes) else Pieces(part)
         await send({"type": "http.response.body", "body": piece, "more_body": True})
     await send({"type": "http.response.body", "body": b""})
+
+
+@functools.lru_cache(maxsize=64)
+def _plain_head(media_type: str, epoch: int) -> bytes:
+    """The headers that every answer has, but for its length."""
+    return b"content-type: %s\r\n%s: %d\r\n" % (media_type.encode(), _EPOCH, epoch)
 
 
 def headers_of(scope: Scope) -> Callable[[bytes], str]:

@@ -1,0 +1,55 @@
+"""uvicorn's HTTP protocol, with small answers in one step.
+
+* An answer that is there whole is sent by one message, an extension of ASGI that the scope tells of.
+* It goes out in one write, behind the answers of earlier requests of its connection.
+* A HEAD request gets no body, and a client that goes is told that the connection ends.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from starlette.types import ASGIApp, Message
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+WHOLE = "headrace.response.whole"
+"""The extension, and the type of its message: ``status``; ``head``, the lines of all headers; ``body``."""
+
+_EXTENSIONS: dict[str, dict[object, object]] = {WHOLE: {}}
+
+
+class AnsweringProtocol(HttpToolsProtocol):
+    """uvicorn takes an answer in two messages, and checks each header of it anew."""
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        cycle.scope["extensions"] = _EXTENSIONS
+        super()._start_asgi_task(cycle, functools.partial(_call, cycle, app))
+
+
+def _call(cycle: RequestResponseCycle, app: ASGIApp, scope: Any, receive: Any, send: Any) -> Any:
+    return app(scope, receive, functools.partial(_send, cycle))
+
+
+async def _send(cycle: RequestResponseCycle, message: Message) -> None:
+    if message["type"] != WHOLE:
+        await cycle.send(message)  # type: ignore[arg-type]  # the same messages, by another name
+        return
+    if cycle.flow.write_paused and not cycle.disconnected:
+        await cycle.flow.drain()
+    if cycle.disconnected:
+        return
+    parts = [STATUS_LINE[message["status"]]]
+    for name, value in cycle.default_headers:
+        parts += name, b": ", value, b"\r\n"
+    parts.append(message["head"])
+    parts.append(b"\r\n" if cycle.keep_alive else b"connection: close\r\n\r\n")
+    if cycle.scope["method"] != "HEAD":
+        parts.append(message["body"])
+    cycle.transport.write(b"".join(parts))
+    cycle.waiting_for_100_continue = False
+    cycle.response_started = cycle.response_complete = True
+    cycle.message_event.set()
+    if not cycle.keep_alive:
+        cycle.transport.close()
+    cycle.on_response()
