@@ -41,6 +41,13 @@ class Wire(asyncio.Transport):
     def abort(self) -> None:
         self.closed = True
 
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self.reader = cast(asyncio.BufferedProtocol, protocol)
+
+    def receive(self, data: bytes) -> None:
+        memoryview(self.reader.get_buffer(-1))[: len(data)] = data
+        self.reader.buffer_updated(len(data))
+
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return default
 
@@ -60,7 +67,7 @@ async def test_an_answer_that_is_there_whole_goes_out_in_one_write():
 
     wire = Wire()
     protocol = protocol_of(app, wire)
-    protocol.data_received(GET)
+    wire.receive(GET)
     while not wire.written:
         await asyncio.sleep(0)
     assert wire.written == [b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"]
@@ -73,8 +80,9 @@ async def test_a_body_that_comes_in_one_part_is_handed_on_without_a_copy():
     async def app(scope: Any, receive: Any, send: Any) -> None:
         received.extend([await receive(), await receive()])
 
-    protocol = protocol_of(app, Wire())
-    protocol.data_received(b"POST / HTTP/1.1\r\nContent-Length: 9\r\n\r\n")
+    wire = Wire()
+    protocol = protocol_of(app, wire)
+    wire.receive(b"POST / HTTP/1.1\r\nContent-Length: 9\r\n\r\n")
     whole, parts = b"part", (b"lat", b"er")
     protocol.on_body(whole)
     while protocol.cycle.body:
@@ -86,6 +94,25 @@ async def test_a_body_that_comes_in_one_part_is_handed_on_without_a_copy():
     assert received[0]["body"] is whole
     assert received[1]["body"] == b"later"
     protocol.connection_lost(None)
+
+
+async def test_what_comes_in_is_parsed_where_the_kernel_put_it():
+    """All connections share the place, so that nothing may be left in it."""
+    received: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        received.append((scope["path"], dict(scope["headers"])[b"name"], (await receive())["body"]))
+
+    wires = [Wire(), Wire()]
+    protocols = [protocol_of(app, wire) for wire in wires]
+    for number, wire in enumerate(wires):
+        wire.receive(b"POST /%d HTTP/1.1\r\nName: %d\r\nContent-Length: 1\r\n\r\n%d" % (number, number, number))
+    assert wires[0].reader.get_buffer(-1) is wires[1].reader.get_buffer(-1)
+    while len(received) < 2:
+        await asyncio.sleep(0)
+    assert received == [("/0", b"0", b"0"), ("/1", b"1", b"1")]
+    for protocol in protocols:
+        protocol.connection_lost(None)
 
 
 async def test_answers_come_in_the_order_of_their_requests(api: Api):
