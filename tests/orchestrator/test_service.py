@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import threading
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from headrace import codec, wire
 from headrace.batch import Batch
 from headrace.ids import new_id
 from headrace.logformat import FrameType
+from headrace_orchestrator.buffer import log as log_module
 from headrace_orchestrator.buffer.log import Log, Placed
 from headrace_orchestrator.buffer.projection import Projection
 from headrace_orchestrator.scheduler.core import Scheduler
@@ -106,9 +108,12 @@ async def test_a_batch_is_on_its_way_while_its_lease_is_written_and_ends_when_th
     Batch.parse(body).verify()
 
 
+@pytest.mark.parametrize("held", [True, False], ids=["held", "streamed"])
 async def test_a_batch_whose_lease_cannot_be_written_breaks_off_and_comes_again(
-    api: Api, monkeypatch: pytest.MonkeyPatch
+    api: Api, monkeypatch: pytest.MonkeyPatch, held: bool
 ):
+    if not held:
+        monkeypatch.setattr(serving, "WHOLE_BODY_BYTES", 0)
     await api.create_run()
     await api.play(free=4)
     with refusing_disk(monkeypatch), pytest.raises(aiohttp.ClientPayloadError):
@@ -119,6 +124,48 @@ async def test_a_batch_whose_lease_cannot_be_written_breaks_off_and_comes_again(
             return await api.pull(request="same")
 
     batch = await until(pulled)
+    assert isinstance(batch, Batch)
+    batch.verify()
+
+
+async def test_a_body_is_streamed_on_when_a_disk_that_refused_takes_its_records_in_another_file(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(serving, "WHOLE_BODY_BYTES", 0)
+    monkeypatch.setattr(log_module, "PROBE_FIRST_S", 0.01)
+    await api.create_run()
+    attempts = await api.lease(free=4)
+    begun, refused, moved = threading.Event(), threading.Event(), threading.Event()
+    sync, read = os.fdatasync, serving.Bodies._read
+
+    def refuse_once(descriptor: int) -> None:
+        if not refused.is_set():
+            assert refused.wait(10)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(descriptor)
+
+    def read_late(*arguments: Any) -> Any:
+        begun.set()
+        assert moved.wait(10)
+        return read(*arguments)
+
+    monkeypatch.setattr(os, "fdatasync", refuse_once)
+    monkeypatch.setattr(serving.Bodies, "_read", read_late)
+    submitting = asyncio.create_task(api.submit(submission((a, record_for(a)) for a in attempts)))
+    await api.ask("GET", "/healthz")
+    pulling = asyncio.create_task(api.pull(wait_s=10))
+    await asyncio.to_thread(begun.wait, 10)
+    refused.set()
+    with pytest.raises(AssertionError, match="cannot be written"):
+        await submitting
+
+    async def ready() -> bool:
+        async with api.session.get("/readyz") as answer:
+            return answer.status == 200
+
+    await until(ready)
+    moved.set()
+    batch = await pulling
     assert isinstance(batch, Batch)
     batch.verify()
 

@@ -3,6 +3,7 @@
 * A batch is frozen when it is formed: members, order, columns, and so every byte of its body.
 * A record that is damaged is left out when a batch is formed, and named; a group of which nothing is left is lost.
 * A body is read whole before its first byte is sent, if it fits; a larger one is streamed.
+* A body is streamed on when a disk that refused takes its records in another file.
 * A body is held and sent as the pieces that it was read in; no copy joins them.
 * A shard is a view of the frozen body: its rows' columns, and the records that they are in.
 * Nothing here blocks the event loop: what is read and computed is in a thread.
@@ -75,14 +76,17 @@ class Formed:
 
 @dataclass(frozen=True)
 class _Long:
-    """A body that is too long to be held: its head, and where its records are."""
+    """A body that is too long to be held: its head, and the numbers of its records among those of the batch; ``at`` is
+    where these were."""
 
+    batch: str
+    at: BatchAt
     head: bytes
-    members: Sequence[Location]
+    records: Sequence[int]
 
     @property
     def size_bytes(self) -> int:
-        return len(self.head) + sum(member.length for member in self.members)
+        return len(self.head) + sum(self.at.members[n].length for n in self.records)
 
 
 class Source(NamedTuple):
@@ -207,14 +211,17 @@ class Bodies:
         """The body, or where it is. Blocking."""
         whole = self._whole(lease.batch, at)
         if lease.shards == 1:
-            return _Long(self._store.log.read(at.head), at.members) if whole is None else whole
+            if whole is not None:
+                return whole
+            return _Long(lease.batch, at, self._store.log.read(at.head), range(len(at.members)))
         cut = self._sharding(lease, at, whole).cut(lease.shard)
+        records = cut.records.tolist()
         if whole is not None:
-            return (cut.head, *(whole[1 + n] for n in cut.records.tolist()))
-        long = _Long(cut.head, tuple(at.members[n] for n in cut.records.tolist()))
+            return (cut.head, *(whole[1 + n] for n in records))
+        long = _Long(lease.batch, at, cut.head, records)
         if long.size_bytes > WHOLE_BODY_BYTES:
             return long
-        return (cut.head, *map(self._store.log.read, long.members))
+        return (cut.head, *self._read(at, records))
 
     def _whole(self, batch: str, at: BatchAt) -> Parts | None:
         """The whole body, head and records, if it fits."""
@@ -247,16 +254,30 @@ class Bodies:
 
     async def _stream(self, body: _Long) -> AsyncIterator[Parts]:
         yield (body.head,)
-        piece: list[Location] = []
+        piece: list[int] = []
         size = 0
-        for location in body.members:
-            piece.append(location)
-            size += location.length
+        for number in body.records:
+            piece.append(number)
+            size += body.at.members[number].length
             if size >= CHUNK_BYTES:
-                yield await asyncio.to_thread(self._read, piece)
+                yield await self._piece(body, piece)
                 piece, size = [], 0
         if piece:
-            yield await asyncio.to_thread(self._read, piece)
+            yield await self._piece(body, piece)
 
-    def _read(self, locations: Sequence[Location]) -> Parts:
-        return tuple(map(self._store.log.read, locations))
+    async def _piece(self, body: _Long, records: Sequence[int]) -> Parts:
+        """Records of a body, from where they are now: a disk that refused may have taken them in another file."""
+        while True:
+            at = self._where(body)
+            try:
+                return await asyncio.to_thread(self._read, at, records)
+            except CorruptRecord:
+                if self._where(body) == at:
+                    raise
+
+    def _where(self, body: _Long) -> BatchAt:
+        """Where the batch is, or was when it was given up."""
+        return self._store.index.batches.get(body.batch, body.at)
+
+    def _read(self, at: BatchAt, records: Sequence[int]) -> Parts:
+        return tuple(self._store.log.read(at.members[n]) for n in records)
