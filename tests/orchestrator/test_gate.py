@@ -1,4 +1,4 @@
-"""Submissions that arrive in the same turn of the event loop, and answers that leave in one."""
+"""Submissions that arrive in a few turns of the event loop, and answers that leave in one."""
 
 from __future__ import annotations
 
@@ -69,6 +69,18 @@ async def test_what_is_judged_together_shares_one_wait_for_the_disk_and_each_sub
     assert [result.episode for result in second] == ["c"]
     assert judge.together == [["a", "b", "c"]]
     assert (judge.commits, judge.syncs) == (1, 1)
+
+
+async def test_submissions_of_a_few_turns_of_the_event_loop_are_judged_together(monkeypatch: pytest.MonkeyPatch):
+    judge = Judge(monkeypatch)
+    gate = judge.gate()
+    told = []
+    for name in ("a", "b"):
+        told.append(asyncio.create_task(gate.judge(body(name))))
+        await asyncio.sleep(0)
+        assert not judge.together
+    await asyncio.gather(*told)
+    assert judge.together == [["a", "b"]]
 
 
 async def test_no_turn_of_the_event_loop_judges_many_records(monkeypatch: pytest.MonkeyPatch):

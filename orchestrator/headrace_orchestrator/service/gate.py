@@ -1,4 +1,4 @@
-"""Where submissions come in: those of the same turn of the event loop are judged together.
+"""Where submissions come in: those of a few turns of the event loop are judged together.
 
 * What is judged together shares one lookup, one append and one wait for the disk; each submission gets its own results.
 * No turn of the event loop judges many more than ``MAX_TOGETHER`` records.
@@ -21,6 +21,11 @@ from headrace_orchestrator.service.submission import Intake, Submitted
 MAX_TOGETHER = 256
 """Records that are judged before others get the event loop: some ten milliseconds."""
 
+MORE_TURNS = 2
+"""Turns of the event loop in which others may come to the first one that waits. In each of them sockets are read: the
+more records share a commit and a sync, the less each costs. Many more turns would leave the disk without work. An idle
+event loop takes them in microseconds."""
+
 
 class _Waiting(NamedTuple):
     submitted: Sequence[Submitted]
@@ -40,10 +45,16 @@ class Gate:
         """One result each, in their order, when what they rest on is on disk. Raises StoreError."""
         loop = asyncio.get_running_loop()
         if not self._waiting:
-            loop.call_soon(self._judge_waiting)
+            loop.call_soon(self._judge_after, MORE_TURNS)
         results: asyncio.Future[list[SubmitResult]] = loop.create_future()
         self._waiting.append(_Waiting(submitted, results))
         return await results
+
+    def _judge_after(self, turns: int) -> None:
+        if turns:
+            asyncio.get_running_loop().call_soon(self._judge_after, turns - 1)
+        else:
+            self._judge_waiting()
 
     def _judge_waiting(self) -> None:
         loop = asyncio.get_running_loop()
