@@ -83,12 +83,13 @@ async def test_a_body_that_comes_in_one_part_is_handed_on_without_a_copy():
     wire = Wire()
     protocol = protocol_of(app, wire)
     wire.receive(b"POST / HTTP/1.1\r\nContent-Length: 9\r\n\r\n")
-    whole, parts = b"part", (b"lat", b"er")
+    whole, parts = b"part", (b"la", b"t", b"er")
     protocol.on_body(whole)
     while protocol.cycle.body:
         await asyncio.sleep(0)
     for part in parts:
         protocol.on_body(part)
+    assert isinstance(protocol.cycle.body, bytearray), "many small chunks are not copied again for each"
     while len(received) < 2:
         await asyncio.sleep(0)
     assert received[0]["body"] is whole

@@ -26,6 +26,8 @@ class ReceivingProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         if not self.cycle.body:
             self.cycle.body = b""  # type: ignore[assignment]  # adding to no bytes copies nothing
+        elif not isinstance(self.cycle.body, bytearray):
+            self.cycle.body = bytearray(self.cycle.body)  # adding to bytes copies all of them, for each small chunk
         super().on_body(body)
 
 
