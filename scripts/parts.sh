@@ -30,8 +30,10 @@ system_parts() {
     # What reasoning-gym is built with, unless it is installed.
     if ! .venv/bin/python -c 'import reasoning_gym' >/dev/null 2>&1; then
         command -v cc >/dev/null 2>&1 || missing="$missing gcc libc6-dev"
-        python3 -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' \
-            >/dev/null 2>&1 || missing="$missing python3-dev"
+        python=.venv/bin/python
+        [ -x "$python" ] || python=${PYTHON:-python3}
+        "$python" -c 'import sysconfig; open(sysconfig.get_path("include") + "/Python.h")' >/dev/null 2>&1 ||
+            missing="$missing python3-dev"
         rm -f .venv/.headrace-setup # so that the next set-up tries again
     fi
 

@@ -2,13 +2,15 @@
 # Makes .venv from the hashed lock and installs the project into it, editable.
 #
 # * Does nothing, quickly, when lock, project file and interpreter are those of the last time.
+# * Of several interpreters takes the first whose code is no shared library, because those are faster, and says so. It
+#   must serve as well: make a venv, and have the headers that reasoning-gym is built with.
+# * PYTHON=/path/to/python decides alone, and a .venv of another interpreter is made anew. Without PYTHON a .venv that
+#   works keeps its interpreter.
 # * Every package comes from requirements/ and must match a hash there.
 # * Only reasoning-gym needs a C compiler (a dependency of it ships no wheels); without one it is left out, and said so.
 #   Under CI=true it must be there.
 # * Needs Python 3.11 to 3.14 and network access to a Python package registry; uv is used where it exists and is
 #   fetched into .venv where not. What is missing is said in one line.
-#
-# PYTHON=/path/to/python chooses the interpreter.
 set -eu
 
 cd "$(dirname "$0")/.."
@@ -25,14 +27,47 @@ supported() {
     "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' >/dev/null 2>&1
 }
 
-# The first interpreter that the project supports; prints nothing where there is none.
+# Whether an interpreter's code is in its program. In a shared library it is slower.
+static() {
+    "$1" -c 'import sys; sys.exit("libpython" in open("/proc/self/maps").read())' >/dev/null 2>&1
+}
+
+# Whether nothing is lost with an interpreter that nobody asked for.
+complete() {
+    "$1" -c 'import sysconfig; open(sysconfig.get_path("include") + "/Python.h")' >/dev/null 2>&1 || return 1
+    uv --version >/dev/null 2>&1 || "$1" -c 'import ensurepip, venv' >/dev/null 2>&1
+}
+
+# The interpreter to take; prints nothing where the project supports none.
 find_python() {
-    for candidate in ${PYTHON:-python3 python3.14 python3.13 python3.12 python3.11}; do
-        if supported "$candidate"; then
-            printf '%s\n' "$candidate"
-            return
+    if [ -n "${PYTHON:-}" ]; then
+        ! supported "$PYTHON" || printf '%s\n' "$PYTHON"
+        return
+    fi
+    found=
+    for candidate in python3 python3.14 python3.13 python3.12 python3.11 /usr/bin/python3 /usr/local/bin/python3; do
+        supported "$candidate" || continue
+        if [ -z "$found" ]; then
+            found=$candidate
+            ! static "$found" || break
+        elif static "$candidate" && complete "$candidate"; then
+            printf 'setup: taking %s, a faster build than %s; make setup PYTHON=%s takes that one\n' \
+                "$candidate" "$found" "$found" >&2
+            found=$candidate
+            break
         fi
     done
+    printf '%s' "$found"
+}
+
+binary() {
+    "$1" -c 'import os, sys; print(os.path.realpath(sys.executable))' 2>/dev/null
+}
+
+# Whether .venv works and is of the interpreter that PYTHON names, if it names one.
+kept() {
+    supported "$venv/bin/python" || return 1
+    [ -z "${PYTHON:-}" ] || [ "$(binary "$PYTHON")" = "$(binary "$venv/bin/python")" ]
 }
 
 # A venv holds absolute paths, so a moved checkout needs a new one.
@@ -41,14 +76,8 @@ fingerprint() {
     cksum requirements/*.txt pyproject.toml
 }
 
-if [ -f "$stamp" ] && [ "$(fingerprint)" = "$(cat "$stamp")" ] && supported "$venv/bin/python"; then
+if [ -f "$stamp" ] && [ "$(fingerprint)" = "$(cat "$stamp")" ] && kept; then
     exit 0
-fi
-
-python=$(find_python)
-if [ -z "$python" ]; then
-    [ -z "${PYTHON:-}" ] || die "PYTHON=$PYTHON is no Python 3.11 to 3.14."
-    die "No Python 3.11 to 3.14 found. Install one (Debian: apt-get install python3 python3-venv), or name it: make setup PYTHON=/path/to/python3.12"
 fi
 
 # An account without a writable home keeps uv's cache in the checkout.
@@ -65,9 +94,18 @@ for candidate in uv "$venv/bin/uv"; do
     fi
 done
 
+python=
+if [ -z "$uv" ] || ! kept || ! grep -q "$PWD/$venv" "$venv/bin/activate"; then
+    python=$(find_python)
+    if [ -z "$python" ]; then
+        [ -z "${PYTHON:-}" ] || die "PYTHON=$PYTHON is no Python 3.11 to 3.14."
+        die "No Python 3.11 to 3.14 found. Install one (Debian: apt-get install python3 python3-venv), or name it: make setup PYTHON=/path/to/python3.12"
+    fi
+fi
+
 printf 'setup: installing the locked packages into %s (a minute or two the first time)\n' "$venv" >&2
 rm -f "$stamp"
-if [ -n "$uv" ] && supported "$venv/bin/python" && grep -q "$PWD/$venv" "$venv/bin/activate"; then
+if [ -z "$python" ]; then
     : # the environment of an older lock; the installs below bring it up to date
 elif [ -n "$uv" ] && [ "$uv" != "$venv/bin/uv" ]; then
     rm -rf "$venv"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -72,39 +73,129 @@ def test_the_locks_name_every_package_that_the_project_asks_for() -> None:
 
 
 def test_set_up_that_is_up_to_date_does_nothing(tmp_path: Path) -> None:
-    (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts" / "setup.sh").write_text((ROOT / "scripts" / "setup.sh").read_text(encoding="utf-8"))
-    (tmp_path / "requirements").mkdir()
-    (tmp_path / "requirements" / "dev.txt").write_text("")
-    (tmp_path / "pyproject.toml").write_text("")
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    (tmp_path / ".venv" / "bin" / "python").symlink_to(sys.executable)
-    sums = subprocess.run(
-        "pwd; cksum requirements/*.txt pyproject.toml",
-        shell=True,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    (tmp_path / ".venv" / ".headrace-setup").write_text(sums.stdout)
-    done = subprocess.run(["sh", "scripts/setup.sh"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    _set_up_before(tmp_path)
+    done = _set_up(tmp_path, {"python3": STATIC})
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_set_up_without_a_fitting_python_says_so_in_one_line(tmp_path: Path) -> None:
-    (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts" / "setup.sh").write_text((ROOT / "scripts" / "setup.sh").read_text(encoding="utf-8"))
-    done = subprocess.run(
-        ["sh", "scripts/setup.sh"],
+    done = _set_up(tmp_path, {"python3": STATIC}, PYTHON="/nonexistent/python")
+    assert done.returncode == 1
+    assert done.stderr == "setup: PYTHON=/nonexistent/python is no Python 3.11 to 3.14.\n"
+
+
+STATIC: dict[str, bool] = {}
+SHARED = {"libpython": False}
+
+
+@pytest.mark.parametrize(
+    ("there", "taken"),
+    [
+        ({"python3": SHARED, "python3.12": STATIC}, "python3.12"),
+        ({"python3": SHARED, "python3.12": SHARED, "usr/bin/python3": STATIC}, "usr/bin/python3"),
+        ({"python3": SHARED, "usr/local/bin/python3": STATIC}, "usr/local/bin/python3"),
+    ],
+)
+def test_set_up_takes_a_faster_interpreter_than_the_first_and_says_so(
+    tmp_path: Path, there: dict[str, dict[str, bool]], taken: str
+) -> None:
+    done = _set_up(tmp_path, there)
+    assert _taken(tmp_path, done) == taken
+    (said,) = (line for line in done.stderr.splitlines() if "a faster build" in line)
+    assert said.endswith(f"{taken}, a faster build than python3; make setup PYTHON=python3 takes that one")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [SHARED, {"version_info": False}, {"Python.h": False}, {"ensurepip": False}],
+    ids=["none is faster", "not supported", "without headers", "cannot make a venv"],
+)
+def test_set_up_takes_the_first_interpreter_where_no_faster_one_serves_as_well(
+    tmp_path: Path, other: dict[str, bool]
+) -> None:
+    done = _set_up(tmp_path, {"python3": SHARED, "python3.12": other})
+    assert _taken(tmp_path, done) == "python3"
+    assert "a faster build" not in done.stderr
+
+
+def test_set_up_takes_the_first_interpreter_if_it_is_one_of_the_faster(tmp_path: Path) -> None:
+    done = _set_up(tmp_path, {"python3": {"Python.h": False}, "python3.12": STATIC})
+    assert _taken(tmp_path, done) == "python3"
+    assert "a faster build" not in done.stderr
+
+
+def test_set_up_takes_a_faster_interpreter_without_a_venv_module_where_uv_is_there(tmp_path: Path) -> None:
+    done = _set_up(tmp_path, {"python3": SHARED, "python3.12": {"ensurepip": False}, "uv": {"--quiet": False}})
+    assert "uv could not make .venv with python3.12." in done.stderr
+
+
+def test_python_decides_alone_which_interpreter_set_up_takes(tmp_path: Path) -> None:
+    there = {"python3": SHARED, "python3.12": STATIC, "python3.13": SHARED}
+    done = _set_up(tmp_path, there, PYTHON="python3.13")
+    assert _taken(tmp_path, done) == "python3.13"
+    assert "a faster build" not in done.stderr
+
+
+def test_set_up_makes_the_environment_anew_when_python_names_another_interpreter(tmp_path: Path) -> None:
+    _set_up_before(tmp_path)
+    assert _set_up(tmp_path, {"python3": STATIC}, PYTHON=sys.executable).stderr == ""
+    done = _set_up(tmp_path, {"python3": STATIC}, PYTHON="python3")
+    assert _taken(tmp_path, done) == "python3"
+    assert not (tmp_path / ".venv").exists()
+
+
+def _checkout(tmp_path: Path) -> None:
+    """The files that setup.sh reads. What it would find in /usr it finds below ``tmp_path``."""
+    for name in ("scripts/setup.sh", "requirements/dev.txt", "pyproject.toml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    text = (ROOT / "scripts" / "setup.sh").read_text(encoding="utf-8")
+    (tmp_path / "scripts" / "setup.sh").write_text(text.replace(" /usr/", f" {tmp_path}/usr/"))
+
+
+def _set_up_before(tmp_path: Path) -> None:
+    """An environment of this interpreter that is up to date."""
+    _checkout(tmp_path)
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "python").symlink_to(sys.executable)
+    sums = "pwd; cksum requirements/*.txt pyproject.toml"
+    done = subprocess.run(["sh", "-c", sums], cwd=tmp_path, capture_output=True, text=True, check=True)
+    (tmp_path / ".venv" / ".headrace-setup").write_text(done.stdout)
+
+
+def _set_up(tmp_path: Path, there: dict[str, dict[str, bool]], **environment: str) -> subprocess.CompletedProcess[str]:
+    """setup.sh where only the programs ``there`` are; each says yes to whatever it is asked but what it is given.
+    None makes an environment, so that set-up ends there and names the interpreter that it took."""
+    _checkout(tmp_path)
+    for name, answers in there.items():
+        program = tmp_path / (name if "/" in name else f"bin/{name}")
+        program.parent.mkdir(parents=True, exist_ok=True)
+        cases = "".join(
+            f"*'{asked}'*) exit {int(not yes)} ;;\n" for asked, yes in {**answers, "-m venv": False}.items()
+        )
+        program.write_text(f'#!/bin/sh\ncase "$*" in\n*realpath*) echo "$0" ;;\n{cases}esac\n')
+        program.chmod(0o755)
+    for name in ("cat", "cksum", "dirname", "grep", "mkdir", "rm"):
+        path = shutil.which(name)
+        assert path is not None
+        if not (tmp_path / "bin" / name).exists():
+            (tmp_path / "bin" / name).symlink_to(path)
+    return subprocess.run(
+        ["/bin/sh", "scripts/setup.sh"],
         cwd=tmp_path,
-        env={**os.environ, "PYTHON": "/nonexistent/python"},
+        env={"PATH": str(tmp_path / "bin"), "HOME": str(tmp_path), **environment},
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+def _taken(tmp_path: Path, done: subprocess.CompletedProcess[str]) -> str:
+    """The interpreter that could not make an environment."""
     assert done.returncode == 1
-    assert done.stderr == "setup: PYTHON=/nonexistent/python is no Python 3.11 to 3.14.\n"
+    said = re.search(r"^setup: (\S+) cannot make a virtual environment", done.stderr, re.MULTILINE)
+    assert said is not None, done.stderr
+    return said[1].removeprefix(f"{tmp_path}/")
 
 
 @pytest.mark.parametrize(
