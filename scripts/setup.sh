@@ -9,6 +9,7 @@
 # * Every package comes from requirements/ and must match a hash there.
 # * Only reasoning-gym needs a C compiler (a dependency of it ships no wheels); without one it is left out, and said so.
 #   Under CI=true it must be there.
+# * Compiles what it installed, and the project: with PYTHONDONTWRITEBYTECODE every process would do that anew.
 # * Needs Python 3.11 to 3.14 and network access to a Python package registry; uv is used where it exists and is
 #   fetched into .venv where not. What is missing is said in one line.
 set -eu
@@ -129,4 +130,7 @@ if ! reason=$("$uv" pip install --quiet --python "$venv/bin/python" --require-ha
     [ "${CI:-}" != true ] || die "reasoning-gym could not be installed: $reason"
     printf 'setup: without the rg: environments; they need a C compiler and the headers of Python: make parts\n' >&2
 fi
+# Some packages hold files that are no Python of this version; those stay as they are.
+"$venv/bin/python" -W ignore -m compileall -qq -j 0 \
+    "$venv/lib" sdk sandbox workers orchestrator tests benchmarks examples || :
 fingerprint >"$stamp"
