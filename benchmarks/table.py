@@ -52,7 +52,7 @@ def machine() -> dict[str, str | int | float]:
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "kernel": platform.release(),
-        "python": platform.python_version(),
+        "python": f"{platform.python_version()} ({_build()})",
         "load_1min": round(os.getloadavg()[0], 1),
     }
 
@@ -89,6 +89,11 @@ def _number(value: float | None) -> str:
     if value is None:
         return "–"
     return f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"
+
+
+def _build() -> str:
+    """Where the interpreter's code is: in a shared library it is slower."""
+    return "shared library" if "libpython" in Path("/proc/self/maps").read_text() else "static"
 
 
 def _cpu_name() -> str:

@@ -1,6 +1,7 @@
 """Peers: systems that do a part of the same work, each in a virtual environment of its own under ``build/peers``.
 
-* A peer is installed from its own hashed lock, once; a changed lock installs it anew.
+* A peer is installed from its own hashed lock, once; a changed lock or another interpreter installs it anew.
+* It runs on the interpreter that runs the benchmark, if that is a Python 3.11, which the locks are for.
 * A peer that does not install or does not start is named with its error; the rest goes on.
 """
 
@@ -105,15 +106,16 @@ class Peer:
 def _installed(name: str) -> Path:
     """The interpreter of a peer's virtual environment. Raises PeerError."""
     lock, place = FOLDER / f"{name}.txt", BUILT / name
-    stamp, python = place / "installed.txt", place / "bin" / "python"
-    if stamp.exists() and stamp.read_bytes() == lock.read_bytes() and python.exists():
+    interpreter = str(Path(sys.executable).resolve()) if sys.version_info[:2] == (3, 11) else "3.11"
+    stamp, wanted, python = place / "installed.txt", f"{interpreter}\n{lock.read_text()}", place / "bin" / "python"
+    if stamp.exists() and stamp.read_text() == wanted and python.exists():
         return python
     uv = shutil.which("uv") or str(Path(sys.executable).with_name("uv"))
     print(f"{name}: installing into {place.relative_to(ROOT)} (minutes and gigabytes, once)", flush=True)
     begun = time.monotonic()
-    _run(uv, "venv", "--quiet", "--clear", "--python", "3.11", str(place))
+    _run(uv, "venv", "--quiet", "--clear", "--python", interpreter, str(place))
     _run(uv, "pip", "install", "--quiet", "--python", str(python), "--require-hashes", "--requirement", str(lock))
-    shutil.copyfile(lock, stamp)
+    stamp.write_text(wanted)
     print(f"{name}: installed in {time.monotonic() - begun:.0f} s", flush=True)
     return python
 
