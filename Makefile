@@ -41,12 +41,7 @@ bench-sandbox: setup ## sandboxes beside a bare interpreter, Docker, gVisor and 
 	@$(BIN)/python -m benchmarks.sandbox $(ARGS)
 
 chaos: setup ## kill every process again and again and cut the power, with checkers (some minutes)
-	@$(BIN)/python -m tests.chaos
-	@CHAOS_EXAMPLES=1000 $(BIN)/pytest -q tests/chaos/test_model.py --timeout=300
-	@HEADRACE_G07_ROUNDS=500 $(BIN)/pytest -q tests/orchestrator/test_g07.py
-	@HEADRACE_G08_ROUNDS=10 $(BIN)/pytest -q tests/orchestrator/test_g08.py
-	@HEADRACE_PROGRAMS=10000 $(BIN)/pytest -q tests/sandbox/test_random_programs.py
-	@HEADRACE_SANDBOX_KILLS=50 $(BIN)/pytest -q tests/sandbox/test_kill.py
+	@$(BIN)/python -m tests.chaos.long_form
 
 lock: ## write requirements/ anew from pyproject.toml
 	@sh scripts/lock.sh

@@ -1,6 +1,7 @@
 """Kills without end: orchestrator, workers and a learner of one run, each dying again and again while all of them work.
 
-* Phases take turns, and one that was not come to takes another: none is left out.
+* Phases take turns, and one that was not come to takes another. One that was left out all the same is a finding, and
+  so are too few kills.
 * A process that does not come to its point in time is killed where it is, and counts as "at any moment".
 * After an orchestrator's death the power may have been cut as well: then its disk forgets what was not synced.
 * What was acknowledged is seen by a proxy in front of the service, and held against what is there at the end.
@@ -191,7 +192,7 @@ class Campaign:
             finally:
                 for actor in actors:
                     actor.end()
-        self.report.findings.wrong += self._surprises + self._left_out()
+        self.report.findings.wrong += self._surprises + self._too_few() + self._left_out()
         self.report.duration_s = time.monotonic() - begun
         return self.report
 
@@ -229,6 +230,12 @@ class Campaign:
             if time.monotonic() - said > SAY_EVERY_S:
                 said = time.monotonic()
                 self._say(f"{self.report.total} of {self._course.kills} kills, {self.report.cuts} power cuts")
+
+    def _too_few(self) -> list[str]:
+        """That time ran out before the kills were done."""
+        if self.report.total >= self._course.kills:
+            return []
+        return [f"only {self.report.total} of {self._course.kills} kills within {self._course.within_s:g} s"]
 
     def _left_out(self) -> list[str]:
         """Phases that no process has died in."""

@@ -53,6 +53,19 @@ def test_kills_and_power_cuts_in_every_phase_lose_nothing_and_double_nothing(tmp
 
 
 @pytest.mark.timeout(180)
+def test_too_few_kills_and_a_phase_without_any_are_findings(tmp_path: Path) -> None:
+    code, report = campaign(tmp_path / "chaos", "--kills", "24", "--within-s", "0.1")
+    assert code == 1
+    killed = sum(report["kills"].values())
+    assert f"only {killed} of 24 kills within 0.1 s" in report["wrong"]
+    for role, phases in PHASES.items():
+        for phase in phases:
+            if not report["kills"].get(f"{role} {phase}"):
+                assert f"no {role} died while {phase}" in report["wrong"]
+    assert len(report["wrong"]) > 10
+
+
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("mutant", "finding"),
     [

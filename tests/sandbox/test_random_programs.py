@@ -23,7 +23,7 @@ PROGRAMS = int(os.environ.get("HEADRACE_PROGRAMS", "300"))
 
 FIRST_SEED = int(os.environ.get("HEADRACE_SEED", "1"))
 
-AT_A_TIME = 8
+AT_A_TIME = 16
 
 FRESH_EVERY = 10
 """One of so many runs in a sandbox made for it, the others in forks."""
