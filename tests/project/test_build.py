@@ -144,6 +144,14 @@ def test_set_up_makes_the_environment_anew_when_python_names_another_interpreter
     assert not (tmp_path / ".venv").exists()
 
 
+def test_set_up_for_a_changed_lock_keeps_the_interpreter_of_an_environment_that_works(tmp_path: Path) -> None:
+    _set_up_before(tmp_path)
+    (tmp_path / "requirements" / "new.txt").write_text("")
+    done = _set_up(tmp_path, {"python3": STATIC, "uv": {"--quiet": False}})
+    assert "setup: The locked packages could not be installed." in done.stderr
+    assert (tmp_path / ".venv" / "bin" / "python").resolve() == Path(sys.executable).resolve()
+
+
 def _checkout(tmp_path: Path) -> None:
     """The files that setup.sh reads. What it would find in /usr it finds below ``tmp_path``."""
     for name in ("scripts/setup.sh", "requirements/dev.txt", "pyproject.toml"):
@@ -158,6 +166,7 @@ def _set_up_before(tmp_path: Path) -> None:
     _checkout(tmp_path)
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     (tmp_path / ".venv" / "bin" / "python").symlink_to(sys.executable)
+    (tmp_path / ".venv" / "bin" / "activate").write_text(f"VIRTUAL_ENV={tmp_path}/.venv\n")
     sums = "pwd; cksum requirements/*.txt pyproject.toml"
     done = subprocess.run(["sh", "-c", sums], cwd=tmp_path, capture_output=True, text=True, check=True)
     (tmp_path / ".venv" / ".headrace-setup").write_text(done.stdout)
