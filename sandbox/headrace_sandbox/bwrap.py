@@ -28,7 +28,7 @@ from typing import IO
 
 from headrace.errors import SandboxFailure
 from headrace_sandbox import supervisor
-from headrace_sandbox.descriptors import is_readable
+from headrace_sandbox.descriptors import is_readable, piped
 from headrace_sandbox.result import Limits
 
 SCRATCH = "/scratch"
@@ -93,12 +93,10 @@ class Bwrap:
         # A shell may have set variables of its own beside the one that is given.
         options = (*NAMESPACES, "--clearenv")
         try:
-            process = subprocess.Popen(
+            process = piped(
                 [*bound, self._bwrap, *options, *arguments],
                 env={supervisor.VARIABLE: str(supervisor.me())},
                 stdin=stdin,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
                 pass_fds=handed,
                 start_new_session=True,
                 cwd="/",

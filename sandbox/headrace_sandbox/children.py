@@ -13,7 +13,6 @@ import errno
 import os
 import select
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ from typing import Self
 
 from headrace.errors import SandboxFailure
 from headrace_sandbox.bwrap import taken, too_large
+from headrace_sandbox.descriptors import piped
 from headrace_sandbox.supervise import Started
 
 GONE_S = 5.0
@@ -39,16 +39,7 @@ class Child:
     ) -> None:
         """Start it in ``folder`` with three pipes and what is handed. Raises SandboxFailure ``sandbox-not-made``."""
         try:
-            self.process = subprocess.Popen(
-                arguments,
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                pass_fds=handed,
-                start_new_session=True,
-                cwd=folder,
-            )
+            self.process = piped(arguments, env=environment, pass_fds=handed, start_new_session=True, cwd=folder)
         except OSError as error:
             if error.errno == errno.E2BIG:
                 raise too_large() from error

@@ -11,7 +11,9 @@ import contextlib
 import os
 import select
 import socket
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Iterator, Sequence
+from typing import IO, Any
 
 from headrace.errors import SandboxFailure
 
@@ -54,6 +56,28 @@ class Descriptors:
     def give(self, *descriptors: int) -> None:
         """They are somebody else's now."""
         self._owned.difference_update(descriptors)
+
+
+def piped(
+    arguments: Sequence[str],
+    *,
+    stdin: int | IO[bytes] = subprocess.PIPE,
+    stderr: int | IO[bytes] = subprocess.PIPE,
+    **options: Any,
+) -> subprocess.Popen[bytes]:
+    """``Popen`` whose output goes to a pipe. Before Python 3.11.4 ``Popen`` itself leaves the first pipes open where it
+    can make no further one. Raises OSError."""
+    streams: dict[str, Any] = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": stderr}
+    ours: dict[str, int] = {}
+    with Descriptors() as made:
+        for name in [name for name, stream in streams.items() if stream == subprocess.PIPE]:
+            reads, writes = made.pipe()
+            streams[name], ours[name] = (reads, writes) if name == "stdin" else (writes, reads)
+        process: subprocess.Popen[bytes] = subprocess.Popen(arguments, **streams, **options)
+        for name, descriptor in ours.items():
+            setattr(process, name, os.fdopen(descriptor, "wb" if name == "stdin" else "rb"))
+        made.give(*ours.values())
+    return process
 
 
 def is_readable(descriptor: int) -> bool:

@@ -25,6 +25,7 @@ from typing import Any
 from headrace.errors import SandboxFailure
 from headrace_sandbox.bwrap import OF_USR, SCRATCH, SYSTEM_FILES
 from headrace_sandbox.cgroups import Cgroup
+from headrace_sandbox.descriptors import piped
 from headrace_sandbox.reaper import FOLDERS
 from headrace_sandbox.supervisor import VARIABLE, kill_all, me, pids, state_folder
 
@@ -163,12 +164,10 @@ class Container:
     def __init__(self, command: Sequence[str], folder: Path, group: Cgroup) -> None:
         self._folder = folder
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the container
-        self._process = subprocess.Popen(
+        self._process = piped(
             # It waits for a line until it is in its group.
             ["/bin/sh", "-c", 'read -r _ && exec "$@"', "sh", *command],
             env={VARIABLE: str(me())},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
             stderr=self._said,
             start_new_session=True,
             cwd="/",
