@@ -29,6 +29,9 @@ LONGEST_S = sys.float_info.max
 MOST = 1 << 62
 """Of a size; the kernel takes twice that, and runtimes add what they need themselves."""
 
+MOST_CPU_S = 1 << 33
+"""Of a time of processors; the kernel counts it in nanoseconds, of 64 bits: more overflows, down to none at all."""
+
 RANGES: dict[str, tuple[float, float]] = {
     "wall_s": (sys.float_info.min, LONGEST_S),
     "cpu_s": (sys.float_info.min, LONGEST_S),

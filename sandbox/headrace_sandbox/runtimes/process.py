@@ -21,7 +21,7 @@ from pathlib import Path
 from headrace_sandbox.bwrap import environment
 from headrace_sandbox.children import Child
 from headrace_sandbox.descriptors import refused_by_machine
-from headrace_sandbox.result import MOST, ExecResult, Isolation, LimitName, Limits, Usage
+from headrace_sandbox.result import MOST_CPU_S, ExecResult, Isolation, LimitName, Limits, Usage
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template, not_offered
 from headrace_sandbox.supervise import supervise
 
@@ -119,6 +119,6 @@ def _start(command: Command, limits: Limits, scratch: str) -> Child:
         "RLIMIT_NOFILE": limits.open_files,
     }
     if limits.cpu_s is not None:
-        rlimits["RLIMIT_CPU"] = min(math.ceil(limits.cpu_s), MOST)
+        rlimits["RLIMIT_CPU"] = min(math.ceil(limits.cpu_s), MOST_CPU_S)
     arguments = [sys.executable, "-I", "-S", "-c", LAUNCHER, json.dumps(rlimits), *command.arguments]
     return Child(arguments, {**environment(command.environment), "HOME": scratch, **command.environment}, scratch)

@@ -33,7 +33,7 @@ from headrace_sandbox.bwrap import QUOTED_BYTES, environment
 from headrace_sandbox.children import Child
 from headrace_sandbox.descriptors import refused_by_machine
 from headrace_sandbox.reaper import FOLDERS
-from headrace_sandbox.result import MOST, ExecResult, Isolation, LimitName, Limits, Usage
+from headrace_sandbox.result import MOST_CPU_S, ExecResult, Isolation, LimitName, Limits, Usage
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template, check_room, not_offered
 from headrace_sandbox.runtimes.verdicts import sandbox_lost
 from headrace_sandbox.seccomp import filter_program
@@ -124,7 +124,7 @@ class Wasm:
                 "user": user,
                 "filter": None if filter_ is None else filter_.hex(),
                 "wall_s": limits.wall_s + GRACE_S,
-                "cpu_s": None if limits.cpu_s is None else min(math.ceil(limits.cpu_s) + 1, MOST),
+                "cpu_s": None if limits.cpu_s is None else min(math.ceil(limits.cpu_s) + 1, MOST_CPU_S),
                 "memory_bytes": limits.memory_bytes,
                 "disk_bytes": limits.disk_bytes,
                 "file_bytes": limits.file_bytes,
