@@ -149,17 +149,22 @@ class _Header(NamedTuple):
 
 
 class Tally:
-    """What a footer says, gathered while the frames are written or read in order."""
+    """What a footer says, gathered while the frames are placed or read in order."""
 
     def __init__(self, opened_ms: int) -> None:
+        self.digest = hashlib.sha256()
+        """Over the headers that were added."""
         self._opened_ms = opened_ms
         self._places = [array("I") for _ in _COPIES]
-        self._digest = hashlib.sha256()
+
+    def place(self, kind: FrameType, offset: int) -> None:
+        """The next frame, whose header is yet to be made: ``with_digest`` tells the footer of it."""
+        self._places[kind].append(offset // ALIGNMENT)
 
     def add(self, kind: FrameType, offset: int, header: bytes | memoryview) -> None:
         """The next frame, with the 64 bytes of its first header."""
-        self._places[kind].append(offset // ALIGNMENT)
-        self._digest.update(header)
+        self.place(kind, offset)
+        self.digest.update(header)
 
     def add_read(self, frame: Frame) -> None:
         """The next frame, as it was read."""
@@ -169,7 +174,7 @@ class Tally:
         """The footer of the frames so far."""
         return Footer(
             places={kind: places.tobytes() for kind, places in enumerate(self._places) if places},
-            digest=self._digest.digest(),
+            digest=self.digest.digest(),
             opened_ms=self._opened_ms,
             sealed_ms=sealed_ms,
         )
@@ -177,6 +182,11 @@ class Tally:
     def matches(self, footer: Footer) -> bool:
         """Whether the frames so far are those that the footer speaks of."""
         return self.footer(footer.sealed_ms) == msgspec.structs.replace(footer, opened_ms=self._opened_ms)
+
+
+def with_digest(footer: bytes, digest: bytes) -> bytes:
+    """A footer's payload with that digest; it stays as long as it was."""
+    return _encoder.encode(msgspec.structs.replace(parse_footer(footer), digest=digest))
 
 
 def pack_frame(kind: FrameType, payload: bytes | memoryview) -> list[bytes | memoryview]:
@@ -281,6 +291,7 @@ class _Format(msgspec.Struct, frozen=True):
 _PLACE_BYTES = array("I").itemsize
 _format_decoder = msgspec.msgpack.Decoder(_Format)
 _head_decoder = msgspec.msgpack.Decoder(FileHead)
+_encoder = msgspec.msgpack.Encoder()
 _footer_decoder = msgspec.msgpack.Decoder(Footer)
 
 

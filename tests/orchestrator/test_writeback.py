@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from headrace.logformat import FrameType, frame_bytes, pack_frame
 from headrace_orchestrator.buffer import writeback, writer
-from headrace_orchestrator.buffer.writeback import begin_writeback
+from headrace_orchestrator.buffer.writeback import begin_writeback, set_aside
 
 
 def refusing(reason: int) -> object:
@@ -44,28 +45,76 @@ def test_an_error_that_comes_up_is_the_writes(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(writeback, "_call", refusing(errno.EIO))
     opened = writer.Writer(tmp_path)
     with pytest.raises(writer.Failed, match=os.strerror(errno.EIO)):
-        opened.write([frame(bytes(writer.PIECE_BYTES)), frame(b"more")])
+        opened.write(frames([bytes(writer.PIECE_BYTES), b"more"]))
     opened.close()
 
 
-def test_of_a_long_append_the_disk_stores_one_piece_while_the_next_is_copied(
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has fallocate")
+def test_space_is_set_aside_and_the_file_stays_as_long_as_what_is_written(tmp_path: Path):
+    assert writeback._fallocate is not None
+    with open(tmp_path / "file", "wb", buffering=0) as file:
+        set_aside(file.fileno(), 0, 1 << 20)
+        found = os.fstat(file.fileno())
+        assert found.st_size == 0
+        assert found.st_blocks * 512 >= 1 << 20
+
+
+@pytest.mark.parametrize("reason", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOSPC])
+def test_where_no_space_is_set_aside_the_write_finds_it(tmp_path: Path, reason: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(writeback, "_fallocate", refusing(reason))
+    opened = writer.Writer(tmp_path)
+    opened.write(batch := frames([bytes(writer.PIECE_BYTES), b"more"]))
+    opened.close()
+    assert (tmp_path / "00000001.log").read_bytes() == content(batch)
+    monkeypatch.setattr(writeback, "_fallocate", None)
+    set_aside(0, 0, 1)
+
+
+def test_of_a_long_append_the_disk_stores_one_piece_while_the_next_is_packed_and_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """What is durable is what is synced afterwards: all of it."""
-    calls: list[tuple[int, int] | str] = []
+    calls: list[object] = []
+    pack, sync = writer.pack_frame, writer.sync
     monkeypatch.setattr(writer, "begin_writeback", lambda descriptor, start, size: calls.append((start, size)))
-    sync = writer.sync
+    monkeypatch.setattr(writer, "set_aside", lambda descriptor, start, size: calls.append(("aside", start, size)))
+    monkeypatch.setattr(writer, "pack_frame", lambda kind, payload: (calls.append("pack"), pack(kind, payload))[1])
     monkeypatch.setattr(writer, "sync", lambda descriptor: (calls.append("sync"), sync(descriptor)))
-    payloads = [os.urandom(writer.PIECE_BYTES // 2 + 1) for _ in range(5)]
+    short, *long = frames([b"short", *(os.urandom(writer.PIECE_BYTES // 2) for _ in range(5))])
     opened = writer.Writer(tmp_path)
-    opened.write([frame(b"short")])
-    opened.write([frame(payload) for payload in payloads])
+    opened.write([short])
+    opened.write(long)
     opened.close()
-    piece = 2 * (writer.PIECE_BYTES // 2 + 1)
-    assert calls == ["sync", (5, piece), (5 + piece, piece), "sync"]
-    assert (tmp_path / "00000001.log").read_bytes() == b"short" + b"".join(payloads)
-    assert opened.durable_bytes == opened.total_bytes == 5 + sum(map(len, payloads))
+    at, size = short.size_bytes, long[0].size_bytes
+    assert calls[:3] == ["pack", "sync", ("aside", at, 5 * size)]
+    assert calls[3:] == ["pack", "pack", (at, 2 * size), "pack", "pack", (at + 2 * size, 2 * size), "pack", "sync"]
+    assert (tmp_path / "00000001.log").read_bytes() == content([short, *long])
+    assert opened.durable_bytes == opened.total_bytes == at + 5 * size
 
 
-def frame(payload: bytes) -> writer.Queued:
-    return writer.Queued(1, 0, writer.FrameType.TRAJECTORY, payload, [payload])
+def test_no_piece_has_more_buffers_than_one_call_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    counts: list[int] = []
+    write = writer._write_all
+    monkeypatch.setattr(
+        writer, "_write_all", lambda file, buffers: (counts.append(len(buffers)), write(file, buffers))[1]
+    )
+    batch = frames([b"%d" % number for number in range(800)])
+    opened = writer.Writer(tmp_path)
+    opened.write(batch)
+    opened.close()
+    assert sum(counts) == 3 * len(batch)
+    assert max(counts) <= 1024
+    assert (tmp_path / "00000001.log").read_bytes() == content(batch)
+
+
+def frames(payloads: list[bytes]) -> list[writer.Queued]:
+    """Trajectories for the first file, one behind the other."""
+    kind, at, placed = FrameType.TRAJECTORY, 0, list[writer.Queued]()
+    for payload in payloads:
+        placed.append(writer.Queued(1, at, kind, payload, frame_bytes(kind, len(payload))))
+        at += placed[-1].size_bytes
+    return placed
+
+
+def content(batch: list[writer.Queued]) -> bytes:
+    return b"".join(buffer for frame in batch for buffer in pack_frame(frame.kind, frame.payload))

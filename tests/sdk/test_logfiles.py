@@ -12,7 +12,7 @@ import pytest
 from headrace import logformat
 from headrace.errors import SetupError, UnknownLogFormat
 from headrace.logfiles import newest_first, numbers_in, path_of
-from headrace.logformat import FileHead, Frame, FrameType, Tally, pack_frame, parse_footer, read_head, scan
+from headrace.logformat import FileHead, Frame, FrameType, Tally, pack_frame, parse_footer, read_head, scan, with_digest
 
 encode = msgspec.msgpack.encode
 
@@ -57,13 +57,15 @@ def test_a_file_that_was_sealed_ends_with_its_footer_whose_digest_covers_every_f
     assert footer.offsets(FrameType.BATCH) == []
     sealed = BODY + pack(FrameType.FOOTER, encode(footer))
     assert parse_footer(frames_of(sealed)[-1].payload) == footer
-    written = Tally(0)
+    written, placed = Tally(0), Tally(7)
     offset = 0
     for kind, payload in [(frame.type, frame.payload) for frame in frames_of(BODY)]:
         buffers = pack_frame(kind, payload)
         written.add(kind, offset, buffers[0])
+        placed.place(kind, offset)
         offset += sum(map(len, buffers))
     assert written.matches(footer)
+    assert with_digest(encode(placed.footer(9)), written.digest.digest()) == encode(footer)
 
 
 @pytest.mark.parametrize(

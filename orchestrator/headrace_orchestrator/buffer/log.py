@@ -89,10 +89,9 @@ class _Filling:
 
     def place(self, kind: FrameType, payload: bytes) -> Queued:
         """A frame behind the last one."""
-        buffers = logformat.pack_frame(kind, payload)
-        frame = Queued(self.number, self.offset, kind, payload, buffers)
-        self.tally.add(kind, self.offset, buffers[0])
-        self.offset += logformat.frame_bytes(kind, len(payload))
+        frame = Queued(self.number, self.offset, kind, payload, logformat.frame_bytes(kind, len(payload)))
+        self.tally.place(kind, self.offset)
+        self.offset += frame.size_bytes
         self.head_bytes = self.head_bytes or self.offset
         return frame
 
@@ -253,7 +252,7 @@ class Log:
             self._bytes_before = sum(path_of(self._directory, number).stat().st_size for number in self._numbers)
             if self._numbers:
                 self._at = last or _Filling(self._numbers[-1], self._clock_ms())
-                self._at.offset = self._writer.go_on(self._numbers[-1], self._bytes_before)
+                self._at.offset = self._writer.go_on(self._numbers[-1], self._bytes_before, self._at.tally.digest)
                 self._bytes_before -= self._at.offset
             if last is None or not last.intact:
                 self._open_next(state())

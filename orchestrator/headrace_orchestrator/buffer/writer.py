@@ -1,7 +1,7 @@
 """The one that writes: appends frames to the newest file of a log, and makes them durable. Used by one thread.
 
 * What is reported as written is on disk, and so is the name of its file.
-* Of a long append the disk stores one piece while the next is copied.
+* Of a long append the disk stores one piece while the next is packed and copied.
 * A file on which a write or a sync failed is cut back to what is durable, and never written again.
 * A file that nothing durable is in may be made anew; one with a footer is never touched again.
 * Nothing is reported as written that is in a file which was deleted or renamed meanwhile.
@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
 from headrace.logfiles import path_of
-from headrace.logformat import FrameType
+from headrace.logformat import FrameType, pack_frame, with_digest
 from headrace_orchestrator.buffer.directory import sync_directory
-from headrace_orchestrator.buffer.writeback import begin_writeback
+from headrace_orchestrator.buffer.writeback import begin_writeback, set_aside
 
 _MAX_BUFFERS = 1024
 """Buffers that one ``writev`` takes, by POSIX's least."""
@@ -32,13 +33,13 @@ PIECE_BYTES = 768 << 10
 
 
 class Queued(NamedTuple):
-    """A frame on its way to the disk: the file and the offset that it is meant for, and its buffers."""
+    """A frame on its way to the disk: the file and the offset that it is meant for, and its size there."""
 
     file: int
     offset: int
     kind: FrameType
     payload: bytes
-    buffers: list[bytes | memoryview]
+    size_bytes: int
 
 
 class Failed(Exception):
@@ -67,13 +68,15 @@ class Writer:
         self._directory = directory
         self._require_owned = require_owned
         self._descriptor = -1
+        self._digest = hashlib.sha256()  # over the headers in the file
 
-    def go_on(self, number: int, total_bytes: int) -> int:
-        """Open a file to append to it; returns its size, durable. ``total_bytes``: of all files, it included. Raises
-        OSError."""
+    def go_on(self, number: int, total_bytes: int, digest: hashlib._Hash) -> int:
+        """Open a file to append to it; returns its size, durable. ``total_bytes``: of all files, it included.
+        ``digest``: over the headers that are in it. Raises OSError."""
         self._descriptor = os.open(path_of(self._directory, number), os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         sync(self._descriptor)
         sync_directory(self._directory)
+        self._digest = digest
         self.number, self.durable_bytes = number, os.fstat(self._descriptor).st_size
         self.total_bytes = total_bytes
         return self.durable_bytes
@@ -88,7 +91,7 @@ class Writer:
                 share = list(frames)
                 if number != self.number:
                     self._make(number)
-                self._append([buffer for frame in share for buffer in frame.buffers])
+                self._append(share)
                 written += len(share)
             self._require_owned()  # what came behind the other one's start is not read by it
         except OSError as error:
@@ -101,7 +104,7 @@ class Writer:
         try:
             self._require_owned()
             self._make(batch[0].file)
-            self._append([buffer for frame in batch for buffer in frame.buffers])
+            self._append(batch)
             self._require_owned()
         except OSError:
             self._give_up()
@@ -115,19 +118,45 @@ class Writer:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         self._descriptor = os.open(path, flags, 0o644)
         self._before_bytes = self.durable_bytes
-        self.number, self.durable_bytes = number, 0
+        self.number, self.durable_bytes, self._digest = number, 0, hashlib.sha256()
         sync_directory(self._directory)
 
-    def _append(self, buffers: Iterable[bytes | memoryview]) -> None:
-        end = begun = self.durable_bytes
-        for piece in _pieces(buffers):
-            if end > begun:
-                begin_writeback(self._descriptor, begun, end - begun)
-            begun, end = end, end + _write_all(self._descriptor, piece)
+    def _append(self, frames: Sequence[Queued]) -> None:
+        size_bytes = sum(frame.size_bytes for frame in frames)
+        at, end = self.durable_bytes, self.durable_bytes + size_bytes
+        if size_bytes > PIECE_BYTES:
+            set_aside(self._descriptor, at, size_bytes)
+        for buffers in self._pieces(frames):
+            written = _write_all(self._descriptor, buffers)
+            if at + written < end:
+                begin_writeback(self._descriptor, at, written)
+            at += written
         sync(self._descriptor)
         self._require_there()
-        self.total_bytes += end - self.durable_bytes
+        self.total_bytes += size_bytes
         self.durable_bytes = end
+
+    def _pieces(self, frames: Sequence[Queued]) -> Iterator[list[bytes | memoryview]]:
+        """The buffers of the frames, for one ``writev`` each."""
+        buffers: list[bytes | memoryview] = []
+        size_bytes = 0
+        for frame in frames:
+            packed = self._pack(frame)
+            buffers += packed
+            size_bytes += frame.size_bytes
+            if size_bytes >= PIECE_BYTES or len(buffers) > _MAX_BUFFERS - len(packed):
+                yield buffers
+                buffers, size_bytes = [], 0
+        if buffers:
+            yield buffers
+
+    def _pack(self, frame: Queued) -> list[bytes | memoryview]:
+        payload = frame.payload
+        if frame.kind is FrameType.FOOTER:
+            payload = with_digest(payload, self._digest.digest())
+        packed = pack_frame(frame.kind, payload)
+        self._digest.update(packed[0])
+        return packed
 
     def _require_there(self) -> None:
         """A deleted file takes data as any other. Raises OSError."""
@@ -161,19 +190,6 @@ class Writer:
         if descriptor >= 0:
             with contextlib.suppress(OSError):  # all that counts of it was synced before
                 os.close(descriptor)
-
-
-def _pieces(buffers: Iterable[bytes | memoryview]) -> Iterator[list[bytes | memoryview]]:
-    piece: list[bytes | memoryview] = []
-    size = 0
-    for buffer in buffers:
-        piece.append(buffer)
-        size += len(buffer)
-        if size >= PIECE_BYTES or len(piece) == _MAX_BUFFERS:
-            yield piece
-            piece, size = [], 0
-    if piece:
-        yield piece
 
 
 def _write_all(descriptor: int, buffers: list[bytes | memoryview]) -> int:
