@@ -164,6 +164,8 @@ def _cut_directory(data: Path, relative: Path, vault: Path, chance: Random, rate
         path = folder / name
         kept = now.get(name) if chance.random() < rate else synced.get(name)
         names += name in now and kept != now[name]
+        if kept is not None and not path.exists() and not (vault / f"pin-{kept}").exists():
+            path.mkdir()  # only files are pinned: a directory whose end did not reach the disk
         if path.is_dir():
             if kept is None:
                 shutil.rmtree(path)

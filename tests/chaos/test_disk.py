@@ -94,6 +94,17 @@ def test_a_replaced_file_is_the_old_or_the_new_one(rigs: list[Rig]) -> None:
     assert set(left) == {b"old", b"new"}
 
 
+def test_a_directory_that_was_removed_may_be_there_again(rigs: list[Rig]) -> None:
+    left = set()
+    for seed, rig in enumerate(rigs):
+        (rig.data / "folder").mkdir()
+        rig.sync_names()
+        (rig.data / "folder").rmdir()
+        cut_power(rig.data, rig.vault, Random(seed))
+        left.add((rig.data / "folder").is_dir())
+    assert left == {True, False}
+
+
 def test_after_a_power_cut_what_is_left_is_on_the_disk(rigs: list[Rig]) -> None:
     for seed, rig in enumerate(rigs):
         rig.sync_names()
