@@ -64,7 +64,7 @@ def beside_peers(rounds: int) -> list[Row]:
         with service() as running:
             running.start_orchestrator()
             with Client(running.url, keepalive=False) as client:
-                client.create_run(ingest.spec("pull", PULLED))
+                bench_pull.create_run(client, "pull", max_staleness=0)
                 bench_pull.fill(running)
                 for number in range(rounds + 1):
                     print(f"round {number} of {rounds}" + ("" if number else " (warm-up, not counted)"), flush=True)
