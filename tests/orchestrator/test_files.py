@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,3 +82,32 @@ def test_a_process_that_is_out_of_something_does_not_call_a_record_damaged(
         with pytest.raises(StoreError, match="Too many open files"):
             files.read(1, 0, 7)
     assert files.read(1, 0, 7) == b"payload"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux is told what to forget")
+def test_what_is_in_a_file_can_be_taken_from_the_kernels_memory_and_is_read_all_the_same(tmp_path: Path) -> None:
+    payload = os.urandom(1 << 20)
+    made(tmp_path, 1, payload)
+    with open(path_of(tmp_path, 1), "rb", buffering=0) as stream:
+        os.fsync(stream.fileno())
+        assert _in_memory(stream.fileno())
+        files = LocalFiles(tmp_path)
+        files.let_go(1)
+        files.let_go(2)  # there is none
+        if not _keeps_files_in_memory(tmp_path):
+            assert not _in_memory(stream.fileno())
+        assert files.read(1, 0, len(payload)) == payload
+
+
+def _in_memory(descriptor: int) -> bool:
+    """Whether the second page of a file could be read without waiting for a disk."""
+    try:
+        return os.preadv(descriptor, [bytearray(4096)], 4096, os.RWF_NOWAIT) > 0
+    except BlockingIOError:
+        return False
+
+
+def _keeps_files_in_memory(folder: Path) -> bool:
+    """Whether the file system is tmpfs, which has no disk."""
+    folders = {Path(line.split()[1]): line.split()[2] for line in Path("/proc/mounts").read_text().splitlines()}
+    return folders[next(place for place in (folder, *folder.parents) if place in folders)] == "tmpfs"

@@ -2,6 +2,7 @@
 
 * Every read is checked against its checksum.
 * A file may be deleted while a thread reads from it: that read ends as it would have.
+* What is in a file can be taken from the kernel's memory; it is read all the same.
 * Few files are held open, however many there are; a process that is out of something does not call a record damaged.
 """
 
@@ -76,6 +77,12 @@ class LocalFiles:
         with contextlib.suppress(OSError):  # after a power loss it may be back, whole, and goes again
             sync_directory(self._directory)
         return size
+
+    def let_go(self, number: int) -> None:
+        """Have the kernel keep nothing of a sealed file in memory, where it can be told so."""
+        with contextlib.suppress(OSError, AttributeError):  # it is gone, or this is not Linux
+            opened = _Opened(path_of(self._directory, number))
+            os.posix_fadvise(opened.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def forget(self, number: int) -> None:
         """Another file has, or is to have, this number."""

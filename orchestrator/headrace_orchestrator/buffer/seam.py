@@ -29,6 +29,9 @@ class Files(Protocol):
     def remove(self, number: int) -> int:
         """Delete a file; gives its bytes. Raises OSError."""
 
+    def let_go(self, number: int) -> None:
+        """Nobody is expected to read from a sealed file any more: keep nothing of it in memory."""
+
     def forget(self, number: int) -> None:
         """Keep nothing of a file whose number was given away anew."""
 

@@ -29,6 +29,7 @@ from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.scheduler.bounds import Bounds
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.service.gate import Gate
+from headrace_orchestrator.service.pagecache import PageCache
 from headrace_orchestrator.service.policyplane import PolicyPlane
 from headrace_orchestrator.service.pulling import Pulls
 from headrace_orchestrator.service.replay import replay
@@ -132,7 +133,7 @@ class Lifecycle:
             deleted=self._deleted,
             now_s=lambda: time.time_ns() / 1e9,
         )
-        tasks = (self._project, self._watch_lag, self._collect, retainer.run)
+        tasks = (self._project, self._watch_lag, self._collect, retainer.run, PageCache(store).run)
         self._tasks = [asyncio.create_task(task()) for task in tasks]
         shell.commit()
         await store.log.synced()

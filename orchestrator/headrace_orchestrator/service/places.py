@@ -41,6 +41,14 @@ class GroupAt:
         position, length, _ = _ENTRY.unpack_from(self.packed)
         return Location.at(position, length).file
 
+    def files(self) -> Iterator[int]:
+        """The file of each record."""
+        start = 0
+        while start < len(self.packed):
+            position, length, size = _ENTRY.unpack_from(self.packed, start)
+            yield Location.at(position, length).file
+            start += _ENTRY.size + (_UUID_BYTES if size == _UUID else size)
+
     def move(self, moves: Moves) -> None:
         """Records were stored elsewhere than was meant."""
         moved = [(id, moves.get(at.position, at)) for id, at in self]

@@ -1,0 +1,93 @@
+"""What of the log leaves the kernel's memory, and what stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headrace.batch import Batch
+from headrace.errors import StoreError
+from headrace_orchestrator.buffer.location import Location
+from headrace_orchestrator.service import lifecycle
+from headrace_orchestrator.service.pagecache import LOOK_EVERY_S, LOOK_SHARE, PageCache, pause_s
+from headrace_orchestrator.service.store import Store
+from tests.orchestrator.serving import orchestrator
+from tests.orchestrator.test_retaining import train
+
+SMALL = {"log_file_bytes": 40_000}
+"""A file holds some dozen records."""
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[PageCache]:
+    """The page cache of each service that was started; it steps when it is told to."""
+    made: list[PageCache] = []
+
+    class Still(PageCache):
+        def __init__(self, store: Store) -> None:
+            super().__init__(store)
+            made.append(self)
+
+        async def run(self) -> None: ...
+
+    monkeypatch.setattr(lifecycle, "PageCache", Still)
+    return made
+
+
+def sealed(cache: PageCache) -> list[int]:
+    """All files but the one that is written."""
+    return list(range(1, Location.at(cache._store.log.tail, 0).file))
+
+
+async def test_a_sealed_file_that_no_group_and_no_batch_needs_is_let_go_once(
+    data_dir: Path, made: list[PageCache]
+) -> None:
+    async with orchestrator(data_dir, **SMALL) as api:
+        await api.create_run()
+        stored = await train(api, 30)
+        assert len(sealed(made[0])) > 4
+        assert await made[0].step() == sealed(made[0])
+        assert await made[0].step() == []
+        await api.ask("GET", f"/v1/trajectories/{stored[0]}/advantages")  # it is read all the same
+
+
+async def test_what_an_open_batch_or_a_group_in_flight_needs_stays(data_dir: Path, made: list[PageCache]) -> None:
+    async with orchestrator(data_dir, **SMALL) as api:
+        await api.create_run(max_staleness=3)
+        await api.play(free=4)
+        held = await api.pull(request="held")
+        assert isinstance(held, Batch)
+        await train(api, 30)
+        assert 1 not in await made[0].step()
+        await api.ack(held)
+        assert 1 in await made[0].step()
+
+
+async def test_nothing_is_let_go_that_is_not_on_the_disk(
+    data_dir: Path, made: list[PageCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with orchestrator(data_dir, **SMALL) as api:
+        await api.create_run()
+        await train(api, 30)
+
+        async def refuse() -> None:
+            raise StoreError("the disk is full")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(made[0]._store.log, "synced", refuse)
+            assert await made[0].step() == []
+        assert await made[0].step() == sealed(made[0])
+
+
+async def test_files_of_before_the_start_are_left_to_the_kernel(data_dir: Path, made: list[PageCache]) -> None:
+    async with orchestrator(data_dir, **SMALL) as api:
+        await api.create_run()
+        await train(api, 30)
+    async with orchestrator(data_dir, **SMALL) as api:
+        assert await made[1].step() == []
+
+
+def test_the_longer_a_look_takes_the_less_often_it_happens() -> None:
+    assert pause_s(0.0) == LOOK_EVERY_S
+    assert pause_s(1.0) == 1 / LOOK_SHARE
