@@ -24,6 +24,7 @@ from headrace.tokens import load_auth
 from headrace_orchestrator import logs
 from headrace_orchestrator.api.answering import AnsweringProtocol
 from headrace_orchestrator.api.app import App
+from headrace_orchestrator.api.direct import DirectProtocol
 from headrace_orchestrator.api.gathering import GatheringProtocol
 from headrace_orchestrator.api.receiving import ReceivingProtocol
 from headrace_orchestrator.buffer.directory import DataDirectory
@@ -131,7 +132,7 @@ async def _serve(
     log.info("stopped")
 
 
-class Protocol(Impatient, ReceivingProtocol, AnsweringProtocol, GatheringProtocol):
+class Protocol(Impatient, DirectProtocol, ReceivingProtocol, AnsweringProtocol, GatheringProtocol):
     """HTTP as the orchestrator speaks it."""
 
     silent_s, request_s = KEEP_ALIVE_S, REQUEST_S

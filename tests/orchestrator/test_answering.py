@@ -41,6 +41,10 @@ class Wire(asyncio.Transport):
     def abort(self) -> None:
         self.closed = True
 
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
         self.reader = cast(asyncio.BufferedProtocol, protocol)
 
@@ -53,7 +57,7 @@ class Wire(asyncio.Transport):
 
 
 def protocol_of(app: Any, wire: Wire) -> Protocol:
-    config = uvicorn.Config(app, http=Protocol, lifespan="off", log_config=None)
+    config = uvicorn.Config(app, http=Protocol, lifespan="off", log_config=None, proxy_headers=False)
     config.load()
     protocol = Protocol(config, ServerState(), {}, asyncio.get_running_loop())
     protocol.connection_made(wire)

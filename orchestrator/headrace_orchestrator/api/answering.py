@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from typing import Any
 
@@ -37,16 +38,29 @@ async def _send(cycle: RequestResponseCycle, message: Message) -> None:
         return
     if cycle.flow.write_paused and not cycle.disconnected:
         await cycle.flow.drain()
+    _write(cycle, message["status"], message["head"], message["body"])
+
+
+def answer(cycle: RequestResponseCycle, status: int, head: bytes, body: bytes) -> None:
+    """Send an answer that is there whole, now; behind what its client is to read first, if it does not read."""
+    if cycle.flow.write_paused and not cycle.disconnected:
+        message = {"type": WHOLE, "status": status, "head": head, "body": body}
+        cycle.late = asyncio.create_task(_send(cycle, message))  # type: ignore[attr-defined]  # kept as long as its cycle
+        return
+    _write(cycle, status, head, body)
+
+
+def _write(cycle: RequestResponseCycle, status: int, head: bytes, body: bytes) -> None:
     if cycle.disconnected:
         return
-    parts = [STATUS_LINE[message["status"]]]
+    parts = [STATUS_LINE[status]]
     for name, value in cycle.default_headers:
         parts += name, b": ", value, b"\r\n"
-    parts.append(message["head"])
+    parts.append(head)
     parts.append(b"\r\n" if cycle.keep_alive else b"connection: close\r\n\r\n")
     if cycle.scope["method"] != "HEAD":
-        parts.append(message["body"])
-    cycle.transport.write(b"".join(parts))
+        parts.append(body)
+    cycle.transport.write_whole(b"".join(parts))  # type: ignore[attr-defined]  # of the gathering transport
     cycle.waiting_for_100_continue = False
     cycle.response_started = cycle.response_complete = True
     cycle.message_event.set()

@@ -3,25 +3,30 @@
 * Every error is a problem body; an unexpected one is logged with an id that the caller gets.
 * Every answer carries the epoch.
 * The table's roles are checked before the body is read.
+* A small request to a route that can do without gets no task of its own.
 """
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import msgspec
 from starlette.routing import compile_path
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from headrace.errors import HeadraceError, InternalError, MethodNotAllowed, NotFound, StoreError, Unavailable
 from headrace.ids import new_id
 from headrace.tokens import Auth
 from headrace.wire import HEADER_WAIT_S, PROBLEM_MEDIA_TYPE
 from headrace_orchestrator import logs
-from headrace_orchestrator.api.http import Answer, Call, headers_of, read_body, send_answer
+from headrace_orchestrator.api.direct import SMALL_BYTES, Direct, Reply
+from headrace_orchestrator.api.http import Answer, Call, headers_of, read_body, send_answer, whole_head
 from headrace_orchestrator.api.route import Route
 from headrace_orchestrator.api.routes import ROUTES
 from headrace_orchestrator.metrics import Metrics
@@ -69,6 +74,14 @@ class Router:
         raise NotFound(f"There is nothing at {path}.", hint="/docs lists all routes.")
 
 
+class _Arrived(NamedTuple):
+    """A request that is taken directly; ``begun`` is when its head was here, in seconds."""
+
+    route: Route
+    scope: Scope
+    begun: float
+
+
 class App:
     """The ASGI application. No middleware: worker routes are called thousands of times a second."""
 
@@ -79,6 +92,8 @@ class App:
         self._max_body_bytes = max_body_bytes
         self._max_wait_s = max_wait_s
         self._router = Router(ROUTES)
+        self._direct = {(route.method, route.path): route for route in ROUTES if route.direct is not None}
+        self._arrived: list[tuple[_Arrived, bytes, Reply]] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -91,8 +106,7 @@ class App:
                 header = headers_of(scope)
                 route, params = self._router.find("GET" if method == "HEAD" else method, scope["path"])
                 template = route.path
-                self._auth.refuse_pages(header)
-                self._auth.check(header(b"authorization"), route.roles)
+                self._admit(header, route)
                 body = await read_body(receive, header(b"content-length"), self._max_body_bytes)
                 call = Call(params, scope["query_string"], body, receive, self._max_wait_s)
                 answer = await self._answer(route, call)
@@ -109,12 +123,69 @@ class App:
                 call.close()
             self._metrics.answered(method, template, status, time.perf_counter() - begun)
 
+    def direct(self, scope: Scope) -> Direct | None:
+        """What takes the body of a request that needs no task of its own; None for all others, and for those that are
+        refused: the way of all requests says why."""
+        route = self._direct.get((scope["method"], scope["path"]))
+        if route is None:
+            return None
+        header = headers_of(scope)
+        length = header(b"content-length")
+        if not length.isdecimal() or int(length) > min(SMALL_BYTES, self._max_body_bytes):
+            return None
+        try:
+            self._admit(header, route)
+        except HeadraceError:
+            return None
+        return functools.partial(self._take, _Arrived(route, scope, time.perf_counter()))
+
+    def _take(self, request: _Arrived, body: bytes, reply: Reply) -> None:
+        """Those of a turn of the event loop are carried on together: one step after the other for all is faster than
+        all steps for one after the other."""
+        if not self._arrived:
+            asyncio.get_running_loop().call_soon(self._take_arrived)
+        self._arrived.append((request, body, reply))
+
+    def _take_arrived(self) -> None:
+        arrived, self._arrived = self._arrived, []
+        for request, body, reply in arrived:
+            route, scope, _ = request
+            told = functools.partial(self._tell, request, reply)
+            try:
+                assert route.direct is not None
+                call = Call({}, scope["query_string"], body, _nothing_more, self._max_wait_s)
+                route.direct(self._service, call, told)
+            except Exception as error:  # noqa: BLE001 - the caller is told
+                told(error)
+
+    def _tell(self, request: _Arrived, reply: Reply, given: msgspec.Struct | Exception) -> None:
+        route, _, begun = request
+        if isinstance(given, HeadraceError):
+            answer = problem(given)
+        elif isinstance(given, Exception):
+            answer = _unexpected(given, route.method, route.path)
+        else:
+            answer = Answer(msgspec.json.encode(given), status=route.status)
+        assert isinstance(answer.body, bytes)
+        reply(answer.status, whole_head(answer, answer.body, self._service.epoch), answer.body)
+        self._metrics.answered(route.method, route.path, answer.status, time.perf_counter() - begun)
+
+    def _admit(self, header: Callable[[bytes], str], route: Route) -> None:
+        """Raises Unauthorized or Forbidden."""
+        self._auth.refuse_pages(header)
+        self._auth.check(header(b"authorization"), route.roles)
+
     async def _answer(self, route: Route, call: Call) -> Answer:
         reply = await route.handler(self._service, call)
         answer = reply if isinstance(reply, Answer) else Answer(msgspec.json.encode(reply), status=route.status)
         if call.granted_s is None:
             return answer
         return replace(answer, headers={**answer.headers, HEADER_WAIT_S: f"{call.granted_s:g}"})
+
+
+async def _nothing_more() -> Message:
+    """What comes behind a body that is there whole: nothing, and nobody waits for it."""
+    raise AssertionError("a request that was taken directly asks for more")
 
 
 def problem(error: HeadraceError) -> Answer:

@@ -74,6 +74,13 @@ class _Gathering:
         else:
             self._held.append(data)
 
+    def write_whole(self, data: bytes) -> None:
+        """Write what nothing is to join, behind what is held back."""
+        if self._held:
+            self._held.append(data)
+        else:
+            self._transport.write(data)
+
     def close(self) -> None:
         self._flush()
         self._transport.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from headrace_orchestrator.buffer.listing import FILTERS
 from headrace_orchestrator.service import Service
 
 Reply = Answer | msgspec.Struct
+Told = Callable[[msgspec.Struct | Exception], None]
 
 METRICS_MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -42,11 +44,19 @@ async def heartbeat(service: Service, call: Call) -> Reply:
 
 
 async def submit(service: Service, call: Call) -> Reply:
+    return await service.submit(_worker(call), call.body)
+
+
+def take_submission(service: Service, call: Call, told: Told) -> None:
+    service.take(_worker(call), call.body, told)
+
+
+def _worker(call: Call) -> str:
     worker = call.query.get("worker", "")
     if not worker:
         raise InvalidRequest("The query field worker is missing.", hint="Post to .../worker/submit?worker=NAME.")
     require_name("worker", worker)
-    return await service.submit(worker, call.body)
+    return worker
 
 
 async def claim_assets(service: Service, call: Call) -> Reply:

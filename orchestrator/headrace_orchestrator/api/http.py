@@ -197,9 +197,8 @@ def too_large(limit: int) -> RequestTooLarge:
 async def send_answer(scope: Scope, send: Send, answer: Answer, epoch: int) -> None:
     """Send it, with the epoch in a header."""
     body = answer.body
-    if isinstance(body, bytes) and not answer.headers and WHOLE in scope.get("extensions", ()):
-        head = _plain_head(answer.media_type, epoch) + b"content-length: %d\r\n" % len(body)
-        await send({"type": WHOLE, "status": answer.status, "head": head, "body": body})
+    if isinstance(body, bytes) and WHOLE in scope.get("extensions", ()):
+        await send({"type": WHOLE, "status": answer.status, "head": whole_head(answer, body, epoch), "body": body})
         return
     length = len(body) if isinstance(body, bytes) else answer.length
     headers: list[Header] = [
@@ -219,10 +218,18 @@ async def send_answer(scope: Scope, send: Send, answer: Answer, epoch: int) -> N
     await send({"type": "http.response.body", "body": b""})
 
 
+def whole_head(answer: Answer, body: bytes, epoch: int) -> bytes:
+    """The lines of all headers of an answer with that body."""
+    head = _plain_head(answer.media_type, epoch, len(body))
+    if answer.headers:
+        head += "".join(f"{name.lower()}: {value}\r\n" for name, value in answer.headers.items()).encode("latin-1")
+    return head
+
+
 @functools.lru_cache(maxsize=64)
-def _plain_head(media_type: str, epoch: int) -> bytes:
-    """The headers that every answer has, but for its length."""
-    return b"content-type: %s\r\n%s: %d\r\n" % (media_type.encode(), _EPOCH, epoch)
+def _plain_head(media_type: str, epoch: int, length: int) -> bytes:
+    """The headers that every answer has; most answers are of a few lengths."""
+    return b"content-type: %s\r\n%s: %d\r\ncontent-length: %d\r\n" % (media_type.encode(), _EPOCH, epoch, length)
 
 
 def headers_of(scope: Scope) -> Callable[[bytes], str]:
@@ -233,3 +240,6 @@ def headers_of(scope: Scope) -> Callable[[bytes], str]:
 
 Handler = Callable[[Any, Call], Awaitable[Answer | msgspec.Struct]]
 """Takes the service and the request; a struct is answered as JSON."""
+
+DirectHandler = Callable[[Any, Call, Callable[[msgspec.Struct | Exception], None]], None]
+"""Takes the service, the request, and who is told the answer later, or what went wrong. May raise as well."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from headrace.errors import HeadraceError
 from headrace.tokens import Role
-from headrace_orchestrator.api.http import Handler
+from headrace_orchestrator.api.http import DirectHandler, Handler
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,13 @@ class Query:
 @dataclass(frozen=True, kw_only=True)
 class Route:
     """One operation. No ``roles``: open to all, tokens or not. ``request`` and ``response`` are the JSON bodies' types,
-    or a media type as text."""
+    or a media type as text. ``direct`` does what ``handler`` does, without a task."""
 
     method: str
     path: str
     summary: str
     handler: Handler
+    direct: DirectHandler | None = None
     roles: frozenset[Role] = frozenset()
     request: Any = None
     response: Any = None

@@ -66,6 +66,7 @@ def _worker_routes() -> list[Route]:
             path=f"{API}/worker/submit",
             summary="Submit finished episodes; answered when they are on disk. Body: see Submission.",
             handler=handlers.submit,
+            direct=handlers.take_submission,
             roles=WORKER,
             request=wire.RECORDS_MEDIA_TYPE,
             response=wire.SubmitReply,

@@ -2,6 +2,7 @@
 
 * What is judged together shares one lookup, one append and one wait for the disk; each submission gets its own results.
 * No turn of the event loop judges many more than ``MAX_TOGETHER`` records.
+* Whoever cannot be told its results costs the others nothing.
 * What goes wrong with the store is told to everyone whose records were judged together.
 """
 
@@ -9,27 +10,34 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from headrace.errors import StoreError
 from headrace.wire import SubmitResult
+from headrace_orchestrator import logs
 from headrace_orchestrator.buffer.assets import Assets
 from headrace_orchestrator.service.shell import Shell
 from headrace_orchestrator.service.submission import Intake, Submitted
 
-MAX_TOGETHER = 256
-"""Records that are judged before others get the event loop: some ten milliseconds."""
+log = logs.logger(__name__)
 
-MORE_TURNS = 2
+MAX_TOGETHER = 64
+"""Records that are judged before others get the event loop: some four milliseconds."""
+
+MORE_TURNS = 3
 """Turns of the event loop in which others may come to the first one that waits. In each of them sockets are read: the
 more records share a commit and a sync, the less each costs. Many more turns would leave the disk without work. An idle
 event loop takes them in microseconds."""
 
+Told = Callable[[list[SubmitResult] | Exception], None]
+"""Takes the results of a submission, or what went wrong."""
+
 
 class _Waiting(NamedTuple):
     submitted: Sequence[Submitted]
-    results: asyncio.Future[list[SubmitResult]]
+    told: Told
 
 
 class Gate:
@@ -41,14 +49,11 @@ class Gate:
         self._waiting: deque[_Waiting] = deque()
         self._answers: set[asyncio.Task[None]] = set()
 
-    async def judge(self, submitted: Sequence[Submitted]) -> list[SubmitResult]:
-        """One result each, in their order, when what they rest on is on disk. Raises StoreError."""
-        loop = asyncio.get_running_loop()
+    def take(self, submitted: Sequence[Submitted], told: Told) -> None:
+        """``told`` gets one result each, in their order, when what they rest on is on disk; or StoreError."""
         if not self._waiting:
-            loop.call_soon(self._judge_after, MORE_TURNS)
-        results: asyncio.Future[list[SubmitResult]] = loop.create_future()
-        self._waiting.append(_Waiting(submitted, results))
-        return await results
+            asyncio.get_running_loop().call_soon(self._judge_after, MORE_TURNS)
+        self._waiting.append(_Waiting(submitted, told))
 
     def _judge_after(self, turns: int) -> None:
         if turns:
@@ -59,35 +64,33 @@ class Gate:
     def _judge_waiting(self) -> None:
         loop = asyncio.get_running_loop()
         together = self._take()
-        if self._waiting:
-            loop.call_soon(self._judge_waiting)
         try:
-            results = self._judged([item for waiting in together for item in waiting.submitted])
-        except Exception as error:  # noqa: BLE001 - it is raised where each of them waits
+            results = self._judged(together)
+        except Exception as error:  # noqa: BLE001 - it is told to each of them
             answer = self._answer(together, [], error)
         else:
             answer = self._answer(together, results)
         task = loop.create_task(answer)
         self._answers.add(task)
         task.add_done_callback(self._answers.discard)
+        if self._waiting:
+            loop.call_soon(self._judge_waiting)  # behind what wakes the log: the disk begins with these
 
     async def _answer(
         self, together: Sequence[_Waiting], results: Sequence[SubmitResult], error: Exception | None = None
     ) -> None:
-        """Give each its results, or all the error, once everything that they rest on is on disk."""
+        """Tell each its results, or all the error, once everything that they rest on is on disk."""
         try:
             await self._shell.store.log.synced()
         except StoreError as refused:
             error = refused
-        given = iter(results)
+        given = iter(results if error is None else ())
         for waiting in together:
-            own = [next(given) for _ in waiting.submitted] if error is None else []
-            if waiting.results.done():
-                continue  # its client has left
-            if error is None:
-                waiting.results.set_result(own)
-            else:
-                waiting.results.set_exception(error)
+            own = list(islice(given, len(waiting.submitted)))
+            try:
+                waiting.told(error or own)
+            except Exception:
+                log.exception("results could not be told")
 
     def _take(self) -> list[_Waiting]:
         """The next in line, up to ``MAX_TOGETHER`` records, but one submission at least."""
@@ -98,8 +101,9 @@ class Gate:
             count += len(taken[-1].submitted)
         return taken
 
-    def _judged(self, submitted: Sequence[Submitted]) -> list[SubmitResult]:
+    def _judged(self, together: Sequence[_Waiting]) -> list[SubmitResult]:
         shell = self._shell
+        submitted = [item for waiting in together for item in waiting.submitted]
         intake = Intake(shell.core, shell.store, self._assets, shell.now())
         try:
             return intake.judge(submitted)

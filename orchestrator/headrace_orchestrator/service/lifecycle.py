@@ -28,7 +28,6 @@ from headrace_orchestrator.buffer.projection import Projection
 from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.scheduler.bounds import Bounds
 from headrace_orchestrator.scheduler.core import Scheduler
-from headrace_orchestrator.service.gate import Gate
 from headrace_orchestrator.service.pagecache import PageCache
 from headrace_orchestrator.service.policyplane import PolicyPlane
 from headrace_orchestrator.service.pulling import Pulls
@@ -37,6 +36,7 @@ from headrace_orchestrator.service.retaining import Retainer
 from headrace_orchestrator.service.serving import Bodies
 from headrace_orchestrator.service.shell import Shell
 from headrace_orchestrator.service.store import Store
+from headrace_orchestrator.service.submitting import Submissions
 from headrace_orchestrator.settings import Settings
 
 log = logs.logger(__name__)
@@ -67,7 +67,7 @@ class Running(NamedTuple):
     shell: Shell
     pulls: Pulls
     assets: Assets
-    gate: Gate
+    submissions: Submissions
     plane: PolicyPlane
 
 
@@ -121,9 +121,9 @@ class Lifecycle:
             return
         self._replayed_s = self._clock() - begun
         shell = Shell(core, store, self.metrics, lambda: self._clock() - self._replayed_s)
-        gate = Gate(shell, assets)
+        submissions = Submissions(shell, assets, self.metrics, self.epoch)
         pulls = Pulls(shell, Bodies(store), self.metrics, self.epoch)
-        self._running = Running(shell, pulls, assets, gate, PolicyPlane(shell, self.metrics, self.epoch))
+        self._running = Running(shell, pulls, assets, submissions, PolicyPlane(shell, self.metrics, self.epoch))
         retainer = Retainer(
             store,
             assets,

@@ -28,7 +28,6 @@ from headrace_orchestrator.service.lifecycle import Lifecycle, Running
 from headrace_orchestrator.service.serving import Served
 from headrace_orchestrator.service.shell import HEADRACE_VERSION
 from headrace_orchestrator.service.store import Store
-from headrace_orchestrator.service.submission import UNWANTED, parse_submission, unwanted
 from headrace_orchestrator.service.waiting import ClientGone, Left
 from headrace_orchestrator.settings import Settings
 
@@ -93,17 +92,12 @@ class Service(Lifecycle):
         await self._do(lambda core, now: core.drain_worker(worker, now))
 
     async def submit(self, worker: str, body: bytes) -> wire.SubmitReply:
-        """Judge submitted records; returns when the accepted ones are on disk. Raises InvalidRequest."""
-        running = self._require()
-        submitted = parse_submission(worker, body)
-        results = await running.gate.judge(submitted)
-        for number, (item, result) in enumerate(zip(submitted, results, strict=True)):
-            if result.verdict == "superseded" and await self._was_accepted(running.shell.store, item.head, worker):
-                results[number] = wire.SubmitResult(episode=result.episode, verdict="duplicate")
-            elif result.verdict in UNWANTED:
-                results[number] = unwanted(item.head, result, worker)
-        self.metrics.judged(results)
-        return wire.SubmitReply(epoch=self.epoch, results=results)
+        """Judge submitted records; returns when the accepted ones are on disk. Raises InvalidRequest, StoreError."""
+        return await self._require().submissions.submit(worker, body)
+
+    def take(self, worker: str, body: bytes, told: Callable[[wire.SubmitReply | Exception], None]) -> None:
+        """The same without a task: ``told`` gets the reply later, or StoreError. Raises InvalidRequest."""
+        self._require().submissions.take(worker, body, told)
 
     def claim_assets(self, request: wire.AssetsRequest) -> wire.AssetsReply:
         """Keep assets for a worker's records, and say which of them it is to send."""
@@ -124,13 +118,6 @@ class Service(Lifecycle):
         """The first of these assets, as many as one answer takes, or what is wrong with them."""
         found = await self._require().assets.read_many(request.names, ASSETS_BYTES)
         return await asyncio.to_thread(pack_assets, found)
-
-    async def _was_accepted(self, store: Store, head: wire.Submission, worker: str) -> bool:
-        """Whether this very attempt gave the episode its record; the core forgets an episode once its group is
-        complete."""
-        await store.project()
-        found = await asyncio.to_thread(store.projection.find_episode, head.episode)
-        return found is not None and (found.attempt, found.worker) == (head.attempt, worker)
 
     # Runs -----------------------------------------------------------------------------------------------------
 

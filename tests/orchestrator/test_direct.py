@@ -1,0 +1,197 @@
+"""Requests that are taken without a task of their own."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.wire import RECORDS_MEDIA_TYPE
+from headrace_orchestrator.api.app import App
+from headrace_orchestrator.api.direct import SMALL_BYTES, Direct, Reply
+from tests.orchestrator.serving import Api, orchestrator, record_for, submission
+from tests.orchestrator.test_answering import Wire, protocol_of
+from tests.orchestrator.test_patience import connected
+
+HEAD = b"POST /direct HTTP/1.1\r\nContent-Length: 4\r\n"
+
+
+class Taking:
+    """Takes what is sent to /direct; ``tasks`` are the paths of what came the way of all requests."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[bytes, Reply]] = []
+        self.tasks: list[str] = []
+        self.ends: list[str] = []
+
+    def direct(self, scope: Any) -> Direct | None:
+        return (lambda body, reply: self.taken.append((body, reply))) if scope["path"] == "/direct" else None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.tasks.append(scope["path"])
+        self.ends.append((await receive())["type"])
+
+    def answer(self, number: int) -> None:
+        body, reply = self.taken[number]
+        reply(200, b"content-length: %d\r\n" % len(body), body)
+
+
+def answers(*bodies: bytes) -> list[bytes]:
+    return [b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body) for body in bodies]
+
+
+async def settled() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_a_request_is_handed_over_when_its_body_is_whole_and_answered_when_that_says_so():
+    app, wire = Taking(), Wire()
+    protocol = protocol_of(app, wire)
+    wire.receive(HEAD + b"\r\nbo")
+    await settled()
+    assert not app.taken
+    wire.receive(b"dy")
+    assert [body for body, _ in app.taken] == [b"body"]
+    await settled()
+    assert not wire.written
+    app.answer(0)
+    assert wire.written == answers(b"body")
+    assert not app.tasks
+    protocol.connection_lost(None)
+
+
+async def test_requests_of_a_connection_are_answered_one_after_the_other_in_their_order():
+    app, wire = Taking(), Wire()
+    protocol = protocol_of(app, wire)
+    wire.receive(HEAD + b"\r\none." + HEAD + b"\r\ntwo.")
+    assert [body for body, _ in app.taken] == [b"one."]
+    app.answer(0)
+    assert [body for body, _ in app.taken] == [b"one.", b"two."]
+    app.answer(1)
+    assert wire.written == answers(b"one.", b"two.")
+    protocol.connection_lost(None)
+
+
+@pytest.mark.parametrize(
+    "request_", [HEAD + b"Expect: 100-continue\r\n\r\n", HEAD.replace(b"/direct", b"/all") + b"\r\n"]
+)
+async def test_one_that_asks_whether_to_send_its_body_goes_the_way_of_all_as_does_what_is_not_taken(request_: bytes):
+    app, wire = Taking(), Wire()
+    protocol = protocol_of(app, wire)
+    wire.receive(request_)
+    await settled()
+    wire.receive(b"body")
+    await settled()
+    assert not app.taken
+    assert len(app.tasks) == 1
+    protocol.connection_lost(None)
+
+
+async def test_a_client_that_leaves_in_the_middle_of_its_body_is_treated_as_any_other():
+    app, wire = Taking(), Wire()
+    protocol = protocol_of(app, wire)
+    wire.receive(HEAD + b"\r\nbo")
+    protocol.connection_lost(None)
+    await settled()
+    assert not app.taken
+    assert app.ends == ["http.disconnect"]
+
+
+async def test_a_client_that_left_before_its_answer_gets_none():
+    app, wire = Taking(), Wire()
+    protocol = protocol_of(app, wire)
+    wire.receive(HEAD + b"\r\nbody")
+    protocol.connection_lost(None)
+    app.answer(0)
+    assert not wire.written
+
+
+async def test_an_answer_waits_for_a_client_that_does_not_read():
+    app, wire = Taking(), Wire()
+    protocol = protocol_of(app, wire)
+    wire.receive(HEAD + b"\r\nbody")
+    protocol.pause_writing()
+    app.answer(0)
+    await settled()
+    assert not wire.written
+    protocol.resume_writing()
+    await settled()
+    assert wire.written == answers(b"body")
+    protocol.connection_lost(None)
+
+
+def post(body: bytes, query: str = "?worker=worker-1", *headers: str) -> bytes:
+    lines = [f"POST /v1/worker/submit{query} HTTP/1.1", "Host: localhost", f"Content-Type: {RECORDS_MEDIA_TYPE}"]
+    return "\r\n".join([*lines, f"Content-Length: {len(body)}", *headers, "\r\n"]).encode() + body
+
+
+async def status_of(reader: asyncio.StreamReader) -> int:
+    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    length = next(line for line in head.split(b"\r\n") if line.startswith(b"content-length: "))
+    await reader.readexactly(int(length[16:]))
+    return int(head.split()[1])
+
+
+@pytest.fixture
+def tasks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The paths of what comes the way of all requests."""
+    paths: list[str] = []
+    call = App.__call__
+
+    async def noted(app: App, scope: Any, receive: Any, send: Any) -> None:
+        paths.append(scope["path"])
+        await call(app, scope, receive, send)
+
+    monkeypatch.setattr(App, "__call__", noted)
+    return paths
+
+
+async def test_a_small_submission_needs_no_task_and_is_refused_in_the_same_words(data_dir: Path, tasks: list[str]):
+    async with orchestrator(data_dir) as api:
+        await api.create_run()
+        attempt, *_ = await api.lease(free=1)
+        good = submission([(attempt, record_for(attempt))])
+        tasks.clear()
+        async with connected(api) as (reader, writer):
+            for sent, status in (
+                (post(good), 200),
+                (post(b"none"), 400),
+                (post(good, ""), 400),
+                (post(good) + post(b"none"), 200),
+            ):
+                writer.write(sent)
+                assert await status_of(reader) == status
+            assert await status_of(reader) == 400
+        assert not tasks
+        counted = await api.ask("GET", "/v1/runs/run")
+        assert counted["episodes"]["finished"] == 1
+
+
+async def test_what_is_longer_or_refused_before_its_body_goes_the_way_of_all(data_dir: Path, tasks: list[str]):
+    async with orchestrator(data_dir) as api, connected(api) as (reader, writer):
+        writer.write(post(bytes(SMALL_BYTES + 1)))
+        assert await status_of(reader) == 400
+        whole = post(b"none", "?worker=worker-1", "Origin: http://elsewhere")
+        writer.write(whole[:-4])  # its body never comes
+        assert await status_of(reader) == 403
+    assert tasks == ["/v1/worker/submit"] * 2
+
+
+async def test_what_goes_wrong_unexpectedly_is_told_to_its_client_only(
+    api: Api, tasks: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    def break_(*given: object) -> None:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patched:
+        patched.setattr("headrace_orchestrator.service.submitting.parse_submission", break_)
+        async with connected(api) as (reader, writer):
+            writer.write(post(b"none"))
+            assert await status_of(reader) == 500
+    async with connected(api) as (reader, writer):
+        writer.write(post(b"none"))
+        assert await status_of(reader) == 400
+    assert not tasks
