@@ -12,7 +12,7 @@ import pytest
 
 from headrace.logformat import FrameType, frame_bytes, pack_frame
 from headrace_orchestrator.buffer import writeback, writer
-from headrace_orchestrator.buffer.writeback import begin_writeback, set_aside
+from headrace_orchestrator.buffer.writeback import begin_writeback
 
 
 def refusing(reason: int) -> object:
@@ -49,27 +49,6 @@ def test_an_error_that_comes_up_is_the_writes(tmp_path: Path, monkeypatch: pytes
     opened.close()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has fallocate")
-def test_space_is_set_aside_and_the_file_stays_as_long_as_what_is_written(tmp_path: Path):
-    assert writeback._fallocate is not None
-    with open(tmp_path / "file", "wb", buffering=0) as file:
-        set_aside(file.fileno(), 0, 1 << 20)
-        found = os.fstat(file.fileno())
-        assert found.st_size == 0
-        assert found.st_blocks * 512 >= 1 << 20
-
-
-@pytest.mark.parametrize("reason", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOSPC])
-def test_where_no_space_is_set_aside_the_write_finds_it(tmp_path: Path, reason: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(writeback, "_fallocate", refusing(reason))
-    opened = writer.Writer(tmp_path)
-    opened.write(batch := frames([bytes(writer.PIECE_BYTES), b"more"]))
-    opened.close()
-    assert (tmp_path / "00000001.log").read_bytes() == content(batch)
-    monkeypatch.setattr(writeback, "_fallocate", None)
-    set_aside(0, 0, 1)
-
-
 def test_of_a_long_append_the_disk_stores_one_piece_while_the_next_is_packed_and_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -77,7 +56,6 @@ def test_of_a_long_append_the_disk_stores_one_piece_while_the_next_is_packed_and
     calls: list[object] = []
     pack, sync = writer.pack_frame, writer.sync
     monkeypatch.setattr(writer, "begin_writeback", lambda descriptor, start, size: calls.append((start, size)))
-    monkeypatch.setattr(writer, "set_aside", lambda descriptor, start, size: calls.append(("aside", start, size)))
     monkeypatch.setattr(writer, "pack_frame", lambda kind, payload: (calls.append("pack"), pack(kind, payload))[1])
     monkeypatch.setattr(writer, "sync", lambda descriptor: (calls.append("sync"), sync(descriptor)))
     short, *long = frames([b"short", *(os.urandom(writer.PIECE_BYTES // 2) for _ in range(5))])
@@ -86,8 +64,8 @@ def test_of_a_long_append_the_disk_stores_one_piece_while_the_next_is_packed_and
     opened.write(long)
     opened.close()
     at, size = short.size_bytes, long[0].size_bytes
-    assert calls[:3] == ["pack", "sync", ("aside", at, 5 * size)]
-    assert calls[3:] == ["pack", "pack", (at, 2 * size), "pack", "pack", (at + 2 * size, 2 * size), "pack", "sync"]
+    assert calls[:2] == ["pack", "sync"]
+    assert calls[2:] == ["pack", "pack", (at, 2 * size), "pack", "pack", (at + 2 * size, 2 * size), "pack", "sync"]
     assert (tmp_path / "00000001.log").read_bytes() == content([short, *long])
     assert opened.durable_bytes == opened.total_bytes == at + 5 * size
 

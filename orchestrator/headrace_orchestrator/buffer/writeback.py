@@ -2,7 +2,6 @@
 
 * Nothing is promised: what is durable is what is synced afterwards.
 * An error that comes up is the write's: nobody else may be told of it.
-* Space is set aside for what will be written, in one go; the file's size stays what is written.
 * Where the kernel or the file system has no such call, nothing happens.
 """
 
@@ -16,15 +15,9 @@ _SYNC_FILE_RANGE_WRITE = 2
 _NOT_THERE = frozenset((errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EPERM, errno.EOPNOTSUPP))
 """What kernels, sandboxes and file systems say to a call that they do not know."""
 
-_KEEP_SIZE = 1
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_call = getattr(_libc, "sync_file_range", None)
+_call = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
 if _call is not None:
     _call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-_fallocate = getattr(_libc, "fallocate", None)
-if _fallocate is not None:
-    _fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 def begin_writeback(descriptor: int, offset: int, size_bytes: int) -> None:
@@ -34,9 +27,3 @@ def begin_writeback(descriptor: int, offset: int, size_bytes: int) -> None:
     reason = ctypes.get_errno()
     if reason not in _NOT_THERE:
         raise OSError(reason, os.strerror(reason))
-
-
-def set_aside(descriptor: int, offset: int, size_bytes: int) -> None:
-    """Find space on the disk for what is about to be written there; where there is none, the write says so."""
-    if _fallocate is not None:
-        _fallocate(descriptor, _KEEP_SIZE, offset, size_bytes)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from headrace.logfiles import path_of
 from headrace.logformat import FrameType, pack_frame, with_digest
 from headrace_orchestrator.buffer.directory import sync_directory
-from headrace_orchestrator.buffer.writeback import begin_writeback, set_aside
+from headrace_orchestrator.buffer.writeback import begin_writeback
 
 _MAX_BUFFERS = 1024
 """Buffers that one ``writev`` takes, by POSIX's least."""
@@ -124,8 +124,6 @@ class Writer:
     def _append(self, frames: Sequence[Queued]) -> None:
         size_bytes = sum(frame.size_bytes for frame in frames)
         at, end = self.durable_bytes, self.durable_bytes + size_bytes
-        if size_bytes > PIECE_BYTES:
-            set_aside(self._descriptor, at, size_bytes)
         for buffers in self._pieces(frames):
             written = _write_all(self._descriptor, buffers)
             if at + written < end:
