@@ -93,7 +93,8 @@ def _number(value: float | None) -> str:
 
 def _build() -> str:
     """Where the interpreter's code is: in a shared library it is slower."""
-    return "shared library" if "libpython" in Path("/proc/self/maps").read_text() else "static"
+    maps = Path("/proc/self/maps")
+    return "shared library" if maps.exists() and "libpython" in maps.read_text() else "static"
 
 
 def _cpu_name() -> str:

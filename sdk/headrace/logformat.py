@@ -171,7 +171,7 @@ class Tally:
         self.add(frame.type, frame.offset, _pack_header(frame.type, 0, len(frame.payload), frame.checksum))
 
     def footer(self, sealed_ms: int) -> Footer:
-        """The footer of the frames so far."""
+        """The footer of the frames so far; ``with_digest`` puts in the digest where they were only placed."""
         return Footer(
             places={kind: places.tobytes() for kind, places in enumerate(self._places) if places},
             digest=self.digest.digest(),

@@ -113,7 +113,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         async with asyncio.timeout(END_S):
             await process.wait()
     except TimeoutError:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)  # it leads a session of its own
         await process.wait()
 
 

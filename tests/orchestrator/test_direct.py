@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -109,6 +112,35 @@ async def test_a_client_that_left_before_its_answer_gets_none():
     assert not wire.written
 
 
+async def test_nothing_of_a_request_is_kept_once_it_is_answered():
+    """The collector of cycles seldom looks at what is old."""
+    app, wire = Taking(), Wire()
+    gc.disable()
+    try:
+        protocol = protocol_of(app, wire)
+        wire.receive(HEAD + b"\r\nbody")
+        assert not protocol.cycle.body
+        app.answer(0)
+        app.taken.clear()
+        protocol.connection_lost(None)
+        kept = weakref.ref(protocol)
+        wire.set_protocol(asyncio.Protocol())
+        protocol = None  # type: ignore[assignment]
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+async def test_an_answer_to_a_connection_that_was_closed_meanwhile_is_dropped():
+    app, wire = Taking(), Wire()
+    protocol = protocol_of(app, wire)
+    wire.receive(HEAD + b"\r\nbody")
+    wire.close()
+    app.answer(0)
+    assert not wire.written
+    protocol.connection_lost(None)
+
+
 async def test_an_answer_waits_for_a_client_that_does_not_read():
     app, wire = Taking(), Wire()
     protocol = protocol_of(app, wire)
@@ -180,17 +212,22 @@ async def test_what_is_longer_or_refused_before_its_body_goes_the_way_of_all(dat
     assert tasks == ["/v1/worker/submit"] * 2
 
 
-async def test_what_goes_wrong_unexpectedly_is_told_to_its_client_only(
-    api: Api, tasks: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("broken", ["submitting.parse_submission", "submission.Intake.judge"])
+async def test_what_goes_wrong_unexpectedly_is_told_to_its_client_only_and_logged_whole(
+    api: Api, tasks: list[str], monkeypatch: pytest.MonkeyPatch, broken: str
 ):
+    error, log = ZeroDivisionError(), Mock()
+
     def break_(*given: object) -> None:
-        raise ZeroDivisionError
+        raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr("headrace_orchestrator.service.submitting.parse_submission", break_)
+        patched.setattr(f"headrace_orchestrator.service.{broken}", break_)
+        patched.setattr("headrace_orchestrator.api.app.log", log)
         async with connected(api) as (reader, writer):
-            writer.write(post(b"none"))
+            writer.write(post((2).to_bytes(4, "little") + b"[]"))
             assert await status_of(reader) == 500
+    assert log.error.call_args.kwargs["exc_info"] is error
     async with connected(api) as (reader, writer):
         writer.write(post(b"none"))
         assert await status_of(reader) == 400

@@ -85,6 +85,26 @@ def test_no_piece_has_more_buffers_than_one_call_takes(tmp_path: Path, monkeypat
     assert (tmp_path / "00000001.log").read_bytes() == content(batch)
 
 
+@pytest.mark.parametrize("trajectories", [8, 9, 10, 11])
+def test_a_frame_of_more_buffers_than_the_others_begins_the_next_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trajectories: int
+):
+    counts: list[int] = []
+    write = writer._write_all
+    monkeypatch.setattr(writer, "_MAX_BUFFERS", 20)
+    monkeypatch.setattr(
+        writer, "_write_all", lambda file, buffers: (counts.append(len(buffers)), write(file, buffers))[1]
+    )
+    batch = frames([bytes(64)] * trajectories)
+    at = sum(frame.size_bytes for frame in batch)
+    batch.append(writer.Queued(1, at, FrameType.CONTROL, b"facts", frame_bytes(FrameType.CONTROL, 5)))
+    opened = writer.Writer(tmp_path)
+    opened.write(batch)
+    opened.close()
+    assert max(counts) <= 20
+    assert (tmp_path / "00000001.log").read_bytes() == content(batch)
+
+
 def frames(payloads: list[bytes]) -> list[writer.Queued]:
     """Trajectories for the first file, one behind the other."""
     kind, at, placed = FrameType.TRAJECTORY, 0, list[writer.Queued]()

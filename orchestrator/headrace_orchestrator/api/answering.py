@@ -42,12 +42,23 @@ async def _send(cycle: RequestResponseCycle, message: Message) -> None:
 
 
 def answer(cycle: RequestResponseCycle, status: int, head: bytes, body: bytes) -> None:
-    """Send an answer that is there whole, now; behind what its client is to read first, if it does not read."""
+    """Send an answer that is there whole, now; behind what its client is to read first, if it does not read. It ends a
+    request that has no task."""
     if cycle.flow.write_paused and not cycle.disconnected:
-        message = {"type": WHOLE, "status": status, "head": head, "body": body}
-        cycle.late = asyncio.create_task(_send(cycle, message))  # type: ignore[attr-defined]  # kept as long as its cycle
+        cycle.late = asyncio.create_task(_late(cycle, status, head, body))  # type: ignore[attr-defined]  # to keep it
         return
     _write(cycle, status, head, body)
+    cycle.on_response = _nothing  # else it keeps its connection, which keeps it
+
+
+async def _late(cycle: RequestResponseCycle, status: int, head: bytes, body: bytes) -> None:
+    await cycle.flow.drain()
+    _write(cycle, status, head, body)
+    cycle.on_response = _nothing
+
+
+def _nothing() -> None:
+    """What a request that is over does when it is answered."""
 
 
 def _write(cycle: RequestResponseCycle, status: int, head: bytes, body: bytes) -> None:

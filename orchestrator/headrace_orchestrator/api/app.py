@@ -38,6 +38,9 @@ log = logs.logger(__name__)
 RETRY_AFTER_S = 1
 """Seconds after which a client that was told ``unavailable`` may ask again."""
 
+MAX_DIGITS = 18
+"""Of a body's length: more are no number that is worth reading."""
+
 CLIENT_LEFT = 499
 """Status under which requests are counted whose client left before its answer."""
 
@@ -75,7 +78,7 @@ class Router:
 
 
 class _Arrived(NamedTuple):
-    """A request that is taken directly; ``begun`` is when its head was here, in seconds."""
+    """A request that is taken directly; ``begun`` is when its turn came, in seconds."""
 
     route: Route
     scope: Scope
@@ -131,7 +134,7 @@ class App:
             return None
         header = headers_of(scope)
         length = header(b"content-length")
-        if not length.isdecimal() or int(length) > min(SMALL_BYTES, self._max_body_bytes):
+        if not length.isdecimal() or len(length) > MAX_DIGITS or int(length) > min(SMALL_BYTES, self._max_body_bytes):
             return None
         try:
             self._admit(header, route)
@@ -155,8 +158,8 @@ class App:
                 assert route.direct is not None
                 call = Call({}, scope["query_string"], body, _nothing_more, self._max_wait_s)
                 route.direct(self._service, call, told)
-            except Exception as error:  # noqa: BLE001 - the caller is told
-                told(error)
+            except Exception as error:  # noqa: BLE001 - the caller is told, in a step of its own
+                asyncio.get_running_loop().call_soon(told, error)
 
     def _tell(self, request: _Arrived, reply: Reply, given: msgspec.Struct | Exception) -> None:
         route, _, begun = request
@@ -167,8 +170,8 @@ class App:
         else:
             answer = Answer(msgspec.json.encode(given), status=route.status)
         assert isinstance(answer.body, bytes)
-        reply(answer.status, whole_head(answer, answer.body, self._service.epoch), answer.body)
         self._metrics.answered(route.method, route.path, answer.status, time.perf_counter() - begun)
+        reply(answer.status, whole_head(answer, answer.body, self._service.epoch), answer.body)
 
     def _admit(self, header: Callable[[bytes], str], route: Route) -> None:
         """Raises Unauthorized or Forbidden."""
@@ -206,7 +209,7 @@ def problem(error: HeadraceError) -> Answer:
 
 def _unexpected(error: Exception, method: str, path: str) -> Answer:
     incident = new_id()
-    log.exception("unexpected error", incident=incident, method=method, path=path)
+    log.error("unexpected error", exc_info=error, incident=incident, method=method, path=path)
     return problem(
         InternalError(
             f"Something unexpected went wrong ({type(error).__name__}).",

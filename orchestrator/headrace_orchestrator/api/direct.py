@@ -3,6 +3,7 @@
 * A request that its application takes directly is handed over when its body is whole, and answered when that says so.
 * One that asks whether to send its body goes the way of all requests; so does what the application does not take.
 * Requests of a connection are answered one after the other, in their order.
+* Nothing of a request is kept once it is answered.
 * A client that leaves in the middle of its body is treated as any other.
 """
 
@@ -67,4 +68,5 @@ class DirectProtocol(HttpToolsProtocol):
         held = self._held
         if held is not None and not held.cycle.more_body:
             self._held = None
-            held.direct(bytes(held.cycle.body), functools.partial(answer, held.cycle))
+            body, held.cycle.body = bytes(held.cycle.body), bytearray()
+            held.direct(body, functools.partial(answer, held.cycle))

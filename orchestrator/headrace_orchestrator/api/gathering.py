@@ -1,6 +1,7 @@
 """uvicorn's HTTP protocol, with fewer system calls.
 
-* What an answer is made of in one turn of the event loop is sent in one write, in its order.
+* What an answer is made of in one turn of the event loop is sent in one write, in its order; what is there whole, at
+  once.
 * A body may come in pieces; nobody joins them.
 * A connection is closed behind what was written to it.
 * While the kernel copies a large answer, the other threads of the process run.
@@ -78,7 +79,7 @@ class _Gathering:
         """Write what nothing is to join, behind what is held back."""
         if self._held:
             self._held.append(data)
-        else:
+        elif not self._transport.is_closing():
             self._transport.write(data)
 
     def close(self) -> None:

@@ -221,8 +221,10 @@ async def send_answer(scope: Scope, send: Send, answer: Answer, epoch: int) -> N
 def whole_head(answer: Answer, body: bytes, epoch: int) -> bytes:
     """The lines of all headers of an answer with that body."""
     head = _plain_head(answer.media_type, epoch, len(body))
-    if answer.headers:
-        head += "".join(f"{name.lower()}: {value}\r\n" for name, value in answer.headers.items()).encode("latin-1")
+    for name, value in answer.headers.items():
+        if not (name + value).isprintable():
+            raise ValueError(f"the header {name!r} cannot be {value!r}")
+        head += f"{name.lower()}: {value}\r\n".encode("latin-1")
     return head
 
 

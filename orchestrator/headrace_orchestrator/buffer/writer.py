@@ -140,9 +140,12 @@ class Writer:
         size_bytes = 0
         for frame in frames:
             packed = self._pack(frame)
+            if len(buffers) + len(packed) > _MAX_BUFFERS:
+                yield buffers
+                buffers, size_bytes = [], 0
             buffers += packed
             size_bytes += frame.size_bytes
-            if size_bytes >= PIECE_BYTES or len(buffers) > _MAX_BUFFERS - len(packed):
+            if size_bytes >= PIECE_BYTES:
                 yield buffers
                 buffers, size_bytes = [], 0
         if buffers:

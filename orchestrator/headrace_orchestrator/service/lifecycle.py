@@ -172,6 +172,7 @@ class Lifecycle:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._running is not None:
+            await self._running.submissions.close()
             await self._running.plane.close()
             self._running.shell.stop_timer()
             await self._running.assets.close()

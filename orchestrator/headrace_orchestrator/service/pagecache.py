@@ -3,7 +3,7 @@
 * A sealed file of which no group in flight and no open batch has a record is let go; whoever asks all the same reads it
   from the disk.
 * What is needed stays: a group that may be served again keeps its files where they are read fast.
-* The more groups there are, the less often it is looked at what they need; the event loop does not wait for that.
+* The more groups there are, the less often it is looked at what they need; the event loop only lists them for that.
 
 Else the kernel keeps all that was ever written until memory runs out, and finds fresh memory for each record: to use
 the memory again of a file that nobody needs is several times cheaper.
@@ -17,10 +17,13 @@ from collections.abc import Iterable, Set
 from itertools import chain
 
 from headrace.errors import StoreError
+from headrace_orchestrator import logs
 from headrace_orchestrator.buffer.location import Location
 from headrace_orchestrator.service.index import BatchAt
 from headrace_orchestrator.service.places import GroupAt
 from headrace_orchestrator.service.store import Store
+
+log = logs.logger(__name__)
 
 LOOK_EVERY_S = 1.0
 """How often it is looked at what is needed."""
@@ -30,7 +33,7 @@ LOOK_SHARE = 0.02
 
 
 class PageCache:
-    """Of the log of one store. Files that were there before the process are left to the kernel."""
+    """Of the log of one store. Files that were sealed before the process began are left to the kernel."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -42,7 +45,10 @@ class PageCache:
         """Step for ever."""
         while True:
             begun = time.perf_counter()
-            await self.step()
+            try:
+                await self.step()
+            except Exception:
+                log.exception("files that nobody needs stay in the page cache")
             await asyncio.sleep(pause_s(time.perf_counter() - begun))
 
     async def step(self) -> list[int]:

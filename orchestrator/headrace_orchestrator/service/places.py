@@ -43,9 +43,9 @@ class GroupAt:
 
     def files(self) -> Iterator[int]:
         """The file of each record."""
-        start = 0
-        while start < len(self.packed):
-            position, length, size = _ENTRY.unpack_from(self.packed, start)
+        packed, start = self.packed, 0  # which another thread may change
+        while start < len(packed):
+            position, length, size = _ENTRY.unpack_from(packed, start)
             yield Location.at(position, length).file
             start += _ENTRY.size + (_UUID_BYTES if size == _UUID else size)
 

@@ -31,6 +31,10 @@ class Submissions:
         self._epoch = epoch
         self._explaining: set[asyncio.Task[None]] = set()
 
+    async def close(self) -> None:
+        """Nobody is told why a record is not wanted any more."""
+        await asyncio.gather(*self._explaining, return_exceptions=True)
+
     async def submit(self, worker: str, body: bytes) -> wire.SubmitReply:
         """Judge a worker's records; returns when the accepted ones are on disk. Raises InvalidRequest, StoreError."""
         replied: asyncio.Future[wire.SubmitReply] = asyncio.get_running_loop().create_future()
