@@ -93,6 +93,7 @@ async def _run(part: Part, console: Console) -> Ended:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output,  # standard error is for how far it is, and is passed on at once
             start_new_session=True,  # it is this process that interrupts it, and nobody else
+            preexec_fn=_can_be_interrupted,
         )
         try:
             ended = Ended(part.name, await process.wait(), time.monotonic() - begun)
@@ -102,6 +103,11 @@ async def _run(part: Part, console: Console) -> Ended:
         console.rule(f"{part.name}: {ended.took_s:.0f} s")
         console.out(output.read().decode(errors="replace"), highlight=False)
     return ended
+
+
+def _can_be_interrupted() -> None:
+    """A shell has what it runs in the background ignore SIGINT, and so does all that this starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
