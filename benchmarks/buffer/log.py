@@ -1,6 +1,7 @@
 """The log's append with group commit, against one raw append and sync of the same bytes; on the service's event loop.
 
-A disk that is rented may slow down after a gigabyte of writes: seven rounds stay below that.
+Writes may slow down after a gigabyte, where a rented disk or a rented machine's fresh memory is dear: seven rounds stay
+below that.
 """
 
 from __future__ import annotations

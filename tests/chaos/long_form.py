@@ -115,12 +115,12 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     if process.returncode is not None:
         return
     process.send_signal(signal.SIGINT)
-    try:
-        async with asyncio.timeout(END_S):
-            await process.wait()
-    except TimeoutError:
+    # Before Python 3.11.3 a timeout says nothing in a task that is being cancelled, as this one.
+    waiting = asyncio.create_task(process.wait())
+    await asyncio.wait({waiting}, timeout=END_S)
+    if not waiting.done():
         os.killpg(process.pid, signal.SIGKILL)  # it leads a session of its own
-        await process.wait()
+    await waiting
 
 
 async def main() -> int:

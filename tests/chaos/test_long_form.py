@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import io
 import re
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -59,7 +61,9 @@ async def test_a_part_that_fails_is_shown_and_fails_the_whole_after_all_others_r
     ]
 
 
-async def test_a_part_is_interrupted_and_waited_for_when_the_whole_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("inherited", [signal.default_int_handler, signal.SIG_IGN], ids=["heard", "ignored"])
+async def test_a_part_is_interrupted_and_waited_for_when_the_whole_is(tmp_path: Path, inherited: Any) -> None:
+    """Also where a shell started the whole in the background, so that it ignores the interruption itself."""
     begun, ended = tmp_path / "begun", tmp_path / "ended"
     code = f"""
 import pathlib, time
@@ -69,6 +73,37 @@ try:
 finally:
     pathlib.Path({str(ended)!r}).touch()
 """
+    before = signal.signal(signal.SIGINT, inherited)
+    try:
+        await interrupted(code, begun)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended.exists()
+
+
+async def test_nothing_that_a_part_started_outlives_a_part_that_does_not_listen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(long_form, "END_S", 0.1)
+    started = tmp_path / "started"
+    code = f"""
+import os, pathlib, signal, subprocess, sys, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+made = pathlib.Path({str(started)!r} + ".new")
+made.write_text(str(child.pid))
+made.rename({str(started)!r})
+time.sleep(60)
+"""
+    await interrupted(code, started)
+    child = Path("/proc", started.read_text(), "stat")
+    async with asyncio.timeout(30):
+        while child.exists() and child.read_text().rpartition(")")[2].split()[0] != "Z":
+            await asyncio.sleep(0.01)
+
+
+async def interrupted(code: str, begun: Path) -> None:
+    """Interrupt the whole once its one part has made a file."""
     running = asyncio.create_task(told([[part("endless", code)]], []))
     async with asyncio.timeout(30):
         while not begun.exists():
@@ -76,7 +111,6 @@ finally:
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert ended.exists()
 
 
 def test_each_part_is_a_module_or_a_file_of_tests_that_is_there() -> None:

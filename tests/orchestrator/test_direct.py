@@ -14,6 +14,7 @@ import pytest
 from headrace.wire import RECORDS_MEDIA_TYPE
 from headrace_orchestrator.api.app import App
 from headrace_orchestrator.api.direct import SMALL_BYTES, Direct, Reply
+from headrace_orchestrator.api.http import Answer, whole_head
 from tests.orchestrator.serving import Api, orchestrator, record_for, submission
 from tests.orchestrator.test_answering import Wire, protocol_of
 from tests.orchestrator.test_patience import connected
@@ -103,15 +104,6 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body_is_treated_as_any_
     assert app.ends == ["http.disconnect"]
 
 
-async def test_a_client_that_left_before_its_answer_gets_none():
-    app, wire = Taking(), Wire()
-    protocol = protocol_of(app, wire)
-    wire.receive(HEAD + b"\r\nbody")
-    protocol.connection_lost(None)
-    app.answer(0)
-    assert not wire.written
-
-
 async def test_nothing_of_a_request_is_kept_once_it_is_answered():
     """The collector of cycles seldom looks at what is old."""
     app, wire = Taking(), Wire()
@@ -131,14 +123,14 @@ async def test_nothing_of_a_request_is_kept_once_it_is_answered():
         gc.enable()
 
 
-async def test_an_answer_to_a_connection_that_was_closed_meanwhile_is_dropped():
+@pytest.mark.parametrize("end", [lambda protocol, wire: protocol.connection_lost(None), lambda _, wire: wire.close()])
+async def test_an_answer_is_dropped_where_the_client_left_or_the_connection_was_closed(end: Any):
     app, wire = Taking(), Wire()
     protocol = protocol_of(app, wire)
     wire.receive(HEAD + b"\r\nbody")
-    wire.close()
+    end(protocol, wire)
     app.answer(0)
     assert not wire.written
-    protocol.connection_lost(None)
 
 
 async def test_an_answer_waits_for_a_client_that_does_not_read():
@@ -232,3 +224,10 @@ async def test_what_goes_wrong_unexpectedly_is_told_to_its_client_only_and_logge
         writer.write(post(b"none"))
         assert await status_of(reader) == 400
     assert not tasks
+
+
+@pytest.mark.parametrize("value", ["one\r\nSet-Cookie: two", "\0"])
+def test_a_header_that_would_break_its_line_is_refused(value: str):
+    with pytest.raises(ValueError, match="'Name' cannot be"):
+        whole_head(Answer(b"", headers={"Name": value}), b"", 1)
+    assert whole_head(Answer(b"", headers={"Name": "value"}), b"", 1).endswith(b"name: value\r\n")

@@ -160,6 +160,9 @@ class Wire:
     def __init__(self) -> None:
         self.calls: list[tuple[str, bytes]] = []
 
+    def write(self, data: bytes) -> None:
+        self.calls.append(("write", data))
+
     def writelines(self, parts: list[bytes]) -> None:
         self.parts = parts
         self.calls.append(("write", b"".join(parts)))
@@ -181,6 +184,17 @@ async def test_what_an_answer_is_made_of_in_one_turn_of_the_event_loop_is_sent_i
     transport.write(b"next")
     await asyncio.sleep(0)
     assert wire.calls == [("write", b"headbody"), ("write", b"next")]
+
+
+async def test_what_is_there_whole_is_sent_at_once_and_behind_what_is_held_back():
+    wire = Wire()
+    transport = _Gathering(cast(asyncio.Transport, wire))
+    transport.write_whole(b"first")
+    assert wire.calls == [("write", b"first")]
+    transport.write(b"head")
+    transport.write_whole(b"last")
+    await asyncio.sleep(0)
+    assert wire.calls == [("write", b"first"), ("write", b"headlast")]
 
 
 async def test_a_body_may_come_in_pieces_and_nobody_joins_them():

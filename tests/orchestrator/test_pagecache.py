@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from headrace.batch import Batch
 from headrace.errors import StoreError
 from headrace_orchestrator.buffer.location import Location
-from headrace_orchestrator.service import lifecycle
+from headrace_orchestrator.service import lifecycle, pagecache
 from headrace_orchestrator.service.pagecache import LOOK_EVERY_S, LOOK_SHARE, PageCache, pause_s
+from headrace_orchestrator.service.places import GroupAt
 from headrace_orchestrator.service.store import Store
 from tests.orchestrator.serving import orchestrator
 from tests.orchestrator.test_retaining import train
@@ -86,6 +90,36 @@ async def test_files_of_before_the_start_are_left_to_the_kernel(data_dir: Path, 
         await train(api, 30)
     async with orchestrator(data_dir, **SMALL) as api:
         assert await made[1].step() == []
+
+
+async def test_a_look_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, again = 0, asyncio.Event()
+
+    async def step(cache: PageCache) -> list[int]:
+        nonlocal looks
+        looks += 1
+        if looks == 1:
+            raise OSError
+        again.set()
+        return []
+
+    monkeypatch.setattr(PageCache, "step", step)
+    monkeypatch.setattr(pagecache, "LOOK_EVERY_S", 0.0)
+    store = SimpleNamespace(log=SimpleNamespace(tail=0))
+    running = asyncio.create_task(PageCache(cast(Store, store)).run())
+    async with asyncio.timeout(10):
+        await again.wait()
+    running.cancel()
+
+
+def test_a_group_may_be_moved_while_its_files_are_listed() -> None:
+    group = GroupAt(2)
+    for file in (3, 4):
+        group.add(f"{file}", Location(file, 0, 64))
+    files = group.files()
+    assert next(files) == 3
+    group.packed = b""
+    assert list(files) == [4]
 
 
 def test_the_longer_a_look_takes_the_less_often_it_happens() -> None:

@@ -47,14 +47,17 @@ def answer(cycle: RequestResponseCycle, status: int, head: bytes, body: bytes) -
     if cycle.flow.write_paused and not cycle.disconnected:
         cycle.late = asyncio.create_task(_late(cycle, status, head, body))  # type: ignore[attr-defined]  # to keep it
         return
-    _write(cycle, status, head, body)
-    cycle.on_response = _nothing  # else it keeps its connection, which keeps it
+    _write_last(cycle, status, head, body)
 
 
 async def _late(cycle: RequestResponseCycle, status: int, head: bytes, body: bytes) -> None:
     await cycle.flow.drain()
+    _write_last(cycle, status, head, body)
+
+
+def _write_last(cycle: RequestResponseCycle, status: int, head: bytes, body: bytes) -> None:
     _write(cycle, status, head, body)
-    cycle.on_response = _nothing
+    cycle.on_response = _nothing  # else it keeps its connection, which keeps it
 
 
 def _nothing() -> None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from headrace import wire
 from headrace.errors import InvalidRequest
-from headrace_orchestrator.api.http import Answer, Call, require_name
+from headrace_orchestrator.api.http import Answer, Call, Told, require_name
 from headrace_orchestrator.buffer.listing import FILTERS
 from headrace_orchestrator.service import Service
 
 Reply = Answer | msgspec.Struct
-Told = Callable[[msgspec.Struct | Exception], None]
 
 METRICS_MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

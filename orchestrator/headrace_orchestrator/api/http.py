@@ -219,7 +219,7 @@ async def send_answer(scope: Scope, send: Send, answer: Answer, epoch: int) -> N
 
 
 def whole_head(answer: Answer, body: bytes, epoch: int) -> bytes:
-    """The lines of all headers of an answer with that body."""
+    """The lines of all headers of an answer with that body. Raises ValueError for one that would break its line."""
     head = _plain_head(answer.media_type, epoch, len(body))
     for name, value in answer.headers.items():
         if not (name + value).isprintable():
@@ -243,5 +243,8 @@ def headers_of(scope: Scope) -> Callable[[bytes], str]:
 Handler = Callable[[Any, Call], Awaitable[Answer | msgspec.Struct]]
 """Takes the service and the request; a struct is answered as JSON."""
 
-DirectHandler = Callable[[Any, Call, Callable[[msgspec.Struct | Exception], None]], None]
+Told = Callable[[msgspec.Struct | Exception], None]
+"""Takes what is to be answered as JSON, or what went wrong."""
+
+DirectHandler = Callable[[Any, Call, Told], None]
 """Takes the service, the request, and who is told the answer later, or what went wrong. May raise as well."""

@@ -80,7 +80,9 @@ class LocalFiles:
 
     def let_go(self, number: int) -> None:
         """Have the kernel keep nothing of a sealed file in memory, where it can be told so."""
-        with contextlib.suppress(OSError, AttributeError):  # it is gone, or this is not Linux
+        if not hasattr(os, "posix_fadvise"):
+            return
+        with contextlib.suppress(OSError):  # it is gone
             opened = _Opened(path_of(self._directory, number))
             os.posix_fadvise(opened.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 

@@ -63,7 +63,7 @@ class Gate:
 
     def _judge_waiting(self) -> None:
         loop = asyncio.get_running_loop()
-        together = self._take()
+        together = self._next_in_line()
         try:
             results = self._judged(together)
         except Exception as error:  # noqa: BLE001 - it is told to each of them
@@ -92,8 +92,8 @@ class Gate:
             except Exception:
                 log.exception("results could not be told")
 
-    def _take(self) -> list[_Waiting]:
-        """The next in line, up to ``MAX_TOGETHER`` records, but one submission at least."""
+    def _next_in_line(self) -> list[_Waiting]:
+        """Those who came first, up to ``MAX_TOGETHER`` records, but one submission at least."""
         taken = [self._waiting.popleft()]
         count = len(taken[0].submitted)
         while self._waiting and count + len(self._waiting[0].submitted) <= MAX_TOGETHER:

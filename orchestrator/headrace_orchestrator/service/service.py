@@ -28,6 +28,7 @@ from headrace_orchestrator.service.lifecycle import Lifecycle, Running
 from headrace_orchestrator.service.serving import Served
 from headrace_orchestrator.service.shell import HEADRACE_VERSION
 from headrace_orchestrator.service.store import Store
+from headrace_orchestrator.service.submitting import Told
 from headrace_orchestrator.service.waiting import ClientGone, Left
 from headrace_orchestrator.settings import Settings
 
@@ -95,7 +96,7 @@ class Service(Lifecycle):
         """Judge submitted records; returns when the accepted ones are on disk. Raises InvalidRequest, StoreError."""
         return await self._require().submissions.submit(worker, body)
 
-    def take(self, worker: str, body: bytes, told: Callable[[wire.SubmitReply | Exception], None]) -> None:
+    def take(self, worker: str, body: bytes, told: Told) -> None:
         """The same without a task: ``told`` gets the reply later, or StoreError. Raises InvalidRequest."""
         self._require().submissions.take(worker, body, told)
 

@@ -32,7 +32,7 @@ class Submissions:
         self._explaining: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
-        """Nobody is told why a record is not wanted any more."""
+        """Returns when everybody was told who is being told why a record is not wanted."""
         await asyncio.gather(*self._explaining, return_exceptions=True)
 
     async def submit(self, worker: str, body: bytes) -> wire.SubmitReply:
