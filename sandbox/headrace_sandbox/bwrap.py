@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import IO
 
 from headrace.errors import SandboxFailure
+from headrace.timeouts import timeout
 from headrace_sandbox import supervisor
 from headrace_sandbox.descriptors import is_readable, piped
 from headrace_sandbox.result import Limits
@@ -170,7 +171,7 @@ async def first_process(status: int) -> int | None:
     text = b""
     loop.add_reader(status, readable.set)
     try:
-        async with asyncio.timeout(START_TIMEOUT_S):
+        async with timeout(START_TIMEOUT_S):
             while (found := re.search(rb'"child-pid": (\d+)\D', text)) is None:
                 await readable.wait()
                 readable.clear()

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Literal
 import msgspec
 
 from headrace.errors import HeadraceError, SandboxFailure
+from headrace.timeouts import timeout
 from headrace_sandbox.cgroups import find_driver
 from headrace_sandbox.runtimes.base import Runtime
 from headrace_sandbox.runtimes.registry import DEFAULT, made_in_time, runtime_names
@@ -112,7 +112,7 @@ async def rung(name: str, say: Callable[[str], None]) -> Rung:
 
 async def _close(runtime: Runtime) -> None:
     try:
-        async with asyncio.timeout(CLOSE_S):
+        async with timeout(CLOSE_S):
             await runtime.close()
     except TimeoutError:
         raise self_test_failed(runtime.name, f"it was not closed within {CLOSE_S:g} s") from None

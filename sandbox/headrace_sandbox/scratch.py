@@ -9,10 +9,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 
+from headrace.timeouts import timeout
 from headrace_sandbox.bwrap import SCRATCH
 from headrace_sandbox.descriptors import is_readable, readable
 
@@ -29,7 +29,7 @@ async def scratch_come(pid: int, pidfd: int, made: int, stack: contextlib.ExitSt
     """A descriptor of the folder of a sandbox that is being made; None where it cannot be seen. ``pid``: of its first
     process, which has this machine's files before it has its own. ``made``: becomes readable when it has."""
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(COME_S):
+        async with timeout(COME_S):
             await readable(made)
     for place in PLACES:
         if not is_readable(pidfd):

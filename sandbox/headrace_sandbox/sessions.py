@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from headrace.errors import SandboxFailure
+from headrace.timeouts import timeout
 from headrace_sandbox.capture import Capture
 from headrace_sandbox.cgroups import since
 from headrace_sandbox.result import ExecResult, Isolation, LimitName, Limits, Usage
@@ -144,7 +145,7 @@ class HostedSession:
     async def _until_end(self, host: Host, heard: _Heard, limits: Limits) -> tuple[_End, LimitName | None]:
         limit: LimitName
         try:
-            async with asyncio.timeout(limits.wall_s):
+            async with timeout(limits.wall_s):
                 return await self._listen(host, heard, limits.output_bytes), None
         except TimeoutError:
             limit = "time"
@@ -152,7 +153,7 @@ class HostedSession:
             limit = "output"
         _send(host, b"s", b"")
         try:
-            async with asyncio.timeout(STOP_S):
+            async with timeout(STOP_S):
                 return await self._listen(host, heard, None), limit
         except TimeoutError:
             await self._end_host()

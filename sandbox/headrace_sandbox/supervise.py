@@ -18,6 +18,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple, TypeVar
 
 from headrace.errors import SandboxFailure
+from headrace.timeouts import timeout
 from headrace_sandbox.capture import Capture
 from headrace_sandbox.descriptors import is_readable, readable
 from headrace_sandbox.result import LimitName, Limits, Output
@@ -77,7 +78,7 @@ async def ended(pidfd: int, within_s: float) -> None:
     if is_readable(pidfd):
         return
     try:
-        async with asyncio.timeout(within_s):
+        async with timeout(within_s):
             await readable(pidfd)
     except TimeoutError:
         raise unkillable() from None
@@ -130,7 +131,7 @@ class _Watching:
         wall_s = time.monotonic() - self._begun_at
         self._started.kill()  # what it left in the background
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(DRAIN_S):
+            async with timeout(DRAIN_S):
                 await self._closed.wait()
         stdout, stderr = (self._captures[fd].output() for fd in (self._started.stdout, self._started.stderr))
         return Verdict(self._started.returncode(), self._limit, stdout, stderr, wall_s)
@@ -138,7 +139,7 @@ class _Watching:
     async def _until_end(self) -> None:
         looks = None if self._limits.cpu_s is None else asyncio.create_task(self._watch_cpu(self._limits.cpu_s))
         try:
-            async with asyncio.timeout(self._limits.wall_s):
+            async with timeout(self._limits.wall_s):
                 await self._ended.wait()
             return
         except TimeoutError:
@@ -147,7 +148,7 @@ class _Watching:
             if looks is not None:
                 looks.cancel()
         try:
-            async with asyncio.timeout(KILL_S):
+            async with timeout(KILL_S):
                 await self._ended.wait()
         except TimeoutError:
             raise unkillable() from None

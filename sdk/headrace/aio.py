@@ -38,6 +38,7 @@ from headrace.batch import Batch
 from headrace.client import address, bearer
 from headrace.errors import HeadraceError, MissingExtra, RunFinished
 from headrace.runspec import RunSpec
+from headrace.timeouts import timeout
 from headrace.trajectory import Status, Trajectory
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ class AsyncClient:
     async def _renew_leases(self) -> None:
         while True:
             with contextlib.suppress(TimeoutError):  # then a lease is due
-                async with asyncio.timeout(self._flows.leases.next_due_s()):
+                async with timeout(self._flows.leases.next_due_s()):
                     await self._changed.wait()
             self._changed.clear()
             for run in self._flows.leases.due():

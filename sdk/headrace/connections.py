@@ -25,6 +25,8 @@ from urllib.parse import SplitResult, quote, unquote, urlsplit
 
 import httptools
 
+from headrace.timeouts import timeout
+
 CONNECT_S = 5.0
 """To open a connection."""
 
@@ -125,7 +127,7 @@ class Connections:
     async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(CONNECT_S):
+            async with timeout(CONNECT_S):
                 if self._socket:
                     _, connection = await loop.create_unix_connection(self._made, self._socket)
                 else:

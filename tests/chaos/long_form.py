@@ -22,6 +22,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from headrace.timeouts import timeout
 from tests.e2e.processes import ROOT
 
 END_S = 30.0
@@ -115,12 +116,12 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     if process.returncode is not None:
         return
     process.send_signal(signal.SIGINT)
-    # Before Python 3.11.3 a timeout says nothing in a task that is being cancelled, as this one.
-    waiting = asyncio.create_task(process.wait())
-    await asyncio.wait({waiting}, timeout=END_S)
-    if not waiting.done():
+    try:
+        async with timeout(END_S):
+            await process.wait()
+    except TimeoutError:
         os.killpg(process.pid, signal.SIGKILL)  # it leads a session of its own
-    await waiting
+        await process.wait()
 
 
 async def main() -> int:

@@ -20,6 +20,7 @@ from typing import TypeVar
 import msgspec
 
 from headrace.errors import SandboxFailure
+from headrace.timeouts import timeout
 from headrace_sandbox.client import ServiceRuntime, client_of
 from headrace_sandbox.reaper import reap
 from headrace_sandbox.result import ExecResult, Limits
@@ -172,7 +173,7 @@ class EpisodeSandbox:
     async def _try(self, limits: Limits, call: Callable[[Runtime], Awaitable[T]]) -> T:
         most_s = limits.wall_s + PATIENCE_S
         try:
-            async with asyncio.timeout(most_s):
+            async with timeout(most_s):
                 return await call(await self._worker.runtime(self._domain))
         except TimeoutError:
             raise SandboxFailure(

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from typing import Literal, TypeVar
 
@@ -42,6 +41,7 @@ from headrace.engine import (
     weights_name,
 )
 from headrace.errors import PolicyFailure
+from headrace.timeouts import timeout
 from headrace_orchestrator.policies.admission import Reading
 from headrace_orchestrator.policies.controller import Call
 from headrace_orchestrator.policies.reading import read_load
@@ -84,7 +84,7 @@ class Control:
     async def probe(self, address: str) -> Seen:
         """How a server is."""
         try:
-            async with asyncio.timeout(PROBE_TIMEOUT_S):
+            async with timeout(PROBE_TIMEOUT_S):
                 await self._ask("GET", address, HEALTH, missing_ok=True)
                 named = await self._read(address, WEIGHT_INFO, WeightInfo)
                 paused = await self._read(address, IS_PAUSED, PauseInfo)
@@ -98,7 +98,7 @@ class Control:
     async def read_metrics(self, address: str) -> Reading:
         """How busy a server is, by its metrics."""
         try:
-            async with asyncio.timeout(PROBE_TIMEOUT_S):
+            async with timeout(PROBE_TIMEOUT_S):
                 body = await self._ask("GET", address, METRICS, missing_ok=True)
             return read_load("" if body is None else body.decode(errors="replace")) or "none"
         except (TimeoutError, PolicyFailure, ValueError):
@@ -107,7 +107,7 @@ class Control:
     async def carry_out(self, call: Call) -> Problem | None:
         """Make a call that is no probe; gives what went wrong."""
         try:
-            async with asyncio.timeout(None if call.timeout_s == math.inf else call.timeout_s):
+            async with timeout(None if call.timeout_s == math.inf else call.timeout_s):
                 return await self._carry_out(call)
         except TimeoutError:
             text = f"it did not answer {call.kind} within {call.timeout_s:.3g} s"
@@ -161,7 +161,7 @@ class Control:
     async def list_adapters(self, address: str) -> dict[str, str] | None:
         """The adapters that a server has, by name: the folder of each. None where it does not say."""
         try:
-            async with asyncio.timeout(PROBE_TIMEOUT_S):
+            async with timeout(PROBE_TIMEOUT_S):
                 models = await self._read(address, MODELS, ModelList)
         except (TimeoutError, PolicyFailure):
             return None
@@ -171,7 +171,7 @@ class Control:
         """Load an adapter, or unload it; gives what went wrong."""
         route = LOAD_ADAPTER if kind == "load" else UNLOAD_ADAPTER
         try:
-            async with asyncio.timeout(ADAPTER_TIMEOUT_S):
+            async with timeout(ADAPTER_TIMEOUT_S):
                 await self._ask("POST", address, route, AdapterRequest(lora_name=name, lora_path=path))
         except TimeoutError:
             return f"it did not answer within {ADAPTER_TIMEOUT_S:g} s"

@@ -9,6 +9,7 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 
+from headrace.timeouts import timeout
 from headrace_orchestrator import logs
 from headrace_orchestrator.policies.discovery import Discovery, host_of
 
@@ -33,7 +34,7 @@ async def resolve(host: str, port: int) -> Sequence[str]:
 async def look_up(name: str, discovery: Discovery, resolver: Resolve, clock: Callable[[], float]) -> None:
     """Look a name up, and tell ``discovery`` what it stands for."""
     try:
-        async with asyncio.timeout(LOOKUP_TIMEOUT_S):
+        async with timeout(LOOKUP_TIMEOUT_S):
             hosts = await resolver(*host_of(name))
     except TimeoutError:
         discovery.failed(name, f"the resolver did not answer within {LOOKUP_TIMEOUT_S:g} s", clock())

@@ -14,6 +14,7 @@ from typing import Any
 
 from headrace import wire
 from headrace.errors import StoreError
+from headrace.timeouts import timeout
 from headrace_orchestrator import logs
 from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.policies.adapters import AdapterCall
@@ -228,7 +229,7 @@ class Watch:
 async def _until(event: asyncio.Event, timeout_s: float | None) -> None:
     """Until the event is set, or the time is over."""
     try:
-        async with asyncio.timeout(timeout_s):
+        async with timeout(timeout_s):
             await event.wait()
     except TimeoutError:
         return

@@ -9,6 +9,7 @@ import sys
 
 import msgspec
 
+from headrace.timeouts import timeout
 from headrace_sandbox.conformance.suite import ESCAPED, Escaped, Found, Lab, NotRun, Unclear, case
 
 WORLD_S = 60.0
@@ -37,7 +38,7 @@ async def _in_a_world(lab: Lab, number: str) -> str:
         stdout=asyncio.subprocess.PIPE,
     )
     try:
-        async with asyncio.timeout(WORLD_S):
+        async with timeout(WORLD_S):
             said, _ = await process.communicate()
     finally:
         if process.returncode is None:

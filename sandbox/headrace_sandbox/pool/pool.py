@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from headrace.errors import SandboxFailure
+from headrace.timeouts import timeout
 from headrace_sandbox.pool.core import Core
 from headrace_sandbox.pool.leased import Leased, over
 from headrace_sandbox.pool.messages import (
@@ -247,7 +248,7 @@ class Pool:
     async def _make(self, instruction: Make) -> None:
         id_ = instruction.sandbox
         try:
-            async with asyncio.timeout(MAKE_S):
+            async with timeout(MAKE_S):
                 sandbox = await self.runtime.open(instruction.kind.template, instruction.ttl_s)
         except Exception as error:  # noqa: BLE001 - whatever a runtime raises, its sandbox is not there
             failure = _failed("made", error)
@@ -258,7 +259,7 @@ class Pool:
 
     async def _clean(self, id_: str) -> None:
         try:
-            async with asyncio.timeout(RESET_S):
+            async with timeout(RESET_S):
                 await self._sandboxes[id_].reset()
         except Exception as error:  # noqa: BLE001 - whatever a runtime raises, the sandbox is not as new
             _failed("reset", error)
@@ -269,7 +270,7 @@ class Pool:
     async def _close(self, id_: str) -> None:
         sandbox = self._sandboxes.pop(id_)
         try:
-            async with asyncio.timeout(CLOSE_S):
+            async with timeout(CLOSE_S):
                 await sandbox.close()
         except Exception as error:  # noqa: BLE001 - whatever a runtime raises, something may be left
             _failed("closed", error)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from headrace.errors import SandboxFailure
+from headrace.timeouts import timeout
 
 try:
     import docker
@@ -108,7 +109,7 @@ class Daemon:
                 f"Connection: Upgrade\r\nUpgrade: tcp\r\nContent-Length: {len(content)}\r\n\r\n".encode()
                 + content
             )
-            async with asyncio.timeout(CALL_S):
+            async with timeout(CALL_S):
                 head = await streams.reader.readuntil(b"\r\n\r\n")
             status = head.split(None, 2)[1]
             if status not in (b"101", b"200"):

@@ -20,6 +20,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from headrace.errors import SandboxFailure
+from headrace.timeouts import timeout
 from headrace_sandbox.bwrap import SCRATCH
 from headrace_sandbox.cgroups import Cgroup, group_of, since
 from headrace_sandbox.inside.isolation import is_full
@@ -253,7 +254,7 @@ class Container:
         NotRunning."""
         id_, streams = await self._exec(program.arguments, program.variables)
         try:
-            async with asyncio.timeout(SHELL_S):
+            async with timeout(SHELL_S):
                 streams.writer.write(program.stdin)
                 while await streams.reader.read(READ_BYTES):
                     pass

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from headrace.errors import SandboxFailure
+from headrace.timeouts import timeout
 from headrace_sandbox.files import Files, WithFiles
 from headrace_sandbox.result import ExecResult, Isolation, Limits, Output, Usage
 from headrace_sandbox.runtimes.base import Command, Session, SessionKind, Template
@@ -262,7 +263,7 @@ class _Host:
     async def hello(self) -> None:
         """Wait until it is there. Raises SandboxFailure ``sandbox-not-made``."""
         try:
-            async with asyncio.timeout(HELLO_S):
+            async with timeout(HELLO_S):
                 line = await self.reader.readline()
             self.pid = int(line)
         except BaseException as error:

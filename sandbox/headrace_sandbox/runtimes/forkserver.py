@@ -21,6 +21,7 @@ from collections.abc import AsyncIterator, Sequence
 import msgspec
 
 from headrace.errors import SandboxFailure
+from headrace.timeouts import timeout
 from headrace_sandbox import bwrap
 from headrace_sandbox.bwrap import SCRATCH, Bwrap
 from headrace_sandbox.cgroups import Driver, Groups, find_driver
@@ -198,7 +199,7 @@ class _Server:
 
     async def is_ready(self) -> bool:
         try:
-            async with asyncio.timeout(READY_S):
+            async with timeout(READY_S):
                 return bool(await asyncio.get_running_loop().sock_recv(self._requests, 16))
         except (TimeoutError, OSError):
             return False

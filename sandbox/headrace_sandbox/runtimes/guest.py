@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from headrace.errors import SandboxFailure
+from headrace.timeouts import timeout
 from headrace_sandbox.runsc import Container, not_made
 from headrace_sandbox.runtimes.inside import HERE, PYTHON
 from headrace_sandbox.supervise import Started
@@ -126,7 +127,7 @@ class Guest:
     async def ready(self) -> None:
         """Wait until programs can be started. Raises SandboxFailure ``sandbox-not-made``."""
         try:
-            async with asyncio.timeout(READY_S):
+            async with timeout(READY_S):
                 await self._ready
         except TimeoutError:
             raise not_made(f"it did not start within {READY_S:g} s. {self.container.said()}") from None
@@ -136,7 +137,7 @@ class Guest:
         program = self._new_program()
         self._send(START, program.number, json.dumps(request).encode())
         try:
-            async with asyncio.timeout(STARTED_S):
+            async with timeout(STARTED_S):
                 await program.started
         except BaseException as error:
             self.kill(program)

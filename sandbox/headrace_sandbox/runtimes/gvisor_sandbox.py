@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headrace.errors import SandboxFailure
+from headrace.timeouts import timeout
 from headrace_sandbox.bwrap import environment, too_large
 from headrace_sandbox.cgroups import Cgroup, Groups, since
 from headrace_sandbox.files import Files, WithFiles
@@ -322,7 +323,7 @@ class _SessionHost:
         """Kill it, and all that it started."""
         self._guest.kill(self._program)
         self.writer.close()
-        async with asyncio.timeout(END_S):
+        async with timeout(END_S):
             await self._program.gone.wait()
 
 

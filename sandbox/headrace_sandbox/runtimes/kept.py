@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, get_args
 import msgspec
 
 from headrace.errors import SandboxFailure
+from headrace.timeouts import timeout
 from headrace_sandbox import bwrap
 from headrace_sandbox.bwrap import SCRATCH, SPARE_PIDS, Bwrap
 from headrace_sandbox.cgroups import Cgroup, Groups, since
@@ -403,7 +404,7 @@ class _Inner:
     async def met(self) -> int:
         """A descriptor of its process 1, which waits to be let go. Raises SandboxFailure ``sandbox-lost``."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(MEET_S):
+            async with timeout(MEET_S):
                 if (pidfd := await self._first) is not None:
                     return pidfd
         raise sandbox_lost("The sandbox was lost while something began in it.")
@@ -411,7 +412,7 @@ class _Inner:
     async def joined(self) -> None:
         """Its program is bounded, and waits to be let go. Raises SandboxFailure ``sandbox-lost``."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(MEET_S):
+            async with timeout(MEET_S):
                 if await self._joined:
                     return
         raise self.failure or sandbox_lost("The sandbox was lost while something began in it.")
@@ -503,7 +504,7 @@ class _SessionHost:
 async def _met(socket_: socket.socket, word: bytes, within_s: float) -> int | None:
     """A descriptor of the process that says this; None if none does."""
     try:
-        async with asyncio.timeout(within_s):
+        async with timeout(within_s):
             await readable(socket_.fileno())
         data, ancillary, _, _ = socket_.recvmsg(16, socket.CMSG_SPACE(CREDENTIALS.size))
     except (TimeoutError, OSError):

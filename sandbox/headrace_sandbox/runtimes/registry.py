@@ -15,6 +15,7 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 
 from headrace.errors import SandboxFailure
+from headrace.timeouts import timeout
 from headrace_sandbox.runtimes.base import Runtime
 from headrace_sandbox.runtimes.selftest import self_test, self_test_failed
 
@@ -103,7 +104,7 @@ async def made_in_time(name: str, *, allow_unsafe: bool) -> Runtime:
 
     threading.Thread(target=make, daemon=True, name=f"make-{name}").start()
     try:
-        async with asyncio.timeout(MAKE_S):
+        async with timeout(MAKE_S):
             return await made
     except TimeoutError:
         raise self_test_failed(name, f"it was not made within {MAKE_S:g} s") from None

@@ -22,6 +22,7 @@ from typing import Protocol, runtime_checkable
 import msgspec
 
 from headrace.errors import SandboxFailure
+from headrace.timeouts import timeout
 from headrace_sandbox.result import ExecResult, Isolation, Limits
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Runtime
 
@@ -79,9 +80,9 @@ async def self_test(runtime: Runtime, say: Callable[[str], None] = lambda _: Non
     """Try a runtime. Raises the SandboxFailure that it raises, and ``self-test-failed`` where it hangs."""
     try:
         if isinstance(runtime, Prepares):
-            async with asyncio.timeout(PREPARE_S):
+            async with timeout(PREPARE_S):
                 await runtime.prepare(say)
-        async with asyncio.timeout(SELF_TEST_S):
+        async with timeout(SELF_TEST_S):
             return await _tried(runtime)
     except TimeoutError:
         raise self_test_failed(runtime.name, f"it did not end within {SELF_TEST_S:g} s") from None

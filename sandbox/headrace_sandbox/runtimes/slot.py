@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from headrace.timeouts import timeout
 from headrace_sandbox import bwrap
 from headrace_sandbox.cgroups import LEFT_BYTES, Cgroup, no_cgroup
 from headrace_sandbox.descriptors import Descriptors, is_readable
@@ -179,7 +180,7 @@ class Slot:
         loop = asyncio.get_running_loop()
         loop.add_reader(self._socket.fileno(), readable.set)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with timeout(timeout_s):
                 await readable.wait()
         finally:
             loop.remove_reader(self._socket.fileno())

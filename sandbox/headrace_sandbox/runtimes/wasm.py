@@ -28,6 +28,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.errors import SandboxFailure
+from headrace.timeouts import timeout
 from headrace_sandbox import supervisor
 from headrace_sandbox.bwrap import QUOTED_BYTES, environment
 from headrace_sandbox.children import Child
@@ -221,7 +222,7 @@ class _Worker:
         loop = asyncio.get_running_loop()
         loop.add_reader(self._status, readable.set)
         try:
-            async with asyncio.timeout(START_TIMEOUT_S):
+            async with timeout(START_TIMEOUT_S):
                 await readable.wait()
             return os.read(self._status, 1) == b"\n"
         except TimeoutError:

@@ -18,6 +18,7 @@ import sys
 from typing import Any, Literal
 
 from headrace.errors import EnvironmentFailure
+from headrace.timeouts import timeout
 
 Limit = Literal["time", "memory", "stack"]
 
@@ -61,7 +62,7 @@ class BoundedCalls:
         for _ in range(TRIES):
             server = await self._running()
             try:
-                async with asyncio.timeout(most_s):
+                async with timeout(most_s):
                     answer = await server.ask(request)
             except _Lost as lost:
                 why = str(lost)

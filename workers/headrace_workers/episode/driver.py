@@ -23,6 +23,7 @@ from typing import Any
 
 from headrace.environment import make
 from headrace.errors import EnvironmentFailure, EpisodeFailure, UnknownEnvironment
+from headrace.timeouts import timeout
 from headrace.trajectory import Task
 from headrace_workers.bounded import BoundedCalls
 from headrace_workers.episode import boundary
@@ -227,7 +228,7 @@ class EnvironmentDriver:
 
     async def _awaited(self, result: Awaitable[Any], timeout_s: float) -> Any:
         started_at = self._clock()
-        deadline = asyncio.timeout(timeout_s)
+        deadline = timeout(timeout_s)
         try:
             async with deadline:
                 self._lent.begin(deadline)

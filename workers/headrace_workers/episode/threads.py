@@ -18,6 +18,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
+from headrace.timeouts import timeout
+
 
 class CallAbandonedError(Exception):
     """The call did not come back in time. Its thread goes on alone, and its late result is discarded."""
@@ -52,7 +54,7 @@ class EnvironmentThreads:
         self.running += 1
         thread.start_call(call, future, self._came_back)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with timeout(timeout_s):
                 return await future
         except TimeoutError as error:
             raise CallAbandonedError from error

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 from types import TracebackType
 
+from headrace.timeouts import timeout
+
 
 class Deadline:
     """``async with``: raises TimeoutError after ``timeout_s`` seconds, those not counted that ``paused_s`` says.
@@ -16,7 +18,7 @@ class Deadline:
     def __init__(self, timeout_s: float, paused_s: Callable[[], float]) -> None:
         self._timeout_s = timeout_s
         self._paused_s = paused_s
-        self._scope = asyncio.timeout(None)
+        self._scope = timeout(None)
         self.expired = False
 
     async def __aenter__(self) -> Deadline:

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
@@ -16,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.errors import EpisodeFailure, PolicyFailure, SetupError
+from headrace.timeouts import timeout
 from headrace_workers.policies.base import AnyProtocol, Policy, Sample, SampleRequest, ScoreRequest, check_sample
 
 
@@ -53,7 +53,7 @@ class InProcessPolicy:
                     kind="unreadable-response",
                     retryable=False,
                 )
-            async with asyncio.timeout(request.timeout_s):
+            async with timeout(request.timeout_s):
                 return await result
         except TimeoutError as error:
             raise PolicyFailure(

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from headrace.engine import base_of
 from headrace.errors import PolicyFailure
+from headrace.timeouts import timeout
 from headrace_workers.policies.base import AnyProtocol, Policy, Sample, SampleRequest, ScoreRequest, one_version
 from headrace_workers.policies.deadline import Deadline
 from headrace_workers.policies.following import Follower, ListServers
@@ -86,7 +87,7 @@ class ServedPolicies:
         self._pools.setdefault(pool.name, pool)
         self._watch.start()
         try:
-            async with asyncio.timeout(request.timeout_s):
+            async with timeout(request.timeout_s):
                 return await scored(request, pool, self.router, self._server)
         except TimeoutError as error:
             raise PolicyFailure(

@@ -23,6 +23,7 @@ from headrace import engine
 from headrace.connections import Answer, BrokenOff, Connections, Lost, Unreachable
 from headrace.errors import PolicyFailure
 from headrace.scoring import read_scores, scoring_body, version_changed
+from headrace.timeouts import timeout
 from headrace.trajectory import VersionRun
 from headrace_workers.policies.base import AnyProtocol, Sample, SampleRequest, ScoreRequest, one_version
 from headrace_workers.policies.confirmations import Confirmations, confirmed_name, read_version
@@ -330,7 +331,7 @@ class PolicyServer:
 
     async def _post(self, path: str, body: bytes, request_id: str, movable: Callable[[], bool]) -> Answer:
         try:
-            async with asyncio.timeout(None) as scope:
+            async with timeout(None) as scope:
                 self._open[scope] = movable
                 try:
                     return await self._connections.request("POST", path, body, None, {engine.REQUEST_ID: request_id})
@@ -351,7 +352,7 @@ class PolicyServer:
 
     async def _ask(self, method: str, path: str, timeout_s: float, body: bytes = b"") -> Answer:
         try:
-            async with asyncio.timeout(timeout_s):
+            async with timeout(timeout_s):
                 return await self._connections.request(method, path, body, None)
         except TimeoutError as error:
             raise PolicyFailure(

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,6 +14,7 @@ import msgspec
 
 from headrace import engine
 from headrace.errors import PolicyFailure
+from headrace.timeouts import timeout
 from headrace_workers.policies.protocols import lenient
 from headrace_workers.policies.refusals import quoted
 from headrace_workers.policy_check.findings import Failed
@@ -91,7 +91,7 @@ class Server:
     async def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> Answer:
         try:
             async with (
-                asyncio.timeout(self._timeout_s),
+                timeout(self._timeout_s),
                 self._session.request(method, f"{self.address}{path}", json=body) as response,
             ):
                 return Answer(response.status, await response.read())

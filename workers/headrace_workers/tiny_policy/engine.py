@@ -21,6 +21,7 @@ import numpy as np
 
 from headrace.engine import LoadResult, PauseMode, version_of
 from headrace.errors import InvalidRequest
+from headrace.timeouts import timeout
 from headrace_workers.tiny_policy.model import SIZE, Floats
 from headrace_workers.tiny_policy.policy import TinyPolicy
 
@@ -100,7 +101,7 @@ class Engine:
         self.running += 1
         try:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
+                async with timeout(seconds):
                     await self._abort.wait()
                 raise Aborted
             if self._mode == "keep":

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from headrace import wire
 from headrace.errors import HeadraceError
+from headrace.timeouts import timeout
 from headrace_workers.worker.backoff import REFUSED_LAST_S, refusal_of
 from headrace_workers.worker.connection import OrchestratorConnection
 from headrace_workers.worker.logs import logger
@@ -100,7 +101,7 @@ class Heartbeat:
             while not self._stopped:
                 pause_s = await self._beat()
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(pause_s):
+                    async with timeout(pause_s):
                         await self._wake.wait()
                 self._wake.clear()
         finally:

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from headrace import codec, wire
 from headrace.assets import AssetData
 from headrace.errors import EpisodeFailure, HeadraceError, InfrastructureFailure, InvalidTrajectory
+from headrace.timeouts import timeout
 from headrace.trajectory import Failure, Trajectory
 from headrace_workers.episode import Episode, EpisodeTools, Outcome, failed, record_of
 from headrace_workers.worker.backoff import Backoff
@@ -434,7 +435,7 @@ class Worker:
         if not keys:
             return
         try:
-            async with asyncio.timeout(LAST_WORDS_S):
+            async with timeout(LAST_WORDS_S):
                 await self._connections.work.hand_back(keys)
             logger().info("handed back", attempts=len(keys))
         except (HeadraceError, TimeoutError) as error:
@@ -443,7 +444,7 @@ class Worker:
     async def _flush(self) -> bool:
         left_s = 0.0 if self._stop_now.is_set() else self._deadline - self._clock()
         try:
-            async with asyncio.timeout(max(LAST_WORDS_S, left_s)):
+            async with timeout(max(LAST_WORDS_S, left_s)):
                 await self._spool.emptied.wait()
         except TimeoutError:
             logger().error("records are lost: the orchestrator did not take them", records=len(self._spool))
