@@ -24,7 +24,7 @@ from headrace_orchestrator.service.submission import Intake, Submitted
 log = logs.logger(__name__)
 
 MAX_TOGETHER = 64
-"""Records that are judged before others get the event loop: some four milliseconds."""
+"""Records that are judged before others get the event loop: some five milliseconds."""
 
 MORE_TURNS = 3
 """Turns of the event loop in which others may come to the first one that waits. In each of them sockets are read: the
