@@ -19,7 +19,8 @@ import numpy as np
 
 from benchmarks.bench_pull import long_trajectory, post
 from headrace import wire
-from headrace.codec import ALIGNMENT, encode
+from headrace.alignment import ALIGNMENT
+from headrace.codec import encode
 from headrace.trajectory import Trajectory, Turn, VersionRun
 
 WORKER = "bench"

@@ -4,85 +4,30 @@
 * Environment authors: ``Environment``, ``Step``, ``register``, ``make``.
 * Everybody: ``Trajectory`` and its parts, ``RunSpec``, ``open`` for stored data, and the errors of ``headrace.errors``.
 
+Importing the package costs nothing; the first of these names that is used imports them all.
+
 It needs numpy, msgspec and pydantic only. ``AsyncClient`` asks for ``headrace[async]`` when it is used, ``open`` for
 ``headrace[offline]``.
 """
 
-from headrace._flows import Resumed
-from headrace.aio import AsyncClient
-from headrace.assets import Image
-from headrace.batch import Batch, Row
-from headrace.client import Client
-from headrace.environment import (
-    Action,
-    Call,
-    Environment,
-    MultiAgentEnvironment,
-    Observation,
-    Step,
-    make,
-    register,
-    registered,
-)
-from headrace.errors import EpisodeFailure, HeadraceError
-from headrace.manifest import Manifest
-from headrace.moments import Moments
-from headrace.offline import open
-from headrace.runspec import (
-    AgentSpec,
-    EnvironmentSpec,
-    EstimatorSpec,
-    LimitSpec,
-    PolicySpec,
-    RetrySpec,
-    RunSpec,
-    SamplingSpec,
-    ScorerSpec,
-    TaskSpec,
-)
-from headrace.scoring import score
-from headrace.trajectory import ContentPart, Failure, Segment, Task, ToolCall, Trajectory, Turn, Version
-from headrace.validation import validate
+import importlib.util
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "Action",
-    "AgentSpec",
-    "AsyncClient",
-    "Batch",
-    "Call",
-    "Client",
-    "ContentPart",
-    "Environment",
-    "EnvironmentSpec",
-    "EpisodeFailure",
-    "EstimatorSpec",
-    "Failure",
-    "HeadraceError",
-    "Image",
-    "LimitSpec",
-    "Manifest",
-    "Moments",
-    "MultiAgentEnvironment",
-    "Observation",
-    "PolicySpec",
-    "Resumed",
-    "RetrySpec",
-    "Row",
-    "RunSpec",
-    "SamplingSpec",
-    "ScorerSpec",
-    "Segment",
-    "Step",
-    "Task",
-    "TaskSpec",
-    "ToolCall",
-    "Trajectory",
-    "Turn",
-    "Version",
-    "make",
-    "open",
-    "register",
-    "registered",
-    "score",
-    "validate",
-]
+if TYPE_CHECKING:
+    from headrace._public import *  # noqa: F403
+else:  # a checker that saw this would take every name for one of ours
+
+    def __getattr__(name: str) -> Any:
+        """A public name, or a module of the package."""
+        if name.startswith("_") and name != "__all__":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name != "__all__" and importlib.util.find_spec(f"{__name__}.{name}") is not None:
+            return importlib.import_module(f"{__name__}.{name}")
+        from headrace import _public
+
+        try:
+            found = getattr(_public, name)
+        except AttributeError:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+        globals()[name] = found
+        return found

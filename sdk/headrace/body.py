@@ -28,7 +28,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from headrace.codec import ALIGNMENT, Buffer
+from headrace.alignment import ALIGNMENT, padded
+from headrace.codec import Buffer
 from headrace.errors import InvalidRequest
 from headrace.manifest import Manifest, Shard
 from headrace.trajectory import SCHEMA
@@ -81,7 +82,7 @@ def pack_head(manifest: Manifest, columns: Columns, shard: Shard | None = None) 
         parts.append(_pad(data))
         offset += len(parts[-1])
     head = _encoder.encode(BatchHead(manifest=manifest, columns=table, shard=shard))
-    columns_start = _padded(PREFIX.size + len(head))
+    columns_start = padded(PREFIX.size + len(head))
     prefix = PREFIX.pack(MAGIC, SCHEMA, 0, len(head), columns_start + offset)
     return b"".join([_pad(prefix + head), *parts])
 
@@ -96,7 +97,7 @@ def read_head(buffer: Buffer) -> Head:
         raise _no_batch(f"they start with {bytes(magic)!r}, not {MAGIC!r}")
     if schema != SCHEMA:
         raise _no_batch(f"they have wire schema {schema}, this reader knows {SCHEMA}")
-    columns_start = _padded(PREFIX.size + length)
+    columns_start = padded(PREFIX.size + length)
     if reserved or records_start % ALIGNMENT or not columns_start <= records_start <= len(view):
         raise _no_batch(f"lengths do not fit: head {length}, records from {records_start}, body {len(view)} bytes")
     try:
@@ -122,7 +123,3 @@ def _no_batch(problem: str) -> InvalidRequest:
 
 def _pad(data: bytes) -> bytes:
     return data + bytes(-len(data) % ALIGNMENT)
-
-
-def _padded(size: int) -> int:
-    return size + -size % ALIGNMENT

@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from headrace.alignment import ALIGNMENT, padded
 from headrace.errors import InvalidTrajectory, UnreadableRecord, WrongDtype, WrongShape
 from headrace.trajectory import (
     SCHEMA,
@@ -49,9 +50,6 @@ from headrace.trajectory import (
 
 Buffer = bytes | bytearray | memoryview
 """What the readers below take: bytes, or a contiguous view of bytes."""
-
-ALIGNMENT = 64
-"""Bytes. A cache line, and as much as any vector instruction asks for."""
 
 _MAGIC = b"HRTJ"
 _MAGIC_NUMBER = int.from_bytes(_MAGIC, "little")
@@ -121,14 +119,14 @@ def encode(trajectory: Trajectory) -> bytes:
     its head (kwargs, infos, tool arguments) has no msgpack form."""
     fields = _full_head(trajectory)
     head = _encode_head(fields)
-    size = _padded(_PREFIX.size + len(head))
+    size = padded(_PREFIX.size + len(head))
     parts: list[Any] = [b"", head, _ZEROS[: size - _PREFIX.size - len(head)]]
     for segment, item in zip(trajectory.segments, fields.segments, strict=True):
         n = item.length
         for array in (segment.token_ids, segment.logprobs, segment.sampled):
             parts.append(array if array.flags.c_contiguous else np.ascontiguousarray(array))
             parts.append(_ZEROS[: -(n * array.itemsize) % ALIGNMENT])
-        size += 2 * _padded(4 * n) + _padded(n)
+        size += 2 * padded(4 * n) + padded(n)
     parts[0] = _PREFIX.pack(_MAGIC, SCHEMA, 0, len(head), size)
     return b"".join(parts)
 
@@ -143,12 +141,12 @@ def decode(buffer: Buffer) -> Trajectory:
     if size != len(view):
         raise _unreadable(f"the record says it is {size} bytes long, the buffer has {len(view)}")
     head = _decode_head(_full_decoder, view[_PREFIX.size : head_end])
-    offset = _padded(head_end)
+    offset = padded(head_end)
     segments: list[Segment] = []
     for item in head.segments:
         n = item.length
-        wide = _padded(4 * n)
-        end = offset + 2 * wide + _padded(n)
+        wide = padded(4 * n)
+        end = offset + 2 * wide + padded(n)
         if end > size:
             raise _unreadable(f"segment {len(segments)} of {n} tokens runs past the record's end")
         segments.append(
@@ -284,7 +282,7 @@ def _read_prefix(view: memoryview, whole_head: bool = True) -> tuple[int, int]:
     if magic != _MAGIC or schema != SCHEMA:
         raise _unreadable(f"it has wire schema {record_schema(view)}, this reader knows {SCHEMA}")
     head_end = _PREFIX.size + head_length
-    if reserved or size % ALIGNMENT or _padded(head_end) > size or (whole_head and head_end > len(view)):
+    if reserved or size % ALIGNMENT or padded(head_end) > size or (whole_head and head_end > len(view)):
         raise _unreadable(f"its lengths do not fit: head {head_length}, record {size}, buffer {len(view)} bytes")
     return head_end, size
 
@@ -308,10 +306,6 @@ def _checked_length(position: int, segment: Segment) -> int:
             )
         n = len(array)
     return n
-
-
-def _padded(size: int) -> int:
-    return size + -size % ALIGNMENT
 
 
 def _unreadable(problem: str) -> UnreadableRecord:

@@ -32,7 +32,7 @@ from typing import BinaryIO, NamedTuple, cast
 
 import msgspec
 
-from headrace.codec import ALIGNMENT
+from headrace.alignment import ALIGNMENT, padded
 from headrace.errors import CorruptRecord, MissingExtra, UnknownLogFormat
 
 FORMAT = 1
@@ -141,7 +141,7 @@ class _Header(NamedTuple):
 
     @property
     def copy_size(self) -> int:
-        return HEADER_BYTES + _padded(self.length)
+        return HEADER_BYTES + padded(self.length)
 
     @property
     def size(self) -> int:
@@ -168,7 +168,7 @@ class Tally:
 
     def add_read(self, frame: Frame) -> None:
         """The next frame, as it was read."""
-        self.add(frame.type, frame.offset, _pack_header(frame.type, 0, len(frame.payload), frame.checksum))
+        self.add(frame.type, frame.offset, header_of(frame))
 
     def footer(self, sealed_ms: int) -> Footer:
         """The footer of the frames so far; ``with_digest`` puts in the digest where they were only placed."""
@@ -182,6 +182,11 @@ class Tally:
     def matches(self, footer: Footer) -> bool:
         """Whether the frames so far are those that the footer speaks of."""
         return self.footer(footer.sealed_ms) == msgspec.structs.replace(footer, opened_ms=self._opened_ms)
+
+
+def header_of(frame: Frame) -> bytes:
+    """The first header of a frame that was read, 64 bytes."""
+    return _pack_header(frame.type, 0, len(frame.payload), frame.checksum)
 
 
 def with_digest(footer: bytes, digest: bytes) -> bytes:
@@ -397,7 +402,3 @@ def _payload_at(stream: BinaryIO, offset: int, header: _Header) -> bytes | None:
     stream.seek(offset + HEADER_BYTES)
     payload = stream.read(header.length)
     return payload if len(payload) == header.length and crc32c(payload) == header.payload_crc else None
-
-
-def _padded(size: int) -> int:
-    return size + -size % ALIGNMENT

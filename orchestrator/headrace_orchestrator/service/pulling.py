@@ -18,7 +18,7 @@ from dataclasses import replace
 import msgspec
 
 from headrace import wire
-from headrace.codec import ALIGNMENT
+from headrace.alignment import ALIGNMENT
 from headrace.errors import BatchAlreadyAcked, Conflict, CorruptRecord, SessionSuperseded
 from headrace_orchestrator import logs
 from headrace_orchestrator.metrics import Metrics

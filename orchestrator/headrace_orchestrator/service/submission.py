@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from headrace import codec
-from headrace.codec import ALIGNMENT
+from headrace.alignment import ALIGNMENT
 from headrace.errors import (
     AssetsMissing,
     AttemptNotYours,

@@ -15,8 +15,8 @@ from urllib.parse import quote
 import msgspec
 
 from headrace import wire
+from headrace.alignment import ALIGNMENT
 from headrace.assets import AssetData
-from headrace.codec import ALIGNMENT
 from headrace.connections import Connections, Lost, Unreachable
 from headrace.errors import HeadraceError, RequestTooLarge, Unavailable
 from headrace.problems import read_problem

@@ -1,0 +1,80 @@
+"""What ``headrace`` offers by name, imported all at once."""
+
+from headrace._flows import Resumed
+from headrace.aio import AsyncClient
+from headrace.assets import Image
+from headrace.batch import Batch, Row
+from headrace.client import Client
+from headrace.environment import (
+    Action,
+    Call,
+    Environment,
+    MultiAgentEnvironment,
+    Observation,
+    Step,
+    make,
+    register,
+    registered,
+)
+from headrace.errors import EpisodeFailure, HeadraceError
+from headrace.manifest import Manifest
+from headrace.moments import Moments
+from headrace.offline import open
+from headrace.runspec import (
+    AgentSpec,
+    EnvironmentSpec,
+    EstimatorSpec,
+    LimitSpec,
+    PolicySpec,
+    RetrySpec,
+    RunSpec,
+    SamplingSpec,
+    ScorerSpec,
+    TaskSpec,
+)
+from headrace.scoring import score
+from headrace.trajectory import ContentPart, Failure, Segment, Task, ToolCall, Trajectory, Turn, Version
+from headrace.validation import validate
+
+__all__ = [
+    "Action",
+    "AgentSpec",
+    "AsyncClient",
+    "Batch",
+    "Call",
+    "Client",
+    "ContentPart",
+    "Environment",
+    "EnvironmentSpec",
+    "EpisodeFailure",
+    "EstimatorSpec",
+    "Failure",
+    "HeadraceError",
+    "Image",
+    "LimitSpec",
+    "Manifest",
+    "Moments",
+    "MultiAgentEnvironment",
+    "Observation",
+    "PolicySpec",
+    "Resumed",
+    "RetrySpec",
+    "Row",
+    "RunSpec",
+    "SamplingSpec",
+    "ScorerSpec",
+    "Segment",
+    "Step",
+    "Task",
+    "TaskSpec",
+    "ToolCall",
+    "Trajectory",
+    "Turn",
+    "Version",
+    "make",
+    "open",
+    "register",
+    "registered",
+    "score",
+    "validate",
+]
