@@ -59,9 +59,9 @@ class Service:
         self._children.remove(found)
 
     def resident_mb(self, name: str) -> float:
-        """Resident memory of a process, in megabytes."""
+        """Resident memory of a process and its children, in megabytes; what they share counts once for each."""
         pid = next(child.pid for known, child in self._children if known == name)
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        pages = sum(int(Path(f"/proc/{each}/statm").read_text().split()[1]) for each in _with_children(pid))
         return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
     def start_worker(self, *arguments: str, slots: int, name: str = "worker") -> None:
@@ -77,8 +77,9 @@ class Service:
         wait_for("the tiny policy", lambda: _accepts(self.policy_port))
 
     def cpu_s(self) -> dict[str, float]:
-        """CPU seconds that each process has used so far: steadier than wall time on a busy machine."""
-        return {name: _cpu_s(child.pid) for name, child in self._children}
+        """CPU seconds that each process, with its children, has used so far: steadier than wall time on a busy
+        machine."""
+        return {name: sum(map(_cpu_s, _with_children(child.pid))) for name, child in self._children}
 
     def stop(self) -> None:
         """Stop all, workers first; print profiles if they were taken."""
@@ -150,6 +151,14 @@ def wait_for(what: str, condition: Callable[[], Any], timeout_s: float = START_S
         if time.monotonic() > deadline:
             raise HeadraceError(f"{what} did not come within {timeout_s:g} s.")
         time.sleep(interval_s)
+
+
+def _with_children(pid: int) -> list[int]:
+    """A process and the processes that it started."""
+    found = [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+    return [pid, *found]
 
 
 def _cpu_s(pid: int) -> float:
