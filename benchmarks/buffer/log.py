@@ -1,4 +1,5 @@
-"""The log's append with group commit, against one raw append and sync of the same bytes; on the service's event loop.
+"""The log's append with group commit, against one raw append and sync of the same bytes; on the service's event loop,
+with the writer in a process of its own as in the service.
 
 Writes may slow down after a gigabyte, where a rented disk or a rented machine's fresh memory is dear: seven rounds stay
 below that.
@@ -14,7 +15,9 @@ from pathlib import Path
 import uvloop
 
 from headrace.logformat import FrameType
+from headrace_orchestrator.buffer.directory import DataDirectory
 from headrace_orchestrator.buffer.log import Log
+from headrace_orchestrator.buffer.writerprocess import WriterProcess
 
 FRAMES, TOGETHER, FRAME_BYTES = 1024, 64, 37_120
 """What one measurement appends; so many frames wait for the same sync."""
@@ -31,7 +34,8 @@ def measure(folder: Path, rounds: int) -> list[tuple[float, float]]:
 
 async def _measure(folder: Path, rounds: int) -> list[tuple[float, float]]:
     payload = os.urandom(FRAME_BYTES)
-    log = Log(folder / "log", file_bytes=FILE_BYTES)
+    directory = DataDirectory.claim(folder / "data")
+    log = Log(directory.path / "log", file_bytes=FILE_BYTES, writing=WriterProcess(directory))
     list(log.scan())
     log.begin(lambda: None)
     descriptor = os.open(folder / "raw", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -40,6 +44,7 @@ async def _measure(folder: Path, rounds: int) -> list[tuple[float, float]]:
     finally:
         os.close(descriptor)
         await log.close()
+        directory.close()
 
 
 async def _ours(log: Log, payload: bytes) -> float:

@@ -21,14 +21,16 @@ import uvicorn
 from headrace.errors import PortInUse, SetupError
 from headrace.patience import Impatient
 from headrace.tokens import load_auth
-from headrace_orchestrator import logs
+from headrace_orchestrator import allocator, logs
 from headrace_orchestrator.api.answering import AnsweringProtocol
 from headrace_orchestrator.api.app import App
 from headrace_orchestrator.api.direct import DirectProtocol
 from headrace_orchestrator.api.gathering import GatheringProtocol
 from headrace_orchestrator.api.receiving import ReceivingProtocol
+from headrace_orchestrator.buffer import writerprocess
 from headrace_orchestrator.buffer.directory import DataDirectory
 from headrace_orchestrator.service import Service
+from headrace_orchestrator.service.lifecycle import StartWriting, in_a_thread
 from headrace_orchestrator.settings import Address, Settings
 
 log = logs.logger(__name__)
@@ -41,8 +43,8 @@ GC_THRESHOLDS = (50_000, 20, 1000)
 and stops the event loop for long. The oldest generation is looked at once in a billion objects."""
 
 SWITCH_INTERVAL_S = 0.0005
-"""How long the event loop keeps the interpreter while the log's thread wants it. At Python's 5 ms a group commit whose
-sync takes a fraction of a millisecond takes ten."""
+"""How long the event loop keeps the interpreter while another thread wants it: one that reads for a pull, that writes
+the projection, or the log where no process does."""
 
 KEEP_ALIVE_S = 75
 """Idle connections are kept this long: longer than the longest poll, so that a worker keeps its connection."""
@@ -57,6 +59,7 @@ def run(settings: Settings, *, ready: Callable[[Address], None] = lambda address
     import uvloop
 
     logs.configure(settings)
+    allocator.keep_freed_memory()
     gc.set_threshold(*GC_THRESHOLDS)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -67,10 +70,17 @@ async def _until_signal(settings: Settings, ready: Callable[[Address], None]) ->
     stop = asyncio.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(name, stop.set)
-    await serve(settings, ready=ready, stop=stop)
+    beside = writerprocess.WriterProcess if writerprocess.SUPPORTED else in_a_thread
+    await serve(settings, ready=ready, stop=stop, start_writing=beside)
 
 
-async def serve(settings: Settings, *, ready: Callable[[Address], None], stop: asyncio.Event | None = None) -> None:
+async def serve(
+    settings: Settings,
+    *,
+    ready: Callable[[Address], None],
+    stop: asyncio.Event | None = None,
+    start_writing: StartWriting = in_a_thread,
+) -> None:
     """Run in this event loop until ``stop`` is set or the task is cancelled; both are graceful. Installs no signal
     handlers. ``ready`` is called once, when requests are answered. Raises SetupError if it cannot start."""
     auth = load_auth(settings.tokens, settings.host)
@@ -80,7 +90,7 @@ async def serve(settings: Settings, *, ready: Callable[[Address], None], stop: a
         with contextlib.closing(listener):
             address = Address(settings.host, listener.getsockname()[1])
             directory.announce(address.url)
-            service = Service(settings, directory)
+            service = Service(settings, directory, start_writing=start_writing)
             app = App(service, auth, service.metrics, settings.max_body_bytes, settings.max_wait_s)
             await _serve(settings, service, app, listener, lambda: ready(address), stop or asyncio.Event())
     finally:

@@ -3,7 +3,8 @@
 * Phases take turns, and one that was not come to takes another. One that was left out all the same is a finding, and
   so are too few kills.
 * A process that does not come to its point in time is killed where it is, and counts as "at any moment".
-* After an orchestrator's death the power may have been cut as well: then its disk forgets what was not synced.
+* With an orchestrator's death the power may be cut: then its disk forgets what was not synced.
+* An orchestrator that lost the process that writes its log says so in a typed error, and is then killed.
 * What was acknowledged is seen by a proxy in front of the service, and held against what is there at the end.
 * A process that ends by itself, or meets an error that it has no part in, is a finding too.
 """
@@ -22,11 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from headrace import Client
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, StoreError, Unavailable
 from tests.chaos import roles
 from tests.chaos.checker import Findings, check
 from tests.chaos.disk import cut_power, note_all
-from tests.chaos.roles import PHASES, Plan
+from tests.chaos.logwriter import LOST
+from tests.chaos.plan import Plan
+from tests.chaos.roles import PHASES
 from tests.e2e.processes import answers, free_port, wait_for
 from tests.e2e.recorder import Recorder
 
@@ -46,6 +49,9 @@ SPEC: dict[str, Any] = {
 
 LIFE_S = 3.0
 """A process that has not come to its point by then is killed where it is."""
+
+STOPPING_S = 10.0
+"""For an orchestrator to say that nobody writes its log any more."""
 
 ENDING_S = 60.0
 """For the end of the run once the kills are over."""
@@ -88,6 +94,9 @@ class Actor:
         self._child: ForkServerProcess | None = None
         self._phase, self._pace = "", course.pace
         self._ends_at = float("inf")
+        self._saw_loss = False
+        self.is_cut = False
+        """Whether the power goes with it."""
 
     def start(self, *, armed: bool = True) -> None:
         """Start it; ``armed``: with a point to die at, if its role has any."""
@@ -98,7 +107,11 @@ class Actor:
         if self.role == "orchestrator":
             refuses = armed and self._chance.random() < self._course.refusals
             refuses_at = self._chance.randint(5, 50) if refuses else 0
-            plan = replace(plan, sync_s=self._chance.choice(self._course.sync_s), refuses_at=refuses_at)
+            self.is_cut = armed and self._chance.random() < self._course.cuts
+            sync_s = self._chance.choice(self._course.sync_s)
+            plan = replace(plan, sync_s=sync_s, refuses_at=refuses_at, is_cut=self.is_cut)
+            plan.lost.unlink(missing_ok=True)
+            self._saw_loss = False
         context = multiprocessing.get_context("forkserver")
         self._child = context.Process(target=roles.ROLES[self.role], args=(plan,), daemon=True, name=plan.name)
         self._child.start()
@@ -117,17 +130,36 @@ class Actor:
     def died(self) -> str:
         """The phase that it died in, or nothing while it lives. One that lives too long is killed."""
         assert self._child is not None
-        if self._child.is_alive():
+        if self._child.is_alive() and not self._says_that_it_lost_its_writer():
             if time.monotonic() < self._ends_at:
                 return ""
-            self._child.kill()
-            self._child.join()
+            self.end()
             if self._phase != ANY_MOMENT:
                 self._turns.appendleft((self._phase, self._pace / 4))  # sooner, next time
             return ANY_MOMENT
+        self.end()
         if self._phase != ANY_MOMENT:
             self._turns.append((self._phase, self._course.pace))
         return self._phase
+
+    def _says_that_it_lost_its_writer(self) -> bool:
+        if not self.has_lost_its_writer:
+            return False
+        if not self._saw_loss:
+            self._saw_loss, self._ends_at = True, time.monotonic() + STOPPING_S
+        with Client(f"http://127.0.0.1:{self._plan.port}", keepalive=False, retry_for_s=0) as client:
+            try:
+                client.pull("run", timeout_s=0)
+            except (StoreError, Unavailable) as error:
+                return "the process that writes the log ended" in error.detail
+            except HeadraceError:
+                pass
+        return False
+
+    @property
+    def has_lost_its_writer(self) -> bool:
+        """Whether the process that writes its log was killed alone."""
+        return self._phase == LOST and self._plan.lost.exists()
 
     @property
     def exit_code(self) -> int:
@@ -243,10 +275,13 @@ class Campaign:
         return [f"no {role} died while {phase}" for role, phase in wanted if not self.report.kills[role, phase]]
 
     def _note(self, actor: Actor, phase: str) -> None:
-        if actor.exit_code != -signal.SIGKILL and phase != "closing":
+        if actor.has_lost_its_writer and phase == ANY_MOMENT:
+            self._surprises.append("an orchestrator without the process that writes its log did not say so")
+        stopped = actor.has_lost_its_writer and actor.exit_code == roles.STOPPED
+        if actor.exit_code != -signal.SIGKILL and phase != "closing" and not stopped:
             self._surprises.append(f"{actor.role} ended by itself with {actor.exit_code} while {phase}")
         self.report.kills[actor.role, phase] += 1
-        if actor.role == "orchestrator" and self._chance.random() < self._course.cuts:
+        if actor.is_cut:
             self._cut()
 
     def _cut(self) -> None:

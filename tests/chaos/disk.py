@@ -1,6 +1,6 @@
 """A disk that forgets what was not synced: a kill keeps the page cache, a power cut does not.
 
-* ``Disk`` runs in the process under test and notes, at each sync, what of a file or of a directory is now safe.
+* ``Disk`` runs in each process under test and notes, at each sync, what of a file or of a directory is now safe.
 * ``cut_power`` makes of a data directory one that could be found after a power cut: every name and every sector of 512
   bytes that was not synced is there or is not, each by chance.
 * A file's size and its name are things to be synced too: a new file whose directory was not synced may be gone.
@@ -12,14 +12,14 @@ It rests on POSIX alone, not on what one file system promises beyond it.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
 import stat
-import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple, Protocol
@@ -29,6 +29,12 @@ SECTOR_BYTES = 512
 """What a disk writes whole or not at all."""
 
 PROJECTION = "projection.sqlite"
+
+OWNER = "owner"
+"""The file of a data directory that is locked while somebody writes there."""
+
+ENDING_S = 30.0
+"""For who writes there to be gone."""
 
 Names = dict[str, int]
 """What a directory holds: name → inode."""
@@ -84,11 +90,19 @@ class Disk:
         if self._refuses(path):
             raise OSError(errno.EIO, "Input/output error")
         self._watch.still_unsafe(path)
-        if stat.S_ISDIR(os.fstat(number).st_mode):
-            self._note_directory(path)
-        elif path.exists():
-            self._note_file(path)
+        with self._alone():
+            if stat.S_ISDIR(os.fstat(number).st_mode):
+                self._note_directory(path)
+            elif path.exists():
+                self._note_file(path)
         self._watch.safe(path)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other thread or process takes a note meanwhile: a note is never replaced by an older one."""
+        with (self._vault / "lock").open("wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
     def _note_file(self, path: Path) -> None:
         inode = self._pin(path)
@@ -106,12 +120,11 @@ class Disk:
         found = path.stat()
         pinned = self._vault / f"pin-{found.st_ino}"
         if stat.S_ISREG(found.st_mode) and not pinned.exists():
-            with suppress(FileExistsError):  # another thread of this process was first
-                os.link(path, pinned)
+            os.link(path, pinned)
         return found.st_ino
 
     def _write(self, name: str, content: bytes) -> None:
-        new = self._vault / f"{name}.{threading.get_ident()}.new"
+        new = self._vault / f"{name}.new"
         new.write_bytes(content)
         os.replace(new, self._vault / name)
 
@@ -124,8 +137,9 @@ class Cut(NamedTuple):
 
 
 def cut_power(data: Path, vault: Path, chance: Random) -> Cut:
-    """Make the directory one that could be left by a power cut now; nobody may be using it. ``vault`` is forgotten:
-    what is left is what the disk holds."""
+    """Make the directory one that could be left by a power cut now, as soon as nobody writes there: a process that is
+    killed may be a moment in going. ``vault`` is forgotten: what is left is what the disk holds."""
+    _await_end(data)
     rate = chance.choice([0.0, 0.5, 0.5, 1.0])  # the share of unsynced names and sectors that reached the disk
     cut = _cut_directory(data, Path(), vault, chance, rate)
     _cut_projection(data, chance)
@@ -142,6 +156,20 @@ def note_all(data: Path, vault: Path) -> None:
             if not name.startswith(PROJECTION):
                 disk._note_file(Path(folder, name))
         disk._note_directory(Path(folder))
+
+
+def _await_end(data: Path) -> None:
+    if not (data / OWNER).exists():
+        return
+    deadline = time.monotonic() + ENDING_S
+    with (data / OWNER).open("rb") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                assert time.monotonic() < deadline, f"somebody still writes in {data}"
+            time.sleep(0.001)
 
 
 class _Nobody:

@@ -12,11 +12,21 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+PR_SET_PDEATHSIG = 1
+"""Of ``prctl``: a process gets a signal when whoever started it dies."""
+
+
+def die() -> None:
+    """The end of this process, now."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
 
 class Points:
-    """``phase`` names the points that are armed; the process dies at the pass number ``passes`` (from 1)."""
+    """``phase`` names the points that are armed; the process dies at the pass number ``passes`` (from 1), by ``die``,
+    which may take others with it."""
 
-    def __init__(self, phase: str = "", passes: int = 1) -> None:
+    def __init__(self, phase: str = "", passes: int = 1, die: Callable[[], None] = die) -> None:
+        self.die = die
         self._phase = phase
         self._left = passes
 
@@ -30,7 +40,7 @@ class Points:
     def here(self, phase: str) -> None:
         """A pass of a point."""
         if self.is_due(phase):
-            die()
+            self.die()
 
     def around(self, owner: Any, name: str, phase: str) -> None:
         """Make the start and the end of a function points of the phase."""
@@ -57,8 +67,3 @@ class Points:
             return result
 
         setattr(owner, name, watched)
-
-
-def die() -> None:
-    """The end of this process, now."""
-    os.kill(os.getpid(), signal.SIGKILL)

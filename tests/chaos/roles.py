@@ -11,11 +11,11 @@ import ctypes
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from headrace.batch import Batch
 from headrace.errors import BatchAlreadyAcked, BatchSuperseded, HeadraceError, StoreError
 from headrace_orchestrator import server
 from headrace_orchestrator.api import app
+from headrace_orchestrator.buffer import writerprocess
 from headrace_orchestrator.buffer.assets import Assets
 from headrace_orchestrator.buffer.directory import DataDirectory
 from headrace_orchestrator.buffer.log import Log
@@ -40,10 +41,10 @@ from headrace_workers.worker.process import run_worker
 from headrace_workers.worker.worker import WorkerSettings
 from tests.chaos import environment, policy
 from tests.chaos.disk import Disk
+from tests.chaos.logwriter import LOST
 from tests.chaos.mutants import MUTANTS
-from tests.chaos.points import Points, die
-
-PR_SET_PDEATHSIG = 1
+from tests.chaos.plan import Plan
+from tests.chaos.points import PR_SET_PDEATHSIG, Points, die
 
 PHASES: dict[str, dict[str, int]] = {
     "orchestrator": {
@@ -52,7 +53,8 @@ PHASES: dict[str, dict[str, int]] = {
         "appending": 60,
         "syncing": 120,
         "syncing an ack": 6,
-        "rotating": 6,
+        "rotating": 14,
+        LOST: 120,
         "snapshotting": 6,
         "naming": 8,
         "submitting": 80,
@@ -71,43 +73,16 @@ PHASES: dict[str, dict[str, int]] = {
 }
 """By role and phase: at most at this pass of its points a process dies; so many come within about a second of work.
 
-Of the orchestrator, ``naming`` syncs a directory or a file beside the log, ``shelving`` takes an asset, ``answering``
-has stored and told nobody, ``closing`` ends in order. Of the worker, ``leasing`` was granted something, ``sending``
-sends an asset, ``answered`` was told that its records are stored. Of the learner, ``holding`` has a batch, ``acked``
-was told so and has not stored what it learned.
+Of the orchestrator, ``appending``, ``syncing`` and ``rotating`` (a new file of the log, and its name) are points of the
+process that writes its log, and both die there; ``losing the writer`` is the death of that one alone, and then of an
+orchestrator that has said so. ``naming`` syncs a directory or a file beside the log, ``shelving`` takes an asset,
+``answering`` has stored and told nobody, ``closing`` ends in order. Of the worker, ``leasing`` was granted something,
+``sending`` sends an asset, ``answered`` was told that its records are stored. Of the learner, ``holding`` has a batch,
+``acked`` was told so and has not stored what it learned.
 """
 
-REFUSES_S = 0.2
-"""A moment in which each sync fails; the service tries again about a second later."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """One life of a process: where it runs, and where it is to die."""
-
-    folder: Path
-    """Holds ``data``, ``vault``, ``version`` and the processes' output."""
-    url: str
-    port: int = 0
-    name: str = ""
-    phase: str = ""
-    passes: int = 1
-    seed: int = 0
-    log_file_bytes: int = 128 << 10
-    sync_s: float = 0.0
-    refuses_at: int = 0
-    """From this sync of the log on the disk refuses, for a moment; 0: never."""
-    mutant: str = ""
-    slots: int = 8
-    turn_s: float = 0.03
-
-    @property
-    def data(self) -> Path:
-        return self.folder / "data"
-
-    @property
-    def vault(self) -> Path:
-        return self.folder / "vault"
+STOPPED = 3
+"""Status of an orchestrator that ended its start with a typed error, for nobody wrote its log any more."""
 
 
 def settle(plan: Plan) -> Points:
@@ -126,89 +101,42 @@ def settle(plan: Plan) -> Points:
 
 def orchestrator(plan: Plan) -> None:
     points = settle(plan)
-    syncs = _Syncs(points)
-    Disk(plan.data, plan.vault, syncs, sync_s=plan.sync_s, refuses=_Refusal(plan)).install()
+    Disk(plan.data, plan.vault, _Naming(points), sync_s=plan.sync_s).install()
     if plan.mutant:
         MUTANTS[plan.mutant]()
-    _watch_writes(points)
     _watch_service(points)
-    _watch_acks(points, syncs)
+    _start_own_writer(plan)
     if plan.phase == "closing":
         threading.Timer(0.3 + 0.02 * plan.passes, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    server.run(Settings(data=plan.data, port=plan.port, log_file_bytes=plan.log_file_bytes, shutdown_timeout_s=1))
+    try:
+        server.run(Settings(data=plan.data, port=plan.port, log_file_bytes=plan.log_file_bytes, shutdown_timeout_s=1))
+    except StoreError:
+        if not plan.lost.exists():
+            raise
+        sys.exit(STOPPED)
 
 
-class _Refusal:
-    """Whether a sync fails: for a moment, or as long as the file ``refuse`` is there."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._left = plan.refuses_at
-        self._until = 0.0
-
-    def __call__(self, path: Path) -> bool:
-        if path.suffix != ".log":
-            return False
-        self._left -= 1
-        if self._left == 0:
-            self._until = time.monotonic() + REFUSES_S
-        return time.monotonic() < self._until or (self._plan.folder / "refuse").exists()
+def _start_own_writer(plan: Plan) -> None:
+    """Whoever writes the log has points too."""
+    assert writerprocess.SUPPORTED
+    command = (sys.executable, "-m", "tests.chaos.logwriter", plan.as_json(), str(os.getpid()))
+    writerprocess.COMMAND = command  # type: ignore[assignment]
 
 
-class _Syncs:
-    """Points in each sync, named by what is synced."""
+class _Naming:
+    """Points in each sync of what is not a file of the log."""
 
     def __init__(self, points: Points) -> None:
         self._points = points
-        self._has_ack = False
-
-    def ack_decided(self) -> None:
-        """The next sync of the log is one of an ack."""
-        self._has_ack = True
 
     def starts(self, path: Path) -> None:
-        self._points.here("syncing" if path.suffix == ".log" else "naming")
+        self._points.here("naming")
 
     def still_unsafe(self, path: Path) -> None:
-        self.starts(path)
-        if self._has_ack and path.suffix == ".log":
-            self._points.here("syncing an ack")
+        self._points.here("naming")
 
     def safe(self, path: Path) -> None:
-        self._has_ack = self._has_ack and path.suffix != ".log"
-        self.starts(path)
-
-
-def _watch_writes(points: Points) -> None:
-    """Appends of the log, of which the last one before the end may be a part only; new files of it."""
-    write, writev, opened = os.write, os.writev, os.open
-
-    def is_log(descriptor: int) -> bool:
-        return os.readlink(f"/proc/self/fd/{descriptor}").endswith(".log")
-
-    def torn(descriptor: int, data: Any) -> int:
-        if is_log(descriptor) and points.is_due("appending"):
-            write(descriptor, memoryview(data)[: random.randrange(len(data) + 1)])
-            die()
-        return write(descriptor, data)
-
-    def torn_vector(descriptor: int, buffers: Any) -> int:
-        if is_log(descriptor) and points.is_due("appending"):
-            data = b"".join(buffers)
-            write(descriptor, data[: random.randrange(len(data) + 1)])
-            die()
-        return writev(descriptor, buffers)
-
-    def made(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-        is_new = bool(flags & os.O_CREAT) and str(path).endswith(".log") and not Path(path).exists()
-        if is_new:
-            points.here("rotating")
-        descriptor = opened(path, flags, *args, **kwargs)
-        if is_new:
-            points.here("rotating")
-        return descriptor
-
-    os.write, os.writev, os.open = torn, torn_vector, made
+        self._points.here("naming")
 
 
 def _watch_service(points: Points) -> None:
@@ -231,6 +159,7 @@ def _watch_service(points: Points) -> None:
     DataDirectory.claim = classmethod(claimed)  # type: ignore[assignment, method-assign]
     points.around(Intake, "judge", "submitting")
     points.around(Scheduler, "lease", "leasing")
+    points.around(Scheduler, "ack", "acking")
     points.around(Scheduler, "nack", "nacking")
     points.around(pulling, "compose", "forming")
     points.around(Scheduler, "form", "forming")
@@ -242,19 +171,6 @@ def _watch_service(points: Points) -> None:
     points.around_async(Log, "close", "closing")
     for name in ("submit", "pull", "ack", "lease"):
         _after(points, Service, name, "answering")
-
-
-def _watch_acks(points: Points, syncs: _Syncs) -> None:
-    ack = Scheduler.ack
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        points.here("acking")
-        reply = ack(*args, **kwargs)
-        syncs.ack_decided()
-        points.here("acking")
-        return reply
-
-    Scheduler.ack = watched  # type: ignore[method-assign]
 
 
 def _after(points: Points, owner: Any, name: str, phase: str) -> None:

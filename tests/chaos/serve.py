@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from tests.chaos.roles import ROLES, Plan
+from tests.chaos.plan import Plan
+from tests.chaos.roles import ROLES
 
 
 def main(role: str, folder: str, name: str, url: str) -> None:

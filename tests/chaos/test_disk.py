@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 
@@ -103,6 +105,20 @@ def test_a_directory_that_was_removed_may_be_there_again(rigs: list[Rig]) -> Non
         cut_power(rig.data, rig.vault, Random(seed))
         left.add((rig.data / "folder").is_dir())
     assert left == {True, False}
+
+
+def test_of_two_that_sync_one_directory_at_once_neither_forgets_names_of_the_other(rigs: list[Rig]) -> None:
+    rig = rigs[0]
+
+    def syncs(who: str) -> None:
+        for number in range(100):
+            (rig.data / f"{who}-{number}").touch()
+            rig.sync_names()
+            (note,) = rig.vault.glob("names-*[!w]")
+            assert f"{who}-{number}" in json.loads(note.read_bytes())
+
+    with ThreadPoolExecutor(2) as both:
+        list(both.map(syncs, ("a", "b")))
 
 
 def test_after_a_power_cut_what_is_left_is_on_the_disk(rigs: list[Rig]) -> None:

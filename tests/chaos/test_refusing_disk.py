@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,9 +23,9 @@ from headrace.errors import HeadraceError, StoreError, Unavailable
 from tests.chaos.campaign import SPEC
 from tests.chaos.checker import check
 from tests.chaos.disk import cut_power
-from tests.components import CI
 from tests.e2e.processes import Process, Processes, answers, free_port, wait_for
 from tests.e2e.recorder import Recorder
+from tests.orchestrator.smalldisk import small_disk
 
 DISK_MIB = 6
 BALLAST_BYTES = 4 << 20
@@ -98,14 +97,8 @@ def at(tmp_path: Path) -> Iterator[Stage]:
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of a few mebibytes."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", folder]
-    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode != 0:
-        message = "a small disk cannot be mounted here: that takes root, and the right to mount"
-        pytest.fail(message, pytrace=False) if CI else pytest.skip(message)
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+    with small_disk(tmp_path / "disk", mib=DISK_MIB) as folder:
+        yield folder
 
 
 @pytest.fixture

@@ -7,7 +7,31 @@ from pathlib import Path
 
 import pytest
 
+from headrace_orchestrator.buffer.writerprocess import SUPPORTED, WriterProcess
+from headrace_orchestrator.service.lifecycle import StartWriting, in_a_thread
 from tests.orchestrator.serving import Api, Process, orchestrator
+
+_WRITERS = [
+    pytest.param(in_a_thread, id="thread"),
+    pytest.param(
+        WriterProcess,
+        id="process",
+        marks=pytest.mark.skipif(not SUPPORTED, reason="the log's writer has no process of its own here"),
+    ),
+]
+
+
+@pytest.fixture(params=_WRITERS)
+def start_writing(request: pytest.FixtureRequest) -> StartWriting:
+    """Starts the log's writer, for a test that holds wherever it runs."""
+    start: StartWriting = request.param
+    return start
+
+
+@pytest.fixture
+def log_dir(data_dir: Path) -> Path:
+    """The log's folder in a data directory that does not exist yet."""
+    return data_dir / "log"
 
 
 @pytest.fixture

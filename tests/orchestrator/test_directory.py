@@ -7,12 +7,15 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from headrace.errors import DataDirectoryInUse, SetupError
-from headrace_orchestrator.buffer.directory import DataDirectory, hold, is_owned
+from headrace_orchestrator.buffer.directory import LOOKS, DataDirectory, hold, is_owned
 
 
 def test_one_orchestrator_writes_a_data_directory_and_a_second_one_is_told_who_has_it(data_dir: Path):
@@ -54,6 +57,56 @@ def test_the_lock_goes_with_the_process_however_it_ends(data_dir: Path):
     again = DataDirectory.claim(data_dir)
     assert again.epoch == 2
     again.close()
+
+
+@pytest.fixture
+def left(data_dir: Path) -> Iterator[Left]:
+    """A process that writes for an owner which was killed."""
+    code = (
+        "import os, subprocess, sys; from pathlib import Path\n"
+        "from headrace_orchestrator.buffer.directory import DataDirectory\n"
+        "lock = DataDirectory.claim(Path(sys.argv[1])).lock\n"
+        "beside = [sys.executable, '-c', 'import sys; sys.stdin.read()']\n"
+        "subprocess.Popen(beside, pass_fds=[lock]); os.kill(os.getpid(), 9)\n"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", code, data_dir], stdin=subprocess.PIPE)
+    assert owner.stdin is not None
+    with owner.stdin as until_closed:
+        assert owner.wait(30) == -9
+        yield Left(owner.pid, until_closed.close)
+
+
+class Left(NamedTuple):
+    """The process that it writes for, and what ends it."""
+
+    owner: int
+    end: Callable[[], None]
+
+
+def test_whoever_starts_right_after_the_end_of_an_owner_waits_for_those_that_write_for_it(
+    data_dir: Path, left: Left, monkeypatch: pytest.MonkeyPatch
+):
+    sleep, slept = time.sleep, []
+
+    def slept_for(duration_s: float) -> None:
+        slept.append(duration_s)
+        if len(slept) == 2 * LOOKS:
+            left.end()
+        sleep(duration_s)
+
+    monkeypatch.setattr(time, "sleep", slept_for)
+    again = DataDirectory.claim(data_dir)
+    assert len(slept) >= 2 * LOOKS
+    assert again.epoch == 2
+    again.close()
+
+
+def test_what_does_not_end_after_its_owner_keeps_the_directory(
+    data_dir: Path, left: Left, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("headrace_orchestrator.buffer.directory.LEFT_S", 0.0)
+    with pytest.raises(DataDirectoryInUse, match=f"for an orchestrator that has ended, process {left.owner}"):
+        DataDirectory.claim(data_dir)
 
 
 def test_one_that_lost_its_lock_to_another_knows_it_by_the_epoch(data_dir: Path):

@@ -6,7 +6,7 @@ import asyncio
 import errno
 import os
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +18,40 @@ from hypothesis import strategies as st
 from headrace import logfiles, logformat
 from headrace.errors import CorruptRecord, SetupError, StoreError, UnknownLogFormat
 from headrace.logformat import FileHead, Frame, FrameType, Tally
+from headrace_orchestrator.buffer.directory import DataDirectory
 from headrace_orchestrator.buffer.location import Location
 from headrace_orchestrator.buffer.log import Log, Lost, Moves, Placed
+from headrace_orchestrator.buffer.writing import Writing
+from headrace_orchestrator.service.lifecycle import StartWriting
 
 FILE_BYTES = 1 << 30
 
 
 @asynccontextmanager
-async def opened(path: Path, *, file_bytes: int = FILE_BYTES) -> AsyncIterator[tuple[Log, list[Placed | Lost]]]:
+async def opened(
+    path: Path, *, file_bytes: int = FILE_BYTES, writing: Writing | None = None
+) -> AsyncIterator[tuple[Log, list[Placed | Lost]]]:
     """A log that was read through, and what was in it."""
-    log = Log(path, file_bytes=file_bytes)
-    found = list(log.scan())
-    log.begin(lambda: None)
+    log = Log(path, file_bytes=file_bytes, writing=writing)
     try:
+        found = list(log.scan())
+        log.begin(lambda: None)
         yield log, found
     finally:
         if log.failure:
             with pytest.raises(StoreError):
                 await log.synced()
         await log.close()
+
+
+@asynccontextmanager
+async def opened_by(
+    start_writing: StartWriting, log_dir: Path, *, file_bytes: int = FILE_BYTES
+) -> AsyncIterator[tuple[Log, list[Placed | Lost]]]:
+    """The log of a data directory, with a writer that is started for it."""
+    with closing(DataDirectory.claim(log_dir.parent)) as directory:
+        async with opened(log_dir, file_bytes=file_bytes, writing=start_writing(directory)) as log_and_found:
+            yield log_and_found
 
 
 def payloads(found: list[Placed | Lost]) -> list[bytes]:
@@ -75,47 +90,49 @@ async def test_one_sync_covers_all_frames_that_are_waiting(tmp_path: Path):
     await log.close()
 
 
-async def test_what_was_appended_comes_back_in_order_after_a_restart(tmp_path: Path):
-    async with opened(tmp_path) as (log, _):
+async def test_what_was_appended_comes_back_in_order_after_a_restart(log_dir: Path, start_writing: StartWriting):
+    async with opened_by(start_writing, log_dir) as (log, _):
         log.append(FrameType.CONTROL, b"one")
         log.append(FrameType.TRAJECTORY, b"two" * 100)
-    async with opened(tmp_path) as (log, found):
+    async with opened_by(start_writing, log_dir) as (log, found):
         assert payloads(found) == [b"one", b"two" * 100]
         log.append(FrameType.BATCH, b"three")
-    async with opened(tmp_path) as (_, found):
+    async with opened_by(start_writing, log_dir) as (_, found):
         assert payloads(found) == [b"one", b"two" * 100, b"three"]
 
 
-async def test_a_record_is_readable_before_and_after_it_is_written(tmp_path: Path):
-    async with opened(tmp_path) as (log, _):
+async def test_a_record_is_readable_before_and_after_it_is_written(log_dir: Path, start_writing: StartWriting):
+    async with opened_by(start_writing, log_dir) as (log, _):
         location = log.append(FrameType.TRAJECTORY, b"record")
         assert log.read(location) == b"record"
         await log.synced()
         assert log.read(location) == b"record"
 
 
-async def test_a_file_that_is_full_is_sealed_with_its_footer_and_never_changed_again(tmp_path: Path):
+async def test_a_file_that_is_full_is_sealed_with_its_footer_and_never_changed_again(
+    log_dir: Path, start_writing: StartWriting
+):
     def sealed() -> dict[str, tuple[bytes, int]]:
-        files = sorted(tmp_path.glob("*.log"))[:-1]
+        files = sorted(log_dir.glob("*.log"))[:-1]
         return {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in files}
 
     before: dict[str, tuple[bytes, int]] = {}
     places: list[Location] = []
     for _ in range(3):
-        async with opened(tmp_path, file_bytes=1000) as (log, _):
+        async with opened_by(start_writing, log_dir, file_bytes=1000) as (log, _):
             for _ in range(20):
                 places.append(log.append(FrameType.TRAJECTORY, bytes([len(places)]) * 100))
                 if log.full:
                     log.rotate(b"state behind %d" % len(places))
             await log.synced()
             assert [log.read(place)[0] for place in places] == list(range(len(places)))
-            assert log.size_bytes == sum(file.stat().st_size for file in tmp_path.glob("*.log"))
+            assert log.size_bytes == sum(file.stat().st_size for file in log_dir.glob("*.log"))
             after = sealed()
             assert {name: after[name] for name in before} == before
             before = after
     assert len(before) == 10
     assert sorted(place.position for place in places) == [place.position for place in places]
-    for file in logfiles.newest_first(tmp_path, list(range(1, 11))):
+    for file in logfiles.newest_first(log_dir, list(range(1, 11))):
         assert file.head is not None
         assert file.head.state == (b"state behind %d" % (6 * (file.number - 1)) if file.number > 1 else None)
         *frames, last = file.scan()
@@ -130,17 +147,17 @@ async def test_a_file_that_is_full_is_sealed_with_its_footer_and_never_changed_a
         assert tally.matches(footer)
 
 
-async def test_the_next_file_opens_with_the_live_control_state(tmp_path: Path):
-    async with opened(tmp_path) as (log, _):
+async def test_the_next_file_opens_with_the_live_control_state(log_dir: Path, start_writing: StartWriting):
+    async with opened_by(start_writing, log_dir) as (log, _):
         log.append(FrameType.CONTROL, b"one")
         log.rotate(b"state behind one")
         log.append(FrameType.CONTROL, b"two")
-    async with opened(tmp_path) as (log, found):
+    async with opened_by(start_writing, log_dir) as (log, found):
         assert payloads(found) == [b"one", b"two"]
         assert log.state == b"state behind one"
         assert [item.frame.payload for item in found if isinstance(item, Placed) and item.location.position > log.base]
         log.append(FrameType.CONTROL, b"three")
-    log = Log(tmp_path, file_bytes=FILE_BYTES)
+    log = Log(log_dir, file_bytes=FILE_BYTES)
     assert payloads(list(log.scan(log.base))) == [b"two", b"three"]
     await log.close()
 
@@ -397,10 +414,10 @@ async def test_a_writer_that_fails_stops_the_log_and_nobody_waits_for_ever(
 
 
 async def settled(log: Log) -> None:
-    """The log's thread has done what it was asked to, and the event loop knows."""
-    await asyncio.get_running_loop().run_in_executor(log._thread, lambda: None)
-    for _ in range(3):
-        await asyncio.sleep(0)
+    """The writer has done what it was asked to, and the log knows."""
+    async with asyncio.timeout(30):
+        while log._busy:
+            await asyncio.sleep(0.001)
 
 
 async def test_damage_in_the_middle_is_reported_and_costs_that_record_only(tmp_path: Path):

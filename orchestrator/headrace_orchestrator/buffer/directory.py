@@ -3,7 +3,8 @@
 * One orchestrator writes a data directory; a second one is told who has it.
 * The epoch grows at every start and is on disk before anything is answered; a lost one is not guessed.
 * A backup is no data directory: it is restored first.
-* The lock goes with the process, however it ends.
+* The lock goes with the process, and with those that write for it, however they end; whoever starts right after the end
+  of one waits for them.
 * One that stood still while its lock was lost, and another took the directory, knows it by the epoch.
 """
 
@@ -16,7 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 from headrace.errors import DataDirectoryInUse, SetupError
 
@@ -26,15 +27,46 @@ MANIFEST = "backup.json"
 LOOKS, LOOK_S = 5, 0.01
 """Whoever asks whether a directory is owned holds its lock for a moment: one look is not enough."""
 
+LEFT_S = 10.0
+"""How long what is left of an owner that has ended is waited for: it may have a batch to bring to disk."""
+
+
+class Ownership(NamedTuple):
+    """Of which epoch a data directory was when it was taken. Any process can tell whether it still is."""
+
+    path: str
+    epoch: int
+    inode: int
+    """Of the file that has the epoch."""
+    written_ns: int
+    """When that was written."""
+
+    @classmethod
+    def now(cls, path: Path, epoch: int) -> Self:
+        """As it is at this moment."""
+        return cls(str(path), epoch, *_file_mark(path / "epoch"))
+
+    def require(self) -> None:
+        """Raises DataDirectoryInUse once another orchestrator has begun an epoch here, and OSError if that cannot be
+        told. A lock can be lost without a word: its file deleted, its volume attached elsewhere."""
+        path = Path(self.path)
+        if _file_mark(path / "epoch") != (self.inode, self.written_ns):
+            raise DataDirectoryInUse(
+                f"The data directory {path} was taken by another orchestrator, of epoch {last_epoch(path)}; "
+                f"this one is of epoch {self.epoch}.",
+                hint="Nothing is stored here any more. End this process.",
+            )
+
 
 class DataDirectory:
-    """A data directory that this process owns until ``close``."""
+    """A data directory that this process owns until ``close``. ``lock`` is the descriptor that says so: who has a copy
+    of it owns the directory too."""
 
     def __init__(self, path: Path, epoch: int, lock: int) -> None:
         self.path = path
         self.epoch = epoch
-        self._lock = lock
-        self._epoch_file = _file_mark(path / "epoch")
+        self.lock = lock
+        self.ownership = Ownership.now(path, epoch)
 
     @classmethod
     def claim(cls, path: Path) -> Self:
@@ -67,21 +99,15 @@ class DataDirectory:
         replace(self.path / "address", url.encode() + b"\n")
 
     def require_owned(self) -> None:
-        """Raises DataDirectoryInUse once another orchestrator has begun an epoch here, and OSError if that cannot be
-        told. A lock can be lost without a word: its file deleted, its volume attached elsewhere."""
-        if _file_mark(self.path / "epoch") != self._epoch_file:
-            raise DataDirectoryInUse(
-                f"The data directory {self.path} was taken by another orchestrator, of epoch {last_epoch(self.path)}; "
-                f"this one is of epoch {self.epoch}.",
-                hint="Nothing is stored here any more. End this process.",
-            )
+        """As ``Ownership.require``."""
+        self.ownership.require()
 
     def close(self) -> None:
         """Give the directory up."""
         with suppress(DataDirectoryInUse, OSError):  # the address of another owner stays
             self.require_owned()
             (self.path / "address").unlink(missing_ok=True)
-        os.close(self._lock)
+        os.close(self.lock)
 
 
 @contextmanager
@@ -117,18 +143,39 @@ def _file_mark(file: Path) -> tuple[int, int]:
 
 
 def _take(lock: int, path: Path) -> None:
-    for _ in range(LOOKS):
+    looks, until = 0, time.monotonic() + LEFT_S
+    while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
-            time.sleep(LOOK_S)
-    pid = _owner(lock).get("pid", 0)  # 0: the owner has the lock and has not written its name yet
+            looks += 1
+        pid = _owner(lock).get("pid", 0)  # 0: the owner has the lock and has not written its name yet
+        has_ended = bool(pid) and not _is_running(pid)
+        if looks >= LOOKS and not (has_ended and time.monotonic() < until):
+            break
+        time.sleep(LOOK_S)
+    if has_ended:
+        raise DataDirectoryInUse(
+            f"The data directory {path} is still written for an orchestrator that has ended, process {pid}.",
+            hint="Wait until the disk has taken what that left, then start again.",
+            pid=pid,
+        )
     raise DataDirectoryInUse(
         f"The data directory {path} belongs to a running orchestrator, process {pid or 'unknown'}.",
         hint="Stop that one first, or use another data directory.",
         pid=pid,
     )
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # it is another user's
+        pass
+    return True
 
 
 def _owner(lock: int) -> dict[str, int]:

@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -36,10 +35,15 @@ from headrace_orchestrator.buffer.directory import sync_directory
 from headrace_orchestrator.buffer.files import LocalFiles
 from headrace_orchestrator.buffer.location import OFFSET_BITS, Location
 from headrace_orchestrator.buffer.seam import Files
-from headrace_orchestrator.buffer.writer import Failed, Queued, TakenAway, Writer
+from headrace_orchestrator.buffer.writer import Queued
+from headrace_orchestrator.buffer.writing import Outcome, Refusal, WriterThread, Writing
 
 PROBE_FIRST_S, PROBE_LONGEST_S = 1.0, 8.0
 """How soon after a failure the disk is tried again; the wait doubles up to the second."""
+
+TOGETHER_BYTES = 8 << 20
+"""That the writer is given at once, if it is not one frame: the copy that a writer outside takes holds the event loop
+for some two milliseconds."""
 
 OnSync = Callable[[float, int], None]
 """Called after each group commit with its duration in seconds and its bytes."""
@@ -84,10 +88,12 @@ class _Filling:
         self.opened_ms = opened_ms
         self.offset = 0
         self.head_bytes = 0
+        self.headers = bytearray()
+        """Of the frames that were found."""
         self.intact = True
         """Whether it can be gone on with."""
 
-    def place(self, kind: FrameType, payload: bytes) -> Queued:
+    def place(self, kind: FrameType, payload: bytes | memoryview) -> Queued:
         """A frame behind the last one."""
         frame = Queued(self.number, self.offset, kind, payload, logformat.frame_bytes(kind, len(payload)))
         self.tally.place(kind, self.offset)
@@ -98,7 +104,9 @@ class _Filling:
     def found(self, item: Frame | Damage) -> None:
         """What was read in it, in order."""
         if isinstance(item, Frame):
-            self.tally.add_read(item)
+            header = logformat.header_of(item)
+            self.tally.add(item.type, item.offset, header)
+            self.headers += header
             self.offset = item.offset + item.size
             self.head_bytes = self.head_bytes or self.offset
             self.intact = self.intact and item.type is not FrameType.FOOTER
@@ -110,7 +118,7 @@ class Log:
     """The files of ``directory``. Use ``scan`` to its end once, then ``begin``, then append.
 
     ``require_owned`` raises DataDirectoryInUse once another process writes here. ``on_failure`` is called when the disk
-    refuses, ``on_recovery`` when it takes again what waits.
+    refuses, ``on_recovery`` when it takes again what waits. ``writing``: where the writer runs; a thread by default.
     """
 
     def __init__(
@@ -124,6 +132,7 @@ class Log:
         on_failure: Callable[[], None] = lambda: None,
         on_recovery: Callable[[], None] = lambda: None,
         clock_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
+        writing: Writing | None = None,
     ) -> None:
         self.on_moved: Callable[[Moves], None] = lambda moves: None
         """Called with what moved, before anything else is told of a recovery."""
@@ -142,16 +151,16 @@ class Log:
         self._epoch = epoch
         self._on_sync, self._on_failure, self._on_recovery = on_sync, on_failure, on_recovery
         self._clock_ms = clock_ms
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="log")
         self._require_owned = require_owned
-        self._writer = Writer(directory, require_owned)
+        self._writing = writing or WriterThread(directory, require_owned)
+        self._writing.on_end = self.stop
+        self._reached = Outcome(0, 0, 0.0, 0, 0, 0)
         self._at = _Filling(0, 0)
         self._bytes_before = 0  # in files before the current one
         self._removed_bytes = 0  # of files that were deleted since the log was opened
         self._appended, self._durable = 0, 0  # counts of frames
         self._queue: deque[Queued] = deque()
-        self._lock = threading.Lock()  # of the queue's end: either the writer sees a frame, or it is woken again
-        self._awake = False
+        self._busy = False  # the writer has frames, or is about to be given some
         self._begun = self._ended = False
         self._unwritten: dict[int, bytes] = {}
         self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
@@ -252,7 +261,9 @@ class Log:
             self._bytes_before = sum(path_of(self._directory, number).stat().st_size for number in self._numbers)
             if self._numbers:
                 self._at = last or _Filling(self._numbers[-1], self._clock_ms())
-                self._at.offset = self._writer.go_on(self._numbers[-1], self._bytes_before, self._at.tally.digest)
+                headers, self._at.headers = bytes(self._at.headers), bytearray()
+                self._require(self._writing.go_on(self._numbers[-1], self._bytes_before, headers))
+                self._at.offset = self._reached.durable_bytes
                 self._bytes_before -= self._at.offset
             if last is None or not last.intact:
                 self._open_next(state())
@@ -275,13 +286,19 @@ class Log:
 
     def _write_queue(self) -> None:
         """Write what waits now."""
-        try:
-            self._writer.write(self._queue)
-        except Failed as error:
-            raise error.error from error
+        self._require(self._writing.write_now(self._queue))
         self._durable = self._appended
         self._queue.clear()
         self._begun = True
+
+    def _require(self, outcome: Outcome) -> None:
+        """Take an outcome. Raises OSError or StoreError."""
+        self._reached = outcome
+        if outcome.end:
+            self.failure, self.stopped = outcome.end, True
+            raise self._closed()
+        if outcome.refusal is not None:
+            raise OSError(outcome.refusal.errno, outcome.refusal.reason)
 
     # Writing --------------------------------------------------------------------------------------------------
 
@@ -336,17 +353,22 @@ class Log:
     def _enqueue(self, kind: FrameType, payload: bytes) -> Queued:
         frame = self._at.place(kind, payload)
         self._appended += 1
-        with self._lock:
-            self._queue.append(frame)
+        self._queue.append(frame)
         return frame
 
     def _wake(self) -> None:
-        """See that the thread writes what waits, all that this turn of the event loop appends at once."""
-        if self._awake or self.failure or not self._begun:
+        """See that what waits is written, all that this turn of the event loop appends at once."""
+        if self._busy or self.failure or not self._begun:
             return
-        self._awake = True
-        loop = asyncio.get_running_loop()
-        loop.call_soon(self._thread.submit, self._write_all, loop)
+        self._busy = True
+        asyncio.get_running_loop().call_soon(self._write_waiting)
+
+    def _write_waiting(self) -> None:
+        batch, size_bytes = [self._queue.popleft()], 0
+        while self._queue and size_bytes + self._queue[0].size_bytes <= TOGETHER_BYTES:
+            size_bytes += self._queue[0].size_bytes
+            batch.append(self._queue.popleft())
+        self._writing.write(batch, functools.partial(self._written, batch))
 
     def stop(self, problem: str) -> None:
         """Take nothing more, and tell every waiter: what was decided and what is stored are not the same any more."""
@@ -366,42 +388,24 @@ class Log:
         self._waiters.append((self._appended, waiter))
         await waiter
 
-    def _write_all(self, loop: asyncio.AbstractEventLoop) -> None:
-        """In the log's thread: write what waits, round after round, until nothing does or the disk refuses."""
-        while True:
-            with self._lock:
-                batch = list(self._queue)
-                self._queue.clear()
-                if not batch:
-                    self._awake = False
-                    return
-            begun, before = time.perf_counter(), self._writer.total_bytes
-            failed: Failed | None = None
-            try:
-                self._writer.write(batch)
-            except Failed as error:
-                failed = error
-            except DataDirectoryInUse as error:
-                loop.call_soon_threadsafe(self.stop, error.detail.rstrip("."))
-                return
-            except Exception as error:
-                loop.call_soon_threadsafe(self.stop, f"its writer failed ({type(error).__name__}: {error})")
-                raise
-            took_s, size_bytes = time.perf_counter() - begun, self._writer.total_bytes - before
-            loop.call_soon_threadsafe(self._written, batch, size_bytes, took_s, failed)
-            if failed is not None:
-                return
-
-    def _written(self, batch: Sequence[Queued], size_bytes: int, took_s: float, failed: Failed | None) -> None:
-        done = batch if failed is None else batch[: failed.written]
+    def _written(self, batch: Sequence[Queued], outcome: Outcome) -> None:
+        self._busy = False
+        self._reached = outcome
+        if outcome.end:
+            self.stop(outcome.end)
+            return
+        done = batch[: outcome.written]
         self._durable += len(done)
-        if failed is not None:
-            self._fail(failed.error, batch[failed.written :])
-        self._tell_waiters()  # first of all: somebody waits
+        if outcome.refusal is not None:
+            self._fail(outcome.refusal, batch[outcome.written :])
+        elif self._queue:
+            self._busy = True
+            self._write_waiting()  # first of all: the disk waits
+        self._tell_waiters()
         for frame in done:
             self._unwritten.pop(frame.file << OFFSET_BITS | frame.offset, None)
-        if failed is None:
-            self._on_sync(took_s, size_bytes)
+        if outcome.refusal is None:
+            self._on_sync(outcome.took_s, outcome.size_bytes)
 
     def _tell_waiters(self) -> None:
         while self._waiters and (self.failure or self._waiters[0][0] <= self._durable):
@@ -415,17 +419,15 @@ class Log:
 
     # A disk that refuses --------------------------------------------------------------------------------------
 
-    def _fail(self, error: OSError, left: Sequence[Queued]) -> None:
+    def _fail(self, refusal: Refusal, left: Sequence[Queued]) -> None:
         """Keep what is not on disk, tell everybody, and try again later."""
-        with self._lock:
-            # A footer is of a file that will not be sealed, a state was to open one that was not made.
-            kept = [frame for frame in (*left, *self._queue) if frame.kind not in _OF_FILES]
-            self._appended -= len(left) + len(self._queue) - len(kept)
-            self._queue = deque(kept)
-            self._awake = False
-        self.incomplete |= isinstance(error, TakenAway)
-        self.failure = error.strerror or str(error)
-        self.phase = _PHASES.get(error.errno or 0, self.failure.lower())
+        # A footer is of a file that will not be sealed, a state was to open one that was not made.
+        kept = [frame for frame in (*left, *self._queue) if frame.kind not in _OF_FILES]
+        self._appended -= len(left) + len(self._queue) - len(kept)
+        self._queue = deque(kept)
+        self.incomplete |= refusal.taken_away
+        self.failure = refusal.reason
+        self.phase = _PHASES.get(refusal.errno, self.failure.lower())
         self._probe_s = PROBE_FIRST_S
         self._probe_later()
         self._on_failure()
@@ -440,32 +442,31 @@ class Log:
             return
         self._probe.cancel()
         self._probe = None
-        file = _Filling(self._writer.number + 1, self._clock_ms())
-        head = file.place(FrameType.FILE_HEAD, self._head(file.number, self._writer.durable_bytes, None))
+        file = _Filling(self._reached.number + 1, self._clock_ms())
+        head = file.place(FrameType.FILE_HEAD, self._head(file.number, self._reached.durable_bytes, None))
         moved = [file.place(frame.kind, frame.payload) for frame in self._queue]
-        done = asyncio.get_running_loop().run_in_executor(self._thread, self._writer.start_over, [head, *moved])
-        done.add_done_callback(lambda done: self._tried(done, file, moved))
+        self._busy = True
+        self._writing.write([head, *moved], functools.partial(self._tried, file, moved), over=True)
 
-    def _tried(self, done: asyncio.Future[None], file: _Filling, moved: list[Queued]) -> None:
-        error = done.exception()
+    def _tried(self, file: _Filling, moved: list[Queued], outcome: Outcome) -> None:
+        self._busy = False
+        self._reached = outcome
         if self._ended:
             return  # what the file has, the next start finds
-        if isinstance(error, OSError):
+        if outcome.end:
+            self.stop(outcome.end)
+            return
+        if outcome.refusal is not None:
             self._probe_later()
             return
-        if isinstance(error, DataDirectoryInUse):
-            self.stop(error.detail.rstrip("."))
-            return
-        if error is not None:
-            raise error
         meant = list(self._queue)
-        self._bytes_before = self._writer.total_bytes - self._removed_bytes - file.offset
+        self._bytes_before = self._reached.total_bytes - self._removed_bytes - file.offset
         self._at = file
         late = [file.place(frame.kind, frame.payload) for frame in meant[len(moved) :]]  # appended meanwhile
         self._queue = deque(late)
         self._appended += 1  # the head
         self._durable = self._appended - len(late)
-        self._unwritten = {_location(frame).position: frame.payload for frame in late}
+        self._unwritten = {_location(frame).position: bytes(frame.payload) for frame in late}
         self.files.forget(file.number)
         self.on_moved(
             {_location(old).position: _location(new) for old, new in zip(meant, (*moved, *late), strict=True)}
@@ -495,7 +496,7 @@ class Log:
     async def remove(self, number: int) -> int:
         """Delete an old file whole; gives its bytes. Nothing in it may be needed any more. Raises StoreError."""
         try:
-            size_bytes = await asyncio.get_running_loop().run_in_executor(self._thread, self._remove, number)
+            size_bytes = await asyncio.to_thread(self._remove, number)
         except DataDirectoryInUse as error:
             self.stop(error.detail.rstrip("."))
             raise self._closed() from error
@@ -509,7 +510,6 @@ class Log:
         return size_bytes
 
     def _remove(self, number: int) -> int:
-        """In the log's thread, as all that changes the directory."""
         self._require_owned()
         return self.files.remove(number)
 
@@ -530,8 +530,7 @@ class Log:
             if not self.failure:
                 await self.synced()
         finally:
-            self._thread.shutdown()
-            self._writer.close()
+            await self._writing.close()
             self.files.close()
 
 

@@ -1,4 +1,4 @@
-"""The one that writes: appends frames to the newest file of a log, and makes them durable. Used by one thread.
+"""The one that writes: appends frames to the newest file of a log, and makes them durable.
 
 * What is reported as written is on disk, and so is the name of its file.
 * Of a long append the disk stores one piece while the next is packed and copied.
@@ -14,8 +14,8 @@ import contextlib
 import errno
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, groupby
 from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -38,7 +38,7 @@ class Queued(NamedTuple):
     file: int
     offset: int
     kind: FrameType
-    payload: bytes
+    payload: bytes | memoryview
     size_bytes: int
 
 
@@ -70,41 +70,40 @@ class Writer:
         self._descriptor = -1
         self._digest = hashlib.sha256()  # over the headers in the file
 
-    def go_on(self, number: int, total_bytes: int, digest: hashlib._Hash) -> int:
-        """Open a file to append to it; returns its size, durable. ``total_bytes``: of all files, it included.
-        ``digest``: over the headers that are in it. Raises OSError."""
+    def go_on(self, number: int, total_bytes: int, headers: bytes | memoryview) -> None:
+        """Open a file to append to it; what is in it is durable then. ``total_bytes``: of all files, it included.
+        ``headers``: those that are in it. Raises OSError."""
         self._descriptor = os.open(path_of(self._directory, number), os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         sync(self._descriptor)
         sync_directory(self._directory)
-        self._digest = digest
+        self._digest = hashlib.sha256(headers)
         self.number, self.durable_bytes = number, os.fstat(self._descriptor).st_size
         self.total_bytes = total_bytes
-        return self.durable_bytes
 
-    def write(self, batch: Sequence[Queued]) -> None:
-        """Append frames to their files and sync; a new number opens a new file. Raises Failed, and then writes no more
-        until ``start_over``; or what ``require_owned`` raises."""
+    def write(self, batch: Iterable[Queued]) -> None:
+        """Append frames to their files and sync; a new number opens a new file. Frames may come while others are
+        written. Raises Failed, and then writes no more until ``start_over``; or what ``require_owned`` raises."""
         written = 0
         try:
             self._require_owned()
             for number, frames in groupby(batch, key=attrgetter("file")):
-                share = list(frames)
                 if number != self.number:
                     self._make(number)
-                self._append(share)
-                written += len(share)
+                written += self._append(frames)
             self._require_owned()  # what came behind the other one's start is not read by it
         except OSError as error:
             self._give_up()
             raise Failed(error, written) from error
 
-    def start_over(self, batch: Sequence[Queued]) -> None:
+    def start_over(self, batch: Iterable[Queued]) -> None:
         """Write frames to a new file after a failure, if the disk takes them now. Raises OSError, and then nothing has
         changed."""
         try:
             self._require_owned()
-            self._make(batch[0].file)
-            self._append(batch)
+            frames = iter(batch)
+            first = next(frames)
+            self._make(first.file)
+            self._append(chain((first,), frames))
             self._require_owned()
         except OSError:
             self._give_up()
@@ -121,40 +120,42 @@ class Writer:
         self.number, self.durable_bytes, self._digest = number, 0, hashlib.sha256()
         sync_directory(self._directory)
 
-    def _append(self, frames: Sequence[Queued]) -> None:
-        size_bytes = sum(frame.size_bytes for frame in frames)
-        at, end = self.durable_bytes, self.durable_bytes + size_bytes
-        for buffers in self._pieces(frames):
+    def _append(self, frames: Iterable[Queued]) -> int:
+        """Write and sync frames of one file; gives their number."""
+        at, count = self.durable_bytes, 0
+        for buffers, held in self._pieces(frames):
             written = _write_all(self._descriptor, buffers)
-            if at + written < end:
+            if written >= PIECE_BYTES:
                 begin_writeback(self._descriptor, at, written)
-            at += written
+            at, count = at + written, count + held
         sync(self._descriptor)
         self._require_there()
-        self.total_bytes += size_bytes
-        self.durable_bytes = end
+        self.total_bytes += at - self.durable_bytes
+        self.durable_bytes = at
+        return count
 
-    def _pieces(self, frames: Sequence[Queued]) -> Iterator[list[bytes | memoryview]]:
-        """The buffers of the frames, for one ``writev`` each."""
+    def _pieces(self, frames: Iterable[Queued]) -> Iterator[tuple[list[bytes | memoryview], int]]:
+        """Buffers for one ``writev`` each, and how many frames are in them."""
         buffers: list[bytes | memoryview] = []
-        size_bytes = 0
+        count = size_bytes = 0
         for frame in frames:
             packed = self._pack(frame)
             if len(buffers) + len(packed) > _MAX_BUFFERS:
-                yield buffers
-                buffers, size_bytes = [], 0
+                yield buffers, count
+                buffers, count, size_bytes = [], 0, 0
             buffers += packed
+            count += 1
             size_bytes += frame.size_bytes
             if size_bytes >= PIECE_BYTES:
-                yield buffers
-                buffers, size_bytes = [], 0
+                yield buffers, count
+                buffers, count, size_bytes = [], 0, 0
         if buffers:
-            yield buffers
+            yield buffers, count
 
     def _pack(self, frame: Queued) -> list[bytes | memoryview]:
         payload = frame.payload
         if frame.kind is FrameType.FOOTER:
-            payload = with_digest(payload, self._digest.digest())
+            payload = with_digest(bytes(payload), self._digest.digest())
         packed = pack_frame(frame.kind, payload)
         self._digest.update(packed[0])
         return packed

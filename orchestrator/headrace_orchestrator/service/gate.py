@@ -23,8 +23,9 @@ from headrace_orchestrator.service.submission import Intake, Submitted
 
 log = logs.logger(__name__)
 
-MAX_TOGETHER = 64
-"""Records that are judged before others get the event loop: some five milliseconds."""
+MAX_TOGETHER = 32
+"""Records that are judged before others get the event loop: some three milliseconds. While the log's writer stores them
+the next ones are judged: with all that come from 64 connections in one go, either would wait for the other."""
 
 MORE_TURNS = 3
 """Turns of the event loop in which others may come to the first one that waits. In each of them sockets are read: the

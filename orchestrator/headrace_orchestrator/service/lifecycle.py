@@ -25,6 +25,7 @@ from headrace_orchestrator.buffer.assets import COLLECT_EVERY_S, Assets
 from headrace_orchestrator.buffer.directory import DataDirectory
 from headrace_orchestrator.buffer.log import Log
 from headrace_orchestrator.buffer.projection import Projection
+from headrace_orchestrator.buffer.writing import WriterThread, Writing
 from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.scheduler.bounds import Bounds
 from headrace_orchestrator.scheduler.core import Scheduler
@@ -61,6 +62,15 @@ class Phase(msgspec.Struct, frozen=True):
     remedy: str = ""
 
 
+StartWriting = Callable[[DataDirectory], Writing]
+"""Gives what writes the log of a data directory."""
+
+
+def in_a_thread(directory: DataDirectory) -> Writing:
+    """The writer in a thread of this process: for a service among other things."""
+    return WriterThread(directory.path / "log", directory.require_owned)
+
+
 class Running(NamedTuple):
     """What exists once the log is read."""
 
@@ -75,13 +85,19 @@ class Lifecycle:
     """``start``, then commands, then ``drain`` and ``close``."""
 
     def __init__(
-        self, settings: Settings, directory: DataDirectory, metrics: Metrics, clock: Callable[[], float]
+        self,
+        settings: Settings,
+        directory: DataDirectory,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        start_writing: StartWriting,
     ) -> None:
         self.epoch = directory.epoch
         self.metrics = metrics
         self._settings = settings
         self._directory = directory
         self._clock = clock
+        self._start_writing = start_writing
         self._started_at = self._reading_since = clock()
         self._replayed_s = 0.0
         self._phase = "starting"
@@ -98,7 +114,12 @@ class Lifecycle:
         self._phase = "opening the log"
         begun = self._reading_since = self._clock()
         # Heads of files may be large: the event loop answers meanwhile.
-        self._log = await asyncio.to_thread(self._open_log)
+        writing = self._start_writing(self._directory)
+        try:
+            self._log = await asyncio.to_thread(self._open_log, writing)
+        except BaseException:
+            await writing.close()
+            raise
         if not self.draining:
             self._phase = "reading the log"
         store = Store(self._log, Projection(self._directory.path / "projection.sqlite", self._log.id))
@@ -142,7 +163,7 @@ class Lifecycle:
         trajectories, replayed_s = store.index.trajectories, round(self._replayed_s, 3)
         log.info("ready", epoch=self.epoch, trajectories=trajectories, replayed_s=replayed_s)
 
-    def _open_log(self) -> Log:
+    def _open_log(self, writing: Writing) -> Log:
         settings = self._settings
         return Log(
             self._directory.path / "log",
@@ -152,6 +173,7 @@ class Lifecycle:
             on_sync=self._synced,
             on_failure=self._disk_refuses,
             on_recovery=self._disk_takes,
+            writing=writing,
         )
 
     def drain(self) -> None:

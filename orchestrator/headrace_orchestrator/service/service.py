@@ -24,7 +24,7 @@ from headrace_orchestrator.buffer.directory import DataDirectory
 from headrace_orchestrator.buffer.listing import Stored
 from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.scheduler.core import Scheduler
-from headrace_orchestrator.service.lifecycle import Lifecycle, Running
+from headrace_orchestrator.service.lifecycle import Lifecycle, Running, StartWriting, in_a_thread
 from headrace_orchestrator.service.serving import Served
 from headrace_orchestrator.service.shell import HEADRACE_VERSION
 from headrace_orchestrator.service.store import Store
@@ -44,9 +44,14 @@ class Service(Lifecycle):
     """One data directory's service."""
 
     def __init__(
-        self, settings: Settings, directory: DataDirectory, *, clock: Callable[[], float] = time.monotonic
+        self,
+        settings: Settings,
+        directory: DataDirectory,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        start_writing: StartWriting = in_a_thread,
     ) -> None:
-        super().__init__(settings, directory, Metrics(self.status), clock)
+        super().__init__(settings, directory, Metrics(self.status), clock, start_writing)
 
     async def _do(self, command: Callable[[Scheduler, float], T]) -> T:
         shell = self._require().shell

@@ -1,0 +1,28 @@
+"""A disk of a few mebibytes, for tests that fill it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.components import CI
+
+
+@contextmanager
+def small_disk(folder: Path, *, mib: int) -> Iterator[Path]:
+    """Mounts one on a folder that it makes; skips the test where that may not be done."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", folder]
+    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode != 0:
+        message = "a small disk cannot be mounted here: that takes root, and the right to mount"
+        pytest.fail(message, pytrace=False) if CI else pytest.skip(message)
+    try:
+        yield folder
+    finally:
+        # Lazily: the writer of an orchestrator that was killed has a file there for a moment more.
+        subprocess.run(["umount", "--lazy", folder], check=True)
