@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -516,6 +516,8 @@ async def beside(log_dir: Path, **settings: object) -> AsyncIterator[Log]:
             log.begin(lambda: None)
             yield log
         finally:
+            if isinstance(log._writing, WriterProcess):
+                log._writing._process.send_signal(signal.SIGCONT)  # a test that failed may have left it standing still
             await log.close()
 
 
@@ -571,6 +573,8 @@ class Watched:
         return self
 
     def __exit__(self, *error: object) -> None:
+        with suppress(ProcessLookupError):
+            self.send(signal.SIGCONT)  # a test that failed may have left it standing still
         os.close(self._descriptor)
 
     def send(self, name: signal.Signals) -> None:
