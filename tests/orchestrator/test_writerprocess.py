@@ -276,6 +276,12 @@ async def test_when_it_ends_while_nothing_is_with_it_the_log_is_told_why_and_sto
     assert await found_in(log_dir) == [b"stored"]
 
 
+async def test_when_it_ends_before_its_first_batch_the_service_says_so(service: Service):
+    async with aiohttp.ClientSession(service.start()) as session:
+        os.kill(service.writer, signal.SIGKILL)
+        await until(lambda: is_unready(session))
+
+
 async def test_when_it_ended_before_its_first_batch_that_is_told_why(log_dir: Path):
     async with beside(log_dir) as log:
         of(log)._process.kill()

@@ -138,10 +138,13 @@ class WriterProcess:
     def write_now(self, batch: Sequence[Queued]) -> Outcome:
         return self._ask(_needed_bytes(batch), lambda arena: self._send_all("write", batch, arena))
 
-    def write(self, batch: Sequence[Queued], told: Told, *, over: bool = False) -> None:
+    def watch(self) -> None:
         if not self._is_watched:
             self._is_watched = True
             asyncio.get_running_loop().add_reader(self._socket.fileno(), self._heard)
+
+    def write(self, batch: Sequence[Queued], told: Told, *, over: bool = False) -> None:
+        self.watch()
         self._told = told
         what: Literal["write", "start over"] = "start over" if over else "write"
         became = self._hand_over(_needed_bytes(batch), lambda arena: self._send_all(what, batch, arena))
@@ -207,13 +210,13 @@ class WriterProcess:
             return
         except OSError:
             answer = b""
-        if not answer:
-            asyncio.get_running_loop().remove_reader(self._socket.fileno())
         self._tell(_outcomes.decode(answer) if answer else self._ended())
 
     def _tell(self, outcome: Outcome) -> None:
         self._reached = outcome
         told, self._told = self._told, None
+        if outcome.end:
+            asyncio.get_running_loop().remove_reader(self._socket.fileno())
         if told is not None:
             told(outcome)
         elif outcome.end:

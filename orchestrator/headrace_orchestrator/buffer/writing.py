@@ -65,7 +65,10 @@ class Writing(Protocol):
         """As ``Writer.go_on``. Blocking."""
 
     def write_now(self, batch: Sequence[Queued]) -> Outcome:
-        """As ``Writer.write``. Blocking; not once the event loop has used it."""
+        """As ``Writer.write``. Blocking; not once the event loop watches it."""
+
+    def watch(self) -> None:
+        """Call ``on_end`` from now on; the first ``write`` sees to it too."""
 
     def write(self, batch: Sequence[Queued], told: Told, *, over: bool = False) -> None:
         """As ``Writer.write``, or ``Writer.start_over``. Not before the last batch was told."""
@@ -87,6 +90,9 @@ class WriterThread:
 
     def write_now(self, batch: Sequence[Queued]) -> Outcome:
         return write(self._writer, batch, len(batch), over=False)
+
+    def watch(self) -> None:
+        pass
 
     def write(self, batch: Sequence[Queued], told: Told, *, over: bool = False) -> None:
         loop = asyncio.get_running_loop()

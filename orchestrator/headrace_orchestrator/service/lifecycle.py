@@ -140,6 +140,7 @@ class Lifecycle:
         if self.draining:
             await store.abandon()
             return
+        writing.watch()
         self._replayed_s = self._clock() - begun
         shell = Shell(core, store, self.metrics, lambda: self._clock() - self._replayed_s)
         submissions = Submissions(shell, assets, self.metrics, self.epoch)
