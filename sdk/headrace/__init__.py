@@ -19,7 +19,7 @@ else:  # a checker that saw this would take every name for one of ours
 
     def __getattr__(name: str) -> Any:
         """A public name, or a module of the package."""
-        if name.startswith("_") and name != "__all__":
+        if name != "__all__" and (name.startswith("_") or not name.isidentifier()):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         if name != "__all__" and importlib.util.find_spec(f"{__name__}.{name}") is not None:
             return importlib.import_module(f"{__name__}.{name}")
@@ -31,3 +31,8 @@ else:  # a checker that saw this would take every name for one of ours
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
         globals()[name] = found
         return found
+
+    def __dir__() -> list[str]:
+        from headrace import _public
+
+        return sorted({*globals(), *_public.__all__})

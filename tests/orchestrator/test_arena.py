@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 
@@ -45,6 +46,20 @@ def test_of_what_is_never_touched_nothing_is_really_taken_and_what_was_goes_with
     assert taken_bytes() == LEAST_BYTES
     arena.fit(1)
     assert taken_bytes() == 0
+
+
+def test_what_it_could_not_map_it_does_not_show(arena: Arena, monkeypatch: pytest.MonkeyPatch):
+    def refuse(descriptor: int, length: int) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    arena.fit(2 * LEAST_BYTES)
+    with monkeypatch.context() as refusing:
+        refusing.setattr("headrace_orchestrator.buffer.arena.mmap.mmap", refuse)
+        with pytest.raises(OSError, match="Too many open files"):
+            arena.fit(1)
+    memory = arena.fit(2 * LEAST_BYTES)
+    memory[-5:] = b"there"
+    assert os.pread(arena.descriptor, 5, 2 * LEAST_BYTES - 5) == b"there"
 
 
 def test_it_is_reused_from_its_beginning(arena: Arena):

@@ -59,8 +59,8 @@ def test_the_lock_goes_with_the_process_however_it_ends(data_dir: Path):
     again.close()
 
 
-@pytest.fixture
-def left(data_dir: Path) -> Iterator[Left]:
+@pytest.fixture(params=["reaped", "not yet reaped"])
+def left(request: pytest.FixtureRequest, data_dir: Path) -> Iterator[Left]:
     """A process that writes for an owner which was killed."""
     code = (
         "import os, subprocess, sys; from pathlib import Path\n"
@@ -72,8 +72,11 @@ def left(data_dir: Path) -> Iterator[Left]:
     owner = subprocess.Popen([sys.executable, "-c", code, data_dir], stdin=subprocess.PIPE)
     assert owner.stdin is not None
     with owner.stdin as until_closed:
-        assert owner.wait(30) == -9
+        os.waitid(os.P_PID, owner.pid, os.WEXITED | os.WNOWAIT)
+        if request.param == "reaped":
+            assert owner.wait(30) == -9
         yield Left(owner.pid, until_closed.close)
+    owner.wait(30)
 
 
 class Left(NamedTuple):
@@ -105,7 +108,7 @@ def test_what_does_not_end_after_its_owner_keeps_the_directory(
     data_dir: Path, left: Left, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("headrace_orchestrator.buffer.directory.LEFT_S", 0.0)
-    with pytest.raises(DataDirectoryInUse, match=f"for an orchestrator that has ended, process {left.owner}"):
+    with pytest.raises(DataDirectoryInUse, match=f"its last orchestrator has ended, process {left.owner}"):
         DataDirectory.claim(data_dir)
 
 

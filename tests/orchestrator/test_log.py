@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
@@ -19,9 +20,10 @@ from headrace import logfiles, logformat
 from headrace.errors import CorruptRecord, SetupError, StoreError, UnknownLogFormat
 from headrace.logformat import FileHead, Frame, FrameType, Tally
 from headrace_orchestrator.buffer.directory import DataDirectory
+from headrace_orchestrator.buffer.files import LocalFiles
 from headrace_orchestrator.buffer.location import Location
 from headrace_orchestrator.buffer.log import Log, Lost, Moves, Placed
-from headrace_orchestrator.buffer.writing import Writing
+from headrace_orchestrator.buffer.writing import WriterThread, Writing
 from headrace_orchestrator.service.lifecycle import StartWriting
 
 FILE_BYTES = 1 << 30
@@ -411,6 +413,97 @@ async def test_a_writer_that_fails_stops_the_log_and_nobody_waits_for_ever(
         with pytest.raises(StoreError, match="out of joint"):
             await log.synced()
         assert log.stopped
+
+
+class Owner:
+    """Looks whether the directory is still this process's; cannot tell when it is told not to."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+        self.blind_at: set[int] = set()
+
+    def __call__(self) -> None:
+        self.looks += 1
+        if self.looks in self.blind_at:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+
+async def test_nothing_is_acknowledged_or_stored_twice_where_it_cannot_be_told_who_owns_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("headrace_orchestrator.buffer.log.PROBE_FIRST_S", 3600.0)
+    owner = Owner()
+    async with opened(tmp_path, writing=WriterThread(tmp_path, owner)) as (log, _):
+        log.append(FrameType.CONTROL, b"safe")
+        await log.synced()
+        owner.blind_at = {owner.looks + 2, owner.looks + 3}  # after the sync, and when the file would be cut back
+        log.append(FrameType.CONTROL, b"one")
+        with pytest.raises(StoreError, match="Stale file handle"):
+            await log.synced()
+        log.append(FrameType.CONTROL, b"two")
+        owner.blind_at = {owner.looks + 2, owner.looks + 3}
+        log.try_again()
+        await settled(log)
+        assert log.failure
+        log.try_again()
+        await settled(log)
+        await log.synced()
+    async with opened(tmp_path) as (_, found):
+        assert payloads(found) == [b"safe", b"one", b"two"]
+
+
+async def test_an_old_owner_that_cannot_tell_cuts_nothing_of_what_its_successor_stored(tmp_path: Path):
+    owner = Owner()
+    async with opened(tmp_path, writing=WriterThread(tmp_path, owner)) as (old, _):
+        old.append(FrameType.CONTROL, b"one")
+        await old.synced()
+        async with opened(tmp_path) as (new, _):  # it goes on in the same file
+            new.append(FrameType.CONTROL, b"two")
+            await new.synced()
+        owner.blind_at = set(range(owner.looks, owner.looks + 100))
+        old.append(FrameType.CONTROL, b"late")
+        with pytest.raises(StoreError, match="Stale file handle"):
+            await old.synced()
+    async with opened(tmp_path) as (_, found):
+        assert payloads(found) == [b"one", b"two"]
+
+
+async def test_a_disk_that_refuses_while_the_log_is_closed_is_not_tried_again(tmp_path: Path, disk: Disk):
+    log = Log(tmp_path, file_bytes=FILE_BYTES)
+    list(log.scan())
+    log.begin(lambda: None)
+    disk.refuses = errno.ENOSPC
+    log.append(FrameType.CONTROL, b"one")
+    with pytest.raises(StoreError):
+        await log.close()
+    assert log._probe is None
+
+
+async def test_nothing_is_deleted_once_the_log_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    begun, may_end = threading.Event(), threading.Event()
+    remove = LocalFiles.remove
+
+    def slow(self: LocalFiles, number: int) -> int:
+        begun.set()
+        assert may_end.wait(30)
+        return remove(self, number)
+
+    monkeypatch.setattr(LocalFiles, "remove", slow)
+    log = Log(tmp_path, file_bytes=FILE_BYTES)
+    list(log.scan())
+    log.begin(lambda: None)
+    log.append(FrameType.CONTROL, b"old")
+    log.rotate(b"state")
+    await log.synced()
+    removing = asyncio.create_task(log.remove(1))
+    await asyncio.to_thread(begun.wait, 30)
+    removing.cancel()
+    closing = asyncio.create_task(log.close())
+    await asyncio.wait({closing}, timeout=0.5)  # for longer than it takes where nothing is waited for
+    assert not closing.done()
+    may_end.set()
+    await closing
+    assert [file.name for file in tmp_path.glob("*.log")] == ["00000002.log"]
 
 
 async def settled(log: Log) -> None:

@@ -178,7 +178,7 @@ async def test_it_ends_with_the_orchestrator_and_nobody_can_take_the_directory_b
             service.kill()
             with pytest.raises(aiohttp.ClientError):
                 await stored
-            with pytest.raises(DataDirectoryInUse, match="still written for an orchestrator that has ended"):
+            with pytest.raises(DataDirectoryInUse, match="still held, though its last orchestrator has ended"):
                 DataDirectory.claim(data_dir)
             writer.send(signal.SIGCONT)
             writer.wait()
@@ -280,6 +280,20 @@ async def test_when_it_ends_before_its_first_batch_the_service_says_so(service: 
     async with aiohttp.ClientSession(service.start()) as session:
         os.kill(service.writer, signal.SIGKILL)
         await until(lambda: is_unready(session))
+
+
+async def test_frames_that_cannot_be_handed_over_are_told_and_end_all_writing(
+    log_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(self: WriterProcess, *args: Any) -> None:
+        raise ValueError("out of joint")
+
+    async with beside(log_dir) as log:
+        monkeypatch.setattr(WriterProcess, "_send_all", fail)
+        log.append(FrameType.CONTROL, b"one")
+        with pytest.raises(StoreError, match="out of joint"):
+            await log.synced()
+        assert log.stopped
 
 
 async def test_when_it_ended_before_its_first_batch_that_is_told_why(log_dir: Path):

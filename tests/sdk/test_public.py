@@ -33,9 +33,14 @@ def test_a_module_of_the_package_is_there_without_an_import_of_its_own() -> None
     assert "numpy" in loaded_by("import headrace; headrace.layouts")
 
 
+def test_what_there_is_can_be_listed() -> None:
+    assert set(headrace.__all__) < set(dir(headrace))
+
+
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'headrace' has no attribute 'Learner'"):
         headrace.Learner  # noqa: B018
+    assert not hasattr(headrace, "layouts.padded")
     with pytest.raises(ImportError, match="cannot import name 'Learner' from 'headrace'"):
         exec("from headrace import Learner")
 

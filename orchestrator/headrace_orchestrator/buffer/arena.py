@@ -33,6 +33,7 @@ class Arena:
         """The memory, for so many bytes. Raises OSError."""
         wanted = max(LEAST_BYTES, size_bytes + -size_bytes % LEAST_BYTES)
         if wanted != self.size_bytes:
+            self._map, self.size_bytes = None, 0  # if one of these fails, what was seen is not there any more
             os.ftruncate(self.descriptor, wanted)
         return self.see(wanted)
 
@@ -45,5 +46,6 @@ class Arena:
 
     def close(self) -> None:
         """Give it up."""
-        self._map = None
-        os.close(self.descriptor)
+        self._map, self.size_bytes = None, 0
+        descriptor, self.descriptor = self.descriptor, -1
+        os.close(descriptor)

@@ -157,8 +157,9 @@ def _take(lock: int, path: Path) -> None:
         time.sleep(LOOK_S)
     if has_ended:
         raise DataDirectoryInUse(
-            f"The data directory {path} is still written for an orchestrator that has ended, process {pid}.",
-            hint="Wait until the disk has taken what that left, then start again.",
+            f"The data directory {path} is still held, though its last orchestrator has ended, process {pid}.",
+            hint="What that left may still be on its way to the disk, or a command such as fsck works here. Wait for "
+            "it, then start again.",
             pid=pid,
         )
     raise DataDirectoryInUse(
@@ -175,6 +176,8 @@ def _is_running(pid: int) -> bool:
         return False
     except OSError:  # it is another user's
         pass
+    with suppress(OSError):  # there is no such file but on Linux
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     return True
 
 

@@ -42,8 +42,8 @@ PROBE_FIRST_S, PROBE_LONGEST_S = 1.0, 8.0
 """How soon after a failure the disk is tried again; the wait doubles up to the second."""
 
 TOGETHER_BYTES = 8 << 20
-"""That the writer is given at once, if it is not one frame: the copy that a writer outside takes holds the event loop
-for some two milliseconds."""
+"""That the writer is given at once, where that is more than one frame and the disk does not refuse: the copy that a
+writer outside takes holds the event loop for some two milliseconds."""
 
 OnSync = Callable[[float, int], None]
 """Called after each group commit with its duration in seconds and its bytes."""
@@ -163,6 +163,7 @@ class Log:
         self._busy = False  # the writer has frames, or is about to be given some
         self._begun = self._ended = False
         self._unwritten: dict[int, bytes] = {}
+        self._removals: set[asyncio.Task[int]] = set()
         self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._probe: asyncio.TimerHandle | None = None
         self._probe_s = PROBE_FIRST_S
@@ -364,7 +365,8 @@ class Log:
         asyncio.get_running_loop().call_soon(self._write_waiting)
 
     def _write_waiting(self) -> None:
-        batch, size_bytes = [self._queue.popleft()], 0
+        batch = [self._queue.popleft()]
+        size_bytes = batch[0].size_bytes
         while self._queue and size_bytes + self._queue[0].size_bytes <= TOGETHER_BYTES:
             size_bytes += self._queue[0].size_bytes
             batch.append(self._queue.popleft())
@@ -433,6 +435,8 @@ class Log:
         self._on_failure()
 
     def _probe_later(self) -> None:
+        if self._ended:
+            return
         self._probe = asyncio.get_running_loop().call_later(self._probe_s, self.try_again)
         self._probe_s = min(2 * self._probe_s, PROBE_LONGEST_S)
 
@@ -496,7 +500,10 @@ class Log:
     async def remove(self, number: int) -> int:
         """Delete an old file whole; gives its bytes. Nothing in it may be needed any more. Raises StoreError."""
         try:
-            size_bytes = await asyncio.to_thread(self._remove, number)
+            removal = asyncio.create_task(asyncio.to_thread(self._remove, number))
+            self._removals.add(removal)
+            removal.add_done_callback(self._removals.discard)
+            size_bytes = await asyncio.shield(removal)
         except DataDirectoryInUse as error:
             self.stop(error.detail.rstrip("."))
             raise self._closed() from error
@@ -530,6 +537,8 @@ class Log:
             if not self.failure:
                 await self.synced()
         finally:
+            # A thread cannot be stopped: nothing is deleted any more once this one gives the directory up.
+            await asyncio.gather(*self._removals, return_exceptions=True)
             await self._writing.close()
             self.files.close()
 

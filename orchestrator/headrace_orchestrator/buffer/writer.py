@@ -20,6 +20,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
+from headrace.errors import DataDirectoryInUse
 from headrace.logfiles import path_of
 from headrace.logformat import FrameType, pack_frame, with_digest
 from headrace_orchestrator.buffer.directory import sync_directory
@@ -90,7 +91,6 @@ class Writer:
                 if number != self.number:
                     self._make(number)
                 written += self._append(frames)
-            self._require_owned()  # what came behind the other one's start is not read by it
         except OSError as error:
             self._give_up()
             raise Failed(error, written) from error
@@ -104,7 +104,6 @@ class Writer:
             first = next(frames)
             self._make(first.file)
             self._append(chain((first,), frames))
-            self._require_owned()
         except OSError:
             self._give_up()
             raise
@@ -130,6 +129,7 @@ class Writer:
             at, count = at + written, count + held
         sync(self._descriptor)
         self._require_there()
+        self._require_owned()  # what came behind the other one's start is not read by it
         self.total_bytes += at - self.durable_bytes
         self.durable_bytes = at
         return count
@@ -171,16 +171,19 @@ class Writer:
             raise TakenAway(errno.ENOENT, f"the file {path.name}, which is written, was deleted or renamed")
 
     def _give_up(self) -> None:
-        """Cut the file back: after a failed sync the kernel may show what is not on disk as if it were."""
+        """Cut the file back: after a failed sync the kernel may show what is not on disk as if it were. The head of the
+        next file says it as well, for where the cut fails, or where the file may be another process's by now."""
         if self._descriptor < 0:
             return  # not even a new file could be made
-        with contextlib.suppress(OSError):  # the head of the next file says it as well
+        is_empty = not self.durable_bytes
+        with contextlib.suppress(OSError, DataDirectoryInUse):
+            self._require_owned()
             os.ftruncate(self._descriptor, self.durable_bytes)
-        self._close()
-        if not self.durable_bytes:
-            # A file that nothing is in is as good as none: its number is free for the next one.
-            with contextlib.suppress(OSError):
+            if is_empty:
                 path_of(self._directory, self.number).unlink(missing_ok=True)
+        self._close()
+        if is_empty:
+            # A file that nothing is in is as good as none: its number is free for the next one.
             self.number, self.durable_bytes = self.number - 1, self._before_bytes
 
     def close(self) -> None:

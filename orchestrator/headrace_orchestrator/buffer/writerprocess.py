@@ -180,6 +180,9 @@ class WriterProcess:
             send(arena)
         except OSError:
             return self._ended()
+        except Exception as error:  # noqa: BLE001 - it is told, and ends all writing: a part may be on its way
+            reason = f"its frames could not be handed over ({type(error).__name__}: {error})"
+            return self._reached._replace(written=0, size_bytes=0, end=reason)
         return None
 
     def _send_all(self, what: Literal["write", "start over"], batch: Sequence[Queued], arena: mmap) -> None:
@@ -205,7 +208,7 @@ class WriterProcess:
 
     def _heard(self) -> None:
         try:
-            answer = self._socket.recv(_MESSAGE_BYTES)
+            answer = self._socket.recv(_MESSAGE_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
         except OSError:
@@ -271,7 +274,9 @@ def serve(path: str, opening: str) -> None:
     # A reset: the orchestrator is gone, or has closed this, and never took the last answer.
     with socket.socket(fileno=given.socket) as orchestrator, suppress(ConnectionError):
         while job := orchestrator.recv(_MESSAGE_BYTES):
-            orchestrator.send(_encoder.encode(_done(writer, arena, _jobs.decode(job), orchestrator)))
+            outcome = _done(writer, arena, _jobs.decode(job), orchestrator)
+            end = os.fsencode(outcome.end).decode(errors="replace")  # it may name a path that is no text
+            orchestrator.send(_encoder.encode(outcome._replace(end=end)))
 
 
 def _done(writer: Writer, arena: Arena, job: _Job, orchestrator: socket.socket) -> Outcome:

@@ -113,9 +113,9 @@ class Lifecycle:
         """Read the log and become ready. Requests may come meanwhile. Raises StoreError."""
         self._phase = "opening the log"
         begun = self._reading_since = self._clock()
-        # Heads of files may be large: the event loop answers meanwhile.
         writing = self._start_writing(self._directory)
         try:
+            # Heads of files may be large: the event loop answers meanwhile.
             self._log = await asyncio.to_thread(self._open_log, writing)
         except BaseException:
             await writing.close()
