@@ -162,6 +162,11 @@ class Actor:
         return self._phase == LOST and self._plan.lost.exists()
 
     @property
+    def kept_silent(self) -> bool:
+        """Whether it lost its writer and was asked in time; the writer may also die while it is killed itself."""
+        return self.has_lost_its_writer and self._saw_loss
+
+    @property
     def exit_code(self) -> int:
         """That of a process that died."""
         assert self._child is not None
@@ -275,7 +280,7 @@ class Campaign:
         return [f"no {role} died while {phase}" for role, phase in wanted if not self.report.kills[role, phase]]
 
     def _note(self, actor: Actor, phase: str) -> None:
-        if actor.has_lost_its_writer and phase == ANY_MOMENT:
+        if actor.kept_silent and phase == ANY_MOMENT:
             self._surprises.append("an orchestrator without the process that writes its log did not say so")
         stopped = actor.has_lost_its_writer and actor.exit_code == roles.STOPPED
         if actor.exit_code != -signal.SIGKILL and phase != "closing" and not stopped:

@@ -347,7 +347,8 @@ async def test_when_it_ends_while_the_disk_refuses_only_a_restart_helps(log_dir:
         of(log)._process.kill()
         log.try_again()
         await settled(log)
-        assert log.stopped
+        with pytest.raises(StoreError, match=r"the process that writes the log ended \(SIGKILL\)\. .*restart"):
+            await log.synced()
     assert await found_in(log_dir) == [b"stored"]
 
 

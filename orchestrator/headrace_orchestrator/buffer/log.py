@@ -373,10 +373,10 @@ class Log:
         self._writing.write(batch, functools.partial(self._written, batch))
 
     def stop(self, problem: str) -> None:
-        """Take nothing more, and tell every waiter: what was decided and what is stored are not the same any more."""
-        self.stopped = True
-        self.failure = self.failure or problem
-        self.phase = self.phase or "failed"
+        """Take nothing more, and tell every waiter: what was decided and what is stored are not the same any more. That
+        a disk refused before is not the reason any more: when it takes data again, this stays."""
+        if not self.stopped:
+            self.stopped, self.failure, self.phase = True, problem, "failed"
         self._tell_waiters()
         self._on_failure()
 
