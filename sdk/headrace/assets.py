@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace import wire
+from headrace.alignment import ALIGNMENT, padded
 from headrace.errors import (
     CorruptAsset,
     HeadraceError,
@@ -47,9 +48,6 @@ ARRAY_MEDIA_TYPE = "application/x-npy"
 
 FOLDER = "assets"
 """Where assets are in a data directory."""
-
-ALIGNMENT = 64
-"""Bytes. Each asset of a body with several starts at a multiple of it, so that an array in it is aligned as well."""
 
 _LENGTH = struct.Struct("<I")
 _NAME = re.compile(r"[0-9a-f]{64}")
@@ -186,7 +184,7 @@ def unpack_assets(body: bytes | memoryview) -> list[memoryview | HeadraceError]:
     except (struct.error, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"The bytes are no assets: {error}.", hint="Is there a proxy in between?") from error
     found: list[memoryview | HeadraceError] = []
-    start = end + -end % ALIGNMENT
+    start = padded(end)
     for head in heads:
         if head.problem is not None:
             found.append(from_problem(head.problem))
@@ -194,7 +192,7 @@ def unpack_assets(body: bytes | memoryview) -> list[memoryview | HeadraceError]:
         if head.size_bytes < 0 or start + head.size_bytes > len(view):
             raise InvalidRequest("The bytes are no assets: they end too early.", hint="They were cut on the way.")
         found.append(view[start : start + head.size_bytes])
-        start += head.size_bytes + -head.size_bytes % ALIGNMENT
+        start += padded(head.size_bytes)
     return found
 
 

@@ -207,7 +207,7 @@ def pack_frame(kind: FrameType, payload: bytes | memoryview) -> list[bytes | mem
 
 def frame_bytes(kind: FrameType, length: int) -> int:
     """Size in the file of a frame whose payload is that long."""
-    return (HEADER_BYTES + length + -length % ALIGNMENT) * _COPIES[kind]
+    return (HEADER_BYTES + padded(length)) * _COPIES[kind]
 
 
 def parse_head(payload: bytes) -> FileHead:

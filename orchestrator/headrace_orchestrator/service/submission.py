@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from headrace import codec
-from headrace.alignment import ALIGNMENT
+from headrace.alignment import ALIGNMENT, padded
 from headrace.errors import (
     AssetsMissing,
     AttemptNotYours,
@@ -68,7 +68,7 @@ def parse_submission(worker: str, body: bytes) -> list[Submitted]:
         raise _unreadable(f"its JSON does not decode: {error}") from error
     if len(heads) > MAX_SUBMISSIONS:
         raise _unreadable(f"it has {len(heads)} records, at most {MAX_SUBMISSIONS} may come together")
-    offset = start + -start % ALIGNMENT
+    offset = padded(start)
     submitted, view = [], memoryview(body)
     for head in heads:
         if head.size_bytes <= 0 or head.size_bytes % ALIGNMENT or offset + head.size_bytes > len(body):
