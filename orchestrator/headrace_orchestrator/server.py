@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator
 import uvicorn
 
 from headrace.errors import PortInUse, SetupError
-from headrace.patience import Impatient
-from headrace.tokens import load_auth
+from headrace.server.auth import load_auth
+from headrace.server.request_timeouts import RequestTimeouts
 from headrace_orchestrator import allocator, logs
 from headrace_orchestrator.api.answering import AnsweringProtocol
 from headrace_orchestrator.api.app import App
@@ -49,9 +49,9 @@ the projection, or the log where no process does."""
 KEEP_ALIVE_S = 75
 """Idle connections are kept this long: longer than the longest poll, so that a worker keeps its connection."""
 
-REQUEST_S = 600.0
-"""For a request to be here whole, from its first byte. The largest body that is read by default comes in time at
-0.5 MB/s, what a worker hands in at a tenth of that."""
+REQUEST_TIMEOUT_S = 600.0
+"""Seconds for a request to be here whole, from its first byte. The largest body that is read by default comes in time
+at 0.5 MB/s, what a worker hands in at a tenth of that."""
 
 
 def run(settings: Settings, *, ready: Callable[[Address], None] = lambda address: None) -> None:
@@ -142,10 +142,10 @@ async def _serve(
     log.info("stopped")
 
 
-class Protocol(Impatient, DirectProtocol, ReceivingProtocol, AnsweringProtocol, GatheringProtocol):
+class Protocol(RequestTimeouts, DirectProtocol, ReceivingProtocol, AnsweringProtocol, GatheringProtocol):
     """HTTP as the orchestrator speaks it."""
 
-    silent_s, request_s = KEEP_ALIVE_S, REQUEST_S
+    idle_timeout_s, request_timeout_s = KEEP_ALIVE_S, REQUEST_TIMEOUT_S
 
 
 class _Server(uvicorn.Server):

@@ -35,7 +35,7 @@ class Settings:
     port: int = 8470
     """Port to bind; 0 lets the system choose. The chosen one is in ``<data>/address`` and given to ``ready``."""
     tokens: Path | None = None
-    """TOML file of bearer tokens (``headrace.tokens`` says how it reads). Default: none, loopback only."""
+    """TOML file of bearer tokens (``headrace.server.auth`` says how it reads). Default: none, loopback only."""
     environments: Set[str] | None = None
     """Environment ids that the workers know. Given: runs and groups that name another are refused at once. Default:
     unknown, so that a wrong id shows up as failed episodes of kind ``unknown-environment``."""

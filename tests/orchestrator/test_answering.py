@@ -12,7 +12,7 @@ from uvicorn.server import ServerState
 from headrace_orchestrator.api.answering import WHOLE
 from headrace_orchestrator.server import Protocol
 from tests.orchestrator.serving import Api
-from tests.orchestrator.test_patience import connected
+from tests.orchestrator.test_request_timeouts import connected
 
 GET = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
 BODY = b'{"epoch":1}'

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import SetupError
-from headrace.tokens import ROLES, Role, load_auth
+from headrace.server.auth import ROLES, Role, load_auth
 from headrace_orchestrator.api.routes import ROUTES
 from tests.orchestrator.serving import Api, orchestrator
 

@@ -17,7 +17,7 @@ from headrace_orchestrator.api.direct import SMALL_BYTES, Direct, Reply
 from headrace_orchestrator.api.http import Answer, whole_head
 from tests.orchestrator.serving import Api, orchestrator, record_for, submission
 from tests.orchestrator.test_answering import Wire, protocol_of
-from tests.orchestrator.test_patience import connected
+from tests.orchestrator.test_request_timeouts import connected
 
 HEAD = b"POST /direct HTTP/1.1\r\nContent-Length: 4\r\n"
 

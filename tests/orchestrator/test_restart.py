@@ -16,7 +16,7 @@ import pytest
 from headrace import wire
 from headrace.batch import Batch
 from headrace.errors import PortInUse
-from headrace.tokens import is_loopback
+from headrace.server.auth import is_loopback
 from headrace.trajectory import Provenance
 from headrace_orchestrator.buffer import log
 from headrace_orchestrator.service import serving

@@ -347,8 +347,8 @@ HEAD = b"POST /v1/run HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/m
 async def test_a_connection_whose_request_is_not_here_in_time_is_closed(
     runtime: MemoryRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: bytes, is_first: bool
 ) -> None:
-    monkeypatch.setattr(Protocol, "silent_s", 0.05)
-    monkeypatch.setattr(Protocol, "request_s", 0.05)
+    monkeypatch.setattr(Protocol, "idle_timeout_s", 0.05)
+    monkeypatch.setattr(Protocol, "request_timeout_s", 0.05)
     monkeypatch.setattr("headrace_sandbox.service.server.KEEP_ALIVE_S", 0.05)
     async with service(runtime, tmp_path / "s"):
         reader, writer = await asyncio.open_unix_connection(tmp_path / "s")
@@ -364,7 +364,7 @@ async def test_a_connection_whose_request_is_not_here_in_time_is_closed(
 async def test_a_request_that_is_here_in_time_is_heard_however_long_its_answer_takes(
     address: str, client: ServiceRuntime, runtime: MemoryRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Protocol, "request_s", 0.3)
+    monkeypatch.setattr(Protocol, "request_timeout_s", 0.3)
     asked = {"program": {"code": "sleep 0.5"}, "limits": {"memory_bytes": 1 << 20}, "wait_s": 10.0}
     body = msgspec.msgpack.encode(asked)
     reader, writer = await asyncio.open_unix_connection(address.removeprefix("unix://"))

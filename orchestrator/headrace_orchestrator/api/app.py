@@ -22,7 +22,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from headrace.errors import HeadraceError, InternalError, MethodNotAllowed, NotFound, StoreError, Unavailable
 from headrace.ids import new_id
-from headrace.tokens import Auth
+from headrace.server.auth import Auth
 from headrace.wire import HEADER_WAIT_S, PROBLEM_MEDIA_TYPE
 from headrace_orchestrator import logs
 from headrace_orchestrator.api.direct import SMALL_BYTES, Direct, Reply

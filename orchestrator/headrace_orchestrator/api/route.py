@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.errors import HeadraceError
-from headrace.tokens import Role
+from headrace.server.auth import Role
 from headrace_orchestrator.api.http import DirectHandler, Handler
 
 

@@ -8,7 +8,7 @@ import msgspec
 
 from headrace import errors, wire
 from headrace.runspec import RunSpec
-from headrace.tokens import Role
+from headrace.server.auth import Role
 from headrace.wire import API
 from headrace_orchestrator.api import handlers, openapi, pages
 from headrace_orchestrator.api.http import Answer, Call

@@ -27,7 +27,7 @@ from headrace.errors import (
     SandboxFailure,
 )
 from headrace.ids import new_id
-from headrace.tokens import Auth, Role
+from headrace.server.auth import Auth, Role
 from headrace.wire import PROBLEM_MEDIA_TYPE
 from headrace_sandbox.pool.leased import Leased, over
 from headrace_sandbox.pool.pool import Pool

@@ -1,7 +1,7 @@
 """uvicorn's HTTP protocol, which tells who waits for an answer that its client hung up.
 
 * Whoever asks for it (``HUNG_UP`` among the extensions of a request's scope) is called when the client hangs up.
-* It has no endless patience with a client (``headrace.patience``).
+* A client that is too slow is disconnected (``headrace.server.request_timeouts``).
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from headrace.patience import Impatient
+from headrace.server.request_timeouts import RequestTimeouts
 
 KEEP_ALIVE_S = 75
 """Idle connections are kept this long: longer than clients keep theirs, so that none is closed under a request."""
 
-REQUEST_S = 120.0
-"""For a request to be here whole, from its first byte. The largest body that is read by default comes in time at
-0.6 MB/s."""
+REQUEST_TIMEOUT_S = 120.0
+"""Seconds for a request to be here whole, from its first byte. The largest body that is read by default comes in time
+at 0.6 MB/s."""
 
 HUNG_UP = "headrace.hung_up"
 """What is called when the client of a request hangs up: a list, to which may be added. A task that waits for
 ``http.disconnect`` would cost each request more."""
 
 
-class Protocol(Impatient, HttpToolsProtocol):
+class Protocol(RequestTimeouts, HttpToolsProtocol):
     """HTTP as the service speaks it."""
 
-    silent_s, request_s = KEEP_ALIVE_S, REQUEST_S
+    idle_timeout_s, request_timeout_s = KEEP_ALIVE_S, REQUEST_TIMEOUT_S
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)

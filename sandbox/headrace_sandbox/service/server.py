@@ -25,7 +25,7 @@ import structlog
 import uvicorn
 
 from headrace.errors import PortInUse, SetupError
-from headrace.tokens import Auth, load_auth
+from headrace.server.auth import Auth, load_auth
 from headrace_sandbox.heir import Heir
 from headrace_sandbox.pool.messages import Bounds
 from headrace_sandbox.pool.pool import Pool

@@ -25,7 +25,7 @@ class ServiceSettings:
     port: int = 0
     """Port to bind; 0 lets the system choose."""
     tokens: Path | None = None
-    """TOML file of bearer tokens (``headrace.tokens`` says how it reads); clients need the role ``sandbox``."""
+    """TOML file of bearer tokens (``headrace.server.auth`` says how it reads); clients need the role ``sandbox``."""
     pool: PoolSettings = field(default_factory=PoolSettings)
     """Bounds of the pool."""
     warm: int = 0

@@ -1,4 +1,4 @@
-"""How long the orchestrator waits for what clients say."""
+"""Timeouts of the orchestrator for what clients say."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def is_closed(api: Api, before: bytes, said: bytes) -> None:
 async def test_a_connection_on_which_no_request_begins_is_closed(
     api: Api, monkeypatch: pytest.MonkeyPatch, before: bytes, said: bytes
 ):
-    monkeypatch.setattr(Protocol, "silent_s", 0.05)
+    monkeypatch.setattr(Protocol, "idle_timeout_s", 0.05)
     await is_closed(api, before, said)
 
 
@@ -57,15 +57,15 @@ async def test_a_connection_on_which_no_request_begins_is_closed(
 async def test_a_connection_whose_request_is_not_here_whole_in_time_is_closed(
     api: Api, monkeypatch: pytest.MonkeyPatch, before: bytes, said: bytes
 ):
-    monkeypatch.setattr(Protocol, "request_s", 0.05)
+    monkeypatch.setattr(Protocol, "request_timeout_s", 0.05)
     await is_closed(api, before, said)
 
 
 async def test_a_request_that_is_here_whole_is_answered_however_long_that_takes(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(Protocol, "silent_s", 0.3)
-    monkeypatch.setattr(Protocol, "request_s", 0.3)
+    monkeypatch.setattr(Protocol, "idle_timeout_s", 0.3)
+    monkeypatch.setattr(Protocol, "request_timeout_s", 0.3)
     async with connected(api) as (reader, writer):
         writer.write(HEAD % len(LEASE) + LEASE[:-1])
         await api.ask("GET", "/healthz")

@@ -1,4 +1,4 @@
-"""The patience of an HTTP server with its clients.
+"""Timeouts of an HTTP server for the requests of its clients.
 
 * A connection on which no request begins is closed after a while: one that a client opened and forgot.
 * A connection whose request is not here whole in time is closed: a body that never ends.
@@ -11,15 +11,15 @@ import asyncio
 from typing import Any
 
 
-class Impatient(asyncio.Protocol):
-    """To stand before uvicorn's ``HttpToolsProtocol`` among the bases of a server's own. Between an answer and what the
-    client says next uvicorn's own timer runs, ``timeout_keep_alive``."""
+class RequestTimeouts(asyncio.Protocol):
+    """A base class of a server's protocol, named before uvicorn's ``HttpToolsProtocol``. Between an answer and the next
+    bytes of the client uvicorn's own timer runs, ``timeout_keep_alive``."""
 
-    silent_s: float
-    """For the first request to begin, from when the client connected: as long as an idle connection is kept."""
+    idle_timeout_s: float
+    """Seconds for the first request to begin, after the client connected: as long as an idle connection is kept."""
 
-    request_s: float
-    """For a request to be here whole, from its first byte."""
+    request_timeout_s: float
+    """Seconds for a request to be here whole, from its first byte."""
 
     loop: asyncio.AbstractEventLoop
     transport: asyncio.Transport
@@ -28,36 +28,36 @@ class Impatient(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._is_within_request = False
-        self._deadline: asyncio.TimerHandle | None = None
-        self._wait(self.silent_s)
+        self._timer: asyncio.TimerHandle | None = None
+        self._start_timer(self.idle_timeout_s)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self._deadline is not None:
+        if self._timer is not None:
             return
         if self._is_within_request:
-            self._wait(self.request_s)
+            self._start_timer(self.request_timeout_s)
         elif self.cycle is None or self.cycle.response_complete:
-            self._wait(self.silent_s)  # an empty line, which ended uvicorn's timer
+            self._start_timer(self.idle_timeout_s)  # an empty line, which ended uvicorn's timer
 
     def on_message_begin(self) -> None:
         super().on_message_begin()  # type: ignore[misc]  # of uvicorn's protocol, which comes behind this class
         self._is_within_request = True
-        self._wait_no_more()
+        self._stop_timer()
 
     def on_message_complete(self) -> None:
         super().on_message_complete()  # type: ignore[misc]
         self._is_within_request = False
-        self._wait_no_more()
+        self._stop_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._wait_no_more()
+        self._stop_timer()
 
-    def _wait(self, duration_s: float) -> None:
-        self._deadline = self.loop.call_later(duration_s, self.transport.abort)
+    def _start_timer(self, duration_s: float) -> None:
+        self._timer = self.loop.call_later(duration_s, self.transport.abort)
 
-    def _wait_no_more(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
