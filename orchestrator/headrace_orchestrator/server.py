@@ -1,4 +1,4 @@
-"""The orchestrator process: data directory, service, HTTP server, signals.
+"""The orchestrator process: data directory, service, HTTP server.
 
 * The port answers from the first moment: ``/healthz`` at once, ``/readyz`` with the phase of the start.
 * A port in use, a data directory in use, and an open bind without tokens are refused with what to do.
@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import gc
-import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-import uvicorn
-
-from headrace.errors import PortInUse, SetupError
 from headrace.server.auth import load_auth
+from headrace.server.process import KEEP_ALIVE_S, listen, run_until_signal, serving
 from headrace.server.request_timeouts import RequestTimeouts
 from headrace_orchestrator import allocator, logs
 from headrace_orchestrator.api.answering import AnsweringProtocol
@@ -35,9 +31,6 @@ from headrace_orchestrator.settings import Address, Settings
 
 log = logs.logger(__name__)
 
-BACKLOG = 2048
-"""Connections that may wait to be taken: a whole fleet reconnects at once after a restart."""
-
 GC_THRESHOLDS = (50_000, 20, 1000)
 """The state is large, long-lived and free of cycles: collecting at the default pace triples the time to decode a record
 and stops the event loop for long. The oldest generation is looked at once in a billion objects."""
@@ -46,9 +39,6 @@ SWITCH_INTERVAL_S = 0.0005
 """How long the event loop keeps the interpreter while another thread wants it: one that reads for a pull, that writes
 the projection, or the log where no process does."""
 
-KEEP_ALIVE_S = 75
-"""Idle connections are kept this long: longer than the longest poll, so that a worker keeps its connection."""
-
 REQUEST_TIMEOUT_S = 600.0
 """Seconds for a request to be here whole, from its first byte. The largest body that is read by default comes in time
 at 0.5 MB/s, what a worker hands in at a tenth of that."""
@@ -56,22 +46,12 @@ at 0.5 MB/s, what a worker hands in at a tenth of that."""
 
 def run(settings: Settings, *, ready: Callable[[Address], None] = lambda address: None) -> None:
     """Run until SIGTERM or SIGINT; returns after a graceful stop. Raises SetupError if it cannot start."""
-    import uvloop
-
     logs.configure(settings)
     allocator.keep_freed_memory()
     gc.set_threshold(*GC_THRESHOLDS)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_until_signal(settings, ready))
-
-
-async def _until_signal(settings: Settings, ready: Callable[[Address], None]) -> None:
-    stop = asyncio.Event()
-    for name in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(name, stop.set)
-    beside = writerprocess.WriterProcess if writerprocess.SUPPORTED else in_a_thread
-    await serve(settings, ready=ready, stop=stop, start_writing=beside)
+    start_writing = writerprocess.WriterProcess if writerprocess.SUPPORTED else in_a_thread
+    run_until_signal(lambda stop: serve(settings, ready=ready, stop=stop, start_writing=start_writing))
 
 
 async def serve(
@@ -86,7 +66,7 @@ async def serve(
     auth = load_auth(settings.tokens, settings.host)
     directory = DataDirectory.claim(settings.data)
     try:
-        listener = _listen(settings)
+        listener = listen(settings.host, settings.port, option="--port")
         with contextlib.closing(listener):
             address = Address(settings.host, listener.getsockname()[1])
             directory.announce(address.url)
@@ -105,40 +85,23 @@ async def _serve(
     ready: Callable[[], None],
     stop: asyncio.Event,
 ) -> None:
-    server = _Server(
-        uvicorn.Config(
-            app,
-            http=Protocol,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            backlog=BACKLOG,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=max(1, round(settings.shutdown_timeout_s)),
-        )
-    )
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
     stopping = asyncio.create_task(stop.wait())
     starting = asyncio.create_task(service.start())
     try:
-        await asyncio.wait({serving, stopping, starting}, return_when=asyncio.FIRST_COMPLETED)
-        if starting.done() and not stopping.done():
-            starting.result()
-            ready()
-            await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        async with serving(app, Protocol, listener, shutdown_timeout_s=settings.shutdown_timeout_s) as http:
+            try:
+                await asyncio.wait({http, stopping, starting}, return_when=asyncio.FIRST_COMPLETED)
+                if starting.done() and not stopping.done():
+                    starting.result()
+                    ready()
+                    await asyncio.wait({http, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                log.info("stopping")
+                service.drain()
+                stopping.cancel()
     finally:
-        log.info("stopping")
-        service.drain()
-        server.should_exit = True
-        stopping.cancel()
-        await asyncio.wait({serving, starting})
-        for connection in list(server.server_state.connections):
-            connection.transport.abort()  # whoever did not read its answer in time
+        await asyncio.wait({starting})
         await service.close()
-    serving.result()
     log.info("stopped")
 
 
@@ -146,34 +109,3 @@ class Protocol(RequestTimeouts, DirectProtocol, ReceivingProtocol, AnsweringProt
     """HTTP as the orchestrator speaks it."""
 
     idle_timeout_s, request_timeout_s = KEEP_ALIVE_S, REQUEST_TIMEOUT_S
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals to whoever runs the event loop."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def _listen(settings: Settings) -> socket.socket:
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((settings.host, settings.port))
-        listener.listen(BACKLOG)
-        listener.setblocking(False)
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise PortInUse(
-                f"Port {settings.port} on {settings.host} is in use by another process.",
-                hint="Stop that process, or choose another port with --port (0 lets the system choose).",
-                port=settings.port,
-            ) from error
-        raise SetupError(
-            f"Port {settings.port} on {settings.host} cannot be bound: {error.strerror}.",
-            hint="Check --host and --port; ports below 1024 need privileges.",
-        ) from error
-    return listener

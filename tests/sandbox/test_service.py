@@ -349,7 +349,7 @@ async def test_a_connection_whose_request_is_not_here_in_time_is_closed(
 ) -> None:
     monkeypatch.setattr(Protocol, "idle_timeout_s", 0.05)
     monkeypatch.setattr(Protocol, "request_timeout_s", 0.05)
-    monkeypatch.setattr("headrace_sandbox.service.server.KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr("headrace.server.process.KEEP_ALIVE_S", 0.05)
     async with service(runtime, tmp_path / "s"):
         reader, writer = await asyncio.open_unix_connection(tmp_path / "s")
         with contextlib.closing(writer):

@@ -12,10 +12,8 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from headrace.server.process import KEEP_ALIVE_S
 from headrace.server.request_timeouts import RequestTimeouts
-
-KEEP_ALIVE_S = 75
-"""Idle connections are kept this long: longer than clients keep theirs, so that none is closed under a request."""
 
 REQUEST_TIMEOUT_S = 120.0
 """Seconds for a request to be here whole, from its first byte. The largest body that is read by default comes in time

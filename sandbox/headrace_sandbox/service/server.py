@@ -11,21 +11,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import grp
 import os
-import signal
 import socket
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import structlog
-import uvicorn
 
-from headrace.errors import PortInUse, SetupError
+from headrace.errors import SetupError
 from headrace.server.auth import Auth, load_auth
+from headrace.server.process import BACKLOG, listen, run_until_signal, serving
 from headrace_sandbox.heir import Heir
 from headrace_sandbox.pool.messages import Bounds
 from headrace_sandbox.pool.pool import Pool
@@ -35,30 +33,17 @@ from headrace_sandbox.runtimes.registry import ready_runtime
 from headrace_sandbox.service import logs
 from headrace_sandbox.service.app import App
 from headrace_sandbox.service.metrics import Metrics
-from headrace_sandbox.service.protocol import KEEP_ALIVE_S, Protocol
+from headrace_sandbox.service.protocol import Protocol
 from headrace_sandbox.service.settings import ServiceSettings
 
 log = structlog.stdlib.get_logger(__name__)
-
-BACKLOG = 2048
-"""Connections that may wait to be taken: all workers of a host come back at once after a restart."""
 
 
 def run(settings: ServiceSettings, *, ready: Callable[[str], None] = lambda address: None) -> None:
     """Run until SIGTERM or SIGINT; returns after a graceful stop. ``ready`` gets the address. Raises SetupError or
     SandboxFailure if it cannot start."""
-    import uvloop
-
     logs.configure_logs(settings.log_level)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_until_signal(settings, ready))
-
-
-async def _until_signal(settings: ServiceSettings, ready: Callable[[str], None]) -> None:
-    stop = asyncio.Event()
-    for name in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(name, stop.set)
-    await serve(settings, ready=ready, stop=stop)
+    run_until_signal(lambda stop: serve(settings, ready=ready, stop=stop))
 
 
 async def serve(settings: ServiceSettings, *, ready: Callable[[str], None], stop: asyncio.Event) -> None:
@@ -104,46 +89,17 @@ async def _serve(
     ready: Callable[[], None],
     stop: asyncio.Event,
 ) -> None:
-    server = _Server(
-        uvicorn.Config(
-            app,
-            http=Protocol,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            date_header=False,
-            backlog=BACKLOG,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=max(1, round(settings.grace_s)),
-        )
-    )
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
     stopping = asyncio.create_task(stop.wait())
-    try:
-        while not (server.started or serving.done()):
-            await asyncio.sleep(0.005)
-        ready()
-        log.info("ready", runtime=pool.runtime.name)
-        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        log.info("stopping")
-        app.draining = True
-        pool.drain()
-        server.should_exit = True
-        stopping.cancel()
-        await asyncio.wait({serving})
-    serving.result()
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals to whoever runs the event loop."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+    async with serving(app, Protocol, listener, shutdown_timeout_s=settings.grace_s) as http:
+        try:
+            ready()
+            log.info("ready", runtime=pool.runtime.name)
+            await asyncio.wait({http, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            log.info("stopping")
+            app.draining = True
+            pool.drain()
+            stopping.cancel()
 
 
 class Listening(NamedTuple):
@@ -159,7 +115,7 @@ def _listen(settings: ServiceSettings, stack: contextlib.ExitStack) -> Listening
         listener = _listen_unix(settings.socket, settings.group, stack)
         return Listening(listener, f"unix://{settings.socket}", Auth(None))
     auth = load_auth(settings.tokens, settings.host)
-    listener = _listen_tcp(settings.host, settings.port, stack)
+    listener = stack.enter_context(contextlib.closing(listen(settings.host, settings.port, option="--bind")))
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     return Listening(listener, f"http://{host}:{listener.getsockname()[1]}", auth)
 
@@ -205,22 +161,3 @@ def _remove_dead(path: Path) -> None:
         except OSError as error:
             raise SetupError(f"{path} cannot be looked at: {error.strerror}.", hint="Check --socket.") from error
     raise SetupError(f"A service answers at {path} already.", hint="Use that one, or name another with --socket.")
-
-
-def _listen_tcp(host: str, port: int, stack: contextlib.ExitStack) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = stack.enter_context(contextlib.closing(socket.socket(family, socket.SOCK_STREAM)))
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise PortInUse(
-                f"Port {port} on {host} is in use by another process.",
-                hint="Stop that process, or choose another port with --bind (0 lets the system choose).",
-                port=port,
-            ) from error
-        raise SetupError(f"Port {port} on {host} cannot be bound: {error.strerror}.", hint="Check --bind.") from error
-    listener.listen(BACKLOG)
-    listener.setblocking(False)
-    return listener

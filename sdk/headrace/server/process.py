@@ -1,0 +1,105 @@
+"""The process of an HTTP service: its event loop, its signals, the port that it listens on, uvicorn.
+
+* SIGTERM and SIGINT set an event, and the service stops in order.
+* A port that is in use, or that cannot be bound, is refused with what to do.
+* A stop lets open requests end for a while, and then closes the connections that are left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from typing import Any
+
+import uvicorn
+import uvloop
+
+from headrace.errors import PortInUse, SetupError
+
+BACKLOG = 2048
+"""Connections that may wait to be accepted: a whole fleet reconnects at once after a restart."""
+
+KEEP_ALIVE_S = 75
+"""Idle connections are kept this long: longer than the longest poll, and than clients keep theirs, so that none is
+closed under a request."""
+
+
+def run_until_signal(serve: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
+    """Run ``serve`` in an event loop of its own. It is given an event that SIGTERM and SIGINT set."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_with_signals(serve))
+
+
+async def _with_signals(serve: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
+    stop = asyncio.Event()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(name, stop.set)
+    await serve(stop)
+
+
+def listen(host: str, port: int, *, option: str) -> socket.socket:
+    """A TCP socket that listens there; port 0 lets the system choose. ``option`` is the command line's for the port, as
+    hints name it. Raises SetupError."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUse(
+                f"Port {port} on {host} is in use by another process.",
+                hint=f"Stop that process, or choose another port with {option} (0 lets the system choose).",
+                port=port,
+            ) from error
+        raise SetupError(
+            f"Port {port} on {host} cannot be bound: {error.strerror}.",
+            hint=f"Check the address, and {option}; ports below 1024 need privileges.",
+        ) from error
+    return listener
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    app: Any, protocol: type[asyncio.Protocol], listener: socket.socket, *, shutdown_timeout_s: float
+) -> AsyncIterator[asyncio.Task[None]]:
+    """Serve the ASGI application in this event loop; gives a task that is done if serving ends by itself. Leaving the
+    block stops it: open requests get ``shutdown_timeout_s`` seconds to end."""
+    server = _Server(
+        uvicorn.Config(
+            app,
+            http=protocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=max(1, round(shutdown_timeout_s)),
+        )
+    )
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield task
+    finally:
+        server.should_exit = True
+        await asyncio.wait({task})
+        for connection in list(server.server_state.connections):
+            connection.transport.abort()  # of whoever did not read its answer in time
+    task.result()
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the owner of the event loop."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

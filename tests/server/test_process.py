@@ -1,0 +1,103 @@
+"""The process of an HTTP service."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from headrace.errors import PortInUse, SetupError
+from headrace.server.process import listen, serving
+
+REQUEST = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+WAITS = """
+import asyncio
+from headrace.server.process import run_until_signal
+
+async def serve(stop):
+    print("ready", flush=True)
+    await stop.wait()
+    print("stops in order", flush=True)
+
+run_until_signal(serve)
+"""
+
+
+@pytest.mark.parametrize("name", [signal.SIGTERM, signal.SIGINT])
+def test_sigterm_and_sigint_set_an_event_and_the_service_stops_in_order(name: signal.Signals):
+    with subprocess.Popen([sys.executable, "-c", WAITS], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(name)
+        assert process.communicate(timeout=30) == ("stops in order\n", None)
+        assert process.returncode == 0
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_port_that_is_in_use_is_refused_with_what_to_do(host: str):
+    with contextlib.closing(listen(host, 0, option="--bind")) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(PortInUse, match=f"Port {port} on {host} is in use") as refused:
+            listen(host, port, option="--bind")
+    assert refused.value.hint == "Stop that process, or choose another port with --bind (0 lets the system choose)."
+
+
+def test_a_port_that_cannot_be_bound_is_refused_with_what_to_do():
+    with pytest.raises(SetupError, match=r"Port 0 on 192\.0\.2\.1 cannot be bound: ") as refused:
+        listen("192.0.2.1", 0, option="--port")
+    assert refused.value.hint == "Check the address, and --port; ports below 1024 need privileges."
+
+
+class App:
+    """Answers with ``body`` when ``proceed`` is set."""
+
+    def __init__(self, body: bytes) -> None:
+        self.body = body
+        self.asked, self.proceed = asyncio.Event(), asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.asked.set()
+        await self.proceed.wait()
+        headers = [(b"content-length", b"%d" % len(self.body))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": self.body})
+
+
+@contextlib.asynccontextmanager
+async def asked(app: App, listener: socket.socket) -> AsyncIterator[asyncio.StreamReader]:
+    """A connection whose request the application has."""
+    reader, writer = await asyncio.open_connection(*listener.getsockname())
+    with contextlib.closing(writer):
+        writer.write(REQUEST)
+        await app.asked.wait()
+        yield reader
+
+
+async def test_a_stop_lets_open_requests_end():
+    app = App(b"ok")
+    with contextlib.closing(listen("127.0.0.1", 0, option="--port")) as listener:
+        async with contextlib.AsyncExitStack() as client:
+            async with serving(app, HttpToolsProtocol, listener, shutdown_timeout_s=60):
+                reader = await client.enter_async_context(asked(app, listener))
+                asyncio.get_running_loop().call_later(0.2, app.proceed.set)
+            assert (await reader.read()).endswith(b"connection: close\r\n\r\nok")
+
+
+async def test_a_stop_closes_the_connections_that_are_left():
+    app = App(bytes(64 << 20))
+    app.proceed.set()
+    with contextlib.closing(listen("127.0.0.1", 0, option="--port")) as listener:
+        async with contextlib.AsyncExitStack() as client:
+            async with serving(app, HttpToolsProtocol, listener, shutdown_timeout_s=1):
+                reader = await client.enter_async_context(asked(app, listener))  # it reads nothing
+            with contextlib.suppress(ConnectionResetError):
+                assert len(await reader.read()) < len(app.body)
