@@ -13,7 +13,8 @@ from __future__ import annotations
 import ctypes
 
 KEPT_BYTES = 64 << 20
-"""Free memory that is kept at most."""
+"""Free memory that is kept at most at the end of the heap. What is free below a block in use is kept too, beyond any
+bound."""
 
 MAPPED_BYTES = 4 << 20
 """Blocks from this size on are mapped by themselves, and go back at once."""
