@@ -104,7 +104,7 @@ async def test_a_look_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch
         return []
 
     monkeypatch.setattr(PageCache, "step", step)
-    monkeypatch.setattr(pagecache, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(pagecache, "pause_s", lambda looked_s: 0.0)
     store = SimpleNamespace(log=SimpleNamespace(tail=0))
     running = asyncio.create_task(PageCache(cast(Store, store)).run())
     async with asyncio.timeout(10):
