@@ -17,14 +17,14 @@ import time
 from pathlib import Path
 
 from benchmarks.table import Row, report
-from headrace import wire
 from headrace.ids import new_id
 from headrace.runspec import RunSpec
 from headrace.trajectory import Version
-from headrace_orchestrator.buffer.location import Location
+from headrace.wire import messages
+from headrace_orchestrator.buffer.frame_location import Location
 from headrace_orchestrator.scheduler.core import Form, Redeliver, Scheduler
-from headrace_orchestrator.scheduler.records import AnyRecord, BatchFormed, EpisodeEnded
-from headrace_orchestrator.service.index import Index
+from headrace_orchestrator.scheduler.events import AnyRecord, BatchFormed, EpisodeEnded
+from headrace_orchestrator.service.group_index import Index
 
 GROUP, BATCH_GROUPS, CLAIMS = 8, 32, 400
 STORED, SMALL = 1_000_000, 10_000
@@ -71,7 +71,7 @@ class Buffer:
     def play(self, count: int) -> None:
         """So many more episodes end; the rest of what is queued waits."""
         while count > 0:
-            request = wire.LeaseRequest(worker="w", slots=1024, free=min(1024, count))
+            request = messages.LeaseRequest(worker="w", slots=1024, free=min(1024, count))
             attempts = self.core.lease(request, self.now()).attempts
             self.note()
             version = self.core.version(RUN)
@@ -100,14 +100,14 @@ class Buffer:
             begun = self.now()
             lease = self.claim(number)
             taken.append(self.now() - begun)
-            ack = wire.AckRequest(learner="l", session="s", generation=lease.generation)
+            ack = messages.AckRequest(learner="l", session="s", generation=lease.generation)
             self.core.ack(RUN, lease.batch, ack, self.now())
             self.note()
             self.play(GROUP * BATCH_GROUPS)
         return statistics.median(taken) * 1e3
 
     def claim(self, number: int) -> Redeliver:
-        request = wire.PullRequest(learner="l", session="s", request=str(number))
+        request = messages.PullRequest(learner="l", session="s", request=str(number))
         plan = self.core.pull(RUN, request, self.now())
         if not isinstance(plan, Form):
             raise RuntimeError(f"nothing to form: {plan}")
@@ -130,7 +130,7 @@ class Buffer:
         return self.now() - begun
 
 
-def outcome(attempt: wire.Assignment, version: Version) -> EpisodeEnded:
+def outcome(attempt: messages.Assignment, version: Version) -> EpisodeEnded:
     return EpisodeEnded(
         run=RUN,
         group=attempt.group,
@@ -183,7 +183,7 @@ def behind(buffer: Buffer) -> tuple[float, float]:
     slice, the 99th percentile."""
     bound = buffer.core.spec(RUN).max_staleness
     for n in (bound, bound + 1):
-        buffer.core.announce(RUN, wire.VersionRequest(version=f"0.{n}"), buffer.now())
+        buffer.core.announce(RUN, messages.VersionRequest(version=f"0.{n}"), buffer.now())
         buffer.note()
         buffer.play(2 * GROUP * BATCH_GROUPS)
     claims_ms = buffer.claims_ms()

@@ -18,7 +18,7 @@ import aiohttp
 from benchmarks.service import Service, rate, service, stored, wait_for
 from benchmarks.table import Row, report
 from headrace import Client
-from headrace_workers.rendering.bytes_renderer import ASSISTANT, BOS, END, USER
+from headrace_workers.renderers.bytes_renderer import ASSISTANT, BOS, END, USER
 
 REACH_HTTP, REACH_IN_PROCESS = 2_000.0, 10_000.0
 """Episodes per second on two cores that the project sets itself."""

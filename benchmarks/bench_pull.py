@@ -23,8 +23,7 @@ import numpy as np
 
 from benchmarks.service import Service, service
 from benchmarks.table import Row, report
-from headrace import Client, Version, wire
-from headrace.codec import encode
+from headrace import Client, Version
 from headrace.ids import new_id
 from headrace.trajectory import (
     PolicyRef,
@@ -37,6 +36,8 @@ from headrace.trajectory import (
     Turn,
     VersionRun,
 )
+from headrace.wire import messages as wire
+from headrace.wire.codec import encode
 
 TRAJECTORIES, TOKENS, ROUNDS, GROUP_SIZE = 256, 4096, 41, 8
 FRESH, AHEAD, TRAIN_S = 6, 9, 0.25

@@ -10,7 +10,7 @@ from typing import Any
 
 import headrace
 from headrace_workers.policies.base import Sample, SampleRequest, one_version
-from headrace_workers.rendering.bytes_renderer import END
+from headrace_workers.renderers.bytes_renderer import END
 
 
 class Null:

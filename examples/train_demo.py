@@ -26,8 +26,8 @@ import vllm_server
 
 from headrace import Client
 from headrace.errors import HeadraceError
-from headrace_orchestrator.fleets import components
-from headrace_orchestrator.fleets.local import Component, LocalFleet
+from headrace_orchestrator.cli.processes import components
+from headrace_orchestrator.cli.processes.supervisor import Component, LocalFleet
 
 HERE = Path(__file__).parent
 BUILD = HERE.parent / "build"

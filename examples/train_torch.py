@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from headrace import Batch, Client, Version
-from headrace.batch import Row
+from headrace.batch.batch import Row
 from headrace.errors import BatchAlreadyAcked, BatchSuperseded, HeadraceError
 from headrace.layouts import padded
 

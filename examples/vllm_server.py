@@ -4,7 +4,7 @@
     python examples/vllm_server.py build/tiny --port 8000          # Ctrl-C ends it; further arguments go to vLLM
     headrace up --policy-endpoint http://127.0.0.1:8000
 
-* It takes new weights from a folder (headrace.vllm_extension) and says which weights sampled which tokens.
+* It takes new weights from a folder (headrace.integrations.vllm) and says which weights sampled which tokens.
 * It runs in the environment that `make parts` made, and is ready after half a minute to three minutes.
 * It ends with the process that started it, however that dies.
 """
@@ -48,7 +48,7 @@ ARGUMENTS = [
     *("--host", "127.0.0.1", "--served-model-name", NAME),
     # Without, a float32 model is served in bfloat16, and its logprobs are not the learner's.
     *("--dtype", "float32"),
-    *("--worker-extension-cls", "headrace.vllm_extension.Weights", "--enable-scale-out"),
+    *("--worker-extension-cls", "headrace.integrations.vllm.Weights", "--enable-scale-out"),
     # No compilation, and engine and worker in one process: that is most of the time that a start takes.
     *("--enforce-eager", "--distributed-executor-backend", "uni"),
     *("--max-num-seqs", "64", "--uvicorn-log-level", "warning"),

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox.cgroups import find_driver
-from headrace_sandbox.runsc import find_runsc
+from headrace_sandbox.host.cgroups import find_driver
+from headrace_sandbox.runtimes.gvisor.runsc import find_runsc
 
 CI = os.environ.get("CI") == "true"
 """Whether this is a complete run, in which nothing may be missing."""

@@ -18,10 +18,10 @@ import msgspec
 import numpy as np
 
 from benchmarks.bench_pull import long_trajectory, post
-from headrace import wire
-from headrace.alignment import ALIGNMENT
-from headrace.codec import encode
 from headrace.trajectory import Trajectory, Turn, VersionRun
+from headrace.wire import messages
+from headrace.wire.alignment import ALIGNMENT
+from headrace.wire.codec import encode
 
 WORKER = "bench"
 
@@ -36,14 +36,14 @@ class Sent(NamedTuple):
     cpu_s: float
 
 
-def lease(url: str, count: int) -> list[wire.Assignment]:
+def lease(url: str, count: int) -> list[messages.Assignment]:
     """That many attempts of whichever run has some."""
-    attempts: list[wire.Assignment] = []
+    attempts: list[messages.Assignment] = []
     while len(attempts) < count:
         free = min(count - len(attempts), 4096)
-        request = wire.LeaseRequest(worker=WORKER, slots=count, free=free, wait_s=5)
+        request = messages.LeaseRequest(worker=WORKER, slots=count, free=free, wait_s=5)
         answer = post(f"{url}/v1/worker/lease", msgspec.json.encode(request))
-        granted = msgspec.json.decode(answer, type=wire.LeaseReply).attempts
+        granted = msgspec.json.decode(answer, type=messages.LeaseReply).attempts
         assert granted, f"{len(attempts)} of {count} attempts were granted"
         attempts += granted
     return attempts
@@ -56,12 +56,12 @@ class Template:
         self._trajectory = trajectory
 
     @classmethod
-    def long(cls, attempt: wire.Assignment) -> Template:
+    def long(cls, attempt: messages.Assignment) -> Template:
         """4,096 tokens: 37 KB."""
         return cls(long_trajectory(attempt, 0))
 
     @classmethod
-    def short(cls, attempt: wire.Assignment) -> Template:
+    def short(cls, attempt: messages.Assignment) -> Template:
         """One turn of 16 tokens."""
         long = long_trajectory(attempt, 0)
         segment = msgspec.structs.replace(
@@ -74,7 +74,7 @@ class Template:
         )
         return cls(msgspec.structs.replace(long, segments=[segment]))
 
-    def record(self, attempt: wire.Assignment, id: str) -> bytes:
+    def record(self, attempt: messages.Assignment, id: str) -> bytes:
         return encode(
             msgspec.structs.replace(
                 self._trajectory,
@@ -89,13 +89,13 @@ class Template:
         )
 
 
-def requests_of(attempts: Sequence[wire.Assignment], records: Sequence[bytes], together: int) -> list[bytes]:
+def requests_of(attempts: Sequence[messages.Assignment], records: Sequence[bytes], together: int) -> list[bytes]:
     """Whole HTTP requests, ``together`` records in each."""
     made = []
     for start in range(0, len(attempts), together):
         chosen = records[start : start + together]
         heads = [
-            wire.Submission(episode=item.episode, attempt=item.attempt, nonce=item.nonce, size_bytes=len(record))
+            messages.Submission(episode=item.episode, attempt=item.attempt, nonce=item.nonce, size_bytes=len(record))
             for item, record in zip(attempts[start : start + together], chosen, strict=True)
         ]
         text = msgspec.json.encode(heads)
@@ -103,7 +103,7 @@ def requests_of(attempts: Sequence[wire.Assignment], records: Sequence[bytes], t
         body = start_of_body + bytes(-len(start_of_body) % ALIGNMENT) + b"".join(chosen)
         head = (
             f"POST /v1/worker/submit?worker={WORKER} HTTP/1.1\r\nHost: 127.0.0.1\r\n"
-            f"Content-Type: {wire.RECORDS_MEDIA_TYPE}\r\nContent-Length: {len(body)}\r\n\r\n"
+            f"Content-Type: {messages.RECORDS_MEDIA_TYPE}\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         made.append(head.encode() + body)
     return made

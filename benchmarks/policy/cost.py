@@ -16,11 +16,11 @@ import uvloop
 
 from benchmarks.service import service
 from benchmarks.table import Row
-from headrace.engine import GENERATE
 from headrace.trajectory import Sampling
+from headrace.wire.policy_server import GENERATE
 from headrace_workers.policies.base import SampleRequest
-from headrace_workers.policies.served import ServedPolicies
-from headrace_workers.rendering.bytes_renderer import ASSISTANT, BOS, END, USER, VOCAB_SIZE
+from headrace_workers.policies.http_policies import ServedPolicies
+from headrace_workers.renderers.bytes_renderer import ASSISTANT, BOS, END, USER, VOCAB_SIZE
 
 TURNS, AT_ONCE, ROUNDS = 3_000, 64, 5
 

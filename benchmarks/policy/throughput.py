@@ -22,7 +22,7 @@ from benchmarks.processors import others_s
 from benchmarks.service import Service, wait_for
 from benchmarks.table import Row
 from headrace import Client
-from headrace.engine import GENERATE
+from headrace.wire.policy_server import GENERATE
 
 ROUNDS, MOST_ROUNDS = 10, 20
 """Rounds that count, and rounds at most until so many were quiet."""

@@ -21,7 +21,7 @@ from benchmarks.service import wait_for
 from benchmarks.table import Row
 from examples.tiny_model import WEIGHTS, read, write
 from headrace import Client, Trajectory, Version
-from headrace.engine import GENERATE
+from headrace.wire.policy_server import GENERATE
 
 UPDATES, BY_HAND, CHECKED = 50, 9, 60
 CLOSE = 1e-3

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from benchmarks.sandbox.ways import COMMAND, LIMITS, PROGRAM
 from benchmarks.table import Row
-from headrace_sandbox.conformance.look import Traces, descendants, traces
-from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
-from headrace_sandbox.runtimes.forkserver import IDLE_S
+from headrace_sandbox.conformance.leftovers import Traces, descendants, traces
+from headrace_sandbox.runtimes.bubblewrap.fork_server import IDLE_S
+from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
 
 EXECUTIONS, FRESH_EVERY, AT_A_TIME = 1000, 10, 4
 

@@ -8,7 +8,7 @@ from benchmarks.buffer.peers import Peer
 from benchmarks.sandbox.ways import LIMITS, PROGRAM, in_turns
 from benchmarks.table import Row
 from headrace_sandbox.result import ExecResult
-from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
+from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
 
 ROUNDS = 50
 

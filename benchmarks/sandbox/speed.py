@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.sandbox.docker import docker_exec
 from benchmarks.sandbox.ways import COMMAND, LIMITS, PROGRAM, Way, bare, in_turns, living
 from benchmarks.table import Row
-from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
+from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
 
 ROUNDS = 60
 

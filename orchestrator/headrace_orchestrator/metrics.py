@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from headrace.wire import ServiceStatus, SubmitResult
-from headrace_orchestrator.scheduler.records import (
+from headrace.wire.messages import ServiceStatus, SubmitResult
+from headrace_orchestrator.scheduler.events import (
     AnyRecord,
     AttemptEnded,
     BatchAcked,

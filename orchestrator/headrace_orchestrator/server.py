@@ -23,7 +23,7 @@ from headrace_orchestrator.api.app import App
 from headrace_orchestrator.api.direct import DirectProtocol
 from headrace_orchestrator.api.gathering import GatheringProtocol
 from headrace_orchestrator.api.receiving import ReceivingProtocol
-from headrace_orchestrator.buffer import writerprocess
+from headrace_orchestrator.buffer import writer_process
 from headrace_orchestrator.buffer.directory import DataDirectory
 from headrace_orchestrator.service import Service
 from headrace_orchestrator.service.lifecycle import StartWriting, in_a_thread
@@ -50,7 +50,7 @@ def run(settings: Settings, *, ready: Callable[[Address], None] = lambda address
     allocator.keep_freed_memory()
     gc.set_threshold(*GC_THRESHOLDS)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    start_writing = writerprocess.WriterProcess if writerprocess.SUPPORTED else in_a_thread
+    start_writing = writer_process.WriterProcess if writer_process.SUPPORTED else in_a_thread
     run_until_signal(lambda stop: serve(settings, ready=ready, stop=stop, start_writing=start_writing))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from headrace.wire import MAX_WAIT_S
+from headrace.wire.messages import MAX_WAIT_S
 from headrace_orchestrator.buffer.retention import KEEP_ALL, Retention
 
 

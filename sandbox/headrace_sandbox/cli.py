@@ -24,7 +24,7 @@ import msgspec
 from headrace.errors import SandboxFailure
 from headrace_sandbox.conformance import suite
 from headrace_sandbox.doctor import Ladder, Rung, ladder
-from headrace_sandbox.reaper import reap
+from headrace_sandbox.host.reaper import reap
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import Command, Runtime
 from headrace_sandbox.runtimes.registry import DEFAULT, make_runtime, ready_runtime

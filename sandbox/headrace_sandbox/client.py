@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from headrace.connections import Connections, Lost, Unreachable
 from headrace.errors import HeadraceError, RequestError, SandboxFailure
-from headrace.problems import GATEWAY_STATUSES, read_problem
+from headrace.http.connections import Connections, Lost, Unreachable
+from headrace.http.problems import GATEWAY_STATUSES, read_problem
 from headrace_sandbox.result import LONGEST_S, ExecResult, Isolation, Limits, check_range
 from headrace_sandbox.runtimes.base import Command, FileInfo, PythonProgram, SessionKind, Template
 from headrace_sandbox.service import messages

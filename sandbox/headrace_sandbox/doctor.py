@@ -17,10 +17,10 @@ import msgspec
 
 from headrace.errors import HeadraceError, SandboxFailure
 from headrace.timeouts import timeout
-from headrace_sandbox.cgroups import find_driver
+from headrace_sandbox.host.cgroups import find_driver
 from headrace_sandbox.runtimes.base import Runtime
 from headrace_sandbox.runtimes.registry import DEFAULT, made_in_time, runtime_names
-from headrace_sandbox.runtimes.selftest import SelfTest, self_test, self_test_failed
+from headrace_sandbox.runtimes.self_test import SelfTest, self_test, self_test_failed
 
 Verdict = Literal["ok", "warn", "fail"]
 

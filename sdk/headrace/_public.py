@@ -1,10 +1,11 @@
 """What ``headrace`` offers by name, imported all at once."""
 
-from headrace._flows import Resumed
-from headrace.aio import AsyncClient
 from headrace.assets import Image
-from headrace.batch import Batch, Row
-from headrace.client import Client
+from headrace.batch.batch import Batch, Row
+from headrace.batch.manifest import Manifest
+from headrace.client.async_client import AsyncClient
+from headrace.client.operations import Resumed
+from headrace.client.sync_client import Client
 from headrace.environment import (
     Action,
     Call,
@@ -17,7 +18,7 @@ from headrace.environment import (
     registered,
 )
 from headrace.errors import EpisodeFailure, HeadraceError
-from headrace.manifest import Manifest
+from headrace.logprobs import score
 from headrace.moments import Moments
 from headrace.offline import open
 from headrace.runspec import (
@@ -32,7 +33,6 @@ from headrace.runspec import (
     ScorerSpec,
     TaskSpec,
 )
-from headrace.scoring import score
 from headrace.trajectory import ContentPart, Failure, Segment, Task, ToolCall, Trajectory, Turn, Version
 from headrace.validation import validate
 

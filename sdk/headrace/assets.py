@@ -29,8 +29,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from headrace import wire
-from headrace.alignment import ALIGNMENT, padded
 from headrace.errors import (
     CorruptAsset,
     HeadraceError,
@@ -42,6 +40,8 @@ from headrace.errors import (
     from_problem,
 )
 from headrace.trajectory import Asset
+from headrace.wire import messages
+from headrace.wire.alignment import ALIGNMENT, padded
 
 ARRAY_MEDIA_TYPE = "application/x-npy"
 """Media type of an array, an image that was given as one included."""
@@ -163,13 +163,13 @@ def decode_array(data: bytes | bytearray | memoryview) -> npt.NDArray[Any]:
 
 def pack_assets(found: Sequence[bytes | HeadraceError]) -> bytes:
     """Several assets as one body, see ``wire.AssetHead``."""
-    heads: list[wire.AssetHead] = []
+    heads: list[messages.AssetHead] = []
     parts: list[bytes] = []
     for item in found:
         if isinstance(item, HeadraceError):
-            heads.append(wire.AssetHead(problem=item.problem()))
+            heads.append(messages.AssetHead(problem=item.problem()))
         else:
-            heads.append(wire.AssetHead(size_bytes=len(item)))
+            heads.append(messages.AssetHead(size_bytes=len(item)))
             parts += [item, bytes(-len(item) % ALIGNMENT)]
     text = msgspec.json.encode(heads)
     return b"".join([_LENGTH.pack(len(text)), text, bytes(-(_LENGTH.size + len(text)) % ALIGNMENT), *parts])
@@ -180,7 +180,7 @@ def unpack_assets(body: bytes | memoryview) -> list[memoryview | HeadraceError]:
     view = memoryview(body).toreadonly()
     try:
         end = _LENGTH.size + _LENGTH.unpack_from(view)[0]
-        heads = msgspec.json.decode(view[_LENGTH.size : end], type=list[wire.AssetHead])
+        heads = msgspec.json.decode(view[_LENGTH.size : end], type=list[messages.AssetHead])
     except (struct.error, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"The bytes are no assets: {error}.", hint="Is there a proxy in between?") from error
     found: list[memoryview | HeadraceError] = []

@@ -30,7 +30,7 @@ from headrace.errors import InvalidRequest
 from headrace.trajectory import Turn
 
 if TYPE_CHECKING:
-    from headrace.batch import Row
+    from headrace.batch.batch import Row
 
 
 class RowLike(Protocol):

@@ -22,17 +22,17 @@ from typing import Any, NamedTuple, get_args
 
 import msgspec
 
-from headrace import logfiles, logformat
-from headrace._catalog import BatchEntry, BatchState, Catalog
-from headrace._names import names, require_one_of
+from headrace._arguments import names, require_one_of
 from headrace.assets import FOLDER, read_asset
-from headrace.batch import Batch, RowAdvantages, read_advantages, read_manifest
-from headrace.codec import TrajectoryHead, decode, decode_head
+from headrace.batch.batch import Batch, RowAdvantages, read_advantages, read_manifest
+from headrace.batch.manifest import Manifest
 from headrace.errors import CorruptRecord, HeadraceError, InvalidRequest, SetupError, UnknownBatch, UnknownTrajectory
-from headrace.logfiles import LogFile
-from headrace.logformat import Frame, FrameType
-from headrace.manifest import Manifest
+from headrace.store import log_files, log_format
+from headrace.store.catalog import BatchEntry, BatchState, Catalog
+from headrace.store.log_files import LogFile
+from headrace.store.log_format import Frame, FrameType
 from headrace.trajectory import Status, Trajectory, Version
+from headrace.wire.codec import TrajectoryHead, decode, decode_head
 
 OnProgress = Callable[[int, int], None]
 """Called now and then with the bytes that were read, and how many there are."""
@@ -44,7 +44,7 @@ def open(path: str | os.PathLike[str], *, strict: bool = False, on_progress: OnP
     ``strict``: damage raises CorruptRecord instead of being passed over. Raises SetupError if this is no data
     directory, MissingExtra without ``headrace[offline]``.
     """
-    logformat.crc32c(b"")
+    log_format.crc32c(b"")
     return Reader(Path(path), strict=strict, on_progress=on_progress)
 
 
@@ -278,7 +278,7 @@ class Reader:
                     self._on_progress(min(done + item.offset, total), total)
                 yield file, item
             done += file.size_bytes
-            if following is not None and (missing := logfiles.missing_behind(file, following)) is not None:
+            if following is not None and (missing := log_files.missing_behind(file, following)) is not None:
                 self._pass_over(Damaged(file.path.name, missing.offset, missing.size_bytes, missing.problem))
         if self._on_progress is not None:
             self._on_progress(total, total)
@@ -287,7 +287,7 @@ class Reader:
         directory, found = self.path / "log", []
         # A service deletes its oldest files, whole: what they held is not stored any more.
         with suppress(FileNotFoundError):
-            for file in logfiles.newest_first(directory, logfiles.numbers_in(directory)):
+            for file in log_files.newest_first(directory, log_files.numbers_in(directory)):
                 found.append(file.without_state())
         return found[::-1]
 
@@ -300,7 +300,7 @@ class Reader:
                     self._pass_over(Damaged(file.path.name, item.offset, item.size, item.problem))
 
     def _payload(self, number: int, offset: int, length: int) -> bytes:
-        file = logfiles.path_of(self.path / "log", number)
+        file = log_files.path_of(self.path / "log", number)
         try:
             descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError as error:
@@ -311,7 +311,7 @@ class Reader:
                 offset=offset,
             ) from error
         try:
-            return logformat.read_payload(descriptor, offset, length, name=file.name)
+            return log_format.read_payload(descriptor, offset, length, name=file.name)
         finally:
             os.close(descriptor)
 

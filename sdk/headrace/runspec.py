@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, Self
 import msgspec
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from headrace.engine import BY_NAME, address_of
 from headrace.errors import InvalidRunSpec
+from headrace.wire.policy_server import BY_NAME, address_of
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 """Names that are safe in paths, URLs and metric labels."""

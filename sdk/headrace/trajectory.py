@@ -7,7 +7,7 @@
 * One terminal record: every dispatched episode ends in exactly one (kept by the scheduler).
 * Versions are known: version runs cover a segment whole.
 
-``validate`` in :mod:`headrace.validation` checks them; :mod:`headrace.codec` turns a trajectory into bytes.
+``validate`` in :mod:`headrace.validation` checks them; :mod:`headrace.wire.codec` turns a trajectory into bytes.
 """
 
 from __future__ import annotations

@@ -21,10 +21,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from headrace.logformat import FrameType
-from headrace_orchestrator.buffer import writerprocess
-from headrace_orchestrator.buffer.writer import Queued, Writer
-from headrace_orchestrator.buffer.writing import Outcome
+from headrace.store.log_format import FrameType
+from headrace_orchestrator.buffer import writer_process
+from headrace_orchestrator.buffer.log_writer import Queued, Writer
+from headrace_orchestrator.buffer.writer_thread import Outcome
 from tests.chaos.disk import Disk
 from tests.chaos.plan import Plan
 from tests.chaos.points import PR_SET_PDEATHSIG, Points, die
@@ -60,7 +60,7 @@ def main(plan: Plan, orchestrator: int, path: str, opening: str) -> None:
     _watch_writes(points)
     _watch_acks(syncs)
     _watch_jobs(points)
-    writerprocess.serve(path, opening)
+    writer_process.serve(path, opening)
 
 
 def _crash(plan: Plan, orchestrator: int) -> Callable[[], None]:
@@ -174,7 +174,7 @@ def _watch_acks(syncs: _Syncs) -> None:
 
 def _watch_jobs(points: Points) -> None:
     """It can be lost behind a job too: the orchestrator is told of the job, or not, or waits for nothing."""
-    done = writerprocess._done
+    done = writer_process._done
 
     def watched(*args: Any) -> Outcome:
         outcome = done(*args)
@@ -182,7 +182,7 @@ def _watch_jobs(points: Points) -> None:
             threading.Timer(random.uniform(0, 0.01), points.die).start()
         return outcome
 
-    writerprocess._done = watched  # type: ignore[assignment]
+    writer_process._done = watched  # type: ignore[assignment]
 
 
 if __name__ == "__main__":

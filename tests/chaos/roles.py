@@ -19,22 +19,23 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from headrace import Client, logformat
-from headrace._http import Connections
-from headrace.batch import Batch
+from headrace import Client
+from headrace.batch.batch import Batch
+from headrace.client.connection_pool import Connections
 from headrace.errors import BatchAlreadyAcked, BatchSuperseded, HeadraceError, StoreError
+from headrace.store import log_format
 from headrace_orchestrator import server
 from headrace_orchestrator.api import app
-from headrace_orchestrator.buffer import writerprocess
+from headrace_orchestrator.buffer import writer_process
 from headrace_orchestrator.buffer.assets import Assets
 from headrace_orchestrator.buffer.directory import DataDirectory
 from headrace_orchestrator.buffer.log import Log
 from headrace_orchestrator.buffer.projection import Projection
 from headrace_orchestrator.scheduler.core import Scheduler
-from headrace_orchestrator.service import Service, pulling
-from headrace_orchestrator.service.serving import Bodies
+from headrace_orchestrator.service import Service, pulls
+from headrace_orchestrator.service.batches import Bodies
 from headrace_orchestrator.service.store import Store
-from headrace_orchestrator.service.submission import Intake
+from headrace_orchestrator.service.submission_records import Intake
 from headrace_orchestrator.settings import Settings
 from headrace_workers.worker.connection import OrchestratorConnection
 from headrace_workers.worker.process import run_worker
@@ -118,9 +119,9 @@ def orchestrator(plan: Plan) -> None:
 
 def _start_own_writer(plan: Plan) -> None:
     """Whoever writes the log has points too."""
-    assert writerprocess.SUPPORTED
+    assert writer_process.SUPPORTED
     command = (sys.executable, "-m", "tests.chaos.logwriter", plan.as_json(), str(os.getpid()))
-    writerprocess.COMMAND = command  # type: ignore[assignment]
+    writer_process.COMMAND = command  # type: ignore[assignment]
 
 
 class _Naming:
@@ -140,14 +141,14 @@ class _Naming:
 
 
 def _watch_service(points: Points) -> None:
-    scan = logformat.scan
+    scan = log_format.scan
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         for item in scan(*args, **kwargs):
             points.here("replaying")
             yield item
 
-    logformat.scan = watched
+    log_format.scan = watched
     claim = DataDirectory.claim.__func__  # type: ignore[attr-defined]
 
     def claimed(kind: type[DataDirectory], path: Path) -> DataDirectory:
@@ -161,7 +162,7 @@ def _watch_service(points: Points) -> None:
     points.around(Scheduler, "lease", "leasing")
     points.around(Scheduler, "ack", "acking")
     points.around(Scheduler, "nack", "nacking")
-    points.around(pulling, "compose", "forming")
+    points.around(pulls, "compose", "forming")
     points.around(Scheduler, "form", "forming")
     points.around_async(Bodies, "serve", "serving")
     points.around(Scheduler, "snapshot", "snapshotting")

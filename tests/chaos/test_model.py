@@ -21,14 +21,14 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from headrace import batch as batches
-from headrace import codec, wire
+from headrace.batch import batch as batches
 from headrace.errors import BatchAlreadyAcked, BatchSuperseded, UnknownBatch
 from headrace.ids import new_id
 from headrace.trajectory import Provenance, Version
+from headrace.wire import codec, messages
 from headrace_orchestrator.buffer.directory import DataDirectory
 from headrace_orchestrator.service import Service
-from headrace_orchestrator.service.serving import Served
+from headrace_orchestrator.service.batches import Served
 from headrace_orchestrator.settings import Settings
 from tests.builders import make_segment
 from tests.chaos.model import Batch, Model
@@ -136,10 +136,10 @@ class Histories(RuleBasedStateMachine):
         self.scratch = tempfile.TemporaryDirectory(prefix="headrace-model-", dir=MEMORY)
         self.buffer = Buffer(Path(self.scratch.name))
         self.model = Model(groups_a_batch=groups, group_size=size, max_staleness=staleness, max_uses=uses)
-        self.attempts: list[wire.Assignment] = []
+        self.attempts: list[messages.Assignment] = []
         self.session = 0
         self.holder: dict[str, int] = {}
-        self.submitted: list[tuple[wire.Assignment, bytes]] = []
+        self.submitted: list[tuple[messages.Assignment, bytes]] = []
         spec = {
             "name": "run",
             "environments": [{"id": "test:Echo"}],
@@ -156,7 +156,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(free=st.integers(1, 6))
     def lease(self, free: int) -> None:
-        request = wire.LeaseRequest(worker="w", slots=64, free=free)
+        request = messages.LeaseRequest(worker="w", slots=64, free=free)
         reply = self.buffer.do(self.buffer.service.lease(request, self.buffer.left))
         for attempt in reply.attempts:
             self.model.dispatched(attempt.group, attempt.episode)
@@ -209,9 +209,9 @@ class Histories(RuleBasedStateMachine):
     def pull(self, restarts: bool) -> None:
         """``restarts``: the learner is a new process now."""
         self.session += restarts
-        request = wire.PullRequest(learner="learner", session=str(self.session), request=new_id())
+        request = messages.PullRequest(learner="learner", session=str(self.session), request=new_id())
         found = self.buffer.do(self.buffer.service.pull("run", request, self.buffer.left))
-        if isinstance(found, wire.EmptyReply):
+        if isinstance(found, messages.EmptyReply):
             open_batches = [batch for batch in self.model.batches.values() if not batch.acked]
             assert self.model.next_batch() is None or open_batches, (found, self.model)
             return
@@ -243,10 +243,12 @@ class Histories(RuleBasedStateMachine):
             self.ack_of(batch, self.model.batches[batch].generation, "")
         self.model.dissolved(batch)
 
-    def ack_of(self, batch: str, generation: int, version: str) -> wire.AckReply:
+    def ack_of(self, batch: str, generation: int, version: str) -> messages.AckReply:
         """Acked by the learner's newest process, or by the one that the batch was leased to."""
         for session in dict.fromkeys((self.session, self.holder.get(batch, 0))):
-            request = wire.AckRequest(learner="learner", session=str(session), generation=generation, version=version)
+            request = messages.AckRequest(
+                learner="learner", session=str(session), generation=generation, version=version
+            )
             try:
                 return self.buffer.do(self.buffer.service.ack("run", batch, request))
             except BatchSuperseded as error:
@@ -277,7 +279,7 @@ class Histories(RuleBasedStateMachine):
     @rule(step=st.sampled_from([1, 1, 2]))
     def announce(self, step: int) -> None:
         version = self.model.version + step
-        self.buffer.do(self.buffer.service.announce("run", wire.VersionRequest(version=f"0.{version}")))
+        self.buffer.do(self.buffer.service.announce("run", messages.VersionRequest(version=f"0.{version}")))
         self.model.announced(version)
 
     # Time and restarts
@@ -332,7 +334,7 @@ class Histories(RuleBasedStateMachine):
             assert store.log.read(found.location) == record
 
 
-def record_of(attempt: wire.Assignment, version: int, length: int) -> bytes:
+def record_of(attempt: messages.Assignment, version: int, length: int) -> bytes:
     """A valid record of the attempt, of this version throughout."""
     number = Version(0, version)
     segment = make_segment(spans=((length - 4, length),), version=number)

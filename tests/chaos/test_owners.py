@@ -15,7 +15,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from headrace.batch import Batch
+from headrace.batch.batch import Batch
 from headrace.errors import DataDirectoryInUse
 from headrace_orchestrator.buffer.directory import DataDirectory
 from tests.orchestrator.serving import Api, Process, record_for, submission

@@ -21,9 +21,10 @@ from urllib.parse import urlsplit
 import msgspec
 import pytest
 
-from headrace import Client, wire
-from headrace.batch import Batch
+from headrace import Client
+from headrace.batch.batch import Batch
 from headrace.ids import new_id
+from headrace.wire import messages
 from tests.builders import make_segment
 from tests.chaos.campaign import SPEC
 from tests.chaos.checker import check
@@ -86,7 +87,7 @@ async def test_of_learners_that_ack_one_batch_at_once_one_does(api: Api) -> None
 
 
 async def ack(api: Api, learner: str, session: str, batch: Batch, *, version: str) -> int:
-    request = wire.AckRequest(learner=learner, session=session, generation=batch.generation, version=version)
+    request = messages.AckRequest(learner=learner, session=session, generation=batch.generation, version=version)
     path = f"/v1/runs/run/batches/{batch.id}/ack"
     async with api.session.post(path, data=msgspec.json.encode(request)) as answer:
         await answer.read()
@@ -100,7 +101,7 @@ async def api(data_dir: Path) -> AsyncIterator[Api]:
 
 
 async def test_what_was_granted_to_a_dead_connection_is_granted_again_when_the_worker_asks(api: Api) -> None:
-    request = wire.LeaseRequest(worker="worker-1", slots=64, free=4, wait_s=20)
+    request = messages.LeaseRequest(worker="worker-1", slots=64, free=4, wait_s=20)
     async with await Silent.connect(api) as silent:
         await silent.send("POST", "/v1/worker/lease", msgspec.json.encode(request))
         await until(lambda: seen(api, "worker-1"))  # it waits there; nobody will read the answer
@@ -142,7 +143,7 @@ async def test_a_slow_reader_of_a_batch_holds_up_nobody_and_gets_the_very_same_b
     await api.create_run(group_size=1, batch_size=16, max_staleness=3)
     for _ in range(16):
         await api.play(free=1, segments=[LONG])
-    request = wire.PullRequest(learner="slow", session="slow", request=new_id())
+    request = messages.PullRequest(learner="slow", session="slow", request=new_id())
     async with await Silent.connect(api, limit=1 << 12) as slow:
         await slow.send("POST", "/v1/runs/run/pull", msgspec.json.encode(request))
         assert (await slow.reader.readexactly(12)) == b"HTTP/1.1 200"
@@ -212,7 +213,7 @@ class Silent:
 
     async def send(self, method: str, target: str, body: bytes, *, part: int | None = None) -> None:
         """A request, or only ``part`` bytes of its body."""
-        kind = "application/json" if part is None else wire.RECORDS_MEDIA_TYPE
+        kind = "application/json" if part is None else messages.RECORDS_MEDIA_TYPE
         head = (
             f"{method} {target} HTTP/1.1",
             f"Host: {self.host}",

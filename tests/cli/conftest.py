@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from headrace import wire
+from headrace.wire import messages
 from headrace_orchestrator.cli.app import cli
 from tests.client.stub import Stub
 
@@ -31,13 +31,13 @@ def headrace(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> Headrace:
     return call
 
 
-def run_status(**fields: Any) -> wire.RunStatus:
+def run_status(**fields: Any) -> messages.RunStatus:
     given: dict[str, Any] = {
         "name": "guess",
         "state": "active",
         "version": "0.3",
         "spec": {"name": "guess", "estimator": {"gamma": 0.5}},
-        "groups": wire.GroupCounts(open=2),
+        "groups": messages.GroupCounts(open=2),
         "credit": 1,
         "in_flight": 7,
         "queued": 3,
@@ -51,16 +51,16 @@ def run_status(**fields: Any) -> wire.RunStatus:
         "reasons": [],
         "mean_reward": 0.625,
     }
-    return wire.RunStatus(**{**given, **fields})
+    return messages.RunStatus(**{**given, **fields})
 
 
-def waiting_run() -> wire.RunStatus:
-    reasons = [wire.Reason(code="no-workers", message="No worker of pool default is there.")]
+def waiting_run() -> messages.RunStatus:
+    reasons = [messages.Reason(code="no-workers", message="No worker of pool default is there.")]
     return run_status(learner_waiting=True, learner_doing="waiting", reasons=reasons)
 
 
-def service_status(**fields: Any) -> wire.ServiceStatus:
-    worker = wire.WorkerStatus(
+def service_status(**fields: Any) -> messages.ServiceStatus:
+    worker = messages.WorkerStatus(
         worker="w1", pool="default", capabilities=[], slots=8, leased=3, seen_s=0.5, draining=False
     )
     given: dict[str, Any] = {
@@ -71,4 +71,4 @@ def service_status(**fields: Any) -> wire.ServiceStatus:
         "workers": [worker],
         "store": {},
     }
-    return wire.ServiceStatus(**{**given, **fields})
+    return messages.ServiceStatus(**{**given, **fields})

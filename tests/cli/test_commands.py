@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from headrace import codec, wire
 from headrace.errors import NothingToServe, RunExists, Unavailable, UnknownBatch, UnknownRun
 from headrace.runspec import RunSpec
+from headrace.wire import codec, messages
 from headrace_orchestrator.cli import app, doctor, trajectories
 from headrace_orchestrator.cli.app import cli
 from headrace_orchestrator.cli.run import fields
@@ -143,12 +143,12 @@ def test_runs_as_json_are_the_statuses(headrace: Headrace, stub: Stub) -> None:
     assert (found["name"], found["in_flight"]) == ("guess", 7)
 
 
-SERVERS = wire.ServersReply(
+SERVERS = messages.ServersReply(
     epoch=1,
     revision=7,
     servers=[
-        wire.PolicyServer(address="http://a:1", state="serving", version="0.3", paused_s=61.0),
-        wire.PolicyServer(address="http://b:1", state="ejected", reason="nobody listens there"),
+        messages.PolicyServer(address="http://a:1", state="serving", version="0.3", paused_s=61.0),
+        messages.PolicyServer(address="http://b:1", state="ejected", reason="nobody listens there"),
     ],
 )
 
@@ -174,7 +174,7 @@ def test_a_run_without_servers_is_said_to_have_none_for_the_reason_that_it_has(
     headrace: Headrace, stub: Stub, state: str, endpoints: list[str], said: str
 ) -> None:
     run = run_status(state=state, spec={"policy": {"endpoints": endpoints}})
-    stub.on("GET /v1/runs/guess/servers", good(wire.ServersReply(epoch=1, revision=1 << 32)))
+    stub.on("GET /v1/runs/guess/servers", good(messages.ServersReply(epoch=1, revision=1 << 32)))
     stub.on("GET /v1/runs/guess", good(run))
     assert said in headrace("servers", "guess").stderr
 
@@ -281,7 +281,7 @@ def test_the_schema_has_every_field_with_type_default_and_meaning(headrace: Head
 # trajectories
 
 
-def summary(number: int, **fields: Any) -> wire.TrajectorySummary:
+def summary(number: int, **fields: Any) -> messages.TrajectorySummary:
     given: dict[str, Any] = {
         "id": builders.make_id(number),
         "run": "guess",
@@ -299,11 +299,11 @@ def summary(number: int, **fields: Any) -> wire.TrajectorySummary:
         "low": "0.1",
         "high": "0.2",
     }
-    return wire.TrajectorySummary(**{**given, **fields})
+    return messages.TrajectorySummary(**{**given, **fields})
 
 
 def test_trajectories_are_listed_up_to_the_limit(headrace: Headrace, stub: Stub) -> None:
-    found = wire.TrajectoryList(epoch=1, trajectories=[summary(1), summary(2)], next="2")
+    found = messages.TrajectoryList(epoch=1, trajectories=[summary(1), summary(2)], next="2")
     stub.on("GET /v1/runs/guess/trajectories", good(found))
     listed = headrace("trajectories", "list", "guess", "--limit", "3", "--status", "finished")
     assert len(listed.stdout.splitlines()) == 4
@@ -315,15 +315,15 @@ def test_trajectories_are_listed_up_to_the_limit(headrace: Headrace, stub: Stub)
 
 def test_a_transcript_has_reward_return_to_go_and_advantage_after_each_turn(headrace: Headrace, stub: Stub) -> None:
     stored = builders.make_trajectory(number=7, rewards=[0.0, 1.0])
-    said = wire.TrajectoryAdvantages(
+    said = messages.TrajectoryAdvantages(
         epoch=1,
         trajectory=stored.id,
         batch="b-1",
         estimator="rebn",
-        rows=[wire.SegmentAdvantages(segment=0, returns=[0.5, 1.0], advantages=[-1.25, 1.5])],
+        rows=[messages.SegmentAdvantages(segment=0, returns=[0.5, 1.0], advantages=[-1.25, 1.5])],
     )
     stub.on(f"GET /v1/trajectories/{stored.id}/advantages", good(said))
-    stub.on(f"GET /v1/trajectories/{stored.id}", Reply(200, codec.encode(stored), wire.RECORDS_MEDIA_TYPE))
+    stub.on(f"GET /v1/trajectories/{stored.id}", Reply(200, codec.encode(stored), messages.RECORDS_MEDIA_TYPE))
     stub.on(f"GET /v1/runs/{stored.run}", good(run_status()))
     shown = headrace("trajectories", "show", stored.id)
     assert shown.exit_code == 0, shown.stderr
@@ -340,7 +340,7 @@ def test_a_transcript_has_reward_return_to_go_and_advantage_after_each_turn(head
 
 def test_a_transcript_of_what_is_in_no_batch_says_so(headrace: Headrace, stub: Stub) -> None:
     stored = builders.make_trajectory(number=7)
-    stub.on(f"GET /v1/trajectories/{stored.id}", Reply(200, codec.encode(stored), wire.RECORDS_MEDIA_TYPE))
+    stub.on(f"GET /v1/trajectories/{stored.id}", Reply(200, codec.encode(stored), messages.RECORDS_MEDIA_TYPE))
     stub.on(f"GET /v1/runs/{stored.run}", good(run_status()))
     stub.on(f"GET /v1/trajectories/{stored.id}/advantages", problem(UnknownBatch("It is in none.")))
     shown = headrace("trajectories", "show", stored.id)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import PortInUse, SetupError
-from headrace_orchestrator.fleets import components
-from headrace_orchestrator.fleets.local import Component, LocalFleet
+from headrace_orchestrator.cli.processes import components
+from headrace_orchestrator.cli.processes.supervisor import Component, LocalFleet
 from tests.client.stub import Stub, good, page
 
 SLEEPER = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from headrace import wire
 from headrace.errors import SetupError
 from headrace.trajectory import Failure, Task
-from headrace_orchestrator.cli.demo import show
+from headrace.wire import messages
+from headrace_orchestrator.cli.demo import display
 from headrace_orchestrator.cli.demo.command import result
-from headrace_orchestrator.cli.demo.lesson import Lesson, Progress, Step
+from headrace_orchestrator.cli.demo.processes import Lines, example
 from headrace_orchestrator.cli.demo.scores import (
     EVALUATION_TURNS,
     Score,
@@ -26,7 +26,7 @@ from headrace_orchestrator.cli.demo.scores import (
     score,
     uniform_guesses,
 )
-from headrace_orchestrator.cli.demo.stage import Lines, example
+from headrace_orchestrator.cli.demo.training import Lesson, Progress, Step
 
 
 def test_baselines_are_computed_exactly() -> None:
@@ -68,9 +68,9 @@ def test_an_evaluation_has_one_task_for_each_target_and_room_to_guess() -> None:
     assert {task["kwargs"]["max_turns"] for task in tasks} == {EVALUATION_TURNS} == {15}
 
 
-def episode(reward: float | None, turns: int) -> wire.EvaluationEpisode:
+def episode(reward: float | None, turns: int) -> messages.EvaluationEpisode:
     failure = None if reward is not None else Failure(layer="policy", kind="refused", message="503")
-    return wire.EvaluationEpisode(
+    return messages.EvaluationEpisode(
         episode="e",
         task=Task(environment="e", seed=0),
         status="finished" if reward is not None else "failed",
@@ -81,7 +81,7 @@ def episode(reward: float | None, turns: int) -> wire.EvaluationEpisode:
 
 
 def test_a_failed_episode_is_a_failure_and_neither_a_guess_nor_a_miss() -> None:
-    reply = wire.EvaluationReply(
+    reply = messages.EvaluationReply(
         epoch=1,
         evaluation="e",
         version="0.0",
@@ -131,7 +131,7 @@ def test_the_last_json_object_has_the_trained_scores_and_the_baselines() -> None
 
 
 def test_the_table_has_three_players_and_two_baselines() -> None:
-    rows = show.rows(lesson("guess", TRAINED, [5.0]), lesson("control", FIRST, [9.0]))
+    rows = display.rows(lesson("guess", TRAINED, [5.0]), lesson("control", FIRST, [9.0]))
     assert [row[1:] for row in rows] == [
         ["20/50", "12.00"],
         ["50/50", "4.90"],
@@ -142,10 +142,10 @@ def test_the_table_has_three_players_and_two_baselines() -> None:
 
 
 def test_the_plot_has_a_bar_for_each_version_on_one_scale() -> None:
-    assert show.sparkline([], low=0.0, high=1.0) == ""
-    assert show.sparkline([3.0, 3.0], low=3.0, high=3.0) == "▁▁"
-    assert show.sparkline([9.0, 5.0, 2.0, 11.0, 1.0], low=2.0, high=9.0) == "█▄▁█▁"
-    assert show.curves(lesson("guess", TRAINED, [9.0, 2.0]), lesson("control", FIRST, [9.0, 9.0])) == [
+    assert display.sparkline([], low=0.0, high=1.0) == ""
+    assert display.sparkline([3.0, 3.0], low=3.0, high=3.0) == "▁▁"
+    assert display.sparkline([9.0, 5.0, 2.0, 11.0, 1.0], low=2.0, high=9.0) == "█▄▁█▁"
+    assert display.curves(lesson("guess", TRAINED, [9.0, 2.0]), lesson("control", FIRST, [9.0, 9.0])) == [
         "guess    9.00 █▁ 2.00",
         "control  9.00 ██ 9.00",
     ]
@@ -155,8 +155,8 @@ def test_the_live_line_says_what_the_learner_waits_on() -> None:
     progress = Progress(lesson="guess", phase="training", episodes_per_s=33.3, waits_on="collecting")
     progress.steps.append(Step(version="0.4", mean_reward=0.75, mean_guesses=6.5))
     line = "guess: training, version 0.4, reward 0.75, 6.5 guesses, 33 episodes/s, the learner waits on collecting"
-    assert show.sentence(progress) == line
-    assert show.live(progress).plain == line + "\n█"
+    assert display.sentence(progress) == line
+    assert display.live(progress).plain == line + "\n█"
 
 
 def test_lines_of_a_log_are_read_once_and_whole(tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 import headrace
-from headrace import codec
 from headrace.assets import asset_of, asset_path, read_asset
-from headrace.logformat import FrameType, pack_frame
-from headrace.tables import table_schema, tables
+from headrace.store.log_format import FrameType, pack_frame
+from headrace.store.tables import table_schema, tables
 from headrace.trajectory import Asset, ContentPart, Message, Segment, Task, Trajectory, Turn, Version
+from headrace.wire import codec
 from headrace_orchestrator.cli.app import cli
 from tests.builders import make_failed, make_multi_agent, make_multi_segment, make_trajectory, make_truncated
 
@@ -119,7 +119,7 @@ def test_a_dataset_folder_names_its_split(stored: Path, tmp_path: Path):
 
 def test_large_exports_have_many_files(stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("headrace_orchestrator.cli.export.SHARD_BYTES", 1)
-    monkeypatch.setattr("headrace.tables.TABLE_TOKENS", 1)
+    monkeypatch.setattr("headrace.store.tables.TABLE_TOKENS", 1)
     for kind in ("parquet", "jsonl"):
         assert export(stored, tmp_path / kind, "--format", kind).exit_code == 0
         assert len(list((tmp_path / kind).iterdir())) >= len(STORED)

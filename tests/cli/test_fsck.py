@@ -15,17 +15,17 @@ from click.testing import CliRunner, Result
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace import codec
 from headrace.assets import asset_of, asset_path
-from headrace.batch import Batch
+from headrace.batch.batch import Batch
 from headrace.ids import new_id
-from headrace.logfiles import path_of
-from headrace.logformat import FileHead, FrameType, pack_frame, scan
+from headrace.store.log_files import path_of
+from headrace.store.log_format import FileHead, FrameType, pack_frame, scan
 from headrace.trajectory import Asset, Failure, Version
+from headrace.wire import codec
 from headrace_orchestrator.cli.app import cli
 from headrace_orchestrator.cli.fsck import LOST, MENDABLE
-from headrace_orchestrator.service.findings import Finding, Report
 from headrace_orchestrator.service.fsck import check, rebuild
+from headrace_orchestrator.service.fsck_findings import Finding, Report
 from tests.builders import make_trajectory
 from tests.orchestrator.serving import Api, orchestrator, record_for, submission
 from tests.orchestrator.test_assets import claim, send, showing

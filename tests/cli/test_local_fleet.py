@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import SetupError
-from headrace_orchestrator.fleets.local import Component, Event, LocalFleet, restart_delay_s
+from headrace_orchestrator.cli.processes.supervisor import Component, Event, LocalFleet, restart_delay_s
 
 SLEEPER = [sys.executable, "-S", "-c", "import time; print('up', flush=True); time.sleep(60)"]
 STUBBORN = [
@@ -85,7 +85,7 @@ def test_children_die_with_their_parent_however_it_dies_on_linux(tmp_path: Path)
     program = f"""
 import sys, time
 from pathlib import Path
-from headrace_orchestrator.fleets.local import Component, LocalFleet
+from headrace_orchestrator.cli.processes.supervisor import Component, LocalFleet
 fleet = LocalFleet(Path({str(tmp_path)!r}))
 print(fleet.start(Component(name="stubborn", command={STUBBORN!r})), flush=True)
 time.sleep(60)

@@ -8,7 +8,7 @@ import click
 from click.testing import CliRunner
 
 from headrace_orchestrator.buffer.retention import KEEP_ALL, Retention
-from headrace_orchestrator.cli.storage import storage_arguments, storage_options, storage_settings
+from headrace_orchestrator.cli.storage_options import storage_arguments, storage_options, storage_settings
 
 GIVEN = ["--keep-age-s", "3600", "--keep-bytes", "1000000", "--max-disk-bytes", "2000000"]
 

@@ -8,10 +8,11 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from headrace import codec, wire
-from headrace.client import Client
+from headrace.client.sync_client import Client
 from headrace.errors import UnknownBatch, UnknownRun
 from headrace.trajectory import ContentPart, Message
+from headrace.wire import codec
+from headrace.wire import messages as wire
 from headrace_orchestrator.cli import runs, top, trajectories
 from headrace_orchestrator.cli.output import fitting, rich_table
 from tests import builders

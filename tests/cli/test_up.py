@@ -13,8 +13,8 @@ from urllib.request import Request, urlopen
 import pytest
 from click.testing import CliRunner
 
-from headrace.client import Client
-from headrace_orchestrator.cli.demo.stage import staged
+from headrace.client.sync_client import Client
+from headrace_orchestrator.cli.demo.processes import staged
 from headrace_orchestrator.cli.up import up
 
 UP = [sys.executable, "-m", "headrace_orchestrator.cli", "up", "--workers", "1", "--slots", "2", "--port", "0"]

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace import wire
+from headrace.wire import messages
 
 PULL = "POST /v1/runs/guess/pull"
 DOING = "POST /v1/runs/guess/doing"
 ACK = "POST /v1/runs/guess/batches/batch-1/ack"
-COLLECTING = wire.Reason(code="collecting", message="3 of 8 groups are complete.")
-EMPTY = wire.EmptyReply(epoch=1, reasons=[COLLECTING])
-FINISHED = wire.EmptyReply(epoch=1, reasons=[wire.Reason(code="closed", message="Closed.")], finished=True)
+COLLECTING = messages.Reason(code="collecting", message="3 of 8 groups are complete.")
+EMPTY = messages.EmptyReply(epoch=1, reasons=[COLLECTING])
+FINISHED = messages.EmptyReply(epoch=1, reasons=[messages.Reason(code="closed", message="Closed.")], finished=True)
 SPEC: dict[str, Any] = {"name": "guess", "environments": [{"id": "game:GuessTheNumber-v0-hard"}]}
 
 
-def run_status(**fields: Any) -> wire.RunStatus:
+def run_status(**fields: Any) -> messages.RunStatus:
     given: dict[str, Any] = {
         "name": "guess",
         "state": "active",
         "version": "0.3",
         "spec": SPEC,
-        "groups": wire.GroupCounts(),
+        "groups": messages.GroupCounts(),
         "credit": 0,
         "in_flight": 0,
         "queued": 0,
@@ -34,4 +34,4 @@ def run_status(**fields: Any) -> wire.RunStatus:
         "learner_waiting": False,
         "reasons": [],
     }
-    return wire.RunStatus(**{**given, **fields})
+    return messages.RunStatus(**{**given, **fields})

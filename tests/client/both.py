@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
-from headrace.aio import AsyncClient
-from headrace.client import Client
+from headrace.client.async_client import AsyncClient
+from headrace.client.sync_client import Client
 
 
 class Driven:

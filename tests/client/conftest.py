@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from headrace import batch, codec
+from headrace.batch import batch
+from headrace.batch.agent_arrays import GroupInput
 from headrace.runspec import EstimatorSpec
-from headrace.strands import GroupInput
 from headrace.trajectory import Version
+from headrace.wire import codec
 from tests import builders
 from tests.client.both import CLIENTS, Connect
 from tests.client.stub import Stub

@@ -14,8 +14,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 
-from headrace import wire
 from headrace.errors import HeadraceError
+from headrace.wire import messages
 
 
 @dataclass
@@ -51,13 +51,13 @@ class Reply:
 def good(value: Any = None, *, epoch: int = 1, status: int = 200) -> Reply:
     """A JSON answer of the orchestrator."""
     body = b"" if value is None else msgspec.json.encode(value)
-    return Reply(status, body, headers={wire.HEADER_EPOCH: str(epoch)})
+    return Reply(status, body, headers={messages.HEADER_EPOCH: str(epoch)})
 
 
 def problem(error: HeadraceError, *, epoch: int = 1) -> Reply:
     """An error of the orchestrator."""
     body = msgspec.json.encode(error.problem())
-    return Reply(error.status, body, wire.PROBLEM_MEDIA_TYPE, {wire.HEADER_EPOCH: str(epoch)})
+    return Reply(error.status, body, messages.PROBLEM_MEDIA_TYPE, {messages.HEADER_EPOCH: str(epoch)})
 
 
 def page(status: int) -> Reply:
@@ -69,11 +69,11 @@ def page(status: int) -> Reply:
 def batch(body: bytes, *, generation: int = 1, lease_s: float = 300.0, epoch: int = 1) -> Reply:
     """A batch with its lease."""
     head = {
-        wire.HEADER_EPOCH: str(epoch),
-        wire.HEADER_GENERATION: str(generation),
-        wire.HEADER_LEASE_S: str(lease_s),
+        messages.HEADER_EPOCH: str(epoch),
+        messages.HEADER_GENERATION: str(generation),
+        messages.HEADER_LEASE_S: str(lease_s),
     }
-    return Reply(200, body, wire.BATCH_MEDIA_TYPE, head)
+    return Reply(200, body, messages.BATCH_MEDIA_TYPE, head)
 
 
 LOST = Reply(drop=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headrace import codec, wire
 from headrace.assets import asset_of, decode_array, encode_array, pack_assets
-from headrace.batch import build_head
+from headrace.batch.agent_arrays import GroupInput
+from headrace.batch.batch import build_head
 from headrace.errors import (
     CorruptAsset,
     HeadraceError,
@@ -16,8 +16,8 @@ from headrace.errors import (
     UnknownAsset,
 )
 from headrace.runspec import EstimatorSpec
-from headrace.strands import GroupInput
 from headrace.trajectory import Version
+from headrace.wire import codec, messages
 from tests import builders
 from tests.client.answers import PULL
 from tests.client.both import Connect
@@ -28,7 +28,7 @@ ASSETS = "POST /v1/assets"
 
 
 def assets_reply(found: list[bytes | HeadraceError]) -> Reply:
-    return Reply(200, pack_assets(found), wire.ASSETS_MEDIA_TYPE, {wire.HEADER_EPOCH: "1"})
+    return Reply(200, pack_assets(found), messages.ASSETS_MEDIA_TYPE, {messages.HEADER_EPOCH: "1"})
 
 
 def body_with_assets() -> bytes:
@@ -41,12 +41,12 @@ def body_with_assets() -> bytes:
 
 
 def test_an_asset_comes_by_its_name_and_is_checked(stub: Stub, connect: Connect) -> None:
-    epoch = {wire.HEADER_EPOCH: "1"}
+    epoch = {messages.HEADER_EPOCH: "1"}
     one = f"GET /v1/assets/{PICTURE.name}"
     stub.on(
         one,
-        Reply(200, PICTURE.data, wire.ASSET_MEDIA_TYPE, epoch),
-        Reply(200, EXPERTS.data, wire.ASSET_MEDIA_TYPE, epoch),
+        Reply(200, PICTURE.data, messages.ASSET_MEDIA_TYPE, epoch),
+        Reply(200, EXPERTS.data, messages.ASSET_MEDIA_TYPE, epoch),
         problem(UnknownAsset("Not here.")),
         page(200),
     )
@@ -97,7 +97,7 @@ def test_an_asset_that_was_not_pulled_says_how_it_is(stub: Stub, connect: Connec
 
 def test_bytes_that_are_no_assets_are_an_error_of_the_service(stub: Stub, connect: Connect) -> None:
     stub.on(PULL, batch(body_with_assets()))
-    stub.on(ASSETS, good([]), Reply(200, b"\xff\xff", wire.ASSETS_MEDIA_TYPE), assets_reply([]))
+    stub.on(ASSETS, good([]), Reply(200, b"\xff\xff", messages.ASSETS_MEDIA_TYPE), assets_reply([]))
     with connect() as client:
         for error in (ServiceError, InvalidRequest, ServiceError):
             with pytest.raises(error):

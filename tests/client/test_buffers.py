@@ -7,7 +7,7 @@ import gc
 import numpy as np
 import pytest
 
-from headrace._buffers import KEPT, SMALL_BYTES, Buffers
+from headrace.client.buffers import KEPT, SMALL_BYTES, Buffers
 
 LARGE = 4 * SMALL_BYTES
 

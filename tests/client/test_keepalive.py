@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.client import Client
+from headrace.client.sync_client import Client
 from headrace.errors import (
     UnknownRun,
 )

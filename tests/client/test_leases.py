@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace._leases import Leases
+from headrace.client.leases import Leases
 
 
 class Clock:

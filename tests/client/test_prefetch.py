@@ -9,17 +9,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from headrace import wire
-from headrace.aio import AsyncClient
-from headrace.client import Client
+from headrace.client.async_client import AsyncClient
+from headrace.client.sync_client import Client
 from headrace.errors import InvalidRequest, NothingToServe, UnknownRun
+from headrace.wire import messages
 from tests.client.answers import run_status
 from tests.client.conftest import make_body
 from tests.client.stub import Reply, Seen, Stub, batch, good, problem
 
 PULL = "POST /v1/runs/guess/pull"
-FINISHED = wire.EmptyReply(epoch=1, reasons=[wire.Reason(code="tasks-exhausted", message="done")], finished=True)
-WAITING = wire.EmptyReply(epoch=1, reasons=[wire.Reason(code="collecting", message="2 of 4 ready")])
+FINISHED = messages.EmptyReply(
+    epoch=1, reasons=[messages.Reason(code="tasks-exhausted", message="done")], finished=True
+)
+WAITING = messages.EmptyReply(epoch=1, reasons=[messages.Reason(code="collecting", message="2 of 4 ready")])
 
 
 async def has_arrived(client: Client | AsyncClient, name: str) -> None:
@@ -34,7 +36,9 @@ def served(stub: Stub) -> Stub:
     """A run that allows one batch more, and takes acks and nacks."""
     stub.on("GET /v1/runs/guess", good(run_status(spec={"max_staleness": 1})))
     for number in range(1, 5):
-        stub.on(f"POST /v1/runs/guess/batches/b{number}/ack", good(wire.AckReply(epoch=1, batch="b", version="0.1")))
+        stub.on(
+            f"POST /v1/runs/guess/batches/b{number}/ack", good(messages.AckReply(epoch=1, batch="b", version="0.1"))
+        )
         stub.on(f"POST /v1/runs/guess/batches/b{number}/nack", good({}))
     return stub
 

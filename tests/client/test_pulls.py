@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from headrace import wire
 from headrace.errors import (
     BatchAlreadyAcked,
     BatchSuperseded,
@@ -19,6 +18,7 @@ from headrace.errors import (
     VersionConflict,
 )
 from headrace.trajectory import Version
+from headrace.wire import messages
 from tests.client.answers import ACK, COLLECTING, EMPTY, FINISHED, PULL, run_status
 from tests.client.both import Connect
 from tests.client.stub import LOST, Reply, Stub, batch, good, problem
@@ -27,7 +27,7 @@ from tests.client.stub import LOST, Reply, Stub, batch, good, problem
 
 
 def test_waiting_goes_on_over_empty_polls_and_tells_why(stub: Stub, connect: Connect, body: bytes) -> None:
-    told: list[tuple[str, list[wire.Reason]]] = []
+    told: list[tuple[str, list[messages.Reason]]] = []
     stub.on(PULL, good(EMPTY), good(EMPTY), batch(body))
     with connect(poll_s=0.01, on_wait=lambda run, reasons: told.append((run, reasons))) as client:
         client.pull("guess")
@@ -37,11 +37,13 @@ def test_waiting_goes_on_over_empty_polls_and_tells_why(stub: Stub, connect: Con
 def test_who_waits_in_silence_sees_the_reasons_where_logging_was_never_set_up(
     stub: Stub, connect: Connect, body: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    waiting = wire.EmptyReply(epoch=1, reasons=[wire.Reason(code="no-workers", message="no workers in pool 'gpu'")])
+    waiting = messages.EmptyReply(
+        epoch=1, reasons=[messages.Reason(code="no-workers", message="no workers in pool 'gpu'")]
+    )
     stub.on(PULL, good(waiting), batch(body))
     with connect(poll_s=0.01) as client:
         client.pull("guess")
-    (record,) = [record for record in caplog.records if record.name == "headrace.client"]
+    (record,) = [record for record in caplog.records if record.name == "headrace.client.sync_client"]
     assert record.levelname == "WARNING"
     assert record.getMessage() == "Run 'guess' has no batch yet. no workers in pool 'gpu'."
 
@@ -69,7 +71,7 @@ def test_submitted_groups_are_awaited_by_id(stub: Stub, connect: Connect, body: 
 
 
 def test_a_batch_that_its_lease_did_not_come_with_is_refused(stub: Stub, connect: Connect, body: bytes) -> None:
-    stub.on(PULL, Reply(200, body, wire.BATCH_MEDIA_TYPE))
+    stub.on(PULL, Reply(200, body, messages.BATCH_MEDIA_TYPE))
     with connect() as client, pytest.raises(ServiceError, match="lease in headers"):
         client.pull("guess")
 
@@ -84,7 +86,7 @@ def test_an_ack_carries_the_generation_and_the_version_that_the_step_made(
     stub: Stub, connect: Connect, body: bytes, version: Any, text: str | None
 ) -> None:
     stub.on(PULL, batch(body, generation=3))
-    stub.on(ACK, good(wire.AckReply(epoch=1, batch="batch-1", version=text or "0.3")))
+    stub.on(ACK, good(messages.AckReply(epoch=1, batch="batch-1", version=text or "0.3")))
     with connect() as client:
         client.ack(client.pull("guess"), version)
     asked = stub.asked(ACK)[0].json
@@ -97,7 +99,7 @@ def test_an_ack_carries_the_generation_and_the_version_that_the_step_made(
         ("/shared/step-4", {"path": "/shared/step-4"}),
         (Path("/shared/step-4"), {"path": "/shared/step-4"}),
         ("step-4", {"path": os.path.abspath("step-4")}),
-        (wire.Weights(path="/shared/lora", kind="adapter"), {"path": "/shared/lora", "kind": "adapter"}),
+        (messages.Weights(path="/shared/lora", kind="adapter"), {"path": "/shared/lora", "kind": "adapter"}),
     ],
     ids=str,
 )
@@ -105,8 +107,8 @@ def test_a_version_says_where_its_weights_are_by_a_path_that_servers_can_read(
     stub: Stub, connect: Connect, body: bytes, given: Any, sent: dict[str, str]
 ) -> None:
     stub.on(PULL, batch(body))
-    stub.on(ACK, good(wire.AckReply(epoch=1, batch="batch-1", version="0.4")))
-    stub.on("POST /v1/runs/guess/version", good(wire.VersionReply(epoch=1, version="0.5")))
+    stub.on(ACK, good(messages.AckReply(epoch=1, batch="batch-1", version="0.4")))
+    stub.on("POST /v1/runs/guess/version", good(messages.VersionReply(epoch=1, version="0.5")))
     with connect() as client:
         client.ack(client.pull("guess"), "0.4", weights=given)
         client.announce("guess", "0.5", weights=given)
@@ -118,7 +120,7 @@ def test_an_ack_whose_answer_got_lost_is_repeated_and_answered_as_before(
     stub: Stub, connect: Connect, body: bytes
 ) -> None:
     stub.on(PULL, batch(body))
-    stub.on(ACK, LOST, good(wire.AckReply(epoch=1, batch="batch-1", version="0.4")))
+    stub.on(ACK, LOST, good(messages.AckReply(epoch=1, batch="batch-1", version="0.4")))
     with connect() as client:
         assert client.ack(client.pull("guess"), 4).version == "0.4"
 

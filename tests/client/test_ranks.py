@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from headrace import wire
-from headrace.body import read_head
+from headrace.batch.body import read_head
+from headrace.batch.shards import Sharding
 from headrace.errors import BatchSuperseded, InvalidRequest, NothingToServe
-from headrace.sharding import Sharding
+from headrace.wire import messages
 from tests.client.both import CLIENTS
 from tests.client.conftest import make_body
 from tests.client.stub import Stub, batch, good, problem
@@ -19,7 +19,7 @@ from tests.client.stub import Stub, batch, good, problem
 PULL = "POST /v1/runs/guess/pull"
 Connect = Callable[..., AbstractContextManager[Any]]
 
-WAITING = wire.EmptyReply(epoch=1, reasons=[wire.Reason(code="collecting", message="2 of 4 ready")])
+WAITING = messages.EmptyReply(epoch=1, reasons=[messages.Reason(code="collecting", message="2 of 4 ready")])
 
 
 @pytest.fixture(params=CLIENTS)
@@ -83,7 +83,7 @@ def test_ranks_need_a_session_that_they_share(stub: Stub, connect: Connect) -> N
 
 
 def test_resume_gives_what_is_left_and_names_what_is_lost(stub: Stub, connect: Connect) -> None:
-    reply = wire.ResumeReply(epoch=1, batches=["b0", "b1"], lost={"b9": "stale"})
+    reply = messages.ResumeReply(epoch=1, batches=["b0", "b1"], lost={"b9": "stale"})
     stub.on("POST /v1/runs/guess/resume", good(reply))
     stub.on(PULL, batch(make_body("b0"), generation=2), problem(BatchSuperseded("Batch b1 was damaged.")))
     with connect() as client:

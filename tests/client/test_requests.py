@@ -9,9 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from headrace import wire
-from headrace.batch import Batch
-from headrace.client import Client
+from headrace.batch.batch import Batch
+from headrace.client.sync_client import Client
 from headrace.errors import (
     InvalidRequest,
     RequestTooLarge,
@@ -22,6 +21,7 @@ from headrace.errors import (
     UnknownRun,
 )
 from headrace.trajectory import Version
+from headrace.wire import messages
 from tests.client.answers import PULL, SPEC, run_status
 from tests.client.both import CLIENTS, Connect
 from tests.client.stub import LOST, Reply, Stub, batch, good, page, problem
@@ -55,7 +55,7 @@ def test_a_pull_may_ask_for_environments_and_tags(stub: Stub, connect: Connect, 
 
 
 def test_priorities_are_set_by_group(stub: Stub, connect: Connect) -> None:
-    reply = wire.PrioritiesReply(epoch=1, set=1, over=["g2"])
+    reply = messages.PrioritiesReply(epoch=1, set=1, over=["g2"])
     stub.on("POST /v1/runs/guess/priorities", good(reply))
     with connect() as client:
         assert client.set_priorities("guess", {"g1": 2, "g2": np.float64(0.5)}) == reply
@@ -115,7 +115,7 @@ def test_a_connection_is_kept_between_calls(stub: Stub, connect: Connect) -> Non
 
 
 def test_a_connection_that_the_server_has_closed_is_not_used_again(stub: Stub, connect: Connect) -> None:
-    reply = wire.VersionReply(epoch=1, version="1.2")
+    reply = messages.VersionReply(epoch=1, version="1.2")
     stub.on("GET /v1/runs", replace(good([]), hang_up=True))
     stub.on("POST /v1/runs/guess/rewind", good(reply))
     with connect() as client:
@@ -211,7 +211,7 @@ def test_what_may_have_been_done_and_must_not_be_repeated_is_not(stub: Stub, con
 
 
 def test_what_was_surely_not_done_is_repeated_whatever_it_is(stub: Stub, connect: Connect) -> None:
-    reply = wire.VersionReply(epoch=1, version="1.2")
+    reply = messages.VersionReply(epoch=1, version="1.2")
     stub.on("POST /v1/runs/guess/rewind", problem(Unavailable("Starting.")), good(reply))
     with connect() as client:
         assert client.rewind("guess", Version(0, 2)).version == "1.2"

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from headrace import codec, wire
 from headrace.errors import (
     GroupExists,
     InvalidRunSpec,
@@ -14,6 +13,7 @@ from headrace.errors import (
 )
 from headrace.runspec import RunSpec, TaskSpec
 from headrace.trajectory import Task
+from headrace.wire import codec, messages
 from tests import builders
 from tests.client.answers import SPEC, run_status
 from tests.client.both import Connect
@@ -49,7 +49,9 @@ def test_groups_get_an_id_so_that_a_repeated_submission_is_known(stub: Stub, con
     stub.on(route, LOST, problem(GroupExists("It exists.")))
     tasks: list[Any] = [Task(environment="e", seed=1), {"environment": "e", "seed": 2}, TaskSpec(environment="e")]
     with connect() as client:
-        ids = client.submit_groups("guess", [*tasks, wire.GroupRequest(task={"environment": "e"}, size=4, id="mine")])
+        ids = client.submit_groups(
+            "guess", [*tasks, messages.GroupRequest(task={"environment": "e"}, size=4, id="mine")]
+        )
     first, second = (seen.json["groups"] for seen in stub.asked(route))
     assert first == second
     assert ids == [group["id"] for group in first]
@@ -60,7 +62,7 @@ def test_groups_get_an_id_so_that_a_repeated_submission_is_known(stub: Stub, con
 def test_an_evaluation_is_awaited_to_its_end(stub: Stub, connect: Connect) -> None:
     def reply(done: int) -> Reply:
         return good(
-            wire.EvaluationReply(
+            messages.EvaluationReply(
                 epoch=1, evaluation="e1", version="0.3", wanted=2, done=done, finished=done == 2, hold_s=0.0
             )
         )
@@ -78,7 +80,7 @@ def test_trajectories_are_listed_page_by_page(stub: Stub, connect: Connect) -> N
     def listing(seen: Seen) -> Reply:
         start = int(seen.query.get("before", 4))
         shown = [summary(number) for number in range(start - 1, start - 3, -1)]
-        return good(wire.TrajectoryList(epoch=1, trajectories=shown, next=str(start - 2) if start > 2 else ""))
+        return good(messages.TrajectoryList(epoch=1, trajectories=shown, next=str(start - 2) if start > 2 else ""))
 
     stub.on("GET /v1/runs/guess/trajectories", listing)
     with connect() as client:
@@ -87,8 +89,8 @@ def test_trajectories_are_listed_page_by_page(stub: Stub, connect: Connect) -> N
     assert stub.seen[0].query == {"status": "failed", "limit": "2"}
 
 
-def summary(number: int) -> wire.TrajectorySummary:
-    return wire.TrajectorySummary(
+def summary(number: int) -> messages.TrajectorySummary:
+    return messages.TrajectorySummary(
         id=f"t{number}",
         run="guess",
         group="g",
@@ -107,15 +109,15 @@ def summary(number: int) -> wire.TrajectorySummary:
 
 def test_a_trajectory_is_read_from_its_record(stub: Stub, connect: Connect) -> None:
     wanted = builders.make_trajectory(number=5)
-    stub.on(f"GET /v1/trajectories/{wanted.id}", Reply(200, codec.encode(wanted), wire.RECORDS_MEDIA_TYPE))
+    stub.on(f"GET /v1/trajectories/{wanted.id}", Reply(200, codec.encode(wanted), messages.RECORDS_MEDIA_TYPE))
     with connect() as client:
         assert client.trajectory(wanted.id).task == wanted.task
 
 
 def test_policy_servers_are_read_added_drained_and_removed(stub: Stub, connect: Connect) -> None:
-    servers = [wire.PolicyServer(address="http://a:1", state="serving", version="0.3")]
+    servers = [messages.PolicyServer(address="http://a:1", state="serving", version="0.3")]
     path = "/v1/runs/guess/servers"
-    stub.on(f"GET {path}", good(wire.ServersReply(epoch=1, revision=8, servers=servers)))
+    stub.on(f"GET {path}", good(messages.ServersReply(epoch=1, revision=8, servers=servers)))
     for route in (f"POST {path}", f"POST {path}/drain", f"DELETE {path}"):
         stub.on(route, good({}))
     with connect() as client:
@@ -128,9 +130,9 @@ def test_policy_servers_are_read_added_drained_and_removed(stub: Stub, connect: 
 
 
 def test_status_and_hold_are_read(stub: Stub, connect: Connect) -> None:
-    status = wire.ServiceStatus(epoch=1, version="0.0.1", uptime_s=1.0, runs=[], workers=[], store={})
+    status = messages.ServiceStatus(epoch=1, version="0.0.1", uptime_s=1.0, runs=[], workers=[], store={})
     stub.on("GET /v1/status", good(status))
-    stub.on("GET /v1/runs/guess/hold", good(wire.HoldReply(epoch=1, hold_s=3.0, evaluations=["e1"])))
+    stub.on("GET /v1/runs/guess/hold", good(messages.HoldReply(epoch=1, hold_s=3.0, evaluations=["e1"])))
     stub.on("POST /v1/runs/guess/close", good(run_status(state="closed")))
     with connect() as client:
         assert client.status() == status

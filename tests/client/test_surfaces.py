@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from headrace.aio import AsyncClient
-from headrace.client import Client
+from headrace.client.async_client import AsyncClient
+from headrace.client.sync_client import Client
 from headrace.errors import (
     MissingExtra,
 )

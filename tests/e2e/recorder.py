@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 import aiohttp
 from aiohttp import web
 
-from headrace.batch import Batch
-from headrace.codec import decode_head
+from headrace.batch.batch import Batch
+from headrace.wire.codec import decode_head
 
 HOP_HEADERS = {"connection", "keep-alive", "transfer-encoding", "content-length", "content-encoding", "host"}
 
@@ -130,7 +130,7 @@ class Recorder:
 
 
 def split_submission(body: bytes) -> list[tuple[str, bytes]]:
-    """(episode, record) of a submission body, as ``headrace.wire.Submission`` describes it."""
+    """(episode, record) of a submission body, as ``headrace.wire.messages.Submission`` describes it."""
     (length,) = struct.unpack_from("<I", body)
     heads = json.loads(body[4 : 4 + length])
     offset = -(-(4 + length) // 64) * 64

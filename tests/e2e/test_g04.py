@@ -15,9 +15,9 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from headrace import codec, wire
-from headrace.aio import AsyncClient
+from headrace.client.async_client import AsyncClient
 from headrace.errors import RequestTooLarge, Unavailable
+from headrace.wire import codec, messages
 from headrace_workers.worker.connection import EpochFence, OrchestratorConnection
 from headrace_workers.worker.spool import Entry, Spool
 from headrace_workers.worker.submitter import Submitter
@@ -117,13 +117,13 @@ async def test_g04_a_grant_that_went_nowhere_is_granted_again_at_once_and_costs_
     async with orchestrator(data_dir) as api, proxied(api) as (url, proxy):
         fence = EpochFence()
         connection = OrchestratorConnection(url, worker="worker-1", token="", fence=fence)
-        request = wire.LeaseRequest(worker="worker-1", slots=4, free=4, wait_s=2.0)
+        request = messages.LeaseRequest(worker="worker-1", slots=4, free=4, wait_s=2.0)
         asking = asyncio.create_task(connection.lease(msgspec.structs.replace(request, holding=[])))
         with pytest.raises(Unavailable, match="504"):
             await asking
         await api.create_run(attempt_lease_s=60)  # the work comes now, and is granted to the request that was dropped
         (dropped,) = proxy.left_running
-        lost = msgspec.json.decode((await dropped).body, type=wire.LeaseReply).attempts  # type: ignore[arg-type]
+        lost = msgspec.json.decode((await dropped).body, type=messages.LeaseReply).attempts  # type: ignore[arg-type]
         assert len(lost) == 4
         begun = time.monotonic()
         reply = await connection.lease(msgspec.structs.replace(request, holding=[]))
@@ -184,11 +184,11 @@ async def test_g04_the_server_caps_the_wait_and_says_what_it_used(data_dir: Path
         }
         async with asyncio.timeout(10), requests[ask]() as answer:
             assert answer.status == 200
-            assert answer.headers[wire.HEADER_WAIT_S] == "0.2"
+            assert answer.headers[messages.HEADER_WAIT_S] == "0.2"
             if ask == "pull":
                 assert 0.2 <= (await answer.json())["waited_s"] < 10
 
 
 async def test_an_answer_that_is_no_long_poll_says_nothing_of_waiting(data_dir: Path):
     async with orchestrator(data_dir) as api, api.session.get("/v1/status") as answer:
-        assert wire.HEADER_WAIT_S not in answer.headers
+        assert messages.HEADER_WAIT_S not in answer.headers

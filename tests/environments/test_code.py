@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headrace.errors import EnvironmentFailure, InvalidRequest
-from headrace_sandbox.grading import CallCase, StdioCase, grade
+from headrace_sandbox.graders import CallCase, StdioCase, grade
 from headrace_sandbox.result import Limits
 from headrace_workers.environments import math_problems
 from headrace_workers.environments.case_rows import tests_of as cases_of

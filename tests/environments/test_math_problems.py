@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from headrace.errors import InvalidRequest, MissingExtra
-from headrace_workers.bounded import BoundedCalls
+from headrace_workers.bounded_calls import BoundedCalls
 from headrace_workers.environments import math_problems
 from headrace_workers.environments.math_problems import BASICS, MathProblems, basics, reference_of
 from tests.workers.fakes import Script, failure_of, play, say
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def graders() -> AsyncIterator[BoundedCalls]:
     made = BoundedCalls()
-    await made.call("headrace_workers.environments.math_judge:same", "1", "1", time_s=60, memory_bytes=1 << 30)
+    await made.call("headrace_workers.environments.math_equality:same", "1", "1", time_s=60, memory_bytes=1 << 30)
     yield made
     await made.close()
 

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from headrace import wire
-from headrace.batch import build_head
-from headrace.client import Client
-from headrace.codec import decode_head, encode
+from headrace.batch.agent_arrays import GroupInput
+from headrace.batch.batch import build_head
+from headrace.client.sync_client import Client
 from headrace.errors import GroupEnded, GroupIncomplete, InvalidRequest
 from headrace.integrations.prompts import Asked, Episode, roll_out, sizes
 from headrace.integrations.skyrl import HeadraceGenerator
 from headrace.integrations.trl_grpo import headrace_reward, rollout_func
 from headrace.runspec import EstimatorSpec
-from headrace.strands import GroupInput
 from headrace.trajectory import Segment, Task, Trajectory, Version
+from headrace.wire import messages
+from headrace.wire.codec import decode_head, encode
 from tests.builders import make_segment, make_trajectory
 from tests.client.answers import PULL, run_status
 from tests.client.stub import Stub, batch, good
@@ -30,7 +30,7 @@ SUBMIT = "POST /v1/runs/guess/groups"
 ACK = "POST /v1/runs/guess/batches/b/ack"
 NACK = "POST /v1/runs/guess/batches/b/nack"
 VERSION = "POST /v1/runs/guess/version"
-ENDED = wire.EmptyReply(epoch=1, reasons=[wire.Reason(code="group-ended", message="g2 was retired: failed")])
+ENDED = messages.EmptyReply(epoch=1, reasons=[messages.Reason(code="group-ended", message="g2 was retired: failed")])
 
 
 def body(*groups: list[Trajectory]) -> bytes:
@@ -59,9 +59,9 @@ def task(prompt: Any) -> dict[str, Any]:
 def served(stub: Stub) -> Stub:
     """A run that takes groups ``g1`` and ``g2`` and serves two episodes of each, of rewards 1, 2, 3 and 4 to 9."""
     stub.on("GET /v1/runs/guess", good(run_status(spec={"sampling": {"temperature": 1.0}, "max_staleness": 0})))
-    stub.on(SUBMIT, good(wire.SubmitGroupsReply(epoch=1, groups=["g1", "g2"])))
+    stub.on(SUBMIT, good(messages.SubmitGroupsReply(epoch=1, groups=["g1", "g2"])))
     stub.on(PULL, batch(body(group(1, [1.0], [2.0]), group(3, [3.0], [4.0, 5.0]))))
-    stub.on(ACK, good(wire.AckReply(epoch=1, batch="b", version="0.3")))
+    stub.on(ACK, good(messages.AckReply(epoch=1, batch="b", version="0.3")))
     stub.on(NACK, good({}))
     return stub
 
@@ -88,9 +88,9 @@ def test_episodes_come_in_the_order_in_which_they_were_asked_for(served: Stub, c
 
 
 def test_the_order_of_the_batch_does_not_matter(stub: Stub, client: Client) -> None:
-    stub.on(SUBMIT, good(wire.SubmitGroupsReply(epoch=1, groups=["g2", "g1"])))
+    stub.on(SUBMIT, good(messages.SubmitGroupsReply(epoch=1, groups=["g2", "g1"])))
     stub.on(PULL, batch(body(group(1, [1.0]), group(2, [2.0]))))
-    stub.on(ACK, good(wire.AckReply(epoch=1, batch="b", version="0.3")))
+    stub.on(ACK, good(messages.AckReply(epoch=1, batch="b", version="0.3")))
     found = roll_out(client, "guess", [Asked(task("a"), 1), Asked(task("b"), 1)])
     assert [of[0].rewards[-1] for of in found] == [2.0, 1.0]
 
@@ -112,14 +112,14 @@ def test_each_turns_reward_stands_at_its_last_token(served: Stub, client: Client
 
 
 def test_a_group_that_ended_is_an_error_and_no_gap(stub: Stub, client: Client) -> None:
-    stub.on(SUBMIT, good(wire.SubmitGroupsReply(epoch=1, groups=["g1", "g2"])))
+    stub.on(SUBMIT, good(messages.SubmitGroupsReply(epoch=1, groups=["g1", "g2"])))
     stub.on(PULL, good(ENDED))
     with pytest.raises(GroupEnded, match="g2 was retired: failed"):
         roll_out(client, "guess", TWICE)
 
 
 def test_a_group_with_too_few_episodes_is_an_error_and_given_back(stub: Stub, client: Client) -> None:
-    stub.on(SUBMIT, good(wire.SubmitGroupsReply(epoch=1, groups=["g1", "g2"])))
+    stub.on(SUBMIT, good(messages.SubmitGroupsReply(epoch=1, groups=["g1", "g2"])))
     stub.on(PULL, batch(body(group(1, [1.0], [2.0]), group(3, [3.0]))))
     stub.on(NACK, good({}))
     with pytest.raises(GroupIncomplete, match="Group g2 has 1 of the 2 episodes") as short:
@@ -130,7 +130,7 @@ def test_a_group_with_too_few_episodes_is_an_error_and_given_back(stub: Stub, cl
 
 def test_an_episode_of_several_rows_is_refused(stub: Stub, client: Client) -> None:
     two_rows = make_trajectory(segments=[make_segment(), make_segment(indices=[1], salt=1)])
-    stub.on(SUBMIT, good(wire.SubmitGroupsReply(epoch=1, groups=["g1"])))
+    stub.on(SUBMIT, good(messages.SubmitGroupsReply(epoch=1, groups=["g1"])))
     stub.on(PULL, batch(body([two_rows])))
     stub.on(NACK, good({}))
     with pytest.raises(InvalidRequest, match="is several rows"):
@@ -205,7 +205,7 @@ def test_an_evaluation_of_the_trainer_asks_for_its_own_number_of_generations(ser
 
 
 def test_the_weights_of_a_step_are_announced_before_its_groups_are_asked_for(served: Stub, client: Client) -> None:
-    served.on(VERSION, good(wire.VersionReply(epoch=1, version="0.4")))
+    served.on(VERSION, good(messages.VersionReply(epoch=1, version="0.4")))
     folder: Any = Folder()
     roll = rollout_func(client, "guess", task, weights=folder)
     roll(["a", "a", "b", "b"], Trainer(0))
@@ -283,8 +283,8 @@ def g24_segments(rewards: tuple[float, ...]) -> list[Segment]:
 @pytest.fixture
 def g24(stub: Stub, client: Client) -> list[Episode]:
     """The three rows of G24 as episodes of their own: what a trainer that takes one row an episode can have."""
-    stub.on(SUBMIT, good(wire.SubmitGroupsReply(epoch=1, groups=["g1"])))
-    stub.on(ACK, good(wire.AckReply(epoch=1, batch="b", version="0.3")))
+    stub.on(SUBMIT, good(messages.SubmitGroupsReply(epoch=1, groups=["g1"])))
+    stub.on(ACK, good(messages.AckReply(epoch=1, batch="b", version="0.3")))
     segments = g24_segments((0.5, -0.25, 2.0))
     stub.on(PULL, batch(body([make_trajectory(number=k, segments=[of]) for k, of in enumerate(segments, 1)])))
     return roll_out(client, "guess", [Asked(task("a"), 3)])[0]
@@ -312,7 +312,7 @@ def test_g24_an_episode_of_three_rows_is_refused_where_a_trainer_takes_one(stub:
         make_segment(spans=[(shape.start, shape.end)], length=shape.length, indices=[k], terminated=k == 2, salt=k)
         for k, shape in enumerate(EPISODE)
     ]
-    stub.on(SUBMIT, good(wire.SubmitGroupsReply(epoch=1, groups=["g1"])))
+    stub.on(SUBMIT, good(messages.SubmitGroupsReply(epoch=1, groups=["g1"])))
     stub.on(PULL, batch(body([make_trajectory(segments=segments)])))
     stub.on(NACK, good({}))
     with pytest.raises(InvalidRequest, match="is several rows, of which this trainer takes one"):

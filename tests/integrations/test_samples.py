@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from headrace.batch import Batch
+from headrace.batch.batch import Batch
 from headrace.errors import InvalidRequest
 from headrace.integrations._samples import RolloutSample, samples
 from headrace.trajectory import Version, VersionRun

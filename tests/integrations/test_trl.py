@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from headrace import wire
-from headrace.client import Client
+from headrace.client.sync_client import Client
 from headrace.errors import BatchSuperseded, InvalidRequest, NothingToServe, RunFinished, UnknownRun
 from headrace.integrations._samples import RolloutSample
 from headrace.integrations.trl import HeadraceRollouts
 from headrace.runspec import EstimatorSpec
+from headrace.wire import messages
 from tests.client.answers import FINISHED, PULL, run_status
 from tests.client.conftest import make_body
 from tests.client.stub import Answering, Reply, Seen, Stub, batch, good, problem
 
-WAITING = wire.EmptyReply(epoch=1, reasons=[wire.Reason(code="collecting", message="2 of 4 ready")])
+WAITING = messages.EmptyReply(epoch=1, reasons=[messages.Reason(code="collecting", message="2 of 4 ready")])
 VERSION = "POST /v1/runs/guess/version"
 
 
@@ -49,9 +49,9 @@ class Folder:
 def served(stub: Stub) -> Stub:
     """A run at version 0.3 that takes acks, nacks and versions. Batches ``b1``, ... have two samples."""
     stub.on("GET /v1/runs/guess", good(run_status(spec={"max_staleness": 1})))
-    stub.on(VERSION, good(wire.VersionReply(epoch=1, version="0.4")))
+    stub.on(VERSION, good(messages.VersionReply(epoch=1, version="0.4")))
     for number in range(1, 5):
-        stub.on(ack(number), good(wire.AckReply(epoch=1, batch=f"b{number}", version="0.4")))
+        stub.on(ack(number), good(messages.AckReply(epoch=1, batch=f"b{number}", version="0.4")))
         stub.on(nack(number), good({}))
     return stub
 
@@ -195,7 +195,7 @@ def test_the_trainer_counts_versions_from_1_and_the_run_goes_on_where_it_was(
 
 def test_a_trainer_that_goes_on_from_a_checkpoint_counts_in_the_lineage_that_was_opened_for_it(stub: Stub) -> None:
     stub.on("GET /v1/runs/guess", good(run_status(version="1.50", spec={"max_staleness": 1})))
-    stub.on(VERSION, good(wire.VersionReply(epoch=1, version="1.51")))
+    stub.on(VERSION, good(messages.VersionReply(epoch=1, version="1.51")))
     with Client(stub.url, keepalive=False) as client:
         rollouts = HeadraceRollouts(client, "guess")
         rollouts.update_model_version(1)

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import aiohttp
 import pytest
 
-from headrace import wire
-from headrace.client import Client
+from headrace.client.sync_client import Client
 from headrace.integrations._samples import RolloutSample
 from headrace.trajectory import Version
+from headrace.wire import messages
 from tests.e2e.processes import Processes, answers, free_port, wait_for
 from tests.sdk.batches import EPISODE, body_of, g24_trajectories
 from tests.vllm.server import Trainer, Vllm
@@ -38,7 +38,7 @@ class Trained(NamedTuple):
     """What both trainers did: their reports, and what the service says of their runs."""
 
     reports: dict[str, Any]
-    runs: dict[str, wire.RunStatus]
+    runs: dict[str, messages.RunStatus]
     versions: dict[str, list[tuple[Version, Version]]]
     """Lowest and highest version of each episode, oldest first."""
     folders: dict[str, list[str]]

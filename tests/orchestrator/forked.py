@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from headrace_orchestrator import logs, server
 from headrace_orchestrator.buffer.retention import Retention
-from headrace_orchestrator.service import retaining
+from headrace_orchestrator.service import retention as retaining
 from headrace_orchestrator.settings import Address, Settings
 
 RETAIN_EVERY_S = 0.002

@@ -19,12 +19,12 @@ import aiohttp
 import msgspec
 import pytest
 
-from headrace import codec, wire
-from headrace.batch import Batch
+from headrace.batch.batch import Batch
 from headrace.ids import new_id
 from headrace.trajectory import Trajectory
+from headrace.wire import codec, messages
 from headrace_orchestrator.server import serve
-from headrace_orchestrator.service.serving import Served
+from headrace_orchestrator.service.batches import Served
 from headrace_orchestrator.settings import Settings
 from tests.builders import make_trajectory
 
@@ -62,30 +62,30 @@ class Api:
         worker: str = "worker-1",
         free: int = 4,
         wait_s: float = 0.0,
-        holding: list[wire.AttemptKey] | None = None,
-    ) -> list[wire.Assignment]:
-        request = wire.LeaseRequest(worker=worker, slots=64, free=free, wait_s=wait_s, holding=holding)
-        return msgspec.convert(await self.ask("POST", "/v1/worker/lease", request), wire.LeaseReply).attempts
+        holding: list[messages.AttemptKey] | None = None,
+    ) -> list[messages.Assignment]:
+        request = messages.LeaseRequest(worker=worker, slots=64, free=free, wait_s=wait_s, holding=holding)
+        return msgspec.convert(await self.ask("POST", "/v1/worker/lease", request), messages.LeaseReply).attempts
 
-    async def submit(self, body: bytes, worker: str = "worker-1") -> list[wire.SubmitResult]:
+    async def submit(self, body: bytes, worker: str = "worker-1") -> list[messages.SubmitResult]:
         reply = await self.ask("POST", f"/v1/worker/submit?worker={worker}", body)
-        return msgspec.convert(reply, wire.SubmitReply).results
+        return msgspec.convert(reply, messages.SubmitReply).results
 
-    async def play(self, free: int = 4, **fields: Any) -> list[wire.Assignment]:
+    async def play(self, free: int = 4, **fields: Any) -> list[messages.Assignment]:
         """Lease attempts and submit a finished record for each."""
         attempts = await self.lease(free=free)
         results = await self.submit(submission((a, record_for(a, **fields)) for a in attempts))
         assert {result.verdict for result in results} <= {"accepted"}, results
         return attempts
 
-    async def pull(self, run: str = "run", **fields: Any) -> Batch | wire.EmptyReply:
+    async def pull(self, run: str = "run", **fields: Any) -> Batch | messages.EmptyReply:
         body, headers = await self.pull_raw(run, **fields)
         if headers["Content-Type"] == "application/json":
-            return msgspec.json.decode(body, type=wire.EmptyReply)
+            return msgspec.json.decode(body, type=messages.EmptyReply)
         return Batch.parse(
             body,
-            generation=int(headers[wire.HEADER_GENERATION]),
-            lease_s=float(headers[wire.HEADER_LEASE_S]),
+            generation=int(headers[messages.HEADER_GENERATION]),
+            lease_s=float(headers[messages.HEADER_LEASE_S]),
         )
 
     async def pull_raw(self, run: str = "run", **fields: Any) -> tuple[bytes, Any]:
@@ -96,26 +96,26 @@ class Api:
             return body, answer.headers
 
     async def ack(self, batch: Batch, version: str = "", *, session: str = "one", status: int = 200) -> Any:
-        request = wire.AckRequest(learner="learner", session=session, generation=batch.generation, version=version)
+        request = messages.AckRequest(learner="learner", session=session, generation=batch.generation, version=version)
         path = f"/v1/runs/{batch.manifest.run}/batches/{batch.id}/ack"
         return await self.ask("POST", path, request, status=status)
 
 
-def record_for(assignment: wire.Assignment, **fields: Any) -> Trajectory:
+def record_for(assignment: messages.Assignment, **fields: Any) -> Trajectory:
     """A valid record of an attempt."""
     names = ("run", "group", "member", "episode", "attempt", "task")
     given = {name: getattr(assignment, name) for name in names}
     return make_trajectory(**{"id": new_id(), **given, **fields})
 
 
-def submission(records: Iterable[tuple[wire.Assignment, Trajectory | bytes]]) -> bytes:
+def submission(records: Iterable[tuple[messages.Assignment, Trajectory | bytes]]) -> bytes:
     """The body of a submission."""
     heads, parts = [], []
     for assignment, record in records:
         data = record if isinstance(record, bytes) else codec.encode(record)
         parts.append(data)
         heads.append(
-            wire.Submission(
+            messages.Submission(
                 episode=assignment.episode, attempt=assignment.attempt, nonce=assignment.nonce, size_bytes=len(data)
             )
         )

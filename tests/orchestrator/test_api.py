@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from headrace import codec, wire
-from headrace.batch import Batch
+from headrace.batch.batch import Batch
 from headrace.trajectory import Failure
+from headrace.wire import codec, messages
 from headrace_orchestrator.api.routes import ROUTES
 from tests.builders import make_failed
 from tests.orchestrator.serving import Api, orchestrator, record_for, submission, until
@@ -45,7 +45,7 @@ async def test_records_are_served_as_they_are_stored(api: Api):
     assert bytes(batch.records) == b"".join(records)
 
     async with api.session.get(f"/v1/trajectories/{batch.manifest.trajectories[0]}") as answer:
-        assert answer.headers["Content-Type"] == wire.RECORDS_MEDIA_TYPE
+        assert answer.headers["Content-Type"] == messages.RECORDS_MEDIA_TYPE
         assert await answer.read() == records[0]
 
 
@@ -55,7 +55,7 @@ async def test_a_repeated_pull_gets_the_same_bytes(api: Api):
     first, headers = await api.pull_raw(request="same")
     again, headers_again = await api.pull_raw(request="same")
     assert first == again
-    assert headers[wire.HEADER_GENERATION] == headers_again[wire.HEADER_GENERATION]
+    assert headers[messages.HEADER_GENERATION] == headers_again[messages.HEADER_GENERATION]
     other, _ = await api.pull_raw(request="other")
     assert Batch.parse(other).id != Batch.parse(first).id
 
@@ -69,13 +69,13 @@ async def test_a_nacked_batch_comes_back_as_the_same_bytes_in_a_new_generation(a
     await api.ask("POST", f"/v1/runs/run/batches/{batch.id}/nack", back)
     again, headers = await api.pull_raw()
     assert again == first
-    assert headers[wire.HEADER_GENERATION] == "2"
+    assert headers[messages.HEADER_GENERATION] == "2"
 
 
 async def test_an_empty_pull_says_why(api: Api):
     await api.create_run()
     empty = await api.pull()
-    assert isinstance(empty, wire.EmptyReply)
+    assert isinstance(empty, messages.EmptyReply)
     assert empty.reasons
     assert not empty.finished
 
@@ -101,7 +101,7 @@ async def test_a_lease_waits_until_there_is_work(api: Api):
 async def test_a_finished_run_answers_a_waiting_pull_at_once(api: Api):
     await api.create_run(environments=[], tasks=[])
     empty = await api.pull(wait_s=60)
-    assert isinstance(empty, wire.EmptyReply)
+    assert isinstance(empty, messages.EmptyReply)
     assert empty.finished
 
 
@@ -163,8 +163,8 @@ async def test_a_record_that_the_scheduler_writes_has_no_segments(api: Api):
     await api.create_run()
     attempts = await api.lease(free=1)
     await api.ask("POST", "/v1/runs/run/close")
-    keys = [wire.AttemptKey(a.episode, a.attempt, a.nonce) for a in attempts]
-    await api.ask("POST", "/v1/worker/return", wire.ReturnRequest(worker="worker-1", attempts=keys))
+    keys = [messages.AttemptKey(a.episode, a.attempt, a.nonce) for a in attempts]
+    await api.ask("POST", "/v1/worker/return", messages.ReturnRequest(worker="worker-1", attempts=keys))
     listed = await api.ask("GET", "/v1/runs/run/trajectories?status=cancelled")
     names = [line["id"] for line in listed["trajectories"] if line["episode"] == attempts[0].episode]
     async with api.session.get(f"/v1/trajectories/{names[0]}") as answer:
@@ -236,7 +236,7 @@ async def test_a_draining_worker_gets_nothing_new(api: Api):
     await api.create_run()
     await api.lease(free=1)
     await api.ask("POST", "/v1/workers/worker-1/drain")
-    request = wire.HeartbeatRequest(worker="worker-1", slots=4)
+    request = messages.HeartbeatRequest(worker="worker-1", slots=4)
     assert (await api.ask("POST", "/v1/worker/heartbeat", request))["drain"]
     assert await api.lease(free=4) == []
     assert [worker["draining"] for worker in await api.ask("GET", "/v1/workers")] == [True]
@@ -245,7 +245,7 @@ async def test_a_draining_worker_gets_nothing_new(api: Api):
 async def test_the_whole_service_is_one_answer(api: Api):
     await api.create_run()
     await api.play(free=4)
-    status = msgspec.convert(await api.ask("GET", "/v1/status"), wire.ServiceStatus)
+    status = msgspec.convert(await api.ask("GET", "/v1/status"), messages.ServiceStatus)
     assert [run.name for run in status.runs] == ["run"]
     assert status.store["trajectories"] == 4
     assert status.store["log_bytes"] > 0
@@ -342,7 +342,7 @@ async def same_as(api: Api, batch: Batch) -> None:
     """The service says of every trajectory of the batch what the batch says."""
     for trajectory in batch.trajectories:
         answer = await api.ask("GET", f"/v1/trajectories/{trajectory.id}/advantages")
-        found = msgspec.convert(answer, wire.TrajectoryAdvantages)
+        found = msgspec.convert(answer, messages.TrajectoryAdvantages)
         rows = [row for row in batch.rows if row.trajectory is trajectory]
         assert (found.trajectory, found.batch, found.estimator) == (trajectory.id, batch.id, "rebn")
         assert [row.returns for row in found.rows] == [row.returns.tolist() for row in rows]

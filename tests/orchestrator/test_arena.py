@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from headrace_orchestrator.buffer.arena import LEAST_BYTES, Arena
-from headrace_orchestrator.buffer.writerprocess import SUPPORTED
+from headrace_orchestrator.buffer.shared_memory import LEAST_BYTES, Arena
+from headrace_orchestrator.buffer.writer_process import SUPPORTED
 
 pytestmark = pytest.mark.skipif(not SUPPORTED, reason="this system has no memfd_create")
 
@@ -54,7 +54,7 @@ def test_what_it_could_not_map_it_does_not_show(arena: Arena, monkeypatch: pytes
 
     arena.fit(2 * LEAST_BYTES)
     with monkeypatch.context() as refusing:
-        refusing.setattr("headrace_orchestrator.buffer.arena.mmap.mmap", refuse)
+        refusing.setattr("headrace_orchestrator.buffer.shared_memory.mmap.mmap", refuse)
         with pytest.raises(OSError, match="Too many open files"):
             arena.fit(1)
     memory = arena.fit(2 * LEAST_BYTES)

@@ -10,7 +10,7 @@ import pytest
 
 from headrace.assets import AssetData, asset_of, read_asset
 from headrace.errors import UnknownAsset
-from headrace_orchestrator.buffer.assetfiles import AssetFiles, shelves
+from headrace_orchestrator.buffer.asset_files import AssetFiles, shelves
 from tests.chaos.disk import Disk, cut_power, note_all
 
 CUTS = 40

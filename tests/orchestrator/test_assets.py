@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 import headrace
-from headrace import wire
 from headrace.assets import AssetData, asset_of, asset_path, unpack_assets
 from headrace.errors import CorruptAsset, InvalidAsset, StoreError, UnknownAsset
 from headrace.trajectory import ContentPart, Message
-from headrace_orchestrator.buffer import assetfiles
-from headrace_orchestrator.buffer.assetfiles import AssetFiles
+from headrace.wire import messages
+from headrace_orchestrator.buffer import asset_files
+from headrace_orchestrator.buffer.asset_files import AssetFiles
 from headrace_orchestrator.buffer.assets import Assets, check
 from tests.orchestrator.serving import Api, orchestrator, record_for, submission
 
@@ -167,7 +167,7 @@ async def test_a_disk_that_refuses_is_told_to_all_and_leaves_nothing_in_place(
             if refuse:
                 raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(assetfiles.os, "fsync", sync)
+        monkeypatch.setattr(asset_files.os, "fsync", sync)
         told = await asyncio.gather(
             *(keeper.assets.add(asset.name, asset.data) for asset in (ONE, TWO, ONE)), return_exceptions=True
         )
@@ -234,7 +234,7 @@ async def fetch(api: Api, name: str) -> bytes:
         return await answer.read()
 
 
-async def submit_one(api: Api, *assets: AssetData) -> wire.SubmitResult:
+async def submit_one(api: Api, *assets: AssetData) -> messages.SubmitResult:
     (attempt,) = await api.lease(free=1)
     (result,) = await api.submit(submission([(attempt, record_for(attempt, **showing(*assets)))]))
     return result

@@ -15,13 +15,13 @@ import pytest
 from click.testing import CliRunner
 
 import headrace
-from headrace.batch import Batch
+from headrace.batch.batch import Batch
 from headrace.errors import CorruptRecord, InvalidRequest, SetupError, StoreError
 from headrace.trajectory import Provenance
 from headrace_orchestrator.buffer import backup as copies
 from headrace_orchestrator.buffer.backup import back_up, read_manifest
 from headrace_orchestrator.buffer.directory import DataDirectory, last_epoch
-from headrace_orchestrator.buffer.restoring import Restored, restore
+from headrace_orchestrator.buffer.restore import Restored, restore
 from headrace_orchestrator.cli.backup import backup
 from tests.orchestrator.serving import Api, Process, orchestrator, record_for, submission, until
 from tests.orchestrator.test_log import flip

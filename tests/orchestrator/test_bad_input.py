@@ -13,11 +13,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from headrace import codec, wire
-from headrace.batch import Batch
+from headrace.batch.batch import Batch
 from headrace.errors import StoreError
 from headrace.trajectory import PolicyRef, Provenance, Trajectory, Version, VersionRun
-from headrace_orchestrator.service import submission as submitting
+from headrace.wire import codec, messages
+from headrace_orchestrator.service import submission_records as submitting
 from headrace_orchestrator.service.store import Store
 from tests.builders import make_segment, make_trajectory, replace_segment, replace_turn
 from tests.orchestrator.serving import Api, orchestrator, record_for, submission
@@ -214,8 +214,8 @@ async def test_a_record_of_another_episode_than_its_head_names_is_refused(api: A
 async def test_a_superseded_attempt_is_told_so(api: Api):
     await api.create_run()
     old = (await api.lease(free=1))[0]
-    key = wire.AttemptKey(old.episode, old.attempt, old.nonce)
-    await api.ask("POST", "/v1/worker/return", wire.ReturnRequest(worker="worker-1", attempts=[key]))
+    key = messages.AttemptKey(old.episode, old.attempt, old.nonce)
+    await api.ask("POST", "/v1/worker/return", messages.ReturnRequest(worker="worker-1", attempts=[key]))
     new = next(a for a in await api.lease("worker-2", free=4) if a.episode == old.episode)
     assert new.attempt == old.attempt + 1
     results = await api.submit(submission([(old, record_for(old))]))

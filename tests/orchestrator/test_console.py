@@ -11,18 +11,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace import wire
 from headrace.errors import LAYERS
+from headrace.wire import messages
 from headrace_orchestrator.console import render
 from headrace_orchestrator.service.lifecycle import Phase
 from tests.orchestrator.serving import Api, refusing_disk, until
 
-RUN = wire.RunStatus(
+RUN = messages.RunStatus(
     name="run",
     state="active",
     version="0.3",
     spec={},
-    groups=wire.GroupCounts(),
+    groups=messages.GroupCounts(),
     credit=1,
     in_flight=1,
     queued=0,
@@ -37,16 +37,16 @@ RUN = wire.RunStatus(
 )
 
 
-def run(**fields: Any) -> wire.RunStatus:
+def run(**fields: Any) -> messages.RunStatus:
     return msgspec.structs.replace(RUN, **fields)
 
 
-def service(*runs: wire.RunStatus) -> wire.ServiceStatus:
-    return wire.ServiceStatus(epoch=1, version="0.0.1", uptime_s=5.0, runs=list(runs), workers=[], store={})
+def service(*runs: messages.RunStatus) -> messages.ServiceStatus:
+    return messages.ServiceStatus(epoch=1, version="0.0.1", uptime_s=5.0, runs=list(runs), workers=[], store={})
 
 
 def test_the_first_thing_is_whether_the_learner_waits_and_on_what():
-    reason = wire.Reason(code="no-workers", message="No workers in pool gpu.")
+    reason = messages.Reason(code="no-workers", message="No workers in pool gpu.")
     waiting = render.headline(run(learner_waiting=True, reasons=[reason]))
     assert waiting.sentence == "The learner is waiting for workers."
     assert waiting.details == ["No workers in pool gpu."]
@@ -58,16 +58,16 @@ def test_the_first_thing_is_whether_the_learner_waits_and_on_what():
 
 
 def test_every_reason_code_has_words():
-    codes = re.search(r"``code`` is one of: ([^.]*)", wire.Reason.__doc__ or "")
+    codes = re.search(r"``code`` is one of: ([^.]*)", messages.Reason.__doc__ or "")
     assert codes is not None
     for code in [*codes.group(1).replace("\n", " ").split(","), *(f"{layer}-failing" for layer in LAYERS)]:
-        reason = wire.Reason(code=code.strip(), message="x")
+        reason = messages.Reason(code=code.strip(), message="x")
         sentence = render.headline(run(learner_waiting=True, reasons=[reason])).sentence
         assert f"waiting for {code.strip()}." not in sentence, f"{code.strip()} is not said in words"
 
 
 def test_live_runs_come_first_and_those_whose_learner_waits_before_the_others():
-    reason = wire.Reason(code="collecting", message="1 of 2 groups ready.")
+    reason = messages.Reason(code="collecting", message="1 of 2 groups ready.")
     told = service(
         run(name="old", state="closed"),
         run(name="live"),
@@ -97,13 +97,13 @@ def test_a_learner_that_has_not_spoken_for_long_is_not_said_to_be_training():
 
 
 def test_a_worker_that_has_not_spoken_for_long_is_silent():
-    worker = wire.WorkerStatus(worker="w", pool="p", capabilities=[], slots=1, leased=1, seen_s=1.0, draining=False)
+    worker = messages.WorkerStatus(worker="w", pool="p", capabilities=[], slots=1, leased=1, seen_s=1.0, draining=False)
     assert render.worker_state(worker) == "working"
     assert render.worker_state(msgspec.structs.replace(worker, seen_s=31.0)) == "silent"
 
 
 def test_names_and_messages_are_escaped():
-    reason = wire.Reason(code="collecting", message="<script>alert(1)</script>")
+    reason = messages.Reason(code="collecting", message="<script>alert(1)</script>")
     page = render.console(service(run(learner_waiting=True, reasons=[reason])), Phase("ready"))
     assert "<script>alert" not in page
     assert "&lt;script&gt;" in page

@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 import pytest
 
 import headrace
-from headrace.batch import Batch
+from headrace.batch.batch import Batch
 from headrace.errors import CorruptRecord, StoreError
 from headrace.ids import new_id
-from headrace.logformat import Frame, FrameType, scan
-from headrace_orchestrator.buffer.location import Location
+from headrace.store.log_format import Frame, FrameType, scan
+from headrace_orchestrator.buffer.frame_location import Location
 from headrace_orchestrator.buffer.log import Log
 from headrace_orchestrator.buffer.projection import Projection
 from headrace_orchestrator.scheduler.core import Scheduler
-from headrace_orchestrator.service.findings import Finding
 from headrace_orchestrator.service.fsck import Reading, check
+from headrace_orchestrator.service.fsck_findings import Finding
 from headrace_orchestrator.service.replay import replay
 from headrace_orchestrator.service.store import Store
 from tests.orchestrator.serving import orchestrator, record_for, submission

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from headrace.wire import RECORDS_MEDIA_TYPE
+from headrace.wire.messages import RECORDS_MEDIA_TYPE
 from headrace_orchestrator.api.app import App
 from headrace_orchestrator.api.direct import SMALL_BYTES, Direct, Reply
 from headrace_orchestrator.api.http import Answer, whole_head

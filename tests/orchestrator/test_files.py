@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import CorruptRecord, StoreError
-from headrace.logfiles import path_of
-from headrace.logformat import FrameType, pack_frame
-from headrace_orchestrator.buffer.files import MAX_OPEN, LocalFiles
+from headrace.store.log_files import path_of
+from headrace.store.log_format import FrameType, pack_frame
+from headrace_orchestrator.buffer.log_files import MAX_OPEN, LocalFiles
 from tests.e2e.processes import wait_for
 from tests.orchestrator.test_log import flip
 

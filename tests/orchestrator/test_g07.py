@@ -15,11 +15,11 @@ import aiohttp
 import msgspec
 import pytest
 
-from headrace import codec, wire
 from headrace.assets import AssetData, asset_of, read_asset
-from headrace.batch import Batch
+from headrace.batch.batch import Batch
+from headrace.wire import codec, messages
 from headrace_orchestrator.buffer.retention import Retention
-from headrace_orchestrator.service import retaining
+from headrace_orchestrator.service import retention as retaining
 from tests.orchestrator.forked import RETAIN_EVERY_S, Forked
 from tests.orchestrator.serving import Api, orchestrator, record_for, submission
 from tests.orchestrator.test_assets import claim, fetch, send, showing
@@ -114,7 +114,7 @@ class Rounds:
     async def check_stored(self) -> None:
         """Whatever record is there has all that it refers to."""
         listing = await self.api.ask("GET", "/v1/runs/run/trajectories")
-        for line in msgspec.convert(listing, wire.TrajectoryList).trajectories:
+        for line in msgspec.convert(listing, messages.TrajectoryList).trajectories:
             record = await self.found(f"/v1/trajectories/{line.id}")
             for asset in codec.decode_head(record).assets if record else ():
                 if not await self.found(f"/v1/assets/{asset.name}"):
@@ -126,7 +126,7 @@ class Rounds:
         async with self.api.session.get(path) as answer:
             return await answer.read() if answer.status == 200 else b""
 
-    async def train(self, attempt: wire.Assignment) -> None:
+    async def train(self, attempt: messages.Assignment) -> None:
         batch = await self.api.pull(wait_s=10)
         assert isinstance(batch, Batch)
         assert [trajectory.episode for trajectory in batch.trajectories] == [attempt.episode]

@@ -13,12 +13,12 @@ from typing import Any, cast
 import pytest
 
 from headrace.errors import StoreError
-from headrace.wire import Submission, SubmitResult
+from headrace.wire.messages import Submission, SubmitResult
 from headrace_orchestrator.api.gathering import LARGE_BYTES, ON_ITS_WAY_BYTES, Pieces, _Gathering, _keep_in_cache
-from headrace_orchestrator.service import gate as module
-from headrace_orchestrator.service.gate import Gate
+from headrace_orchestrator.service import submission_batcher as module
 from headrace_orchestrator.service.shell import Shell
-from headrace_orchestrator.service.submission import Submitted
+from headrace_orchestrator.service.submission_batcher import Gate
+from headrace_orchestrator.service.submission_records import Submitted
 from tests.orchestrator.serving import orchestrator, record_for, submission
 
 

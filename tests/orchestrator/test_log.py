@@ -16,14 +16,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace import logfiles, logformat
 from headrace.errors import CorruptRecord, SetupError, StoreError, UnknownLogFormat
-from headrace.logformat import FileHead, Frame, FrameType, Tally
+from headrace.store import log_files, log_format
+from headrace.store.log_format import FileHead, Frame, FrameType, Tally
 from headrace_orchestrator.buffer.directory import DataDirectory
-from headrace_orchestrator.buffer.files import LocalFiles
-from headrace_orchestrator.buffer.location import Location
+from headrace_orchestrator.buffer.frame_location import Location
 from headrace_orchestrator.buffer.log import Log, Lost, Moves, Placed
-from headrace_orchestrator.buffer.writing import WriterThread, Writing
+from headrace_orchestrator.buffer.log_files import LocalFiles
+from headrace_orchestrator.buffer.writer_thread import WriterThread, Writing
 from headrace_orchestrator.service.lifecycle import StartWriting
 
 FILE_BYTES = 1 << 30
@@ -134,13 +134,13 @@ async def test_a_file_that_is_full_is_sealed_with_its_footer_and_never_changed_a
             before = after
     assert len(before) == 10
     assert sorted(place.position for place in places) == [place.position for place in places]
-    for file in logfiles.newest_first(log_dir, list(range(1, 11))):
+    for file in log_files.newest_first(log_dir, list(range(1, 11))):
         assert file.head is not None
         assert file.head.state == (b"state behind %d" % (6 * (file.number - 1)) if file.number > 1 else None)
         *frames, last = file.scan()
         assert isinstance(last, Frame)
         assert last.type is FrameType.FOOTER
-        footer, tally = logformat.parse_footer(last.payload), Tally(0)
+        footer, tally = log_format.parse_footer(last.payload), Tally(0)
         assert [footer.count(kind) for kind in FrameType] == [1, 0, 6, 0, 0]
         for frame in frames:
             assert isinstance(frame, Frame)
@@ -220,7 +220,7 @@ async def test_a_file_of_another_log_is_refused_by_its_name(tmp_path: Path):
 
 def test_a_file_of_a_format_that_is_not_known_is_refused(tmp_path: Path):
     head = FileHead(format=7, log="log", number=1, epoch=1, before_bytes=0, state=None)
-    frame = logformat.pack_frame(FrameType.FILE_HEAD, msgspec.msgpack.encode(head))
+    frame = log_format.pack_frame(FrameType.FILE_HEAD, msgspec.msgpack.encode(head))
     (tmp_path / "00000001.log").write_bytes(b"".join(frame))
     with pytest.raises(UnknownLogFormat, match="format 7"):
         Log(tmp_path, file_bytes=FILE_BYTES)

@@ -7,8 +7,8 @@ import re
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from headrace import wire
 from headrace.trajectory import Failure
+from headrace.wire import messages
 from headrace_orchestrator.metrics import MAX_RUN_LABELS, MAX_SERVER_LABELS, STORE_TEXTS, Metrics
 from tests.builders import make_failed
 from tests.orchestrator.serving import Api, record_for, refusing_disk, submission, until
@@ -117,7 +117,7 @@ async def test_requests_are_counted_by_route_template(api: Api):
 
 
 def test_labels_are_bounded():
-    empty = wire.ServiceStatus(epoch=1, version="0", uptime_s=0.0, runs=[], workers=[], store={})
+    empty = messages.ServiceStatus(epoch=1, version="0", uptime_s=0.0, runs=[], workers=[], store={})
     metrics = Metrics(lambda: empty)
     labels = {metrics.run_label(f"run-{number}") for number in range(3 * MAX_RUN_LABELS)}
     assert len(labels) == MAX_RUN_LABELS + 1
@@ -126,9 +126,9 @@ def test_labels_are_bounded():
 
 
 def test_requests_to_policy_servers_and_their_failures_are_summed_over_the_workers():
-    def worker(name: str, **stats: float) -> wire.WorkerStatus:
+    def worker(name: str, **stats: float) -> messages.WorkerStatus:
         told = {key.replace("__", " "): value for key, value in stats.items()}
-        return wire.WorkerStatus(
+        return messages.WorkerStatus(
             worker=name, pool="default", capabilities=[], slots=1, leased=0, seen_s=0.0, draining=False, stats=told
         )
 
@@ -136,7 +136,7 @@ def test_requests_to_policy_servers_and_their_failures_are_summed_over_the_worke
         worker("a", policy_requests__x=7.0, policy_failures__x=2.0, spool_bytes=1.0),
         worker("b", policy_requests__x=3.0, policy_failures__x=0.0, policy_requests__y=1.0, policy_failures__y=1.0),
     ]
-    status = wire.ServiceStatus(epoch=1, version="0", uptime_s=0.0, runs=[], workers=workers, store={})
+    status = messages.ServiceStatus(epoch=1, version="0", uptime_s=0.0, runs=[], workers=workers, store={})
     lines = Metrics(lambda: status).exposition().decode().splitlines()
     for line in (
         'headrace_policy_requests{server="x"} 10.0',
@@ -149,10 +149,10 @@ def test_requests_to_policy_servers_and_their_failures_are_summed_over_the_worke
 
 def test_servers_beyond_the_busiest_share_a_label():
     stats = {f"policy_requests {number}": float(number + 1) for number in range(MAX_SERVER_LABELS + 2)}
-    crowd = wire.WorkerStatus(
+    crowd = messages.WorkerStatus(
         worker="a", pool="default", capabilities=[], slots=1, leased=0, seen_s=0.0, draining=False, stats=stats
     )
-    status = wire.ServiceStatus(epoch=1, version="0", uptime_s=0.0, runs=[], workers=[crowd], store={})
+    status = messages.ServiceStatus(epoch=1, version="0", uptime_s=0.0, runs=[], workers=[crowd], store={})
     lines = Metrics(lambda: status).exposition().decode().splitlines()
     assert 'headrace_policy_requests{server="other"} 3.0' in lines  # the two with 1 and 2
     assert len([line for line in lines if line.startswith("headrace_policy_requests{")]) == MAX_SERVER_LABELS + 1

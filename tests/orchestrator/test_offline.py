@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 import headrace
-from headrace import codec
-from headrace.batch import Batch, RowAdvantages
+from headrace.batch.batch import Batch, RowAdvantages
 from headrace.errors import CorruptRecord, InvalidRequest, MissingExtra, SetupError, UnknownBatch, UnknownTrajectory
 from headrace.trajectory import Version
-from headrace_orchestrator.scheduler import records
+from headrace.wire import codec
+from headrace_orchestrator.scheduler import events
 from tests.builders import make_segment
 from tests.orchestrator.serving import Api, orchestrator, record_for, submission
 from tests.orchestrator.test_log import flip
@@ -209,7 +209,7 @@ async def test_what_is_not_there_is_said(data_dir: Path, tmp_path: Path, monkeyp
     with pytest.raises(UnknownBatch):
         data.batch("another")
     assert data.runs() == []
-    headrace.logformat._checksum.cache_clear()
+    headrace.store.log_format._checksum.cache_clear()
     monkeypatch.setitem(sys.modules, "google_crc32c", None)
     with pytest.raises(MissingExtra, match=r"headrace\[offline\]"):
         headrace.open(data_dir)
@@ -224,7 +224,7 @@ def test_the_facts_that_are_read_have_the_names_that_the_scheduler_gives_them():
         "BatchDissolved": ("run", "batch"),
     }
     for name, wanted in fields.items():
-        assert set(wanted) <= set(getattr(records, name).__struct_fields__)
+        assert set(wanted) <= set(getattr(events, name).__struct_fields__)
 
 
 def last_file(data_dir: Path) -> Path:

@@ -9,12 +9,12 @@ from typing import cast
 
 import pytest
 
-from headrace.batch import Batch
+from headrace.batch.batch import Batch
 from headrace.errors import StoreError
-from headrace_orchestrator.buffer.location import Location
-from headrace_orchestrator.service import lifecycle, pagecache
-from headrace_orchestrator.service.pagecache import LOOK_EVERY_S, LOOK_SHARE, PageCache, pause_s
-from headrace_orchestrator.service.places import GroupAt
+from headrace_orchestrator.buffer.frame_location import Location
+from headrace_orchestrator.service import lifecycle, page_cache
+from headrace_orchestrator.service.page_cache import LOOK_EVERY_S, LOOK_SHARE, PageCache, pause_s
+from headrace_orchestrator.service.record_locations import GroupAt
 from headrace_orchestrator.service.store import Store
 from tests.orchestrator.serving import orchestrator
 from tests.orchestrator.test_retaining import train
@@ -104,7 +104,7 @@ async def test_a_look_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch
         return []
 
     monkeypatch.setattr(PageCache, "step", step)
-    monkeypatch.setattr(pagecache, "pause_s", lambda looked_s: 0.0)
+    monkeypatch.setattr(page_cache, "pause_s", lambda looked_s: 0.0)
     store = SimpleNamespace(log=SimpleNamespace(tail=0))
     running = asyncio.create_task(PageCache(cast(Store, store)).run())
     async with asyncio.timeout(10):

@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 
-from headrace import logfiles, wire
-from headrace.batch import Batch
+from headrace.batch.batch import Batch
 from headrace.errors import StoreError
+from headrace.store import log_files
 from headrace.trajectory import Failure, Version
-from headrace_orchestrator.buffer.listing import BatchListed, TrajectoryListed, Unprojected
-from headrace_orchestrator.buffer.location import Location
+from headrace.wire import messages
+from headrace_orchestrator.buffer.frame_location import Location
+from headrace_orchestrator.buffer.listed import BatchListed, TrajectoryListed, Unprojected
 from headrace_orchestrator.buffer.projection import Projection
-from headrace_orchestrator.scheduler.records import BatchAcked
-from headrace_orchestrator.service.outcomes import outcome_of
+from headrace_orchestrator.scheduler.events import BatchAcked
+from headrace_orchestrator.service.record_events import outcome_of
 from tests.builders import make_failed, make_trajectory
 from tests.orchestrator.serving import Api, orchestrator
 from tests.orchestrator.test_log import flip
@@ -83,7 +84,7 @@ async def test_a_projection_of_another_log_is_built_anew(data_dir: Path, tmp_pat
 
 
 def log_id(data: Path) -> str:
-    (file,) = logfiles.newest_first(data / "log", [1])
+    (file,) = log_files.newest_first(data / "log", [1])
     assert file.head is not None
     return file.head.log
 
@@ -256,7 +257,7 @@ async def test_a_flipped_byte_in_a_listed_row_is_noticed_and_the_next_start_buil
         problem = await api.ask("GET", "/v1/runs/run/trajectories", status=507)
         assert "damaged" in problem["detail"]
         assert "Restart" in problem["hint"]
-        assert isinstance(await api.pull(), (Batch, wire.EmptyReply))
+        assert isinstance(await api.pull(), (Batch, messages.EmptyReply))
     async with orchestrator(data_dir) as api:
         assert len((await api.ask("GET", "/v1/runs/run/trajectories"))["trajectories"]) == len(before["trajectories"])
     assert rows(file) == before

@@ -12,16 +12,16 @@ import aiohttp
 import numpy as np
 import pytest
 
-from headrace import wire
-from headrace.aio import AsyncClient
-from headrace.batch import Batch, Row
+from headrace.batch.batch import Batch, Row
+from headrace.batch.manifest import MomentSet
+from headrace.client.async_client import AsyncClient
 from headrace.errors import BatchAlreadyAcked, BatchSuperseded, NothingToServe, SessionSuperseded, ShardsNotFetched
 from headrace.ids import new_id
 from headrace.layouts import FillerRow, filled, packed
-from headrace.manifest import MomentSet
 from headrace.moments import Moments, merge_all
 from headrace.trajectory import Trajectory, Version
-from headrace_orchestrator.service import serving
+from headrace.wire import messages
+from headrace_orchestrator.service import batches as serving
 from tests.builders import make_segment, make_trajectory
 from tests.orchestrator.serving import Api, Process, orchestrator, record_for, submission
 from tests.orchestrator.test_restart import flip_record
@@ -177,7 +177,7 @@ async def learner_api(url: str) -> AsyncIterator[Api]:
 # G06: rows of an episode vary, and the shards do not divide
 
 
-async def play_g06(api: Api, attempts: list[wire.Assignment]) -> None:
+async def play_g06(api: Api, attempts: list[messages.Assignment]) -> None:
     groups = list(dict.fromkeys(attempt.group for attempt in attempts))
     records = [(item, rows_of(item, groups.index(item.group) * 8 + item.member)) for item in attempts]
     for start in range(0, len(records), 16):
@@ -185,7 +185,7 @@ async def play_g06(api: Api, attempts: list[wire.Assignment]) -> None:
         assert {result.verdict for result in results} == {"accepted"}, results[0]
 
 
-def rows_of(attempt: wire.Assignment, number: int) -> Trajectory:
+def rows_of(attempt: messages.Assignment, number: int) -> Trajectory:
     """Two rows, or three for the first member of the first eight groups; lengths from a seeded draw."""
     generator = np.random.default_rng(number)
     count = 3 if number % 8 == 0 and number < 64 else 2

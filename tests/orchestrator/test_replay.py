@@ -14,21 +14,22 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace import logformat, wire
-from headrace.batch import Batch
+from headrace.batch.batch import Batch
 from headrace.errors import BatchSuperseded, CorruptRecord, ServiceError
 from headrace.ids import new_id
-from headrace.logfiles import LogFile
-from headrace.logformat import FrameType
+from headrace.store import log_format
+from headrace.store.log_files import LogFile
+from headrace.store.log_format import FrameType
 from headrace.trajectory import Provenance, Version
+from headrace.wire import messages
 from headrace_orchestrator.buffer.directory import DataDirectory
-from headrace_orchestrator.buffer.location import Location
+from headrace_orchestrator.buffer.frame_location import Location
 from headrace_orchestrator.buffer.log import Log
 from headrace_orchestrator.buffer.projection import Projection
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.service import Service
+from headrace_orchestrator.service.batches import Served
 from headrace_orchestrator.service.replay import replay
-from headrace_orchestrator.service.serving import Served
 from headrace_orchestrator.service.store import Store
 from headrace_orchestrator.settings import Settings
 from tests.orchestrator.serving import record_for, submission, until, whole
@@ -88,7 +89,7 @@ class House:
         self.data = data
         self.clock = Clock()
         self.batches: list[Batch] = []
-        self.held: list[wire.Assignment] = []
+        self.held: list[messages.Assignment] = []
         self.version = 0
 
     async def open(self) -> None:
@@ -121,7 +122,7 @@ class House:
         await self.open()
 
     async def lease(self) -> None:
-        request = wire.LeaseRequest(worker="w", slots=64, free=3)
+        request = messages.LeaseRequest(worker="w", slots=64, free=3)
         self.held += (await self.service.lease(request, self.left)).attempts
 
     async def submit(self) -> None:
@@ -130,7 +131,9 @@ class House:
         await self.service.submit("w", submission(records))
 
     async def pull(self) -> None:
-        served = await self.service.pull("run", wire.PullRequest(learner="l", session="s", request=new_id()), self.left)
+        served = await self.service.pull(
+            "run", messages.PullRequest(learner="l", session="s", request=new_id()), self.left
+        )
         if isinstance(served, Served):
             batch = Batch.parse(await whole(served), generation=served.generation, lease_s=served.lease_s)
             batch.verify()
@@ -140,7 +143,7 @@ class House:
         if self.batches:
             batch = self.batches.pop(0)
             version = Version(0, self.version + 1)
-            request = wire.AckRequest(learner="l", session="s", generation=batch.generation, version=str(version))
+            request = messages.AckRequest(learner="l", session="s", generation=batch.generation, version=str(version))
             try:
                 await self.service.ack("run", batch.id, request)
             except BatchSuperseded:
@@ -150,7 +153,7 @@ class House:
     async def nack(self) -> None:
         if self.batches:
             batch = self.batches.pop()
-            request = wire.NackRequest(learner="l", session="s", generation=batch.generation, reason="why not")
+            request = messages.NackRequest(learner="l", session="s", generation=batch.generation, reason="why not")
             await self.service.nack("run", batch.id, request)
 
     async def project(self) -> None:
@@ -323,6 +326,6 @@ async def test_a_start_whose_state_is_far_behind_begins_with_a_new_one(
 
 def damage_head(file: Path) -> None:
     """Flip a bit in both copies of a file's head."""
-    size = logformat.frame_bytes(FrameType.FILE_HEAD, int.from_bytes(file.read_bytes()[12:20], "little"))
+    size = log_format.frame_bytes(FrameType.FILE_HEAD, int.from_bytes(file.read_bytes()[12:20], "little"))
     for offset in (64, size // 2 + 64):
         flip(file, offset)

@@ -13,13 +13,13 @@ import aiohttp
 import msgspec
 import pytest
 
-from headrace import wire
-from headrace.batch import Batch
+from headrace.batch.batch import Batch
 from headrace.errors import PortInUse
 from headrace.server.auth import is_loopback
 from headrace.trajectory import Provenance
+from headrace.wire import messages
 from headrace_orchestrator.buffer import log
-from headrace_orchestrator.service import serving
+from headrace_orchestrator.service import batches
 from tests.orchestrator.serving import Api, Process, orchestrator, record_for, submission, until
 from tests.orchestrator.test_log import flip
 
@@ -77,11 +77,11 @@ async def test_a_batch_is_the_same_bytes_after_a_restart(process: Process):
         api = Api(session)
         again, headers = await api.pull_raw(request="leased")
         assert again == leased
-        assert headers[wire.HEADER_GENERATION] == "1"
-        assert float(headers[wire.HEADER_LEASE_S]) == 300
+        assert headers[messages.HEADER_GENERATION] == "1"
+        assert float(headers[messages.HEADER_LEASE_S]) == 300
         other, headers = await api.pull_raw(session="two")
         assert other == leased
-        assert headers[wire.HEADER_GENERATION] == "2"
+        assert headers[messages.HEADER_GENERATION] == "2"
         assert (await api.ack(acked, "0.2", status=409))["code"] == "batch-already-acked"
         assert (await api.ask("GET", "/v1/runs/run"))["version"] == "0.1"
 
@@ -109,7 +109,7 @@ async def test_sigterm_is_graceful(process: Process):
         await until(lambda: waits(api))
         process.signal(signal.SIGTERM)
         empty = await pulling
-        assert isinstance(empty, wire.EmptyReply)
+        assert isinstance(empty, messages.EmptyReply)
         assert [reason.code for reason in empty.reasons] == ["draining"]
         assert (await leasing)["phase"] == "draining"
     assert await asyncio.to_thread(process.wait) == 0
@@ -227,8 +227,8 @@ async def test_a_frozen_batch_whose_record_was_lost_in_the_log_does_not_block_it
 async def test_a_damaged_batch_that_is_streamed_is_dissolved_for_the_next_pull(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(serving, "WHOLE_BODY_BYTES", 0)
-    monkeypatch.setattr(serving, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(batches, "WHOLE_BODY_BYTES", 0)
+    monkeypatch.setattr(batches, "CHUNK_BYTES", 1)
     async with orchestrator(data_dir) as api:
         await api.create_run(group_size=1, batch_size=2, max_staleness=3)
         attempts = await api.play(free=4)
@@ -285,12 +285,12 @@ def test_settings_give_an_address_that_clients_can_use():
     assert not is_loopback("not an address")
 
 
-def lease_of(worker: str) -> wire.LeaseRequest:
-    return wire.LeaseRequest(worker=worker, pool="empty", slots=1, free=1, wait_s=60)
+def lease_of(worker: str) -> messages.LeaseRequest:
+    return messages.LeaseRequest(worker=worker, pool="empty", slots=1, free=1, wait_s=60)
 
 
-def ack_of(headers: Any) -> wire.AckRequest:
-    return wire.AckRequest(learner="learner", session="one", generation=int(headers[wire.HEADER_GENERATION]))
+def ack_of(headers: Any) -> messages.AckRequest:
+    return messages.AckRequest(learner="learner", session="one", generation=int(headers[messages.HEADER_GENERATION]))
 
 
 async def ready(api: Api) -> bool:
@@ -348,7 +348,7 @@ async def test_a_log_file_that_is_taken_away_while_it_is_written_costs_what_was_
         else:
             file.rename(file.with_name("1.log.old"))
         # It cannot be said whether this is stored: it is not answered as if it were.
-        request = wire.LeaseRequest(worker="worker-1", slots=64, free=4, wait_s=0.0)
+        request = messages.LeaseRequest(worker="worker-1", slots=64, free=4, wait_s=0.0)
         problem = await api.ask("POST", "/v1/worker/lease", request, status=507)
         assert "deleted or renamed" in problem["detail"]
 

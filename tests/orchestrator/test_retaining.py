@@ -8,11 +8,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from headrace import wire
-from headrace.batch import Batch
+from headrace.batch.batch import Batch
 from headrace.errors import StoreError
+from headrace.wire import messages
 from headrace_orchestrator.buffer.retention import Retention
-from headrace_orchestrator.service import retaining
+from headrace_orchestrator.service import retention as retaining
 from headrace_orchestrator.service.store import Store
 from tests.orchestrator.serving import Api, orchestrator, until
 from tests.orchestrator.test_log import flip
@@ -73,7 +73,7 @@ async def test_no_file_goes_that_an_open_batch_needs(data_dir: Path, monkeypatch
         await api.create_run(max_staleness=3)
         await api.play(free=4)
         body, headers = await api.pull_raw(request="held")
-        held = Batch.parse(body, generation=int(headers[wire.HEADER_GENERATION]))
+        held = Batch.parse(body, generation=int(headers[messages.HEADER_GENERATION]))
         await train(api, 30)
         assert len(files(data_dir)) > 4
         assert "00000001.log" in files(data_dir)

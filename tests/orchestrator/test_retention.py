@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.ids import new_id
-from headrace_orchestrator.buffer.location import Location
+from headrace_orchestrator.buffer.frame_location import Location
 from headrace_orchestrator.buffer.retention import FileUse, Retention, removable
-from headrace_orchestrator.service.index import Index, InUse
-from headrace_orchestrator.service.places import GroupAt
+from headrace_orchestrator.service.group_index import Index, InUse
+from headrace_orchestrator.service.record_locations import GroupAt
 
 NOW = 1_000_000.0
 FILES = [FileUse(number, 100, 10, NOW - 1000 + 100 * number) for number in range(1, 6)]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from headrace import wire
-from headrace.batch import Batch
-from headrace.manifest import SelectionUsed
+from headrace.batch.batch import Batch
+from headrace.batch.manifest import SelectionUsed
+from headrace.wire import messages
 from tests.orchestrator.serving import Api, orchestrator, record_for, submission
 
 
@@ -40,14 +40,14 @@ async def test_a_batch_says_how_it_was_chosen_and_a_restart_knows_it_too(tmp_pat
         assert again.id == batch.id
 
 
-async def set_priorities(api: Api, priorities: dict[str, float]) -> wire.PrioritiesReply:
-    request = wire.PrioritiesRequest(priorities=priorities)
-    return msgspec.convert(await api.ask("POST", "/v1/runs/run/priorities", request), wire.PrioritiesReply)
+async def set_priorities(api: Api, priorities: dict[str, float]) -> messages.PrioritiesReply:
+    request = messages.PrioritiesRequest(priorities=priorities)
+    return msgspec.convert(await api.ask("POST", "/v1/runs/run/priorities", request), messages.PrioritiesReply)
 
 
 async def test_priorities_of_another_order_are_refused(api: Api):
     await api.create_run()
-    request = wire.PrioritiesRequest(priorities={"g": 1.0})
+    request = messages.PrioritiesRequest(priorities={"g": 1.0})
     problem = await api.ask("POST", "/v1/runs/run/priorities", request, status=409)
     assert problem["hint"] == "Create the run with selection = {'order': 'prioritized'}."
 

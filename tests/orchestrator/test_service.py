@@ -15,17 +15,17 @@ import aiohttp
 import msgspec
 import pytest
 
-from headrace import codec, wire
-from headrace.batch import Batch
+from headrace.batch.batch import Batch
 from headrace.ids import new_id
-from headrace.logformat import FrameType
+from headrace.store.log_format import FrameType
+from headrace.wire import codec, messages
 from headrace_orchestrator.buffer import log as log_module
 from headrace_orchestrator.buffer.log import Log, Placed
 from headrace_orchestrator.buffer.projection import Projection
 from headrace_orchestrator.scheduler.core import Scheduler
-from headrace_orchestrator.scheduler.records import AnyRecord, GroupRetired, WorkerDraining
-from headrace_orchestrator.service import serving
-from headrace_orchestrator.service.outcomes import outcome_of, record_of
+from headrace_orchestrator.scheduler.events import AnyRecord, GroupRetired, WorkerDraining
+from headrace_orchestrator.service import batches as serving
+from headrace_orchestrator.service.record_events import outcome_of, record_of
 from headrace_orchestrator.service.replay import replay
 from headrace_orchestrator.service.store import FACTS_A_FRAME, Store, facts_of
 from tests.builders import make_failed, make_id, make_multi_agent, make_multi_segment, make_trajectory, make_truncated
@@ -377,10 +377,10 @@ async def test_facts_that_build_on_a_lost_one_are_passed_over(data_dir: Path):
 async def test_heartbeats_renew_leases_and_tell_what_is_over(api: Api):
     await api.create_run()
     attempts = await api.lease(free=2)
-    keys = [wire.AttemptKey(a.episode, a.attempt, a.nonce) for a in attempts]
-    forged = wire.AttemptKey(attempts[0].episode, 9, "x")
-    request = wire.HeartbeatRequest(worker="worker-1", slots=4, holding=[*keys, forged])
-    reply = msgspec.convert(await api.ask("POST", "/v1/worker/heartbeat", request), wire.HeartbeatReply)
+    keys = [messages.AttemptKey(a.episode, a.attempt, a.nonce) for a in attempts]
+    forged = messages.AttemptKey(attempts[0].episode, 9, "x")
+    request = messages.HeartbeatRequest(worker="worker-1", slots=4, holding=[*keys, forged])
+    reply = msgspec.convert(await api.ask("POST", "/v1/worker/heartbeat", request), messages.HeartbeatReply)
     assert reply.interval_s == 10.0
     assert [(cancel.attempt, cancel.reason) for cancel in reply.cancels] == [(9, "superseded")]
 

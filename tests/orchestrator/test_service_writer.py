@@ -16,7 +16,7 @@ import pytest
 from headrace.errors import DataDirectoryInUse
 from headrace_orchestrator.buffer import directory
 from headrace_orchestrator.buffer.directory import DataDirectory
-from headrace_orchestrator.buffer.writerprocess import SUPPORTED
+from headrace_orchestrator.buffer.writer_process import SUPPORTED
 from headrace_orchestrator.service.fsck import check
 from tests.e2e.processes import answers, wait_for
 from tests.orchestrator.serving import Api, record_for, submission, until

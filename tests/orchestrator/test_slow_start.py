@@ -29,7 +29,7 @@ PROBE_EVERY_S, PROBE_TIMEOUT_S, MISSES = 0.2, 1.0, 3
 SLOW = f"""
 import sys, time
 from pathlib import Path
-from headrace.logfiles import LogFile
+from headrace.store.log_files import LogFile
 from headrace_orchestrator.server import run
 from headrace_orchestrator.settings import Settings
 

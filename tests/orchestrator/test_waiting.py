@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from headrace import wire
 from headrace.trajectory import Version
-from headrace_orchestrator.scheduler.records import Dispatched, GroupRetired, WorkerDraining
-from headrace_orchestrator.service.waiting import Bell, Bells, ClientGone
+from headrace.wire import messages
+from headrace_orchestrator.scheduler.events import Dispatched, GroupRetired, WorkerDraining
+from headrace_orchestrator.service.waiters import Bell, Bells, ClientGone
 
 
 class Client:
@@ -100,7 +100,7 @@ async def test_a_wait_ends_with_its_time():
 
 async def test_facts_wake_those_whom_they_concern():
     bells, client = Bells(), Client()
-    request = wire.LeaseRequest(worker="w", slots=1, free=1)
+    request = messages.LeaseRequest(worker="w", slots=1, free=1)
     run, other = waiter(bells.of_run("r"), client), waiter(bells.of_run("s"), client)
     workers = [waiter(bells.of_worker(request), client) for _ in range(2)]
     await settle()

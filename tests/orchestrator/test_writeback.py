@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.logformat import FrameType, frame_bytes, pack_frame
-from headrace_orchestrator.buffer import writeback, writer
+from headrace.store.log_format import FrameType, frame_bytes, pack_frame
+from headrace_orchestrator.buffer import log_writer, writeback
 from headrace_orchestrator.buffer.writeback import begin_writeback
 
 
@@ -43,9 +43,9 @@ def test_where_there_is_no_such_call_nothing_happens(reason: int, monkeypatch: p
 
 def test_an_error_that_comes_up_is_the_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(writeback, "_call", refusing(errno.EIO))
-    opened = writer.Writer(tmp_path)
-    with pytest.raises(writer.Failed, match=os.strerror(errno.EIO)):
-        opened.write(frames([bytes(writer.PIECE_BYTES), b"more"]))
+    opened = log_writer.Writer(tmp_path)
+    with pytest.raises(log_writer.Failed, match=os.strerror(errno.EIO)):
+        opened.write(frames([bytes(log_writer.PIECE_BYTES), b"more"]))
     opened.close()
 
 
@@ -54,12 +54,12 @@ def test_of_a_long_append_the_disk_stores_one_piece_while_the_next_is_packed_and
 ):
     """What is durable is what is synced afterwards: all of it."""
     calls: list[object] = []
-    pack, sync = writer.pack_frame, writer.sync
-    monkeypatch.setattr(writer, "begin_writeback", lambda descriptor, start, size: calls.append((start, size)))
-    monkeypatch.setattr(writer, "pack_frame", lambda kind, payload: (calls.append("pack"), pack(kind, payload))[1])
-    monkeypatch.setattr(writer, "sync", lambda descriptor: (calls.append("sync"), sync(descriptor)))
-    short, *long = frames([b"short", *(os.urandom(writer.PIECE_BYTES // 2) for _ in range(5))])
-    opened = writer.Writer(tmp_path)
+    pack, sync = log_writer.pack_frame, log_writer.sync
+    monkeypatch.setattr(log_writer, "begin_writeback", lambda descriptor, start, size: calls.append((start, size)))
+    monkeypatch.setattr(log_writer, "pack_frame", lambda kind, payload: (calls.append("pack"), pack(kind, payload))[1])
+    monkeypatch.setattr(log_writer, "sync", lambda descriptor: (calls.append("sync"), sync(descriptor)))
+    short, *long = frames([b"short", *(os.urandom(log_writer.PIECE_BYTES // 2) for _ in range(5))])
+    opened = log_writer.Writer(tmp_path)
     opened.write([short])
     opened.write(long)
     opened.close()
@@ -72,12 +72,12 @@ def test_of_a_long_append_the_disk_stores_one_piece_while_the_next_is_packed_and
 
 def test_no_piece_has_more_buffers_than_one_call_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     counts: list[int] = []
-    write = writer._write_all
+    write = log_writer._write_all
     monkeypatch.setattr(
-        writer, "_write_all", lambda file, buffers: (counts.append(len(buffers)), write(file, buffers))[1]
+        log_writer, "_write_all", lambda file, buffers: (counts.append(len(buffers)), write(file, buffers))[1]
     )
     batch = frames([b"%d" % number for number in range(800)])
-    opened = writer.Writer(tmp_path)
+    opened = log_writer.Writer(tmp_path)
     opened.write(batch)
     opened.close()
     assert sum(counts) == 3 * len(batch)
@@ -90,29 +90,29 @@ def test_a_frame_of_more_buffers_than_the_others_begins_the_next_piece(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trajectories: int
 ):
     counts: list[int] = []
-    write = writer._write_all
-    monkeypatch.setattr(writer, "_MAX_BUFFERS", 20)
+    write = log_writer._write_all
+    monkeypatch.setattr(log_writer, "_MAX_BUFFERS", 20)
     monkeypatch.setattr(
-        writer, "_write_all", lambda file, buffers: (counts.append(len(buffers)), write(file, buffers))[1]
+        log_writer, "_write_all", lambda file, buffers: (counts.append(len(buffers)), write(file, buffers))[1]
     )
     batch = frames([bytes(64)] * trajectories)
     at = sum(frame.size_bytes for frame in batch)
-    batch.append(writer.Queued(1, at, FrameType.CONTROL, b"facts", frame_bytes(FrameType.CONTROL, 5)))
-    opened = writer.Writer(tmp_path)
+    batch.append(log_writer.Queued(1, at, FrameType.CONTROL, b"facts", frame_bytes(FrameType.CONTROL, 5)))
+    opened = log_writer.Writer(tmp_path)
     opened.write(batch)
     opened.close()
     assert max(counts) <= 20
     assert (tmp_path / "00000001.log").read_bytes() == content(batch)
 
 
-def frames(payloads: list[bytes]) -> list[writer.Queued]:
+def frames(payloads: list[bytes]) -> list[log_writer.Queued]:
     """Trajectories for the first file, one behind the other."""
-    kind, at, placed = FrameType.TRAJECTORY, 0, list[writer.Queued]()
+    kind, at, placed = FrameType.TRAJECTORY, 0, list[log_writer.Queued]()
     for payload in payloads:
-        placed.append(writer.Queued(1, at, kind, payload, frame_bytes(kind, len(payload))))
+        placed.append(log_writer.Queued(1, at, kind, payload, frame_bytes(kind, len(payload))))
         at += placed[-1].size_bytes
     return placed
 
 
-def content(batch: list[writer.Queued]) -> bytes:
+def content(batch: list[log_writer.Queued]) -> bytes:
     return b"".join(buffer for frame in batch for buffer in pack_frame(frame.kind, frame.payload))

@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 
 from headrace.errors import SetupError, StoreError
-from headrace.logformat import FrameType
-from headrace_orchestrator.buffer import writerprocess
-from headrace_orchestrator.buffer.arena import LEAST_BYTES
+from headrace.store.log_format import FrameType
+from headrace_orchestrator.buffer import writer_process
 from headrace_orchestrator.buffer.directory import DataDirectory
 from headrace_orchestrator.buffer.log import Log, Lost
-from headrace_orchestrator.buffer.writer import Queued
-from headrace_orchestrator.buffer.writerprocess import SUPPORTED, WriterProcess
+from headrace_orchestrator.buffer.log_writer import Queued
+from headrace_orchestrator.buffer.shared_memory import LEAST_BYTES
+from headrace_orchestrator.buffer.writer_process import SUPPORTED, WriterProcess
 from tests.orchestrator.test_log import opened_by, payloads, settled
 from tests.orchestrator.test_writing import no_file_grows
 
@@ -112,7 +112,7 @@ async def test_of_a_long_batch_it_writes_one_part_while_the_next_is_copied(
     send = WriterProcess._send
 
     def watched(self: WriterProcess, message: Any) -> None:
-        if isinstance(message, writerprocess._Part):
+        if isinstance(message, writer_process._Part):
             parts.append(message.at)
             if len(parts) == 6:  # of seven
                 until_it_grows(log_dir / "00000001.log", head_bytes)
@@ -126,7 +126,7 @@ async def test_of_a_long_batch_it_writes_one_part_while_the_next_is_copied(
             log.append(FrameType.TRAJECTORY, bytes(100_000))
         await log.synced()
     assert len(parts) == 7
-    assert parts[0] < 2 * writerprocess.FIRST_PART_BYTES
+    assert parts[0] < 2 * writer_process.FIRST_PART_BYTES
     assert on_disk
     assert len(await found_in(log_dir)) == 30
 
@@ -165,10 +165,10 @@ def test_it_says_nothing_when_the_orchestrator_is_killed_with_a_batch_on_its_way
     code = """
 import asyncio, os, select, signal, sys
 from pathlib import Path
-from headrace.logformat import FrameType
+from headrace.store.log_format import FrameType
 from headrace_orchestrator.buffer.directory import DataDirectory
 from headrace_orchestrator.buffer.log import Log
-from headrace_orchestrator.buffer.writerprocess import WriterProcess
+from headrace_orchestrator.buffer.writer_process import WriterProcess
 
 async def story(data, answered):
     writing = WriterProcess(DataDirectory.claim(data))
@@ -370,7 +370,7 @@ async def test_a_closed_one_leaves_no_descriptor(log_dir: Path):
 
 
 def test_one_that_cannot_be_started_is_told_and_leaves_no_descriptor(data_dir: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(writerprocess, "COMMAND", ("/nonexistent/python",))
+    monkeypatch.setattr(writer_process, "COMMAND", ("/nonexistent/python",))
     with closing(DataDirectory.claim(data_dir)) as directory:
         before = descriptors(os.getpid())
         with pytest.raises(SetupError, match=r"process that writes the log cannot be started: No such file"):

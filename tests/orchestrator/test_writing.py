@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import StoreError
-from headrace.logfiles import path_of
-from headrace.logformat import FrameType, frame_bytes, pack_frame
+from headrace.store.log_files import path_of
+from headrace.store.log_format import FrameType, frame_bytes, pack_frame
 from headrace_orchestrator.buffer.directory import DataDirectory
 from headrace_orchestrator.buffer.log import Log, Lost, Moves
-from headrace_orchestrator.buffer.writer import Queued
-from headrace_orchestrator.buffer.writerprocess import WriterProcess
-from headrace_orchestrator.buffer.writing import Outcome, Refusal, Writing
+from headrace_orchestrator.buffer.log_writer import Queued
+from headrace_orchestrator.buffer.writer_process import WriterProcess
+from headrace_orchestrator.buffer.writer_thread import Outcome, Refusal, Writing
 from headrace_orchestrator.service.lifecycle import StartWriting
 from tests.orchestrator.smalldisk import small_disk
 from tests.orchestrator.test_log import opened_by, payloads, settled

@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import uvicorn
 
-from headrace_workers.tiny_policy.misbehaviour import Misbehaving
+from headrace_workers.tiny_policy.faults import Misbehaving
 from headrace_workers.tiny_policy.policy import TinyPolicy
 from headrace_workers.tiny_policy.server import Server
 

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from headrace_orchestrator.policies import admission
-from headrace_orchestrator.policies.admission import Admission, Load, Seen
+from headrace_orchestrator.policy_servers import admission
+from headrace_orchestrator.policy_servers.admission import Admission, Load, Seen
 
 TICKS_A_POLL = 10
 

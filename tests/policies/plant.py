@@ -18,10 +18,10 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
-from headrace import codec, wire
 from headrace.trajectory import Segment, Trajectory, Version
-from headrace_workers.tiny_policy.engine import FILE, write_folder
+from headrace.wire import codec, messages
 from headrace_workers.tiny_policy.model import SIZE, Floats, Model, neutral_weights
+from headrace_workers.tiny_policy.weight_updates import FILE, write_folder
 from tests.e2e.processes import Processes
 from tests.orchestrator.serving import Api, Process
 from tests.policies.doubles import double, post
@@ -100,24 +100,24 @@ class Plant:
         }
         await self.api.create_run(**{**given, **fields})
 
-    def write(self, n: int) -> wire.Weights:
+    def write(self, n: int) -> messages.Weights:
         """Write the weights of a version."""
         path = self.folder / f"version-{n}"
         write_folder(path, weights_of(Version(0, n)))
-        return wire.Weights(path=str(path))
+        return messages.Weights(path=str(path))
 
-    async def announce(self, n: int, weights: wire.Weights | None = None) -> None:
+    async def announce(self, n: int, weights: messages.Weights | None = None) -> None:
         """Announce a version with its weights, which are written first."""
-        body = wire.VersionRequest(version=f"0.{n}", weights=weights or self.write(n))
+        body = messages.VersionRequest(version=f"0.{n}", weights=weights or self.write(n))
         await self.api.ask("POST", "/v1/runs/run/version", body)
 
-    async def servers(self, **query: Any) -> wire.ServersReply:
+    async def servers(self, **query: Any) -> messages.ServersReply:
         fields = "&".join(f"{name}={value}" for name, value in query.items())
-        return msgspec.convert(await self.api.ask("GET", f"{SERVERS}?{fields}"), wire.ServersReply)
+        return msgspec.convert(await self.api.ask("GET", f"{SERVERS}?{fields}"), messages.ServersReply)
 
     async def until(
-        self, enough: Callable[[dict[str, wire.PolicyServer]], bool], within_s: float = 30
-    ) -> wire.ServersReply:
+        self, enough: Callable[[dict[str, messages.PolicyServer]], bool], within_s: float = 30
+    ) -> messages.ServersReply:
         """Wait for news until the servers are as they should be."""
         end = time.monotonic() + within_s
         reply = await self.servers()
@@ -130,11 +130,11 @@ class Plant:
         """Until all servers take requests with a version."""
         await self.until(lambda found: all((s.state, s.version) == ("serving", f"0.{n}") for s in found.values()))
 
-    async def until_said(self, text: str, within_s: float = 20) -> wire.Reason:
+    async def until_said(self, text: str, within_s: float = 20) -> messages.Reason:
         """Until a pull that waits is told so."""
         end = time.monotonic() + within_s
         while True:
-            reasons = msgspec.convert((await self.api.ask("GET", "/v1/runs/run"))["reasons"], list[wire.Reason])
+            reasons = msgspec.convert((await self.api.ask("GET", "/v1/runs/run"))["reasons"], list[messages.Reason])
             for reason in reasons:
                 if text in reason.message:
                     return reason
@@ -183,7 +183,7 @@ class Plant:
         return versions
 
 
-def cut_short(weights: wire.Weights) -> wire.Weights:
+def cut_short(weights: messages.Weights) -> messages.Weights:
     """The same, half of it gone."""
     path = Path(weights.path) / FILE
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])

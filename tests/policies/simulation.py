@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from typing import NamedTuple
 
-from headrace.engine import loading, version_of
 from headrace.runspec import SyncSpec
 from headrace.trajectory import Version
-from headrace.wire import Weights
-from headrace_orchestrator.policies.controller import Call, Controller, Failed, Resumed, Target
-from headrace_orchestrator.policies.server import Problem, Seen
+from headrace.wire.messages import Weights
+from headrace.wire.policy_server import loading, version_of
+from headrace_orchestrator.policy_servers.controller import Call, Controller, Failed, Resumed, Target
+from headrace_orchestrator.policy_servers.server_state import Problem, Seen
 
 MIXED = "mixed"
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from headrace.runspec import PolicySpec
 from headrace.trajectory import Version
-from headrace_orchestrator.policies.adapters import Adapters
+from headrace_orchestrator.policy_servers.adapters import Adapters
 
 ONE, TWO = "http://127.0.0.1:8001", "http://127.0.0.1:8002"
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace import wire
 from headrace.trajectory import Segment, Version
-from headrace_orchestrator.policies.adapterfiles import problem_of
+from headrace.wire import messages
+from headrace_orchestrator.policy_servers.adapter_files import problem_of
 from headrace_workers.tiny_policy.adapters import CONFIG, FILE, write_adapter
 from headrace_workers.tiny_policy.model import SIZE, Floats, neutral_weights
 from tests.orchestrator.serving import orchestrator
@@ -25,10 +25,10 @@ def frozen_weights(name: str) -> Floats:
     return np.random.default_rng(zlib.crc32(name.encode())).normal(scale=0.5, size=SIZE)
 
 
-def trained(made: Plant, n: int, **fields: int) -> wire.Weights:
+def trained(made: Plant, n: int, **fields: int) -> messages.Weights:
     path = made.folder / f"math-{n}"
     write_adapter(path, weights_of(Version(0, n)), **fields)
-    return wire.Weights(path=str(path), kind="adapter")
+    return messages.Weights(path=str(path), kind="adapter")
 
 
 async def names(address: str) -> list[str]:
@@ -92,7 +92,7 @@ async def test_an_adapter_that_does_not_fit_is_refused_with_why_and_what_was_ser
         Path(half.path, FILE).unlink()
         await made.announce(3, half)
         await made.until_said("once it is complete")
-        await made.announce(4, wire.Weights(path=str(tmp_path / "nowhere"), kind="adapter"))
+        await made.announce(4, messages.Weights(path=str(tmp_path / "nowhere"), kind="adapter"))
         await made.until_said("No adapter found")
         (server,) = (await made.servers()).servers
         assert (server.state, server.version) == ("serving", "0.1")
@@ -107,7 +107,7 @@ async def test_a_run_takes_only_weights_of_the_kind_that_it_trains(tmp_path: Pat
     async with double() as one, orchestrator(tmp_path / "data") as api:
         made = Plant("", api, tmp_path, [one])
         await made.create_run(policy=MATH)
-        request = wire.VersionRequest(version="0.1", weights=made.write(1))
+        request = messages.VersionRequest(version="0.1", weights=made.write(1))
         problem = await made.api.ask("POST", "/v1/runs/run/version", request, status=400)
         assert "trains adapter 'math'" in problem["detail"]
 

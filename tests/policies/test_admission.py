@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from headrace_orchestrator.policies.admission import BLIND_POLLS, Admission, Load, Seen, poll
+from headrace_orchestrator.policy_servers.admission import BLIND_POLLS, Admission, Load, Seen, poll
 from tests.policies.engines import Engine, World
 
 IDLE = Load(running=1)

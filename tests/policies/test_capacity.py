@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from headrace import wire
-from headrace_orchestrator.policies import controller, discovery
+from headrace.wire import messages
+from headrace_orchestrator.policy_servers import controller, discovery
 from tests.orchestrator.serving import Api
 from tests.policies.doubles import double
 from tests.policies.test_servers import until
@@ -74,7 +74,7 @@ async def test_the_cap_is_there_before_the_first_episode_is_granted(api: Api) ->
         await api.create_run(**MANY, policy={"endpoints": [one, two], "admission": {"start": 5}})
         assert len(await api.lease(free=60)) == 10
         reply = await api.pull()
-        assert isinstance(reply, wire.EmptyReply)
+        assert isinstance(reply, messages.EmptyReply)
         (reason,) = [reason for reason in reply.reasons if reason.code == "policy-saturated"]
         assert (reason.facts["attainable"], reason.facts["leased"]) == (10, 10)
         async with api.session.get("/metrics") as answer:

@@ -6,7 +6,7 @@ import pytest
 
 from headrace.runspec import SyncSpec
 from headrace.trajectory import Version
-from headrace_orchestrator.policies.controller import Failed
+from headrace_orchestrator.policy_servers.controller import Failed
 from tests.policies.simulation import World
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"

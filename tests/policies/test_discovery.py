@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.engine import address_of
 from headrace.errors import InvalidRunSpec
 from headrace.runspec import parse_run_spec
-from headrace_orchestrator.policies.discovery import DRAIN_S, LOOKUP_EVERY_S, Discovery, host_of
+from headrace.wire.policy_server import address_of
+from headrace_orchestrator.policy_servers.discovery import DRAIN_S, LOOKUP_EVERY_S, Discovery, host_of
 
 NAME = "dns+http://vllm.train.svc:8000"
 ONE, TWO = "http://127.0.0.1:8000", "http://127.0.0.2:8000"

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from headrace import wire
-from headrace.batch import Batch
+from headrace.batch.batch import Batch
+from headrace.wire import messages
 from tests.policies.plant import Plant, plant
 from tests.policies.test_g13 import learner
 
@@ -35,7 +35,7 @@ async def train(made: Plant, upto: int, within_s: float = 60.0) -> list[str]:
             if reply.version.n >= upto:
                 return told
             n += 1
-            body = wire.AckRequest(
+            body = messages.AckRequest(
                 learner="learner",
                 session="one",
                 generation=reply.generation,
@@ -48,11 +48,11 @@ async def train(made: Plant, upto: int, within_s: float = 60.0) -> list[str]:
     raise AssertionError(told)
 
 
-async def report(made: Plant, evaluation: str) -> wire.EvaluationReply:
+async def report(made: Plant, evaluation: str) -> messages.EvaluationReply:
     """An evaluation when it is over."""
     while True:
         answer = await made.api.ask("GET", f"/v1/runs/run/evaluations/{evaluation}?wait_s=5")
-        reply = msgspec.convert(answer, wire.EvaluationReply)
+        reply = msgspec.convert(answer, messages.EvaluationReply)
         if reply.finished:
             return reply
 
@@ -74,7 +74,7 @@ async def test_g03_weights_wait_for_an_evaluation_and_the_learner_is_told_so_and
     async with plant(tmp_path, servers=1, slots=8, imports=["tests.policies.environment"]) as (made, _, _):
         await on_four(made)
         started = await made.api.ask(
-            "POST", "/v1/runs/run/evaluations", wire.EvaluationRequest(tasks=tasks(), deadline_s=50.0), status=201
+            "POST", "/v1/runs/run/evaluations", messages.EvaluationRequest(tasks=tasks(), deadline_s=50.0), status=201
         )
         over = asyncio.create_task(report(made, started["evaluation"]))
         told = await train(made, upto=6)

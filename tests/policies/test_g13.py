@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from headrace import wire
 from headrace.trajectory import Version
-from headrace_workers.tiny_policy.engine import write_folder
+from headrace.wire import messages
+from headrace_workers.tiny_policy.weight_updates import write_folder
 from tests.orchestrator.serving import Process
 from tests.policies.doubles import get, post
 from tests.policies.plant import SLOTS, Plant, Tap, cut_short, plant, weights_of
@@ -37,9 +37,9 @@ async def recovers(made: Plant, n: int) -> set[str]:
     return await made.check_truth()
 
 
-def misshapen(folder: Path) -> wire.Weights:
+def misshapen(folder: Path) -> messages.Weights:
     write_folder(folder, weights_of(Version(0, 8))[:-1])
-    return wire.Weights(path=str(folder))
+    return messages.Weights(path=str(folder))
 
 
 async def test_g13_damage_in_the_files_is_found_before_anything_is_paused(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ async def test_g13_damage_in_the_files_is_found_before_anything_is_paused(tmp_pa
         await on_seven(made)
         paused = [server.paused_s for server in (await made.servers()).servers]
         damages = [
-            (8, wire.Weights(path=str(tmp_path / "nowhere")), "No such file"),
+            (8, messages.Weights(path=str(tmp_path / "nowhere")), "No such file"),
             (9, cut_short(made.write(9)), "cut short"),
             (10, misshapen(tmp_path / "misshapen"), "has shape"),
         ]

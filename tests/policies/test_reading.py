@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from headrace_orchestrator.policies.admission import Load
-from headrace_orchestrator.policies.reading import read_load
+from headrace_orchestrator.policy_servers.admission import Load
+from headrace_orchestrator.policy_servers.vllm_metrics import read_load
 
 TWO_ENGINES = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace import wire
-from headrace_orchestrator.policies import control
+from headrace.wire import messages
+from headrace_orchestrator.policy_servers import calls
 from tests.orchestrator.serving import Api, orchestrator
 from tests.policies.doubles import double
 
@@ -20,12 +20,12 @@ PATH = "/v1/runs/run/servers"
 NOBODY = "http://127.0.0.1:9"
 
 
-async def servers(api: Api, **query: Any) -> wire.ServersReply:
+async def servers(api: Api, **query: Any) -> messages.ServersReply:
     fields = "&".join(f"{name}={value}" for name, value in query.items())
-    return msgspec.convert(await api.ask("GET", f"{PATH}?{fields}"), wire.ServersReply)
+    return msgspec.convert(await api.ask("GET", f"{PATH}?{fields}"), messages.ServersReply)
 
 
-async def until(api: Api, enough: Callable[[dict[str, wire.PolicyServer]], bool]) -> wire.ServersReply:
+async def until(api: Api, enough: Callable[[dict[str, messages.PolicyServer]], bool]) -> messages.ServersReply:
     """Wait for news until the servers are as they should be."""
     reply = await servers(api)
     end = time.monotonic() + 20
@@ -93,7 +93,7 @@ async def test_a_server_that_dies_is_ejected_and_comes_back_by_itself(api: Api) 
 async def test_a_server_whose_answers_do_not_end_is_ejected_and_says_so(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control, "MAX_ANSWER_BYTES", 5)
+    monkeypatch.setattr(calls, "MAX_ANSWER_BYTES", 5)
     async with double() as one:
         await api.create_run(policy={"endpoints": [one]})
         reply = await until(api, lambda found: found[one].state == "ejected")

@@ -8,7 +8,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from headrace import wire
+from headrace.wire import messages
 from tests.policies.doubles import get
 from tests.policies.plant import SLOTS, plant
 
@@ -43,7 +43,7 @@ async def test_the_newest_run_that_announces_weights_drives_a_server_and_an_olde
         await made.until_served(1)
         spec = {"name": "newer", "environments": [{"id": "test:Echo"}], "policy": {"endpoints": made.addresses}}
         await made.api.ask("POST", "/v1/runs", spec, status=201)
-        newer = wire.VersionRequest(version="0.2", weights=made.write(2))
+        newer = messages.VersionRequest(version="0.2", weights=made.write(2))
         await made.api.ask("POST", "/v1/runs/newer/version", newer)
         (server,) = (await made.until(lambda found: all(s.state == "ejected" for s in found.values()))).servers
         assert server.reason == "run newer loads its weights into it"
@@ -64,7 +64,7 @@ async def test_what_the_weights_of_another_run_sampled_is_no_version_of_the_run_
         await made.until_played(SLOTS)  # and more are under way, whose turns go on when the pause is over
         spec = {"name": "newer", "pool": "empty", "environments": [{"id": "test:Echo"}]}
         await made.api.ask("POST", "/v1/runs", {**spec, "policy": {"endpoints": made.addresses}}, status=201)
-        newer = wire.VersionRequest(version="0.1", weights=made.write(1))
+        newer = messages.VersionRequest(version="0.1", weights=made.write(1))
         await made.api.ask("POST", "/v1/runs/newer/version", newer)
         await made.until(lambda found: all(server.state == "ejected" for server in found.values()))
         async with asyncio.timeout(20):
@@ -88,7 +88,7 @@ async def test_weights_that_another_run_left_under_the_same_version_are_replaced
         first = await weights(made.addresses[0])
         spec = {"name": "newer", "environments": [{"id": "test:Echo"}], "policy": {"endpoints": made.addresses}}
         await made.api.ask("POST", "/v1/runs", spec, status=201)
-        newer = wire.VersionRequest(version="0.1", weights=made.write(2))
+        newer = messages.VersionRequest(version="0.1", weights=made.write(2))
         await made.api.ask("POST", "/v1/runs/newer/version", newer)
         async with asyncio.timeout(20):
             while await weights(made.addresses[0]) == first:
@@ -105,7 +105,7 @@ async def test_weight_syncs_are_in_the_metrics(tmp_path: Path) -> None:
         await made.create_run()
         await made.announce(1)
         await made.until_served(1)
-        await made.announce(2, wire.Weights(path="nowhere"))
+        await made.announce(2, messages.Weights(path="nowhere"))
         await made.until_said("failed")
         async with made.api.session.get("/metrics") as answer:
             lines = (await answer.text()).splitlines()

@@ -13,7 +13,7 @@ import pytest
 
 from headrace.errors import PolicyFailure
 from headrace.trajectory import Sampling
-from headrace_orchestrator.fleets.components import free_port
+from headrace_orchestrator.cli.processes.components import free_port
 from headrace_workers.policies import ServedPolicies
 from headrace_workers.policies.base import Policy, Sample, SampleRequest
 from scripts.check_tree import ROOT, files

@@ -7,8 +7,8 @@ import pytest
 
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template
-from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
-from headrace_sandbox.runtimes.forkserver import ForkServer
+from headrace_sandbox.runtimes.bubblewrap.fork_server import ForkServer
+from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
 
 Run = Callable[..., Awaitable[ExecResult]]
 """Runs Python code: ``code``, and by name ``stdin``, ``files`` and fields of ``Limits``."""

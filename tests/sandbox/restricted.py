@@ -17,8 +17,7 @@ import signal
 import sys
 from pathlib import Path
 
-from headrace_sandbox import seccomp
-from headrace_sandbox.inside.isolation import (
+from headrace_sandbox.guest.isolation import (
     CLONE_NEWNS,
     CLONE_NEWPID,
     give_up_privileges,
@@ -26,6 +25,7 @@ from headrace_sandbox.inside.isolation import (
     make_mounts_private,
     must,
 )
+from headrace_sandbox.host import seccomp
 
 ALLOWED = {"ptrace", "process_vm_readv", "process_vm_writev", "personality", "name_to_handle_at", "adjtimex"}
 """Of what Headrace's own filter refuses: what the default one of container runtimes allows."""

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox.archives import MOST_STREAMS, Entry, entries_of, from_listed, listed, tar_of
-from headrace_sandbox.inside.files import MOST_DEPTH
+from headrace_sandbox.guest.files import MOST_DEPTH
+from headrace_sandbox.runtimes.shared.archives import MOST_STREAMS, Entry, entries_of, from_listed, listed, tar_of
 
 MOST = 1 << 20
 

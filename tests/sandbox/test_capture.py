@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_sandbox.capture import Capture
+from headrace_sandbox.host.capture import Capture
 
 
 @given(st.lists(st.binary(min_size=1, max_size=50)), st.integers(0, 60))

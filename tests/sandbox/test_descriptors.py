@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable, Iterator
 import pytest
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox.descriptors import Descriptors, is_readable
+from headrace_sandbox.host.descriptors import Descriptors, is_readable
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template
-from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
+from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
 
 pytestmark = pytest.mark.component("bubblewrap")
 

@@ -16,17 +16,17 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox import supervisor
+from headrace_sandbox.host import owner
+from headrace_sandbox.host.seccomp import ARCHITECTURES, FAMILIES
 from headrace_sandbox.result import ExecResult, Limits
-from headrace_sandbox.runtimes import docker_container as made
 from headrace_sandbox.runtimes.base import Command, PythonProgram
-from headrace_sandbox.runtimes.docker import Docker
-from headrace_sandbox.runtimes.docker_daemon import Daemon, Streams
-from headrace_sandbox.runtimes.docker_sandbox import _Host
-from headrace_sandbox.runtimes.docker_watch import Frames, Watch
+from headrace_sandbox.runtimes.docker import container as made
+from headrace_sandbox.runtimes.docker.daemon import Daemon, Streams
+from headrace_sandbox.runtimes.docker.persistent import _Host
+from headrace_sandbox.runtimes.docker.runtime import Docker
+from headrace_sandbox.runtimes.docker.watch import Frames, Watch
 from headrace_sandbox.runtimes.registry import make_runtime
-from headrace_sandbox.runtimes.selftest import self_test
-from headrace_sandbox.seccomp import ARCHITECTURES, FAMILIES
+from headrace_sandbox.runtimes.self_test import self_test
 from tests.sandbox.docker_daemon import DockerDaemon
 from tests.sandbox.docker_fixtures import Served
 from tests.sandbox.test_hostile import lives
@@ -383,7 +383,7 @@ async def test_executions_leave_no_container_group_descriptor_or_task(docker: Se
 
 async def test_sweep_removes_what_a_dead_supervisor_left_and_nothing_else(docker: Served, runtime: Docker) -> None:
     daemon = Daemon(docker.daemon.host)
-    mine, boot = str(supervisor.me()), made.boot()
+    mine, boot = str(owner.me()), made.boot()
     dead = mine.replace("-", "-9", 1)
     later, past = f"{time.time() + 600:.0f}", f"{time.time() - 1:.0f}"
     for name, labels in {

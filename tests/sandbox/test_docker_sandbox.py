@@ -12,12 +12,12 @@ from collections.abc import AsyncIterator
 import pytest
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox.conformance.look import lives
+from headrace_sandbox.conformance.leftovers import lives
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import Command, FileInfo, Sandbox, Template
-from headrace_sandbox.runtimes.docker import Docker
-from headrace_sandbox.runtimes.docker_daemon import Daemon
-from headrace_sandbox.runtimes.docker_sandbox import DockerSandbox
+from headrace_sandbox.runtimes.docker.daemon import Daemon
+from headrace_sandbox.runtimes.docker.persistent import DockerSandbox
+from headrace_sandbox.runtimes.docker.runtime import Docker
 from tests.sandbox.docker_fixtures import Served
 from tests.sandbox.test_docker import containers
 from tests.sandbox.test_g15 import CASES as G15

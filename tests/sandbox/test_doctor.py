@@ -15,9 +15,10 @@ from headrace.errors import SandboxFailure
 from headrace_sandbox import doctor
 from headrace_sandbox.doctor import Rung, best_of, ladder, rung
 from headrace_sandbox.result import ExecResult, Isolation, Limits, Output, Usage
-from headrace_sandbox.runtimes import registry, selftest
+from headrace_sandbox.runtimes import registry
+from headrace_sandbox.runtimes import self_test as selftest
 from headrace_sandbox.runtimes.base import Command, PythonProgram, not_offered
-from headrace_sandbox.runtimes.process import Process
+from headrace_sandbox.runtimes.process.runtime import Process
 from headrace_sandbox.runtimes.registry import ready_runtime
 from tests.sandbox.test_cli import headrace
 

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox.archives import Entry, entries_of, tar_of
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import SCRATCH, Command, FileInfo, Sandbox, Template, checked_path
-from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
+from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
+from headrace_sandbox.runtimes.shared.archives import Entry, entries_of, tar_of
 
 pytestmark = pytest.mark.component("bubblewrap")
 

@@ -13,9 +13,9 @@ import pytest
 from headrace.errors import SandboxFailure
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import Command, Runtime, Sandbox, Template
-from headrace_sandbox.runtimes.docker_sandbox import DockerSandbox
-from headrace_sandbox.runtimes.gvisor_sandbox import GvisorSandbox
-from headrace_sandbox.runtimes.kept import KeptSandbox
+from headrace_sandbox.runtimes.bubblewrap.persistent import KeptSandbox
+from headrace_sandbox.runtimes.docker.persistent import DockerSandbox
+from headrace_sandbox.runtimes.gvisor.persistent import GvisorSandbox
 from headrace_sandbox.runtimes.registry import make_runtime
 from tests.sandbox.ways import AGAIN, HARMLESS, OUTCOMES, TIMES, WAYS
 

@@ -8,7 +8,7 @@ import pytest
 
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import Command, Sandbox, Session, Template
-from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
+from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
 from tests.sandbox.living import marked
 from tests.sandbox.test_hostile import lives
 

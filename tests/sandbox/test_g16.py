@@ -16,9 +16,9 @@ from headrace_sandbox.pool.messages import PoolSettings
 from headrace_sandbox.pool.pool import Pool
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import Command, Sandbox, Template
-from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
+from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
+from headrace_workers.environment_context import Surroundings
 from headrace_workers.sandboxes import WorkerSandbox
-from headrace_workers.surroundings import Surroundings
 from tests.sandbox.serving import service
 from tests.workers.fakes import Script, play, say
 

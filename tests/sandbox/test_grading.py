@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox.grading import CallCase, Case, StdioCase, grade
-from headrace_sandbox.grading.comparing import Unreadable, read_answer, same_text, same_value
-from headrace_sandbox.inside.values import encoded
+from headrace_sandbox.graders import CallCase, Case, StdioCase, grade
+from headrace_sandbox.graders.comparison import Unreadable, read_answer, same_text, same_value
+from headrace_sandbox.guest.values import encoded
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import PythonProgram, Runtime
 from headrace_sandbox.runtimes.registry import make_runtime
@@ -130,7 +130,7 @@ for name in ('verdict', 'reward', 'result.json', '/tmp/reward.txt', '/scratch/ve
 """,
     "patches the modules of the grader": """
 import sys
-for name in ('headrace_sandbox.grading', 'headrace_sandbox.grading.comparing', 'headrace_sandbox', 'unittest'):
+for name in ('headrace_sandbox.graders', 'headrace_sandbox.graders.comparison', 'headrace_sandbox', 'unittest'):
     module = type(sys)(name); module.same_text = module.same_value = lambda *_: True; sys.modules[name] = module
 """,
     "leaves startup files": """

@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox.cgroups import NoDriver
-from headrace_sandbox.reaper import FOLDERS, reap
+from headrace_sandbox.host.cgroups import NoDriver
+from headrace_sandbox.host.owner import me, state_folder
+from headrace_sandbox.host.reaper import FOLDERS, reap
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Template
-from headrace_sandbox.runtimes.gvisor import Gvisor
-from headrace_sandbox.runtimes.gvisor_sandbox import GvisorSandbox
-from headrace_sandbox.supervisor import me, state_folder
+from headrace_sandbox.runtimes.gvisor.persistent import GvisorSandbox
+from headrace_sandbox.runtimes.gvisor.runtime import Gvisor
 from tests.sandbox.docker_image import rootfs
 from tests.sandbox.test_g15 import CASES
 
@@ -150,8 +150,8 @@ async def test_what_fails_in_a_full_sandbox_ran_into_its_disk(gvisor: Gvisor) ->
 async def test_a_kernel_that_the_machine_refuses_a_thread_ran_into_the_limit_of_its_program(
     gvisor: Gvisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace_sandbox.runtimes.gvisor_sandbox.KERNEL_THREADS", 120)
-    monkeypatch.setattr("headrace_sandbox.runtimes.gvisor_sandbox.THREADS_OF_ONE", 0)
+    monkeypatch.setattr("headrace_sandbox.runtimes.gvisor.persistent.KERNEL_THREADS", 120)
+    monkeypatch.setattr("headrace_sandbox.runtimes.gvisor.persistent.THREADS_OF_ONE", 0)
     forks = "import os, time\nwhile True:\n    if os.fork() == 0:\n        time.sleep(60)"
     sandbox = await gvisor.open(Template(limits=Limits(pids=400, memory_bytes=1 << 30)), 60.0)
     result = await sandbox.run(Command(arguments=["python3", "-c", forks]), LIMITS)
@@ -194,9 +194,9 @@ async def test_a_sandbox_ends_with_its_supervisor() -> None:
 import asyncio
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import Command
-from headrace_sandbox.runtimes.gvisor import Gvisor
-from headrace_sandbox.runtimes.gvisor_sandbox import GvisorSandbox
-from headrace_sandbox.supervisor import me
+from headrace_sandbox.runtimes.gvisor.runtime import Gvisor
+from headrace_sandbox.runtimes.gvisor.persistent import GvisorSandbox
+from headrace_sandbox.host.owner import me
 print(me(), flush=True)
 asyncio.run(Gvisor().run(Command(arguments=["sleep", "300"]), Limits(wall_s=300)))
 """
@@ -420,7 +420,7 @@ async def test_a_runsc_that_does_not_work_is_refused(
     broken.write_text(f'#!/bin/sh\n[ "$1" != --version ] || {{ echo runsc version old; exit; }}\n{script}\n')
     broken.chmod(broken.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("HEADRACE_RUNSC", str(broken))
-    monkeypatch.setattr("headrace_sandbox.runtimes.guest.READY_S", 2.0)
+    monkeypatch.setattr("headrace_sandbox.runtimes.gvisor.connection.READY_S", 2.0)
     runtime = Gvisor()
     with pytest.raises(SandboxFailure, match="gVisor could not make a sandbox") as caught:
         await runtime.run(Command(arguments=["true"]), LIMITS)

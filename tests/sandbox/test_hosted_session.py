@@ -9,7 +9,7 @@ import pytest
 
 from headrace.errors import SandboxFailure
 from headrace_sandbox.result import Isolation, Usage
-from headrace_sandbox.sessions import HostedSession, Parts, _end_of
+from headrace_sandbox.runtimes.shared.sessions import HostedSession, Parts, _end_of
 
 
 async def test_a_session_that_is_closed_while_its_host_starts_leaves_none() -> None:

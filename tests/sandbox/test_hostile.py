@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from headrace_sandbox.cgroups import NoDriver
 from headrace_sandbox.conformance import suite
-from headrace_sandbox.conformance.look import lives
+from headrace_sandbox.conformance.leftovers import lives
+from headrace_sandbox.host.cgroups import NoDriver
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import Command, PythonProgram
-from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
-from headrace_sandbox.runtimes.forkserver import ForkServer
+from headrace_sandbox.runtimes.bubblewrap.fork_server import ForkServer
+from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
 from headrace_sandbox.runtimes.registry import make_runtime, runtime_names
 from tests.components import CI, PARTS
 from tests.sandbox.conftest import Run

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox.cgroups import NoDriver
-from headrace_sandbox.conformance.look import descendants, lives
+from headrace_sandbox.conformance.leftovers import descendants, lives
+from headrace_sandbox.host.cgroups import NoDriver
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template
-from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
-from headrace_sandbox.runtimes.kept import KeptSandbox
+from headrace_sandbox.runtimes.bubblewrap.persistent import KeptSandbox
+from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
 from tests.sandbox.living import LIMITS, daemon, python, said, until
 
 pytestmark = pytest.mark.component("bubblewrap")
@@ -190,9 +190,9 @@ SUPERVISOR = """
 import asyncio, sys
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import Template
-from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
-from headrace_sandbox.runtimes.kept import KeptSandbox, _SessionHost
-from headrace_sandbox.sessions import HostedSession
+from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
+from headrace_sandbox.runtimes.bubblewrap.persistent import KeptSandbox, _SessionHost
+from headrace_sandbox.runtimes.shared.sessions import HostedSession
 
 async def main():
     runtime = Bubblewrap()

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox import supervisor as supervisors
-from headrace_sandbox.cgroups import PARENT, ROOT
 from headrace_sandbox.client import ServiceRuntime, client_of
+from headrace_sandbox.host import owner as supervisors
+from headrace_sandbox.host.cgroups import PARENT, ROOT
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Template
 from tests.sandbox.serving import Process
@@ -81,7 +81,7 @@ def left_of(pid: int, mark: str) -> list[str]:
 def heir_of(pid: int) -> int:
     """The process id of a service's heir."""
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        if b"headrace_sandbox.heir" in Path(f"/proc/{child}/cmdline").read_bytes():
+        if b"headrace_sandbox.host.cleanup" in Path(f"/proc/{child}/cmdline").read_bytes():
             return int(child)
     raise AssertionError("it has none")
 

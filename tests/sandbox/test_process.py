@@ -14,7 +14,7 @@ import pytest
 from headrace.errors import SandboxFailure
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Template
-from headrace_sandbox.runtimes.process import Process
+from headrace_sandbox.runtimes.process.runtime import Process
 from headrace_sandbox.runtimes.registry import make_runtime, ready_runtime
 from tests.sandbox.test_descriptors import NEEDED, only
 from tests.sandbox.test_hostile import lives

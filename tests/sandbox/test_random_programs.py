@@ -13,10 +13,10 @@ from collections import Counter
 import pytest
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox.conformance.look import Traces, traces
+from headrace_sandbox.conformance.leftovers import Traces, traces
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Runtime
-from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
+from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
 from tests.sandbox.grammar import program
 
 PROGRAMS = int(os.environ.get("HEADRACE_PROGRAMS", "300"))

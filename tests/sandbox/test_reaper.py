@@ -19,11 +19,11 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox import reaper
-from headrace_sandbox import supervisor as supervisors
-from headrace_sandbox.cgroups import PARENT
-from headrace_sandbox.reaper import reap
-from headrace_sandbox.supervisor import Supervisor, UserIds, is_dead, me, named
+from headrace_sandbox.host import owner as supervisors
+from headrace_sandbox.host import reaper
+from headrace_sandbox.host.cgroups import PARENT
+from headrace_sandbox.host.owner import Supervisor, UserIds, is_dead, me, named
+from headrace_sandbox.host.reaper import reap
 from tests.sandbox.test_cli import headrace
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives sandboxes users of their own")
@@ -32,7 +32,7 @@ SUPERVISOR = """
 import asyncio, os
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import Command
-from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
+from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
 
 async def main():
     runtime = Bubblewrap()

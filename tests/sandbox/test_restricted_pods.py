@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from headrace_sandbox.host.owner import FOLDER_VARIABLE
 from headrace_sandbox.runtimes.registry import runtime_names
-from headrace_sandbox.runtimes.wasm import Wasm
-from headrace_sandbox.supervisor import FOLDER_VARIABLE
-from headrace_sandbox.wasm import interpreter
+from headrace_sandbox.runtimes.wasm import interpreter
+from headrace_sandbox.runtimes.wasm.runtime import Wasm
 from tests.leaks import MARK
 
 pytestmark = [pytest.mark.component("wasm"), pytest.mark.component("bubblewrap"), pytest.mark.timeout(400)]

@@ -17,15 +17,15 @@ from typing import Any
 import pytest
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox import bwrap
-from headrace_sandbox.cgroups import Cgroup, Groups, NoDriver, find_driver
-from headrace_sandbox.conformance.look import descendants
+from headrace_sandbox.conformance.leftovers import descendants
+from headrace_sandbox.host import bwrap
+from headrace_sandbox.host.cgroups import Cgroup, Groups, NoDriver, find_driver
 from headrace_sandbox.result import RANGES, Limits, Usage
-from headrace_sandbox.runtimes import forkserver
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Template
-from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
-from headrace_sandbox.runtimes.forkserver import ForkServer
-from headrace_sandbox.runtimes.kept import KeptSandbox
+from headrace_sandbox.runtimes.bubblewrap import fork_server
+from headrace_sandbox.runtimes.bubblewrap.fork_server import ForkServer
+from headrace_sandbox.runtimes.bubblewrap.persistent import KeptSandbox
+from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
 from tests.sandbox.conftest import Run
 from tests.sandbox.test_hostile import lives
 
@@ -238,7 +238,7 @@ async def test_a_preloaded_module_that_does_not_exist_is_named() -> None:
 
 
 async def test_slots_that_nobody_uses_are_ended(forked: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forkserver, "IDLE_S", 0.1)
+    monkeypatch.setattr(fork_server, "IDLE_S", 0.1)
     await asyncio.gather(*(forked.run(PythonProgram(code=""), Limits()) for _ in range(3)))
     async with asyncio.timeout(20):
         while forked._free or forked._closing:
@@ -348,7 +348,7 @@ async def test_a_fork_may_have_so_many_files_and_then_ran_into_its_disk(forked: 
 
 async def test_a_request_that_is_too_large_is_refused(forked: ForkServer) -> None:
     with pytest.raises(SandboxFailure) as caught:
-        await forked.run(PythonProgram(code="#" * forkserver.MOST_BYTES), Limits())
+        await forked.run(PythonProgram(code="#" * fork_server.MOST_BYTES), Limits())
     assert caught.value.kind == "request-too-large"
 
 
@@ -423,7 +423,7 @@ async def test_process_1_is_reaped_where_it_becomes_a_child_of_the_supervisor() 
 import asyncio, ctypes, os
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import Command
-from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
+from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
 
 async def main():
     runtime = Bubblewrap()

@@ -10,8 +10,17 @@ import struct
 import pytest
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox import seccomp
-from headrace_sandbox.seccomp import AARCH64, ALLOW, ARCHITECTURES, DONE, KILL, X86_64, Architecture, filter_program
+from headrace_sandbox.host import seccomp
+from headrace_sandbox.host.seccomp import (
+    AARCH64,
+    ALLOW,
+    ARCHITECTURES,
+    DONE,
+    KILL,
+    X86_64,
+    Architecture,
+    filter_program,
+)
 
 BOTH = pytest.mark.parametrize("machine", sorted(ARCHITECTURES))
 

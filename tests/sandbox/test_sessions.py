@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox.conformance.look import lives
+from headrace_sandbox.conformance.leftovers import lives
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import Command, Sandbox, Template
-from headrace_sandbox.runtimes.bubblewrap import Bubblewrap
-from headrace_sandbox.runtimes.kept import _SessionHost
-from headrace_sandbox.sessions import HostedSession
+from headrace_sandbox.runtimes.bubblewrap.persistent import _SessionHost
+from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
+from headrace_sandbox.runtimes.shared.sessions import HostedSession
 from tests.sandbox.living import LIMITS, daemon, marked, named, said, until
 
 pytestmark = pytest.mark.component("bubblewrap")

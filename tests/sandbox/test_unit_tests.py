@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from headrace.errors import EnvironmentFailure
-from headrace_sandbox.grading import grade_unit_tests
+from headrace_sandbox.graders import grade_unit_tests
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import Runtime
 from headrace_sandbox.runtimes.registry import make_runtime

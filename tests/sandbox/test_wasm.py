@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox import supervisor
-from headrace_sandbox.reaper import FOLDERS
+from headrace_sandbox.host import owner
+from headrace_sandbox.host.reaper import FOLDERS
 from headrace_sandbox.result import ExecResult, Limits
-from headrace_sandbox.runtimes import wasm as runtime_wasm
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Template
-from headrace_sandbox.runtimes.wasm import Wasm
-from headrace_sandbox.wasm import interpreter
-from headrace_sandbox.wasm.interpreter import Compiled
+from headrace_sandbox.runtimes.wasm import interpreter
+from headrace_sandbox.runtimes.wasm import runtime as runtime_wasm
+from headrace_sandbox.runtimes.wasm.interpreter import Compiled
+from headrace_sandbox.runtimes.wasm.runtime import Wasm
 from tests.sandbox.test_descriptors import NEEDED, only
 
 pytestmark = [pytest.mark.component("wasm"), pytest.mark.timeout(400)]  # the first one compiles the interpreter
@@ -59,7 +59,7 @@ async def worker_of(running: asyncio.Future[Any]) -> int:
     """The process of the only program that runs, which said that it does by making a file."""
     async with asyncio.timeout(60):
         while not running.done():
-            for folder in supervisor.state_folder().glob(f"{FOLDERS}/*-wasm-*/on"):
+            for folder in owner.state_folder().glob(f"{FOLDERS}/*-wasm-*/on"):
                 folder.unlink()
                 return int(next(Path("/proc/self/task").glob("*/children")).read_text().split()[-1])
             await asyncio.sleep(0.01)
@@ -72,7 +72,7 @@ ON = "import time\nopen('on', 'w').close()\ntime.sleep(300)"
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the folders of programs are, in this test alone."""
-    monkeypatch.setenv(supervisor.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(owner.FOLDER_VARIABLE, str(tmp_path))
     (tmp_path / FOLDERS).mkdir()
     return tmp_path / FOLDERS
 
@@ -83,7 +83,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 async def test_it_is_cpython_that_imports_nothing_but_wasi(wasm: Wasm) -> None:
     from wasmtime import Module
 
-    from headrace_sandbox.wasm.worker import engine
+    from headrace_sandbox.runtimes.wasm.worker import engine
 
     assert wasm._compiled is not None
     module = Module.deserialize_file(engine(), wasm._compiled.program)
@@ -403,12 +403,12 @@ async def test_a_process_that_cannot_be_made_is_our_failure(wasm: Wasm, tmp_path
 SUPERVISOR = """
 import asyncio
 from headrace_sandbox import supervisor
-from headrace_sandbox.reaper import FOLDERS
+from headrace_sandbox.host.reaper import FOLDERS
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import PythonProgram
-from headrace_sandbox.runtimes.wasm import Wasm
-from headrace_sandbox.wasm import interpreter
-from headrace_sandbox.wasm.interpreter import Compiled
+from headrace_sandbox.runtimes.wasm.runtime import Wasm
+from headrace_sandbox.runtimes.wasm import interpreter
+from headrace_sandbox.runtimes.wasm.interpreter import Compiled
 asyncio.run(Wasm().run_code(PythonProgram(code="print('on', flush=True)\\nwhile True: pass"), Limits(wall_s=300)))
 """
 

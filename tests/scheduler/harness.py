@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from headrace import wire
 from headrace.runspec import RunSpec
 from headrace.trajectory import Failure, Status, Version
-from headrace_orchestrator.scheduler import records
-from headrace_orchestrator.scheduler.bounds import Bounds
+from headrace.wire import messages
+from headrace_orchestrator.scheduler import events
 from headrace_orchestrator.scheduler.core import Form, Redeliver, Scheduler
+from headrace_orchestrator.scheduler.state.bounds import Bounds
 from tests.scheduler.oracle import Told, faults
 
 FLAKY = Failure(layer="environment", kind="step-timeout", message="The step took too long.", retryable=True)
@@ -24,7 +24,7 @@ NO_POLICY = Failure(layer="policy", kind="unreachable", message="Connection refu
 class Served:
     """A batch as a learner has it."""
 
-    def __init__(self, run: str, lease: Redeliver, request: wire.PullRequest, groups: list[str]) -> None:
+    def __init__(self, run: str, lease: Redeliver, request: messages.PullRequest, groups: list[str]) -> None:
         self.run = run
         self.id = lease.batch
         self.generation = lease.generation
@@ -39,14 +39,14 @@ class Harness:
     def __init__(self, *, checked: bool = True, bounds: Bounds | None = None) -> None:
         self.bounds = bounds or Bounds()
         self.now = 1000.0
-        self.log: list[records.AnyRecord] = []
+        self.log: list[events.AnyRecord] = []
         #: What batches are judged by; None where facts of the log were lost.
         self.told: defaultdict[str, Told] | None = defaultdict(Told) if checked else None
         self.checked = checked
         self._ids = itertools.count()
         self.core = self._scheduler()
         #: What each worker holds, as it would list it.
-        self.holding: dict[str, dict[str, wire.AttemptKey]] = {}
+        self.holding: dict[str, dict[str, messages.AttemptKey]] = {}
         self.tasks: dict[str, str] = {}
 
     def _scheduler(self) -> Scheduler:
@@ -57,23 +57,23 @@ class Harness:
             bounds=replace(self.bounds, holders=[]),
         )
 
-    def settle(self) -> list[records.AnyRecord]:
+    def settle(self) -> list[events.AnyRecord]:
         """Take what the last command decided, and check the invariants."""
         new = self.core.drain()
         self.log += new
         if self.told is not None:
             for record in new:
-                if not isinstance(record, records.WorkerDraining):
+                if not isinstance(record, events.WorkerDraining):
                     self.told[record.run].take(record)
         for record in new:
-            if isinstance(record, records.GroupAdmitted):
+            if isinstance(record, events.GroupAdmitted):
                 self.tasks[record.group] = record.task.id
         if self.checked:
             self.core.check()
         return new
 
     # Time and restarts
-    def advance(self, seconds: float) -> list[records.AnyRecord]:
+    def advance(self, seconds: float) -> list[events.AnyRecord]:
         """Let time pass; ``tick`` is called as often as the core wants it."""
         begun = len(self.log)
         end = self.now + seconds
@@ -96,13 +96,13 @@ class Harness:
             idle = 0 if self.settle() else idle + 1
         raise AssertionError("there is no end to it")
 
-    def stall(self, seconds: float) -> list[records.AnyRecord]:
+    def stall(self, seconds: float) -> list[events.AnyRecord]:
         """The process stands still for so long."""
         self.now += seconds
         self.core.tick(self.now)
         return self.settle()
 
-    def replayed(self, log: Iterable[records.AnyRecord] | None = None) -> Scheduler:
+    def replayed(self, log: Iterable[events.AnyRecord] | None = None) -> Scheduler:
         core = self._scheduler()
         for record in self.log if log is None else log:
             core.apply(record, self.now)
@@ -133,12 +133,12 @@ class Harness:
         self.settle()
         return name
 
-    def status(self, run: str = "r") -> wire.RunStatus:
+    def status(self, run: str = "r") -> messages.RunStatus:
         return self.core.run_status(run, self.now)
 
     def submit(self, *ids: str, run: str = "r", size: int | None = None) -> list[str]:
         groups = [
-            wire.GroupRequest(task={"environment": "game:A", "seed": number}, size=size, id=id)
+            messages.GroupRequest(task={"environment": "game:A", "seed": number}, size=size, id=id)
             for number, id in enumerate(ids)
         ]
         found = self.core.submit_groups(run, groups, self.now)
@@ -147,39 +147,43 @@ class Harness:
 
     def evaluate(self, tasks: int = 1, run: str = "r", **request: Any) -> str:
         wanted = [{"environment": "game:E", "seed": seed} for seed in range(tasks)]
-        found = self.core.start_evaluation(run, wire.EvaluationRequest(tasks=wanted, **request), self.now)
+        found = self.core.start_evaluation(run, messages.EvaluationRequest(tasks=wanted, **request), self.now)
         self.settle()
         return found
 
     # Workers
-    def lease(self, free: int, worker: str = "w", slots: int | None = None, **request: Any) -> list[wire.Assignment]:
+    def lease(
+        self, free: int, worker: str = "w", slots: int | None = None, **request: Any
+    ) -> list[messages.Assignment]:
         return self.lease_reply(free, worker, slots, **request).attempts
 
-    def lease_reply(self, free: int, worker: str = "w", slots: int | None = None, **request: Any) -> wire.LeaseReply:
+    def lease_reply(
+        self, free: int, worker: str = "w", slots: int | None = None, **request: Any
+    ) -> messages.LeaseReply:
         held = self.holding.setdefault(worker, {})
         request.setdefault("holding", list(held.values()))
         reply = self.core.lease(
-            wire.LeaseRequest(worker=worker, slots=free if slots is None else slots, free=free, **request), self.now
+            messages.LeaseRequest(worker=worker, slots=free if slots is None else slots, free=free, **request), self.now
         )
         for attempt in reply.attempts:
-            held[attempt.episode] = wire.AttemptKey(attempt.episode, attempt.attempt, attempt.nonce)
+            held[attempt.episode] = messages.AttemptKey(attempt.episode, attempt.attempt, attempt.nonce)
         self.settle()
         return reply
 
-    def heartbeat(self, worker: str = "w", holding: list[wire.AttemptKey] | None = None) -> wire.HeartbeatReply:
+    def heartbeat(self, worker: str = "w", holding: list[messages.AttemptKey] | None = None) -> messages.HeartbeatReply:
         held = list(self.holding.get(worker, {}).values()) if holding is None else holding
-        reply = self.core.heartbeat(wire.HeartbeatRequest(worker=worker, slots=8, holding=held), self.now)
+        reply = self.core.heartbeat(messages.HeartbeatRequest(worker=worker, slots=8, holding=held), self.now)
         self.settle()
         return reply
 
-    def hand_back(self, attempts: Iterable[wire.Assignment], worker: str = "w") -> None:
-        keys = [wire.AttemptKey(a.episode, a.attempt, a.nonce) for a in attempts]
+    def hand_back(self, attempts: Iterable[messages.Assignment], worker: str = "w") -> None:
+        keys = [messages.AttemptKey(a.episode, a.attempt, a.nonce) for a in attempts]
         for key in keys:
             self.holding.get(worker, {}).pop(key.episode, None)
-        self.core.hand_back(wire.ReturnRequest(worker=worker, attempts=keys), self.now)
+        self.core.hand_back(messages.ReturnRequest(worker=worker, attempts=keys), self.now)
         self.settle()
 
-    def outcome(self, attempt: wire.Assignment, status: Status = "finished", **fields: Any) -> records.EpisodeEnded:
+    def outcome(self, attempt: messages.Assignment, status: Status = "finished", **fields: Any) -> events.EpisodeEnded:
         ended = status in ("finished", "truncated")
         fields.setdefault("rewards", {"agent": 1.0} if ended else {})
         if ended:
@@ -190,7 +194,7 @@ class Harness:
         fields.setdefault("size_bytes", 1000)
         fields.setdefault("task", attempt.task)
         fields.setdefault("evaluation", attempt.evaluation)
-        return records.EpisodeEnded(
+        return events.EpisodeEnded(
             run=attempt.run,
             group=attempt.group,
             member=attempt.member,
@@ -203,12 +207,12 @@ class Harness:
 
     def finish(
         self,
-        attempt: wire.Assignment,
+        attempt: messages.Assignment,
         status: Status = "finished",
         worker: str = "w",
         nonce: str | None = None,
         **fields: Any,
-    ) -> wire.SubmitVerdict:
+    ) -> messages.SubmitVerdict:
         outcome = self.outcome(attempt, status, **fields)
         verdict = self.core.judge(worker, attempt.nonce if nonce is None else nonce, outcome, self.now)
         self.holding.get(worker, {}).pop(attempt.episode, None)
@@ -227,8 +231,8 @@ class Harness:
     # Learners
     def pull(
         self, session: str = "s", request: str | None = None, run: str = "r", **fields: Any
-    ) -> Served | wire.EmptyReply:
-        wanted = wire.PullRequest(
+    ) -> Served | messages.EmptyReply:
+        wanted = messages.PullRequest(
             learner=fields.pop("learner", "l"),
             session=session,
             request=request or f"request{next(self._ids)}",
@@ -236,7 +240,7 @@ class Harness:
         )
         plan = self.core.pull(run, wanted, self.now)
         self.settle()
-        if isinstance(plan, wire.EmptyReply):
+        if isinstance(plan, messages.EmptyReply):
             return plan
         if isinstance(plan, Form) and self.told is not None:
             assert faults(self.told[run], self.core.spec(run), plan.groups, wanted) == []
@@ -245,10 +249,10 @@ class Harness:
         return Served(run, lease, wanted, self.groups_of(lease.batch))
 
     def groups_of(self, batch: str) -> list[str]:
-        return next(r.groups for r in self.log if isinstance(r, records.BatchFormed) and r.batch == batch)
+        return next(r.groups for r in self.log if isinstance(r, events.BatchFormed) and r.batch == batch)
 
-    def resume(self, session: str = "s", run: str = "r", learner: str = "l", shards: int = 1) -> wire.ResumeReply:
-        request = wire.ResumeRequest(learner=learner, session=session, shards=shards)
+    def resume(self, session: str = "s", run: str = "r", learner: str = "l", shards: int = 1) -> messages.ResumeReply:
+        request = messages.ResumeRequest(learner=learner, session=session, shards=shards)
         reply = self.core.resume(run, request, self.now)
         self.settle()
         return reply
@@ -258,13 +262,13 @@ class Harness:
         assert isinstance(served, Served), served
         return served
 
-    def empty(self, session: str = "s", **fields: Any) -> wire.EmptyReply:
+    def empty(self, session: str = "s", **fields: Any) -> messages.EmptyReply:
         reply = self.pull(session, **fields)
-        assert isinstance(reply, wire.EmptyReply), reply.id
+        assert isinstance(reply, messages.EmptyReply), reply.id
         return reply
 
-    def ack(self, batch: Served, version: str = "") -> wire.AckReply:
-        request = wire.AckRequest(
+    def ack(self, batch: Served, version: str = "") -> messages.AckReply:
+        request = messages.AckRequest(
             learner=batch.learner, session=batch.session, generation=batch.generation, version=version
         )
         reply = self.core.ack(batch.run, batch.id, request, self.now)
@@ -272,25 +276,25 @@ class Harness:
         return reply
 
     def nack(self, batch: Served) -> None:
-        request = wire.NackRequest(
+        request = messages.NackRequest(
             learner=batch.learner, session=batch.session, generation=batch.generation, reason="out of memory"
         )
         self.core.nack(batch.run, batch.id, request, self.now)
         self.settle()
 
     def announce(self, version: str, run: str = "r", path: str = "") -> str:
-        weights = wire.Weights(path=path) if path else None
-        reply = self.core.announce(run, wire.VersionRequest(version=version, weights=weights), self.now)
+        weights = messages.Weights(path=path) if path else None
+        reply = self.core.announce(run, messages.VersionRequest(version=version, weights=weights), self.now)
         self.settle()
         return reply.version
 
     def rewind(self, version: str, run: str = "r") -> str:
-        reply = self.core.rewind(run, wire.RewindRequest(version=version), self.now)
+        reply = self.core.rewind(run, messages.RewindRequest(version=version), self.now)
         self.settle()
         return reply.version
 
-    def prioritize(self, priorities: dict[str, float], run: str = "r") -> wire.PrioritiesReply:
-        reply = self.core.set_priorities(run, wire.PrioritiesRequest(priorities=priorities), self.now)
+    def prioritize(self, priorities: dict[str, float], run: str = "r") -> messages.PrioritiesReply:
+        reply = self.core.set_priorities(run, messages.PrioritiesRequest(priorities=priorities), self.now)
         self.settle()
         return reply
 
@@ -304,16 +308,16 @@ class Harness:
         return [record for record in self.log[since:] if isinstance(record, kind)]
 
     def retired(self, since: int = 0) -> dict[str, str]:
-        return {record.group: record.reason for record in self.found(records.GroupRetired, since)}
+        return {record.group: record.reason for record in self.found(events.GroupRetired, since)}
 
     def ends(self, episode: str) -> list[str]:
-        return [record.status for record in self.found(records.EpisodeEnded) if record.episode == episode]
+        return [record.status for record in self.found(events.EpisodeEnded) if record.episode == episode]
 
     def task_ids(self, batch: Served) -> list[str]:
         return [self.tasks[group] for group in batch.groups]
 
 
-def codes(reply: wire.EmptyReply) -> list[str]:
+def codes(reply: messages.EmptyReply) -> list[str]:
     return [reason.code for reason in reply.reasons]
 
 

@@ -6,20 +6,20 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from headrace import wire
 from headrace.runspec import RunSpec
 from headrace.trajectory import Version
-from headrace_orchestrator.scheduler import records
+from headrace.wire import messages
+from headrace_orchestrator.scheduler import events
 
 
 class Told:
     """The facts of one run, sorted by what they are about."""
 
     def __init__(self) -> None:
-        self.admitted: dict[str, records.GroupAdmitted] = {}
+        self.admitted: dict[str, events.GroupAdmitted] = {}
         self.members: dict[str, list[str]] = {}
         self.dispatched: set[str] = set()
-        self.ended: dict[str, records.EpisodeEnded] = {}
+        self.ended: dict[str, events.EpisodeEnded] = {}
         #: Groups of which members may be missing that were never dispatched.
         self.given_up: set[str] = set()
         self.retired: set[str] = set()
@@ -28,33 +28,33 @@ class Told:
         self.now = Version(0, 0)
         self.forks: dict[int, Version] = {}
 
-    def take(self, fact: records.AnyRecord) -> None:
+    def take(self, fact: events.AnyRecord) -> None:
         """Hear of one more."""
         match fact:
-            case records.GroupAdmitted():
+            case events.GroupAdmitted():
                 self.admitted[fact.group] = fact
                 self.members[fact.group] = [member.episode for member in fact.members]
-            case records.MemberAdded():
+            case events.MemberAdded():
                 self.members[fact.group].append(fact.member.episode)
-            case records.Dispatched():
+            case events.Dispatched():
                 self.dispatched.update(grant.episode for grant in fact.grants)
-            case records.EpisodeEnded():
+            case events.EpisodeEnded():
                 self.ended[fact.episode] = fact
-            case records.GroupCut():
+            case events.GroupCut():
                 self.given_up.add(fact.group)
-            case records.TaskQuarantined():
+            case events.TaskQuarantined():
                 same = (fact.task.environment, fact.task.seed)
                 self.given_up.update(g for g, a in self.admitted.items() if (a.task.environment, a.task.seed) == same)
-            case records.GroupRetired():
+            case events.GroupRetired():
                 self.retired.add(fact.group)
-            case records.BatchFormed():
+            case events.BatchFormed():
                 self.batches[fact.batch] = fact.groups
-            case records.BatchDissolved():
+            case events.BatchDissolved():
                 del self.batches[fact.batch]
-            case records.BatchAcked():
+            case events.BatchAcked():
                 self.uses.update(self.batches.pop(fact.batch))
                 self._announce(fact.version, None)
-            case records.VersionAnnounced():
+            case events.VersionAnnounced():
                 self._announce(fact.version, fact.fork)
             case _:
                 pass
@@ -74,7 +74,9 @@ class Told:
         return found
 
 
-def faults(told: Told, spec: RunSpec, groups: Sequence[tuple[str, list[str]]], asked: wire.PullRequest) -> list[str]:
+def faults(
+    told: Told, spec: RunSpec, groups: Sequence[tuple[str, list[str]]], asked: messages.PullRequest
+) -> list[str]:
     """What is wrong with a batch of these groups and trajectories."""
     found = [f"{id} is there twice" for id, count in Counter(id for id, _ in groups).items() if count > 1]
     in_batches = {id for ids in told.batches.values() for id in ids}

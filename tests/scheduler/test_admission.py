@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from headrace import wire
 from headrace.runspec import RunSpec
 from headrace.trajectory import Version
-from headrace_orchestrator.scheduler import records
+from headrace.wire import messages
+from headrace_orchestrator.scheduler import events
 from headrace_orchestrator.scheduler.core import Form, Redeliver, Scheduler
 from tests.scheduler.harness import BROKEN
 
@@ -29,7 +29,7 @@ class Simulation:
     """One run to its end. ``fate`` gives the fields of an episode's outcome."""
 
     spec: dict[str, Any]
-    fate: Callable[[Simulation, wire.Assignment], dict[str, Any]]
+    fate: Callable[[Simulation, messages.Assignment], dict[str, Any]]
     hold: int = 1
     steps: tuple[int, ...] = (1,)
     overshoot: int = 0
@@ -49,26 +49,26 @@ class Simulation:
         self.capacity = self.capacity_of_run + self.overshoot
         self.core.create_run(spec, 0.0)
         self.requests = itertools.count()
-        self.running: list[wire.Assignment] = []
+        self.running: list[messages.Assignment] = []
         self.held: list[Redeliver] = []
         self.take()
 
     def take(self) -> None:
         """Count groups in flight from the records of the last command."""
         for record in self.core.drain():
-            if isinstance(record, records.GroupAdmitted):
+            if isinstance(record, events.GroupAdmitted):
                 self.admitted += 1
                 assert self.admitted - self.retired <= self.capacity, "it overshoots"
-            elif isinstance(record, records.GroupRetired):
+            elif isinstance(record, events.GroupRetired):
                 self.retired += 1
-            elif isinstance(record, records.MemberAdded):
+            elif isinstance(record, events.MemberAdded):
                 self.topped_up += 1
-            elif isinstance(record, records.BatchFormed):
+            elif isinstance(record, events.BatchFormed):
                 self.served += len(record.groups)
 
     def lease(self) -> None:
-        holding = [wire.AttemptKey(a.episode, a.attempt, a.nonce) for a in self.running]
-        request = wire.LeaseRequest(worker="w", slots=SLOTS, free=SLOTS - len(self.running), holding=holding)
+        holding = [messages.AttemptKey(a.episode, a.attempt, a.nonce) for a in self.running]
+        request = messages.LeaseRequest(worker="w", slots=SLOTS, free=SLOTS - len(self.running), holding=holding)
         reply = self.core.lease(request, 0.0)
         self.take()
         stopped = {cancel.episode for cancel in reply.cancels}
@@ -76,8 +76,8 @@ class Simulation:
             self.finish(attempt, {"status": "cancelled"})
         self.running = [a for a in self.running if a.episode not in stopped] + reply.attempts
 
-    def finish(self, attempt: wire.Assignment, fields: dict[str, Any]) -> None:
-        outcome = records.EpisodeEnded(
+    def finish(self, attempt: messages.Assignment, fields: dict[str, Any]) -> None:
+        outcome = events.EpisodeEnded(
             run="r",
             group=attempt.group,
             member=attempt.member,
@@ -100,14 +100,14 @@ class Simulation:
                 attempt = self.running.pop()
                 self.finish(attempt, self.fate(self, attempt))
 
-    def learn(self, groups: list[str] | None = None) -> wire.EmptyReply | None:
+    def learn(self, groups: list[str] | None = None) -> messages.EmptyReply | None:
         """Pull once; ack the oldest batch where the learner holds its fill, or nothing comes."""
-        request = wire.PullRequest(learner="l", session="s", request=f"{next(self.requests)}", groups=groups)
+        request = messages.PullRequest(learner="l", session="s", request=f"{next(self.requests)}", groups=groups)
         plan = self.core.pull("r", request, 0.0)
         if isinstance(plan, Form):
             self.held.append(self.core.form("r", plan, request, 0.0))
         self.take()
-        empty = plan if isinstance(plan, wire.EmptyReply) else None
+        empty = plan if isinstance(plan, messages.EmptyReply) else None
         if len(self.held) == self.hold or (empty and not self.running and self.held):
             self.ack()
         return empty
@@ -115,7 +115,9 @@ class Simulation:
     def ack(self) -> None:
         batch = self.held.pop(0)
         self.version += self.draw.choice(self.steps)
-        request = wire.AckRequest(learner="l", session="s", generation=batch.generation, version=f"0.{self.version}")
+        request = messages.AckRequest(
+            learner="l", session="s", generation=batch.generation, version=f"0.{self.version}"
+        )
         self.core.ack("r", batch.batch, request, 0.0)
         self.take()
 
@@ -144,30 +146,30 @@ class Simulation:
             assert status.credit == self.capacity_of_run
 
 
-def fine(simulation: Simulation, attempt: wire.Assignment) -> dict[str, Any]:
+def fine(simulation: Simulation, attempt: messages.Assignment) -> dict[str, Any]:
     low = Version(0, simulation.version)
     return {"status": "finished", "low": low, "rewards": {"a": simulation.draw.random()}, "row_tokens": 100}
 
 
-def often_broken(simulation: Simulation, attempt: wire.Assignment) -> dict[str, Any]:
+def often_broken(simulation: Simulation, attempt: messages.Assignment) -> dict[str, Any]:
     if simulation.draw.random() < 0.3:
         return {"status": "failed", "failure": BROKEN}
     return fine(simulation, attempt)
 
 
-def mostly_equal(simulation: Simulation, attempt: wire.Assignment) -> dict[str, Any]:
+def mostly_equal(simulation: Simulation, attempt: messages.Assignment) -> dict[str, Any]:
     equal = int(attempt.task.id) % 4
     return fine(simulation, attempt) | ({"rewards": {"a": 1.0}} if equal else {})
 
 
-def broken_after_a_bump(simulation: Simulation, attempt: wire.Assignment) -> dict[str, Any]:
+def broken_after_a_bump(simulation: Simulation, attempt: messages.Assignment) -> dict[str, Any]:
     # The first member is alone until the learner has moved on; then it fails, and a fresh one takes its place.
     if attempt.member == 0 and int(attempt.task.id) % 3 == 0:
         return {"status": "failed", "failure": BROKEN}
     return fine(simulation, attempt)
 
 
-def shrinking(simulation: Simulation, attempt: wire.Assignment) -> dict[str, Any]:
+def shrinking(simulation: Simulation, attempt: messages.Assignment) -> dict[str, Any]:
     tokens = 1000 if simulation.admitted < len(simulation.spec["tasks"]) // 2 else 100
     return fine(simulation, attempt) | {"row_tokens": tokens}
 
@@ -223,7 +225,7 @@ def test_64_groups_submitted_at_once_are_all_served():
     simulation = Simulation({"group_size": 2, "batch_size": 16}, fine)
     for turn in range(200):
         ids = [f"g{turn}-{number}" for number in range(64)]
-        wanted = [wire.GroupRequest(task={"environment": "e", "seed": seed}, id=id) for seed, id in enumerate(ids)]
+        wanted = [messages.GroupRequest(task={"environment": "e", "seed": seed}, id=id) for seed, id in enumerate(ids)]
         simulation.capacity = 64
         assert simulation.core.submit_groups("r", wanted, 0.0) == ids
         for half in (ids[:32], ids[32:]):

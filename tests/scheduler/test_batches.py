@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from headrace import wire
 from headrace.errors import (
     BatchAlreadyAcked,
     BatchSuperseded,
@@ -13,7 +12,8 @@ from headrace.errors import (
     UnknownGroup,
     VersionConflict,
 )
-from headrace_orchestrator.scheduler import records
+from headrace.wire import messages
+from headrace_orchestrator.scheduler import events
 from headrace_orchestrator.scheduler.core import Form
 from tests.scheduler.harness import version
 
@@ -37,12 +37,12 @@ def test_a_plan_lists_the_stored_trajectories_without_failed_ones(harness):
     harness.finish(attempts[2])
     harness.finish(attempts[1], "failed")
     harness.finish(attempts[0], "truncated")
-    plan = harness.core.pull("r", wire.PullRequest(learner="l", session="s", request="1"), harness.now)
+    plan = harness.core.pull("r", messages.PullRequest(learner="l", session="s", request="1"), harness.now)
     assert isinstance(plan, Form)
     expected = [f"trajectory of {attempts[0].episode}", f"trajectory of {attempts[2].episode}"]
     assert plan.groups == [(attempts[0].group, expected)]
     assert harness.settle() == [], "planning changes nothing"
-    request = wire.PullRequest(learner="l", session="s", request="1")
+    request = messages.PullRequest(learner="l", session="s", request="1")
     harness.core.form("r", plan, request, harness.now)
     harness.settle()
     with pytest.raises(Conflict):
@@ -100,9 +100,9 @@ def test_a_batch_whose_lease_ran_out_is_dissolved_when_it_is_out_of_bound(harnes
     harness.work()
     first = harness.batch()
     harness.announce("0.1")
-    assert harness.found(records.BatchDissolved) == [], "its lease lives"
+    assert harness.found(events.BatchDissolved) == [], "its lease lives"
     harness.advance(100.0)
-    assert [r.reason for r in harness.found(records.BatchDissolved)] == ["stale"]
+    assert [r.reason for r in harness.found(events.BatchDissolved)] == ["stale"]
     assert harness.retired() == dict.fromkeys(first.groups, "stale")
     with pytest.raises(BatchSuperseded, match="dissolved"):
         harness.ack(first)
@@ -150,9 +150,9 @@ def test_an_ack_carries_the_version_that_the_step_made_in_the_same_record(harnes
     harness.run(batch_size=2)
     harness.work()
     harness.ack(harness.batch(), "0.1")
-    (acked,) = harness.found(records.BatchAcked)
+    (acked,) = harness.found(events.BatchAcked)
     assert acked.version == version("0.1")
-    assert harness.found(records.VersionAnnounced) == []
+    assert harness.found(events.VersionAnnounced) == []
     assert harness.status().version == "0.1"
 
 
@@ -190,10 +190,10 @@ def test_a_batch_leased_when_its_run_was_closed_may_still_be_acked(harness, laps
     harness.nack(waiting)
     harness.core.close_run("r", harness.now)
     harness.settle()
-    assert [record.batch for record in harness.found(records.BatchDissolved)] == [waiting.id]
+    assert [record.batch for record in harness.found(events.BatchDissolved)] == [waiting.id]
     if lapsed:
         harness.advance(100.0)
-        assert harness.found(records.BatchDissolved)[-1].batch == held.id
+        assert harness.found(events.BatchDissolved)[-1].batch == held.id
         with pytest.raises(BatchSuperseded):
             harness.ack(held, "0.1")
     else:
@@ -256,12 +256,12 @@ def test_the_learner_says_what_it_is_doing_and_renews_its_batch_leases(harness):
     first = harness.batch()
     for _ in range(3):
         harness.advance(60.0)
-        request = wire.DoingRequest(learner="l", session="s", doing="training")
+        request = messages.DoingRequest(learner="l", session="s", doing="training")
         harness.core.doing("r", request, harness.now)
     harness.advance(3.0)
     status = harness.status()
     assert (status.learner_doing, status.learner_doing_s, status.batches_open) == ("training", 3.0, 1)
-    assert harness.found(records.BatchReleased) == []
+    assert harness.found(events.BatchReleased) == []
     harness.ack(first)
 
 
@@ -290,7 +290,7 @@ def test_a_group_is_served_max_uses_times_and_holds_its_credit_until_then(harnes
 def test_evicted_groups_are_not_planned_again(harness):
     harness.run(batch_size=1)
     harness.work()
-    plan = harness.core.pull("r", wire.PullRequest(learner="l", session="s", request="1"), harness.now)
+    plan = harness.core.pull("r", messages.PullRequest(learner="l", session="s", request="1"), harness.now)
     assert isinstance(plan, Form)
     (group, _), *_ = plan.groups
     harness.core.evict("r", group, harness.now)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.errors import Conflict
-from headrace_orchestrator.scheduler.bounds import RETRY_S, Bounds
+from headrace_orchestrator.scheduler.state.bounds import RETRY_S, Bounds
 from tests.scheduler.harness import Harness, codes
 
 EPISODE = 4096

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.trajectory import Version
-from headrace_orchestrator.scheduler import braking
+from headrace_orchestrator.scheduler.state import failure_backoff
 from tests.scheduler.harness import BROKEN, NO_POLICY, Harness
 
 SLOTS = 32
@@ -36,13 +36,13 @@ def test_while_the_last_attempts_all_failed_one_at_a_time_is_granted_at_growing_
     first_second, tenth_minute = fail_all(harness, 1.0), fail_all(harness, 60.0)
     assert 0 < first_second < 10
     assert 0 < tenth_minute < 25
-    assert fail_all(harness, 60.0) <= 60 / braking.LONGEST_S + 1
+    assert fail_all(harness, 60.0) <= 60 / failure_backoff.LONGEST_S + 1
 
 
 def test_one_usable_record_after_failures_lifts_it_at_once(harness: Harness):
     harness.run(batch_size=64, retries={"max_attempts": 100, "quarantine_after": 10_000})
     fail_all(harness, 5.0, NO_POLICY)
-    harness.advance(braking.LONGEST_S)
+    harness.advance(failure_backoff.LONGEST_S)
     (single,) = harness.lease(SLOTS)
     assert harness.lease(SLOTS - 1) == []
     harness.finish(single)
@@ -68,7 +68,7 @@ def test_groups_that_only_go_stale_slow_it_down_and_one_within_bound_lifts_it(ha
         harness.advance(0.05)
     assert granted < 40
     assert "Does the policy server serve that version?" in str(harness.empty().reasons)
-    harness.advance(braking.LONGEST_S)
+    harness.advance(failure_backoff.LONGEST_S)
     (single,) = harness.lease(SLOTS)
     harness.finish(single, low=Version(0, 5))
     assert len(harness.lease(SLOTS)) > 0

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from headrace import wire
-from headrace_orchestrator.scheduler import records
+from headrace.wire import messages
+from headrace_orchestrator.scheduler import events
 from tests.scheduler.harness import Harness, Served, codes, version
 
 
@@ -17,11 +17,11 @@ def test_G01_finished_work_is_never_counted_as_running(harness):  # noqa: N802
     attempts = harness.lease(100)
     assert len(attempts) == 70
     assert len({attempt.group for attempt in attempts}) == 14
-    stale_heartbeat = [wire.AttemptKey(a.episode, a.attempt, a.nonce) for a in attempts]
+    stale_heartbeat = [messages.AttemptKey(a.episode, a.attempt, a.nonce) for a in attempts]
     for attempt in attempts:
         assert harness.finish(attempt) == "accepted"
     draw = random.Random(7938)
-    pending: list[wire.Assignment] = []
+    pending: list[messages.Assignment] = []
     for number in range(1, 1001):
         batch = harness.batch()
         assert len(batch.groups) == 7
@@ -57,7 +57,7 @@ def test_G01_finished_work_is_never_counted_as_running(harness):  # noqa: N802
         granted = harness.lease(100)
         assert len(granted) == 35
         assert len({attempt.group for attempt in granted}) == 7
-        stale_heartbeat = [wire.AttemptKey(a.episode, a.attempt, a.nonce) for a in granted]
+        stale_heartbeat = [messages.AttemptKey(a.episode, a.attempt, a.nonce) for a in granted]
         pending.extend(granted)
 
 
@@ -70,7 +70,7 @@ def test_G02_a_half_dispatched_stale_group_retires_as_a_unit(harness):  # noqa: 
     assert harness.retired() == {}
     harness.announce("0.2")
     assert harness.retired() == {group: "stale"}
-    told = {record.episode for record in harness.found(records.AttemptCancelled)}
+    told = {record.episode for record in harness.found(events.AttemptCancelled)}
     assert told == {attempt.episode for attempt in leased}
     assert harness.status().in_flight == 2
     reply = harness.heartbeat()
@@ -79,15 +79,15 @@ def test_G02_a_half_dispatched_stale_group_retires_as_a_unit(harness):  # noqa: 
     assert harness.finish(leased[0], low=version("0.0")) == "accepted"
     assert harness.finish(leased[1], "cancelled") == "accepted"
     assert harness.finish(leased[2], "cancelled") == "accepted"
-    ended = [record for record in harness.found(records.EpisodeEnded, begun) if record.group == group]
+    ended = [record for record in harness.found(events.EpisodeEnded, begun) if record.group == group]
     assert sorted(record.status for record in ended) == ["cancelled", "cancelled", "finished"]
-    dispatched = {grant.episode for record in harness.found(records.Dispatched) for grant in record.grants}
+    dispatched = {grant.episode for record in harness.found(events.Dispatched) for grant in record.grants}
     assert {record.episode for record in ended} <= dispatched
     harness.work()
     batch = harness.batch(wait_s=10)
     assert group not in batch.groups
     assert harness.status().groups.retired == {"stale": 1}
-    members = [record for record in harness.found(records.GroupAdmitted) if record.group == batch.groups[0]]
+    members = [record for record in harness.found(events.GroupAdmitted) if record.group == batch.groups[0]]
     assert len(members[0].members) == 8
 
 
@@ -118,7 +118,7 @@ def test_G02_wherever_the_announcement_falls_no_group_waits_for_members_that_can
         assert {group for group, reason in harness.retired(before).items() if reason == "stale"} == touched
         for attempt in leased:
             assert len(harness.ends(attempt.episode)) == 1
-        ended = {record.episode for record in harness.found(records.EpisodeEnded, before)}
+        ended = {record.episode for record in harness.found(events.EpisodeEnded, before)}
         assert ended == {attempt.episode for attempt in leased}
         assert all(len(group["members"]) == 8 for group in harness.core.groups("r"))
         assert len(in_flight) == len(harness.core.groups("r")) == 2
@@ -184,7 +184,7 @@ def test_G03_an_evaluation_that_stalls_reads_27_of_32(harness):  # noqa: N802
     cancelled = [line for line in report.episodes if line.status == "cancelled"]
     assert len(cancelled) == 5
     assert {line.failure.kind for line in cancelled if line.failure} == {"deadline"}
-    assert not harness.found(records.BatchFormed)
+    assert not harness.found(events.BatchFormed)
 
 
 TASKS = [{"environment": "game:A", "seed": seed} for seed in range(4)]
@@ -243,7 +243,7 @@ def test_G05_e_a_restart_after_the_first_ack_changes_nothing(harness):  # noqa: 
     assert harness.task_ids(tail) == ["2"]
     harness.ack(tail, "0.2")
     _assert_exhausted(harness)
-    assert len(harness.found(records.GroupAdmitted)) == 3
+    assert len(harness.found(events.GroupAdmitted)) == 3
 
 
 @pytest.mark.parametrize(("short_groups", "sizes"), [("top_up", [3, 3, 3]), ("serve", [2, 3, 3])])
@@ -257,7 +257,7 @@ def test_G05_f_a_broken_group_is_topped_up_or_served_with_its_real_size(harness,
     found = []
     while isinstance(batch := harness.pull(), Served):
         for group in batch.groups:
-            ended = [r for r in harness.found(records.EpisodeEnded) if r.group == group and r.status == "finished"]
+            ended = [r for r in harness.found(events.EpisodeEnded) if r.group == group and r.status == "finished"]
             found.append(len(ended))
         harness.ack(batch)
     assert found == sizes

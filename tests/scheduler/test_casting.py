@@ -6,7 +6,7 @@ import pytest
 
 from headrace.errors import InvalidRunSpec
 from headrace.runspec import parse_run_spec
-from headrace_orchestrator.scheduler import records
+from headrace_orchestrator.scheduler import events
 
 SERVER = "http://127.0.0.1:8000"
 POOL = [{"name": name, "path": f"/adapters/{name}"} for name in ("a", "b", "c")]
@@ -18,7 +18,7 @@ def policy(routing, **more):
 
 
 def played(harness):
-    return [record.adapters["opponent"] for record in harness.found(records.GroupAdmitted)]
+    return [record.adapters["opponent"] for record in harness.found(events.GroupAdmitted)]
 
 
 @pytest.mark.parametrize(("routing", "expected"), [("round_robin", list("abcab")), ("fixed", list("aaaaa"))])
@@ -58,7 +58,7 @@ def test_rotation_goes_on_after_a_restart_and_counts_submitted_and_evaluated_gro
 
 def test_a_group_says_which_adapter_is_trained(harness):
     harness.run(batch_size=1, policy={"endpoints": [SERVER], "adapter": "math"})
-    assert harness.found(records.GroupAdmitted)[0].policy.adapter == "math"
+    assert harness.found(events.GroupAdmitted)[0].policy.adapter == "math"
 
 
 @pytest.mark.parametrize(

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from headrace import wire
 from headrace.errors import HeadraceError
-from headrace_orchestrator.scheduler import records
-from headrace_orchestrator.scheduler.check import check
+from headrace.wire import messages
+from headrace_orchestrator.scheduler import events
+from headrace_orchestrator.scheduler.queries.check import check
 from tests.scheduler.harness import Harness, busy, version
 
 
 def test_a_command_leaves_the_records_of_what_it_decided_in_drain():
     harness = busy()
-    request = wire.VersionRequest(version="1.9")
+    request = messages.VersionRequest(version="1.9")
     before = harness.core.durable()
     harness.core.announce("r", request, harness.now)
     assert harness.core.durable() != before
     decided = harness.core.drain()
-    assert isinstance(decided[0], records.VersionAnnounced)
+    assert isinstance(decided[0], events.VersionAnnounced)
     assert {type(record).__name__ for record in decided} >= {"GroupRetired", "AttemptCancelled", "GroupAdmitted"}
     assert harness.core.drain() == []
 
@@ -27,10 +27,10 @@ def test_state_changes_only_by_applying_a_record():
     harness = busy()
     core = harness.replayed()
     before = core.durable()
-    core.heartbeat(wire.HeartbeatRequest(worker="w", slots=8), harness.now)
+    core.heartbeat(messages.HeartbeatRequest(worker="w", slots=8), harness.now)
     core.run_status("r", harness.now)
     core.worker_statuses(harness.now)
-    core.doing("r", wire.DoingRequest(learner="l", session="s", doing="training"), harness.now)
+    core.doing("r", messages.DoingRequest(learner="l", session="s", doing="training"), harness.now)
     assert core.drain() == []
     assert core.durable() == before
 
@@ -39,19 +39,19 @@ def test_a_command_that_raises_has_changed_nothing():
     harness = busy()
     core, now = harness.core, harness.now
     attempt = harness.lease(1, "other")[0]
-    batch = next(record.batch for record in harness.found(records.BatchFormed))
+    batch = next(record.batch for record in harness.found(events.BatchFormed))
     stranger = {"learner": "x", "session": "y", "generation": 1}
-    groups = [wire.GroupRequest(task={"environment": "e"}), wire.GroupRequest(task={})]
+    groups = [messages.GroupRequest(task={"environment": "e"}), messages.GroupRequest(task={})]
     commands = [
         lambda: core.create_run(core.spec("r"), now),
         lambda: core.close_run("none", now),
         lambda: core.submit_groups("r", groups, now),
-        lambda: core.start_evaluation("r", wire.EvaluationRequest(tasks=[]), now),
-        lambda: core.pull("r", wire.PullRequest(learner="l", session="t", request="1", groups=["none"]), now),
-        lambda: core.ack("r", batch, wire.AckRequest(**stranger), now),
-        lambda: core.nack("r", batch, wire.NackRequest(**stranger, reason=""), now),
-        lambda: core.announce("r", wire.VersionRequest(version="0.7"), now),
-        lambda: core.rewind("r", wire.RewindRequest(version="5.5"), now),
+        lambda: core.start_evaluation("r", messages.EvaluationRequest(tasks=[]), now),
+        lambda: core.pull("r", messages.PullRequest(learner="l", session="t", request="1", groups=["none"]), now),
+        lambda: core.ack("r", batch, messages.AckRequest(**stranger), now),
+        lambda: core.nack("r", batch, messages.NackRequest(**stranger, reason=""), now),
+        lambda: core.announce("r", messages.VersionRequest(version="0.7"), now),
+        lambda: core.rewind("r", messages.RewindRequest(version="5.5"), now),
         lambda: core.evict("r", "none", now),
         lambda: core.judge("other", attempt.nonce, harness.outcome(attempt, low=version("7.7")), now),
         lambda: core.judge("other", attempt.nonce, harness.outcome(attempt, low=version("0.9")), now),

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace import wire
 from headrace.errors import InternalError, RequestError
-from headrace_orchestrator.scheduler import records
+from headrace.wire import messages
+from headrace_orchestrator.scheduler import events
 from headrace_orchestrator.scheduler.core import Scheduler
 from tests.scheduler.harness import BROKEN, FLAKY, Harness, Served, version
 
@@ -63,7 +63,7 @@ def history(seed: int) -> Harness:
     return harness
 
 
-def pull_some(harness: Harness, session: str, draw: random.Random) -> Served | wire.EmptyReply:
+def pull_some(harness: Harness, session: str, draw: random.Random) -> Served | messages.EmptyReply:
     """Of one learner, as one process or as two ranks."""
     if draw.random() < 0.2:
         harness.resume(session)
@@ -74,7 +74,7 @@ def pull_some(harness: Harness, session: str, draw: random.Random) -> Served | w
     return harness.pull(session, name, shard=1, shards=2)
 
 
-def replay(harness: Harness, log: list[records.AnyRecord]) -> Scheduler:
+def replay(harness: Harness, log: list[events.AnyRecord]) -> Scheduler:
     """Take what fits of a log, as a restart does."""
     core = harness._scheduler()
     refused = 0
@@ -132,15 +132,15 @@ def test_a_fact_that_does_not_fit_changes_nothing_and_raises(harness):
     (attempt, *_) = harness.lease(2, "v")
     run, group, now = "r", batch.groups[0], harness.now
     member = complete[0].episode
-    retired = records.GroupRetired(run=run, group=group, reason="acked")
+    retired = events.GroupRetired(run=run, group=group, reason="acked")
     facts = [
-        records.AttemptEnded(run=run, episode=member, attempt=1, reason="late", counts=True),
-        records.AttemptCancelled(run=run, episode=member, attempt=1, reason="late"),
-        records.MemberAdded(run=run, group=group, member=records.Member("new", 9, 9)),
-        records.BatchFormed(run=run, batch="b", groups=[attempt.group, "none"], version=version("0.0")),
-        records.BatchAcked(run="none", batch=batch.id, generation=1),
-        records.GroupRetired(run=run, group="none", reason="stale"),
-        records.RunClosed(run="none"),
+        events.AttemptEnded(run=run, episode=member, attempt=1, reason="late", counts=True),
+        events.AttemptCancelled(run=run, episode=member, attempt=1, reason="late"),
+        events.MemberAdded(run=run, group=group, member=events.Member("new", 9, 9)),
+        events.BatchFormed(run=run, batch="b", groups=[attempt.group, "none"], version=version("0.0")),
+        events.BatchAcked(run="none", batch=batch.id, generation=1),
+        events.GroupRetired(run=run, group="none", reason="stale"),
+        events.RunClosed(run="none"),
     ]
     for fact in facts:
         core = harness.replayed()
@@ -160,7 +160,7 @@ def test_a_fact_that_does_not_fit_changes_nothing_and_raises(harness):
 def test_of_a_dispatch_the_grants_that_fit_are_taken(harness):
     harness.run(batch_size=2)
     granted = harness.lease(2)
-    log = [r for r in harness.log if not (isinstance(r, records.GroupAdmitted) and r.group == granted[0].group)]
+    log = [r for r in harness.log if not (isinstance(r, events.GroupAdmitted) and r.group == granted[0].group)]
     core = harness._scheduler()
     for record in log[:-1]:
         core.apply(record, harness.now)
@@ -178,7 +178,7 @@ def test_a_retired_group_proves_that_its_batch_was_acked(harness, uses):
     for _ in range(uses):
         batch = harness.batch()
         harness.ack(batch)
-    log = [r for r in harness.log if not isinstance(r, records.BatchAcked)]
+    log = [r for r in harness.log if not isinstance(r, events.BatchAcked)]
     core = replay(harness, log)
     core.tick(harness.now)
     core.check()
@@ -194,7 +194,7 @@ def test_a_retired_group_proves_that_its_batch_was_dissolved(harness):
     batch = harness.batch()
     harness.nack(batch)
     harness.announce("0.1")
-    core = replay(harness, [r for r in harness.log if not isinstance(r, records.BatchDissolved)])
+    core = replay(harness, [r for r in harness.log if not isinstance(r, events.BatchDissolved)])
     core.tick(harness.now)
     core.check()
     assert core.run_status("r", harness.now).groups.retired == {"stale": 2}
@@ -223,7 +223,7 @@ def test_a_group_of_which_all_records_were_lost_is_not_served_again(harness):
     driven = Harness()
     driven.told = None
     driven._ids = iter(range(1 << 20, 1 << 30))
-    driven.core = replay(harness, [r for r in harness.log if not isinstance(r, records.EpisodeEnded)])
+    driven.core = replay(harness, [r for r in harness.log if not isinstance(r, events.EpisodeEnded)])
     driven.core.tick(driven.now)
     driven.settle()
     for batch in list(driven.core.durable()["runs"]["r"]["batches"]):
@@ -238,7 +238,7 @@ def test_where_a_lineage_began_may_be_lost(harness):
     harness.ack(harness.batch(), "0.1")
     harness.rewind("0.1")
     harness.ack(harness.batch(), "1.2")
-    log = [r for r in harness.log if not isinstance(r, records.VersionAnnounced)]
+    log = [r for r in harness.log if not isinstance(r, events.VersionAnnounced)]
     core = replay(harness, log)
     core.tick(harness.now)
     core.check()

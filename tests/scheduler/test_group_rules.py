@@ -6,7 +6,7 @@ import pytest
 
 from headrace.errors import InvalidRunSpec
 from headrace.runspec import parse_run_spec
-from headrace_orchestrator.scheduler import records
+from headrace_orchestrator.scheduler import events
 from tests.scheduler.harness import BROKEN, Harness, codes
 
 # Short groups -------------------------------------------------------------------------------------------------
@@ -40,9 +40,9 @@ def late(harness: Harness, **spec: object) -> list:
 def test_a_partial_group_is_served_with_its_true_size_after_its_deadline(harness):
     attempts = late(harness)
     harness.advance(19.0)
-    assert harness.found(records.GroupCut) == []
+    assert harness.found(events.GroupCut) == []
     harness.advance(1.0)
-    assert [record.group for record in harness.found(records.GroupCut)] == [attempts[0].group]
+    assert [record.group for record in harness.found(events.GroupCut)] == [attempts[0].group]
     assert harness.ends(attempts[3].episode) == ["cancelled"], "queued again: nobody has it"
     cancels = harness.heartbeat().cancels
     assert {(cancel.episode, cancel.reason) for cancel in cancels} == {
@@ -67,7 +67,7 @@ def test_a_worker_that_does_not_stop_is_waited_for_one_term_and_no_longer(harnes
         harness.advance(1.0)
         harness.heartbeat()
     assert harness.batch().groups == [attempts[0].group]
-    failures = {record.episode: record.failure for record in harness.found(records.EpisodeEnded) if record.failure}
+    failures = {record.episode: record.failure for record in harness.found(events.EpisodeEnded) if record.failure}
     assert {failure.kind for failure in failures.values()} == {"partial"}
 
 
@@ -77,7 +77,7 @@ def test_members_that_were_never_dispatched_leave_no_record(harness):
     harness.finish(attempt)
     harness.advance(20.0)
     assert harness.batch().groups == [attempt.group]
-    assert len(harness.found(records.EpisodeEnded)) == 1
+    assert len(harness.found(events.EpisodeEnded)) == 1
     assert harness.status().in_flight == 1
 
 
@@ -87,7 +87,7 @@ def test_a_group_of_which_nothing_has_ended_is_waited_for(harness):
     for _ in range(100):
         harness.advance(1.0)
         harness.heartbeat()
-    assert harness.found(records.GroupCut) == []
+    assert harness.found(events.GroupCut) == []
 
 
 def test_nothing_is_added_to_a_group_that_was_cut(harness):
@@ -95,7 +95,7 @@ def test_nothing_is_added_to_a_group_that_was_cut(harness):
     harness.advance(20.0)
     harness.finish(attempts[1], "failed", failure=BROKEN)
     harness.finish(attempts[2], "cancelled")
-    assert harness.found(records.MemberAdded) == []
+    assert harness.found(events.MemberAdded) == []
     assert harness.batch().groups == [attempts[0].group]
 
 
@@ -115,15 +115,15 @@ def test_after_a_restart_and_after_a_stall_a_group_waits_anew(harness):
     harness.restart()
     harness.advance(19.0)
     harness.stall(300.0)
-    assert harness.found(records.GroupCut) == []
+    assert harness.found(events.GroupCut) == []
     harness.advance(1.5)
-    assert len(harness.found(records.GroupCut)) == 1
+    assert len(harness.found(events.GroupCut)) == 1
 
 
 def test_a_group_whose_cut_the_log_shows_only_by_its_cancelled_members_was_cut(harness):
     late(harness)
     harness.advance(20.0)
-    log = [record for record in harness.log if not isinstance(record, records.GroupCut)]
+    log = [record for record in harness.log if not isinstance(record, events.GroupCut)]
     core = harness.replayed(log)
     assert core.durable() == harness.core.durable()
 

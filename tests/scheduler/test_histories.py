@@ -15,10 +15,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from headrace import wire
 from headrace.errors import RequestError
 from headrace.trajectory import Version
-from headrace_orchestrator.scheduler import records, settling
+from headrace.wire import messages
+from headrace_orchestrator.scheduler import events
+from headrace_orchestrator.scheduler.commands import follow_ups
 from tests.scheduler.harness import BROKEN, FLAKY, NO_POLICY, Harness, Served
 
 WORKERS = st.sampled_from(["w0", "w1", "w2"])
@@ -67,12 +68,12 @@ class Histories(RuleBasedStateMachine):
 
     @initialize(spec=SPECS, slice=st.sampled_from([1, 2, 64]))
     def begin(self, spec, slice):
-        settling.SLICE = slice
+        follow_ups.SLICE = slice
         self.harness = Harness()
         self.spec = spec
         make_run(self.harness, spec)
         #: Every attempt ever granted, with its worker.
-        self.granted: list[tuple[str, wire.Assignment]] = []
+        self.granted: list[tuple[str, messages.Assignment]] = []
         self.served: list[Served] = []
         self.accepted: set[tuple[str, int]] = set()
         self.closed = False
@@ -254,7 +255,7 @@ class Histories(RuleBasedStateMachine):
     def assert_formed_in_bound(self, begun: int) -> None:
         """No batch is formed of what waits to be retired."""
         run = self.harness.core._book.runs["r"]
-        for record in self.harness.found(records.BatchFormed, begun):
+        for record in self.harness.found(events.BatchFormed, begun):
             assert not any(run.out_of_bound(run.groups[id]) for id in record.groups)
 
     def take(self, found):
@@ -300,7 +301,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(session=SESSIONS)
     def doing(self, session):
-        request = wire.DoingRequest(learner="l0", session=self.session(session), doing="training")
+        request = messages.DoingRequest(learner="l0", session=self.session(session), doing="training")
         self.harness.core.doing("r", request, self.harness.now)
         self.harness.settle()
 
@@ -329,7 +330,7 @@ class Histories(RuleBasedStateMachine):
         try:
             harness.catch_up()
         finally:
-            settling.SLICE = 64
+            follow_ups.SLICE = 64
         assert harness.replayed().durable() == harness.core.durable()
         if self.snapshot:
             assert harness.restored(*self.snapshot).durable() == harness.core.durable()
@@ -340,11 +341,11 @@ class Histories(RuleBasedStateMachine):
 
 def assert_one_record_each(harness: Harness) -> None:
     """Every terminal record is of a dispatched episode, and the only one; every use of a group is within its bound."""
-    dispatched = {grant.episode for record in harness.found(records.Dispatched) for grant in record.grants}
-    ended = Counter(record.episode for record in harness.found(records.EpisodeEnded))
+    dispatched = {grant.episode for record in harness.found(events.Dispatched) for grant in record.grants}
+    ended = Counter(record.episode for record in harness.found(events.EpisodeEnded))
     assert set(ended) <= dispatched
     assert set(ended.values()) <= {1}
-    acked = Counter(record.batch for record in harness.found(records.BatchAcked))
+    acked = Counter(record.batch for record in harness.found(events.BatchAcked))
     assert set(acked.values()) <= {1}
     uses = Counter(group for batch in acked for group in harness.groups_of(batch))
     assert max(uses.values(), default=0) <= harness.core.spec("r").max_uses

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import pytest
 
-from headrace import wire
-from headrace.engine import base_of
 from headrace.errors import Conflict, InvalidRequest, InvalidRunSpec, UnknownServer, VersionConflict
 from headrace.runspec import parse_run_spec
 from headrace.trajectory import Version
-from headrace_orchestrator.scheduler import records
-from headrace_orchestrator.scheduler.evaluations import HOLD_LEASE_S
+from headrace.wire import messages
+from headrace.wire.policy_server import base_of
+from headrace_orchestrator.scheduler import events
+from headrace_orchestrator.scheduler.state.evaluations import HOLD_LEASE_S
 
 A, B = "http://a:1", "http://b:1"
 
 
 def served(harness, version: str) -> None:
     """A server takes requests with a version."""
-    weights = wire.Weights(path=f"/w/{version}")
+    weights = messages.Weights(path=f"/w/{version}")
     harness.core.weights_served("r", Version.parse(version), weights, harness.now)
     harness.settle()
 
 
 def evaluate(harness, version: str = "", *, episodes: int = 2, deadline_s: float = 60.0) -> str:
-    request = wire.EvaluationRequest(
+    request = messages.EvaluationRequest(
         tasks=[{"environment": "game:A"}], episodes_per_task=episodes, version=version, deadline_s=deadline_s
     )
     found = harness.core.start_evaluation("r", request, harness.now)
@@ -45,7 +45,7 @@ def test_servers_begin_with_those_of_the_spec_and_change_by_records_of_their_own
     harness.core.remove_server("r", B, harness.now)
     assert hosting.servers == {A: False}
     harness.settle()
-    changes = (records.ServerAdded, records.ServerDrained, records.ServerRemoved)
+    changes = (events.ServerAdded, events.ServerDrained, events.ServerRemoved)
     assert len([fact for fact in harness.log if isinstance(fact, changes)]) == 4
     harness.restart()
     harness.restart(harness.restored(harness.core.snapshot()))
@@ -98,10 +98,10 @@ def test_an_ack_carries_where_the_weights_are_and_weights_without_a_version_are_
     harness.work(1)
     batch = harness.batch()
     fields = {"learner": batch.learner, "session": batch.session, "generation": batch.generation}
-    weights = wire.Weights(path="/w/1")
+    weights = messages.Weights(path="/w/1")
     with pytest.raises(InvalidRequest, match="names no version"):
-        harness.core.ack("r", batch.id, wire.AckRequest(**fields, weights=weights), harness.now)
-    harness.core.ack("r", batch.id, wire.AckRequest(**fields, version="0.1", weights=weights), harness.now)
+        harness.core.ack("r", batch.id, messages.AckRequest(**fields, weights=weights), harness.now)
+    harness.core.ack("r", batch.id, messages.AckRequest(**fields, version="0.1", weights=weights), harness.now)
     harness.settle()
     assert (harness.core.hosting("r").target, harness.core.hosting("r").weights) == (Version(0, 1), weights)
     harness.restart()
@@ -173,12 +173,12 @@ def test_nothing_is_played_on_weights_that_are_too_old_for_a_batch_and_what_is_g
     harness.run(max_staleness=1)
     harness.announce("0.1", path="/w/1")
     (attempt,) = harness.lease(1)
-    assert [fact.version for fact in harness.log if isinstance(fact, records.Dispatched)] == [Version(0, 0)]
+    assert [fact.version for fact in harness.log if isinstance(fact, events.Dispatched)] == [Version(0, 0)]
     harness.announce("0.2", path="/w/2")
     assert harness.lease(4) == []
     served(harness, "0.2")
     assert attempt.episode not in {found.episode for found in harness.lease(4)}
-    assert [fact.version for fact in harness.log if isinstance(fact, records.Dispatched)][-1] == Version(0, 2)
+    assert [fact.version for fact in harness.log if isinstance(fact, events.Dispatched)][-1] == Version(0, 2)
 
 
 def test_an_evaluation_of_a_version_that_is_yet_to_be_loaded_waits_for_it(harness):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.errors import Conflict, InvalidRequest
-from headrace_orchestrator.scheduler import records
+from headrace_orchestrator.scheduler import events
 from tests.scheduler.harness import codes
 
 
@@ -66,7 +66,7 @@ def test_what_is_held_reserved_and_asked_for_has_to_fit_the_byte_bound_together(
     harness.run(source="learner", max_bytes=30_000)
     with pytest.raises(Conflict, match=r"hold 0 bytes and 0 more are reserved; these 8 episodes .* need 32768"):
         harness.submit(*[f"g{number}" for number in range(8)])
-    assert harness.found(records.GroupAdmitted) == []
+    assert harness.found(events.GroupAdmitted) == []
     harness.submit(*[f"g{number}" for number in range(7)])
 
 

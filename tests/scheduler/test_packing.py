@@ -7,7 +7,7 @@ import uuid
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_orchestrator.scheduler.packing import pack, unpack
+from headrace_orchestrator.scheduler.state.compact_ids import pack, unpack
 
 
 @given(

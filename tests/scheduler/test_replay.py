@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace_orchestrator.scheduler import records
+from headrace_orchestrator.scheduler import events
 from tests.scheduler.harness import version
 
 
@@ -30,7 +30,7 @@ def test_a_terminal_record_that_was_lost_costs_itself_only(harness):
         harness.ack(harness.batch(), f"0.{number}")
     log = list(harness.log)
     for lost, record in enumerate(log):
-        if isinstance(record, records.EpisodeEnded):
+        if isinstance(record, events.EpisodeEnded):
             core = harness.replayed(log[:lost] + log[lost + 1 :])
             core.tick(harness.now)
             core.check()
@@ -45,7 +45,7 @@ def test_a_batch_definition_that_was_lost_costs_itself_only(harness):
     harness.ack(harness.batch(), "0.1")
     core = harness._scheduler()
     for record in harness.log:
-        if isinstance(record, records.BatchFormed | records.BatchLeased):
+        if isinstance(record, events.BatchFormed | events.BatchLeased):
             continue
         core.apply(record, harness.now)
     core.tick(harness.now)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from headrace import wire
 from headrace.errors import BatchSuperseded, SessionSuperseded, ShardsNotFetched
+from headrace.wire import messages
 from tests.scheduler.harness import Harness, Served
 
 
@@ -110,7 +110,7 @@ def test_from_then_on_nothing_that_an_earlier_session_still_asks_for_is_answered
     harness.work()
     harness.ack(harness.batch("old"))
     harness.work()
-    request = wire.PullRequest(learner="l", session="old", request="sent before it died")
+    request = messages.PullRequest(learner="l", session="old", request="sent before it died")
     plan = harness.core.pull("r", request, harness.now)
     assert harness.resume("new").batches == []
     with pytest.raises(SessionSuperseded):

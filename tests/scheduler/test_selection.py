@@ -7,10 +7,11 @@ from itertools import permutations
 
 import pytest
 
-from headrace import wire
 from headrace.errors import Conflict, InvalidRequest
-from headrace_orchestrator.scheduler import records, selection
-from headrace_orchestrator.scheduler.filters import EVERYTHING, Filter
+from headrace.wire import messages
+from headrace_orchestrator.scheduler import events
+from headrace_orchestrator.scheduler.queries import selection
+from headrace_orchestrator.scheduler.state.filters import EVERYTHING, Filter
 from tests.scheduler.harness import Harness, Served
 
 
@@ -69,7 +70,7 @@ def test_uniform_draws_as_evenly_from_groups_of_several_kinds_and_versions():
     harness = Harness()
     harness.run(source="learner", selection={"order": "uniform"}, batch_size=2, max_staleness=3)
     tasks = [{"environment": f"game:{number % 3}", "seed": number} for number in range(5)]
-    groups = [wire.GroupRequest(id=f"g{number}", task=task) for number, task in enumerate(tasks)]
+    groups = [messages.GroupRequest(id=f"g{number}", task=task) for number, task in enumerate(tasks)]
     harness.core.submit_groups("r", groups, harness.now)
     attempts = harness.lease(5)
     for attempt in attempts[:3]:
@@ -148,7 +149,7 @@ def test_groups_that_are_over_are_named_in_the_answer_and_the_others_are_set_all
     left = {"g0", "g1", "g2"} - set(batch.groups)
     reply = harness.prioritize(dict.fromkeys(["g0", "g1", "g2", "nobody"], 2.0))
     assert (reply.set, set(reply.over)) == (2, {"nobody", *batch.groups})
-    assert [set(record.priorities) for record in harness.found(records.PrioritiesSet)] == [left]
+    assert [set(record.priorities) for record in harness.found(events.PrioritiesSet)] == [left]
 
 
 @pytest.mark.parametrize("priority", [0.0, -1.0, 1e-7, 1e7, float("inf"), float("nan")])
@@ -156,7 +157,7 @@ def test_a_priority_that_cannot_be_a_weight_is_refused(priority):
     harness = stocked("prioritized", groups=2)
     with pytest.raises(InvalidRequest, match="priorities lie between 1e-06 and 1e\\+06"):
         harness.prioritize({"g0": 2.0, "g1": priority})
-    assert harness.found(records.PrioritiesSet) == []
+    assert harness.found(events.PrioritiesSet) == []
 
 
 def test_priorities_are_refused_where_no_draw_would_look_at_them():
@@ -188,7 +189,7 @@ def mixed(**spec: object) -> Harness:
 
 
 def kinds(harness: Harness, batch: Served) -> set[tuple[str, ...]]:
-    admitted = {record.group: record.task for record in harness.found(records.GroupAdmitted)}
+    admitted = {record.group: record.task for record in harness.found(events.GroupAdmitted)}
     return {(admitted[id].environment, *sorted(admitted[id].tags)) for id in batch.groups}
 
 
@@ -279,7 +280,8 @@ def test_submitted_tasks_carry_tags_too():
     harness = Harness()
     harness.run(source="learner", batch_size=1)
     groups = [
-        wire.GroupRequest(id=tag, task={"environment": "game:A", "seed": 1, "tags": [tag]}) for tag in ("hard", "easy")
+        messages.GroupRequest(id=tag, task={"environment": "game:A", "seed": 1, "tags": [tag]})
+        for tag in ("hard", "easy")
     ]
     harness.core.submit_groups("r", groups, harness.now)
     harness.work()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from headrace import wire
 from headrace.errors import BatchSuperseded, InvalidRequest, SessionSuperseded, ShardsNotFetched
-from headrace_orchestrator.scheduler import records
+from headrace.wire import messages
+from headrace_orchestrator.scheduler import events
 from tests.scheduler.harness import Harness, Served, codes
 
 
@@ -21,7 +21,7 @@ def test_the_same_request_of_the_ranks_that_share_a_session_is_answered_with_sha
     assert len({(batch.id, batch.generation) for batch in first}) == 1
     assert len({(batch.id, batch.generation) for batch in second}) == 1
     assert first[0].id != second[0].id
-    assert len(harness.found(records.BatchLeased)) == 2, "one lease a batch"
+    assert len(harness.found(events.BatchLeased)) == 2, "one lease a batch"
     harness.ack(first[3])
     harness.ack(second[0])
     assert harness.status().batches_acked == 2
@@ -31,7 +31,7 @@ def test_a_plan_says_which_shard_is_served(harness):
     harness.run(batch_size=2)
     harness.work()
     harness.batch(request="1", shard=2, shards=4)
-    wanted = wire.PullRequest(learner="l", session="s", request="1", shard=3, shards=4)
+    wanted = messages.PullRequest(learner="l", session="s", request="1", shard=3, shards=4)
     plan = harness.core.pull("r", wanted, harness.now)
     harness.settle()
     assert (plan.shard, plan.shards) == (3, 4)
@@ -81,7 +81,7 @@ def test_a_rank_that_comes_late_takes_up_the_lease_of_its_session(harness):
     harness.work()
     first = harness.batch(request="1", shard=0, shards=2)
     harness.advance(100.0)
-    assert harness.found(records.BatchReleased)
+    assert harness.found(events.BatchReleased)
     late = harness.batch(request="1", shard=1, shards=2)
     assert (late.id, late.generation) == (first.id, first.generation)
     harness.restart()
@@ -166,7 +166,7 @@ def test_a_batch_that_was_given_back_says_so_when_it_is_acked(harness):
 
 
 def test_what_is_remembered_of_learners_and_their_pulls_is_bounded(monkeypatch, harness):
-    monkeypatch.setattr("headrace_orchestrator.scheduler.taking.SHARDED_PULLS", 3)
+    monkeypatch.setattr("headrace_orchestrator.scheduler.apply.transitions.SHARDED_PULLS", 3)
     harness.run(batch_size=2)
     for number in range(6):
         harness.work()

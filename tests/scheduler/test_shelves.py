@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.trajectory import Task, Version
-from headrace_orchestrator.scheduler.filters import EVERYTHING, Filter
-from headrace_orchestrator.scheduler.shelves import Shelf, Shelves
-from headrace_orchestrator.scheduler.versions import Versions
+from headrace_orchestrator.scheduler.state.eligible_index import Shelf, Shelves
+from headrace_orchestrator.scheduler.state.filters import EVERYTHING, Filter
+from headrace_orchestrator.scheduler.state.versions import Versions
 
 BOUND = 1
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from headrace import wire
 from headrace.errors import Conflict
-from headrace_orchestrator.scheduler import settling
-from headrace_orchestrator.scheduler.plans import Form
+from headrace.wire import messages
+from headrace_orchestrator.scheduler.commands import follow_ups
+from headrace_orchestrator.scheduler.queries.pull_plan import Form
 from tests.scheduler.harness import codes
 
 
 @pytest.fixture(autouse=True)
 def two_a_slice(monkeypatch):
-    monkeypatch.setattr(settling, "SLICE", 2)
+    monkeypatch.setattr(follow_ups, "SLICE", 2)
 
 
 def test_what_a_new_version_leaves_behind_is_retired_in_slices_and_credit_comes_back_as_it_goes(harness):
@@ -77,7 +77,7 @@ def test_what_a_closed_run_leaves_over_is_retired_in_slices(harness):
 def test_a_batch_that_was_planned_before_its_run_was_closed_is_not_formed(harness):
     harness.run(group_size=1, batch_size=3, max_staleness=1)
     harness.work()
-    request = wire.PullRequest(learner="l", session="s", request="r")
+    request = messages.PullRequest(learner="l", session="s", request="r")
     plan = harness.core.pull("r", request, harness.now)
     assert isinstance(plan, Form)
     harness.core.close_run("r", harness.now)
@@ -96,6 +96,6 @@ def test_slices_go_on_after_a_restart(harness):
     harness.restart(harness.restored(harness.core.snapshot()))
     harness.catch_up()
     assert len(harness.retired()) == 6
-    request = wire.PullRequest(learner="l", session="s", request="r")
-    assert isinstance(harness.core.pull("r", request, harness.now), wire.EmptyReply)
+    request = messages.PullRequest(learner="l", session="s", request="r")
+    assert isinstance(harness.core.pull("r", request, harness.now), messages.EmptyReply)
     harness.settle()

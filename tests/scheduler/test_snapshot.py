@@ -6,14 +6,15 @@ import pytest
 
 from headrace.errors import CorruptRecord, InternalError
 from headrace.trajectory import Failure
-from headrace_orchestrator.scheduler import snapshot, taking
-from headrace_orchestrator.scheduler.batches import Batch
-from headrace_orchestrator.scheduler.evaluations import Evaluation
-from headrace_orchestrator.scheduler.hosts import Hosting
-from headrace_orchestrator.scheduler.ledger import Ledger
-from headrace_orchestrator.scheduler.runs import Run
-from headrace_orchestrator.scheduler.states import Episode, Group
-from headrace_orchestrator.scheduler.versions import Versions
+from headrace_orchestrator.scheduler.apply import transitions
+from headrace_orchestrator.scheduler.queries import snapshot
+from headrace_orchestrator.scheduler.state.batches import Batch
+from headrace_orchestrator.scheduler.state.evaluations import Evaluation
+from headrace_orchestrator.scheduler.state.groups import Episode, Group
+from headrace_orchestrator.scheduler.state.ledger import Ledger
+from headrace_orchestrator.scheduler.state.policy_servers import Hosting
+from headrace_orchestrator.scheduler.state.run import Run
+from headrace_orchestrator.scheduler.state.versions import Versions
 from tests.scheduler.harness import BROKEN, Harness, busy
 
 
@@ -83,7 +84,7 @@ def test_a_snapshot_carries_how_awaited_groups_failed(harness):
     harness.finish(harness.lease(1)[0], "failed", failure=Failure(layer="policy", kind="long", message="x" * 10_000))
     (told,) = harness.empty(groups=["a"]).reasons
     assert told.facts["failure"].startswith("policy/long: xxx")
-    assert len(told.facts["failure"]) == taking.MAX_FAILURE
+    assert len(told.facts["failure"]) == transitions.MAX_FAILURE
     again = harness.restored(harness.core.snapshot())._book.runs["r"]
     assert again.submitted_failures == {"a": told.facts["failure"]}
 

@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-from headrace import wire
 from headrace.errors import (
     GroupExists,
     InvalidRequest,
@@ -18,7 +17,9 @@ from headrace.errors import (
     VersionUnknown,
 )
 from headrace.runspec import RunSpec
-from headrace_orchestrator.scheduler import records, taking
+from headrace.wire import messages
+from headrace_orchestrator.scheduler import events
+from headrace_orchestrator.scheduler.apply import transitions
 from tests.scheduler.harness import BROKEN, Harness, codes, version
 
 
@@ -81,7 +82,7 @@ def test_groups_are_submitted_all_or_none(harness):
     with pytest.raises(InvalidRequest, match="1 to 4096 episodes"):
         harness.submit("b", size=0)
     with pytest.raises(InvalidRequest, match="no task"):
-        harness.core.submit_groups("r", [wire.GroupRequest(task={"seed": 1})], harness.now)
+        harness.core.submit_groups("r", [messages.GroupRequest(task={"seed": 1})], harness.now)
     assert len(harness.core.groups("r")) == 2
     with pytest.raises(UnknownGroup):
         harness.pull(groups=["b"])
@@ -132,7 +133,7 @@ def test_evaluation_episodes_are_outside_the_ledger_and_in_no_batch(harness):
     assert (report.wanted, report.done, report.finished, report.hold_s) == (6, 6, True, 0.0)
     assert {line.reward for line in report.episodes} == {0.5}
     assert harness.status().episodes == {}
-    assert [record.reason for record in harness.found(records.EvaluationEnded)] == ["done"]
+    assert [record.reason for record in harness.found(events.EvaluationEnded)] == ["done"]
 
 
 def test_an_evaluation_record_of_another_version_is_refused(harness):
@@ -155,7 +156,7 @@ def test_episodes_that_are_not_over_at_the_deadline_are_cancelled(harness):
     report = harness.core.evaluation("r", evaluation, harness.now)
     assert (report.wanted, report.done, report.finished) == (12, 0, True)
     assert len(report.episodes) == len(running), "what was never dispatched leaves no line"
-    assert [record.reason for record in harness.found(records.EvaluationEnded)] == ["deadline"]
+    assert [record.reason for record in harness.found(events.EvaluationEnded)] == ["deadline"]
 
 
 def test_an_evaluation_whose_episodes_were_all_cancelled_before_its_deadline_ends_as_cancelled(harness):
@@ -163,11 +164,11 @@ def test_an_evaluation_whose_episodes_were_all_cancelled_before_its_deadline_end
     harness.evaluate(1)
     (attempt,) = [a for a in harness.lease(8) if a.evaluation]
     harness.finish(attempt, "cancelled")
-    assert [record.reason for record in harness.found(records.EvaluationEnded)] == ["cancelled"]
+    assert [record.reason for record in harness.found(events.EvaluationEnded)] == ["cancelled"]
 
 
 def test_old_evaluations_are_forgotten_once_their_lines_are_too_many(monkeypatch, harness):
-    monkeypatch.setattr(taking, "REMEMBERED_LINES", 5)
+    monkeypatch.setattr(transitions, "REMEMBERED_LINES", 5)
     harness.run()
     ids = []
     for _ in range(3):
@@ -254,14 +255,14 @@ def test_a_status_counts_groups_episodes_and_rewards(harness):
 
 
 def test_what_a_run_draws_depends_on_its_seed_and_the_position_alone():
-    def admitted(slots: int, seed: int) -> list[records.GroupAdmitted]:
+    def admitted(slots: int, seed: int) -> list[events.GroupAdmitted]:
         harness = Harness()
         mixture = [{"id": "game:A", "weight": 1.0}, {"id": "game:B", "weight": 3.0}]
         harness.run(environments=mixture, seed=seed, batch_size=50, group_size=2)
         while harness.status().batches_acked < 4:
             harness.work(slots=slots)
             harness.ack(harness.batch())
-        return harness.found(records.GroupAdmitted)[:100]
+        return harness.found(events.GroupAdmitted)[:100]
 
     one, two, other = admitted(3, 1), admitted(64, 1), admitted(64, 2)
     assert [record.task for record in one] == [record.task for record in two]
@@ -275,7 +276,7 @@ def test_what_a_run_draws_depends_on_its_seed_and_the_position_alone():
 def test_a_list_is_gone_through_in_order_as_often_as_its_epochs_say(harness):
     tasks = [{"environment": "game:A", "seed": seed, "id": name} for seed, name in ((5, "x"), (3, ""), (9, "z"))]
     harness.run(tasks=tasks, epochs=3, batch_size=64)
-    admitted = harness.found(records.GroupAdmitted)
+    admitted = harness.found(events.GroupAdmitted)
     assert [(record.task.id, record.task.seed) for record in admitted] == [("x", 5), ("1", 3), ("z", 9)] * 3
     assert [record.position for record in admitted] == list(range(9))
 

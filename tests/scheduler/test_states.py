@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 
-from headrace_orchestrator.scheduler import views
-from headrace_orchestrator.scheduler.states import STORY_STEPS, Episode
+from headrace_orchestrator.scheduler.queries import views
+from headrace_orchestrator.scheduler.state.groups import STORY_STEPS, Episode
 from tests.scheduler.harness import Harness, version
 
 

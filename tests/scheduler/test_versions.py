@@ -10,7 +10,7 @@ from headrace.errors import (
     VersionConflict,
     VersionUnknown,
 )
-from headrace_orchestrator.scheduler import records
+from headrace_orchestrator.scheduler import events
 from tests.scheduler.harness import version
 
 
@@ -18,7 +18,7 @@ def test_a_version_follows_the_one_before_in_its_lineage(harness):
     harness.run()
     assert harness.announce("0.3") == "0.3"
     assert harness.announce("0.3") == "0.3"
-    assert len(harness.found(records.VersionAnnounced)) == 1
+    assert len(harness.found(events.VersionAnnounced)) == 1
     for text, error in (("0.2", VersionConflict), ("1.4", VersionUnknown), ("new", InvalidRequest)):
         with pytest.raises(error):
             harness.announce(text)
@@ -32,7 +32,7 @@ def test_what_an_announcement_leaves_too_far_behind_is_retired_as_a_unit(harness
     harness.announce("0.1")
     group = attempts[0].group
     assert harness.retired() == {group: "stale"}
-    assert [record.episode for record in harness.found(records.AttemptCancelled)] == [leased[0].episode]
+    assert [record.episode for record in harness.found(events.AttemptCancelled)] == [leased[0].episode]
     harness.finish(leased[0], "cancelled")
     assert harness.ends(attempts[0].episode) == ["finished"], "it stays stored"
     harness.work()
@@ -47,7 +47,7 @@ def test_a_queued_member_that_was_dispatched_before_ends_in_a_cancelled_record(h
     assert harness.ends(second.episode) == ["cancelled"]
     assert harness.finish(second, low=version("0.0")) == "superseded"
     harness.finish(first, "cancelled")
-    assert len(harness.found(records.EpisodeEnded)) == 2
+    assert len(harness.found(events.EpisodeEnded)) == 2
 
 
 def test_a_result_that_is_too_old_when_it_comes_retires_its_group(harness):
@@ -89,7 +89,7 @@ def test_a_rewind_dissolves_batches_with_such_a_group_and_what_was_acked_stays_c
     harness.ack(harness.batch())
     above = harness.batch()
     harness.rewind("0.0")
-    assert [record.batch for record in harness.found(records.BatchDissolved)] == [above.id]
+    assert [record.batch for record in harness.found(events.BatchDissolved)] == [above.id]
     with pytest.raises(BatchSuperseded):
         harness.ack(above)
     harness.ack(below)

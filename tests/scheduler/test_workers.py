@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from headrace import wire
 from headrace.errors import InternalError, InvalidTrajectory, VersionUnknown
 from headrace.trajectory import Failure
-from headrace_orchestrator.scheduler import records
-from headrace_orchestrator.scheduler.states import TERMINAL
+from headrace.wire import messages
+from headrace_orchestrator.scheduler import events
+from headrace_orchestrator.scheduler.state.groups import TERMINAL
 from tests.scheduler.harness import BROKEN, FLAKY, NO_POLICY, Harness, codes, version
 
 # Granting -----------------------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ def test_a_grant_whose_reply_was_lost_is_granted_again(harness):
     assert harness.lease(3) == granted[1:]
     harness.holding["w"] = {}
     assert harness.lease(2) == granted[:2], "no more than there are free slots"
-    assert len(harness.found(records.Dispatched)) == 1
+    assert len(harness.found(events.Dispatched)) == 1
 
 
 def test_a_lost_grant_that_is_not_wanted_any_more_is_ended_by_the_scheduler(harness):
@@ -98,7 +98,7 @@ def test_a_draining_worker_gets_nothing_new(harness):
     assert harness.heartbeat().drain
     harness.holding["w"] = {}
     harness.lease_reply(4)
-    assert harness.found(records.AttemptEnded)[0].counts is False, "what never reached it is queued again"
+    assert harness.found(events.AttemptEnded)[0].counts is False, "what never reached it is queued again"
 
 
 # Leases -------------------------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ def test_a_heartbeat_renews_what_it_lists(harness):
     for _ in range(5):
         harness.advance(20.0)
         harness.heartbeat()
-    ended = harness.found(records.AttemptEnded)
+    ended = harness.found(events.AttemptEnded)
     assert [(record.episode, record.reason, record.counts) for record in ended] == [(lost.episode, "dropped", True)]
     assert harness.finish(kept) == "accepted"
 
@@ -151,7 +151,7 @@ def test_the_last_dropped_attempt_ends_the_episode_in_one_failed_record(harness)
     assert (second.episode, second.attempt) == (first.episode, 2)
     drop(harness)
     assert harness.ends(first.episode) == ["failed"]
-    record = harness.found(records.EpisodeEnded)[0]
+    record = harness.found(events.EpisodeEnded)[0]
     assert (record.by_worker, record.failure.kind, record.attempt) == (False, "dropped", 2)
     assert harness.finish(second) == "superseded"
 
@@ -167,10 +167,10 @@ def test_one_dead_worker_neither_quarantines_a_task_nor_fails_a_group(harness):
         harness.heartbeat(f"spot{number}", holding=[])
         assert late
         harness.advance(45.0)
-    ended = harness.found(records.AttemptEnded)
+    ended = harness.found(events.AttemptEnded)
     assert {(record.reason, record.counts) for record in ended} == {("worker lost", False)}
     assert len(ended) == 16
-    assert harness.found(records.TaskQuarantined) == []
+    assert harness.found(events.TaskQuarantined) == []
     assert harness.work("steady") == 4
     assert len(harness.batch().groups) == 1
 
@@ -190,12 +190,12 @@ def test_a_task_that_crashes_its_worker_each_time_ends(harness):
         assert harness.lease(2, f"w{number}")
         harness.advance(30.0)
         if number == 11:
-            assert harness.found(records.TaskQuarantined) == [], "one worker that took two counts once"
-    failures = [record.failure for record in harness.found(records.EpisodeEnded)]
+            assert harness.found(events.TaskQuarantined) == [], "one worker that took two counts once"
+    failures = [record.failure for record in harness.found(events.EpisodeEnded)]
     assert {failure.layer for failure in failures} == {"infrastructure"}
     assert [failure.kind for failure in failures] == ["lease-expired"] * 3 + ["quarantined"]
     assert number == 22
-    assert len(harness.found(records.TaskQuarantined)[0].story) == 2
+    assert len(harness.found(events.TaskQuarantined)[0].story) == 2
 
 
 def test_a_tick_that_comes_late_expires_nothing(harness):
@@ -208,12 +208,12 @@ def test_a_tick_that_comes_late_expires_nothing(harness):
     assert harness.stall(500.0) == []
     harness.heartbeat("another")
     harness.advance(29.0)
-    assert harness.found(records.AttemptEnded) == []
+    assert harness.found(events.AttemptEnded) == []
     harness.advance(1.0)
-    assert len(harness.found(records.AttemptEnded)) == len(attempts), "once"
-    assert harness.found(records.BatchReleased) == []
+    assert len(harness.found(events.AttemptEnded)) == len(attempts), "once"
+    assert harness.found(events.BatchReleased) == []
     harness.advance(60.0)
-    assert [record.batch for record in harness.found(records.BatchReleased)] == [batch.id]
+    assert [record.batch for record in harness.found(events.BatchReleased)] == [batch.id]
 
 
 def test_a_command_that_comes_first_after_a_stall_renews_all_the_same(harness):
@@ -222,7 +222,7 @@ def test_a_command_that_comes_first_after_a_stall_renews_all_the_same(harness):
     harness.now += 31.0
     harness.heartbeat("another")
     harness.advance(29.0)
-    assert harness.found(records.AttemptEnded) == []
+    assert harness.found(events.AttemptEnded) == []
 
 
 def test_a_drain_is_over_when_its_worker_has_gone(harness):
@@ -234,7 +234,7 @@ def test_a_drain_is_over_when_its_worker_has_gone(harness):
     harness.advance(61.0)
     reply = harness.lease_reply(1)
     assert (reply.drain, len(reply.attempts)) == (False, 1)
-    assert [record.over for record in harness.found(records.WorkerDraining)] == [False, True]
+    assert [record.over for record in harness.found(events.WorkerDraining)] == [False, True]
 
 
 def test_a_drain_of_a_worker_that_never_came_back_is_forgotten(harness):
@@ -253,7 +253,7 @@ def test_hand_back_draws_no_budget_and_the_attempt_number_goes_on(harness):
         assert attempt.attempt == number
         harness.hand_back([attempt])
         harness.hand_back([attempt])
-    assert len(harness.found(records.AttemptEnded)) == 5
+    assert len(harness.found(events.AttemptEnded)) == 5
     assert harness.finish(harness.lease(1)[0]) == "accepted"
 
 
@@ -267,7 +267,7 @@ def test_an_outage_of_three_lease_terms_reruns_nothing(harness):
     harness.advance(29.0)
     for attempt in attempts:
         assert harness.finish(attempt) == "accepted"
-    assert harness.found(records.AttemptEnded) == []
+    assert harness.found(events.AttemptEnded) == []
 
 
 def test_a_worker_that_does_not_stop_is_not_waited_for_longer_than_a_term(harness):
@@ -289,12 +289,12 @@ def test_a_lease_only_gets_longer_so_the_watched_moment_of_a_worker_is_never_too
     harness.advance(9.0)
     harness.heartbeat()
     harness.advance(1.0)
-    assert harness.found(records.AttemptEnded) == []
+    assert harness.found(events.AttemptEnded) == []
     harness.advance(8.0)
-    assert harness.found(records.AttemptEnded) == []
+    assert harness.found(events.AttemptEnded) == []
     assert harness.core.next_deadline() == harness.now + 1
     harness.advance(1.0)
-    assert len(harness.found(records.AttemptEnded)) == 1
+    assert len(harness.found(events.AttemptEnded)) == 1
 
 
 def test_workers_that_hold_nothing_and_say_nothing_are_forgotten(harness):
@@ -307,7 +307,7 @@ def test_workers_that_hold_nothing_and_say_nothing_are_forgotten(harness):
 def test_worker_statuses_show_slots_leases_and_stats(harness):
     harness.run()
     harness.lease(2, slots=8, capabilities=["b", "a"])
-    request = wire.HeartbeatRequest(worker="w", slots=8, stats={"event_loop_lag_s": 0.5})
+    request = messages.HeartbeatRequest(worker="w", slots=8, stats={"event_loop_lag_s": 0.5})
     harness.core.heartbeat(request, harness.now)
     (status,) = harness.core.worker_statuses(harness.now + 3.0)
     assert (status.slots, status.leased, status.seen_s, status.draining) == (8, 2, 3.0, False)
@@ -443,7 +443,7 @@ def test_at_most_group_size_extra_members_are_added(harness):
             harness.finish(attempt, "failed")
         attempts = harness.lease(2)
     assert harness.retired() == {group: "failed"}
-    assert len(harness.found(records.MemberAdded)) == 2
+    assert len(harness.found(events.MemberAdded)) == 2
     assert harness.status().in_flight == 2
 
 
@@ -461,21 +461,21 @@ def test_a_task_that_killed_too_many_attempts_is_quarantined_with_its_story(harn
     (second,) = harness.lease(1)
     harness.finish(first, "failed", failure=BROKEN)
     harness.hand_back([second])
-    assert harness.found(records.TaskQuarantined) == []
+    assert harness.found(events.TaskQuarantined) == []
     (second,) = harness.lease(1)
     drop(harness)
-    (quarantined,) = harness.found(records.TaskQuarantined)
+    (quarantined,) = harness.found(events.TaskQuarantined)
     assert quarantined.task == first.task
     assert "environment/crashed: It raised." in quarantined.story[0]
     assert "dropped at worker w" in quarantined.story[1]
     assert harness.ends(second.episode) == ["failed"], "it was dispatched before"
-    assert len(harness.found(records.EpisodeEnded)) == 2, "what was never dispatched leaves no record"
+    assert len(harness.found(events.EpisodeEnded)) == 2, "what was never dispatched leaves no record"
     assert harness.retired() == {first.group: "failed"}
     assert harness.status().quarantined == 1
     harness.holding["w"] = {}
     harness.work()
-    assert {r.task.seed for r in harness.found(records.GroupAdmitted)} == {1, 2}
-    assert [r.task.seed for r in harness.found(records.GroupAdmitted)].count(1) == 1
+    assert {r.task.seed for r in harness.found(events.GroupAdmitted)} == {1, 2}
+    assert [r.task.seed for r in harness.found(events.GroupAdmitted)].count(1) == 1
 
 
 def test_answers_that_are_wrong_quarantine_the_task_that_gets_them(harness):
@@ -483,7 +483,7 @@ def test_answers_that_are_wrong_quarantine_the_task_that_gets_them(harness):
     broken = Failure(layer="policy", kind="logprob-nan", message="Turn 1: position 4 is NaN.", retryable=False)
     for attempt in harness.lease(2):
         harness.finish(attempt, "failed", failure=broken)
-    (quarantined,) = harness.found(records.TaskQuarantined)
+    (quarantined,) = harness.found(events.TaskQuarantined)
     assert "policy/logprob-nan: Turn 1: position 4 is NaN." in quarantined.story[0]
 
 
@@ -491,7 +491,7 @@ def test_policy_failures_spend_attempts_but_quarantine_no_task(harness):
     harness.run(group_size=2, batch_size=2, retries={"quarantine_after": 1, "max_attempts": 2})
     for attempt in harness.lease(2):
         harness.finish(attempt, "failed", failure=NO_POLICY)
-    assert harness.found(records.TaskQuarantined) == []
+    assert harness.found(events.TaskQuarantined) == []
 
 
 def test_a_policy_that_fails_is_named_as_the_reason(harness):
@@ -514,7 +514,7 @@ def test_an_illegal_move_raises_with_the_story_of_what_led_there(harness):
     core = harness.replayed()
     with pytest.raises(InternalError, match=r"from finished to queued by lost\. .*queued → leased \(Dispatched\)"):
         core.apply(
-            records.AttemptEnded(run="r", episode=attempt.episode, attempt=1, reason="lost", counts=False), harness.now
+            events.AttemptEnded(run="r", episode=attempt.episode, attempt=1, reason="lost", counts=False), harness.now
         )
 
 
@@ -534,4 +534,4 @@ def test_terminal_is_terminal(harness):
 def test_an_unknown_name_in_a_fact_is_an_error_that_says_so(harness):
     harness.run()
     with pytest.raises(InternalError, match="GroupRetired is about 'nowhere', which is not known here"):
-        harness.replayed().apply(records.GroupRetired(run="nowhere", group="g", reason="stale"), harness.now)
+        harness.replayed().apply(events.GroupRetired(run="nowhere", group="g", reason="stale"), harness.now)

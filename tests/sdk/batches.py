@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from headrace.batch import Batch, GroupInput, Row, build_head
-from headrace.codec import decode_head, encode
+from headrace.batch.batch import Batch, GroupInput, Row, build_head
 from headrace.runspec import EstimatorSpec
 from headrace.trajectory import Segment, Task, Trajectory, Version
+from headrace.wire.codec import decode_head, encode
 from tests.builders import make_segment, make_trajectory
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from headrace.batch import GroupInput, build_head
-from headrace.codec import decode_head, encode
+from headrace.batch.batch import GroupInput, build_head
 from headrace.runspec import EstimatorSpec
 from headrace.trajectory import Task, Version
+from headrace.wire.codec import decode_head, encode
 from tests.builders import make_trajectory
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from headrace.batch import Batch, GroupInput, build_head, read_advantages
-from headrace.codec import decode_head, encode
+from headrace.batch.agent_arrays import Strands, collect_strands
+from headrace.batch.batch import Batch, GroupInput, build_head, read_advantages
+from headrace.batch.build import compute
 from headrace.errors import InvalidRequest, InvalidTrajectory
 from headrace.estimators import gae_turn
-from headrace.forming import compute
 from headrace.moments import Moments, merge_all
 from headrace.runspec import EstimatorSpec
-from headrace.strands import Strands, collect_strands
 from headrace.trajectory import Task, Trajectory, Version
+from headrace.wire.codec import decode_head, encode
 from tests.builders import (
     make_failed,
     make_multi_agent,

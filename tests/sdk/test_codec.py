@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace import codec
 from headrace.assets import asset_of
 from headrace.errors import InvalidTrajectory, UnreadableRecord, WrongDtype, WrongShape
 from headrace.trajectory import Placeholder, ToolCall, Trajectory
+from headrace.wire import codec
 from tests.builders import (
     make_failed,
     make_multi_agent,

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from headrace import connections
-from headrace.connections import BrokenOff, Connections, Lost, Unreachable
+from headrace.http import connections
+from headrace.http.connections import BrokenOff, Connections, Lost, Unreachable
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 

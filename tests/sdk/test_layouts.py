@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headrace.batch import Row
+from headrace.batch.batch import Row
 from headrace.errors import InvalidRequest
 from headrace.layouts import Layout, packed, padded, scalar_advantages, split_turns
 from tests.builders import make_segment, make_trajectory

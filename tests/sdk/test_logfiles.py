@@ -9,10 +9,20 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from headrace import logformat
 from headrace.errors import SetupError, UnknownLogFormat
-from headrace.logfiles import newest_first, numbers_in, path_of
-from headrace.logformat import FileHead, Frame, FrameType, Tally, pack_frame, parse_footer, read_head, scan, with_digest
+from headrace.store import log_format
+from headrace.store.log_files import newest_first, numbers_in, path_of
+from headrace.store.log_format import (
+    FileHead,
+    Frame,
+    FrameType,
+    Tally,
+    pack_frame,
+    parse_footer,
+    read_head,
+    scan,
+    with_digest,
+)
 
 encode = msgspec.msgpack.encode
 
@@ -91,7 +101,7 @@ def test_a_file_of_a_format_that_this_code_does_not_know_is_refused_and_the_form
         read_head(io.BytesIO(other))
     assert caught.value.extra == {"format": 99}
     with pytest.raises(msgspec.MsgspecError):
-        logformat.parse_head(b"\xff")
+        log_format.parse_head(b"\xff")
 
 
 def write(directory: Path, number: int, content: bytes) -> None:

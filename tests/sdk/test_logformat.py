@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace import logformat
 from headrace.errors import CorruptRecord, MissingExtra
-from headrace.logformat import Damage, Frame, FrameType, is_padded_with_zeros, pack_frame, read_payload, scan
+from headrace.store import log_format
+from headrace.store.log_format import Damage, Frame, FrameType, is_padded_with_zeros, pack_frame, read_payload, scan
 
 TWICE = (FrameType.FILE_HEAD, FrameType.CONTROL, FrameType.FOOTER)
 FRAMES = [
@@ -52,7 +52,7 @@ def test_a_frame_comes_back_as_it_was_packed() -> None:
 def test_payloads_start_at_a_multiple_of_64_bytes_in_the_file() -> None:
     for frame in WHOLE:
         assert frame.offset % 64 == 0
-        start = frame.offset + logformat.HEADER_BYTES
+        start = frame.offset + log_format.HEADER_BYTES
         assert LOG[start : start + len(frame.payload)] == frame.payload
 
 
@@ -125,7 +125,7 @@ def test_foreign_bytes_between_frames_cost_nothing_else(position: int, foreign: 
 
 
 def test_the_search_for_the_next_frame_crosses_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logformat, "_SEARCH_BYTES", 64)
+    monkeypatch.setattr(log_format, "_SEARCH_BYTES", 64)
     found = read(LOG[: WHOLE[2].offset] + b"\xaa" * 4096 + LOG[WHOLE[2].offset :])
     assert [(frame.type, frame.payload) for frame in frames_in(found)] == FRAMES
 
@@ -157,7 +157,7 @@ def test_a_read_from_elsewhere_is_refused(descriptor: int, offset: int, length: 
 
 
 def test_without_the_checksum_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    logformat._checksum.cache_clear()
+    log_format._checksum.cache_clear()
     monkeypatch.setitem(sys.modules, "google_crc32c", None)
     with pytest.raises(MissingExtra, match=r"pip install headrace\[offline\]"):
         pack_frame(FrameType.CONTROL, b"")

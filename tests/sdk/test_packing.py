@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.batch import Batch, build_head
+from headrace.batch.batch import Batch, build_head
+from headrace.batch.bins import bins_of
+from headrace.batch.manifest import SelectionUsed
 from headrace.errors import InvalidRequest
-from headrace.manifest import SelectionUsed
-from headrace.packing import bins_of
 from headrace.runspec import EstimatorSpec
 from tests.sdk.test_batch import MAKERS, NOW, group_of
 from tests.sdk.test_sharding import bodies_of

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.batch import Batch
+from headrace.batch.batch import Batch
 from headrace.errors import InvalidRequest
 from tests.builders import make_multi_segment, make_trajectory
 from tests.sdk.test_batch import ESTIMATORS, body_of, group_of

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace import scoring
+from headrace import logprobs as scoring
 from headrace.errors import PolicyFailure
-from headrace.scoring import read_scores, scoring_body
+from headrace.logprobs import read_scores, scoring_body
 
 TOKENS = [10, 11, 12, 13]
 

@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace import sharding
-from headrace.batch import Batch, Row
-from headrace.body import pack_head, read_head
+from headrace.batch import shards as sharding
+from headrace.batch.batch import Batch, Row
+from headrace.batch.body import pack_head, read_head
+from headrace.batch.manifest import MomentSet, Shard, ShardPart
+from headrace.batch.shards import Sharding, assign, disagreement, part_of
 from headrace.errors import HeadraceError, InvalidRequest
 from headrace.layouts import FillerRow, filled, packed, padded, scalar_advantages
-from headrace.manifest import MomentSet, Shard, ShardPart
 from headrace.moments import Moments, merge_all
-from headrace.sharding import Sharding, assign, disagreement, part_of
 from tests.builders import make_multi_segment, make_trajectory
 from tests.sdk.test_batch import MAKERS, body_of, group_of, usual_body
 

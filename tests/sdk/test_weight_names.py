@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.engine import held_before, loading, run_of, version_of, weights_name
 from headrace.trajectory import Version
+from headrace.wire.policy_server import held_before, loading, run_of, version_of, weights_name
 
 SEVEN, EIGHT = Version(0, 7), Version(0, 8)
 

@@ -6,7 +6,7 @@ from headrace.trajectory import Message
 from headrace_workers.environments.arithmetic import Arithmetic
 from headrace_workers.environments.guess_the_number import GuessTheNumber
 from headrace_workers.environments.nim import Nim
-from headrace_workers.rendering.bytes_renderer import END, BytesRenderer
+from headrace_workers.renderers.bytes_renderer import END, BytesRenderer
 
 RENDERER = BytesRenderer()
 

@@ -10,7 +10,7 @@ from headrace.trajectory import Trajectory
 from headrace.validation import validate
 from headrace_workers.episode import Episode
 from headrace_workers.policies import ServedPolicies
-from headrace_workers.rendering.bytes_renderer import ASSISTANT, END, USER
+from headrace_workers.renderers.bytes_renderer import ASSISTANT, END, USER
 from tests.workers.fakes import Turns, assignment, failure_of, plan, tools
 
 BRIDGE = [USER, *b"obs 1", END, ASSISTANT]

@@ -14,10 +14,10 @@ from headrace import Version
 from headrace.errors import BatchAlreadyAcked
 from headrace.runspec import parse_run_spec
 from headrace_workers.environments.guess_the_number import GuessTheNumber
-from headrace_workers.rendering.bytes_renderer import END
+from headrace_workers.renderers.bytes_renderer import END
 from headrace_workers.tiny_policy.model import SIZE, neutral_weights
 from headrace_workers.tiny_policy.policy import TinyPolicy
-from headrace_workers.tiny_policy.sampling import Sampling
+from headrace_workers.tiny_policy.sampler import Sampling
 from tests.tiny_policy.prompts import prompt_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

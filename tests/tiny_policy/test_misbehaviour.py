@@ -11,8 +11,8 @@ from headrace.errors import InvalidRequest, PolicyFailure
 from headrace.trajectory import Sampling as TrajectorySampling
 from headrace_workers.policies import ServedPolicies
 from headrace_workers.policies.base import SampleRequest
-from headrace_workers.rendering.bytes_renderer import ASSISTANT, BOS, END, USER, VOCAB_SIZE
-from headrace_workers.tiny_policy.misbehaviour import LIES, Misbehaving, Misbehaviour
+from headrace_workers.renderers.bytes_renderer import ASSISTANT, BOS, END, USER, VOCAB_SIZE
+from headrace_workers.tiny_policy.faults import LIES, Misbehaving, Misbehaviour
 from tests.tiny_policy import prompts
 
 GUESSING = prompts.guessing()

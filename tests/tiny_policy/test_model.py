@@ -19,7 +19,7 @@ from headrace_workers.tiny_policy.model import (
     choice_for,
     neutral_weights,
 )
-from headrace_workers.tiny_policy.sampling import Answers, Sampling
+from headrace_workers.tiny_policy.sampler import Answers, Sampling
 from headrace_workers.tiny_policy.situations import Guess, prompt_text, read_situation
 from tests.tiny_policy import prompts
 

@@ -7,11 +7,11 @@ from headrace.errors import InvalidRequest, PolicyFailure
 from headrace.trajectory import Sampling as TrajectorySampling
 from headrace.trajectory import Version
 from headrace_workers.policies.base import SampleRequest, check_sample
-from headrace_workers.policies.inprocess import load_in_process_policy
-from headrace_workers.rendering.bytes_renderer import END, VOCAB_SIZE
+from headrace_workers.policies.in_process import load_in_process_policy
+from headrace_workers.renderers.bytes_renderer import END, VOCAB_SIZE
 from headrace_workers.tiny_policy.model import SIZE, neutral_weights
 from headrace_workers.tiny_policy.policy import TinyPolicy
-from headrace_workers.tiny_policy.sampling import Sampling
+from headrace_workers.tiny_policy.sampler import Sampling
 from tests.tiny_policy import prompts
 
 SAMPLING = Sampling(max_tokens=64)
@@ -87,7 +87,7 @@ def request(prompt: list[int], seed: int) -> SampleRequest:
 
 
 async def test_the_in_process_form_answers_as_the_policy_does():
-    local = load_in_process_policy("headrace_workers.tiny_policy.local:factory")
+    local = load_in_process_policy("headrace_workers.tiny_policy.in_process:factory")
     sample = await local.sample(request(prompts.guessing(), seed=4))
     check_sample(sample, VOCAB_SIZE, 64)
     made, version = TinyPolicy().generate(prompts.guessing(), Sampling(max_tokens=64, stop_token_ids=(END,)), seed=4)
@@ -96,7 +96,7 @@ async def test_the_in_process_form_answers_as_the_policy_does():
 
 
 async def test_the_in_process_form_refuses_ids_outside_the_vocabulary():
-    local = load_in_process_policy("headrace_workers.tiny_policy.local:factory")
+    local = load_in_process_policy("headrace_workers.tiny_policy.in_process:factory")
     with pytest.raises(PolicyFailure) as caught:
         await local.sample(request([VOCAB_SIZE], seed=0))
     assert (caught.value.kind, caught.value.retryable) == ("request-refused", False)

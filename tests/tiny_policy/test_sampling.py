@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace_workers.rendering.bytes_renderer import END
+from headrace_workers.renderers.bytes_renderer import END
 from headrace_workers.tiny_policy.model import SIZE, choice_for
-from headrace_workers.tiny_policy.sampling import Answers, Sampling, end_generation
+from headrace_workers.tiny_policy.sampler import Answers, Sampling, end_generation
 from headrace_workers.tiny_policy.situations import Guess
 
 WEIGHTS = np.random.default_rng(11).normal(0.0, 2.0, SIZE)

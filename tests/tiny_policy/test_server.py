@@ -8,10 +8,10 @@ import aiohttp
 import numpy as np
 import pytest
 
-from headrace_workers.rendering.bytes_renderer import END, VOCAB_SIZE
+from headrace_workers.renderers.bytes_renderer import END, VOCAB_SIZE
 from headrace_workers.tiny_policy.model import SIZE, neutral_weights
 from headrace_workers.tiny_policy.policy import TinyPolicy
-from headrace_workers.tiny_policy.sampling import Sampling
+from headrace_workers.tiny_policy.sampler import Sampling
 from tests.tiny_policy import prompts
 from tests.tiny_policy.conftest import COMMAND
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import InvalidRequest
-from headrace_workers.rendering.bytes_renderer import VOCAB_SIZE
+from headrace_workers.renderers.bytes_renderer import VOCAB_SIZE
 from headrace_workers.tiny_policy.situations import (
     UNKNOWN,
     Guess,

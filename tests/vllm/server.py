@@ -95,7 +95,7 @@ class Vllm:
         return choice
 
     async def call(self, method: str, *arguments: str) -> dict[str, Any]:
-        """What the one worker answers to a method of headrace.vllm_extension."""
+        """What the one worker answers to a method of headrace.integrations.vllm."""
         status, answer = await self.post("/collective_rpc", {"method": method, "args": list(arguments)})
         assert status == 200, answer
         (result,) = answer["results"]

@@ -11,8 +11,8 @@ import pytest
 
 from examples.tiny_model import write_adapter
 from examples.vllm_server import NAME
-from headrace import wire
 from headrace.trajectory import Sampling
+from headrace.wire import messages
 from headrace_workers.policies import Policy, Sample, SampleRequest, ServedPolicies
 from tests.orchestrator.serving import orchestrator
 from tests.policies.plant import Plant
@@ -60,9 +60,9 @@ async def test_two_adapters_answer_differently_and_new_versions_come_under_runni
 
     async with orchestrator(tmp_path / "data") as api:
 
-        async def servers(run: str, revision: int, wait_s: float) -> wire.ServersReply:
+        async def servers(run: str, revision: int, wait_s: float) -> messages.ServersReply:
             reply = await api.ask("GET", f"/v1/runs/{run}/servers?revision={revision}&wait_s={wait_s}")
-            return msgspec.convert(reply, wire.ServersReply)
+            return msgspec.convert(reply, messages.ServersReply)
 
         plant = Plant("", api, tmp_path, [vllm.address])
         opponent = {"name": "opponent", "path": str(folders["opponent"])}
@@ -71,12 +71,12 @@ async def test_two_adapters_answer_differently_and_new_versions_come_under_runni
         policies = ServedPolicies(default_endpoints=[], clock=time.monotonic, list_servers=servers)
         policy = policies.at([vllm.address], run="run")
         try:
-            await plant.announce(1, wire.Weights(path=str(folders["v1"]), kind="adapter"))
+            await plant.announce(1, messages.Weights(path=str(folders["v1"]), kind="adapter"))
             await plant.until_served(1)
             frozen = await sample(policy, 0, 16, model="run/opponent", frozen=True)
             long = [asyncio.create_task(sample(policy, number, 600)) for number in range(1, 9)]
             await vllm.until_sampling()
-            await plant.announce(2, wire.Weights(path=str(folders["v2"]), kind="adapter"))
+            await plant.announce(2, messages.Weights(path=str(folders["v2"]), kind="adapter"))
             await plant.until_served(2)
             assert not all(task.done() for task in long), "they straddle the new version"
             short: list[Sample] = []
@@ -91,9 +91,9 @@ async def test_two_adapters_answer_differently_and_new_versions_come_under_runni
             assert logprobs_are_of(frozen, "opponent")
             assert not logprobs_are_of(frozen, "v1")
 
-            await plant.announce(3, wire.Weights(path=str(folders["big"]), kind="adapter"))
+            await plant.announce(3, messages.Weights(path=str(folders["big"]), kind="adapter"))
             await plant.until_said("rank")
-            await plant.announce(4, wire.Weights(path=str(tmp_path / "nowhere"), kind="adapter"))
+            await plant.announce(4, messages.Weights(path=str(tmp_path / "nowhere"), kind="adapter"))
             await plant.until_said("No adapter found")
             assert version_of(await sample(policy, 9, 16)) == "0.2"
             await api.ask("POST", "/v1/runs/run/close")

@@ -14,7 +14,7 @@ from headrace.trajectory import Message, Sampling
 from headrace_workers.episode import Episode, turn_seed
 from headrace_workers.policies import SampleRequest, ServedPolicies
 from headrace_workers.policy_check.cli import check_server
-from headrace_workers.rendering import make_renderer
+from headrace_workers.renderers import make_renderer
 from tests.vllm.server import Vllm
 from tests.workers.fakes import Turns, assignment, plan, tools
 

@@ -11,7 +11,7 @@ from examples.tiny_model import SPECIAL, WEIGHTS, read, token_id, write, write_a
 from examples.tiny_vision_model import IMAGE, write_vision_model
 from headrace.runspec import PolicySpec
 from headrace.trajectory import ContentPart, Message
-from headrace_workers.rendering import make_renderer
+from headrace_workers.renderers import make_renderer
 
 
 def test_the_same_seed_makes_the_same_files_and_another_one_others(tmp_path: Path):

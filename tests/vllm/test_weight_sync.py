@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from examples.tiny_model import WEIGHTS, write_model
-from headrace import wire
 from headrace.trajectory import Trajectory
+from headrace.wire import messages
 from tests.policies.plant import Plant, working
 from tests.vllm.server import TorchLogprobs, Vllm
 
@@ -51,7 +51,7 @@ async def test_updates_of_a_real_engine_under_load_lose_no_episode_and_every_tok
         for n in range(1, UPDATES + 1):
             folders[f"0.{n}"] = tmp_path / f"version-{n}"
             write_model(folders[f"0.{n}"], seed=n, tied=True)
-            await made.announce(n, wire.Weights(path=str(folders[f"0.{n}"])))
+            await made.announce(n, messages.Weights(path=str(folders[f"0.{n}"])))
             await made.until_served(n)
             await made.until_played(4)
         await refused(made, tmp_path)
@@ -69,7 +69,7 @@ async def refused(made: Plant, folder: Path) -> None:
     file = bad / WEIGHTS
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     paused = (await made.servers()).servers[0].paused_s
-    await made.announce(UPDATES + 1, wire.Weights(path=str(bad)))
+    await made.announce(UPDATES + 1, messages.Weights(path=str(bad)))
     reason = await made.until_said(f"weight sync of version 0.{UPDATES + 1} failed")
     assert "no whole safetensors file" in reason.message
     await made.until_played(2)

@@ -11,11 +11,11 @@ from headrace.environment import Step
 from headrace.runspec import RunSpec
 from headrace.trajectory import Task, Trajectory, Version, VersionRun
 from headrace.validation import validate
-from headrace.wire import Assignment
+from headrace.wire.messages import Assignment
 from headrace_workers.episode import Episode, EpisodeTools, RunPlan, make_plan
-from headrace_workers.episode.threads import EnvironmentThreads
+from headrace_workers.episode.environment_threads import EnvironmentThreads
 from headrace_workers.policies import InProcessPolicy, Sample, SampleRequest, one_version
-from headrace_workers.rendering.bytes_renderer import END
+from headrace_workers.renderers.bytes_renderer import END
 from headrace_workers.sandboxes import WorkerSandbox
 from tests.builders import make_id
 

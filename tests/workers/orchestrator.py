@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from headrace import codec, wire
 from headrace.assets import check_asset
 from headrace.errors import (
     AssetsMissing,
@@ -25,6 +24,7 @@ from headrace.errors import (
 from headrace.runspec import RunSpec
 from headrace.trajectory import Trajectory
 from headrace.validation import validate
+from headrace.wire import codec, messages
 
 QUEUE_WAIT_S = 0.02
 """How long the stand-in's long poll lasts."""
@@ -36,12 +36,12 @@ class Orchestrator:
     def __init__(self) -> None:
         self.url = ""
         self.epoch = 1
-        self.queue: list[wire.Assignment] = []
+        self.queue: list[messages.Assignment] = []
         self.records: list[Trajectory] = []
-        self.leases: list[wire.LeaseRequest] = []
-        self.heartbeats: list[wire.HeartbeatRequest] = []
-        self.returned: list[wire.AttemptKey] = []
-        self.cancels: list[wire.Cancel] = []
+        self.leases: list[messages.LeaseRequest] = []
+        self.heartbeats: list[messages.HeartbeatRequest] = []
+        self.returned: list[messages.AttemptKey] = []
+        self.cancels: list[messages.Cancel] = []
         self.submissions: list[int] = []
         self.assets: dict[str, bytes] = {}
         self.sent_assets: list[str] = []
@@ -54,7 +54,7 @@ class Orchestrator:
         self.away = False
         self.takes_records = True
         self.turned_away = 0
-        self.verdicts: dict[str, wire.SubmitVerdict] = {}
+        self.verdicts: dict[str, messages.SubmitVerdict] = {}
         self.refused_body: HeadraceError | None = None
         self.poison = ""
         self.page: tuple[int, str, bytes] | None = None
@@ -87,8 +87,8 @@ class Orchestrator:
             async with self.changed:
                 self.changed.notify_all()
 
-    async def _lease(self, request: web.Request) -> wire.LeaseReply:
-        asked = msgspec.json.decode(await request.read(), type=wire.LeaseRequest)
+    async def _lease(self, request: web.Request) -> messages.LeaseReply:
+        asked = msgspec.json.decode(await request.read(), type=messages.LeaseRequest)
         self.leases.append(asked)
         if self.swallows_leases:
             self.swallows_leases = False
@@ -96,13 +96,13 @@ class Orchestrator:
         if not self.queue and asked.wait_s:
             await asyncio.sleep(QUEUE_WAIT_S)
         granted, self.queue = self.queue[: asked.free], self.queue[asked.free :]
-        return wire.LeaseReply(epoch=self.epoch, attempts=granted, drain=self.drain)
+        return messages.LeaseReply(epoch=self.epoch, attempts=granted, drain=self.drain)
 
-    async def _heartbeat(self, request: web.Request) -> wire.HeartbeatReply:
-        self.heartbeats.append(msgspec.json.decode(await request.read(), type=wire.HeartbeatRequest))
-        return wire.HeartbeatReply(epoch=self.epoch, interval_s=self.interval_s, cancels=self.cancels)
+    async def _heartbeat(self, request: web.Request) -> messages.HeartbeatReply:
+        self.heartbeats.append(msgspec.json.decode(await request.read(), type=messages.HeartbeatRequest))
+        return messages.HeartbeatReply(epoch=self.epoch, interval_s=self.interval_s, cancels=self.cancels)
 
-    async def _submit(self, request: web.Request) -> wire.SubmitReply:
+    async def _submit(self, request: web.Request) -> messages.SubmitReply:
         assert request.query["worker"]
         body = await request.read()
         records = _records(body)
@@ -111,53 +111,53 @@ class Orchestrator:
             raise self.refused_body
         if any(head.episode == self.poison and codec.decode(data).status == "finished" for head, data in records):
             raise InternalError("A defect.")
-        return wire.SubmitReply(epoch=self.epoch, results=[self._judge(head, data) for head, data in records])
+        return messages.SubmitReply(epoch=self.epoch, results=[self._judge(head, data) for head, data in records])
 
-    def _judge(self, head: wire.Submission, data: bytes) -> wire.SubmitResult:
+    def _judge(self, head: messages.Submission, data: bytes) -> messages.SubmitResult:
         record = codec.decode(data)
         validate(record)
         missing = [asset.name for asset in record.assets if asset.name not in self.assets]
         if missing:
             problem = AssetsMissing("Not here.", assets=missing).problem()
-            return wire.SubmitResult(episode=head.episode, verdict="assets-missing", problem=problem)
+            return messages.SubmitResult(episode=head.episode, verdict="assets-missing", problem=problem)
         verdict = self.verdicts.pop(record.episode, "accepted")
         if verdict == "refused":
             problem = InvalidTrajectory("It is not liked.").problem()
-            return wire.SubmitResult(episode=head.episode, verdict=verdict, problem=problem)
+            return messages.SubmitResult(episode=head.episode, verdict=verdict, problem=problem)
         self.records.append(record)
-        return wire.SubmitResult(episode=head.episode, verdict=verdict)
+        return messages.SubmitResult(episode=head.episode, verdict=verdict)
 
-    async def _claim_assets(self, request: web.Request) -> wire.AssetsReply:
-        names = msgspec.json.decode(await request.read(), type=wire.AssetsRequest).names
+    async def _claim_assets(self, request: web.Request) -> messages.AssetsReply:
+        names = msgspec.json.decode(await request.read(), type=messages.AssetsRequest).names
         missing = [name for name in names if name not in self.assets]
         for name in self.forgets:
             self.assets.pop(name, None)
         self.forgets.clear()
-        return wire.AssetsReply(epoch=self.epoch, missing=missing, keep_s=60)
+        return messages.AssetsReply(epoch=self.epoch, missing=missing, keep_s=60)
 
-    async def _add_asset(self, request: web.Request) -> wire.AssetsReply:
+    async def _add_asset(self, request: web.Request) -> messages.AssetsReply:
         name, data = request.match_info["asset"], await request.read()
         if name in self.refused_assets:
             raise RequestTooLarge("Too large.")
         check_asset(name, data)
         self.sent_assets.append(name)
         self.assets[name] = data
-        return wire.AssetsReply(epoch=self.epoch, missing=[], keep_s=60)
+        return messages.AssetsReply(epoch=self.epoch, missing=[], keep_s=60)
 
     async def _return(self, request: web.Request) -> dict[str, int]:
-        self.returned += msgspec.json.decode(await request.read(), type=wire.ReturnRequest).attempts
+        self.returned += msgspec.json.decode(await request.read(), type=messages.ReturnRequest).attempts
         return {"epoch": self.epoch}
 
-    async def _run(self, request: web.Request) -> wire.RunStatus:
+    async def _run(self, request: web.Request) -> messages.RunStatus:
         self.spec_requests += 1
         if request.match_info["run"] != self.spec.name:
             raise UnknownRun("No such run.")
-        return wire.RunStatus(
+        return messages.RunStatus(
             name=self.spec.name,
             state="active",
             version="0.0",
             spec=self.spec.model_dump(mode="json"),
-            groups=wire.GroupCounts(),
+            groups=messages.GroupCounts(),
             credit=0,
             in_flight=0,
             queued=0,
@@ -172,9 +172,9 @@ class Orchestrator:
         )
 
 
-def _records(body: bytes) -> list[tuple[wire.Submission, bytes]]:
+def _records(body: bytes) -> list[tuple[messages.Submission, bytes]]:
     (length,) = struct.unpack_from("<I", body)
-    heads = msgspec.json.decode(body[4 : 4 + length], type=list[wire.Submission])
+    heads = msgspec.json.decode(body[4 : 4 + length], type=list[messages.Submission])
     offset = 4 + length + -(4 + length) % 64
     records = []
     for head in heads:

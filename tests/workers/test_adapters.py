@@ -11,11 +11,11 @@ from aiohttp import web
 from headrace.errors import PolicyFailure
 from headrace.runspec import RunSpec
 from headrace.trajectory import PolicyRef
-from headrace.wire import PolicyServer, ServersReply
-from headrace_workers.episode.plan import make_plan
+from headrace.wire.messages import PolicyServer, ServersReply
+from headrace_workers.episode.run_plan import make_plan
 from headrace_workers.policies import ServedPolicies
-from headrace_workers.policies import served as served_module
-from headrace_workers.policies.pools import KeptPool
+from headrace_workers.policies import http_policies as served_module
+from headrace_workers.policies.server_pools import KeptPool
 from tests.workers.engine import Engine, serving
 from tests.workers.fakes import Clock
 from tests.workers.test_served import REQUEST, fine

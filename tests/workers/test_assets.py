@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from headrace.aio import AsyncClient
 from headrace.assets import Image, decode_array
+from headrace.client.async_client import AsyncClient
 from headrace.environment import Step
 from headrace.trajectory import Task, Trajectory
 from headrace_workers.worker.spool import Entry, Spool

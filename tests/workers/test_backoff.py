@@ -6,8 +6,8 @@ from typing import Any, cast
 
 from structlog.testing import capture_logs
 
-from headrace import wire
 from headrace.errors import Forbidden, HeadraceError, Unauthorized, Unavailable
+from headrace.wire import messages
 from headrace_workers.worker.backoff import FIRST_S, LAST_S, REFUSED_LAST_S, Backoff
 from headrace_workers.worker.heartbeat import RETRY_S, Heartbeat
 
@@ -94,17 +94,17 @@ class Answering:
     def __init__(self, error: HeadraceError | None) -> None:
         self.error = error
 
-    async def heartbeat(self, request: wire.HeartbeatRequest, *, timeout_s: float) -> wire.HeartbeatReply:
+    async def heartbeat(self, request: messages.HeartbeatRequest, *, timeout_s: float) -> messages.HeartbeatReply:
         if self.error is not None:
             raise self.error
-        return wire.HeartbeatReply(epoch=1, interval_s=7.0)
+        return messages.HeartbeatReply(epoch=1, interval_s=7.0)
 
 
 def heartbeat(connection: Answering) -> Heartbeat:
     def ignore(given: Any) -> None:
         pass
 
-    def content() -> wire.HeartbeatRequest:
-        return wire.HeartbeatRequest(worker="w", slots=1)
+    def content() -> messages.HeartbeatRequest:
+        return messages.HeartbeatRequest(worker="w", slots=1)
 
     return Heartbeat(cast(Any, connection), content=content, on_reply=ignore, on_defect=ignore)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from headrace.errors import InfrastructureFailure
 from headrace.runspec import PolicySpec
 from headrace.trajectory import ContentPart, Message
-from headrace_workers.rendering import BytesRenderer, Reply, Standing, make_renderer
-from headrace_workers.rendering.bytes_renderer import ASSISTANT, BOS, END, SYSTEM, TOOL, USER, VOCAB_SIZE
+from headrace_workers.renderers import BytesRenderer, Reply, Standing, make_renderer
+from headrace_workers.renderers.bytes_renderer import ASSISTANT, BOS, END, SYSTEM, TOOL, USER, VOCAB_SIZE
 
 RENDERER = BytesRenderer()
 TEXT = st.text(alphabet=st.characters(exclude_categories=["Cs"]))

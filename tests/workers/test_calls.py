@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from headrace import Action, Call
 from headrace.trajectory import Message
 from headrace_workers.environments.conformance import check_environment
-from headrace_workers.rendering.calls import taken_apart
-from headrace_workers.rendering.family_renderer import FamilyRenderer
-from headrace_workers.rendering.folder_tokenizer import load_tokenizer
+from headrace_workers.renderers.family_renderer import FamilyRenderer
+from headrace_workers.renderers.folder_tokenizer import load_tokenizer
+from headrace_workers.renderers.tool_calls import taken_apart
 from tests.workers.fakes import Script, Turns, play, say
 from tests.workers.models import make_model
 

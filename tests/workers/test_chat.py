@@ -12,7 +12,7 @@ from headrace.errors import NonFiniteValue, PolicyFailure
 from headrace.trajectory import Message, Trajectory, VersionRun
 from headrace.validation import validate
 from headrace_workers.policies import Sample, SampleRequest, one_version
-from headrace_workers.rendering.bytes_renderer import ASSISTANT, BOS, END, USER
+from headrace_workers.renderers.bytes_renderer import ASSISTANT, BOS, END, USER
 from tests.workers.engine import Engine, completion, serving
 from tests.workers.fakes import FIRST, Turns, assignment, play
 from tests.workers.test_served import REQUEST, client

@@ -15,8 +15,8 @@ from headrace.trajectory import Task, ToolCall, VersionRun
 from headrace.validation import validate
 from headrace_workers.episode import Episode, turn_seed
 from headrace_workers.policies import Sample, one_version
-from headrace_workers.rendering.bytes_renderer import ASSISTANT, BOS, END, SYSTEM, USER
-from headrace_workers.rendering.folder_tokenizer import load_tokenizer
+from headrace_workers.renderers.bytes_renderer import ASSISTANT, BOS, END, SYSTEM, USER
+from headrace_workers.renderers.folder_tokenizer import load_tokenizer
 from tests.workers.fakes import FIRST, Clock, OneTurn, Script, Turns, assignment, failure_of, plan, play, say, tools
 from tests.workers.models import STRIPS_THINKING, make_model
 

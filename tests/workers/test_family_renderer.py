@@ -9,10 +9,10 @@ import pytest
 
 from headrace.runspec import PolicySpec
 from headrace.trajectory import Message
-from headrace_workers.rendering import Reply, Standing, make_renderer
-from headrace_workers.rendering.family_renderer import FamilyRenderer, family_of
-from headrace_workers.rendering.folder_tokenizer import load_tokenizer
-from headrace_workers.rendering.template_renderer import TemplateRenderer
+from headrace_workers.renderers import Reply, Standing, make_renderer
+from headrace_workers.renderers.family_renderer import FamilyRenderer, family_of
+from headrace_workers.renderers.folder_tokenizer import load_tokenizer
+from headrace_workers.renderers.template_renderer import TemplateRenderer
 from tests.workers.models import make_model
 
 USER = Message(role="user", content="What is 2+2?")

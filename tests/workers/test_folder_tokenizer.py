@@ -11,8 +11,8 @@ import pytest
 from headrace.errors import InfrastructureFailure, InvalidRunSpec
 from headrace.runspec import PolicySpec, RunSpec, parse_run_spec
 from headrace_workers.episode import make_plan
-from headrace_workers.rendering import make_renderer
-from headrace_workers.rendering.folder_tokenizer import FILES, load_tokenizer
+from headrace_workers.renderers import make_renderer
+from headrace_workers.renderers.folder_tokenizer import FILES, load_tokenizer
 from tests.workers.models import CHATML, make_model
 
 

@@ -22,8 +22,8 @@ from headrace.validation import validate
 from headrace_workers.episode import Episode
 from headrace_workers.policies import ServedPolicies
 from headrace_workers.policies.images import png
-from headrace_workers.policy_check import Server, Subject, playing
-from headrace_workers.rendering import Prompt, Reply, Said, Standing, Tools, make_renderer
+from headrace_workers.policy_check import Server, Subject, turn_checks
+from headrace_workers.renderers import Prompt, Reply, Said, Standing, Tools, make_renderer
 from tests.workers.fakes import assignment, failure_of, plan, tools
 from tests.workers.models import make_model
 from tests.workers.vision_engine import IMAGE, VisionEngine, serving_vision
@@ -170,7 +170,7 @@ async def test_the_check_of_a_server_tells_how_many_tokens_an_image_is() -> None
             tolerance=0.1,
         )
         try:
-            assert await playing.image(subject) == "an image of 64 × 64 pixels is 17 tokens"
+            assert await turn_checks.image(subject) == "an image of 64 × 64 pixels is 17 tokens"
         finally:
             await policies.close()
     assert engine.images[0][0].startswith(b"\x89PNG")

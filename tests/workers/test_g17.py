@@ -11,11 +11,11 @@ import pytest
 
 from headrace.environment import Step
 from headrace.errors import EnvironmentFailure
-from headrace_sandbox.grading import grade_by_file, verdict_of
+from headrace_sandbox.graders import grade_by_file, verdict_of
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import Command, Template
+from headrace_workers.environment_context import Surroundings
 from headrace_workers.sandboxes import WorkerSandbox
-from headrace_workers.surroundings import Surroundings
 from tests.workers.fakes import Script, failure_of, play, say
 from tests.workers.runtimes import bubblewrap
 

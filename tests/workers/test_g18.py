@@ -15,10 +15,10 @@ import pytest
 import pytest_asyncio
 
 from headrace.errors import EnvironmentFailure
-from headrace_workers.bounded import BoundedCalls, Exhausted
+from headrace_workers.bounded_calls import BoundedCalls, Exhausted
 from headrace_workers.environments.math_problems import MathProblems
 from headrace_workers.episode import EnvironmentThreads
-from headrace_workers.episode.lending import Lent
+from headrace_workers.episode.episode_context import Lent
 from headrace_workers.sandboxes import EpisodeSandbox, WorkerSandbox
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -53,7 +53,7 @@ def lent(calls: BoundedCalls) -> Lent:
 async def graders() -> AsyncIterator[BoundedCalls]:
     """Calls that have graded before."""
     made = BoundedCalls()
-    await made.call("headrace_workers.environments.math_judge:same", "1", "1", time_s=60, memory_bytes=1 << 30)
+    await made.call("headrace_workers.environments.math_equality:same", "1", "1", time_s=60, memory_bytes=1 << 30)
     yield made
     await made.close()
 

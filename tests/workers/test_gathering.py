@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from headrace import wire
+from headrace.wire import messages
 from headrace_workers.worker import worker as module
-from headrace_workers.worker.pace import Pace
+from headrace_workers.worker.episode_pace import Pace
 from headrace_workers.worker.spool import Entry, Spool
 from headrace_workers.worker.submitter import Submitter
 from tests.builders import make_id
@@ -29,11 +29,11 @@ class Connection:
         self.submissions: list[int] = []
         self.both = asyncio.Event()
 
-    async def submit(self, entries: list[tuple[wire.AttemptKey, bytes]]) -> list[wire.SubmitResult]:
+    async def submit(self, entries: list[tuple[messages.AttemptKey, bytes]]) -> list[messages.SubmitResult]:
         self.submissions.append(len(entries))
         if sum(self.submissions) == 2:
             self.both.set()
-        return [wire.SubmitResult(episode=key.episode, verdict="accepted") for key, _ in entries]
+        return [messages.SubmitResult(episode=key.episode, verdict="accepted") for key, _ in entries]
 
     async def missing_assets(self, names: list[str]) -> list[str]:
         return []

@@ -10,7 +10,7 @@ import pytest
 from headrace.errors import InvalidRunSpec, PolicyFailure
 from headrace.runspec import parse_run_spec
 from headrace.trajectory import VersionRun
-from headrace_workers.policies import served as served_module
+from headrace_workers.policies import http_policies as served_module
 from headrace_workers.policies.base import part_seed
 from tests.workers.engine import Engine, completion, serving
 from tests.workers.test_served import REQUEST, client

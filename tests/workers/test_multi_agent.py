@@ -9,7 +9,7 @@ import pytest
 
 from headrace.trajectory import Trajectory
 from headrace.validation import validate
-from headrace_workers.rendering.bytes_renderer import ASSISTANT, BOS, END, USER
+from headrace_workers.renderers.bytes_renderer import ASSISTANT, BOS, END, USER
 from tests.workers.fakes import Script, play, say
 
 

@@ -12,10 +12,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from headrace.errors import SetupError
-from headrace_workers.policy_check import ending
+from headrace_workers.policy_check import stop_checks
 from headrace_workers.policy_check.cli import check_server, policy
 from headrace_workers.policy_check.findings import Finding
-from headrace_workers.rendering.folder_tokenizer import load_tokenizer
+from headrace_workers.renderers.folder_tokenizer import load_tokenizer
 from tests.workers.models import CHATML, STRIPS_THINKING, make_model
 from tests.workers.token_server import TokenServer, serving_tokens
 
@@ -64,7 +64,7 @@ async def test_a_server_that_keeps_the_protocol_passes_every_check(tmp_path: Pat
 async def test_each_fault_of_a_server_is_named_by_its_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str, check: str
 ) -> None:
-    monkeypatch.setattr(ending, "ABORT_POLLS", 2)
+    monkeypatch.setattr(stop_checks, "ABORT_POLLS", 2)
     findings = await found(make_model(tmp_path), wrong=wrong)
     assert failed(findings)[0] == check
     assert findings[check].remedy

@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 
 from headrace.runspec import RunSpec
 from headrace.trajectory import Message, Sampling
-from headrace_workers.episode.plan import make_plan
-from headrace_workers.episode.tracks import AgentTrack, NextPrompt, TurnRecord
+from headrace_workers.episode.run_plan import make_plan
+from headrace_workers.episode.segment_builder import AgentTrack, NextPrompt, TurnRecord
 from headrace_workers.policies import Sample, one_version
-from headrace_workers.rendering import BytesRenderer, Renderer
-from headrace_workers.rendering.family_renderer import FamilyRenderer
-from headrace_workers.rendering.folder_tokenizer import FolderTokenizer, load_tokenizer
-from headrace_workers.rendering.template_renderer import TemplateRenderer
+from headrace_workers.renderers import BytesRenderer, Renderer
+from headrace_workers.renderers.family_renderer import FamilyRenderer
+from headrace_workers.renderers.folder_tokenizer import FolderTokenizer, load_tokenizer
+from headrace_workers.renderers.template_renderer import TemplateRenderer
 from tests.workers.fakes import FIRST
 from tests.workers.models import CHATML, STRIPS_THINKING, make_model
 

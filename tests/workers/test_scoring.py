@@ -10,7 +10,7 @@ import pytest
 
 from headrace.errors import PolicyFailure
 from headrace_workers.policies import ServedPolicies
-from headrace_workers.policies import scoring as module
+from headrace_workers.policies import logprobs as module
 from headrace_workers.policies.base import ScoreRequest
 from tests.workers.engine import Engine, serving
 from tests.workers.fakes import Clock

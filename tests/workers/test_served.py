@@ -14,7 +14,7 @@ from aiohttp import web
 from headrace.errors import PolicyFailure
 from headrace.trajectory import Sampling, VersionRun
 from headrace_workers.policies import Policy, SampleRequest, ServedPolicies
-from headrace_workers.policies import served as module
+from headrace_workers.policies import http_policies as module
 from tests.workers.engine import DROP, Engine, completion, serving
 from tests.workers.fakes import Clock
 

@@ -12,15 +12,15 @@ import pytest
 from aiohttp import web
 
 from headrace.errors import PolicyFailure, Unavailable
-from headrace.wire import PolicyServer, ServersReply
+from headrace.wire.messages import PolicyServer, ServersReply
 from headrace_workers.policies import Policy, ServedPolicies
-from headrace_workers.policies import following as following_module
+from headrace_workers.policies import http_policies as served_module
+from headrace_workers.policies import probes as watching_module
 from headrace_workers.policies import router as router_module
-from headrace_workers.policies import served as served_module
-from headrace_workers.policies import server as server_module
-from headrace_workers.policies import watching as watching_module
-from headrace_workers.policies.deadline import Deadline
-from headrace_workers.policies.pools import UNHEARD_S, KeptPool
+from headrace_workers.policies import server_client as server_module
+from headrace_workers.policies import server_list as following_module
+from headrace_workers.policies.pausable_deadline import Deadline
+from headrace_workers.policies.server_pools import UNHEARD_S, KeptPool
 from tests.workers.engine import DROP, Engine, completion, serving
 from tests.workers.fakes import Clock
 from tests.workers.test_served import REQUEST, fine, raw, reply

@@ -10,9 +10,9 @@ import pytest
 from headrace.errors import InfrastructureFailure
 from headrace.runspec import PolicySpec
 from headrace.trajectory import Message
-from headrace_workers.rendering import Prompt, Reply, Standing, make_renderer
-from headrace_workers.rendering.folder_tokenizer import FolderTokenizer, load_tokenizer
-from headrace_workers.rendering.template_renderer import TemplateRenderer
+from headrace_workers.renderers import Prompt, Reply, Standing, make_renderer
+from headrace_workers.renderers.folder_tokenizer import FolderTokenizer, load_tokenizer
+from headrace_workers.renderers.template_renderer import TemplateRenderer
 from tests.workers.models import CHATML, STRIPS_THINKING, make_model
 
 USER = Message(role="user", content="Grüße 🙂")

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from headrace import wire
 from headrace.errors import InvalidRequest
 from headrace.runspec import RunSpec
 from headrace.trajectory import Task
 from headrace.validation import validate
-from headrace_workers.episode.threads import CallAbandonedError, EnvironmentThreads
+from headrace.wire import messages
+from headrace_workers.episode.environment_threads import CallAbandonedError, EnvironmentThreads
 from headrace_workers.worker import Worker, WorkerSettings
 from headrace_workers.worker import worker as module
-from headrace_workers.worker.lag import LoopLag
+from headrace_workers.worker.loop_lag import LoopLag
 from tests.builders import make_id
 from tests.workers.fakes import Clock, OneTurn, Script, assignment, say, tools
 from tests.workers.orchestrator import Orchestrator, orchestrating
@@ -40,7 +40,7 @@ class Waits(OneTurn):
         await asyncio.Event().wait()
 
 
-def attempts(count: int, **changes: Any) -> list[wire.Assignment]:
+def attempts(count: int, **changes: Any) -> list[messages.Assignment]:
     return [assignment(episode=make_id(100 + number), nonce=f"n{number}", **changes) for number in range(count)]
 
 
@@ -185,7 +185,7 @@ async def test_a_cancel_with_a_record_ends_the_episode_in_a_cancelled_record() -
         stub.queue = attempts(1)
         async with working(stub, Waits):
             await stub.until(lambda: any(beat.holding for beat in stub.heartbeats))
-            stub.cancels = [wire.Cancel(episode=make_id(100), attempt=1, reason="stale", record=True)]
+            stub.cancels = [messages.Cancel(episode=make_id(100), attempt=1, reason="stale", record=True)]
             await stub.until(lambda: stub.records)
             await stub.until(lambda: not stub.heartbeats[-1].holding)
     (record,) = stub.records
@@ -198,7 +198,7 @@ async def test_a_cancel_without_a_record_frees_the_slot_and_submits_nothing() ->
         async with working(stub, Waits, slots=1):
             await stub.until(lambda: any(beat.holding for beat in stub.heartbeats))
             asked = len(stub.leases)
-            stub.cancels = [wire.Cancel(episode=make_id(100), attempt=1, reason="over", record=False)]
+            stub.cancels = [messages.Cancel(episode=make_id(100), attempt=1, reason="over", record=False)]
             await stub.until(lambda: not stub.heartbeats[-1].holding)
             await stub.until(lambda: len(stub.leases) > asked)
     assert stub.records == []
@@ -270,7 +270,7 @@ async def test_a_refused_record_is_replaced_by_a_failed_one() -> None:
 
 
 @pytest.mark.parametrize("verdict", ["duplicate", "superseded", "not-yours", "retrying"])
-async def test_a_record_that_was_answered_leaves_the_spool(verdict: wire.SubmitVerdict) -> None:
+async def test_a_record_that_was_answered_leaves_the_spool(verdict: messages.SubmitVerdict) -> None:
     async with orchestrating() as stub:
         stub.queue = attempts(1)
         stub.verdicts = {make_id(100): verdict}

@@ -13,8 +13,8 @@ from typing import Any
 from aiohttp import web
 
 from headrace.trajectory import Message
-from headrace_workers.rendering.folder_tokenizer import FolderTokenizer
-from headrace_workers.rendering.template_renderer import TemplateRenderer
+from headrace_workers.renderers.folder_tokenizer import FolderTokenizer
+from headrace_workers.renderers.template_renderer import TemplateRenderer
 
 SHARES = (0.6, 0.25, 0.1, 0.05)
 """Probabilities of the four tokens that may come next."""

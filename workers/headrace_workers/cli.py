@@ -11,9 +11,9 @@ from urllib.parse import urlsplit
 
 import click
 
-from headrace.engine import address_of
 from headrace.errors import SetupError
 from headrace.ids import new_id
+from headrace.wire.policy_server import address_of
 from headrace_workers.imports import import_all
 from headrace_workers.worker.logs import configure_logs
 from headrace_workers.worker.process import run_worker

@@ -22,7 +22,7 @@ import msgspec
 from headrace.errors import SandboxFailure
 from headrace.timeouts import timeout
 from headrace_sandbox.client import ServiceRuntime, client_of
-from headrace_sandbox.reaper import reap
+from headrace_sandbox.host.reaper import reap
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Runtime, Sandbox, Template
 from headrace_sandbox.runtimes.registry import ready_runtime

@@ -23,7 +23,7 @@ from starlette.types import Message, Receive, Scope, Send
 from headrace.errors import HeadraceError, InternalError, MethodNotAllowed, NotFound, StoreError, Unavailable
 from headrace.ids import new_id
 from headrace.server.auth import Auth
-from headrace.wire import HEADER_WAIT_S, PROBLEM_MEDIA_TYPE
+from headrace.wire.messages import HEADER_WAIT_S, PROBLEM_MEDIA_TYPE
 from headrace_orchestrator import logs
 from headrace_orchestrator.api.direct import SMALL_BYTES, Direct, Reply
 from headrace_orchestrator.api.http import Answer, Call, headers_of, read_body, send_answer, whole_head
@@ -31,7 +31,7 @@ from headrace_orchestrator.api.route import Route
 from headrace_orchestrator.api.routes import ROUTES
 from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.service import Service
-from headrace_orchestrator.service.waiting import ClientGone
+from headrace_orchestrator.service.waiters import ClientGone
 
 log = logs.logger(__name__)
 

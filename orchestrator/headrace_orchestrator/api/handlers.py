@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
-from headrace import wire
 from headrace.errors import InvalidRequest
+from headrace.wire import messages
 from headrace_orchestrator.api.http import Answer, Call, Told, require_name
-from headrace_orchestrator.buffer.listing import FILTERS
+from headrace_orchestrator.buffer.listed import FILTERS
 from headrace_orchestrator.service import Service
 
 Reply = Answer | msgspec.Struct
@@ -33,12 +33,12 @@ def _json(value: Any) -> Answer:
 
 
 async def lease(service: Service, call: Call) -> Reply:
-    request = call.read(wire.LeaseRequest)
+    request = call.read(messages.LeaseRequest)
     return await service.lease(msgspec.structs.replace(request, wait_s=call.grant(request.wait_s)), call.left)
 
 
 async def heartbeat(service: Service, call: Call) -> Reply:
-    return await service.heartbeat(call.read(wire.HeartbeatRequest))
+    return await service.heartbeat(call.read(messages.HeartbeatRequest))
 
 
 async def submit(service: Service, call: Call) -> Reply:
@@ -58,7 +58,7 @@ def _worker(call: Call) -> str:
 
 
 async def claim_assets(service: Service, call: Call) -> Reply:
-    return service.claim_assets(call.read(wire.AssetsRequest))
+    return service.claim_assets(call.read(messages.AssetsRequest))
 
 
 async def add_asset(service: Service, call: Call) -> Reply:
@@ -66,7 +66,7 @@ async def add_asset(service: Service, call: Call) -> Reply:
 
 
 async def hand_back(service: Service, call: Call) -> Reply:
-    await service.hand_back(call.read(wire.ReturnRequest))
+    await service.hand_back(call.read(messages.ReturnRequest))
     return _done(service)
 
 
@@ -102,7 +102,7 @@ async def close_run(service: Service, call: Call) -> Reply:
 
 
 async def submit_groups(service: Service, call: Call) -> Reply:
-    request = call.read(wire.SubmitGroupsRequest)
+    request = call.read(messages.SubmitGroupsRequest)
     for number, group in enumerate(request.groups):
         if group.id:
             require_name(f"groups.{number}.id", group.id)
@@ -117,46 +117,46 @@ async def groups(service: Service, call: Call) -> Reply:
 
 
 async def pull(service: Service, call: Call) -> Reply:
-    request = call.read(wire.PullRequest)
+    request = call.read(messages.PullRequest)
     granted = msgspec.structs.replace(request, wait_s=call.grant(request.wait_s))
     served = await service.pull(call.params["run"], granted, call.left)
-    if isinstance(served, wire.EmptyReply):
+    if isinstance(served, messages.EmptyReply):
         return served
     return Answer(
         served.body,
-        media_type=wire.BATCH_MEDIA_TYPE,
-        headers={wire.HEADER_GENERATION: str(served.generation), wire.HEADER_LEASE_S: f"{served.lease_s:.3f}"},
+        media_type=messages.BATCH_MEDIA_TYPE,
+        headers={messages.HEADER_GENERATION: str(served.generation), messages.HEADER_LEASE_S: f"{served.lease_s:.3f}"},
         length=served.size_bytes,
     )
 
 
 async def resume(service: Service, call: Call) -> Reply:
-    return await service.resume(call.params["run"], call.read(wire.ResumeRequest))
+    return await service.resume(call.params["run"], call.read(messages.ResumeRequest))
 
 
 async def ack(service: Service, call: Call) -> Reply:
-    return await service.ack(call.params["run"], call.params["batch"], call.read(wire.AckRequest))
+    return await service.ack(call.params["run"], call.params["batch"], call.read(messages.AckRequest))
 
 
 async def nack(service: Service, call: Call) -> Reply:
-    await service.nack(call.params["run"], call.params["batch"], call.read(wire.NackRequest))
+    await service.nack(call.params["run"], call.params["batch"], call.read(messages.NackRequest))
     return _done(service)
 
 
 async def announce(service: Service, call: Call) -> Reply:
-    return await service.announce(call.params["run"], call.read(wire.VersionRequest))
+    return await service.announce(call.params["run"], call.read(messages.VersionRequest))
 
 
 async def set_priorities(service: Service, call: Call) -> Reply:
-    return await service.set_priorities(call.params["run"], call.read(wire.PrioritiesRequest))
+    return await service.set_priorities(call.params["run"], call.read(messages.PrioritiesRequest))
 
 
 async def rewind(service: Service, call: Call) -> Reply:
-    return await service.rewind(call.params["run"], call.read(wire.RewindRequest))
+    return await service.rewind(call.params["run"], call.read(messages.RewindRequest))
 
 
 async def doing(service: Service, call: Call) -> Reply:
-    await service.doing(call.params["run"], call.read(wire.DoingRequest))
+    await service.doing(call.params["run"], call.read(messages.DoingRequest))
     return _done(service)
 
 
@@ -165,7 +165,7 @@ async def hold(service: Service, call: Call) -> Reply:
 
 
 async def start_evaluation(service: Service, call: Call) -> Reply:
-    return await service.start_evaluation(call.params["run"], call.read(wire.EvaluationRequest))
+    return await service.start_evaluation(call.params["run"], call.read(messages.EvaluationRequest))
 
 
 async def evaluation(service: Service, call: Call) -> Reply:
@@ -181,17 +181,17 @@ async def servers(service: Service, call: Call) -> Reply:
 
 
 async def add_server(service: Service, call: Call) -> Reply:
-    await service.add_server(call.params["run"], call.read(wire.ServerRequest).address)
+    await service.add_server(call.params["run"], call.read(messages.ServerRequest).address)
     return _done(service)
 
 
 async def drain_server(service: Service, call: Call) -> Reply:
-    await service.drain_server(call.params["run"], call.read(wire.ServerRequest).address)
+    await service.drain_server(call.params["run"], call.read(messages.ServerRequest).address)
     return _done(service)
 
 
 async def remove_server(service: Service, call: Call) -> Reply:
-    await service.remove_server(call.params["run"], call.read(wire.ServerRequest).address)
+    await service.remove_server(call.params["run"], call.read(messages.ServerRequest).address)
     return _done(service)
 
 
@@ -210,15 +210,15 @@ async def trajectories(service: Service, call: Call) -> Reply:
 
 
 async def trajectory(service: Service, call: Call) -> Reply:
-    return Answer(await service.trajectory(call.params["trajectory"]), media_type=wire.RECORDS_MEDIA_TYPE)
+    return Answer(await service.trajectory(call.params["trajectory"]), media_type=messages.RECORDS_MEDIA_TYPE)
 
 
 async def asset(service: Service, call: Call) -> Reply:
-    return Answer(await service.asset(call.params["asset"]), media_type=wire.ASSET_MEDIA_TYPE)
+    return Answer(await service.asset(call.params["asset"]), media_type=messages.ASSET_MEDIA_TYPE)
 
 
 async def assets(service: Service, call: Call) -> Reply:
-    return Answer(await service.assets(call.read(wire.AssetsRequest)), media_type=wire.ASSETS_MEDIA_TYPE)
+    return Answer(await service.assets(call.read(messages.AssetsRequest)), media_type=messages.ASSETS_MEDIA_TYPE)
 
 
 async def advantages(service: Service, call: Call) -> Reply:

@@ -22,10 +22,10 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from headrace.errors import InvalidRequest, RequestTooLarge
-from headrace.wire import HEADER_EPOCH
+from headrace.wire.messages import HEADER_EPOCH
 from headrace_orchestrator.api.answering import WHOLE
 from headrace_orchestrator.api.gathering import Pieces
-from headrace_orchestrator.service.waiting import ClientGone
+from headrace_orchestrator.service.waiters import ClientGone
 
 T = TypeVar("T")
 D = TypeVar("D")

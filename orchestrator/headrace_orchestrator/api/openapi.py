@@ -10,7 +10,7 @@ import msgspec
 
 from headrace.errors import HeadraceError
 from headrace.runspec import RunSpec
-from headrace.wire import PROBLEM_MEDIA_TYPE, AssetHead, Submission
+from headrace.wire.messages import PROBLEM_MEDIA_TYPE, AssetHead, Submission
 from headrace_orchestrator.api.route import Route
 
 _REF = "#/components/schemas/{name}"

@@ -6,10 +6,11 @@ from typing import Any
 
 import msgspec
 
-from headrace import errors, wire
+from headrace import errors
 from headrace.runspec import RunSpec
 from headrace.server.auth import Role
-from headrace.wire import API
+from headrace.wire import messages
+from headrace.wire.messages import API
 from headrace_orchestrator.api import handlers, openapi, pages
 from headrace_orchestrator.api.http import Answer, Call
 from headrace_orchestrator.api.route import Query, Route
@@ -24,7 +25,7 @@ VIEWER = frozenset[Role]({"viewer"})
 READERS = frozenset[Role]({"viewer", "learner"})
 ANY_READER = frozenset[Role]({"viewer", "learner", "worker"})
 
-WAIT = Query("wait_s", f"Seconds to wait for a change, at most {wire.MAX_WAIT_S:g} unless set otherwise.", "number")
+WAIT = Query("wait_s", f"Seconds to wait for a change, at most {messages.MAX_WAIT_S:g} unless set otherwise.", "number")
 
 RUN_ERRORS = (errors.UnknownRun,)
 BATCH_ERRORS = (errors.UnknownRun, errors.UnknownBatch, errors.BatchAlreadyAcked, errors.BatchSuperseded)
@@ -49,8 +50,8 @@ def _worker_routes() -> list[Route]:
             summary="Ask for work; waits until there is some.",
             handler=handlers.lease,
             roles=WORKER,
-            request=wire.LeaseRequest,
-            response=wire.LeaseReply,
+            request=messages.LeaseRequest,
+            response=messages.LeaseReply,
         ),
         Route(
             method="POST",
@@ -58,8 +59,8 @@ def _worker_routes() -> list[Route]:
             summary="Renew the leases of all attempts of a worker.",
             handler=handlers.heartbeat,
             roles=WORKER,
-            request=wire.HeartbeatRequest,
-            response=wire.HeartbeatReply,
+            request=messages.HeartbeatRequest,
+            response=messages.HeartbeatReply,
         ),
         Route(
             method="POST",
@@ -68,8 +69,8 @@ def _worker_routes() -> list[Route]:
             handler=handlers.submit,
             direct=handlers.take_submission,
             roles=WORKER,
-            request=wire.RECORDS_MEDIA_TYPE,
-            response=wire.SubmitReply,
+            request=messages.RECORDS_MEDIA_TYPE,
+            response=messages.SubmitReply,
             query=(Query("worker", "Name of the worker."),),
             errors=(errors.InvalidRequest, errors.RequestTooLarge, errors.StoreError),
         ),
@@ -79,8 +80,8 @@ def _worker_routes() -> list[Route]:
             summary="Ask which assets of records to come are there already; those are kept for a while.",
             handler=handlers.claim_assets,
             roles=WORKER,
-            request=wire.AssetsRequest,
-            response=wire.AssetsReply,
+            request=messages.AssetsRequest,
+            response=messages.AssetsReply,
         ),
         Route(
             method="PUT",
@@ -88,8 +89,8 @@ def _worker_routes() -> list[Route]:
             summary="Send an asset; answered when it is on disk. Its name is the SHA-256 of its bytes.",
             handler=handlers.add_asset,
             roles=WORKER,
-            request=wire.ASSET_MEDIA_TYPE,
-            response=wire.AssetsReply,
+            request=messages.ASSET_MEDIA_TYPE,
+            response=messages.AssetsReply,
             errors=(errors.InvalidAsset, errors.RequestTooLarge, errors.StoreError),
         ),
         Route(
@@ -98,7 +99,7 @@ def _worker_routes() -> list[Route]:
             summary="Hand back attempts that will not be finished.",
             handler=handlers.hand_back,
             roles=WORKER,
-            request=wire.ReturnRequest,
+            request=messages.ReturnRequest,
         ),
         Route(
             method="POST",
@@ -114,7 +115,7 @@ def _worker_routes() -> list[Route]:
             summary="All workers.",
             handler=handlers.workers,
             roles=ANY_READER,
-            response=list[wire.WorkerStatus],
+            response=list[messages.WorkerStatus],
         ),
     ]
 
@@ -128,7 +129,7 @@ def _run_routes() -> list[Route]:
             handler=handlers.create_run,
             roles=LEARNER,
             request=RunSpec,
-            response=wire.RunStatus,
+            response=messages.RunStatus,
             status=201,
             errors=(errors.InvalidRunSpec, errors.RunExists, errors.UnknownEnvironment),
         ),
@@ -138,7 +139,7 @@ def _run_routes() -> list[Route]:
             summary="All runs.",
             handler=handlers.runs,
             roles=ANY_READER,
-            response=list[wire.RunStatus],
+            response=list[messages.RunStatus],
         ),
         Route(
             method="GET",
@@ -146,7 +147,7 @@ def _run_routes() -> list[Route]:
             summary="One run.",
             handler=handlers.run,
             roles=ANY_READER,
-            response=wire.RunStatus,
+            response=messages.RunStatus,
             errors=RUN_ERRORS,
         ),
         Route(
@@ -155,7 +156,7 @@ def _run_routes() -> list[Route]:
             summary="End a run: nothing more is dispatched or served.",
             handler=handlers.close_run,
             roles=LEARNER,
-            response=wire.RunStatus,
+            response=messages.RunStatus,
             errors=RUN_ERRORS,
         ),
         Route(
@@ -164,8 +165,8 @@ def _run_routes() -> list[Route]:
             summary="Submit groups of the learner's own.",
             handler=handlers.submit_groups,
             roles=LEARNER,
-            request=wire.SubmitGroupsRequest,
-            response=wire.SubmitGroupsReply,
+            request=messages.SubmitGroupsRequest,
+            response=messages.SubmitGroupsReply,
             status=201,
             errors=(*RUN_ERRORS, errors.GroupExists, errors.UnknownEnvironment),
         ),
@@ -189,8 +190,8 @@ def _learner_routes() -> list[Route]:
             summary="Lease a batch; waits until one is ready. JSON (EmptyReply) where there is none.",
             handler=handlers.pull,
             roles=LEARNER,
-            request=wire.PullRequest,
-            response=wire.BATCH_MEDIA_TYPE,
+            request=messages.PullRequest,
+            response=messages.BATCH_MEDIA_TYPE,
             errors=(*RUN_ERRORS, errors.UnknownGroup, errors.SessionSuperseded, errors.CorruptRecord),
         ),
         Route(
@@ -199,8 +200,8 @@ def _learner_routes() -> list[Route]:
             summary="What a learner that was started again left unacked; a pull that names one fetches it.",
             handler=handlers.resume,
             roles=LEARNER,
-            request=wire.ResumeRequest,
-            response=wire.ResumeReply,
+            request=messages.ResumeRequest,
+            response=messages.ResumeReply,
             errors=(*RUN_ERRORS, errors.SessionSuperseded),
         ),
         Route(
@@ -209,8 +210,8 @@ def _learner_routes() -> list[Route]:
             summary="The batch was trained on.",
             handler=handlers.ack,
             roles=LEARNER,
-            request=wire.AckRequest,
-            response=wire.AckReply,
+            request=messages.AckRequest,
+            response=messages.AckReply,
             errors=(*BATCH_ERRORS, errors.ShardsNotFetched, *VERSION_ERRORS),
         ),
         Route(
@@ -219,7 +220,7 @@ def _learner_routes() -> list[Route]:
             summary="Give a batch back.",
             handler=handlers.nack,
             roles=LEARNER,
-            request=wire.NackRequest,
+            request=messages.NackRequest,
             errors=BATCH_ERRORS,
         ),
         Route(
@@ -228,8 +229,8 @@ def _learner_routes() -> list[Route]:
             summary="Announce a version, after its weights are loaded.",
             handler=handlers.announce,
             roles=LEARNER,
-            request=wire.VersionRequest,
-            response=wire.VersionReply,
+            request=messages.VersionRequest,
+            response=messages.VersionReply,
             errors=(*RUN_ERRORS, *VERSION_ERRORS),
         ),
         Route(
@@ -238,8 +239,8 @@ def _learner_routes() -> list[Route]:
             summary="Set the priorities of groups; what a prioritized draw goes by.",
             handler=handlers.set_priorities,
             roles=LEARNER,
-            request=wire.PrioritiesRequest,
-            response=wire.PrioritiesReply,
+            request=messages.PrioritiesRequest,
+            response=messages.PrioritiesReply,
             errors=(*RUN_ERRORS, errors.Conflict),
         ),
         Route(
@@ -248,8 +249,8 @@ def _learner_routes() -> list[Route]:
             summary="Go back to a checkpoint: open a new lineage.",
             handler=handlers.rewind,
             roles=LEARNER,
-            request=wire.RewindRequest,
-            response=wire.VersionReply,
+            request=messages.RewindRequest,
+            response=messages.VersionReply,
             errors=(*RUN_ERRORS, *VERSION_ERRORS),
         ),
         Route(
@@ -258,7 +259,7 @@ def _learner_routes() -> list[Route]:
             summary="Say what the learner does; renews its batch leases.",
             handler=handlers.doing,
             roles=LEARNER,
-            request=wire.DoingRequest,
+            request=messages.DoingRequest,
             errors=RUN_ERRORS,
         ),
         Route(
@@ -267,7 +268,7 @@ def _learner_routes() -> list[Route]:
             summary="Whether weights may be replaced now; waits until they may.",
             handler=handlers.hold,
             roles=LEARNER,
-            response=wire.HoldReply,
+            response=messages.HoldReply,
             query=(WAIT,),
             errors=RUN_ERRORS,
         ),
@@ -277,8 +278,8 @@ def _learner_routes() -> list[Route]:
             summary="Start an evaluation, pinned to a version.",
             handler=handlers.start_evaluation,
             roles=LEARNER,
-            request=wire.EvaluationRequest,
-            response=wire.EvaluationReply,
+            request=messages.EvaluationRequest,
+            response=messages.EvaluationReply,
             status=201,
             errors=(*RUN_ERRORS, errors.VersionUnknown, errors.UnknownEnvironment),
         ),
@@ -288,7 +289,7 @@ def _learner_routes() -> list[Route]:
             summary="An evaluation; waits until it is finished.",
             handler=handlers.evaluation,
             roles=READERS,
-            response=wire.EvaluationReply,
+            response=messages.EvaluationReply,
             query=(WAIT,),
             errors=(*RUN_ERRORS, errors.UnknownEvaluation),
         ),
@@ -304,7 +305,7 @@ def _server_routes() -> list[Route]:
             summary="The policy servers of a run; waits while their revision is the one that is given.",
             handler=handlers.servers,
             roles=ANY_READER,
-            response=wire.ServersReply,
+            response=messages.ServersReply,
             query=(Query("revision", "The revision that is known. Default: none.", "integer"), WAIT),
             errors=RUN_ERRORS,
         ),
@@ -314,7 +315,7 @@ def _server_routes() -> list[Route]:
             summary="Give a run another policy server, or end the drain of one.",
             handler=handlers.add_server,
             roles=LEARNER,
-            request=wire.ServerRequest,
+            request=messages.ServerRequest,
             errors=(*RUN_ERRORS, errors.InvalidRequest, errors.Conflict),
         ),
         Route(
@@ -323,7 +324,7 @@ def _server_routes() -> list[Route]:
             summary="Let a policy server finish what it has; it takes nothing new.",
             handler=handlers.drain_server,
             roles=LEARNER,
-            request=wire.ServerRequest,
+            request=messages.ServerRequest,
             errors=(*RUN_ERRORS, errors.UnknownServer),
         ),
         Route(
@@ -332,7 +333,7 @@ def _server_routes() -> list[Route]:
             summary="Take a policy server from a run.",
             handler=handlers.remove_server,
             roles=LEARNER,
-            request=wire.ServerRequest,
+            request=messages.ServerRequest,
             errors=(*RUN_ERRORS, errors.UnknownServer),
         ),
     ]
@@ -346,7 +347,7 @@ def _reading_routes() -> list[Route]:
             summary="Stored trajectories of a run, newest first.",
             handler=handlers.trajectories,
             roles=READERS,
-            response=wire.TrajectoryList,
+            response=messages.TrajectoryList,
             query=(
                 Query("status", "Only this status."),
                 Query("environment", "Only this environment id."),
@@ -362,7 +363,7 @@ def _reading_routes() -> list[Route]:
             summary="One record, as it is stored.",
             handler=handlers.trajectory,
             roles=READERS,
-            response=wire.RECORDS_MEDIA_TYPE,
+            response=messages.RECORDS_MEDIA_TYPE,
             errors=(errors.UnknownTrajectory, errors.CorruptRecord),
         ),
         Route(
@@ -371,7 +372,7 @@ def _reading_routes() -> list[Route]:
             summary="An image or a large array, by its name.",
             handler=handlers.asset,
             roles=READERS,
-            response=wire.ASSET_MEDIA_TYPE,
+            response=messages.ASSET_MEDIA_TYPE,
             errors=(errors.UnknownAsset, errors.CorruptAsset),
         ),
         Route(
@@ -380,8 +381,8 @@ def _reading_routes() -> list[Route]:
             summary="Several assets in one answer, the first of those that are asked for. Body: see AssetHead.",
             handler=handlers.assets,
             roles=LEARNER,
-            request=wire.AssetsRequest,
-            response=wire.ASSETS_MEDIA_TYPE,
+            request=messages.AssetsRequest,
+            response=messages.ASSETS_MEDIA_TYPE,
         ),
         Route(
             method="GET",
@@ -389,7 +390,7 @@ def _reading_routes() -> list[Route]:
             summary="Returns and advantages of a trajectory in the batch that it was last frozen into.",
             handler=handlers.advantages,
             roles=READERS,
-            response=wire.TrajectoryAdvantages,
+            response=messages.TrajectoryAdvantages,
             errors=(errors.UnknownTrajectory, errors.UnknownBatch, errors.CorruptRecord),
         ),
         Route(
@@ -398,7 +399,7 @@ def _reading_routes() -> list[Route]:
             summary="The whole service: runs, workers, store.",
             handler=handlers.status,
             roles=ANY_READER,
-            response=wire.ServiceStatus,
+            response=messages.ServiceStatus,
         ),
         Route(method="GET", path="/healthz", summary="200 while the process lives.", handler=handlers.health),
         Route(

@@ -23,11 +23,12 @@ from pathlib import Path
 
 import msgspec
 
-from headrace import logfiles, logformat
 from headrace.assets import FOLDER, asset_path
 from headrace.errors import InvalidRequest, SetupError, StoreError
-from headrace.logformat import Damage
-from headrace_orchestrator.buffer.copying import (
+from headrace.store import log_files, log_format
+from headrace.store.log_format import Damage
+from headrace_orchestrator.buffer.directory import MANIFEST, last_epoch, replace, sync_directory
+from headrace_orchestrator.buffer.file_copy import (
     Gone,
     Moved,
     OnProgress,
@@ -37,7 +38,6 @@ from headrace_orchestrator.buffer.copying import (
     digest_of,
     refusals_told,
 )
-from headrace_orchestrator.buffer.directory import MANIFEST, last_epoch, replace, sync_directory
 
 _PROBE_BYTES = 4096
 """So much of the beginning and of the end of a file tells whether it is the one that was copied: its head, and its
@@ -242,7 +242,7 @@ class _Copy:
 def _log_of(data: Path) -> str:
     """The id of a log; empty before anything was written."""
     try:
-        for file in logfiles.newest_first(data / "log", logfiles.numbers_in(data / "log")):
+        for file in log_files.newest_first(data / "log", log_files.numbers_in(data / "log")):
             if file.head is not None:
                 return file.head.log
     except FileNotFoundError:
@@ -265,7 +265,7 @@ def _goes_on(file: Path, copied: Path) -> bool:
     heads = []
     for path in (file, copied):
         try:
-            heads.append(logfiles.head_of(path))
+            heads.append(log_files.head_of(path))
         except FileNotFoundError:
             return True  # there is nothing to lose, or retention has deleted it
     return None in heads or heads[0] == heads[1]
@@ -296,7 +296,7 @@ def _durable_size(file: Path) -> int:
 def _whole_size(file: Path) -> int:
     """How much of a file is there without an append that was under way."""
     with file.open("rb") as stream:
-        for item in logformat.scan(stream):
+        for item in log_format.scan(stream):
             if isinstance(item, Damage) and item.torn:
                 return item.offset
     return file.stat().st_size

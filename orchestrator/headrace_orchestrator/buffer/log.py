@@ -26,17 +26,17 @@ from typing import NamedTuple
 
 import msgspec
 
-from headrace import logfiles, logformat
 from headrace.errors import CorruptRecord, DataDirectoryInUse, StoreError
 from headrace.ids import new_id
-from headrace.logfiles import LogFile, path_of
-from headrace.logformat import Damage, FileHead, Frame, FrameType, Tally
+from headrace.store import log_files, log_format
+from headrace.store.log_files import LogFile, path_of
+from headrace.store.log_format import Damage, FileHead, Frame, FrameType, Tally
 from headrace_orchestrator.buffer.directory import sync_directory
-from headrace_orchestrator.buffer.files import LocalFiles
-from headrace_orchestrator.buffer.location import OFFSET_BITS, Location
-from headrace_orchestrator.buffer.seam import Files
-from headrace_orchestrator.buffer.writer import Queued
-from headrace_orchestrator.buffer.writing import Outcome, Refusal, WriterThread, Writing
+from headrace_orchestrator.buffer.frame_location import OFFSET_BITS, Location
+from headrace_orchestrator.buffer.log_files import LocalFiles
+from headrace_orchestrator.buffer.log_writer import Queued
+from headrace_orchestrator.buffer.storage_protocols import Files
+from headrace_orchestrator.buffer.writer_thread import Outcome, Refusal, WriterThread, Writing
 
 PROBE_FIRST_S, PROBE_LONGEST_S = 1.0, 8.0
 """How soon after a failure the disk is tried again; the wait doubles up to the second."""
@@ -95,7 +95,7 @@ class _Filling:
 
     def place(self, kind: FrameType, payload: bytes | memoryview) -> Queued:
         """A frame behind the last one."""
-        frame = Queued(self.number, self.offset, kind, payload, logformat.frame_bytes(kind, len(payload)))
+        frame = Queued(self.number, self.offset, kind, payload, log_format.frame_bytes(kind, len(payload)))
         self.tally.place(kind, self.offset)
         self.offset += frame.size_bytes
         self.head_bytes = self.head_bytes or self.offset
@@ -104,7 +104,7 @@ class _Filling:
     def found(self, item: Frame | Damage) -> None:
         """What was read in it, in order."""
         if isinstance(item, Frame):
-            header = logformat.header_of(item)
+            header = log_format.header_of(item)
             self.tally.add(item.type, item.offset, header)
             self.headers += header
             self.offset = item.offset + item.size
@@ -168,7 +168,7 @@ class Log:
         self._probe: asyncio.TimerHandle | None = None
         self._probe_s = PROBE_FIRST_S
         directory.mkdir(parents=True, exist_ok=True)
-        self._numbers = logfiles.numbers_in(directory)
+        self._numbers = log_files.numbers_in(directory)
         self._last: _Filling | None = None
         self.id = ""
         """Made once and kept in every file: tells what belongs to this log from what belongs to another."""
@@ -194,7 +194,7 @@ class Log:
 
     def _find_state(self, numbers: Sequence[int]) -> None:
         self.state, self.base = None, 0
-        for file in logfiles.newest_first(self._directory, numbers):
+        for file in log_files.newest_first(self._directory, numbers):
             if file.head is None:
                 continue
             self.id = self.id or file.head.log
@@ -221,7 +221,7 @@ class Log:
         start = Location.at(since, 0)
         wanted = [number for number in self._numbers if number >= start.file]
         # The states are large, and none is needed here.
-        files = [file.without_state() for file in logfiles.newest_first(self._directory, wanted)][::-1]
+        files = [file.without_state() for file in log_files.newest_first(self._directory, wanted)][::-1]
         skipped = start.offset if files and files[0].number == start.file else 0
         self.scanned_bytes, self.found_bytes = 0, sum(file.size_bytes for file in files) - skipped
         yield from self._gaps_before(start.file)
@@ -239,7 +239,7 @@ class Log:
                         continue
                 yield _placed(file, item)
             self.scanned_bytes = base + file.size_bytes
-            if following is not None and (missing := logfiles.missing_behind(file, following)) is not None:
+            if following is not None and (missing := log_files.missing_behind(file, following)) is not None:
                 yield Lost(file.path.name, missing.offset, missing.size_bytes, missing.problem)
             if last is not None:
                 last.intact = last.intact and file.head is not None
@@ -248,7 +248,7 @@ class Log:
     def _gaps_before(self, file: int) -> Iterator[Lost]:
         """Files that are missing among those that need not be read."""
         for number, following in pairwise(self._numbers):
-            if number < file and (problem := logfiles.missing_between(number, following)):
+            if number < file and (problem := log_files.missing_between(number, following)):
                 yield Lost(f"{number:08d}.log", path_of(self._directory, number).stat().st_size, 0, problem)
 
     def begin(self, state: Callable[[], bytes | None], *, anew: bool = False) -> None:
@@ -493,8 +493,8 @@ class Log:
     def needed_by_a_start(self) -> int:
         """The oldest file that a start may need: that of the last control state but one, for the last may turn out
         damaged. Blocking."""
-        numbers = logfiles.numbers_in(self._directory)
-        states = (file.number for file in logfiles.newest_first(self._directory, numbers) if file.holds_state)
+        numbers = log_files.numbers_in(self._directory)
+        states = (file.number for file in log_files.newest_first(self._directory, numbers) if file.holds_state)
         return next(islice(states, 1, None), 0)
 
     async def remove(self, number: int) -> int:

@@ -23,12 +23,12 @@ from typing import Any
 
 import msgspec
 
-from headrace import wire
 from headrace.errors import StoreError
 from headrace.trajectory import Failure
-from headrace_orchestrator.buffer.listing import FILTERS, Stored, TrajectoryListed, Unprojected
-from headrace_orchestrator.buffer.location import OFFSET_BITS, Location
-from headrace_orchestrator.buffer.rows import (
+from headrace.wire import messages
+from headrace_orchestrator.buffer.frame_location import OFFSET_BITS, Location
+from headrace_orchestrator.buffer.listed import FILTERS, Stored, TrajectoryListed, Unprojected
+from headrace_orchestrator.buffer.projection_rows import (
     COLUMNS,
     LENGTH,
     PLACED,
@@ -241,7 +241,7 @@ class Projection:
 
     def page(
         self, run: str, filters: Mapping[str, str], limit: int, before: int | None, *, now_ms: int
-    ) -> tuple[list[wire.TrajectorySummary], int | None]:
+    ) -> tuple[list[messages.TrajectorySummary], int | None]:
         """A page, newest first, and the ``before`` of the next one (None at the end)."""
         where, values = ["run = ?"], [run]
         for name in FILTERS:
@@ -341,9 +341,9 @@ def _connect(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _summary(row: tuple[Any, ...], now_ms: int) -> wire.TrajectorySummary:
+def _summary(row: tuple[Any, ...], now_ms: int) -> messages.TrajectorySummary:
     trajectory = row[1]
-    return wire.TrajectorySummary(
+    return messages.TrajectorySummary(
         id=trajectory,
         run=row[2],
         group=row[3],

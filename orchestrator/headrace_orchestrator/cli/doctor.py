@@ -25,9 +25,9 @@ from urllib.request import ProxyHandler, build_opener
 import click
 from rich.markup import escape
 
-from headrace.client import address
+from headrace.client.sync_client import address
 from headrace.errors import HeadraceError, Unavailable
-from headrace_orchestrator.cli.binding import data_option
+from headrace_orchestrator.cli.address_options import data_option
 from headrace_orchestrator.cli.output import (
     FAILED,
     connect,
@@ -38,7 +38,7 @@ from headrace_orchestrator.cli.output import (
     service_options,
     shared,
 )
-from headrace_orchestrator.console.silence import is_silent
+from headrace_orchestrator.console.last_seen import is_silent
 
 EXTRAS = {
     "async": ("aiohttp",),

@@ -20,7 +20,7 @@ import headrace
 from headrace.assets import FOLDER, asset_path
 from headrace.errors import CorruptAsset, InvalidRequest, UnknownAsset, UnknownRun
 from headrace.offline import Filter, Reader
-from headrace.tables import as_json, table_schema, tables
+from headrace.store.tables import as_json, table_schema, tables
 from headrace.trajectory import Status, Trajectory, Version
 from headrace_orchestrator.cli.output import emit, json_option, note, shared
 from headrace_orchestrator.cli.progress import progress

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import click
 
-from headrace_orchestrator.cli.binding import binding_options, data_option
-from headrace_orchestrator.cli.storage import storage_options, storage_settings
+from headrace_orchestrator.cli.address_options import binding_options, data_option
+from headrace_orchestrator.cli.storage_options import storage_options, storage_settings
 from headrace_orchestrator.settings import Settings
 
 LEVELS = ("debug", "info", "warning", "error")

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from headrace.client import Client
+from headrace.client.sync_client import Client
 from headrace.errors import HeadraceError, ServingEnd, Unavailable
 
 OK, FAILED, USAGE, UNREACHABLE, NOTHING = range(5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from headrace import wire
+from headrace.wire import messages
 from headrace_orchestrator.cli.output import (
     connect,
     emit,
@@ -15,14 +15,14 @@ from headrace_orchestrator.cli.output import (
     shared,
     table,
 )
-from headrace_orchestrator.console.silence import learner_is_silent
+from headrace_orchestrator.console.last_seen import learner_is_silent
 
 COLUMNS = ("run", "version", "learner", "waits on", "groups", "queued", "leased", "done", "failed", "reward")
 """``groups`` are in flight; ``queued`` and ``leased`` are episodes now, the latter of how many the policy servers take
 at a time, where that is known; ``done`` and ``failed`` are those that ended."""
 
 
-def doing(run: wire.RunStatus) -> str:
+def doing(run: messages.RunStatus) -> str:
     """What the learner does, in a word; how the run ended, if it did."""
     if run.state != "active":
         return run.state
@@ -31,7 +31,7 @@ def doing(run: wire.RunStatus) -> str:
     return "silent" if learner_is_silent(run) else run.learner_doing or "–"
 
 
-def row(run: wire.RunStatus) -> list[str]:
+def row(run: messages.RunStatus) -> list[str]:
     """One run as a line of the table; ``COLUMNS`` are its columns."""
     waits = ", ".join(reason.code for reason in run.reasons) if run.learner_waiting else ""
     ended = run.episodes.get("finished", 0) + run.episodes.get("truncated", 0)
@@ -49,7 +49,7 @@ def row(run: wire.RunStatus) -> list[str]:
     ]
 
 
-def troubles(run: wire.RunStatus) -> list[str]:
+def troubles(run: messages.RunStatus) -> list[str]:
     """What keeps failing, in sentences, whether or not the learner waits; and what a weight sync is at."""
     failing = [reason.message for reason in run.reasons if reason.code.endswith("-failing")]
     return [*failing, run.weight_sync] if run.weight_sync else failing

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import click
 
-from headrace import wire
-from headrace.client import Client
+from headrace.client.sync_client import Client
+from headrace.wire import messages
 from headrace_orchestrator.cli.output import (
     connect,
     emit,
@@ -32,7 +32,7 @@ FIRST_LOOK_S = 5.0
 """How long it waits for the first look at a server that was just added."""
 
 
-def row(server: wire.PolicyServer) -> list[str]:
+def row(server: messages.PolicyServer) -> list[str]:
     """One server as a line of the table; ``COLUMNS`` are its columns."""
     return [
         server.address,
@@ -46,7 +46,7 @@ def row(server: wire.PolicyServer) -> list[str]:
     ]
 
 
-def why_no_server(run: wire.RunStatus) -> str:
+def why_no_server(run: messages.RunStatus) -> str:
     """Why a run has no policy servers."""
     if run.state == "closed":
         return f"The run {run.name} is closed: it has no policy servers any more."

@@ -12,9 +12,9 @@ from rich.live import Live
 from rich.markup import escape
 from rich.text import Text
 
-from headrace import wire
-from headrace.client import Client
+from headrace.client.sync_client import Client
 from headrace.errors import Unavailable
+from headrace.wire import messages
 from headrace_orchestrator.cli import runs
 from headrace_orchestrator.cli.output import (
     connect,
@@ -30,7 +30,7 @@ from headrace_orchestrator.cli.output import (
     span,
     table,
 )
-from headrace_orchestrator.console.silence import is_silent
+from headrace_orchestrator.console.last_seen import is_silent
 
 WORKER_COLUMNS = ("worker", "pool", "slots", "leased", "seen", "state")
 
@@ -82,7 +82,7 @@ def _live(client: Client, run: str | None, interval_s: float, sleep: Callable[[f
             sleep(interval_s)
 
 
-def verdict(run: wire.RunStatus) -> str:
+def verdict(run: messages.RunStatus) -> str:
     """One sentence: is the learner of this run waiting, and on what."""
     if run.state != "active":
         return f"{run.name}: {run.state}"
@@ -95,13 +95,13 @@ def verdict(run: wire.RunStatus) -> str:
     return f"{run.name}: the learner is {runs.doing(run)} ({span(run.learner_doing_s)}){troubles}"
 
 
-def worker_row(worker: wire.WorkerStatus) -> list[str]:
+def worker_row(worker: messages.WorkerStatus) -> list[str]:
     """One worker as a line; ``WORKER_COLUMNS`` are its columns."""
     state = "silent" if is_silent(worker) else "draining" if worker.draining else "ok"
     return [worker.worker, worker.pool, str(worker.slots), str(worker.leased), span(worker.seen_s), state]
 
 
-def _view(status: wire.ServiceStatus, shown: list[wire.RunStatus]) -> RenderableType:
+def _view(status: messages.ServiceStatus, shown: list[messages.RunStatus]) -> RenderableType:
     sentences = [
         Text.from_markup(f"[{'yellow' if entry.learner_waiting else 'green'}]●[/] {escape(printable(verdict(entry)))}")
         for entry in shown
@@ -117,7 +117,7 @@ def _view(status: wire.ServiceStatus, shown: list[wire.RunStatus]) -> Renderable
     )
 
 
-def _print(status: wire.ServiceStatus) -> None:
+def _print(status: messages.ServiceStatus) -> None:
     for entry in status.runs:
         click.echo(printable(verdict(entry)))
     table(runs.COLUMNS, [runs.row(entry) for entry in status.runs])

@@ -10,10 +10,10 @@ import click
 import msgspec
 from rich.markup import escape
 
-from headrace import wire
 from headrace.errors import UnknownBatch
 from headrace.runspec import parse_run_spec
 from headrace.trajectory import ContentPart, Message, Status, Trajectory, Turn, Version
+from headrace.wire import messages as wire
 from headrace_orchestrator.cli.output import (
     connect,
     console,

@@ -15,14 +15,14 @@ from typing import Any
 
 import click
 
-from headrace.engine import address_of
 from headrace.errors import SetupError
-from headrace_orchestrator.cli.binding import binding_options, data_option
+from headrace.wire.policy_server import address_of
+from headrace_orchestrator.cli.address_options import binding_options, data_option
 from headrace_orchestrator.cli.output import emit_line, json_option, note, shared
-from headrace_orchestrator.cli.storage import storage_arguments, storage_options
-from headrace_orchestrator.fleets import components
-from headrace_orchestrator.fleets.components import await_answer
-from headrace_orchestrator.fleets.local import Event, LocalFleet
+from headrace_orchestrator.cli.processes import components
+from headrace_orchestrator.cli.processes.components import await_answer
+from headrace_orchestrator.cli.processes.supervisor import Event, LocalFleet
+from headrace_orchestrator.cli.storage_options import storage_arguments, storage_options
 from headrace_orchestrator.settings import Address
 
 TINY_POLICY_PORT = 8471

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Protocol
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from headrace.errors import LAYERS
-from headrace.wire import RunStatus, ServiceStatus, WorkerStatus
-from headrace_orchestrator.console.silence import is_silent, learner_is_silent
+from headrace.wire.messages import RunStatus, ServiceStatus, WorkerStatus
+from headrace_orchestrator.console.last_seen import is_silent, learner_is_silent
 
 _TONES = {"waiting": 0, "busy": 1, "idle": 2, "over": 3}
 """Order of runs on the page, by the tone of their headlines."""

@@ -19,34 +19,26 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
-from headrace import wire
 from headrace.errors import Conflict, InternalError, RunExists
 from headrace.runspec import RunSpec
 from headrace.trajectory import Version
-from headrace_orchestrator.scheduler import (
-    announcing,
-    braking,
-    capping,
-    evaluating,
-    hosting,
-    leasing,
-    prioritizing,
-    records,
-    resuming,
-    serving,
-    settling,
-    snapshot,
-    submitting,
-    views,
-)
-from headrace_orchestrator.scheduler.book import STALL_SHARE, Book
-from headrace_orchestrator.scheduler.bounds import RETRY_S, Bounds
-from headrace_orchestrator.scheduler.check import check, durable
-from headrace_orchestrator.scheduler.hosts import Hosting
-from headrace_orchestrator.scheduler.judging import judge
-from headrace_orchestrator.scheduler.plans import Form, Plan, Redeliver
-from headrace_orchestrator.scheduler.records import AnyRecord, EpisodeEnded
-from headrace_orchestrator.scheduler.runs import Run
+from headrace.wire import messages
+from headrace_orchestrator.scheduler import events
+from headrace_orchestrator.scheduler.apply.state import STALL_SHARE, Book
+from headrace_orchestrator.scheduler.commands import batches as serving
+from headrace_orchestrator.scheduler.commands import evaluations, follow_ups, leases, policy_servers, priorities
+from headrace_orchestrator.scheduler.commands import groups as submitting
+from headrace_orchestrator.scheduler.commands import resume as resuming
+from headrace_orchestrator.scheduler.commands import versions as announcing
+from headrace_orchestrator.scheduler.commands.submissions import judge
+from headrace_orchestrator.scheduler.events import AnyRecord, EpisodeEnded
+from headrace_orchestrator.scheduler.queries import snapshot, views
+from headrace_orchestrator.scheduler.queries.check import check, durable
+from headrace_orchestrator.scheduler.queries.pull_plan import Form, Plan, Redeliver
+from headrace_orchestrator.scheduler.state import concurrency_cap, failure_backoff
+from headrace_orchestrator.scheduler.state.bounds import RETRY_S, Bounds
+from headrace_orchestrator.scheduler.state.policy_servers import Hosting
+from headrace_orchestrator.scheduler.state.run import Run
 
 __all__ = ["Form", "Plan", "Redeliver", "Scheduler"]
 
@@ -107,24 +99,24 @@ class Scheduler:
             if episode.state in ("leased", "cancelling") and episode.deadline <= now:
                 run = episode.group.run
                 runs[run.name] = run
-                settling.lease_lost(book, episode, now)
+                follow_ups.lease_lost(book, episode, now)
         for run in runs.values():
-            settling.settle(book, run, now)
+            follow_ups.settle(book, run, now)
         for run in book.runs.values():
             if run.batches:
                 serving.expire(book, run, now)
             if run.active_evaluations:
-                evaluating.expire(book, run, now)
+                evaluations.expire(book, run, now)
             if run.waiting:
-                settling.cut_overdue(book, run, now)
+                follow_ups.cut_overdue(book, run, now)
             if run.retiring:
-                settling.go_on_retiring(book, run, now)
+                follow_ups.go_on_retiring(book, run, now)
         if book.bounds.exist:
             for run in book.runs.values():
                 if run.admits:
-                    settling.settle(book, run, now)
+                    follow_ups.settle(book, run, now)
         for worker in book.workers.sweep(now):
-            book.emit(records.WorkerDraining(worker=worker, over=True), now)
+            book.emit(events.WorkerDraining(worker=worker, over=True), now)
 
     def next_deadline(self) -> float | None:
         """When ``tick`` wants to be called next at the latest: at a deadline, and while anything is leased often enough
@@ -138,7 +130,7 @@ class Scheduler:
         for run in self._book.runs.values():
             deadlines += [e.deadline for e in run.active_evaluations.values() if not e.expired]
             deadlines += islice(run.waiting.values(), 1)
-            due = braking.next_try(run)
+            due = failure_backoff.next_try(run)
             if due is not None and (self._last is None or due > self._last):
                 deadlines.append(due)
             if self._last is not None and run.retiring:
@@ -160,26 +152,26 @@ class Scheduler:
         if self._replaying:
             self._replaying = False
             book.renew_all(now)
-            settling.settle_after_replay(book, now)
+            follow_ups.settle_after_replay(book, now)
         elif self._last is not None and now - self._last > book.shortest_term_s * STALL_SHARE:
             book.renew_after_stall(now - self._last, now)
         self._last = now
         return book
 
     # Workers
-    def lease(self, request: wire.LeaseRequest, now: float) -> wire.LeaseReply:
+    def lease(self, request: messages.LeaseRequest, now: float) -> messages.LeaseReply:
         """Grant up to ``request.free`` attempts; renew what the worker holds."""
-        return leasing.lease(self._ready(now), request, now)
+        return leases.lease(self._ready(now), request, now)
 
-    def heartbeat(self, request: wire.HeartbeatRequest, now: float) -> wire.HeartbeatReply:
+    def heartbeat(self, request: messages.HeartbeatRequest, now: float) -> messages.HeartbeatReply:
         """Renew what the worker holds, and tell it what of it is over."""
-        return leasing.heartbeat(self._ready(now), request, now)
+        return leases.heartbeat(self._ready(now), request, now)
 
-    def hand_back(self, request: wire.ReturnRequest, now: float) -> None:
+    def hand_back(self, request: messages.ReturnRequest, now: float) -> None:
         """Queue again what a worker will not finish; draws no retry budget."""
-        leasing.hand_back(self._ready(now), request, now)
+        leases.hand_back(self._ready(now), request, now)
 
-    def judge(self, worker: str, nonce: str, outcome: EpisodeEnded, now: float) -> wire.SubmitVerdict:
+    def judge(self, worker: str, nonce: str, outcome: EpisodeEnded, now: float) -> messages.SubmitVerdict:
         """Decide on a valid submission. Only on ``accepted`` does the shell store the record.
 
         Rows may carry versions that were announced, or the next ``n`` of their lineage; else VersionUnknown is raised.
@@ -190,7 +182,7 @@ class Scheduler:
         """Give the worker nothing new, until it has gone."""
         book = self._ready(now)
         if worker not in book.workers.draining:
-            book.emit(records.WorkerDraining(worker=worker), now)
+            book.emit(events.WorkerDraining(worker=worker), now)
 
     # Runs
     def create_run(self, spec: RunSpec, now: float) -> None:
@@ -198,16 +190,16 @@ class Scheduler:
         book = self._ready(now)
         if spec.name in book.runs:
             raise RunExists(f"A run named {spec.name!r} exists.", hint="Give the new run another name.")
-        book.emit(records.RunCreated(run=spec.name, spec=spec.model_dump(mode="json")), now)
-        settling.settle(book, book.runs[spec.name], now)
+        book.emit(events.RunCreated(run=spec.name, spec=spec.model_dump(mode="json")), now)
+        follow_ups.settle(book, book.runs[spec.name], now)
 
     def close_run(self, run: str, now: float) -> None:
         """End a run for good; leased batches may still be acked. Closing it again changes nothing."""
         book = self._ready(now)
         closing = book.run(run)
         if not closing.closed:
-            book.emit(records.RunClosed(run=run), now)
-            settling.settle(book, closing, now)
+            book.emit(events.RunClosed(run=run), now)
+            follow_ups.settle(book, closing, now)
 
     def dissolve(self, run: str, batch: str, reason: str, now: float, *, answering: int = 0) -> None:
         """Give an open batch up, leased or not, as where its stored body is damaged (reason ``damaged``).
@@ -219,7 +211,7 @@ class Scheduler:
         book = self._ready(now)
         serving.dissolve(book, book.run(run), batch, reason, now, answering)
 
-    def submit_groups(self, run: str, groups: list[wire.GroupRequest], now: float) -> list[str]:
+    def submit_groups(self, run: str, groups: list[messages.GroupRequest], now: float) -> list[str]:
         """Admit groups that the learner wants, all or none; returns their ids."""
         book = self._ready(now)
         return submitting.submit(book, book.run(run), groups, now)
@@ -227,91 +219,91 @@ class Scheduler:
     def evict(self, run: str, group: str, now: float) -> None:
         """Retire a group whose stored records were lost, so that it is not planned again."""
         book = self._ready(now)
-        settling.evict(book, book.run(run), group, now)
+        follow_ups.evict(book, book.run(run), group, now)
 
-    def start_evaluation(self, run: str, request: wire.EvaluationRequest, now: float) -> str:
+    def start_evaluation(self, run: str, request: messages.EvaluationRequest, now: float) -> str:
         """Admit the episodes of an evaluation; returns its id."""
         book = self._ready(now)
         evaluated = book.run(run)
         if evaluated.closed:
             raise Conflict(f"Run {run} was closed.")
-        return evaluating.start(book, evaluated, request, now)
+        return evaluations.start(book, evaluated, request, now)
 
-    def evaluation(self, run: str, evaluation: str, now: float) -> wire.EvaluationReply:
+    def evaluation(self, run: str, evaluation: str, now: float) -> messages.EvaluationReply:
         """How far an evaluation is."""
-        return evaluating.report(self._book, self._book.run(run), evaluation, now)
+        return evaluations.report(self._book, self._book.run(run), evaluation, now)
 
     def sync_hold(self, run: str, now: float) -> tuple[float, list[str]]:
         """Seconds that a weight sync still has to wait for evaluations, and which."""
-        return evaluating.sync_hold(self._book.run(run), now)
+        return evaluations.sync_hold(self._book.run(run), now)
 
     # Learners
-    def pull(self, run: str, request: wire.PullRequest, now: float) -> Plan:
+    def pull(self, run: str, request: messages.PullRequest, now: float) -> Plan:
         """A batch, a plan to form one, or why there is none."""
         book = self._ready(now)
         return serving.pull(book, book.run(run), request, now)
 
-    def form(self, run: str, plan: Form, request: wire.PullRequest, now: float) -> Redeliver:
+    def form(self, run: str, plan: Form, request: messages.PullRequest, now: float) -> Redeliver:
         """Freeze a planned batch and lease it."""
         book = self._ready(now)
         return serving.form(book, book.run(run), plan, request, now)
 
-    def ack(self, run: str, batch: str, request: wire.AckRequest, now: float) -> wire.AckReply:
+    def ack(self, run: str, batch: str, request: messages.AckRequest, now: float) -> messages.AckReply:
         """Count a use of the batch's groups, and announce the version that the step made."""
         book = self._ready(now)
         return serving.ack(book, book.run(run), batch, request, now)
 
-    def nack(self, run: str, batch: str, request: wire.NackRequest, now: float) -> None:
+    def nack(self, run: str, batch: str, request: messages.NackRequest, now: float) -> None:
         """Take a batch back, to be redelivered."""
         book = self._ready(now)
         serving.nack(book, book.run(run), batch, request, now)
 
-    def resume(self, run: str, request: wire.ResumeRequest, now: float) -> wire.ResumeReply:
+    def resume(self, run: str, request: messages.ResumeRequest, now: float) -> messages.ResumeReply:
         """Lease to a new session of a learner what its earlier ones left unacked."""
         book = self._ready(now)
         return resuming.resume(book, book.run(run), request, now)
 
-    def announce(self, run: str, request: wire.VersionRequest, now: float) -> wire.VersionReply:
+    def announce(self, run: str, request: messages.VersionRequest, now: float) -> messages.VersionReply:
         """Take a new version of the lineage now."""
         book = self._ready(now)
         announcing.announce(book, book.run(run), request.version, request.weights, now)
-        return wire.VersionReply(epoch=book.epoch, version=str(book.run(run).versions.now))
+        return messages.VersionReply(epoch=book.epoch, version=str(book.run(run).versions.now))
 
-    def rewind(self, run: str, request: wire.RewindRequest, now: float) -> wire.VersionReply:
+    def rewind(self, run: str, request: messages.RewindRequest, now: float) -> messages.VersionReply:
         """Open a new lineage that forks from an earlier version."""
         book = self._ready(now)
         announcing.rewind(book, book.run(run), request.version, now)
-        return wire.VersionReply(epoch=book.epoch, version=str(book.run(run).versions.now))
+        return messages.VersionReply(epoch=book.epoch, version=str(book.run(run).versions.now))
 
     # Policy servers
     def add_server(self, run: str, address: str, now: float) -> None:
         """Give the run a policy server, or end the drain of one."""
         book = self._ready(now)
-        hosting.add(book, book.run(run), address, now)
+        policy_servers.add(book, book.run(run), address, now)
 
     def drain_server(self, run: str, address: str, now: float) -> None:
         """Let a policy server of the run finish what it has; raises UnknownServer."""
         book = self._ready(now)
-        hosting.drain(book, book.run(run), address, now)
+        policy_servers.drain(book, book.run(run), address, now)
 
     def remove_server(self, run: str, address: str, now: float) -> None:
         """Take a policy server from the run; raises UnknownServer."""
         book = self._ready(now)
-        hosting.remove(book, book.run(run), address, now)
+        policy_servers.remove(book, book.run(run), address, now)
 
-    def weights_served(self, run: str, version: Version, weights: wire.Weights, now: float) -> None:
+    def weights_served(self, run: str, version: Version, weights: messages.Weights, now: float) -> None:
         """A policy server takes requests with this version."""
         book = self._ready(now)
-        hosting.served(book, book.run(run), version, weights, now)
+        policy_servers.served(book, book.run(run), version, weights, now)
 
     def set_inference_slots(self, run: str, slots: int | None) -> bool:
         """How many training episodes the run's policy servers take at a time; None where nobody knows. Soft. Returns
         whether there is more room than before."""
-        return capping.set_slots(self._book.run(run), slots)
+        return concurrency_cap.set_slots(self._book.run(run), slots)
 
-    def tell_servers(self, run: str, told: list[wire.Reason]) -> None:
+    def tell_servers(self, run: str, told: list[messages.Reason]) -> None:
         """What the run's policy servers are at, in words for those whose pull waits. Soft."""
-        hosting.tell(self._book.run(run), told)
+        policy_servers.tell(self._book.run(run), told)
 
     def leased(self, run: str) -> int:
         """The run's training episodes at workers."""
@@ -326,17 +318,17 @@ class Scheduler:
         """The run's policy servers and weights; to be read only."""
         return self._book.run(run).hosting
 
-    def set_priorities(self, run: str, request: wire.PrioritiesRequest, now: float) -> wire.PrioritiesReply:
+    def set_priorities(self, run: str, request: messages.PrioritiesRequest, now: float) -> messages.PrioritiesReply:
         """Set what a prioritized draw goes by."""
         book = self._ready(now)
-        return prioritizing.set_priorities(book, book.run(run), request, now)
+        return priorities.set_priorities(book, book.run(run), request, now)
 
-    def doing(self, run: str, request: wire.DoingRequest, now: float) -> None:
+    def doing(self, run: str, request: messages.DoingRequest, now: float) -> None:
         """A learner says what it is doing; its batch leases are renewed."""
         serving.doing(self._ready(now).run(run), request, now)
 
     # Views
-    def run_status(self, run: str, now: float) -> wire.RunStatus:
+    def run_status(self, run: str, now: float) -> messages.RunStatus:
         """One run, as pages show it."""
         return views.run_status(self._book, self._book.run(run), now)
 
@@ -344,7 +336,7 @@ class Scheduler:
         """All runs, closed ones included, oldest first."""
         return list(self._book.runs)
 
-    def worker_statuses(self, now: float) -> list[wire.WorkerStatus]:
+    def worker_statuses(self, now: float) -> list[messages.WorkerStatus]:
         """All workers heard of of late, or holding attempts."""
         return views.worker_statuses(self._book, now)
 

@@ -18,19 +18,19 @@ from tempfile import TemporaryDirectory
 
 import msgspec
 
-from headrace import logfiles, logformat
 from headrace.assets import FOLDER, asset_path
-from headrace.codec import TrajectoryHead
 from headrace.errors import HeadraceError, SetupError
-from headrace.logfiles import LogFile
-from headrace.logformat import Damage, Frame, FrameType, Tally
+from headrace.store import log_files, log_format
+from headrace.store.log_files import LogFile
+from headrace.store.log_format import Damage, Frame, FrameType, Tally
+from headrace.wire.codec import TrajectoryHead
 from headrace_orchestrator.buffer import assets
 from headrace_orchestrator.buffer.directory import hold, is_owned, sync_directory
-from headrace_orchestrator.buffer.listing import Unprojected, listed_of
-from headrace_orchestrator.buffer.location import Location
+from headrace_orchestrator.buffer.frame_location import Location
+from headrace_orchestrator.buffer.listed import Unprojected, listed_of
 from headrace_orchestrator.buffer.projection import Projection
-from headrace_orchestrator.buffer.twins import Twin, copy_of, differences
-from headrace_orchestrator.service.findings import COST_OF, Finding, Kind, Report
+from headrace_orchestrator.buffer.projection_diff import Twin, copy_of, differences
+from headrace_orchestrator.service.fsck_findings import COST_OF, Finding, Kind, Report
 from headrace_orchestrator.service.store import facts_of
 
 OnProgress = Callable[[int, int], None]
@@ -103,7 +103,7 @@ class Reading:
         directory = data / "log"
         self._files: list[LogFile] = []
         with suppress(FileNotFoundError):  # a live service deletes its oldest files, whole
-            for file in logfiles.newest_first(directory, logfiles.numbers_in(directory)):
+            for file in log_files.newest_first(directory, log_files.numbers_in(directory)):
                 self._files.insert(0, file.without_state())
         self._lived = lived
         self._on_progress = on_progress
@@ -140,7 +140,7 @@ class Reading:
         self._write(built)
 
     def _check_length(self, file: LogFile, following: LogFile | None) -> None:
-        missing = logfiles.missing_behind(file, following) if following is not None else None
+        missing = log_files.missing_behind(file, following) if following is not None else None
         if following is None or missing is None:
             return
         start = Location(file.number, missing.offset, 0).position
@@ -179,7 +179,7 @@ class Reading:
         """Find what is damaged of a frame that can be read all the same."""
         if frame.recovered:
             problem, cost = "one of its two copies is damaged", "Nothing yet: the other copy is intact."
-        elif not logformat.is_padded_with_zeros(file.path, frame):
+        elif not log_format.is_padded_with_zeros(file.path, frame):
             problem, cost = "a byte that fills it up was changed", "Nothing: no data is there."
         else:
             return
@@ -190,7 +190,7 @@ class Reading:
     def _check_footer(self, file: LogFile, frame: Frame, tally: Tally) -> None:
         self.frames[frame.type] += 1
         try:
-            matches = tally.matches(logformat.parse_footer(frame.payload))
+            matches = tally.matches(log_format.parse_footer(frame.payload))
         except msgspec.MsgspecError:
             matches = False
         if not matches:

@@ -25,19 +25,19 @@ from headrace_orchestrator.buffer.assets import COLLECT_EVERY_S, Assets
 from headrace_orchestrator.buffer.directory import DataDirectory
 from headrace_orchestrator.buffer.log import Log
 from headrace_orchestrator.buffer.projection import Projection
-from headrace_orchestrator.buffer.writing import WriterThread, Writing
+from headrace_orchestrator.buffer.writer_thread import WriterThread, Writing
 from headrace_orchestrator.metrics import Metrics
-from headrace_orchestrator.scheduler.bounds import Bounds
 from headrace_orchestrator.scheduler.core import Scheduler
-from headrace_orchestrator.service.pagecache import PageCache
-from headrace_orchestrator.service.policyplane import PolicyPlane
-from headrace_orchestrator.service.pulling import Pulls
+from headrace_orchestrator.scheduler.state.bounds import Bounds
+from headrace_orchestrator.service.batches import Bodies
+from headrace_orchestrator.service.page_cache import PageCache
+from headrace_orchestrator.service.policy_servers import PolicyPlane
+from headrace_orchestrator.service.pulls import Pulls
 from headrace_orchestrator.service.replay import replay
-from headrace_orchestrator.service.retaining import Retainer
-from headrace_orchestrator.service.serving import Bodies
+from headrace_orchestrator.service.retention import Retainer
 from headrace_orchestrator.service.shell import Shell
 from headrace_orchestrator.service.store import Store
-from headrace_orchestrator.service.submitting import Submissions
+from headrace_orchestrator.service.submissions import Submissions
 from headrace_orchestrator.settings import Settings
 
 log = logs.logger(__name__)

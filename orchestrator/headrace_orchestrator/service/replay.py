@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from headrace.errors import CorruptRecord, HeadraceError
-from headrace.logformat import FrameType
+from headrace.store.log_format import FrameType
 from headrace_orchestrator import logs
-from headrace_orchestrator.buffer.location import Location
+from headrace_orchestrator.buffer.frame_location import Location
 from headrace_orchestrator.buffer.log import Lost, Placed
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.service.store import Store, facts_of

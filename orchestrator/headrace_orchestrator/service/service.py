@@ -14,22 +14,22 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from headrace import wire
 from headrace.assets import pack_assets
-from headrace.batch import read_advantages, read_manifest
+from headrace.batch.batch import read_advantages, read_manifest
 from headrace.errors import UnknownBatch, UnknownEnvironment, UnknownTrajectory
 from headrace.runspec import parse_run_spec
+from headrace.wire import messages
 from headrace_orchestrator import logs
 from headrace_orchestrator.buffer.directory import DataDirectory
-from headrace_orchestrator.buffer.listing import Stored
+from headrace_orchestrator.buffer.listed import Stored
 from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.scheduler.core import Scheduler
+from headrace_orchestrator.service.batches import Served
 from headrace_orchestrator.service.lifecycle import Lifecycle, Running, StartWriting, in_a_thread
-from headrace_orchestrator.service.serving import Served
 from headrace_orchestrator.service.shell import HEADRACE_VERSION
 from headrace_orchestrator.service.store import Store
-from headrace_orchestrator.service.submitting import Told
-from headrace_orchestrator.service.waiting import ClientGone, Left
+from headrace_orchestrator.service.submissions import Told
+from headrace_orchestrator.service.waiters import ClientGone, Left
 from headrace_orchestrator.settings import Settings
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class Service(Lifecycle):
 
     # Workers --------------------------------------------------------------------------------------------------
 
-    async def lease(self, request: wire.LeaseRequest, left: Left) -> wire.LeaseReply:
+    async def lease(self, request: messages.LeaseRequest, left: Left) -> messages.LeaseReply:
         """Grant work; waits up to ``wait_s`` until there is some."""
         shell = self._require().shell
         deadline = shell.now() + request.wait_s
@@ -80,16 +80,16 @@ class Service(Lifecycle):
             bell.ring()
         await shell.store.log.synced()
         if waited and reply.attempts and left().done():
-            keys = [wire.AttemptKey(a.episode, a.attempt, a.nonce) for a in reply.attempts]
-            await self.hand_back(wire.ReturnRequest(worker=request.worker, attempts=keys))
+            keys = [messages.AttemptKey(a.episode, a.attempt, a.nonce) for a in reply.attempts]
+            await self.hand_back(messages.ReturnRequest(worker=request.worker, attempts=keys))
             raise ClientGone
         return reply
 
-    async def heartbeat(self, request: wire.HeartbeatRequest) -> wire.HeartbeatReply:
+    async def heartbeat(self, request: messages.HeartbeatRequest) -> messages.HeartbeatReply:
         """Renew a worker's leases."""
         return await self._do(lambda core, now: core.heartbeat(request, now))
 
-    async def hand_back(self, request: wire.ReturnRequest) -> None:
+    async def hand_back(self, request: messages.ReturnRequest) -> None:
         """Take attempts back."""
         await self._do(lambda core, now: core.hand_back(request, now))
 
@@ -97,7 +97,7 @@ class Service(Lifecycle):
         """Give a worker nothing new."""
         await self._do(lambda core, now: core.drain_worker(worker, now))
 
-    async def submit(self, worker: str, body: bytes) -> wire.SubmitReply:
+    async def submit(self, worker: str, body: bytes) -> messages.SubmitReply:
         """Judge submitted records; returns when the accepted ones are on disk. Raises InvalidRequest, StoreError."""
         return await self._require().submissions.submit(worker, body)
 
@@ -105,29 +105,29 @@ class Service(Lifecycle):
         """The same without a task: ``told`` gets the reply later, or StoreError. Raises InvalidRequest."""
         self._require().submissions.take(worker, body, told)
 
-    def claim_assets(self, request: wire.AssetsRequest) -> wire.AssetsReply:
+    def claim_assets(self, request: messages.AssetsRequest) -> messages.AssetsReply:
         """Keep assets for a worker's records, and say which of them it is to send."""
         assets = self._require().assets
-        return wire.AssetsReply(epoch=self.epoch, missing=assets.claim(request.names), keep_s=assets.promise_s)
+        return messages.AssetsReply(epoch=self.epoch, missing=assets.claim(request.names), keep_s=assets.promise_s)
 
-    async def add_asset(self, name: str, data: bytes) -> wire.AssetsReply:
+    async def add_asset(self, name: str, data: bytes) -> messages.AssetsReply:
         """Store an asset; returns when it is on disk. Raises InvalidAsset, StoreError."""
         assets = self._require().assets
         await assets.add(name, data)
-        return wire.AssetsReply(epoch=self.epoch, missing=[], keep_s=assets.promise_s)
+        return messages.AssetsReply(epoch=self.epoch, missing=[], keep_s=assets.promise_s)
 
     async def asset(self, name: str) -> bytes:
         """An asset, checked. Raises UnknownAsset, CorruptAsset."""
         return await self._require().assets.read(name)
 
-    async def assets(self, request: wire.AssetsRequest) -> bytes:
+    async def assets(self, request: messages.AssetsRequest) -> bytes:
         """The first of these assets, as many as one answer takes, or what is wrong with them."""
         found = await self._require().assets.read_many(request.names, ASSETS_BYTES)
         return await asyncio.to_thread(pack_assets, found)
 
     # Runs -----------------------------------------------------------------------------------------------------
 
-    async def create_run(self, spec: Mapping[str, Any]) -> wire.RunStatus:
+    async def create_run(self, spec: Mapping[str, Any]) -> messages.RunStatus:
         """Create a run. Raises InvalidRunSpec, RunExists, UnknownEnvironment."""
         parsed = parse_run_spec(spec)
         self._check_environments([entry.id for entry in parsed.environments])
@@ -136,17 +136,17 @@ class Service(Lifecycle):
         log.info("run created", run=parsed.name)
         return self.run_status(parsed.name)
 
-    async def close_run(self, run: str) -> wire.RunStatus:
+    async def close_run(self, run: str) -> messages.RunStatus:
         """End a run."""
         await self._do(lambda core, now: core.close_run(run, now))
         log.info("run closed", run=run)
         return self.run_status(run)
 
-    async def submit_groups(self, run: str, request: wire.SubmitGroupsRequest) -> wire.SubmitGroupsReply:
+    async def submit_groups(self, run: str, request: messages.SubmitGroupsRequest) -> messages.SubmitGroupsReply:
         """Add groups of the learner's own."""
         self._check_environments([str(group.task.get("environment")) for group in request.groups])
         groups = await self._do(lambda core, now: core.submit_groups(run, request.groups, now))
-        return wire.SubmitGroupsReply(epoch=self.epoch, groups=groups)
+        return messages.SubmitGroupsReply(epoch=self.epoch, groups=groups)
 
     def _check_environments(self, names: Iterable[str]) -> None:
         known = self._settings.environments
@@ -160,54 +160,54 @@ class Service(Lifecycle):
 
     # Learners -------------------------------------------------------------------------------------------------
 
-    async def pull(self, run: str, request: wire.PullRequest, left: Left) -> Served | wire.EmptyReply:
+    async def pull(self, run: str, request: messages.PullRequest, left: Left) -> Served | messages.EmptyReply:
         """Lease a batch; waits up to ``wait_s`` until one is ready."""
         return await self._require().pulls.pull(run, request, left)
 
-    async def resume(self, run: str, request: wire.ResumeRequest) -> wire.ResumeReply:
+    async def resume(self, run: str, request: messages.ResumeRequest) -> messages.ResumeReply:
         """Give a learner that was started again what it left unacked."""
         reply = await self._do(lambda core, now: core.resume(run, request, now))
         log.info("resumed", run=run, learner=request.learner, batches=len(reply.batches), lost=len(reply.lost))
         return reply
 
-    async def ack(self, run: str, batch: str, request: wire.AckRequest) -> wire.AckReply:
+    async def ack(self, run: str, batch: str, request: messages.AckRequest) -> messages.AckReply:
         """The batch was trained on."""
         reply = await self._do(lambda core, now: core.ack(run, batch, request, now))
         log.info("batch acked", run=run, batch=batch, version=reply.version)
         return reply
 
-    async def nack(self, run: str, batch: str, request: wire.NackRequest) -> None:
+    async def nack(self, run: str, batch: str, request: messages.NackRequest) -> None:
         """Take a batch back."""
         await self._do(lambda core, now: core.nack(run, batch, request, now))
         log.info("batch given back", run=run, batch=batch, reason=request.reason)
 
-    async def announce(self, run: str, request: wire.VersionRequest) -> wire.VersionReply:
+    async def announce(self, run: str, request: messages.VersionRequest) -> messages.VersionReply:
         """A version is loaded."""
         return await self._do(lambda core, now: core.announce(run, request, now))
 
-    async def rewind(self, run: str, request: wire.RewindRequest) -> wire.VersionReply:
+    async def rewind(self, run: str, request: messages.RewindRequest) -> messages.VersionReply:
         """Open a new lineage."""
         reply = await self._do(lambda core, now: core.rewind(run, request, now))
         log.info("rewound", run=run, version=reply.version)
         return reply
 
-    async def set_priorities(self, run: str, request: wire.PrioritiesRequest) -> wire.PrioritiesReply:
+    async def set_priorities(self, run: str, request: messages.PrioritiesRequest) -> messages.PrioritiesReply:
         """What a prioritized draw goes by."""
         return await self._do(lambda core, now: core.set_priorities(run, request, now))
 
-    async def doing(self, run: str, request: wire.DoingRequest) -> None:
+    async def doing(self, run: str, request: messages.DoingRequest) -> None:
         """The learner says what it does."""
         await self._do(lambda core, now: core.doing(run, request, now))
 
     # Evaluations ----------------------------------------------------------------------------------------------
 
-    async def start_evaluation(self, run: str, request: wire.EvaluationRequest) -> wire.EvaluationReply:
+    async def start_evaluation(self, run: str, request: messages.EvaluationRequest) -> messages.EvaluationReply:
         """Start episodes pinned to a version."""
         self._check_environments([str(task.get("environment")) for task in request.tasks])
         evaluation = await self._do(lambda core, now: core.start_evaluation(run, request, now))
         return await self._do(lambda core, now: core.evaluation(run, evaluation, now))
 
-    async def evaluation(self, run: str, evaluation: str, wait_s: float, left: Left) -> wire.EvaluationReply:
+    async def evaluation(self, run: str, evaluation: str, wait_s: float, left: Left) -> messages.EvaluationReply:
         """How an evaluation stands; waits until it is finished."""
         return await self._poll(
             run,
@@ -217,12 +217,12 @@ class Service(Lifecycle):
             enough=lambda reply: reply.finished,
         )
 
-    async def hold(self, run: str, wait_s: float, left: Left) -> wire.HoldReply:
+    async def hold(self, run: str, wait_s: float, left: Left) -> messages.HoldReply:
         """Whether weights may be replaced; waits until they may."""
 
-        def ask(core: Scheduler, now: float) -> wire.HoldReply:
+        def ask(core: Scheduler, now: float) -> messages.HoldReply:
             hold_s, evaluations = core.sync_hold(run, now)
-            return wire.HoldReply(epoch=self.epoch, hold_s=hold_s, evaluations=evaluations)
+            return messages.HoldReply(epoch=self.epoch, hold_s=hold_s, evaluations=evaluations)
 
         return await self._poll(run, wait_s, left, ask=ask, enough=lambda reply: reply.hold_s <= 0)
 
@@ -250,7 +250,7 @@ class Service(Lifecycle):
 
     # Policy servers -------------------------------------------------------------------------------------------
 
-    async def servers(self, run: str, revision: int, wait_s: float, left: Left) -> wire.ServersReply:
+    async def servers(self, run: str, revision: int, wait_s: float, left: Left) -> messages.ServersReply:
         """The policy servers of a run; waits until there is news of them."""
         return await self._require().plane.servers(run, revision, wait_s, left)
 
@@ -271,11 +271,11 @@ class Service(Lifecycle):
 
     # Views ----------------------------------------------------------------------------------------------------
 
-    def run_status(self, run: str) -> wire.RunStatus:
+    def run_status(self, run: str) -> messages.RunStatus:
         """One run. Raises UnknownRun."""
         return self._run_status(self._require(), run)
 
-    def _run_status(self, running: Running, run: str) -> wire.RunStatus:
+    def _run_status(self, running: Running, run: str) -> messages.RunStatus:
         status = running.shell.core.run_status(run, running.shell.now())
         servers, sync = running.plane.shown(run)
         return msgspec.structs.replace(
@@ -286,16 +286,16 @@ class Service(Lifecycle):
         """The oldest groups in flight. Raises UnknownRun."""
         return self._require().shell.core.groups(run)
 
-    def status(self) -> wire.ServiceStatus:
+    def status(self) -> messages.ServiceStatus:
         """The whole service, for whoever watches it: without runs and workers while it starts, and as it is in memory
         while the store fails."""
-        runs: list[wire.RunStatus] = []
-        workers: list[wire.WorkerStatus] = []
+        runs: list[messages.RunStatus] = []
+        workers: list[messages.WorkerStatus] = []
         if self._running is not None:
             shell = self._running.shell
             runs = [self._run_status(self._running, name) for name in shell.core.run_names()]
             workers = shell.core.worker_statuses(shell.now())
-        return wire.ServiceStatus(
+        return messages.ServiceStatus(
             epoch=self.epoch,
             version=HEADRACE_VERSION,
             uptime_s=self._clock() - self._started_at,
@@ -321,7 +321,7 @@ class Service(Lifecycle):
 
     async def trajectories(
         self, run: str, filters: Mapping[str, str], limit: int, before: int | None
-    ) -> wire.TrajectoryList:
+    ) -> messages.TrajectoryList:
         """A page of a run's trajectories, newest first. Raises UnknownRun."""
         shell = self._require().shell
         shell.core.spec(run)  # raises UnknownRun
@@ -330,7 +330,7 @@ class Service(Lifecycle):
         page, following = await asyncio.to_thread(
             shell.store.projection.page, run, filters, limit, before, now_ms=now_ms
         )
-        return wire.TrajectoryList(
+        return messages.TrajectoryList(
             epoch=self.epoch, trajectories=page, next="" if following is None else str(following)
         )
 
@@ -340,7 +340,7 @@ class Service(Lifecycle):
         found = await self._find(store, trajectory)
         return await asyncio.to_thread(store.log.read, found.location)
 
-    async def advantages(self, trajectory: str) -> wire.TrajectoryAdvantages:
+    async def advantages(self, trajectory: str) -> messages.TrajectoryAdvantages:
         """What the batch that it was last frozen into says of a trajectory. Raises UnknownTrajectory, UnknownBatch,
         CorruptRecord."""
         store = self._require().shell.store
@@ -354,14 +354,14 @@ class Service(Lifecycle):
                 hint="Advantages are computed when a batch is formed: pull until its group is served.",
             )
         rows = [
-            wire.SegmentAdvantages(
+            messages.SegmentAdvantages(
                 segment=row.segment,
                 returns=row.returns.tolist(),
                 advantages=None if row.advantages is None else row.advantages.tolist(),
             )
             for row in read_advantages(head, trajectory)
         ]
-        return wire.TrajectoryAdvantages(
+        return messages.TrajectoryAdvantages(
             epoch=self.epoch,
             trajectory=trajectory,
             batch=manifest.batch,

@@ -13,24 +13,24 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version as installed_version
 from typing import TypeVar
 
-from headrace import codec
 from headrace.errors import InternalError, StoreError
 from headrace.ids import new_id
+from headrace.wire import codec
 from headrace_orchestrator import logs
-from headrace_orchestrator.buffer.listing import TrajectoryListed
+from headrace_orchestrator.buffer.listed import TrajectoryListed
 from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.scheduler.core import Scheduler
-from headrace_orchestrator.scheduler.records import (
+from headrace_orchestrator.scheduler.events import (
     AnyRecord,
     AttemptEnded,
     BatchFormed,
     EpisodeEnded,
     TaskQuarantined,
 )
-from headrace_orchestrator.service.outcomes import outcome_of, record_of
-from headrace_orchestrator.service.serving import Formed
+from headrace_orchestrator.service.batches import Formed
+from headrace_orchestrator.service.record_events import outcome_of, record_of
 from headrace_orchestrator.service.store import Decided, Ended, Frozen, Store
-from headrace_orchestrator.service.waiting import Bells
+from headrace_orchestrator.service.waiters import Bells
 
 T = TypeVar("T")
 

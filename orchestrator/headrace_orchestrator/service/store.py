@@ -17,12 +17,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from headrace import codec
-from headrace.batch import read_manifest
-from headrace.codec import TrajectoryHead
-from headrace.logformat import Frame, FrameType
-from headrace.manifest import Manifest
-from headrace_orchestrator.buffer.listing import (
+from headrace.batch.batch import read_manifest
+from headrace.batch.manifest import Manifest
+from headrace.store.log_format import Frame, FrameType
+from headrace.wire import codec
+from headrace.wire.codec import TrajectoryHead
+from headrace_orchestrator.buffer.frame_location import Location
+from headrace_orchestrator.buffer.listed import (
     BatchListed,
     FileGone,
     Listed,
@@ -30,19 +31,18 @@ from headrace_orchestrator.buffer.listing import (
     Unprojected,
     listed_of,
 )
-from headrace_orchestrator.buffer.location import Location
 from headrace_orchestrator.buffer.log import Log, Moves
-from headrace_orchestrator.buffer.seam import Listings
+from headrace_orchestrator.buffer.storage_protocols import Listings
 from headrace_orchestrator.scheduler.core import Scheduler
-from headrace_orchestrator.scheduler.records import (
+from headrace_orchestrator.scheduler.events import (
     AnyRecord,
     BatchAcked,
     BatchDissolved,
     BatchFormed,
     EpisodeEnded,
 )
-from headrace_orchestrator.service.index import Index
-from headrace_orchestrator.service.outcomes import outcome_of
+from headrace_orchestrator.service.group_index import Index
+from headrace_orchestrator.service.record_events import outcome_of
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[AnyRecord])

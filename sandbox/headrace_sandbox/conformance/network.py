@@ -32,7 +32,7 @@ async def _in_a_world(lab: Lab, number: str) -> str:
     if os.geteuid() != 0 or missing:
         raise NotRun(f"it takes root and the programs ip, unshare and nsenter; missing: {', '.join(missing) or 'root'}")
     process = await asyncio.create_subprocess_exec(
-        *("unshare", "--net", "--", sys.executable, "-m", "headrace_sandbox.conformance.world"),
+        *("unshare", "--net", "--", sys.executable, "-m", "headrace_sandbox.conformance.network_host"),
         *(lab.runtime.name, lab.way, number),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,

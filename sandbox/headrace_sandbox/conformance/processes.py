@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox.conformance.look import Traces, descendants, gone, lives, traces
+from headrace_sandbox.conformance.leftovers import Traces, descendants, gone, lives, traces
 from headrace_sandbox.conformance.resources import NO_FORK
 from headrace_sandbox.conformance.suite import CONTAINED, REFUSED, Lab, NotRun, Unclear, case, ended
 from headrace_sandbox.result import ExecResult, Limits

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import secrets
 
-from headrace_sandbox.conformance.look import gone
+from headrace_sandbox.conformance.leftovers import gone
 from headrace_sandbox.conformance.suite import CONTAINED, Lab, Unclear, case, ended
 
 NO_FORK = ("has no attribute 'fork'", "does not support processes", "Function not implemented")

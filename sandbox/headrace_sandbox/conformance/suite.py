@@ -34,7 +34,7 @@ SAFE = (CONTAINED, REFUSED, VIRTUAL, UNKILLABLE, NOT_OFFERED, NOT_RUN)
 
 PYTHON = ("python3", "-I", "main.py")
 
-MODULES = ("resources", "processes", "sight", "kernel", "network", "files", "text")
+MODULES = ("resources", "processes", "visibility", "kernel", "network", "files", "text")
 """Of this package: where the cases are."""
 
 

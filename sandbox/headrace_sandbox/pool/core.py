@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from headrace_sandbox.pool.line import Line, Waiting
+from headrace_sandbox.pool.fair_queue import Line, Waiting
 from headrace_sandbox.pool.messages import (
     Bounds,
     Clean,

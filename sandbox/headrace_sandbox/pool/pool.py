@@ -22,7 +22,7 @@ import msgspec
 from headrace.errors import SandboxFailure
 from headrace.timeouts import timeout
 from headrace_sandbox.pool.core import Core
-from headrace_sandbox.pool.leased import Leased, over
+from headrace_sandbox.pool.leased_sandbox import Leased, over
 from headrace_sandbox.pool.messages import (
     Bounds,
     Clean,

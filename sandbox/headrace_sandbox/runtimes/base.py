@@ -16,7 +16,7 @@ from typing import Literal, Protocol, runtime_checkable
 import msgspec
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox.bwrap import SCRATCH
+from headrace_sandbox.host.bwrap import SCRATCH
 from headrace_sandbox.result import LONGEST_S, ExecResult, Isolation, Limits, check_range
 
 SessionKind = Literal["bash", "python"]

@@ -17,7 +17,7 @@ from importlib.metadata import entry_points
 from headrace.errors import SandboxFailure
 from headrace.timeouts import timeout
 from headrace_sandbox.runtimes.base import Runtime
-from headrace_sandbox.runtimes.selftest import self_test, self_test_failed
+from headrace_sandbox.runtimes.self_test import self_test, self_test_failed
 
 GROUP = "headrace.runtimes"
 

@@ -28,8 +28,8 @@ from headrace.errors import (
 )
 from headrace.ids import new_id
 from headrace.server.auth import Auth, Role
-from headrace.wire import PROBLEM_MEDIA_TYPE
-from headrace_sandbox.pool.leased import Leased, over
+from headrace.wire.messages import PROBLEM_MEDIA_TYPE
+from headrace_sandbox.pool.leased_sandbox import Leased, over
 from headrace_sandbox.pool.pool import Pool
 from headrace_sandbox.result import Limits, check_range
 from headrace_sandbox.runtimes.base import Session

@@ -8,11 +8,11 @@ import click
 import msgspec
 
 from headrace.errors import MissingExtra
+from headrace_sandbox.host.owner import state_folder
 from headrace_sandbox.pool.messages import PoolSettings
 from headrace_sandbox.pool.pool import usual_settings
 from headrace_sandbox.runtimes.registry import DEFAULT
 from headrace_sandbox.service.settings import ServiceSettings
-from headrace_sandbox.supervisor import state_folder
 
 SOCKET = "service.sock"
 """Name of the socket in the state folder, where none is given."""

@@ -24,10 +24,10 @@ import structlog
 from headrace.errors import SetupError
 from headrace.server.auth import Auth, load_auth
 from headrace.server.process import BACKLOG, listen, run_until_signal, serving
-from headrace_sandbox.heir import Heir
+from headrace_sandbox.host.cleanup import Heir
+from headrace_sandbox.host.reaper import reap
 from headrace_sandbox.pool.messages import Bounds
 from headrace_sandbox.pool.pool import Pool
-from headrace_sandbox.reaper import reap
 from headrace_sandbox.runtimes.base import Runtime, Sweeps, Template
 from headrace_sandbox.runtimes.registry import ready_runtime
 from headrace_sandbox.service import logs

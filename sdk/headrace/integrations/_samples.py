@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from headrace.batch import Batch, Row
+from headrace.batch.batch import Batch, Row
 from headrace.errors import InvalidRequest
 from headrace.layouts import TurnRow, split_turns
 from headrace.trajectory import Message, Trajectory

@@ -15,11 +15,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from headrace import wire
-from headrace._flows import TaskLike, plain_task
-from headrace.batch import Batch, Row
-from headrace.client import Client
+from headrace.batch.batch import Batch, Row
+from headrace.client.operations import TaskLike, plain_task
+from headrace.client.sync_client import Client
 from headrace.errors import GroupIncomplete, HeadraceError, InvalidRequest
+from headrace.wire import messages
 
 
 class Asked(NamedTuple):
@@ -53,7 +53,9 @@ def roll_out(
     """
     if not asked:
         return []
-    ids = client.submit_groups(run, [wire.GroupRequest(task=plain_task(one.task), size=one.episodes) for one in asked])
+    ids = client.submit_groups(
+        run, [messages.GroupRequest(task=plain_task(one.task), size=one.episodes) for one in asked]
+    )
     batch = client.pull(run, groups=ids, timeout_s=timeout_s)
     try:
         found = _by_group(batch)

@@ -18,8 +18,8 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from headrace._flows import TaskLike
-from headrace.client import Client
+from headrace.client.operations import TaskLike
+from headrace.client.sync_client import Client
 from headrace.errors import InvalidRequest
 from headrace.integrations.prompts import Asked, Episode, roll_out, sizes
 from headrace.runspec import MAX_COUNT

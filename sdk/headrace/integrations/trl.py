@@ -25,9 +25,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from headrace._flows import Wanted
-from headrace.batch import Batch
-from headrace.client import Client
+from headrace.batch.batch import Batch
+from headrace.client.operations import Wanted
+from headrace.client.sync_client import Client
 from headrace.errors import BatchAlreadyAcked, BatchSuperseded, NothingToServe, RunFinished, UnknownBatch
 from headrace.integrations._samples import RolloutSample, samples
 from headrace.integrations._weights import WeightFolder
@@ -36,7 +36,7 @@ from headrace.trajectory import Version
 if TYPE_CHECKING:
     import torch
 
-    from headrace._prefetch import Prefetch
+    from headrace.client.prefetch import Prefetch
 
 log = logging.getLogger("headrace.trl")
 

@@ -23,8 +23,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from headrace._flows import TaskLike
-from headrace.client import Client
+from headrace.client.operations import TaskLike
+from headrace.client.sync_client import Client
 from headrace.errors import InvalidRequest
 from headrace.integrations._weights import WeightFolder
 from headrace.integrations.prompts import Asked, Episode, roll_out, sizes

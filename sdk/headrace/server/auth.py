@@ -33,7 +33,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from headrace.errors import Forbidden, SetupError, Unauthorized
-from headrace.wire import RECORDS_MEDIA_TYPE
+from headrace.wire.messages import RECORDS_MEDIA_TYPE
 
 Role = Literal["learner", "worker", "sandbox", "viewer", "admin"]
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from headrace.environment import Step
 from headrace.errors import InvalidRequest
 from headrace_workers.environments.answers import FORMAT_ERROR, last_boxed
-from headrace_workers.environments.lifecycle import out_of_order
+from headrace_workers.environments.call_order import out_of_order
 
 MAX_ANSWER_LENGTH = 200
 """Longer answers are wrong unread: no expression here needs one, and reading one would cost time."""

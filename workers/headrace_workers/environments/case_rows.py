@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from headrace_sandbox.grading import CallCase, Case, StdioCase
+from headrace_sandbox.graders import CallCase, Case, StdioCase
 from headrace_workers.environments.rows import bad_row
 
 

@@ -15,13 +15,13 @@ from typing import Any
 
 from headrace.environment import Step
 from headrace.errors import InvalidRequest
-from headrace_sandbox.grading import Case, CaseResult, grade
+from headrace_sandbox.graders import Case, CaseResult, grade
 from headrace_sandbox.result import Limits
+from headrace_workers.environment_context import ALONE, Surroundings
 from headrace_workers.environments.answers import FORMAT_ERROR, last_block
+from headrace_workers.environments.call_order import out_of_order
 from headrace_workers.environments.case_rows import tests_of
-from headrace_workers.environments.lifecycle import out_of_order
 from headrace_workers.environments.rows import bad_row, row_of
-from headrace_workers.surroundings import ALONE, Surroundings
 
 BASICS = Path(__file__).parent / "data" / "code_basics.jsonl"
 """Twenty small problems of our own."""

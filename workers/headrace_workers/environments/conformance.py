@@ -37,8 +37,8 @@ import numpy as np
 from headrace.assets import Image
 from headrace.errors import RequestError
 from headrace.trajectory import ContentPart
-from headrace_workers.rendering.calls import taken_apart
-from headrace_workers.surroundings import ALONE
+from headrace_workers.environment_context import ALONE
+from headrace_workers.renderers.tool_calls import taken_apart
 
 DEFAULT_ACTIONS = (r"\boxed{1}", r"\boxed{2}", r"\boxed{1 1}", r"\boxed{2 1}", "hello", "")
 """Actions that some environment understands; an author gives those that lead far into an episode of theirs."""

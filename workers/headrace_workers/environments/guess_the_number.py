@@ -22,7 +22,7 @@ from typing import Any, ClassVar, NamedTuple
 from headrace.environment import Step
 from headrace.errors import InvalidRequest
 from headrace_workers.environments.answers import FORMAT_ERROR
-from headrace_workers.environments.lifecycle import out_of_order
+from headrace_workers.environments.call_order import out_of_order
 
 _GUESS = re.compile(r"\\boxed\s*\{\s*([0-9]{1,18})\s*\}")
 """Up to 18 digits: more is no number that anybody plays with, and reading it would only cost time."""

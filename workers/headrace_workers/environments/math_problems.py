@@ -17,17 +17,17 @@ from typing import Any
 
 from headrace.environment import Step
 from headrace.errors import EnvironmentFailure, InvalidRequest, MissingExtra
-from headrace_workers.bounded import Exhausted
+from headrace_workers.bounded_calls import Exhausted
+from headrace_workers.environment_context import ALONE, Surroundings
 from headrace_workers.environments.answers import FORMAT_ERROR, last_boxed
 from headrace_workers.environments.arithmetic import read_number
-from headrace_workers.environments.lifecycle import out_of_order
+from headrace_workers.environments.call_order import out_of_order
 from headrace_workers.environments.rows import bad_row, row_of
-from headrace_workers.surroundings import ALONE, Surroundings
 
 BASICS = Path(__file__).parent / "data" / "math_basics.jsonl"
 """Twenty small problems of our own."""
 
-JUDGE = "headrace_workers.environments.math_judge"
+JUDGE = "headrace_workers.environments.math_equality"
 
 QUESTION_KEYS = ("problem", "question", "prompt")
 

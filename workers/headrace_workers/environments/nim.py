@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from headrace.environment import Observation
 from headrace.errors import InvalidRequest
 from headrace_workers.environments.answers import FORMAT_ERROR
-from headrace_workers.environments.lifecycle import out_of_order
+from headrace_workers.environments.call_order import out_of_order
 
 _MOVE = re.compile(r"\\boxed\s*\{\s*([0-9]{1,9})[\s,]+([0-9]{1,9})\s*\}")
 

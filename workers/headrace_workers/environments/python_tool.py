@@ -21,8 +21,8 @@ from headrace.errors import EnvironmentFailure, InvalidRequest
 from headrace.trajectory import ContentPart, ToolCall
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import PythonProgram
+from headrace_workers.environment_context import ALONE, Surroundings
 from headrace_workers.environments.answers import fenced_blocks
-from headrace_workers.surroundings import ALONE, Surroundings
 
 OPEN, CLOSE = "<python>", "</python>"
 

@@ -26,7 +26,7 @@ import numpy as np
 from headrace.environment import Step
 from headrace.errors import EnvironmentFailure, InvalidRequest, MissingExtra, SetupError, UnknownEnvironment
 from headrace_workers.environments.answers import FORMAT_ERROR, last_boxed
-from headrace_workers.environments.lifecycle import out_of_order
+from headrace_workers.environments.call_order import out_of_order
 
 HASH_DEPENDENT = frozenset(
     {

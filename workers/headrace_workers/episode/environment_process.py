@@ -20,8 +20,8 @@ from typing import Any
 
 from headrace.environment import make
 from headrace.errors import EnvironmentFailure, EpisodeFailure, HeadraceError
-from headrace_workers.episode.boundary import name_images
-from headrace_workers.episode.wording import described
+from headrace_workers.episode.environment_adapter import name_images
+from headrace_workers.episode.error_text import described
 from headrace_workers.imports import import_all
 
 NICE = 5

@@ -24,17 +24,17 @@ from headrace.assets import AssetData
 from headrace.environment import make
 from headrace.errors import EnvironmentFailure, EpisodeFailure, InfrastructureFailure, PolicyFailure
 from headrace.trajectory import Failure, Message, Status, StopReason, Timing, Trajectory, Version
-from headrace.wire import Assignment
-from headrace_workers.bounded import BoundedCalls
-from headrace_workers.episode.boundary import AGENT, Content, Seen, tools_of
-from headrace_workers.episode.driver import EnvironmentDriver, EnvironmentKinds
-from headrace_workers.episode.plan import RunPlan, agent_sampling, turn_sampling
-from headrace_workers.episode.processes import EnvironmentProcesses
-from headrace_workers.episode.records import Outcome, failed, record_of
-from headrace_workers.episode.scoring import scored_rows
-from headrace_workers.episode.threads import EnvironmentThreads
-from headrace_workers.episode.tracks import AgentTrack, NextPrompt, TurnRecord
-from headrace_workers.episode.wording import described
+from headrace.wire.messages import Assignment
+from headrace_workers.bounded_calls import BoundedCalls
+from headrace_workers.episode.attempt_records import Outcome, failed, record_of
+from headrace_workers.episode.environment_adapter import AGENT, Content, Seen, tools_of
+from headrace_workers.episode.environment_driver import EnvironmentDriver, EnvironmentKinds
+from headrace_workers.episode.environment_processes import EnvironmentProcesses
+from headrace_workers.episode.environment_threads import EnvironmentThreads
+from headrace_workers.episode.error_text import described
+from headrace_workers.episode.policy_logprobs import scored_rows
+from headrace_workers.episode.run_plan import RunPlan, agent_sampling, turn_sampling
+from headrace_workers.episode.segment_builder import AgentTrack, NextPrompt, TurnRecord
 from headrace_workers.policies.base import PolicySource, Sample, SampleRequest, one_version
 from headrace_workers.sandboxes import EpisodeSandbox, WorkerSandbox
 

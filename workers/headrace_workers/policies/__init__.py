@@ -1,8 +1,8 @@
 """Policies: where a turn's tokens come from."""
 
 from headrace_workers.policies.base import Policy, PolicySource, Sample, SampleRequest, check_sample, one_version
-from headrace_workers.policies.inprocess import InProcessPolicy, load_in_process_policy
-from headrace_workers.policies.served import ServedPolicies
+from headrace_workers.policies.http_policies import ServedPolicies
+from headrace_workers.policies.in_process import InProcessPolicy, load_in_process_policy
 
 __all__ = [
     "InProcessPolicy",

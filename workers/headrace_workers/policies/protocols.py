@@ -15,12 +15,12 @@ from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from headrace import engine
 from headrace.errors import PolicyFailure
 from headrace.trajectory import Message
+from headrace.wire import policy_server
 from headrace_workers.policies.base import SampleRequest
 from headrace_workers.policies.images import data_url
-from headrace_workers.policies.refusals import quoted
+from headrace_workers.policies.server_errors import quoted
 
 ProtocolName = Literal["generate", "completions", "chat"]
 
@@ -32,7 +32,7 @@ class Choice(NamedTuple):
     token_ids: list[int] | None
     logprobs: list[float | None] | None
     finish_reason: str
-    spans: list[engine.VersionSpan] | None
+    spans: list[policy_server.VersionSpan] | None
     prompt: list[int] | None
     text: str | None
     images: list[tuple[int, int]] | None = None
@@ -48,9 +48,9 @@ class Protocol(NamedTuple):
 
 
 _encode = msgspec.json.Encoder().encode
-_generate_answer = msgspec.json.Decoder(engine.GenerateAnswer)
-_completion_answer = msgspec.json.Decoder(engine.CompletionAnswer)
-_chat_answer = msgspec.json.Decoder(engine.ChatAnswer)
+_generate_answer = msgspec.json.Decoder(policy_server.GenerateAnswer)
+_completion_answer = msgspec.json.Decoder(policy_server.CompletionAnswer)
+_chat_answer = msgspec.json.Decoder(policy_server.ChatAnswer)
 
 T = TypeVar("T")
 
@@ -58,10 +58,10 @@ T = TypeVar("T")
 def _generate_body(request: SampleRequest) -> bytes:
     sampling = request.sampling
     return _encode(
-        engine.GenerateRequest(
+        policy_server.GenerateRequest(
             model=request.model,
             token_ids=request.prompt,
-            sampling_params=engine.GenerateSampling(
+            sampling_params=policy_server.GenerateSampling(
                 max_tokens=request.max_tokens,
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
@@ -71,7 +71,7 @@ def _generate_body(request: SampleRequest) -> bytes:
                 logprobs=0,
                 structured_outputs=request.structured_outputs,
             ),
-            content_parts=[engine.ImagePart(url=data_url(image)) for image in request.images],
+            content_parts=[policy_server.ImagePart(url=data_url(image)) for image in request.images],
             return_token_ids=bool(request.images),
         )
     )
@@ -94,14 +94,14 @@ def _read_generate(body: bytes) -> Choice:
     )
 
 
-def _ranges(placeholders: list[engine.PlaceholderRange]) -> list[tuple[int, int]]:
+def _ranges(placeholders: list[policy_server.PlaceholderRange]) -> list[tuple[int, int]]:
     return [(item.offset, item.offset + item.length) for item in placeholders]
 
 
 def _completion_body(request: SampleRequest) -> bytes:
     sampling = request.sampling
     return _encode(
-        engine.CompletionRequest(
+        policy_server.CompletionRequest(
             model=request.model,
             prompt=request.prompt,
             max_tokens=request.max_tokens,
@@ -134,7 +134,7 @@ def _chat_body(request: SampleRequest) -> bytes:
     sampling, wanted = request.sampling, request.structured_outputs
     schema = wanted["json"] if wanted is not None and wanted.keys() == {"json"} else None
     return _encode(
-        engine.ChatRequest(
+        policy_server.ChatRequest(
             model=request.model,
             messages=[_chat_message(message) for message in request.messages],
             max_tokens=request.max_tokens,
@@ -156,11 +156,11 @@ def _chat_body(request: SampleRequest) -> bytes:
     )
 
 
-def _chat_message(message: Message) -> engine.ChatMessage:
+def _chat_message(message: Message) -> policy_server.ChatMessage:
     content = message.content
     if not isinstance(content, str):
         content = "".join(part.text for part in content)
-    return engine.ChatMessage(role=message.role, content=content)
+    return policy_server.ChatMessage(role=message.role, content=content)
 
 
 def _read_chat(body: bytes) -> Choice:
@@ -180,21 +180,21 @@ def _read_chat(body: bytes) -> Choice:
 PROTOCOLS: dict[ProtocolName, Protocol] = {
     protocol.name: protocol
     for protocol in (
-        Protocol("generate", engine.GENERATE, _generate_body, _read_generate),
-        Protocol("completions", engine.COMPLETIONS, _completion_body, _read_completion),
-        Protocol("chat", engine.CHAT, _chat_body, _read_chat),
+        Protocol("generate", policy_server.GENERATE, _generate_body, _read_generate),
+        Protocol("completions", policy_server.COMPLETIONS, _completion_body, _read_completion),
+        Protocol("chat", policy_server.CHAT, _chat_body, _read_chat),
     )
 }
 
 
 def _known(logprobs: list[float | None]) -> list[float | None]:
     """The same, with None where the engine made one up."""
-    if engine.CLAMPED_LOGPROB not in logprobs:
+    if policy_server.CLAMPED_LOGPROB not in logprobs:
         return logprobs
-    return [None if value == engine.CLAMPED_LOGPROB else value for value in logprobs]
+    return [None if value == policy_server.CLAMPED_LOGPROB else value for value in logprobs]
 
 
-def _check_same_tokens(token_ids: list[int], logprobs: Sequence[engine.TokenLogprob]) -> None:
+def _check_same_tokens(token_ids: list[int], logprobs: Sequence[policy_server.TokenLogprob]) -> None:
     if [item.token_id for item in logprobs] == token_ids:
         return
     for position, (token, item) in enumerate(zip(token_ids, logprobs, strict=False)):

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from headrace.engine import ABORTED
 from headrace.errors import PolicyFailure
 from headrace.trajectory import VersionRun
+from headrace.wire.policy_server import ABORTED
 from headrace_workers.policies.base import Sample, SampleRequest, check_sample, part_seed
-from headrace_workers.policies.pools import Pool
+from headrace_workers.policies.server_pools import Pool
 
 
 class Turn:

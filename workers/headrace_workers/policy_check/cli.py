@@ -12,12 +12,12 @@ from typing import Any
 import aiohttp
 import click
 
-from headrace.engine import base_of
 from headrace.errors import EpisodeFailure, MissingExtra, SetupError
 from headrace.runspec import parse_run_spec
+from headrace.wire.policy_server import base_of
 from headrace_workers.policies import ServedPolicies
 from headrace_workers.policy_check import CHECKS, Finding, Server, Subject, run_checks
-from headrace_workers.rendering import make_renderer
+from headrace_workers.renderers import make_renderer
 
 COLOURS = {"PASS": "green", "FAIL": "red", "SKIPPED": "yellow"}
 
@@ -139,7 +139,7 @@ def _reader(tokenizer: str) -> tuple[Callable[[str], list[int]], Callable[[Seque
     """How text becomes ids, and ids text; bytes without a tokenizer."""
     if not tokenizer:
         return lambda text: list(text.encode()), lambda ids: bytes(i for i in ids if i < 256).decode(errors="replace")
-    from headrace_workers.rendering.folder_tokenizer import load_tokenizer
+    from headrace_workers.renderers.folder_tokenizer import load_tokenizer
 
     it = load_tokenizer(tokenizer)
     return it.encode, it.decode

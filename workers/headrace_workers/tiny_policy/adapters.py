@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from headrace.engine import AdapterRequest
 from headrace.errors import InvalidRequest, NotFound
-from headrace_workers.tiny_policy.engine import read_folder, write_folder
+from headrace.wire.policy_server import AdapterRequest
 from headrace_workers.tiny_policy.model import Floats
 from headrace_workers.tiny_policy.policy import TinyPolicy
+from headrace_workers.tiny_policy.weight_updates import read_folder, write_folder
 
 CONFIG = "adapter_config.json"
 FILE = "adapter_model.safetensors"

@@ -9,7 +9,7 @@ import click
 import uvicorn
 
 from headrace.errors import HeadraceError, PortInUse
-from headrace_workers.tiny_policy.misbehaviour import LIES, Misbehaving, Misbehaviour
+from headrace_workers.tiny_policy.faults import LIES, Misbehaving, Misbehaviour
 from headrace_workers.tiny_policy.policy import TinyPolicy
 from headrace_workers.tiny_policy.server import Server
 

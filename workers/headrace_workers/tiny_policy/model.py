@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.errors import InvalidRequest
-from headrace_workers.rendering.bytes_renderer import END
+from headrace_workers.renderers.bytes_renderer import END
 from headrace_workers.tiny_policy.situations import (
     Guess,
     Heaps,

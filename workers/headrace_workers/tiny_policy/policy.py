@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from headrace.trajectory import Version
 from headrace_workers.tiny_policy.model import Floats, Model, choice_for, neutral_weights
-from headrace_workers.tiny_policy.sampling import Answers, Generation, Sampling
+from headrace_workers.tiny_policy.sampler import Answers, Generation, Sampling
 from headrace_workers.tiny_policy.situations import Situation, prompt_text, read_situation
 
 MAX_CACHED_SITUATIONS = 8192

@@ -4,7 +4,7 @@
 * ``POST /inference/v1/generate`` does the same in the shape that vLLM has there.
 * Errors have vLLM's shape: 400 for a request that cannot be, 404 for another model.
 * ``POST /weights`` replaces the weights whole, and only then confirms their version.
-* It is paused, loads folders and names weights by the routes of vLLM (``headrace_workers.tiny_policy.engine``).
+* It is paused, loads folders and names weights by the routes of vLLM (``headrace_workers.tiny_policy.weight_updates``).
 * It takes adapters, each another weight vector, by the routes of vLLM (``headrace_workers.tiny_policy.adapters``).
 * A client that goes away ends its request; ``vllm:num_requests_running`` counts the live ones.
 * Two live requests never share an id (``X-Request-Id``): the second is refused.
@@ -27,13 +27,12 @@ from urllib.parse import parse_qs
 import msgspec
 import numpy as np
 
-from headrace import engine
 from headrace.errors import InvalidRequest, NotFound, RequestError
 from headrace.trajectory import Version
-from headrace_workers.rendering.bytes_renderer import END
+from headrace.wire import policy_server
+from headrace_workers.renderers.bytes_renderer import END
 from headrace_workers.tiny_policy.adapters import Adapters
-from headrace_workers.tiny_policy.engine import Aborted, Engine, LoadFailed, read_folder
-from headrace_workers.tiny_policy.misbehaviour import (
+from headrace_workers.tiny_policy.faults import (
     LIES,
     SPOILS,
     STOP_OVERRUNS,
@@ -42,11 +41,12 @@ from headrace_workers.tiny_policy.misbehaviour import (
     Misbehaving,
     Misbehaviour,
 )
+from headrace_workers.tiny_policy.messages import CompletionRequest, generate_answer, read_completion, read_generate
 from headrace_workers.tiny_policy.model import SIZE, Model
 from headrace_workers.tiny_policy.policy import TinyPolicy
-from headrace_workers.tiny_policy.sampling import Generation, Sampling, end_generation
-from headrace_workers.tiny_policy.scoring import prompt_logprobs
-from headrace_workers.tiny_policy.shapes import CompletionRequest, generate_answer, read_completion, read_generate
+from headrace_workers.tiny_policy.prompt_logprobs import prompt_logprobs
+from headrace_workers.tiny_policy.sampler import Generation, Sampling, end_generation
+from headrace_workers.tiny_policy.weight_updates import Aborted, Engine, LoadFailed, read_folder
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -58,13 +58,13 @@ VERSION_HEADER = "x-weight-version"
 MAX_MODEL_LEN = 131072
 """Most tokens of prompt and answer; reported by ``/v1/models`` and refused beyond, as vLLM does."""
 
-SAMPLING_ROUTES = (engine.COMPLETIONS, engine.GENERATE)
+SAMPLING_ROUTES = (policy_server.COMPLETIONS, policy_server.GENERATE)
 
 MAX_N = 256
 """Most answers to one request."""
 
 
-ABORTED = Generation([], [], "", engine.ABORTED, None)
+ABORTED = Generation([], [], "", policy_server.ABORTED, None)
 """What is left of a request that a pause ended."""
 
 
@@ -72,7 +72,7 @@ class ClientGone(Exception):
     """Nobody waits for the answer any more."""
 
 
-_decode_abort = msgspec.json.Decoder(engine.AbortRequests).decode
+_decode_abort = msgspec.json.Decoder(policy_server.AbortRequests).decode
 _decode_prompt = msgspec.json.Decoder(list[int]).decode
 _decode_misbehaviour = msgspec.json.Decoder(Misbehaviour).decode
 _encode = msgspec.json.Encoder().encode
@@ -96,13 +96,13 @@ class Server:
             ("GET", "/health"): lambda scope, body: (b"", "text/plain", ""),
             ("GET", "/version"): lambda scope, body: _json({"version": "headrace-tiny-policy"}),
             ("GET", "/v1/models"): self._models,
-            ("GET", engine.WEIGHT_INFO): lambda scope, body: _json({"weight_version": self._engine.name}),
-            ("GET", engine.IS_PAUSED): lambda scope, body: _json({"is_paused": self._engine.paused}),
-            ("POST", engine.RESUME): self._resume,
-            ("POST", engine.UPDATE_WEIGHT_VERSION): self._rename,
-            ("POST", engine.ABORT_REQUESTS): self._abort,
-            ("POST", engine.LOAD_ADAPTER): lambda scope, body: _adapter(body, self._adapters.load),
-            ("POST", engine.UNLOAD_ADAPTER): lambda scope, body: _adapter(body, self._adapters.unload),
+            ("GET", policy_server.WEIGHT_INFO): lambda scope, body: _json({"weight_version": self._engine.name}),
+            ("GET", policy_server.IS_PAUSED): lambda scope, body: _json({"is_paused": self._engine.paused}),
+            ("POST", policy_server.RESUME): self._resume,
+            ("POST", policy_server.UPDATE_WEIGHT_VERSION): self._rename,
+            ("POST", policy_server.ABORT_REQUESTS): self._abort,
+            ("POST", policy_server.LOAD_ADAPTER): lambda scope, body: _adapter(body, self._adapters.load),
+            ("POST", policy_server.UNLOAD_ADAPTER): lambda scope, body: _adapter(body, self._adapters.unload),
             ("GET", "/weights"): self._get_weights,
             ("POST", "/weights"): self._post_weights,
             ("GET", "/metrics"): self._metrics,
@@ -119,11 +119,11 @@ class Server:
             if scope["path"] in SAMPLING_ROUTES and scope["method"] == "POST":
                 await _answer(send, 200, await self._sampled(scope, body, receive))
                 return
-            if scope["path"] == engine.PAUSE and scope["method"] == "POST":
+            if scope["path"] == policy_server.PAUSE and scope["method"] == "POST":
                 await self._engine.pause(_pause_mode(scope))
                 await _answer(send, 200, _encode({"status": "paused"}))
                 return
-            if scope["path"] == engine.RPC and scope["method"] == "POST":
+            if scope["path"] == policy_server.RPC and scope["method"] == "POST":
                 await _answer(send, 200, await self._rpc(body))
                 return
             route = self._routes.get((scope["method"], scope["path"]))
@@ -141,7 +141,7 @@ class Server:
             await _answer(send, error.status, _error(error.status, str(error)))
 
     async def _sampled(self, scope: Scope, body: bytes, receive: Receive) -> bytes:
-        generate = scope["path"] == engine.GENERATE
+        generate = scope["path"] == policy_server.GENERATE
         request = read_generate(body) if generate else read_completion(body)
         request_id = _header(scope, b"x-request-id") or f"{next(self._numbers):x}"
         if request_id in self._live:
@@ -268,7 +268,7 @@ class Server:
         except msgspec.DecodeError as error:
             raise InvalidRequest(f"The request cannot be read: {error}.") from error
         for name in ids:
-            ends = self._live.get(name.removeprefix(engine.GENERATE_PREFIX))
+            ends = self._live.get(name.removeprefix(policy_server.GENERATE_PREFIX))
             if ends is not None:
                 ends.set()
         return b"", "text/plain", ""
@@ -295,23 +295,23 @@ class Server:
         return _json({"status": "resumed"})
 
     def _rename(self, scope: Scope, body: bytes) -> tuple[bytes, str, str]:
-        name = _read_control(body, engine.VersionUpdate).new_version
+        name = _read_control(body, policy_server.VersionUpdate).new_version
         self._engine.rename(name)
         return _json({"success": True, "new_version": name})
 
     async def _rpc(self, body: bytes) -> bytes:
-        request = _read_control(body, engine.RpcRequest)
-        if request.method == engine.CHECK:
+        request = _read_control(body, policy_server.RpcRequest)
+        if request.method == policy_server.CHECK:
             try:
                 read_folder(request.args[0])
-                result = engine.LoadResult(tensors=1, bytes=8 * SIZE)
+                result = policy_server.LoadResult(tensors=1, bytes=8 * SIZE)
             except InvalidRequest as error:
-                result = engine.LoadResult(refused=error.detail)
-        elif request.method == engine.LOAD:
+                result = policy_server.LoadResult(refused=error.detail)
+        elif request.method == policy_server.LOAD:
             result = await self._engine.load(request.args[0], *self._misbehaving.next_load())
         else:
             raise _Refused(500)
-        return _encode(engine.RpcAnswer(results=[result]))
+        return _encode(policy_server.RpcAnswer(results=[result]))
 
     def _metrics(self, scope: Scope, body: bytes) -> tuple[bytes, str, str]:
         values = {
@@ -339,9 +339,9 @@ class Server:
         return _json(msgspec.structs.asdict(self._misbehaving.settings))
 
 
-def _adapter(body: bytes, change: Callable[[engine.AdapterRequest], str]) -> tuple[bytes, str, str]:
+def _adapter(body: bytes, change: Callable[[policy_server.AdapterRequest], str]) -> tuple[bytes, str, str]:
     try:
-        request = msgspec.json.decode(body, type=engine.AdapterRequest)
+        request = msgspec.json.decode(body, type=policy_server.AdapterRequest)
     except msgspec.DecodeError as error:
         raise InvalidRequest(f"Not a request for an adapter: {error}.") from error
     return change(request).encode(), "text/plain", ""
@@ -363,10 +363,10 @@ def _read_control(body: bytes, kind: type[_T]) -> _T:
         raise InvalidRequest(f"The request cannot be read: {error}.") from error
 
 
-def _pause_mode(scope: Scope) -> engine.PauseMode:
+def _pause_mode(scope: Scope) -> policy_server.PauseMode:
     query = parse_qs(scope["query_string"].decode("latin-1"))
     mode = query.get("mode", ["abort"])[0]
-    modes: tuple[engine.PauseMode, ...] = get_args(engine.PauseMode)
+    modes: tuple[policy_server.PauseMode, ...] = get_args(policy_server.PauseMode)
     for known in modes:
         if mode == known:
             return known

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.errors import InvalidRequest
-from headrace_workers.rendering.bytes_renderer import VOCAB_SIZE
+from headrace_workers.renderers.bytes_renderer import VOCAB_SIZE
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,13 @@ from urllib.parse import quote
 
 import msgspec
 
-from headrace import wire
-from headrace.alignment import ALIGNMENT
 from headrace.assets import AssetData
-from headrace.connections import Connections, Lost, Unreachable
 from headrace.errors import HeadraceError, RequestTooLarge, Unavailable
-from headrace.problems import read_problem
+from headrace.http.connections import Connections, Lost, Unreachable
+from headrace.http.problems import read_problem
 from headrace.runspec import RunSpec, parse_run_spec
+from headrace.wire import messages
+from headrace.wire.alignment import ALIGNMENT
 
 ANSWER_S = 30.0
 """Longest silence of the orchestrator beyond the wait that was asked for; a group commit takes milliseconds."""
@@ -29,7 +29,14 @@ _LENGTH = struct.Struct("<I")
 _encode = msgspec.json.Encoder().encode
 
 T = TypeVar("T")
-Reply = TypeVar("Reply", wire.LeaseReply, wire.HeartbeatReply, wire.SubmitReply, wire.AssetsReply, wire.ServersReply)
+Reply = TypeVar(
+    "Reply",
+    messages.LeaseReply,
+    messages.HeartbeatReply,
+    messages.SubmitReply,
+    messages.AssetsReply,
+    messages.ServersReply,
+)
 
 
 class EpochFence:
@@ -58,52 +65,54 @@ class OrchestratorConnection:
         self._fence = fence
         self._connections: Connections | None = None
 
-    async def lease(self, request: wire.LeaseRequest, *, answer_s: float = ANSWER_S) -> wire.LeaseReply:
+    async def lease(self, request: messages.LeaseRequest, *, answer_s: float = ANSWER_S) -> messages.LeaseReply:
         """Ask for work. ``answer_s``: the longest silence beyond the wait that the request asks for."""
         body = await self._post("/worker/lease", _encode(request), timeout_s=request.wait_s + answer_s)
-        return self._fenced(_decoded(body, wire.LeaseReply))
+        return self._fenced(_decoded(body, messages.LeaseReply))
 
-    async def heartbeat(self, request: wire.HeartbeatRequest, *, timeout_s: float = ANSWER_S) -> wire.HeartbeatReply:
+    async def heartbeat(
+        self, request: messages.HeartbeatRequest, *, timeout_s: float = ANSWER_S
+    ) -> messages.HeartbeatReply:
         """Renew the leases of all that the worker holds."""
         body = await self._post("/worker/heartbeat", _encode(request), timeout_s=timeout_s)
-        return self._fenced(_decoded(body, wire.HeartbeatReply))
+        return self._fenced(_decoded(body, messages.HeartbeatReply))
 
-    async def submit(self, entries: Sequence[tuple[wire.AttemptKey, bytes]]) -> list[wire.SubmitResult]:
+    async def submit(self, entries: Sequence[tuple[messages.AttemptKey, bytes]]) -> list[messages.SubmitResult]:
         """Hand in records; gives one result each, in their order."""
         target = f"/worker/submit?worker={quote(self._worker, safe='')}"
-        body = await self._post(target, submission_body(entries), media_type=wire.RECORDS_MEDIA_TYPE)
-        results = self._fenced(_decoded(body, wire.SubmitReply)).results
+        body = await self._post(target, submission_body(entries), media_type=messages.RECORDS_MEDIA_TYPE)
+        results = self._fenced(_decoded(body, messages.SubmitReply)).results
         if [result.episode for result in results] != [key.episode for key, _ in entries]:
             raise Unavailable("The answer to a submission does not list its records.")
         return results
 
     async def missing_assets(self, names: list[str]) -> list[str]:
         """Of these assets those that are to be sent; the others are kept for a while."""
-        body = await self._post("/worker/assets", _encode(wire.AssetsRequest(names=names)))
-        missing = self._fenced(_decoded(body, wire.AssetsReply)).missing
+        body = await self._post("/worker/assets", _encode(messages.AssetsRequest(names=names)))
+        missing = self._fenced(_decoded(body, messages.AssetsReply)).missing
         if not set(missing) <= set(names):
             raise Unavailable("The answer names assets that nobody asked about.")
         return missing
 
     async def send_asset(self, asset: AssetData) -> None:
         """Send an asset; returns when it is on disk. Raises InvalidAsset, RequestTooLarge."""
-        body = await self._request("PUT", f"/assets/{asset.name}", asset.data, wire.ASSET_MEDIA_TYPE, ANSWER_S)
-        self._fenced(_decoded(body, wire.AssetsReply))
+        body = await self._request("PUT", f"/assets/{asset.name}", asset.data, messages.ASSET_MEDIA_TYPE, ANSWER_S)
+        self._fenced(_decoded(body, messages.AssetsReply))
 
-    async def hand_back(self, attempts: list[wire.AttemptKey]) -> None:
+    async def hand_back(self, attempts: list[messages.AttemptKey]) -> None:
         """Give attempts back that will not be finished."""
-        await self._post("/worker/return", _encode(wire.ReturnRequest(worker=self._worker, attempts=attempts)))
+        await self._post("/worker/return", _encode(messages.ReturnRequest(worker=self._worker, attempts=attempts)))
 
     async def run_spec(self, run: str) -> RunSpec:
         """The spec of a run. Raises UnknownRun, InvalidRunSpec."""
         body = await self._request("GET", f"/runs/{quote(run, safe='')}", b"", "", ANSWER_S)
-        return parse_run_spec(_decoded(body, wire.RunStatus).spec)
+        return parse_run_spec(_decoded(body, messages.RunStatus).spec)
 
-    async def servers(self, run: str, revision: int, wait_s: float) -> wire.ServersReply:
+    async def servers(self, run: str, revision: int, wait_s: float) -> messages.ServersReply:
         """The policy servers of a run; waits while ``revision`` is still theirs. Raises UnknownRun."""
         target = f"/runs/{quote(run, safe='')}/servers?revision={revision}&wait_s={wait_s:g}"
         body = await self._request("GET", target, b"", "", wait_s + ANSWER_S)
-        return self._fenced(_decoded(body, wire.ServersReply))
+        return self._fenced(_decoded(body, messages.ServersReply))
 
     async def close(self) -> None:
         """Close the connections."""
@@ -118,7 +127,7 @@ class OrchestratorConnection:
     async def _request(self, method: str, target: str, body: bytes, media_type: str, timeout_s: float) -> bytes:
         headers = {"Content-Type": media_type} if media_type else None
         try:
-            status, answer = await self._open().request(method, f"{wire.API}{target}", body, timeout_s, headers)
+            status, answer = await self._open().request(method, f"{messages.API}{target}", body, timeout_s, headers)
         except (Unreachable, Lost, ValueError) as error:
             raise Unavailable(
                 f"No answer from the orchestrator at {self._url}: {error}.", hint="Is it running at that address?"
@@ -138,11 +147,11 @@ class OrchestratorConnection:
         return reply
 
 
-def submission_body(entries: Sequence[tuple[wire.AttemptKey, bytes]]) -> bytes:
+def submission_body(entries: Sequence[tuple[messages.AttemptKey, bytes]]) -> bytes:
     """The body of ``POST /v1/worker/submit``: heads as JSON, then the records, see ``wire.Submission``."""
     heads = _encode(
         [
-            wire.Submission(episode=key.episode, attempt=key.attempt, nonce=key.nonce, size_bytes=len(record))
+            messages.Submission(episode=key.episode, attempt=key.attempt, nonce=key.nonce, size_bytes=len(record))
             for key, record in entries
         ]
     )

@@ -14,9 +14,9 @@ import contextlib
 import threading
 from collections.abc import Callable
 
-from headrace import wire
 from headrace.errors import HeadraceError
 from headrace.timeouts import timeout
+from headrace.wire import messages
 from headrace_workers.worker.backoff import REFUSED_LAST_S, refusal_of
 from headrace_workers.worker.connection import OrchestratorConnection
 from headrace_workers.worker.logs import logger
@@ -47,8 +47,8 @@ class Heartbeat:
         self,
         connection: OrchestratorConnection,
         *,
-        content: Callable[[], wire.HeartbeatRequest],
-        on_reply: Callable[[wire.HeartbeatReply], None],
+        content: Callable[[], messages.HeartbeatRequest],
+        on_reply: Callable[[messages.HeartbeatReply], None],
         on_defect: Callable[[BaseException], None],
     ) -> None:
         self._connection = connection

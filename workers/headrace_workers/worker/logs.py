@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 import structlog
 
-from headrace.wire import Assignment
+from headrace.wire.messages import Assignment
 
 
 def configure_logs(level: str, stream: TextIO | None = None) -> None:

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from headrace.assets import AssetData
-from headrace.wire import Assignment, AttemptKey
+from headrace.wire.messages import Assignment, AttemptKey
 
 AttemptName = tuple[str, int]
 """Episode and number of the attempt."""

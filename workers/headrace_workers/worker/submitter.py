@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Protocol
 
-from headrace import wire
 from headrace.assets import AssetData
 from headrace.errors import Forbidden, HeadraceError, InternalError, RequestError, Unauthorized, from_problem
+from headrace.wire import messages
 from headrace_workers.worker.backoff import Backoff
 from headrace_workers.worker.logs import logger
 from headrace_workers.worker.spool import Entry, Spool
@@ -46,7 +46,7 @@ row with growing pauses are a record that it cannot take, and all records behind
 class Submits(Protocol):
     """What the submitter needs of the connection."""
 
-    async def submit(self, entries: list[tuple[wire.AttemptKey, bytes]]) -> list[wire.SubmitResult]:
+    async def submit(self, entries: list[tuple[messages.AttemptKey, bytes]]) -> list[messages.SubmitResult]:
         """One result for each record, in their order."""
         ...
 
@@ -116,8 +116,8 @@ class Submitter:
         """See that all is there that these records refer to."""
         assets = {name: asset for entry in batch for name, asset in entry.assets.items()}
         names = list(assets)
-        for start in range(0, len(names), wire.MAX_ASSET_NAMES):
-            missing = await self._connection.missing_assets(names[start : start + wire.MAX_ASSET_NAMES])
+        for start in range(0, len(names), messages.MAX_ASSET_NAMES):
+            missing = await self._connection.missing_assets(names[start : start + messages.MAX_ASSET_NAMES])
             for first in range(0, len(missing), UPLOADS):
                 sending = (self._connection.send_asset(assets[name]) for name in missing[first : first + UPLOADS])
                 for error in await asyncio.gather(*sending, return_exceptions=True):
@@ -151,7 +151,7 @@ class Submitter:
         self._internal_errors = 0
         self._singly = max(0, self._singly - 1)
 
-    def _settle(self, entry: Entry, result: wire.SubmitResult) -> None:
+    def _settle(self, entry: Entry, result: messages.SubmitResult) -> None:
         if result.verdict == "refused":
             self._refused(entry, from_problem(result.problem or {}))
             return

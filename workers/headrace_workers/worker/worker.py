@@ -23,19 +23,19 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from headrace import codec, wire
 from headrace.assets import AssetData
 from headrace.errors import EpisodeFailure, HeadraceError, InfrastructureFailure, InvalidTrajectory
 from headrace.timeouts import timeout
 from headrace.trajectory import Failure, Trajectory
+from headrace.wire import codec, messages
 from headrace_workers.episode import Episode, EpisodeTools, Outcome, failed, record_of
 from headrace_workers.worker.backoff import Backoff
 from headrace_workers.worker.connection import ANSWER_S, EpochFence, OrchestratorConnection
+from headrace_workers.worker.episode_pace import Pace
 from headrace_workers.worker.heartbeat import Heartbeat
-from headrace_workers.worker.lag import LoopLag
 from headrace_workers.worker.logs import logger
-from headrace_workers.worker.pace import Pace
-from headrace_workers.worker.plans import Plans
+from headrace_workers.worker.loop_lag import LoopLag
+from headrace_workers.worker.run_plans import Plans
 from headrace_workers.worker.spool import AttemptName, Entry, Spool, key_of
 from headrace_workers.worker.submitter import Submitter
 
@@ -104,7 +104,7 @@ class Running:
 
     __slots__ = ("assignment", "cancel_reason", "episode", "recorded", "started_at", "task", "wanted")
 
-    def __init__(self, assignment: wire.Assignment, started_at: float) -> None:
+    def __init__(self, assignment: messages.Assignment, started_at: float) -> None:
         self.assignment = assignment
         self.started_at = started_at
         self.task: asyncio.Task[None] | None = None
@@ -227,9 +227,9 @@ class Worker:
             if not reply.attempts:
                 await asyncio.sleep(EMPTY_PAUSE_S)
 
-    def _lease_request(self, *, tell_holding: bool) -> wire.LeaseRequest:
+    def _lease_request(self, *, tell_holding: bool) -> messages.LeaseRequest:
         settings = self._settings
-        return wire.LeaseRequest(
+        return messages.LeaseRequest(
             worker=settings.name,
             pool=settings.pool,
             capabilities=[*settings.capabilities, *self._tools.sandbox.capabilities],
@@ -255,7 +255,7 @@ class Worker:
         if self._running and self._free() * GATHER_SHARE < self._settings.slots:
             await asyncio.sleep(max(GATHER_S, self._pace.share_s(GATHER_OF_EPISODE, LONGEST_GATHER_S)))
 
-    def _start(self, assignment: wire.Assignment) -> None:
+    def _start(self, assignment: messages.Assignment) -> None:
         name = (assignment.episode, assignment.attempt)
         if name in self._running or name in self._spool:
             return
@@ -332,7 +332,7 @@ class Worker:
         trajectory = self._bare_record(entry.assignment, failed(failure))
         return Entry(entry.assignment, codec.encode(trajectory), is_substitute=True)
 
-    def _bare_record(self, assignment: wire.Assignment, outcome: Outcome) -> Trajectory:
+    def _bare_record(self, assignment: messages.Assignment, outcome: Outcome) -> Trajectory:
         return record_of(assignment, outcome, trajectory_id=self._tools.new_id(), worker=self._settings.name)
 
     def _check_hanging(self) -> None:
@@ -347,15 +347,15 @@ class Worker:
 
     # Heartbeat
 
-    def _held(self) -> list[wire.Assignment]:
+    def _held(self) -> list[messages.Assignment]:
         held = {name: running.assignment for name, running in list(self._running.items())}
         held |= {entry.name: entry.assignment for entry in self._spool.entries()}
         return list(held.values())
 
-    def _holding(self) -> list[wire.AttemptKey]:
+    def _holding(self) -> list[messages.AttemptKey]:
         return [key_of(attempt) for attempt in self._held()]
 
-    def _renewed(self) -> list[wire.AttemptKey]:
+    def _renewed(self) -> list[messages.AttemptKey]:
         """What a heartbeat lists: all that is held, less what the event loop has stood still for too long to keep."""
         stuck_s = self._lag.stuck_s()
         held = self._held()
@@ -371,8 +371,8 @@ class Worker:
         self._is_stuck = is_stuck
         return renewed
 
-    def _heartbeat_content(self) -> wire.HeartbeatRequest:
-        return wire.HeartbeatRequest(
+    def _heartbeat_content(self) -> messages.HeartbeatRequest:
+        return messages.HeartbeatRequest(
             worker=self._settings.name,
             pool=self._settings.pool,
             slots=self._settings.slots,
@@ -388,7 +388,7 @@ class Worker:
             },
         )
 
-    def _heartbeat_reply(self, reply: wire.HeartbeatReply) -> None:
+    def _heartbeat_reply(self, reply: messages.HeartbeatReply) -> None:
         """On the heartbeat's thread."""
         if reply.cancels:
             self._loop.call_soon_threadsafe(self._cancel_all, reply.cancels)
@@ -406,7 +406,7 @@ class Worker:
         self._stop.set()
         self._stop_now.set()
 
-    def _cancel_all(self, cancels: list[wire.Cancel]) -> None:
+    def _cancel_all(self, cancels: list[messages.Cancel]) -> None:
         for cancel in cancels:
             running = self._running.get((cancel.episode, cancel.attempt))
             if running is not None:

@@ -14,10 +14,10 @@ import click
 from rich.live import Live
 
 from headrace.errors import SetupError
-from headrace_orchestrator.cli.demo import show
-from headrace_orchestrator.cli.demo.lesson import Lesson, Progress, Teacher
+from headrace_orchestrator.cli.demo import display
+from headrace_orchestrator.cli.demo.processes import Stage, staged
 from headrace_orchestrator.cli.demo.scores import TARGETS, binary_search_guesses, learned, uniform_guesses
-from headrace_orchestrator.cli.demo.stage import Stage, staged
+from headrace_orchestrator.cli.demo.training import Lesson, Progress, Teacher
 from headrace_orchestrator.cli.output import FAILED, emit_line, json_option, note, notes, shared, table
 from headrace_orchestrator.cli.up import LOOK_S, pause, stop_signal
 
@@ -83,7 +83,7 @@ def _shown() -> Iterator[Callable[[Progress], None]]:
         yield lambda progress: None
     elif notes().is_terminal:
         with Live(console=notes(), auto_refresh=False, transient=True) as view:
-            yield lambda progress: view.update(show.live(progress), refresh=True)
+            yield lambda progress: view.update(display.live(progress), refresh=True)
     else:
         yield _PhaseByPhase().show
 
@@ -98,7 +98,7 @@ class _PhaseByPhase:
         key = (progress.lesson, progress.phase)
         if key not in self._said:
             self._said.add(key)
-            note(show.sentence(progress))
+            note(display.sentence(progress))
 
 
 def result(taught: Lesson, control: Lesson, success: bool, seconds: float) -> dict[str, Any]:
@@ -124,10 +124,10 @@ def _conclude(taught: Lesson, control: Lesson, success: bool, seconds: float) ->
     if shared().json:
         emit_line(result(taught, control, success, seconds))
         return
-    table(show.COLUMNS, show.rows(taught, control))
+    table(display.COLUMNS, display.rows(taught, control))
     click.echo("")
     click.echo("Mean guesses of each batch that was trained on:")
-    for line in show.curves(taught, control):
+    for line in display.curves(taught, control):
         click.echo(f"  {line}")
     click.echo("")
     rate = taught.episodes / taught.seconds

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from headrace import wire
+from headrace.wire import messages
 
 LOW, HIGH = 1, 50
 TARGETS = HIGH - LOW + 1
@@ -64,7 +64,7 @@ class Score:
     failures: int
 
 
-def score(reply: wire.EvaluationReply) -> Score:
+def score(reply: messages.EvaluationReply) -> Score:
     """The score of a finished evaluation."""
     played = [episode for episode in reply.episodes if episode.reward is not None]
     return Score(

@@ -1,0 +1,68 @@
+"""How the demo looks: a live line while it runs, a table and a plot at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.text import Text
+
+from headrace_orchestrator.cli.demo.scores import binary_search_guesses, uniform_guesses
+from headrace_orchestrator.cli.demo.training import Lesson, Progress
+from headrace_orchestrator.cli.output import number
+
+BARS = "▁▂▃▄▅▆▇█"
+
+COLUMNS = ("player", "solved", "mean guesses")
+
+
+def sparkline(values: Sequence[float], *, low: float, high: float) -> str:
+    """One bar for each value, on the scale from low to high."""
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((min(max(value, low), high) - low) * scale)] for value in values)
+
+
+def sentence(progress: Progress) -> str:
+    """Where it stands, in one line."""
+    parts = [f"{progress.lesson}: {progress.phase}"]
+    if progress.steps:
+        last = progress.steps[-1]
+        parts.append(f"version {last.version}")
+        parts.append(f"reward {number(last.mean_reward, 2)}")
+        parts.append(f"{number(last.mean_guesses, 2)} guesses")
+    if progress.episodes_per_s:
+        parts.append(f"{progress.episodes_per_s:.0f} episodes/s")
+    if progress.waits_on:
+        parts.append(f"the learner waits on {progress.waits_on}")
+    return ", ".join(parts)
+
+
+def live(progress: Progress) -> Text:
+    """The line, with the curve so far under it: on a scale from binary search to uniform guessing."""
+    guesses = [step.mean_guesses for step in progress.steps]
+    bars = sparkline(guesses, low=binary_search_guesses(), high=uniform_guesses())
+    return Text(f"{sentence(progress)}\n{bars}")
+
+
+def rows(taught: Lesson, control: Lesson) -> list[list[str]]:
+    """The table of the end."""
+    played = {
+        "version 0, greedy": taught.first,
+        "trained, greedy": taught.trained,
+        "control (zero advantages), greedy": control.trained,
+    }
+    computed = {"uniform guessing": uniform_guesses(), "binary search": binary_search_guesses()}
+    return [
+        *([name, f"{score.solved}/{score.targets}", f"{score.mean_guesses:.2f}"] for name, score in played.items()),
+        *([name, "computed", f"{mean:.2f}"] for name, mean in computed.items()),
+    ]
+
+
+def curves(*lessons: Lesson) -> list[str]:
+    """Mean guesses of each batch that was trained on, a line of bars for each lesson, all on one scale."""
+    guesses = [[step.mean_guesses for step in lesson.steps] for lesson in lessons]
+    low, high = min(map(min, guesses)), max(map(max, guesses))
+    width = max(len(lesson.run) for lesson in lessons)
+    return [
+        f"{lesson.run:<{width}}  {shown[0]:.2f} {sparkline(shown, low=low, high=high)} {shown[-1]:.2f}"
+        for lesson, shown in zip(lessons, guesses, strict=True)
+    ]

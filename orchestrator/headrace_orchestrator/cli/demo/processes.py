@@ -1,0 +1,117 @@
+"""The processes of the demo: an orchestrator, workers, tiny policies and learners, each its own.
+
+* Everything ends with the stage, however it ends.
+* An example that is not installed is named.
+
+Ports are free ones of the loopback interface.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from headrace.client.sync_client import Client
+from headrace.errors import SetupError
+from headrace_orchestrator.cli.processes import components
+from headrace_orchestrator.cli.processes.components import LEARNER_STAGE, await_answer, free_port
+from headrace_orchestrator.cli.processes.supervisor import Component, LocalFleet
+
+WORKERS = 2
+SLOTS = 16
+"""Concurrent episodes of each worker: enough to keep two cores busy."""
+
+GRACE_S = 5.0
+
+
+class Stage:
+    """A service on this machine, and what acts on it."""
+
+    def __init__(self, data: Path, fleet: LocalFleet, sleep: Callable[[float], None]) -> None:
+        self.fleet = fleet
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.client = Client(self.url, learner="demo", keepalive=False, retry_for_s=15.0)
+        self._data = data
+        self._sleep = sleep
+
+    def start(self) -> None:
+        """Start the orchestrator and its workers; returns when the orchestrator answers."""
+        self.fleet.start(components.orchestrator(self._data, host="127.0.0.1", port=self.port))
+        await_answer(self.fleet, "orchestrator", self.port, "/readyz", sleep=self._sleep)
+        for number in range(WORKERS):
+            name = f"worker-{number}"
+            self.fleet.start(components.worker(name, self.url, slots=SLOTS, policy_endpoint="", grace_s=0.0))
+
+    def start_policy(self, name: str) -> str:
+        """A fresh tiny policy at version 0.0; gives its address."""
+        port = free_port()
+        self.fleet.start(components.tiny_policy(name, port))
+        await_answer(self.fleet, name, port, "/health", sleep=self._sleep)
+        return f"http://127.0.0.1:{port}"
+
+    def start_learner(self, name: str, *arguments: str) -> None:
+        """The learner of the examples. A learner that fails is not restarted: the demo says what it said."""
+        command = [sys.executable, str(example("learner.py")), "--url", self.url, *arguments]
+        self.fleet.start(Component(name=name, command=command, stage=LEARNER_STAGE, restart=False))
+
+
+@contextmanager
+def staged(data: Path, sleep: Callable[[float], None]) -> Iterator[Stage]:
+    """A running stage."""
+    with ExitStack() as stack:
+        fleet = stack.enter_context(LocalFleet(data / "logs", grace_s=GRACE_S))
+        stage = Stage(data, fleet, sleep)
+        stack.callback(stage.client.close)
+        stage.start()
+        yield stage
+
+
+def example(name: str) -> Path:
+    """A file of the examples: beside the sources in a checkout, inside the package in a wheel."""
+    packaged = resources.files("headrace_orchestrator") / "_examples" / name
+    beside = Path(__file__).parents[4] / "examples" / name
+    for found in (Path(str(packaged)), beside):
+        if found.is_file():
+            return found
+    raise SetupError(f"The example {name} is not installed.", hint="Install the wheel again, or run from a checkout.")
+
+
+def example_json(name: str) -> dict[str, Any]:
+    """An example that is JSON."""
+    found: dict[str, Any] = json.loads(example(name).read_text())
+    return found
+
+
+class Lines:
+    """New JSON lines of a file that another process appends to."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._at = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """What was added since the last call, whole lines only; lines that are not JSON objects are left out."""
+        if not self._file.exists():
+            return []
+        with self._file.open("rb") as stream:
+            stream.seek(self._at)
+            text = stream.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        self._at += len(whole)
+        return [found for line in whole.splitlines() if (found := _object(line)) is not None]
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
+    if not line.startswith(b"{"):
+        return None
+    try:
+        found: dict[str, Any] = json.loads(line)
+    except ValueError:
+        return None
+    return found

@@ -1,0 +1,164 @@
+"""One lesson: a fresh policy and a fresh run, an evaluation, a learner, and an evaluation again.
+
+Evaluations are greedy, over every target, through the evaluation API. A learner that fails ends the lesson with the
+end of its log.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from headrace.errors import InternalError, NothingToServe
+from headrace.wire import messages
+from headrace_orchestrator.cli.demo.processes import Lines, Stage, example_json
+from headrace_orchestrator.cli.demo.scores import Score, evaluation_tasks, score
+
+LOOK_S = 0.3
+"""Between looks at the learner and the service."""
+
+STEADY_S = 1.0
+"""A rate over less time than this says nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One version that the learner made, and how the episodes of its batch went."""
+
+    version: str
+    mean_reward: float
+    mean_guesses: float
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """What is known so far; shown live."""
+
+    lesson: str
+    phase: str = "starting"
+    steps: list[Step] = field(default_factory=list)
+    episodes_per_s: float = 0.0
+    waits_on: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lesson:
+    """What came of it. ``episodes`` are those of training, ``seconds`` from start to end."""
+
+    run: str
+    first: Score
+    trained: Score
+    steps: list[Step]
+    episodes: int
+    failures: int
+    seconds: float
+
+
+class Teacher:
+    """Gives lessons on a stage. ``show`` is called several times a second."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        *,
+        versions: int,
+        deadline: float,
+        show: Callable[[Progress], None],
+        sleep: Callable[[float], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stage = stage
+        self._versions = versions
+        self._deadline = deadline
+        self._show = show
+        self._sleep = sleep
+        self._clock = clock
+
+    def teach(self, run: str, *, zero_advantages: bool) -> Lesson:
+        """Train a fresh policy, or with zero advantages only go through the motions."""
+        started = self._clock()
+        client = self._stage.client
+        progress = Progress(lesson=run)
+        endpoint = self._stage.start_policy(f"policy-{run}")
+        spec = example_json("guess_the_number.json")
+        client.create_run({**spec, "name": run, "policy": {**spec.get("policy", {}), "endpoints": [endpoint]}})
+        first = self._evaluate(progress, "evaluating version 0")
+        self._train(progress, endpoint, zero_advantages)
+        trained = self._evaluate(progress, "evaluating what it learned")
+        client.close_run(run)
+        status = client.run(run)
+        return Lesson(
+            run=run,
+            first=first,
+            trained=trained,
+            steps=progress.steps,
+            episodes=sum(status.episodes.values()),
+            failures=status.episodes.get("failed", 0),
+            seconds=self._clock() - started,
+        )
+
+    def _evaluate(self, progress: Progress, phase: str) -> Score:
+        progress.phase, progress.waits_on = phase, ""
+        client = self._stage.client
+        reply = client.evaluate(
+            progress.lesson, evaluation_tasks(), temperature=0.0, wait=False, deadline_s=self._left_s()
+        )
+        while not reply.finished:
+            self._look(progress)
+            reply = client.evaluation(progress.lesson, reply.evaluation, wait_s=LOOK_S)
+        return score(reply)
+
+    def _train(self, progress: Progress, endpoint: str, zero_advantages: bool) -> None:
+        progress.phase = "training with zero advantages" if zero_advantages else "training"
+        fleet, name = self._stage.fleet, f"learner-{progress.lesson}"
+        arguments = ["--run", progress.lesson, "--policy", endpoint, "--versions", str(self._versions), "--json"]
+        self._stage.start_learner(name, *arguments, *(["--zero-advantages"] if zero_advantages else []))
+        lines, rate = Lines(fleet.log_file(name)), _Rate(self._clock)
+        while fleet.exit_code(name) is None:
+            self._read(progress, lines, rate)
+            self._look(progress)
+            self._sleep(LOOK_S)
+        self._read(progress, lines, rate)
+        if fleet.exit_code(name) != 0:
+            raise InternalError(f"The learner failed. The end of its log:\n{fleet.tail(name)}")
+        fleet.stop(name)
+
+    def _read(self, progress: Progress, lines: Lines, rate: _Rate) -> None:
+        progress.steps += [
+            Step(version=line["version"], mean_reward=line["mean_reward"], mean_guesses=line["mean_guesses"])
+            for line in lines.read()
+            if "mean_guesses" in line
+        ]
+        status = self._stage.client.run(progress.lesson)
+        progress.episodes_per_s = rate.per_s(sum(status.episodes.values()))
+        progress.waits_on = _waits_on(status)
+
+    def _look(self, progress: Progress) -> None:
+        self._stage.fleet.poll()
+        self._show(progress)
+        if self._left_s() <= 0:
+            raise NothingToServe(
+                f"The demo was not done in time; it was {progress.phase}.", hint="Give it more with --seconds."
+            )
+
+    def _left_s(self) -> float:
+        return self._deadline - self._clock()
+
+
+class _Rate:
+    """Of a count, since it was first seen."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._from: tuple[float, int] | None = None
+
+    def per_s(self, count: int) -> float:
+        """The mean rate so far; 0 before there is enough time behind it."""
+        now = self._clock()
+        since, first = self._from = self._from or (now, count)
+        return (count - first) / (now - since) if now - since >= STEADY_S else 0.0
+
+
+def _waits_on(status: messages.RunStatus) -> str:
+    return ", ".join(reason.code for reason in status.reasons) if status.learner_waiting else ""

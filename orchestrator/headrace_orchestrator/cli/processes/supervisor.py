@@ -1,0 +1,212 @@
+"""The local fleet: components as child processes of this one.
+
+* A child that dies is restarted, after a delay that doubles up to a bound.
+* A child that ran long starts over with the first delay.
+* Children die with their parent, however it dies (on Linux).
+* Stopping asks first and kills after a grace.
+* Later stages stop before earlier ones.
+* Each child's output goes to a file of its own.
+* The tail of a log shows this start and none before.
+
+A fleet belongs to one thread, the main one: the kernel's parent-death signal follows the thread that started a child.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple, Self
+
+from headrace.errors import SetupError
+from headrace_orchestrator.cli.processes import parent_guard
+
+FIRST_RESTART_S = 0.5
+"""Delay before the first restart."""
+
+LAST_RESTART_S = 30.0
+"""Delay before a restart at most: a component that comes back should be found within half a minute."""
+
+STEADY_S = 30.0
+"""A child that ran so long starts over with the first delay."""
+
+TAIL_CHARS = 1500
+"""So much of a log is quoted when its child could not start."""
+
+_POLL_S = 0.02
+"""Between looks at children that were asked to stop."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Component:
+    """One process to run. ``environment`` is added to this process's own. ``stage``: later ones stop first."""
+
+    name: str
+    command: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    stage: int = 0
+    restart: bool = True
+
+
+class Event(NamedTuple):
+    """Something that happened to a component. ``detail`` is a pid, or how it ended."""
+
+    component: str
+    what: Literal["started", "ended", "restarting"]
+    detail: str
+
+
+@dataclass
+class _Child:
+    component: Component
+    process: subprocess.Popen[bytes]
+    started_at: float
+    log_start: int
+    deaths: int = 0
+    restart_at: float | None = None
+
+
+def python_module(module: str, *arguments: str) -> list[str]:
+    """The command line that runs a module with this interpreter."""
+    return [sys.executable, "-m", module, *arguments]
+
+
+def restart_delay_s(deaths: int) -> float:
+    """Delay before the next start after that many deaths in a row."""
+    return min(LAST_RESTART_S, FIRST_RESTART_S * 2.0 ** min(deaths - 1, 16))
+
+
+class LocalFleet:
+    """Children by name. Used as a context manager it leaves none behind."""
+
+    def __init__(
+        self,
+        logs: Path,
+        *,
+        on_event: Callable[[Event], None] = lambda event: None,
+        clock: Callable[[], float] = time.monotonic,
+        grace_s: float = 10.0,
+    ) -> None:
+        self.logs = logs
+        self.grace_s = grace_s
+        self._on_event = on_event
+        self._clock = clock
+        self._children: dict[str, _Child] = {}
+        logs.mkdir(parents=True, exist_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def start(self, component: Component) -> int:
+        """Start a component; gives its pid."""
+        if component.name in self._children:
+            raise SetupError(f"A component named {component.name!r} runs already.")
+        log_start = self._log_size(component.name)
+        child = _Child(component, self._spawn(component), self._clock(), log_start)
+        self._children[component.name] = child
+        self._on_event(Event(component.name, "started", str(child.process.pid)))
+        return child.process.pid
+
+    def pid(self, name: str) -> int | None:
+        """Pid of a component, or None while it is not running."""
+        child = self._children.get(name)
+        return child.process.pid if child and child.process.poll() is None else None
+
+    def exit_code(self, name: str) -> int | None:
+        """Exit code of a component that has ended, negative for a signal; None while it runs."""
+        return self._children[name].process.poll()
+
+    def log_file(self, name: str) -> Path:
+        """Where the component's output goes."""
+        return self.logs / f"{name}.log"
+
+    def poll(self) -> None:
+        """See who has died, and start again what is due. To be called several times a second."""
+        now = self._clock()
+        for child in self._children.values():
+            if child.restart_at is not None:
+                if now >= child.restart_at:
+                    self._start_again(child)
+            elif (code := child.process.poll()) is not None and child.component.restart:
+                self._mourn(child, code, now)
+
+    def require(self, name: str) -> None:
+        """Raise SetupError, with the end of its log, if the component is not running."""
+        if self.pid(name) is not None:
+            return
+        code = self.exit_code(name)
+        raise SetupError(
+            f"{name} ended while starting ({_ending(code)}). The end of its log:\n{self.tail(name)}",
+            hint=f"Its log is {self.log_file(name)}.",
+        )
+
+    def tail(self, name: str) -> str:
+        """The end of what a component has logged since its last start."""
+        with self.log_file(name).open("rb") as log:
+            log.seek(self._children[name].log_start)
+            return log.read().decode(errors="replace")[-TAIL_CHARS:].strip()
+
+    def stop(self, *names: str) -> None:
+        """Ask these components to end, kill them after the grace, and forget them."""
+        stopping = [self._children.pop(name) for name in names if name in self._children]
+        for child in stopping:
+            if child.process.poll() is None:
+                child.process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + self.grace_s
+        while any(child.process.poll() is None for child in stopping) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        for child in stopping:
+            if child.process.poll() is None:
+                child.process.kill()
+            self._on_event(Event(child.component.name, "ended", _ending(child.process.wait())))
+
+    def close(self) -> None:
+        """Stop all, later stages first."""
+        for stage in sorted({child.component.stage for child in self._children.values()}, reverse=True):
+            self.stop(*[name for name, child in self._children.items() if child.component.stage == stage])
+
+    def _mourn(self, child: _Child, code: int, now: float) -> None:
+        child.deaths = 1 if now - child.started_at >= STEADY_S else child.deaths + 1
+        delay = restart_delay_s(child.deaths)
+        child.restart_at = now + delay
+        self._on_event(Event(child.component.name, "restarting", f"{_ending(code)}; starting again in {delay:g} s"))
+
+    def _start_again(self, child: _Child) -> None:
+        child.log_start = self._log_size(child.component.name)
+        child.process = self._spawn(child.component)
+        child.started_at = self._clock()
+        child.restart_at = None
+        self._on_event(Event(child.component.name, "started", str(child.process.pid)))
+
+    def _log_size(self, name: str) -> int:
+        file = self.log_file(name)
+        return file.stat().st_size if file.exists() else 0
+
+    def _spawn(self, component: Component) -> subprocess.Popen[bytes]:
+        guarded = [sys.executable, "-I", "-S", parent_guard.__file__, str(os.getpid()), *component.command]
+        with self.log_file(component.name).open("ab") as log:
+            return subprocess.Popen(
+                guarded,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **component.environment},
+                # A session of its own: Ctrl-C in the terminal reaches the parent only, which stops all in order.
+                start_new_session=True,
+            )
+
+
+def _ending(code: int | None) -> str:
+    if code is None:
+        return "still running"
+    if code < 0:
+        return f"ended by {signal.Signals(-code).name}"
+    return f"exit code {code}"

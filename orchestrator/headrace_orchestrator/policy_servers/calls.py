@@ -1,0 +1,261 @@
+"""Calls to policy servers: what the controller decides, carried out. It decides nothing itself.
+
+* No call raises for what a server does: what went wrong is its result.
+* Before weights are touched a server is made to say that they are: whoever comes after a crash knows.
+* A load is well only if every process of the engine says so; the version has its name only then.
+* What is refused changes nothing, its name included. Nothing is loaded into a server that is not paused.
+* Proxy settings of the environment are not used.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, TypeVar
+
+import aiohttp
+import msgspec
+
+from headrace.errors import PolicyFailure
+from headrace.timeouts import timeout
+from headrace.wire.policy_server import (
+    CHECK,
+    HEALTH,
+    IS_PAUSED,
+    LOAD,
+    LOAD_ADAPTER,
+    METRICS,
+    MODELS,
+    PAUSE,
+    RESUME,
+    RPC,
+    UNLOAD_ADAPTER,
+    UPDATE_WEIGHT_VERSION,
+    WEIGHT_INFO,
+    AdapterRequest,
+    LoadResult,
+    ModelList,
+    PauseInfo,
+    RpcAnswer,
+    RpcRequest,
+    VersionUpdate,
+    WeightInfo,
+    loading,
+    weights_name,
+)
+from headrace_orchestrator.policy_servers.admission import Reading
+from headrace_orchestrator.policy_servers.controller import Call
+from headrace_orchestrator.policy_servers.server_state import Problem, Seen
+from headrace_orchestrator.policy_servers.vllm_metrics import read_load
+
+_T = TypeVar("_T")
+
+PROBE_TIMEOUT_S = 5.0
+"""An engine answers between two of its steps, which take long where a CPU works through a long prompt."""
+
+ADAPTER_TIMEOUT_S = 60.0
+"""For a server to read an adapter from its disk."""
+
+_NO_ADAPTERS = (
+    ". Does it take adapters while it runs? vLLM needs --enable-lora, --max-lora-rank of the adapter's rank at least, "
+    "and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
+)
+
+CONNECTIONS = 4
+"""To one server: a probe, a call that takes long, and what ends one."""
+
+MAX_ANSWER_BYTES = 16 << 20
+"""Longest answer that is read: the metrics of many engines have room in it."""
+
+QUOTED = 300
+"""Characters of an answer that a message quotes."""
+
+
+class Control:
+    """The calls, over connections of their own."""
+
+    def __init__(self) -> None:
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        """Close all connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def probe(self, address: str) -> Seen:
+        """How a server is."""
+        try:
+            async with timeout(PROBE_TIMEOUT_S):
+                await self._ask("GET", address, HEALTH, missing_ok=True)
+                named = await self._read(address, WEIGHT_INFO, WeightInfo)
+                paused = await self._read(address, IS_PAUSED, PauseInfo)
+        except TimeoutError:
+            return Seen(f"it did not answer within {PROBE_TIMEOUT_S:g} s")
+        except PolicyFailure as failure:
+            return Seen(failure.detail)
+        weights = "" if named is None or named.weight_version is None else str(named.weight_version)
+        return Seen(weights=weights, paused=paused is not None and paused.is_paused)
+
+    async def read_metrics(self, address: str) -> Reading:
+        """How busy a server is, by its metrics."""
+        try:
+            async with timeout(PROBE_TIMEOUT_S):
+                body = await self._ask("GET", address, METRICS, missing_ok=True)
+            return read_load("" if body is None else body.decode(errors="replace")) or "none"
+        except (TimeoutError, PolicyFailure, ValueError):
+            return "no answer"
+
+    async def carry_out(self, call: Call) -> Problem | None:
+        """Make a call that is no probe; gives what went wrong."""
+        try:
+            async with timeout(None if call.timeout_s == math.inf else call.timeout_s):
+                return await self._carry_out(call)
+        except TimeoutError:
+            text = f"it did not answer {call.kind} within {call.timeout_s:.3g} s"
+            return Problem("timeout", text, untouched=call.kind != "load")
+        except PolicyFailure as failure:
+            return Problem(failure.kind, failure.detail, untouched=call.kind != "load")
+
+    async def _carry_out(self, call: Call) -> Problem | None:
+        if call.kind == "resume":
+            await self._ask("POST", call.address, RESUME)
+        elif call.kind in ("pause", "end-requests"):
+            # The caches must go: what is in them was computed with the old weights.
+            await self._ask("POST", call.address, f"{PAUSE}?mode={call.mode}&clear_cache=true")
+        elif call.version is not None and call.weights is not None:
+            if call.kind == "check":
+                return _refused(await self._rpc(call.address, CHECK, call.weights.path))
+            return await self._load(call.address, weights_name(call.version, call.run), call.weights.path)
+        return None
+
+    async def _load(self, address: str, name: str, path: str) -> Problem | None:
+        paused = await self._read(address, IS_PAUSED, PauseInfo)
+        if paused is None or not paused.is_paused:
+            return Problem("not-paused", "it is not paused any more: was it started again?", untouched=True)
+        named = await self._read(address, WEIGHT_INFO, WeightInfo)
+        held = "" if named is None else str(named.weight_version)
+        await self._name(address, loading(held, name))
+        results = await self._rpc(address, LOAD, path)
+        problem = _refused(results)
+        if problem is None:
+            await self._name(address, name)
+        elif problem.untouched:
+            await self._name(address, held)
+        return problem
+
+    async def _name(self, address: str, name: str) -> None:
+        await self._ask("POST", address, UPDATE_WEIGHT_VERSION, VersionUpdate(new_version=name))
+
+    async def _rpc(self, address: str, method: str, path: str) -> list[LoadResult]:
+        try:
+            body = await self._ask("POST", address, RPC, RpcRequest(method=method, args=[path]))
+        except PolicyFailure as failure:
+            if failure.kind not in ("server-error", "request-refused"):
+                raise
+            failure.detail += (
+                ". Does it know how to load weights of a folder? vLLM needs VLLM_SERVER_DEV_MODE=1 and "
+                "--worker-extension-cls headrace.integrations.vllm.Weights"
+            )
+            raise
+        return _decoded(body or b"", RPC, RpcAnswer).results
+
+    async def list_adapters(self, address: str) -> dict[str, str] | None:
+        """The adapters that a server has, by name: the folder of each. None where it does not say."""
+        try:
+            async with timeout(PROBE_TIMEOUT_S):
+                models = await self._read(address, MODELS, ModelList)
+        except (TimeoutError, PolicyFailure):
+            return None
+        return {} if models is None else {card.id: card.root or "" for card in models.data if card.parent is not None}
+
+    async def change_adapter(self, address: str, kind: Literal["load", "unload"], name: str, path: str) -> str:
+        """Load an adapter, or unload it; gives what went wrong."""
+        route = LOAD_ADAPTER if kind == "load" else UNLOAD_ADAPTER
+        try:
+            async with timeout(ADAPTER_TIMEOUT_S):
+                await self._ask("POST", address, route, AdapterRequest(lora_name=name, lora_path=path))
+        except TimeoutError:
+            return f"it did not answer within {ADAPTER_TIMEOUT_S:g} s"
+        except PolicyFailure as failure:
+            return (
+                f"{failure.detail}{_NO_ADAPTERS if '404' in failure.detail and 'Not Found' in failure.detail else ''}"
+            )
+        return ""
+
+    async def _read(self, address: str, path: str, kind: type[_T]) -> _T | None:
+        """An answer; None where the server has no such route."""
+        body = await self._ask("GET", address, path, missing_ok=True)
+        return None if body is None else _decoded(body, path, kind)
+
+    async def _ask(
+        self, method: str, address: str, path: str, body: object = None, *, missing_ok: bool = False
+    ) -> bytes | None:
+        """The body of a good answer; None for a 404, if that may be. Raises PolicyFailure."""
+        data = None if body is None else msgspec.json.encode(body)
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        try:
+            async with self._open().request(method, f"{address}{path}", data=data, headers=headers) as answer:
+                found, status = await _whole(answer), answer.status
+        except (aiohttp.ClientError, OSError) as error:
+            refused = isinstance(error, aiohttp.ClientConnectorError)
+            raise PolicyFailure(
+                "nobody listens there" if refused else f"the connection broke ({error or type(error).__name__})",
+                kind="connection-refused" if refused else "connection-lost",
+                retryable=True,
+            ) from error
+        if status == 404 and missing_ok:
+            return None
+        if status >= 300:
+            raise PolicyFailure(
+                f"{path} answers {status}: {_quote(found)}",
+                kind="server-error" if status >= 500 else "request-refused",
+                retryable=status >= 500,
+            )
+        return found
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, limit_per_host=CONNECTIONS),
+                trust_env=False,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                timeout=aiohttp.ClientTimeout(total=None),
+            )
+        return self._session
+
+
+async def _whole(answer: aiohttp.ClientResponse) -> bytes:
+    """The body of an answer. Raises ClientPayloadError where it is too long."""
+    parts, size = [], 0
+    async for part in answer.content.iter_any():
+        size += len(part)
+        if size > MAX_ANSWER_BYTES:
+            raise aiohttp.ClientPayloadError(f"the answer is longer than {MAX_ANSWER_BYTES} bytes")
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _refused(results: list[LoadResult]) -> Problem | None:
+    """What is wrong with the results of a check or a load."""
+    refused = [result.refused for result in results if result.refused]
+    mixed = [result.mixed for result in results if result.mixed]
+    if mixed or (refused and len(refused) < len(results)):
+        return Problem("weights-mixed", f"its weights are neither the old nor the new ones: {(mixed or refused)[0]}")
+    if refused:
+        return Problem("weights-refused", refused[0], untouched=True)
+    return None if results else Problem("unreadable-response", f"{RPC} answers no result")
+
+
+def _decoded(body: bytes, path: str, kind: type[_T]) -> _T:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise PolicyFailure(
+            f"{path} answers what cannot be read ({error}): {_quote(body)}",
+            kind="unreadable-response",
+            retryable=True,
+        ) from error
+
+
+def _quote(body: bytes) -> str:
+    text = body.decode(errors="replace").strip()
+    return text if len(text) <= QUOTED else text[:QUOTED] + "…"

@@ -1,0 +1,1 @@
+"""The one way in which events change the scheduler's state."""

@@ -1,0 +1,1 @@
+"""Commands of the scheduler: each decides and emits events."""

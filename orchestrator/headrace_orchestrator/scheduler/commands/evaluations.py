@@ -1,0 +1,88 @@
+"""Starting, reporting and ending evaluations."""
+
+from __future__ import annotations
+
+from headrace.errors import InvalidRequest, UnknownEvaluation, VersionUnknown
+from headrace.wire import messages
+from headrace_orchestrator.scheduler import events
+from headrace_orchestrator.scheduler.apply.state import Book
+from headrace_orchestrator.scheduler.commands import follow_ups
+from headrace_orchestrator.scheduler.commands.groups import MAX_GROUP_SIZE, MAX_REQUEST_EPISODES, parse_task
+from headrace_orchestrator.scheduler.state.evaluations import Evaluation
+from headrace_orchestrator.scheduler.state.run import Run
+from headrace_orchestrator.scheduler.state.versions import parse_version
+
+
+def start(book: Book, run: Run, request: messages.EvaluationRequest, now: float) -> str:
+    """Admit the groups of an evaluation; returns its id."""
+    tasks = [parse_task(task, str(index)) for index, task in enumerate(request.tasks)]
+    if not tasks or not 1 <= request.episodes_per_task <= MAX_GROUP_SIZE or not request.deadline_s > 0:
+        raise InvalidRequest(
+            f"An evaluation needs tasks, 1 to {MAX_GROUP_SIZE} episodes of each, and a deadline above 0 seconds."
+        )
+    episodes = len(tasks) * request.episodes_per_task
+    if episodes > MAX_REQUEST_EPISODES:
+        raise InvalidRequest(f"An evaluation has at most {MAX_REQUEST_EPISODES} episodes; this one wants {episodes}.")
+    version = parse_version(request.version) if request.version else run.versions.now
+    ahead = version.lineage == run.versions.now.lineage and version.n > run.versions.now.n
+    if ahead or version.lineage >= len(run.versions.forks) or run.versions.distance(version) is None:
+        raise VersionUnknown(
+            f"Run {run.name} has no version {version}; the version now is {run.versions.now}.",
+            hint="Evaluate the version now, or one that it descends from.",
+        )
+    id = book.new_id()
+    book.emit(
+        events.EvaluationStarted(
+            run=run.name,
+            evaluation=id,
+            version=version,
+            wanted=episodes,
+            deadline_s=request.deadline_s,
+            temperature=request.temperature,
+        ),
+        now,
+    )
+    for task in tasks:
+        follow_ups.admit_group(book, run, book.new_id(), task, request.episodes_per_task, now, evaluation=id)
+    return id
+
+
+def report(book: Book, run: Run, id: str, now: float) -> messages.EvaluationReply:
+    """How far an evaluation is."""
+    evaluation = run.evaluations.get(id)
+    if evaluation is None:
+        raise UnknownEvaluation(f"Run {run.name} has no evaluation {id!r}.")
+    evaluation.asked_at = now
+    return messages.EvaluationReply(
+        epoch=book.epoch,
+        evaluation=id,
+        version=str(evaluation.version),
+        wanted=evaluation.wanted,
+        done=evaluation.done,
+        finished=bool(evaluation.reason),
+        hold_s=_holds(run, evaluation, now),
+        episodes=list(evaluation.episodes),
+    )
+
+
+def _holds(run: Run, evaluation: Evaluation, now: float) -> float:
+    """Seconds that a weight sync waits for it: only while its version is the one that is served."""
+    return evaluation.hold_s(now) if evaluation.version == run.hosting.held else 0.0
+
+
+def sync_hold(run: Run, now: float) -> tuple[float, list[str]]:
+    """Seconds that a weight sync still has to wait, and for which evaluations."""
+    holds = {evaluation.id: _holds(run, evaluation, now) for evaluation in run.active_evaluations.values()}
+    waiting = [id for id, hold in holds.items() if hold > 0]
+    return max(holds.values(), default=0.0), waiting
+
+
+def expire(book: Book, run: Run, now: float) -> None:
+    """Cancel what is not over at the deadline."""
+    for evaluation in list(run.active_evaluations.values()):
+        if evaluation.deadline <= now and not evaluation.expired:
+            evaluation.expired = True
+            for group in evaluation.groups:
+                if group.state == "open":
+                    follow_ups.retire(book, group, "deadline", now)
+            follow_ups.settle(book, run, now)

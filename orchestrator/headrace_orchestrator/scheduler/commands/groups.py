@@ -1,0 +1,82 @@
+"""Groups that a learner submits: awaited by id, bounded by bytes, served or ended with a reason.
+
+* What is held, reserved and asked for has to fit the byte bound together, before any of a request is admitted.
+* One request admits so many episodes and no more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+
+from headrace.errors import Conflict, GroupExists, InvalidRequest
+from headrace.runspec import TaskSpec
+from headrace.trajectory import Task
+from headrace.wire import messages
+from headrace_orchestrator.scheduler.apply.state import Book
+from headrace_orchestrator.scheduler.commands import follow_ups
+from headrace_orchestrator.scheduler.state.run import Run
+
+MAX_GROUP_SIZE = 4096
+"""As for ``RunSpec.group_size``."""
+
+MAX_REQUEST_EPISODES = 16_384
+"""Most episodes that one request may admit: more would hold everybody up while they are."""
+
+
+def parse_task(value: dict[str, Any], name: str) -> Task:
+    """A task as submitted, under its own id or else ``name``; raises InvalidRequest."""
+    try:
+        spec = TaskSpec.model_validate(value)
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+        raise InvalidRequest(f"This is no task: {problems}.", hint="A task names its environment and seed.") from error
+    return Task(
+        environment=spec.environment,
+        seed=spec.seed,
+        kwargs=spec.kwargs,
+        example=spec.example,
+        id=spec.id or name,
+        tags=spec.tags,
+    )
+
+
+def submit(book: Book, run: Run, groups: list[messages.GroupRequest], now: float) -> list[str]:
+    """Admit submitted groups, all or none; returns their ids."""
+    wanted: dict[str, tuple[Task, int]] = {}
+    for group in groups:
+        id = group.id or book.new_id()
+        size = run.spec.group_size if group.size is None else group.size
+        if not 1 <= size <= MAX_GROUP_SIZE:
+            raise InvalidRequest(f"A group has 1 to {MAX_GROUP_SIZE} episodes; group {id} asks for {size}.")
+        if id in wanted or id in run.groups or id in run.submitted_ends:
+            raise GroupExists(f"Run {run.name} has a group {id!r} already.", hint="Give each group an id of its own.")
+        task = parse_task(group.task, id)
+        if run.is_quarantined(task):
+            raise Conflict(f"The task of group {id} is quarantined: it killed too many attempts.")
+        wanted[id] = (task, size)
+    episodes = sum(size for _, size in wanted.values())
+    if episodes > MAX_REQUEST_EPISODES:
+        raise InvalidRequest(
+            f"One request admits at most {MAX_REQUEST_EPISODES} episodes; this one asks for {episodes}.",
+            hint="Submit the groups in several requests.",
+        )
+    if run.closed:
+        raise Conflict(f"Run {run.name} was closed.")
+    ledger = run.ledger
+    new = episodes * ledger.estimate
+    if ledger.held_bytes + ledger.reserved_bytes + new > run.spec.max_bytes:
+        raise Conflict(
+            f"Groups in flight hold {ledger.held_bytes} bytes and {ledger.reserved_bytes} more are reserved; these "
+            f"{episodes} episodes are taken to need {new}. The bound is {run.spec.max_bytes}.",
+            hint="Ack batches first, or give the run a larger max_bytes.",
+        )
+    if not ledger.bounds.takes(new):
+        raise Conflict(
+            f"These {episodes} episodes are taken to need {new} bytes, and the bounds of the service leave no room.",
+            hint="Ack batches first, or start the service with larger bounds; an empty pull says which is full.",
+        )
+    for id, (task, size) in wanted.items():
+        follow_ups.admit_group(book, run, id, task, size, now, submitted=True)
+    return list(wanted)

@@ -1,0 +1,114 @@
+"""The policy servers of a run, and the weights that they are to hold.
+
+* Servers that were added, drained or removed are known after a restart.
+* A run that names no servers in its spec gets none: its workers ask those that they were started with.
+* A version that comes with weights is to be loaded by the service; one without was loaded by the learner.
+* A version that was overtaken before any server served it is skipped, and said to be.
+* Weights that are served are not replaced under the same version.
+* Once a version is served, evaluations that are pinned to an older one are cancelled: nothing can answer them any more.
+
+What the servers do at the moment is not known here; who drives them says so in ``told``.
+"""
+
+from __future__ import annotations
+
+from headrace.errors import Conflict, InvalidRequest, UnknownServer, VersionConflict
+from headrace.trajectory import Version
+from headrace.wire import policy_server
+from headrace.wire.messages import Reason, Weights
+from headrace_orchestrator.scheduler import events
+from headrace_orchestrator.scheduler.apply.state import Book
+from headrace_orchestrator.scheduler.commands import follow_ups
+from headrace_orchestrator.scheduler.state.run import Run
+
+MAX_SERVERS = 4096
+"""Of one run: their states are told in one answer."""
+
+
+def _address(text: str) -> str:
+    """An address as servers are known by; raises InvalidRequest for what is none."""
+    try:
+        return policy_server.address_of(text)
+    except ValueError as error:
+        raise InvalidRequest(f"{error}.") from error
+
+
+def add(book: Book, run: Run, address: str, now: float) -> None:
+    """Know a server from now on; one that drains takes requests again."""
+    address = _address(address)
+    if run.closed:
+        raise Conflict(f"Run {run.name} was closed.")
+    if not run.spec.policy.endpoints:
+        raise Conflict(
+            f"Run {run.name} has no policy.endpoints in its spec: each worker asks the server that it was started "
+            "with, and would not ask this one.",
+            hint="Name servers in policy.endpoints of a new run, or start workers with --policy-endpoint.",
+        )
+    if len(run.hosting.servers) >= MAX_SERVERS and address not in run.hosting.servers:
+        raise InvalidRequest(f"Run {run.name} has {MAX_SERVERS} policy servers, and no more can be added.")
+    if run.hosting.servers.get(address) is not False:
+        book.emit(events.ServerAdded(run=run.name, address=address), now)
+
+
+def drain(book: Book, run: Run, address: str, now: float) -> None:
+    """Let a server finish what it has."""
+    address = _known(run, address)
+    if not run.hosting.servers[address]:
+        book.emit(events.ServerDrained(run=run.name, address=address), now)
+
+
+def remove(book: Book, run: Run, address: str, now: float) -> None:
+    """Forget a server."""
+    book.emit(events.ServerRemoved(run=run.name, address=_known(run, address)), now)
+
+
+def _known(run: Run, address: str) -> str:
+    address = _address(address)
+    if address not in run.hosting.servers:
+        raise UnknownServer(
+            f"Run {run.name} has no policy server {address}.", hint=f"`headrace servers {run.name}` lists them."
+        )
+    return address
+
+
+def require_weights_fit(run: Run, version: Version, weights: Weights | None) -> None:
+    """Raise VersionConflict for other weights of the version that is served; InvalidRequest for weights of a kind that
+    the run does not train."""
+    hosting, adapter = run.hosting, run.spec.policy.adapter
+    if weights is not None and (weights.kind == "adapter") != (adapter is not None):
+        raise InvalidRequest(
+            f"Run {run.name} trains "
+            + ("the base" if adapter is None else f"adapter {adapter!r}")
+            + f"; the weights of version {version} are of kind {weights.kind!r}.",
+            hint="Name the adapter in policy.adapter of the run spec."
+            if adapter is None
+            else "Announce the folder of the adapter, with kind = 'adapter'.",
+        )
+    if weights is not None and version == hosting.held == hosting.target and weights != hosting.weights:
+        raise VersionConflict(
+            f"The policy servers of run {run.name} hold version {version} from {hosting.loaded.path!r} already."
+            if hosting.loaded is not None
+            else f"The policy servers of run {run.name} hold version {version} already.",
+            hint="Announce other weights as the next version.",
+        )
+
+
+def served(book: Book, run: Run, version: Version, weights: Weights, now: float) -> None:
+    """A server takes requests with this version, the first one to do so."""
+    if run.hosting.held != version:
+        book.emit(events.WeightsLoaded(run=run.name, version=version, weights=weights), now)
+        _cancel_unservable(book, run, now)
+
+
+def _cancel_unservable(book: Book, run: Run, now: float) -> None:
+    for evaluation in list(run.active_evaluations.values()):
+        if run.hosting.past(evaluation.version):
+            for group in list(evaluation.groups):
+                if group.state == "open":
+                    follow_ups.retire(book, group, events.REPLACED, now)
+    follow_ups.settle(book, run, now)
+
+
+def tell(run: Run, told: list[Reason]) -> None:
+    """Take what the policy servers and their weights are at, for those whose pull waits."""
+    run.hosting.told = told

@@ -1,0 +1,94 @@
+"""What becomes of a submission. In this order:
+
+=================================================================  ==========================================
+the episode is                                                     verdict
+=================================================================  ==========================================
+not known (its group is complete or over)                          superseded; the store may know better
+over, by this very attempt of this worker                          duplicate: the first result stands
+over otherwise                                                     superseded
+on a newer attempt                                                 superseded
+another worker's, or the nonce is wrong                            not-yours
+leased, failed retryably, attempts left                            retrying: queued again, at the front
+queued after its lease ran out, failed retryably                   retrying: it is queued already
+queued after its lease ran out, any other result                   accepted: an outage reruns nothing
+cancelling, any result                                             accepted as its one terminal record
+leased, any other result                                           accepted
+=================================================================  ==========================================
+
+* A record that contradicts its grant (group, task, evaluation, who ran it) is refused.
+
+Rows may carry versions that were announced, or the next one: a learner loads weights before it announces them.
+"""
+
+from __future__ import annotations
+
+from headrace.errors import InvalidTrajectory
+from headrace.wire import messages
+from headrace_orchestrator.scheduler.apply.state import Book
+from headrace_orchestrator.scheduler.commands import follow_ups
+from headrace_orchestrator.scheduler.events import EpisodeEnded
+from headrace_orchestrator.scheduler.state.groups import TERMINAL, Episode
+
+
+def judge(book: Book, worker: str, nonce: str, outcome: EpisodeEnded, now: float) -> messages.SubmitVerdict:
+    """Decide on a valid submission; raises VersionUnknown, or InvalidTrajectory where it names another episode."""
+    episode = book.episodes.get(outcome.episode)
+    if episode is None:
+        return "superseded"
+    mine = episode.attempt == outcome.attempt and episode.nonce == nonce and episode.worker == worker
+    if episode.state in TERMINAL:
+        return "duplicate" if mine and episode.worker_wrote else "superseded"
+    if outcome.attempt < episode.attempt:
+        return "superseded"
+    if not mine:
+        return "not-yours"
+    _check(episode, outcome)
+    run = episode.group.run
+    failure = outcome.failure
+    if failure is not None and failure.retryable and outcome.status == "failed" and episode.state != "cancelling":
+        if episode.state == "queued":
+            return "retrying"
+        if follow_ups.attempts_left(run, episode):
+            follow_ups.requeue(book, episode, f"{failure.layer}/{failure.kind}", True, failure, now)
+            follow_ups.settle(book, run, now)
+            return "retrying"
+    book.emit(outcome, now)
+    if outcome.status == "failed":
+        follow_ups.quarantine_if_due(book, run, episode.group.task, now)
+    if run.due or run.active_evaluations or run.admits:
+        follow_ups.settle(book, run, now)
+    return "accepted"
+
+
+def _check(episode: Episode, outcome: EpisodeEnded) -> None:
+    """Raise InvalidTrajectory where a record contradicts what was granted, VersionUnknown for rows of no version."""
+    group = episode.group
+    run = group.run
+    if outcome.run != run.name or outcome.group != group.id or outcome.member != episode.member:
+        raise InvalidTrajectory(
+            f"The record of episode {episode.id} says it is member {outcome.member} of group {outcome.group} of run "
+            f"{outcome.run}; it was granted as member {episode.member} of group {group.id} of run {run.name}."
+        )
+    if outcome.task != group.task:
+        raise InvalidTrajectory(
+            f"The record of episode {episode.id} is of task {outcome.task}; it was granted task {group.task}."
+        )
+    evaluation = group.evaluation.id if group.evaluation is not None else ""
+    if outcome.evaluation != evaluation:
+        raise InvalidTrajectory(
+            f"The record of episode {episode.id} names evaluation {outcome.evaluation!r}; it was granted for "
+            f"{f'evaluation {evaluation}' if evaluation else 'none'}."
+        )
+    if not outcome.by_worker:
+        raise InvalidTrajectory(f"The record of episode {episode.id} names no worker; {episode.worker} ran it.")
+    for version in (outcome.low, outcome.high):
+        if version is not None:
+            run.versions.require_known(version)
+    if group.evaluation is not None:
+        for version in (outcome.low, outcome.high):
+            if version is not None and version != group.evaluation.version:
+                raise InvalidTrajectory(
+                    f"Episode {episode.id} belongs to evaluation {evaluation}, pinned to version "
+                    f"{group.evaluation.version}, and has a turn of version {version}.",
+                    hint="Cancel an evaluation episode whose version is loaded no more.",
+                )

@@ -1,0 +1,59 @@
+"""Versions as they are announced, and going back to one.
+
+* A version follows the one before in its lineage; gaps are versions that were skipped. The same again changes nothing.
+* What an announcement leaves too far behind is retired as a unit; a leased batch may still be acked.
+* A rewind opens a lineage; groups with a row above the fork retire, batches with such a group are dissolved.
+"""
+
+from __future__ import annotations
+
+from headrace.errors import VersionConflict, VersionUnknown
+from headrace.trajectory import Version
+from headrace.wire.messages import Weights
+from headrace_orchestrator.scheduler import events
+from headrace_orchestrator.scheduler.apply.state import Book
+from headrace_orchestrator.scheduler.commands import follow_ups, policy_servers
+from headrace_orchestrator.scheduler.state.run import Run
+from headrace_orchestrator.scheduler.state.versions import parse_version
+
+
+def checked(run: Run, text: str, weights: Weights | None) -> Version:
+    """The announced version; raises where it does not follow the version now, or has other weights already."""
+    version = parse_version(text)
+    now = run.versions.now
+    if version.lineage >= len(run.versions.forks):
+        raise VersionUnknown(
+            f"Lineage {version.lineage} of run {run.name} was never opened; the version now is {now}.",
+            hint="A rewind opens a lineage.",
+        )
+    if version.lineage != now.lineage or version.n < now.n:
+        raise VersionConflict(
+            f"Version {version} does not follow {now}, the version of run {run.name} now.",
+            hint="Announce versions of the lineage now, in rising order; go back with a rewind.",
+        )
+    policy_servers.require_weights_fit(run, version, weights)
+    return version
+
+
+def announce(book: Book, run: Run, text: str, weights: Weights | None, now: float) -> None:
+    """Take a new version, or say where the weights of the version now are."""
+    version = checked(run, text, weights)
+    known = weights is None or (version, weights) == (run.hosting.target, run.hosting.weights)
+    if version != run.versions.now or not known:
+        book.emit(events.VersionAnnounced(run=run.name, version=version, weights=weights), now)
+        follow_ups.retire_out_of_bound(book, run, now)
+        follow_ups.settle(book, run, now)
+
+
+def rewind(book: Book, run: Run, text: str, now: float) -> None:
+    """Fork a new lineage from an earlier version."""
+    fork = parse_version(text)
+    if fork.lineage >= len(run.versions.forks) or fork.n > run.versions.now.n or run.versions.distance(fork) is None:
+        raise VersionUnknown(
+            f"Run {run.name} has no version {fork} on the way to {run.versions.now}.",
+            hint="Rewind to a version that the version now descends from.",
+        )
+    version = Version(len(run.versions.forks), fork.n)
+    book.emit(events.VersionAnnounced(run=run.name, version=version, fork=fork), now)
+    follow_ups.retire_out_of_bound(book, run, now)
+    follow_ups.settle(book, run, now)

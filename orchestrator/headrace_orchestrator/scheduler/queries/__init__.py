@@ -1,0 +1,1 @@
+"""Questions that the scheduler answers without changing anything."""

@@ -1,0 +1,359 @@
+"""Why a pull has nothing to serve: every reason that holds now, the most telling first.
+
+* An empty answer always has a reason; it is a sentence, and its counts are in ``facts``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from headrace.wire.messages import Reason
+from headrace_orchestrator.scheduler.apply.state import Book
+from headrace_orchestrator.scheduler.state import concurrency_cap, failure_backoff
+from headrace_orchestrator.scheduler.state.bounds import Bounds
+from headrace_orchestrator.scheduler.state.filters import EVERYTHING, Filter, kind_of
+from headrace_orchestrator.scheduler.state.run import Run
+
+FAILING_SHARE = 0.5
+"""Share of the last attempts that failed in the policy layer, from which on the policy is said to be failing."""
+
+NAMED_SHARDS = 8
+"""Missing shards that a message names one by one."""
+
+FAILING_LEAST = 4
+"""Fewer policy failures than this say nothing."""
+
+
+def empty(
+    book: Book, run: Run, now: float, awaited: list[str] | None = None, filter: Filter = EVERYTHING
+) -> tuple[list[Reason], bool]:
+    """Why nothing is served, and whether nothing ever will be (to this pull)."""
+    if run.closed:
+        return [Reason(code="closed", message=f"Run {run.name} was closed.")], True
+    if awaited is not None:
+        ended = _ended(run, awaited)
+        if ended:
+            return ended, True
+    elif run.over(filter):
+        return _finished(run, filter), True
+    reasons = run.hosting.told + _blocked(run, awaited) + _filtered(run, filter) + _starved(book, run, now)
+    if awaited is None and run.exhausted:
+        reasons += _finished(run, filter)
+    if not reasons or run.ledger.unfinished or run.evaluation_leased:
+        reasons.append(_collecting(run, awaited, filter))
+    return reasons, False
+
+
+def _ended(run: Run, awaited: list[str]) -> list[Reason]:
+    """Awaited groups that will not be served."""
+    return [_end(run, id) for id in awaited if id in run.submitted_ends]
+
+
+def _end(run: Run, id: str) -> Reason:
+    reason, failure = run.submitted_ends[id], run.submitted_failures.get(id, "")
+    message = f"Group {id} was retired ({reason}) and will not be served."
+    facts = {"group": id, "reason": reason}
+    if failure:
+        message += f" Its last failure: {failure}"
+        facts["failure"] = failure
+    return Reason(code="group-ended", message=message, facts=facts)
+
+
+def _finished(run: Run, filter: Filter) -> list[Reason]:
+    left, need = run.shelves.count(filter), run.ledger.batch_groups
+    if not left:
+        return [Reason(code="tasks-exhausted", message="tasks exhausted", facts={"groups_left": 0})]
+    facts = {"groups_left": left, "batch_groups": need}
+    if run.open or run.batches:
+        return [Reason(code="tasks-exhausted", message="tasks exhausted", facts=facts)]
+    message = f"{_count(left, 'group')} left, batch needs {need}, tasks exhausted"
+    return [Reason(code="groups-left", message=message, facts=facts)]
+
+
+def _blocked(run: Run, awaited: list[str] | None) -> list[Reason]:
+    """What stops admission, or holds what is ready."""
+    reasons: list[Reason] = []
+    ledger = run.ledger
+    held = [batch for batch in run.held_batches() if batch.leased]
+    bound = run.spec.max_staleness
+    if awaited is not None:
+        where = {id: run.groups[id].batch for id in awaited if run.groups[id].batch}
+        for id, batch in where.items():
+            reasons.append(
+                Reason(
+                    code="batches-held",
+                    message=f"Group {id} is in batch {batch}, which is held unacked.",
+                    facts={"group": id, "batch": batch},
+                )
+            )
+    elif held and (len(held) > bound or (not run.open and not ledger.free)):
+        more = (
+            f"To hold {len(held) + 1}, max_staleness must be at least {len(held)}; it is {bound}."
+            if len(held) > bound
+            else "Nothing more is admitted before an ack, or before what is ready is taken or goes stale."
+        )
+        reasons.append(
+            Reason(
+                code="batches-held",
+                message=f"{_count(len(held), 'batch', 'batches')} held unacked. {more}",
+                facts={"held": len(held), "max_staleness": bound, "needed": len(held)},
+            )
+        )
+    reasons += [
+        Reason(
+            code="shards-not-fetched",
+            message=(
+                f"Batch {batch.id} waits for learner {batch.learner!r}: "
+                f"{shards(batch.missing, batch.shards)} not fetched."
+            ),
+            facts={"batch": batch.id, "learner": batch.learner, "missing": batch.missing, "shards": batch.shards},
+        )
+        for batch in run.batches.values()
+        if batch.leased and batch.missing
+    ]
+    if ledger.own_full:
+        reasons.append(
+            Reason(
+                code="byte-bound",
+                message=(
+                    f"Groups in flight hold {ledger.held_bytes} bytes and {ledger.reserved_bytes} more are reserved; "
+                    f"the bound is {run.spec.max_bytes}. Admission stops until groups retire."
+                ),
+                facts={
+                    "held_bytes": ledger.held_bytes,
+                    "reserved_bytes": ledger.reserved_bytes,
+                    "max_bytes": run.spec.max_bytes,
+                },
+            )
+        )
+    reasons += _shared(ledger.bounds)
+    if not run.own_source and not run.open and not len(run.shelves) and not held and awaited is None:
+        reasons.append(Reason(code="no-tasks", message="No groups are submitted.", facts={}))
+    return reasons
+
+
+def _shared(bounds: Bounds) -> list[Reason]:
+    """Bounds of the service that stop admission."""
+    reasons: list[Reason] = []
+    reserved = bounds.reserved_bytes
+    if bounds.held_full:
+        reasons.append(
+            Reason(
+                code="service-byte-bound",
+                message=(
+                    f"Groups in flight of all runs hold {bounds.held_bytes} bytes and {reserved} more are reserved; "
+                    f"the bound of the service is {bounds.max_held_bytes}. Admission stops until groups retire."
+                ),
+                facts={
+                    "held_bytes": bounds.held_bytes,
+                    "reserved_bytes": reserved,
+                    "max_held_bytes": bounds.max_held_bytes,
+                },
+            )
+        )
+    if bounds.disk_full:
+        reasons.append(
+            Reason(
+                code="disk-bound",
+                message=(
+                    f"{bounds.disk_bytes} bytes are stored and {reserved} more are reserved; the bound of the disk is "
+                    f"{bounds.max_disk_bytes}. Admission stops until retention deletes files: give it a rule "
+                    f"that keeps less, or raise the bound."
+                ),
+                facts={
+                    "disk_bytes": bounds.disk_bytes,
+                    "reserved_bytes": reserved,
+                    "max_disk_bytes": bounds.max_disk_bytes,
+                },
+            )
+        )
+    return reasons
+
+
+def shards(missing: list[int], of: int) -> str:
+    """Says which shards are missing, as the head of a sentence that ends in "not fetched"."""
+    named = ", ".join(map(str, missing[:NAMED_SHARDS]))
+    more = f" and {len(missing) - NAMED_SHARDS} more" if len(missing) > NAMED_SHARDS else ""
+    return f"shard{'s' if len(missing) > 1 else ''} {named}{more} of {of} {'were' if len(missing) > 1 else 'was'}"
+
+
+def _filtered(run: Run, filter: Filter) -> list[Reason]:
+    """What is ready, and not what the pull asks for."""
+    if filter == EVERYTHING:
+        return []
+    others = len(run.shelves) - run.shelves.count(filter)
+    batches = sum(
+        not batch.leased and not all(filter.fits(kind_of(group.task)) for group in batch.groups)
+        for batch in run.held_batches()
+    )
+    if not others and not batches:
+        return []
+    counted = [(others, "group", "groups"), (batches, "released batch", "released batches")]
+    ready = " and ".join(_count(number, one, many) for number, one, many in counted if number)
+    return [
+        Reason(
+            code="filtered",
+            message=f"What is ready is not what this pull asks for ({filter}): {ready}.",
+            facts={"groups": others, "batches": batches},
+        )
+    ]
+
+
+def _starved(book: Book, run: Run, now: float) -> list[Reason]:
+    """What keeps admitted groups from becoming complete."""
+    reasons: list[Reason] = []
+    queued = run.queued + run.evaluation_queued
+    pool = run.spec.pool
+    live = book.workers.live(pool, now)
+    fit = [worker for worker in live if run.capabilities <= worker.capabilities]
+    if queued and not fit:
+        lacking = f" that offer {sorted(run.capabilities)}" if live else ""
+        reasons.append(
+            Reason(
+                code="no-workers",
+                message=f"no workers in pool {pool!r}{lacking}: {_count(queued, 'episode')} queued",
+                facts={"pool": pool, "queued": queued, "workers": len(live)},
+            )
+        )
+    elif queued and all(worker.name in book.workers.draining for worker in fit):
+        reasons.append(
+            Reason(
+                code="draining",
+                message=f"all {_count(len(fit), 'worker')} in pool {pool!r} drain: {_count(queued, 'episode')} queued",
+                facts={"pool": pool, "queued": queued, "workers": len(fit)},
+            )
+        )
+    if concurrency_cap.saturated(run):
+        reasons.append(
+            Reason(
+                code="policy-saturated",
+                message=(
+                    f"By their metrics the policy servers take {_count(run.cap.slots or 0, 'episode')} at a time: "
+                    f"{run.leased} at workers, {run.queued} queued."
+                ),
+                facts={"attainable": run.cap.slots, "leased": run.leased, "queued": run.queued},
+            )
+        )
+    reasons += _failing(run, now)
+    holding = [evaluation for evaluation in run.active_evaluations.values() if evaluation.left]
+    if holding and run.evaluation_leased:
+        longest = max(holding, key=lambda evaluation: evaluation.hold_s(now))
+        reasons.append(
+            Reason(
+                code="evaluation-hold",
+                message=(
+                    f"Evaluation {longest.id} of version {longest.version} runs: {longest.left} of {longest.wanted} "
+                    f"episodes are not over; it ends in {longest.hold_s(now):.0f} s at the latest."
+                ),
+                facts={"evaluation": longest.id, "left": longest.left, "hold_s": longest.hold_s(now)},
+            )
+        )
+    if run.stale_since_batch:
+        stale = run.stale_since_batch
+        reasons.append(
+            Reason(
+                code="all-stale",
+                message=(
+                    f"{_count(stale, 'group')} went stale since the last batch: more than {run.spec.max_staleness} "
+                    f"versions behind {run.versions.now}.{_is_it_served(run)}"
+                ),
+                facts={"stale": stale, "max_staleness": run.spec.max_staleness},
+            )
+        )
+    reasons += _equal(run) + _too_long(run)
+    if run.quarantined:
+        number = len(run.quarantined)
+        reasons.append(
+            Reason(
+                code="quarantined",
+                message=f"{_count(number, 'task')} quarantined: each killed too many attempts.",
+                facts={"tasks": number},
+            )
+        )
+    return reasons
+
+
+def _equal(run: Run) -> list[Reason]:
+    """Zero-variance groups that the next batch goes without."""
+    number = run.zero_variance_since_batch
+    if not number:
+        return []
+    if run.spec.zero_variance == "drop":
+        what = "were dropped; the batch will be smaller by them."
+    else:
+        most = run.max_replaced
+        what = f"were replaced; after {most} such groups are served as they are."
+    return [
+        Reason(
+            code="zero-variance",
+            message=f"Since the last batch {_count(number, 'group')} whose returns are all equal {what}",
+            facts={"groups": number},
+        )
+    ]
+
+
+def _too_long(run: Run) -> list[Reason]:
+    """Groups that fit into no bin: they are retired one by one, and the run never comes to a batch if all are."""
+    number = run.too_long_since_batch
+    if not number:
+        return []
+    return [
+        Reason(
+            code="row-too-long",
+            message=(
+                f"Since the last batch {_count(number, 'group')} had a row longer than {run.spec.bin_tokens} tokens, "
+                "which fits into no bin. Give the run larger bins, or a lower max_context_tokens."
+            ),
+            facts={"groups": number, "bin_tokens": run.spec.bin_tokens},
+        )
+    ]
+
+
+def _is_it_served(run: Run) -> str:
+    return " Does the policy server serve that version?" if failure_backoff.only_stale(run) else ""
+
+
+def _failing(run: Run, now: float) -> list[Reason]:
+    """The layer in which most of the last attempts failed, if they are many."""
+    layers = Counter(failure.layer for failure in run.recent if failure is not None)
+    if not layers:
+        return []
+    ((layer, failed),) = layers.most_common(1)
+    if failed < max(FAILING_LEAST, FAILING_SHARE * len(run.recent)):
+        return []
+    last = next(failure for failure in reversed(run.recent) if failure is not None and failure.layer == layer)
+    slowed = ""
+    if run.brake.since is not None:
+        slowed = f" One attempt at a time is tried, the next in {max(0.0, run.brake.next_try - now):.1f} s."
+    return [
+        Reason(
+            code=f"{layer}-failing",
+            message=(
+                f"The {layer} is failing: {failed} of the last {len(run.recent)} attempts failed there, "
+                f"the last with {last.kind}: {last.message}{slowed}"
+            ),
+            facts={"failed": failed, "of": len(run.recent), "kind": last.kind},
+        )
+    ]
+
+
+def _collecting(run: Run, awaited: list[str] | None, filter: Filter) -> Reason:
+    leased = run.leased + run.evaluation_leased
+    queued = run.queued + run.evaluation_queued
+    if awaited is not None:
+        ready = sum(run.groups[id].state == "eligible" for id in awaited)
+        need = len(awaited)
+    else:
+        ready, need = run.shelves.count(filter), run.ledger.batch_groups
+    # More than enough is ready where nobody pulls.
+    enough = f"{ready} groups ready, a batch needs {need}"
+    done = enough if ready > need else f"{ready} of {_count(need, 'group')} ready"
+    return Reason(
+        code="collecting",
+        message=f"{done}; {_count(leased, 'episode')} at workers, {queued} queued.",
+        facts={"ready": ready, "batch_groups": need, "leased": leased, "queued": queued},
+    )
+
+
+def _count(number: int, one: str, many: str = "") -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"

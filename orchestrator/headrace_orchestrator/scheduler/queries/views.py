@@ -1,0 +1,97 @@
+"""Runs, groups and workers as pages show them."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+from headrace.wire import messages
+from headrace_orchestrator.scheduler.apply.state import Book
+from headrace_orchestrator.scheduler.queries import empty_reasons
+from headrace_orchestrator.scheduler.state.groups import Group
+from headrace_orchestrator.scheduler.state.run import Run
+
+LISTED = 1000
+"""Groups that are listed at most: a run may hold a hundred thousand, and nobody is to wait while they are."""
+
+
+def run_status(book: Book, run: Run, now: float) -> messages.RunStatus:
+    """One run."""
+    said = max(run.learners.values(), key=lambda learner: learner.said_at, default=None)
+    reasons, _ = empty_reasons.empty(book, run, now)
+    return messages.RunStatus(
+        name=run.name,
+        state="closed" if run.closed else "finished" if run.done else "active",
+        version=str(run.versions.now),
+        spec=run.given,
+        groups=messages.GroupCounts(
+            open=run.states["open"],
+            eligible=run.states["eligible"],
+            leased=run.states["leased"],
+            retired=dict(run.retired),
+        ),
+        credit=0 if run.closed else run.ledger.free,
+        in_flight=run.ledger.in_flight,
+        queued=run.queued + run.evaluation_queued,
+        leased=run.leased + run.evaluation_leased,
+        attainable=run.cap.slots,
+        episodes=dict(run.ends),
+        batches_acked=run.batches_acked,
+        batches_open=len(run.batches),
+        selected=dict(run.selected),
+        learner_doing=said.doing if said else "",
+        learner_doing_s=now - said.said_at if said else -1.0,
+        learner_waiting=any(learner.waiting_until > now for learner in run.learners.values()),
+        reasons=reasons,
+        mean_reward=sum(run.rewards) / len(run.rewards) if run.rewards else None,
+        quarantined=len(run.quarantined),
+    )
+
+
+def worker_statuses(book: Book, now: float) -> list[messages.WorkerStatus]:
+    """All known workers."""
+    return [
+        messages.WorkerStatus(
+            worker=worker.name,
+            pool=worker.pool,
+            capabilities=sorted(worker.capabilities),
+            slots=worker.slots,
+            leased=len(worker.attempts),
+            seen_s=now - worker.seen,
+            draining=worker.name in book.workers.draining,
+            stats=worker.stats,
+        )
+        for worker in book.workers.by_name.values()
+    ]
+
+
+def groups(run: Run) -> list[dict[str, Any]]:
+    """The ``LISTED`` groups in flight that were admitted first; of a complete one its usable trajectories are told, not
+    its members."""
+    in_flight = (group for group in run.groups.values() if group.state != "retired")
+    return [_group(group) for group in islice(in_flight, LISTED)]
+
+
+def _group(group: Group) -> dict[str, Any]:
+    low = min(group.versions(), default=None)
+    return {
+        "id": group.id,
+        "state": group.state,
+        "task": group.task,
+        "members": [
+            {
+                "episode": episode.id,
+                "member": episode.member,
+                "state": episode.state,
+                "attempt": episode.attempt,
+                "worker": episode.worker,
+            }
+            for episode in group.members
+        ],
+        "trajectories": group.trajectories,
+        "low": str(low) if low is not None else "",
+        "batch": group.batch,
+        "uses": group.uses,
+        "submitted": group.submitted,
+        "evaluation": group.evaluation.id if group.evaluation is not None else "",
+    }

@@ -1,0 +1,127 @@
+"""Workers: who was heard of, what each holds, and when the first of its attempt leases may run out.
+
+All of it is soft but for the attempts, which facts bind to their workers, and for who drains.
+
+* A drain is over when its worker has gone; a later process of the same name gets work.
+* A lease only gets longer, so the watched moment of a worker is never too late; looking too early costs one look.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from headrace_orchestrator.scheduler.state.groups import Episode
+
+GONE_S = 60.0
+"""Seconds after which a worker that holds nothing and says nothing is forgotten: two default lease terms."""
+
+
+class Worker:
+    """One worker."""
+
+    __slots__ = ("attempts", "capabilities", "heard", "listed", "name", "pool", "seen", "slots", "stats", "watched")
+
+    def __init__(self, name: str, pool: str, now: float) -> None:
+        self.name = name
+        self.pool = pool
+        self.capabilities: frozenset[str] = frozenset()
+        self.slots = 0
+        self.attempts: dict[str, Episode] = {}
+        self.seen = now
+        #: Whether it spoke since this process began; a worker known from the log alone has no slots to count on.
+        self.heard = False
+        #: When it last said what it holds.
+        self.listed = -math.inf
+        self.stats: dict[str, float] = {}
+        #: When its leases are looked at next; None if it holds nothing.
+        self.watched: float | None = None
+
+
+class Workers:
+    """All workers by name."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Worker] = {}
+        self.draining: set[str] = set()
+        #: Slots of the workers of each pool that take work.
+        self.slots: Counter[str] = Counter()
+        #: (moment, name), at most one that counts for each worker: that in ``Worker.watched``.
+        self._heap: list[tuple[float, str]] = []
+        self._swept = 0.0
+
+    def named(self, name: str, pool: str, now: float) -> Worker:
+        """The worker of that name, made if there is none."""
+        worker = self.by_name.get(name)
+        if worker is None:
+            worker = self.by_name[name] = Worker(name, pool, now)
+        return worker
+
+    def meet(self, name: str, pool: str, slots: int, now: float) -> Worker:
+        """A worker speaks."""
+        worker = self.named(name, pool, now)
+        worker.seen = now
+        worker.heard = True
+        if worker.slots != slots or worker.pool != pool:
+            self.slots[worker.pool] -= worker.slots
+            self.slots[pool] += slots
+            worker.slots = slots
+            worker.pool = pool
+        return worker
+
+    def watch(self, worker: Worker, deadline: float) -> None:
+        """Look at its leases at ``deadline``, unless that happens earlier anyway."""
+        if worker.watched is None or deadline < worker.watched:
+            worker.watched = deadline
+            heapq.heappush(self._heap, (deadline, worker.name))
+
+    def due(self, now: float) -> list[Episode]:
+        """Attempts whose leases have run out. Those that have not are watched again."""
+        expired: list[Episode] = []
+        heap = self._heap
+        while heap and heap[0][0] <= now:
+            moment, name = heapq.heappop(heap)
+            worker = self.by_name.get(name)
+            if worker is None or worker.watched != moment:
+                continue
+            worker.watched = None
+            late = [episode for episode in worker.attempts.values() if episode.deadline <= now]
+            expired.extend(late)
+            later = min((e.deadline for e in worker.attempts.values() if e.deadline > now), default=None)
+            if later is not None:
+                self.watch(worker, later)
+        return expired
+
+    def next_deadline(self) -> float | None:
+        """When ``due`` may find something."""
+        heap = self._heap
+        while heap:
+            moment, name = heap[0]
+            worker = self.by_name.get(name)
+            if worker is not None and worker.watched == moment:
+                return moment
+            heapq.heappop(heap)
+        return None
+
+    def sweep(self, now: float) -> list[str]:
+        """Forget workers that hold nothing and have not been heard of for long; returns those that were draining."""
+        if now - self._swept < GONE_S / 4:
+            return []
+        self._swept = now
+        gone = [name for name in self.by_name if self.gone(name, now)]
+        for name in gone:
+            worker = self.by_name.pop(name)
+            self.slots[worker.pool] -= worker.slots
+        return [name for name in gone if name in self.draining]
+
+    def gone(self, name: str, now: float) -> bool:
+        """Whether the worker of that name holds nothing and has not been heard of for long."""
+        worker = self.by_name.get(name)
+        return worker is None or (not worker.attempts and now - worker.seen > GONE_S)
+
+    def live(self, pool: str, now: float) -> list[Worker]:
+        """Workers of a pool that spoke of late."""
+        return [w for w in self.by_name.values() if w.pool == pool and w.heard and now - w.seen <= GONE_S]

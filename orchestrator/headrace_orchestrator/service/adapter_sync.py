@@ -1,0 +1,126 @@
+"""Adapters of one run, brought to its servers: what ``policies.adapters`` decides, carried out.
+
+* A server that lacks an adapter that is played with is shown as ejected, with what it lacks.
+* A version of the trained adapter is served once the first server has it.
+* What the files of an adapter say against it is found before a server is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+
+import msgspec
+
+from headrace.errors import StoreError
+from headrace.wire import messages
+from headrace_orchestrator import logs
+from headrace_orchestrator.policy_servers import adapter_files
+from headrace_orchestrator.policy_servers.adapters import AdapterCall, Adapters
+from headrace_orchestrator.policy_servers.admission import Load, Reading
+from headrace_orchestrator.policy_servers.calls import Control
+from headrace_orchestrator.service.shell import Shell
+
+log = logs.logger(__name__)
+
+
+class Adapting:
+    """The adapters of one run at its servers."""
+
+    def __init__(self, run: str, shell: Shell, control: Control) -> None:
+        self._run = run
+        self._shell = shell
+        self._control = control
+        self._spec = shell.core.spec(run).policy
+        self._adapters = Adapters(run, self._spec)
+        self._before = ""
+
+    @property
+    def any(self) -> bool:
+        """Whether the run has adapters."""
+        return self._adapters.any
+
+    @property
+    def trains(self) -> bool:
+        """Whether it is an adapter that the run trains."""
+        return self._spec.adapter is not None
+
+    @property
+    def revision(self) -> int:
+        """Grows with what is told of them."""
+        return self._adapters.revision
+
+    def due(self) -> float | None:
+        """When to look again, if nothing happens before."""
+        return self._adapters.due()
+
+    def step(self, servers: Collection[str], *, held: bool) -> list[AdapterCall]:
+        """The calls to make now, at these servers. ``held``: an evaluation holds the version that is served."""
+        core, adapters = self._shell.core, self._adapters
+        hosting = core.hosting(self._run)
+        if hosting.loaded is not None and hosting.loaded.kind == "adapter":
+            adapters.announced(hosting.held, hosting.loaded.path)
+            adapters.is_served(hosting.held)
+        if hosting.target is not None and hosting.weights is not None and self.trains and not held:
+            adapters.announced(hosting.target, hosting.weights.path)
+        self._before = hosting.loaded.path if hosting.loaded is not None else ""
+        adapters.use(core.adapters_in_use(self._run))
+        adapters.take_servers(servers)
+        return adapters.step(self._shell.now())
+
+    async def carry_out(self, call: AdapterCall) -> None:
+        """Make a call, and tell what came of it."""
+        problem = ""
+        if call.kind == "load":
+            before = self._before if "@" in call.name else ""  # of the trained one
+            problem = await asyncio.to_thread(adapter_files.problem_of, call.path, before)
+        if not problem:
+            problem = await self._control.change_adapter(call.address, call.kind, call.name, call.path)
+        self._adapters.answered(call, problem, self._shell.now())
+        if problem:
+            log.warning("an adapter was not taken", run=self._run, server=call.address, name=call.name, problem=problem)
+        else:
+            log.info(f"adapter {call.kind}ed", run=self._run, server=call.address, name=call.name)
+
+    async def leave(self) -> None:
+        """The run is over: take its adapters from the servers, as far as they answer."""
+        await asyncio.gather(*(self.carry_out(call) for call in self._adapters.leave()))
+
+    async def look(self, address: str) -> None:
+        """See which adapters a server has."""
+        self._adapters.listed(address, await self._control.list_adapters(address))
+
+    def measured(self, reading: Reading) -> None:
+        """What a server says of how many adapters it runs at a time; the one that runs fewest counts."""
+        if isinstance(reading, Load) and reading.max_adapters:
+            known = self._adapters.limit
+            self._adapters.limit = reading.max_adapters if known is None else min(known, reading.max_adapters)
+
+    def shown(self, servers: Sequence[messages.PolicyServer]) -> list[messages.PolicyServer]:
+        """Servers as workers are to see them: with the version of the trained adapter, and what they lack."""
+        return [self._shown(server) for server in servers] if self.any else list(servers)
+
+    def _shown(self, server: messages.PolicyServer) -> messages.PolicyServer:
+        if self._spec.adapter:
+            server = msgspec.structs.replace(server, version=str(self._adapters.version(server.address)))
+        lacks = self._adapters.lacks(server.address)
+        if lacks and server.state in ("serving", "unknown"):
+            server = msgspec.structs.replace(server, state="ejected", reason=lacks)
+        return server
+
+    def reasons(self) -> list[messages.Reason]:
+        """What keeps adapters from servers."""
+        return self._adapters.reasons()
+
+    async def tell_served(self) -> None:
+        """Keep it for good that a version is served."""
+        hosting, version = self._shell.core.hosting(self._run), self._adapters.served
+        weights = hosting.weights
+        if version != hosting.target or version == hosting.held or weights is None or weights.kind != "adapter":
+            return
+        try:
+            await self._shell.do(lambda now: self._shell.core.weights_served(self._run, version, weights, now))
+        except StoreError as error:
+            log.error("it could not be stored that new weights are served", run=self._run, problem=error.detail)
+        else:
+            log.info("new weights are served", run=self._run, version=str(version))

@@ -1,0 +1,48 @@
+"""Lookups of the names among a run's policy servers, as ``policies.discovery`` wants them.
+
+* A lookup does not hold up the event loop, and has an end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+
+from headrace.timeouts import timeout
+from headrace_orchestrator import logs
+from headrace_orchestrator.policy_servers.discovery import Discovery, host_of
+
+log = logs.logger(__name__)
+
+LOOKUP_TIMEOUT_S = 10.0
+"""A resolver that asks several servers in turn takes about half of it."""
+
+NOBODY = (socket.EAI_NONAME, socket.EAI_NODATA)
+"""The resolver's word for a name that has no addresses, as a headless service without ready pods."""
+
+Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
+"""The IP addresses of a host, for connections to a port; raises OSError."""
+
+
+async def resolve(host: str, port: int) -> Sequence[str]:
+    """By the system's resolver."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(address[0]) for *_, address in found]
+
+
+async def look_up(name: str, discovery: Discovery, resolver: Resolve, clock: Callable[[], float]) -> None:
+    """Look a name up, and tell ``discovery`` what it stands for."""
+    try:
+        async with timeout(LOOKUP_TIMEOUT_S):
+            hosts = await resolver(*host_of(name))
+    except TimeoutError:
+        discovery.failed(name, f"the resolver did not answer within {LOOKUP_TIMEOUT_S:g} s", clock())
+    except OSError as error:
+        if isinstance(error, socket.gaierror) and error.errno in NOBODY:
+            discovery.found(name, [], clock())
+        else:
+            log.warning("a lookup failed", name=name, problem=str(error))
+            discovery.failed(name, f"the lookup failed ({error})", clock())
+    else:
+        discovery.found(name, hosts, clock())

@@ -1,0 +1,235 @@
+"""Watches the policy servers of one run: what its controllers decide, carried out, and what comes of it, told to them.
+
+* A watch that fails ends with what failed; whoever began it begins it anew.
+* Whoever stops watching lets paused servers go on, but for those that are in the middle of a load.
+* A run's cap is there before its first episode is granted, and follows the metrics of its servers.
+* Names among its servers are looked up again and again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from headrace.errors import StoreError
+from headrace.timeouts import timeout
+from headrace.wire import messages
+from headrace_orchestrator import logs
+from headrace_orchestrator.metrics import Metrics
+from headrace_orchestrator.policy_servers.adapters import AdapterCall
+from headrace_orchestrator.policy_servers.calls import Control
+from headrace_orchestrator.policy_servers.capacity import Meter
+from headrace_orchestrator.policy_servers.controller import Call, Controller, Resumed, Target
+from headrace_orchestrator.policy_servers.discovery import Discovery
+from headrace_orchestrator.scheduler.state.policy_servers import Hosting
+from headrace_orchestrator.service.adapter_sync import Adapting
+from headrace_orchestrator.service.dns_lookups import Resolve, look_up
+from headrace_orchestrator.service.shell import Shell
+
+log = logs.logger(__name__)
+
+
+class Watch:
+    """Watches the servers of one run."""
+
+    def __init__(
+        self,
+        run: str,
+        shell: Shell,
+        control: Control,
+        metrics: Metrics,
+        resolver: Resolve,
+        driver: Callable[[str], str],
+        revision: int,
+    ) -> None:
+        self.controller = Controller(shell.core.spec(run).policy.sync, revision, run)
+        #: What the weight sync is at, in words; empty where there is nothing to say.
+        self.sync = ""
+        self._discovery = Discovery()
+        self._meter = Meter(shell.core.spec(run).policy.admission)
+        self._resolver = resolver
+        self._adapting = Adapting(run, shell, control)
+        self._driver = driver
+        self._run = run
+        self._shell = shell
+        self._control = control
+        self._metrics = metrics
+        self._news = asyncio.Event()
+        self._told = self.revision
+        self._calls: set[asyncio.Task[None]] = set()
+        self._broken: BaseException | None = None
+        #: Servers whose metrics are being read; one that is slow with them is not asked again meanwhile.
+        self._measuring: set[str] = set()
+        self._take_servers()
+
+    @property
+    def revision(self) -> int:
+        """Grows with whatever is told of the servers."""
+        return self.controller.revision + self._adapting.revision
+
+    def shown(self, now: float) -> list[messages.PolicyServer]:
+        """All servers, as workers and people see them."""
+        return self._adapting.shown(self.controller.shown(now))
+
+    def drives(self, address: str) -> bool:
+        """Whether this run would load its weights into a server."""
+        core = self._shell.core
+        if self._adapting.trains or core.over(self._run) or core.closed(self._run):
+            return False
+        return address in self.controller.servers and core.hosting(self._run).target is not None
+
+    def wake(self) -> None:
+        """Something happened that may concern the servers."""
+        self._news.set()
+
+    async def run(self) -> None:
+        """Watch until the run is closed."""
+        try:
+            while not self._shell.core.closed(self._run):
+                self._news.clear()
+                if self._broken is not None:
+                    raise self._broken
+                await self._step()
+                now = self._shell.now()
+                found = (self.controller.due(now), self._discovery.due(), self._adapting.due())
+                dues = [due for due in found if due is not None]
+                timeout_s = max(0.0, min(dues) - now) if dues else None
+                await _until(self._news, timeout_s)
+            await asyncio.gather(*self._calls)  # each has its own end
+            await self._adapting.leave()
+        finally:
+            for call in self._calls:
+                call.cancel()
+            await asyncio.gather(*self._calls, return_exceptions=True)
+            let_go = [self._control.carry_out(call) for call in self.controller.let_go()]
+            await asyncio.gather(*let_go, return_exceptions=True)
+
+    async def _step(self) -> None:
+        controller, core, now = self.controller, self._shell.core, self._shell.now()
+        hosting = core.hosting(self._run)
+        hold_s, holders = core.sync_hold(self._run, now)
+        self._take_servers()
+        if self._adapting.trains or core.over(self._run):
+            controller.take_target(Target(held=hosting.held))  # who is over leaves its servers to others
+        else:
+            hold = (holders[0] if holders else "", hold_s)
+            controller.take_target(Target(hosting.target, hosting.weights, hosting.held, hold))
+        for call in controller.step(now):
+            self._begin(self._carry_out(call))
+        for name in self._discovery.step(now):
+            self._begin(self._look_up(name))
+        if self._adapting.any:
+            for change in self._adapting.step(controller.servers, held=hold_s > 0):
+                self._begin(self._adapt(change))
+        self._count()
+        reasons = controller.reasons()
+        core.tell_servers(self._run, reasons + self._discovery.reasons() + self._adapting.reasons())
+        self.sync = " ".join(reason.message for reason in reasons if reason.code == "weight-sync")
+        if self.revision != self._told:
+            self._told = self.revision
+            self._shell.bells.of_servers(self._run).ring_all()
+        await self._served(hosting)
+
+    def _begin(self, call: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(call)
+        self._calls.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, call: asyncio.Task[None]) -> None:
+        self._calls.discard(call)
+        if not call.cancelled() and call.exception() is not None:
+            self._broken = call.exception()  # the watch ends with it, and begins anew
+            self.wake()
+
+    def _take_servers(self) -> None:
+        """The servers that the run has now, and how many episodes they take."""
+        core, servers = self._shell.core, self.controller.servers
+        given = core.hosting(self._run).servers
+        ejected = {server.address for server in servers.values() if server.state == "ejected"}
+        self._discovery.take_servers(given)
+        drivers = {address: self._driver(address) for address in servers}
+        others = {address: run for address, run in drivers.items() if run not in ("", self._run)}
+        self.controller.take_servers(self._discovery.servers(given, ejected, self._shell.now()), others)
+        self._meter.take_servers(servers.values(), core.leased(self._run))
+        self._cap()
+
+    def _cap(self) -> None:
+        if self._shell.core.set_inference_slots(self._run, self._meter.attainable):
+            self._shell.bells.offer_work()
+
+    async def _served(self, hosting: Hosting) -> None:
+        version, weights = hosting.target, hosting.weights
+        if version is None or weights is None or version == hosting.held or not self.controller.newest_served:
+            return
+        try:
+            await self._shell.do(lambda now: self._shell.core.weights_served(self._run, version, weights, now))
+        except StoreError as error:
+            log.error("it could not be stored that new weights are served", run=self._run, problem=error.detail)
+        else:
+            log.info("new weights are served", run=self._run, version=str(version))
+
+    def _count(self) -> None:
+        metrics, label = self._metrics, self._metrics.run_label(self._run)
+        for event in self.controller.events():
+            if isinstance(event, Resumed):
+                metrics.weight_sync.labels(label).observe(event.paused_s)
+            else:
+                metrics.weight_sync_failures.labels(label, event.problem.kind).inc()
+                log.warning(
+                    "weight sync failed",
+                    run=self._run,
+                    server=event.address,
+                    version=str(event.version),
+                    kind=event.problem.kind,
+                    problem=event.problem.message,
+                )
+
+    async def _carry_out(self, call: Call) -> None:
+        if call.kind == "probe":
+            await self._probe(call.address)
+        else:
+            problem = await self._control.carry_out(call)
+            self.controller.answered(call, problem, self._shell.now())
+            self.wake()
+
+    async def _probe(self, address: str) -> None:
+        seen = await self._control.probe(address)
+        if self._adapting.any and not seen.problem:
+            await self._adapting.look(address)
+            await self._adapting.tell_served()
+        self.controller.probed(address, seen, self._shell.now())
+        self.wake()
+        if not seen.problem and address not in self._measuring:
+            await self._measure(address)
+
+    async def _measure(self, address: str) -> None:
+        self._measuring.add(address)
+        try:
+            reading = await self._control.read_metrics(address)
+        finally:
+            self._measuring.discard(address)
+        self.controller.measured(address, reading)
+        self._adapting.measured(reading)
+        server = self.controller.servers.get(address)
+        if server is not None:
+            self._meter.measured(server, reading, self._shell.core.leased(self._run))
+            self._cap()
+
+    async def _adapt(self, change: AdapterCall) -> None:
+        await self._adapting.carry_out(change)
+        await self._adapting.tell_served()
+        self.wake()
+
+    async def _look_up(self, name: str) -> None:
+        await look_up(name, self._discovery, self._resolver, self._shell.now)
+        self.wake()
+
+
+async def _until(event: asyncio.Event, timeout_s: float | None) -> None:
+    """Until the event is set, or the time is over."""
+    try:
+        async with timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return

@@ -1,0 +1,146 @@
+"""The policy servers of all runs: each active run's are watched, and who wants to know of them can wait for news.
+
+* A run's servers are watched from its creation to its end, and again after a restart.
+* A long poll that names the revision it knows is answered at the next one.
+* A watch that fails is logged whole and begins anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+
+from headrace.wire import messages
+from headrace_orchestrator import logs
+from headrace_orchestrator.metrics import Metrics
+from headrace_orchestrator.policy_servers.calls import Control
+from headrace_orchestrator.scheduler.events import (
+    AnyRecord,
+    BatchAcked,
+    EvaluationEnded,
+    GroupAdmitted,
+    RunClosed,
+    RunCreated,
+    ServerAdded,
+    ServerDrained,
+    ServerRemoved,
+    VersionAnnounced,
+)
+from headrace_orchestrator.service.dns_lookups import Resolve, resolve
+from headrace_orchestrator.service.policy_server_watch import Watch
+from headrace_orchestrator.service.shell import Shell
+from headrace_orchestrator.service.waiters import Left
+
+log = logs.logger(__name__)
+
+NEWS = (
+    RunCreated,
+    RunClosed,
+    ServerAdded,
+    ServerDrained,
+    ServerRemoved,
+    VersionAnnounced,
+    BatchAcked,
+    EvaluationEnded,
+)
+"""Facts that a watch looks at anew."""
+
+AGAIN_S = 1.0
+"""Before a watch that failed begins anew."""
+
+REVISIONS_AN_EPOCH = 1 << 32
+"""A revision grows across restarts too."""
+
+
+class PolicyPlane:
+    """Watches the policy servers of the runs that are active."""
+
+    def __init__(self, shell: Shell, metrics: Metrics, epoch: int, *, resolver: Resolve = resolve) -> None:
+        self._shell = shell
+        self._metrics = metrics
+        self._resolver = resolver
+        self._epoch = epoch
+        self._control = Control()
+        self._watches: dict[str, Watch] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        shell.listeners.append(self._tell)
+        for name in shell.core.run_names():
+            self._begin(name)
+
+    async def close(self) -> None:
+        """Stop watching."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await self._control.close()
+
+    async def servers(self, run: str, revision: int, wait_s: float, left: Left) -> messages.ServersReply:
+        """The policy servers of a run; waits while ``revision`` is still theirs. Raises UnknownRun."""
+        shell = self._shell
+        shell.core.spec(run)  # raises UnknownRun
+        deadline = shell.now() + wait_s
+        while True:
+            watch = self._watches.get(run)
+            now = shell.now()
+            if watch is None or watch.revision != revision or now >= deadline or shell.draining:
+                break
+            await shell.bells.of_servers(run).wait(deadline - now, left)
+        if watch is None:  # the run is closed
+            return messages.ServersReply(epoch=self._epoch, revision=0)
+        return messages.ServersReply(
+            epoch=self._epoch,
+            revision=watch.revision,
+            servers=watch.shown(now),
+            sync=watch.sync,
+            skipped=[str(version) for version in shell.core.hosting(run).skipped],
+        )
+
+    def shown(self, run: str) -> tuple[dict[str, int], str]:
+        """How many servers of a run are in each state, and what the weight sync is at."""
+        watch = self._watches.get(run)
+        if watch is None:
+            return {}, ""
+        return dict(Counter(server.state for server in watch.controller.servers.values())), watch.sync
+
+    def _tell(self, facts: Sequence[AnyRecord]) -> None:
+        for fact in facts:
+            if isinstance(fact, GroupAdmitted):
+                if fact.adapters and fact.run in self._watches:
+                    self._watches[fact.run].wake()
+            elif isinstance(fact, NEWS):
+                if isinstance(fact, RunCreated):
+                    self._begin(fact.run)
+                elif isinstance(fact, VersionAnnounced):
+                    for watch in self._watches.values():  # whose servers these are may be another run's now
+                        watch.wake()
+                elif fact.run in self._watches:
+                    self._watches[fact.run].wake()
+
+    def _begin(self, name: str) -> None:
+        if not self._shell.core.closed(name):
+            self._watches[name] = self._watch(name)
+            self._tasks[name] = asyncio.create_task(self._keep_watching(name))
+
+    def _watch(self, name: str, revision: int = 0) -> Watch:
+        first = revision or self._epoch * REVISIONS_AN_EPOCH
+        return Watch(name, self._shell, self._control, self._metrics, self._resolver, self._driver, first)
+
+    def _driver(self, address: str) -> str:
+        """The run that loads its weights into a server: the newest of those that would. Empty if there is none."""
+        driving = [name for name, watch in self._watches.items() if watch.drives(address)]
+        return driving[-1] if driving else ""
+
+    async def _keep_watching(self, name: str) -> None:
+        while True:
+            watch = self._watches[name]
+            try:
+                await watch.run()
+            except Exception:
+                log.exception("the watch over policy servers failed", run=name)
+                await asyncio.sleep(AGAIN_S)
+                self._watches[name] = self._watch(name, watch.revision + 1)
+            else:
+                del self._watches[name], self._tasks[name]
+                self._shell.bells.of_servers(name).ring_all()
+                return

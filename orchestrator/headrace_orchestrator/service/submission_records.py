@@ -1,0 +1,252 @@
+"""Submitted records: from a body to verdicts.
+
+* A body that is not readable as a whole is refused whole; a bad record costs itself only.
+* Only what ``validate`` accepts reaches the scheduler.
+* A record that contradicts who submits it, or what its run trains, is refused.
+* A record that refers to an asset which is not there is not stored; its worker is told which to send.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from headrace.errors import (
+    AssetsMissing,
+    AttemptNotYours,
+    AttemptSuperseded,
+    HeadraceError,
+    InternalError,
+    InvalidRequest,
+    InvalidTrajectory,
+    StoreError,
+    UnknownRun,
+)
+from headrace.trajectory import PolicyRef, Trajectory
+from headrace.validation import validate
+from headrace.wire import codec
+from headrace.wire.alignment import ALIGNMENT, padded
+from headrace.wire.messages import Submission, SubmitResult
+from headrace_orchestrator import logs
+from headrace_orchestrator.buffer.assets import Assets
+from headrace_orchestrator.buffer.listed import TrajectoryListed
+from headrace_orchestrator.scheduler.core import Scheduler
+from headrace_orchestrator.scheduler.events import EpisodeEnded
+from headrace_orchestrator.service.record_events import outcome_of
+from headrace_orchestrator.service.store import Ended, Store
+
+log = logs.logger(__name__)
+
+_LENGTH = struct.Struct("<I")
+_decoder = msgspec.json.Decoder(list[Submission])
+
+MAX_SUBMISSIONS = 4096
+"""Records of one body: each holds the event loop for some 50 microseconds."""
+
+
+class Submitted(NamedTuple):
+    """A record as it came, with its head, and who submits it."""
+
+    worker: str
+    head: Submission
+    record: memoryview
+
+
+def parse_submission(worker: str, body: bytes) -> list[Submitted]:
+    """The records of a worker's body. Raises InvalidRequest."""
+    if len(body) < _LENGTH.size:
+        raise _unreadable(f"it is {len(body)} bytes long")
+    start = _LENGTH.size + _LENGTH.unpack_from(body)[0]
+    if start > len(body):
+        raise _unreadable(f"its JSON would be {start - _LENGTH.size} bytes long, but the body ends before that")
+    try:
+        heads = _decoder.decode(memoryview(body)[_LENGTH.size : start])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _unreadable(f"its JSON does not decode: {error}") from error
+    if len(heads) > MAX_SUBMISSIONS:
+        raise _unreadable(f"it has {len(heads)} records, at most {MAX_SUBMISSIONS} may come together")
+    offset = padded(start)
+    submitted, view = [], memoryview(body)
+    for head in heads:
+        if head.size_bytes <= 0 or head.size_bytes % ALIGNMENT or offset + head.size_bytes > len(body):
+            raise _unreadable(f"the record of episode {head.episode} has size {head.size_bytes}, which does not fit")
+        submitted.append(Submitted(worker, head, view[offset : offset + head.size_bytes]))
+        offset += head.size_bytes
+    if heads and offset != len(body):
+        raise _unreadable(f"{len(body) - offset} bytes are left over behind the last record")
+    return submitted
+
+
+UNWANTED = frozenset({"superseded", "not-yours"})
+"""Verdicts on attempts that are not the worker's any more; each is explained by an error of its own."""
+
+
+def unwanted(head: Submission, result: SubmitResult, worker: str) -> SubmitResult:
+    """The result with the error that says why the record is not wanted."""
+    attempt = f"Attempt {head.attempt} of episode {head.episode}"
+    error: HeadraceError
+    if result.verdict == "superseded":
+        error = AttemptSuperseded(
+            f"{attempt} was superseded: a newer attempt exists, or the episode is over.",
+            hint="Drop the record; another one stands, or will.",
+        )
+    else:
+        error = AttemptNotYours(
+            f"{attempt} does not belong to worker {worker!r} with this nonce.",
+            hint="Submit under the name and the nonce that the attempt was leased with.",
+        )
+    return msgspec.structs.replace(result, problem=error.problem())
+
+
+class Intake:
+    """Judges records together; ``accepted`` are those that the scheduler took, by episode.
+
+    Of a record only its bytes and what is listed of it are kept. The rest is let go before the next one is read, while
+    the memory that it takes is still in the processor's cache.
+    """
+
+    def __init__(self, core: Scheduler, store: Store, assets: Assets, now: float) -> None:
+        self.accepted: dict[str, Ended] = {}
+        self._core = core
+        self._store = store
+        self._assets = assets
+        self._now = now
+        #: Episodes by the ids of trajectories that are stored, or accepted here.
+        self._owners: dict[str, str] = {}
+        #: What is trained as an agent of a run; most records are of a few of them.
+        self._trained: dict[tuple[str, str], PolicyRef | None] = {}
+
+    def judge(self, submitted: Sequence[Submitted]) -> list[SubmitResult]:
+        """Validate each record and ask the scheduler; one result each, in their order. Raises StoreError."""
+        read: list[Ended | SubmitResult] = []
+        for item in submitted:
+            try:
+                read.append(self._read(item))
+            except Exception as error:  # noqa: BLE001 - it becomes the record's result, or is raised again
+                read.append(_refusal(item.head, error))
+        # One lookup for all: one each would cost more than all the rest.
+        self._owners = self._store.owners([item.listed.outcome.trajectory for item in read if isinstance(item, Ended)])
+        results: list[SubmitResult] = []
+        for item, ended in zip(submitted, read, strict=True):
+            try:
+                results.append(self._ask(item, ended) if isinstance(ended, Ended) else ended)
+            except Exception as error:  # noqa: BLE001 - it becomes the record's result, or is raised again
+                results.append(_refusal(item.head, error))
+        return results
+
+    def _read(self, item: Submitted) -> Ended:
+        """The record, valid, of the attempt that its head names, by the worker that submits it."""
+        head, record = item.head, bytes(item.record)
+        trajectory = codec.decode(record)
+        validate(trajectory)
+        if trajectory.episode != head.episode or trajectory.attempt != head.attempt:
+            raise InvalidTrajectory(
+                f"The submission names attempt {head.attempt} of episode {head.episode}, its record attempt "
+                f"{trajectory.attempt} of episode {trajectory.episode}.",
+                hint="Lay the records end to end in the order of their heads.",
+            )
+        self._check_making(item.worker, trajectory)
+        assets = [asset.name for asset in trajectory.assets] if trajectory.assets else ()
+        outcome = outcome_of(trajectory, len(record))
+        return Ended(TrajectoryListed(outcome, trajectory.stop_reason, trajectory.provenance, assets), record)
+
+    def _ask(self, item: Submitted, ended: Ended) -> SubmitResult:
+        head, listed = item.head, ended.listed
+        outcome = listed.outcome
+        self._check_owner(outcome)
+        if listed.assets:
+            self._check_assets(listed.assets)
+        verdict = self._core.judge(item.worker, head.nonce, outcome, self._now)
+        if verdict == "accepted":
+            self.accepted[head.episode] = ended
+            self._owners[outcome.trajectory] = head.episode
+        elif verdict == "superseded" and outcome.trajectory in self._owners:
+            verdict = "duplicate"  # by this very record, which is stored; the core forgets it with its complete group
+        return SubmitResult(episode=head.episode, verdict=verdict)
+
+    def _check_owner(self, outcome: EpisodeEnded) -> None:
+        """Its id is not another record's."""
+        owner = self._owners.get(outcome.trajectory)
+        if owner is not None and owner != outcome.episode:
+            raise InvalidTrajectory(
+                f"The trajectory id {outcome.trajectory} is that of episode {owner}.",
+                hint="Make a fresh id for each record.",
+            )
+
+    def _check_assets(self, names: Sequence[str]) -> None:
+        """All that it refers to is there, and stays from now on: nothing is deleted before it is stored."""
+        missing = [name for name in names if not self._assets.is_there(name)]
+        if missing:
+            raise AssetsMissing(
+                f"The record refers to {len(missing)} of {len(names)} assets that are not here: "
+                f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}.",
+                hint="Send them, then submit the record again.",
+                assets=missing,
+            )
+
+    def _check_making(self, worker: str, trajectory: Trajectory) -> None:
+        """The record is by the worker that submits it, and trains what its run trains."""
+        maker = trajectory.provenance.worker
+        if maker != worker:
+            raise InvalidTrajectory(
+                f"The record says that worker {maker!r} made it; {worker!r} submits it.",
+                hint="A worker submits its own records, under the name that it leases with.",
+            )
+        for segment in trajectory.segments:
+            if not segment.train:
+                continue
+            key = trajectory.run, segment.agent
+            if key not in self._trained:
+                self._trained[key] = self._trained_policy(*key)
+            right = self._trained[key]
+            if right is not None and segment.policy != right:
+                raise InvalidTrajectory(
+                    f"The record trains policy {_named(segment.policy)} as agent {segment.agent!r}; run "
+                    f"{trajectory.run} trains {_named(right)}.",
+                    hint="Record the base and the adapter of the run's policy spec.",
+                )
+
+    def _trained_policy(self, run: str, agent: str) -> PolicyRef | None:
+        """What a run trains as that agent; None where there is no such run: the scheduler says what becomes of the
+        record. Raises InvalidTrajectory for an agent that the run freezes."""
+        try:
+            policy = self._core.spec(run).policy
+        except UnknownRun:
+            return None
+        spec = policy.agents.get(agent)
+        if spec is not None and not spec.train:
+            raise InvalidTrajectory(
+                f"The record trains agent {agent!r}, which run {run} freezes.",
+                hint="Segments of a frozen agent have train = false.",
+            )
+        base = None if spec is None else spec.base
+        return PolicyRef(base=base or policy.base, adapter=None if base else policy.adapter)
+
+
+def _refusal(head: Submission, error: Exception) -> SubmitResult:
+    """The result that an error means. Raises StoreError."""
+    if isinstance(error, StoreError):
+        raise error  # the disk's fault, not the record's: it is submitted again
+    if isinstance(error, AssetsMissing):
+        return SubmitResult(episode=head.episode, verdict="assets-missing", problem=error.problem())
+    if isinstance(error, HeadraceError):
+        return SubmitResult(episode=head.episode, verdict="refused", problem=error.problem())
+    log.exception("a record could not be judged", episode=head.episode, attempt=head.attempt)
+    refusal = InternalError(
+        f"The record could not be judged ({type(error).__name__}).", hint="The service's log has the story."
+    )
+    return SubmitResult(episode=head.episode, verdict="refused", problem=refusal.problem())
+
+
+def _named(policy: PolicyRef) -> str:
+    return repr(policy.base) + (f" with adapter {policy.adapter!r}" if policy.adapter else "")
+
+
+def _unreadable(problem: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"The submission is not readable: {problem}.",
+        hint="Its body is: length of the JSON (u32), JSON, padding to 64 bytes, records of a multiple of 64 bytes.",
+    )

@@ -1,0 +1,188 @@
+"""A small network for network cases.
+
+Run as ``unshare --net -- python -m headrace_sandbox.conformance.network_host RUNTIME WAY CASE``.
+
+* This process is in a network namespace of its own; a cable leads from it to another, where a listener has the
+  addresses of a metadata service, a private host, a public host and a resolver. They exist nowhere else.
+* Each is reached from here first, so that not reaching it from the sandbox, which is started here, says something.
+* It writes a ``Found`` as JSON. All namespaces end with their processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import cast
+
+import msgspec
+
+from headrace_sandbox.conformance.suite import ESCAPED, REFUSED, TRY, Found, Lab, Way
+from headrace_sandbox.runtimes.registry import make_runtime
+
+METADATA = ".".join(["169", "254"] * 2)
+PRIVATE, PUBLIC = "10.0.0.1", "203.0.113.7"
+HERE, THERE = "198.51.100.2", "198.51.100.1"
+"""The two ends of the cable."""
+
+LISTENER = """
+import select, socket
+tcp = socket.create_server(('', 80))
+udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+udp.bind(('', 53))
+print('ready', flush=True)
+while True:
+    for ready in select.select([tcp, udp], [], [])[0]:
+        if ready is tcp:
+            connection, peer = tcp.accept()
+            connection.close()
+        else:
+            _, peer = udp.recvfrom(512)
+            udp.sendto(b'answer', peer)
+        print('reached', flush=True)
+"""
+
+READY_S = 10.0
+
+SEEN_S = 0.3
+"""For a listener to have told what reached it."""
+
+
+class World:
+    """What can be reached from here. ``attempts`` is a program that tries to. Each listener has a connection to accept,
+    or a line to read, for each time that it was reached."""
+
+    def __init__(self, attempts: str, listeners: Sequence[socket.socket] = (), outside: int | None = None) -> None:
+        self.attempts = attempts
+        self._listeners = listeners
+        self._outside = outside
+
+    def reached(self) -> int:
+        """How often anything was reached since the last call."""
+        time.sleep(SEEN_S)
+        count = 0
+        for listener in self._listeners:
+            while select.select([listener], [], [], 0)[0]:
+                listener.accept()[0].close()
+                count += 1
+        while self._outside is not None and select.select([self._outside], [], [], 0)[0]:
+            count += os.read(self._outside, 4096).count(b"\n")
+        return count
+
+
+def addresses(stack: contextlib.ExitStack) -> World:
+    """The world of case 26."""
+    holder = stack.enter_context(_running(["unshare", "--net", "--", "sleep", "300"]))
+    until = time.monotonic() + READY_S
+    while os.readlink(f"/proc/{holder.pid}/ns/net") == os.readlink("/proc/self/ns/net") and time.monotonic() < until:
+        time.sleep(0.01)
+    there = ["nsenter", f"--net=/proc/{holder.pid}/ns/net", "--"]
+    _do(f"ip link add here type veth peer name there netns {holder.pid}")
+    _do(f"ip address add {HERE}/24 dev here", "ip link set here up", "ip link set lo up")
+    _do(f"ip address add {THERE}/24 dev there", "ip link set there up", "ip link set lo up", inside=there)
+    _do(*(f"ip address add {address}/32 dev lo" for address in (METADATA, PRIVATE, PUBLIC)), inside=there)
+    _do(f"ip route add default via {THERE}")
+    listener = stack.enter_context(_running([*there, sys.executable, "-c", LISTENER]))
+    assert listener.stdout is not None
+    outside = listener.stdout.fileno()
+    os.read(outside, 100)  # it is ready
+    attempts = f"""
+import socket
+for address in {(METADATA, PRIVATE, PUBLIC)!r}:
+    attempt(address, lambda: socket.create_connection((address, 80), 2))
+def asked():
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as resolver:
+        resolver.settimeout(2)
+        resolver.sendto(b'question', ('{PRIVATE}', 53))
+        return resolver.recv(512)
+attempt('a name', asked)
+"""
+    return World(attempts, outside=outside)
+
+
+def local_services(stack: contextlib.ExitStack) -> World:
+    """The world of case 27."""
+    _do("ip link set lo up")
+    folder = stack.enter_context(tempfile.TemporaryDirectory())
+    Path(folder).chmod(0o755)
+    path, name = f"{folder}/docker.sock", f"headrace-conformance-{os.getpid()}"
+    listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0)))]
+    for address in (path, f"\0{name}"):
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(address)
+        listener.listen()
+        listeners.append(listener)
+    Path(path).chmod(0o777)
+    attempts = f"""
+import socket
+def dialled(address):
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(2)
+        client.connect(address)
+attempt('loopback', lambda: socket.create_connection(('127.0.0.1', {listeners[0].getsockname()[1]}), 2))
+attempt('an abstract socket', lambda: dialled('\\0{name}'))
+attempt('a socket that is a file', lambda: dialled({path!r}))
+if IS_SANDBOX:  # there need be none here
+    attempt('the socket of Docker', lambda: dialled('/var/run/docker.sock'))
+    attempt('the socket of Podman', lambda: dialled('/run/podman/podman.sock'))
+"""
+    return World(attempts, listeners)
+
+
+WORLDS = {"26": addresses, "27": local_services}
+
+
+async def found_in(world: World, lab: Lab) -> Found:
+    """Whether a program reaches anything of a world, which this process does."""
+    code = f"IS_SANDBOX = False\n{TRY}{world.attempts}"
+    control = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    lines = control.splitlines()
+    if ": refused" in control or world.reached() < len(lines):
+        return Found(outcome="unclear", evidence=f"not reached from here: {lines}")
+    result = await lab.run(f"IS_SANDBOX = True\n{TRY}{world.attempts}")
+    tried = result.stdout.text.splitlines()
+    done = [line for line in tried if ": refused" not in line]
+    if (times := world.reached()) or done:
+        return Found(outcome=ESCAPED, evidence=f"{'; '.join(done)}; {times} times seen by the listeners")
+    if result.fault or len(tried) < len(lines):
+        return Found(outcome="unclear", evidence=result.stderr.text or f"{tried}")
+    return Found(outcome=REFUSED, evidence="; ".join(tried))
+
+
+async def main(name: str, way: str, number: str) -> None:
+    """Make the world of a case, and try it."""
+    with contextlib.ExitStack() as stack:
+        world = WORLDS[number](stack)
+        runtime = make_runtime(name, allow_unsafe=True)
+        try:
+            found = await found_in(world, Lab(runtime, cast(Way, way)))
+        finally:
+            await runtime.close()
+    sys.stdout.buffer.write(msgspec.json.encode(found))
+
+
+@contextlib.contextmanager
+def _running(arguments: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _do(*commands: str, inside: Sequence[str] = ()) -> None:
+    for command in commands:
+        subprocess.run([*inside, *command.split()], check=True, stdout=subprocess.DEVNULL)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:4]))

@@ -1,0 +1,136 @@
+"""Grades a submission: each case in a fresh sandbox, judged here.
+
+* A sandbox holds the submission and what goes in; what should come out never enters one.
+* A verdict rests on how the program ended, as seen from outside, and on its output; on no word of it about itself.
+* A case cannot leave anything to the next one.
+* A fault of a sandbox raises; it is no verdict.
+
+What is promised for both kinds of case: whoever passes has written the expected output. A submission may take over the
+process that it runs in, with all that calls it; nothing there says what would pass.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from headrace_sandbox import guest
+from headrace_sandbox.graders.cases import Case, CaseResult, StdioCase
+from headrace_sandbox.graders.comparison import Unreadable, read_answer, same_text, same_value
+from headrace_sandbox.guest.values import encoded
+from headrace_sandbox.result import ExecResult, Limits
+from headrace_sandbox.runtimes.base import PythonProgram
+
+GUEST = Path(guest.__file__).parent
+
+IMPORT = "from headrace_sandbox.guest.values import"
+
+
+def inside(name: str) -> str:
+    """A program that runs inside, with the values that it needs before it."""
+    return "\n".join((GUEST / part).read_text().replace(IMPORT, "# from above:") for part in ("values.py", name))
+
+
+CALL = inside("function_call.py")
+"""Calls the function of a submission, inside."""
+
+SPARE_BYTES = 64 << 10
+"""Of an output beyond the expected one: spaces around it, or how it is written."""
+
+DETAIL_CHARACTERS = 1000
+"""Of a standard error that a detail quotes: its end, where the error is named."""
+
+
+class RunsCode(Protocol):
+    """What runs a submission: a runtime, or what stands for one."""
+
+    async def run_code(self, program: PythonProgram, limits: Limits) -> ExecResult: ...
+
+
+async def grade(
+    runtime: RunsCode,
+    source: str,
+    cases: Sequence[Case],
+    limits: Limits,
+    *,
+    at_once: int = 4,
+    stop_early: bool = False,
+    domain: str = "",
+) -> list[CaseResult]:
+    """Grade a submission in Python; gives a result for each case, in their order. Raises SandboxFailure.
+
+    ``limits`` are those of each case. ``at_once``: cases that run at a time. ``stop_early``: start no case after one
+    that did not pass; the results then end with it, or a little later. ``domain``: of trust, as a program has it.
+    """
+    source = source.encode(errors="replace").decode()
+    room = asyncio.Semaphore(at_once)
+    failed = asyncio.Event()
+
+    async def graded(case: Case) -> CaseResult | None:
+        async with room:
+            if stop_early and failed.is_set():
+                return None
+            result = await _grade_case(runtime, source, case, limits, domain)
+        if result.verdict != "passed":
+            failed.set()
+        return result
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(graded(case)) for case in cases]
+    except BaseExceptionGroup as errors:
+        raise _first(errors) from None
+    return [result for task in tasks if (result := task.result()) is not None]
+
+
+async def _grade_case(runtime: RunsCode, source: str, case: Case, limits: Limits, domain: str) -> CaseResult:
+    program, expected_bytes = _program(case, source, domain)
+    kept = max(limits.kept_bytes, 2 * (expected_bytes + SPARE_BYTES))
+    result = await runtime.run_code(program, msgspec.structs.replace(limits, kept_bytes=kept))
+    if result.fault == "limit":
+        return CaseResult(verdict="limit", limit=result.limit, detail=f"limit: {result.limit}", wall_s=result.wall_s)
+    if result.fault:
+        return CaseResult(verdict="error", detail=_why(result), wall_s=result.wall_s)
+    wrong = _wrong(case, result)
+    return CaseResult(verdict="wrong" if wrong else "passed", detail=wrong, wall_s=result.wall_s)
+
+
+def _program(case: Case, source: str, domain: str) -> tuple[PythonProgram, int]:
+    """The program that runs, and about how many bytes it should write."""
+    if isinstance(case, StdioCase):
+        return PythonProgram(code=source, stdin=case.stdin.encode(), domain=domain), len(case.stdout.encode())
+    request = {"source": source, "function": case.function, "arguments": encoded(case.arguments)}
+    expected_bytes = len(msgspec.json.encode(encoded(case.expected)))
+    return PythonProgram(code=CALL, stdin=msgspec.json.encode(request), domain=domain), expected_bytes
+
+
+def _wrong(case: Case, result: ExecResult) -> str:
+    """Why the output is not the expected one; empty if it is."""
+    if result.stdout.truncated:
+        return f"it wrote {result.stdout.total_bytes} bytes, far more than the expected output has"
+    if isinstance(case, StdioCase):
+        return "" if same_text(result.stdout.text, case.stdout) else "it wrote another output than the expected one"
+    if not result.stdout.total_bytes:
+        return "it ended before the function returned"
+    try:
+        given = read_answer(result.stdout.head)
+    except Unreadable as error:
+        return f"its answer cannot be read: {error}"
+    return "" if same_value(given, case.expected) else "the function returned another value than the expected one"
+
+
+def _why(result: ExecResult) -> str:
+    ended = result.lost or (f"signal {result.signal}" if result.signal else f"exit code {result.exit_code}")
+    said = result.stderr.text.strip()[-DETAIL_CHARACTERS:]
+    return f"{ended}: {said}" if said else ended
+
+
+def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,34 @@
+"""Runs inside a sandbox, in the process of a submission: calls a function of it, and writes what that gave as data.
+
+Nothing here is secret and nothing here decides: whoever takes this program over can only write another answer. The text
+of ``values.py`` stands before it.
+"""
+
+import json
+import sys
+
+from headrace_sandbox.guest.values import decoded, encoded
+
+
+def call(source: str, function: str, arguments: list[object]) -> object:
+    module = type(sys)("submission")
+    sys.modules["submission"] = module
+    exec(compile(source, "submission.py", "exec", dont_inherit=True), module.__dict__)
+    *owners, name = function.split(".")
+    target: object = module
+    for owner in owners:
+        target = getattr(target, owner)()
+    value: object = getattr(target, name)(*arguments)
+    return value
+
+
+def main() -> None:
+    answer, sys.stdout = sys.stdout, sys.stderr  # what the submission prints is no answer
+    request = json.load(sys.stdin)
+    value = call(request["source"], request["function"], decoded(request["arguments"]))
+    answer.write(json.dumps(encoded(value)))
+    answer.flush()
+
+
+if __name__ == "__main__":
+    main()

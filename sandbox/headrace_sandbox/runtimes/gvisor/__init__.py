@@ -1,0 +1,1 @@
+"""The runtime ``gvisor``: a kernel in user space for each sandbox."""

@@ -1,0 +1,1 @@
+"""The runtime ``process``: no isolation."""

@@ -1,0 +1,1 @@
+"""Batches: their bytes, their manifest, and how they are built, packed and sharded."""

@@ -1,0 +1,241 @@
+"""Forming a batch: from the heads of stored trajectories to the body up to its records.
+
+* The same groups give the same bytes.
+* Moments, baselines and counts are over rows, each (trajectory, agent) once; returns run through all its turns.
+
+The layout of the body is in :mod:`headrace.batch.body`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.batch.agent_arrays import GroupInput, Strands, collect_strands
+from headrace.batch.bins import bins_of
+from headrace.batch.body import PER_ROW, pack_head
+from headrace.batch.manifest import IN_ORDER, Counts, EstimatorUsed, GroupEntry, Manifest, MomentSet, SelectionUsed
+from headrace.estimators import (
+    F64,
+    I64,
+    TOKEN_WEIGHTED,
+    Estimate,
+    Weighting,
+    advantages,
+    episode_rewards,
+    group_statistics,
+    returns_to_go,
+)
+from headrace.moments import Moments
+from headrace.trajectory import SCHEMA, Version
+
+
+class Estimator(Protocol):
+    """The part of ``EstimatorSpec`` that is used here."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def gamma(self) -> float: ...
+    @property
+    def ddof(self) -> int: ...
+    @property
+    def eps(self) -> float: ...
+    @property
+    def weighting(self) -> Weighting: ...
+
+
+class Computed(NamedTuple):
+    """Everything in a batch that follows from its records."""
+
+    manifest: Manifest
+    columns: dict[str, npt.NDArray[Any]]
+
+
+def build_head(
+    *,
+    batch: str,
+    run: str,
+    estimator: Estimator,
+    version: Version,
+    groups: Sequence[GroupInput],
+    selection: SelectionUsed = IN_ORDER,
+    bin_tokens: int = 0,
+) -> bytes:
+    """The body of a batch up to its records; append the members' records in the order given.
+
+    ``version`` is the run's now. ``bin_tokens``: most tokens of a bin; 0: rows are not packed. Raises InvalidRequest
+    for a member that failed, or a row longer than a bin.
+    """
+    computed = compute(
+        batch=batch,
+        run=run,
+        estimator=estimator,
+        version=version,
+        groups=groups,
+        selection=selection,
+        bin_tokens=bin_tokens,
+    )
+    return pack_head(computed.manifest, computed.columns)
+
+
+def compute(
+    *,
+    batch: str,
+    run: str,
+    estimator: Estimator,
+    version: Version,
+    groups: Sequence[GroupInput],
+    selection: SelectionUsed = IN_ORDER,
+    bin_tokens: int = 0,
+) -> Computed:
+    """Manifest and columns of these groups. Raises as ``build_head``."""
+    strands = collect_strands(groups)
+    estimate = _estimate(estimator, strands)
+    weighting: Weighting = "token" if estimator.name in TOKEN_WEIGHTED else estimator.weighting
+    heads = [head for group in groups for head, _ in group.members]
+    ranges = [_version_ranges(group) for group in groups]
+    entries = _group_entries(groups, ranges, strands, estimate, version)
+    bins = bins_of(strands.row_tokens, bin_tokens)
+    stale = [entry.staleness for entry in entries if entry.low is not None]
+    manifest = Manifest(
+        schema=SCHEMA,
+        batch=batch,
+        run=run,
+        version=version,
+        version_min=min((low for low, _ in chain(*ranges)), default=None),
+        version_max=max((high for _, high in chain(*ranges)), default=None),
+        staleness_min=min(stale, default=0),
+        staleness_max=max(stale, default=0),
+        selection=selection,
+        bin_tokens=bin_tokens,
+        estimator=EstimatorUsed(
+            name=estimator.name, gamma=estimator.gamma, ddof=estimator.ddof, eps=estimator.eps, weighting=weighting
+        ),
+        whitening=estimate.whitening,
+        counts=Counts(
+            rows=len(strands.row_tokens),
+            trajectories=len(heads),
+            groups=len(groups),
+            turns=len(strands.row_turns),
+            sampled_tokens=int(strands.experience.tokens[strands.row_turns].sum()),
+            tokens=int(strands.row_tokens.sum()),
+            bins=int(bins.max(initial=-1)) + 1,
+        ),
+        moments=moment_set(strands, estimate.returns, None),
+        environments=_by_environment(groups, strands, estimate.returns),
+        groups=entries,
+        trajectories=[head.id for head in heads],
+    )
+    columns = _columns(groups, strands, estimate, weighting) | {"row_bin": bins}
+    if estimator.name == "none":
+        del columns["advantages"]
+    return Computed(manifest, columns)
+
+
+def _columns(
+    groups: Sequence[GroupInput], strands: Strands, estimate: Estimate, weighting: Weighting
+) -> dict[str, npt.NDArray[Any]]:
+    at = strands.row_turns
+    tokens = strands.experience.tokens[at]
+    return {
+        "returns": estimate.returns[at],
+        "advantages": estimate.advantages[at],
+        "turn_weights": tokens.astype(np.float64) if weighting == "token" else np.ones(len(at)),
+        "rewards": strands.experience.rewards[at],
+        "turn_tokens": tokens,
+        "row_turn_offsets": _offsets(strands.row_turn_counts),
+        **{name: getattr(strands, name) for name in PER_ROW if name in Strands._fields},
+        **_strand_columns(strands),
+        "record_offsets": _offsets([size for group in groups for _, size in group.members]),
+    }
+
+
+def _strand_columns(strands: Strands) -> dict[str, npt.NDArray[Any]]:
+    """What each row says of the whole of its strand."""
+    experience = strands.experience
+    first_turns = strands.row_turns[_offsets(strands.row_turn_counts)[:-1]]
+    strand = np.searchsorted(experience.offsets, first_turns, side="right") - 1
+    leads = np.zeros(len(strand), np.int64)
+    leads[np.unique(strand, return_index=True)[1]] = 1
+    return {"row_reward": episode_rewards(experience.rewards, experience.offsets)[strand], "row_leads": leads}
+
+
+def _estimate(estimator: Estimator, strands: Strands) -> Estimate:
+    experience = strands.experience
+    if estimator.name == "none":
+        returns = returns_to_go(experience.rewards, experience.offsets, estimator.gamma)
+        return Estimate(returns, np.zeros_like(returns), group_statistics(experience), None)
+    return advantages(
+        estimator.name,
+        experience,
+        gamma=estimator.gamma,
+        ddof=estimator.ddof,
+        eps=estimator.eps,
+        weighting=estimator.weighting,
+    )
+
+
+def _version_ranges(group: GroupInput) -> list[tuple[Version, Version]]:
+    return [found for head, _ in group.members if (found := head.version_range()) is not None]
+
+
+def _group_entries(
+    groups: Sequence[GroupInput],
+    ranges: Sequence[Sequence[tuple[Version, Version]]],
+    strands: Strands,
+    estimate: Estimate,
+    version: Version,
+) -> list[GroupEntry]:
+    cells: list[list[int]] = [[] for _ in groups]
+    for cell, (number, _) in enumerate(strands.cells):
+        cells[number].append(cell)
+    statistics, entries = estimate.groups, []
+    for number, group in enumerate(groups):
+        low = min((low for low, _ in ranges[number]), default=None)
+        entries.append(
+            GroupEntry(
+                id=group.id,
+                task=group.task,
+                expected=group.expected,
+                actual=len(group.members),
+                complete=len(group.members) >= group.expected,
+                single=any(bool(statistics.single[cell]) for cell in cells[number]),
+                zero_variance=bool(cells[number]) and all(bool(statistics.zero_variance[c]) for c in cells[number]),
+                agents={strands.cells[cell][1]: statistics.moments(cell) for cell in cells[number]},
+                low=low,
+                staleness=version.n - low.n if low is not None else 0,
+            )
+        )
+    return entries
+
+
+def _by_environment(groups: Sequence[GroupInput], strands: Strands, returns: F64) -> dict[str, MomentSet]:
+    names = {name: number for number, name in enumerate(dict.fromkeys(group.task.environment for group in groups))}
+    of_group = np.array([names[group.task.environment] for group in groups], np.int64)
+    of_cell = of_group[np.array([group for group, _ in strands.cells], np.int64)]
+    of_strand = of_cell[strands.experience.groups]
+    return {name: moment_set(strands, returns, of_strand == number) for name, number in names.items()}
+
+
+def moment_set(strands: Strands, returns: F64, chosen: npt.NDArray[np.bool_] | None) -> MomentSet:
+    """Moments over the rows of the chosen strands (None: all)."""
+    experience = strands.experience
+    totals = episode_rewards(experience.rewards, experience.offsets)
+    at = strands.row_turns
+    if chosen is not None:
+        totals = totals[chosen]
+        at = at[np.repeat(chosen, np.diff(experience.offsets))[at]]
+    return MomentSet(
+        returns_by_turn=Moments.of(returns[at]),
+        returns_by_token=Moments.of(returns[at], experience.tokens[at]),
+        rewards=Moments.of(totals),
+    )
+
+
+def _offsets(sizes: npt.ArrayLike) -> I64:
+    return np.concatenate((np.zeros(1, np.int64), np.cumsum(np.asarray(sizes, np.int64), dtype=np.int64)))

@@ -1,0 +1,152 @@
+"""Shards: a batch cut for the ranks of a data-parallel learner.
+
+* Shards are disjoint and their union is the batch; rows of one episode may be in several, rows of one bin are not.
+* Shards are balanced by the tokens of their rows.
+* The same batch and number of shards give the same cut, whoever makes it.
+* Counts and moments of all shards merge to the manifest; a shard that says otherwise is refused.
+* An empty shard is a shard.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.batch.body import PER_ROW, PER_TURN, Columns, Head, pack_head
+from headrace.batch.manifest import Manifest, MomentSet, Shard, ShardPart
+from headrace.errors import InvalidRequest
+from headrace.estimators import I64
+from headrace.moments import Moments, merge_all
+
+_COUNTED = ("rows", "turns", "sampled_tokens", "tokens", "bins")
+
+
+class Cut(NamedTuple):
+    """One shard: its body up to the records, and the records that follow, by number i64[records]."""
+
+    head: bytes
+    records: I64
+
+
+def assign(bin_tokens: npt.ArrayLike, shards: int) -> I64:
+    """The shard of each bin, i64[bins]: from the fullest bin on, each goes to the shard with the fewest tokens."""
+    tokens = np.asarray(bin_tokens, np.int64)
+    lightest = [(0, number) for number in range(shards)]
+    found = np.zeros(len(tokens), np.int64)
+    for bin in np.argsort(-tokens, kind="stable").tolist():
+        load, number = lightest[0]
+        heapq.heapreplace(lightest, (load + int(tokens[bin]), number))
+        found[bin] = number
+    return found
+
+
+class Sharding:
+    """A batch cut into ``shards``. ``head`` is that of the whole batch. Raises InvalidRequest for fewer than one."""
+
+    def __init__(self, head: Head, shards: int) -> None:
+        if shards < 1:
+            raise InvalidRequest(f"A batch cannot be cut into {shards} shards.", hint="Ask for 1 or more.")
+        self._manifest = head.manifest
+        self._columns = head.columns
+        bins = head.columns["row_bin"]
+        loads = np.zeros(head.manifest.counts.bins, np.int64)
+        np.add.at(loads, bins, head.columns["row_tokens"])
+        of_row = assign(loads, shards)[bins]
+        of_turn = np.repeat(of_row, np.diff(head.columns["row_turn_offsets"]))
+        self._rows = [np.flatnonzero(of_row == number) for number in range(shards)]
+        self._turns = [np.flatnonzero(of_turn == number) for number in range(shards)]
+        self._own = [self._columns_of(number) for number in range(shards)]
+        self._parts = [part_of(head.manifest, columns) for columns in self._own]
+
+    def cut(self, number: int) -> Cut:
+        """One shard."""
+        columns = self._own[number]
+        head = pack_head(self._manifest, columns, Shard(number=number, parts=self._parts))
+        return Cut(head, columns["record_number"])
+
+    def _columns_of(self, number: int) -> dict[str, npt.NDArray[Any]]:
+        columns, rows, turns = self._columns, self._rows[number], self._turns[number]
+        records = np.unique(columns["row_trajectory"][rows])
+        return {
+            **{name: columns[name][turns] for name in PER_TURN if name in columns},
+            "row_turn_offsets": _offsets(np.diff(columns["row_turn_offsets"])[rows]),
+            **{name: columns[name][rows] for name in PER_ROW},
+            "record_offsets": _offsets(np.diff(columns["record_offsets"])[records]),
+            "row_number": rows,
+            "record_number": records,
+        }
+
+
+def part_of(manifest: Manifest, columns: Columns) -> ShardPart:
+    """What these columns hold."""
+    names = [group.task.environment for group in manifest.groups]
+    rows_by_environment: dict[str, list[int]] = {}
+    for row, group in enumerate(columns["row_group"].tolist()):
+        rows_by_environment.setdefault(names[group], []).append(row)
+    everything = np.ones(len(columns["row_group"]), np.bool_)
+    environments = {}
+    for name, rows in rows_by_environment.items():
+        chosen = ~everything
+        chosen[rows] = True
+        environments[name] = _moments(columns, chosen)
+    return ShardPart(
+        rows=len(columns["row_tokens"]),
+        trajectories=len(columns["record_number"]),
+        turns=len(columns["returns"]),
+        sampled_tokens=int(columns["turn_tokens"].sum()),
+        tokens=int(columns["row_tokens"].sum()),
+        bins=len(np.unique(columns["row_bin"])),
+        moments=_moments(columns, everything),
+        environments=environments,
+    )
+
+
+def _moments(columns: Columns, rows: npt.NDArray[np.bool_]) -> MomentSet:
+    turns = np.repeat(rows, np.diff(columns["row_turn_offsets"]))
+    returns = columns["returns"][turns]
+    return MomentSet(
+        returns_by_turn=Moments.of(returns),
+        returns_by_token=Moments.of(returns, columns["turn_tokens"][turns]),
+        rewards=Moments.of(columns["row_reward"][rows & (columns["row_leads"] == 1)]),
+    )
+
+
+def disagreement(manifest: Manifest, shard: Shard, columns: Columns) -> str:
+    """Why a shard is not what it says, or its parts do not merge to the manifest; empty where all is well."""
+    if shard.number >= len(shard.parts):
+        return f"it says that it is shard {shard.number} of {len(shard.parts)}"
+    for name in _COUNTED:
+        total, stated = sum(getattr(part, name) for part in shard.parts), getattr(manifest.counts, name)
+        if total != stated:
+            return f"its shards have {total} {name.replace('_', ' ')}, the batch has {stated}"
+    own = part_of(manifest, columns)
+    for name in (*_COUNTED, "trajectories"):
+        if getattr(own, name) != getattr(shard.part, name):
+            return f"shard {shard.number} has {getattr(own, name)} {name}, it says {getattr(shard.part, name)}"
+    pairs = [
+        ("the moments of shard {}", own.moments, shard.part.moments),
+        ("the merged moments of the shards", _merged(part.moments for part in shard.parts), manifest.moments),
+    ]
+    nothing = MomentSet(returns_by_turn=Moments(), returns_by_token=Moments(), rewards=Moments())
+    for environment, stated_moments in manifest.environments.items():
+        parts = [part.environments.get(environment, nothing) for part in shard.parts]
+        pairs.append((f"the merged moments of {environment}", _merged(parts), stated_moments))
+        here = own.environments.get(environment, nothing)
+        pairs.append((f"the moments of {environment} in shard {{}}", here, parts[shard.number]))
+    for what, found, stated_moments in pairs:
+        for name in MomentSet.__struct_fields__:
+            if not getattr(found, name).agrees(getattr(stated_moments, name)):
+                return f"{what.format(shard.number)} are not what is stated ({name})"
+    return ""
+
+
+def _merged(parts: Any) -> MomentSet:
+    found = list(parts)
+    return MomentSet(**{name: merge_all(getattr(part, name) for part in found) for name in MomentSet.__struct_fields__})
+
+
+def _offsets(sizes: npt.ArrayLike) -> I64:
+    return np.concatenate((np.zeros(1, np.int64), np.cumsum(np.asarray(sizes, np.int64), dtype=np.int64)))

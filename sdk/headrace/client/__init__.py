@@ -1,0 +1,1 @@
+"""The client of the orchestrator: one set of operations, driven by blocking or asynchronous sockets."""

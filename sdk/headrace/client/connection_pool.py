@@ -1,0 +1,190 @@
+"""The sync client's sockets: ``http.client`` with a small pool of kept connections.
+
+* Proxy settings of the environment are ignored.
+* A connection is kept between calls.
+* A connection that the server has closed is not used again.
+* A request is sent in one piece.
+* A pull gives a batch whose arrays are views of one aligned buffer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import select
+import socket
+import ssl
+import threading
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from headrace.client.buffers import Buffers
+from headrace.client.requests import Answer, Lost, Request, headers
+from headrace.errors import InvalidRequest
+
+IDLE_CONNECTIONS = 2
+"""Connections kept open: one for the training loop, one for lease renewal."""
+
+CONNECT_TIMEOUT_S = 5.0
+"""To open a connection; a loopback or cluster address answers in milliseconds or not at all."""
+
+READ_TIMEOUT_S = 30.0
+"""Silence allowed beyond the wait that a request asks for."""
+
+
+class Origin:
+    """Where the service is: scheme, host, port and the path in front of ``/v1``."""
+
+    def __init__(self, url: str) -> None:
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError:  # half an IPv6 address, or a port that is none
+            parts, port = urlsplit(""), None
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise InvalidRequest(
+                f"{url!r} is not an address of an orchestrator.", hint="It reads like http://127.0.0.1:8470."
+            )
+        self.secure = parts.scheme == "https"
+        self.host = parts.hostname
+        self.port = port or (443 if self.secure else 80)
+        self.prefix = parts.path.rstrip("/")
+        self.url = url.rstrip("/")
+
+
+class Connections:
+    """Sends requests and reads answers; every thread may use it."""
+
+    def __init__(self, origin: Origin, token: str) -> None:
+        self.origin = origin
+        self.token = token
+        self._lock = threading.Lock()
+        self._buffers = Buffers()
+        self._idle: list[http.client.HTTPConnection] = []
+        self._busy: set[http.client.HTTPConnection] = set()
+        self._closed = self._aborted = False
+        self._tls = ssl.create_default_context() if origin.secure else None
+
+    def send(self, request: Request) -> Answer | Lost:
+        """Send once. Never raises for what the network does: that is a ``Lost``."""
+        connection = self._take()
+        try:
+            if connection.sock is None:
+                connection.connect()
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            return Lost(detail=f"cannot connect to {self.origin.url}: {_said(error)}", sent=False)
+        with self._lock:
+            self._busy.add(connection)
+            aborted = self._aborted
+        try:
+            if aborted:
+                raise ConnectionAbortedError("the client was closed")
+            connection.sock.settimeout(request.wait_s + READ_TIMEOUT_S)
+            connection.request(
+                request.method,
+                self.origin.prefix + request.target,
+                body=request.body or None,
+                headers=headers(self.token, request),
+            )
+            response = connection.getresponse()
+            body = self._read(response)
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            return Lost(detail=_said(error), sent=True)
+        finally:
+            with self._lock:
+                self._busy.discard(connection)
+        answer = Answer(status=response.status, headers=_lowered(response), body=body)
+        self._give_back(connection, keep=not response.will_close)
+        return answer
+
+    def abort(self) -> None:
+        """Close all, those in use too: whoever waits on one gets a ``Lost``."""
+        self.close()
+        with self._lock:
+            self._aborted = True
+            for connection in self._busy:
+                with contextlib.suppress(OSError, AttributeError):  # it is closed already
+                    connection.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close what is idle; a connection in use closes after its answer."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def _read(self, response: http.client.HTTPResponse) -> memoryview:
+        if response.length is None:  # chunked, or until the connection closes
+            return memoryview(response.read())
+        buffer = self._buffers.take(response.length)
+        size, at = len(buffer), 0
+        while at < size:
+            got = response.readinto(buffer[at:])
+            if not got:
+                raise http.client.IncompleteRead(b"", size - at)
+            at += got
+        response.close()
+        return buffer
+
+    def _take(self) -> http.client.HTTPConnection:
+        while True:
+            with self._lock:
+                connection = self._idle.pop() if self._idle else None
+            if connection is None:
+                return self._new()
+            if not _closed_by_peer(connection.sock):
+                return connection
+            connection.close()
+
+    def _new(self) -> http.client.HTTPConnection:
+        origin = self.origin
+        if self._tls is not None:
+            return _SecureConnection(origin.host, origin.port, timeout=CONNECT_TIMEOUT_S, context=self._tls)
+        return _Connection(origin.host, origin.port, timeout=CONNECT_TIMEOUT_S)
+
+    def _give_back(self, connection: http.client.HTTPConnection, *, keep: bool) -> None:
+        with self._lock:
+            if keep and not self._closed and len(self._idle) < IDLE_CONNECTIONS:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+
+class _Connection(http.client.HTTPConnection):
+    """``http.client`` sends head and body one by one: two system calls here, two wake-ups of the server."""
+
+    def request(self, *args: Any, **options: Any) -> None:
+        self._parts: list[Any] = []
+        super().request(*args, **options)
+        parts, self._parts = self._parts, []
+        super().send(b"".join(parts))
+
+    def send(self, data: Any) -> None:
+        self._parts.append(data)
+
+
+class _SecureConnection(_Connection, http.client.HTTPSConnection):
+    pass
+
+
+def _closed_by_peer(sock: socket.socket) -> bool:
+    """An idle connection has nothing to say; if it is readable, the server has closed it."""
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _lowered(response: http.client.HTTPResponse) -> Mapping[str, str]:
+    return {name.lower(): value for name, value in response.getheaders()}
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "it was silent for too long"
+    if isinstance(error, http.client.IncompleteRead):
+        return f"the answer broke off {error.expected} bytes before its end"
+    return f"{type(error).__name__}: {error}".rstrip(": ")

@@ -1,0 +1,569 @@
+"""Every client operation as a flow: written once, driven by sockets of either client.
+
+* Calls that may be repeated are, until there is an answer.
+* An outage longer than ``retry_for_s`` ends in its error, ``Unavailable`` as a rule.
+* What may have been done and must not be repeated is not.
+* What was surely not done is repeated, whatever it is.
+* A disk that refuses is waited for like an outage: what it refused may be stored once it takes data again.
+* A proxy's page is repeated under the same request id, and with a shorter wait.
+* A pull that gave up is taken up by the next one.
+
+There is one retry policy: exponential backoff with jitter. Each answer ends an outage, so a pull goes on for as long
+as the service answers now and then, across restarts of the orchestrator.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import msgspec
+from pydantic import BaseModel
+
+from headrace.assets import check_asset
+from headrace.batch.batch import Batch
+from headrace.client.leases import Leases
+from headrace.client.requests import (
+    Answer,
+    Call,
+    Flow,
+    Sleep,
+    check,
+    json_reader,
+    request,
+    unexpected_body,
+)
+from headrace.client.responses import checked_asset, read_asset, read_assets, read_nothing, read_trajectory
+from headrace.client.wait_reports import OnWait, nothing_in_time, said, tell
+from headrace.errors import (
+    BatchAlreadyAcked,
+    BatchSuperseded,
+    Conflict,
+    GroupEnded,
+    GroupExists,
+    HeadraceError,
+    InvalidRequest,
+    RunExists,
+    RunFinished,
+    ServiceError,
+    StoreError,
+    Unavailable,
+    UnknownBatch,
+    VersionConflict,
+)
+from headrace.http.problems import GATEWAY_STATUSES
+from headrace.runspec import RunSpec, parse_run_spec
+from headrace.trajectory import Task, Trajectory, Version
+from headrace.wire import messages
+
+T = TypeVar("T")
+
+log = logging.getLogger("headrace.client.sync_client")
+
+FIRST_DELAY_S = 0.05
+"""Before the first repetition: a restarted listener is back in less."""
+
+MAX_DELAY_S = 5.0
+"""Between repetitions at most: a learner on expensive hardware should not sleep through a recovery."""
+
+MIN_POLL_S = 1.0
+"""A long poll is not made shorter than this, whatever a proxy does."""
+
+EARLY_POLL_DELAY_S = 0.25
+"""After a poll that came back early with nothing: enough that a loop over it does not spin."""
+
+PAGE = 200
+"""Trajectories of one page of a listing."""
+
+PullField = Literal["assets"]
+"""What a pull can bring beside the batch: the images and large arrays that its trajectories refer to."""
+
+VersionLike = Version | str | int
+"""A version: ``Version(0, 12)``, ``"0.12"``, or 12 of the lineage that is current."""
+
+WeightsLike = messages.Weights | str | os.PathLike[str]
+"""Where weights are: ``Weights``, or the path of a folder of full weights."""
+
+TaskLike = Task | BaseModel | Mapping[str, Any]
+"""A task: a ``Task``, a ``TaskSpec``, or a mapping with their fields."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What a pull asks for."""
+
+    run: str
+    groups: tuple[str, ...] | None = None
+    environments: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
+    fields: tuple[PullField, ...] = ()
+    shard: int = 0
+    shards: int = 1
+    batch: str = ""
+
+
+class Resumed(NamedTuple):
+    """``batches`` that earlier processes of the learner leased and never acked, oldest first: the same bytes, or this
+    rank's shards of them. ``lost``: names of those that it does not get again, and why."""
+
+    batches: list[Batch]
+    lost: dict[str, str]
+
+
+@dataclass(kw_only=True)
+class Flows:
+    """The operations, and what a client must remember between them. ``clock`` is monotonic, in seconds."""
+
+    learner: str = "learner"
+    retry_for_s: float = 60.0
+    poll_s: float = 20.0
+    on_wait: OnWait | None = None
+    clock: Callable[[], float] = time.monotonic
+    jitter: Callable[[], float] = random.random
+    session: str = ""
+    epoch: int = 0
+
+    def __post_init__(self) -> None:
+        self.leases = Leases(self.clock)
+        self._lock = threading.Lock()
+        self._shared = bool(self.session)
+        self.session = self.session or uuid.uuid4().hex
+        self._unserved: dict[Wanted, str] = {}
+        self._pulls: Counter[str] = Counter()
+
+    # The policy ----------------------------------------------------------------------------------------------
+
+    def call(self, call: Call[T], *, retry_for_s: float | None = None) -> Flow[T]:
+        """Ask until there is an answer. A ``Conflict`` that may be the echo of a first try that got lost carries
+        ``extra["repeated"] = True``."""
+        give_up_at = self.clock() + (self.retry_for_s if retry_for_s is None else retry_for_s)
+        delay = FIRST_DELAY_S
+        unsure = False
+        while True:
+            answer = yield call.request
+            try:
+                assert answer is not None
+                good = check(call.request, answer, newest_epoch=self.epoch)
+                self.epoch = max(self.epoch, good.epoch or 0)
+                return call.read(good)
+            except (Unavailable, StoreError) as error:
+                unsure = unsure or isinstance(error, StoreError) or error.extra.get("outcome") == "unknown"
+                pause = delay * (0.5 + self.jitter() / 2)
+                if (unsure and not call.repeatable) or self.clock() + pause > give_up_at:
+                    raise
+                log.info("%s Trying again in %.2f s.", error.detail, pause)
+                call = self._fit_wait(call, error)
+            except Conflict as error:
+                error.extra["repeated"] = unsure
+                raise
+            yield Sleep(pause)
+            delay = min(2 * delay, MAX_DELAY_S)
+
+    def _fit_wait(self, call: Call[T], error: ServiceError) -> Call[T]:
+        wait_s = call.request.wait_s
+        if error.extra.get("http_status") not in GATEWAY_STATUSES or wait_s <= MIN_POLL_S:
+            return call
+        self.poll_s = max(MIN_POLL_S, min(self.poll_s, wait_s / 2))
+        return call.waiting(self.poll_s)
+
+    # Runs ----------------------------------------------------------------------------------------------------
+
+    def create_run(self, spec: RunSpec | Mapping[str, Any], exist_ok: bool) -> Flow[messages.RunStatus]:
+        parsed = spec if isinstance(spec, RunSpec) else parse_run_spec(spec)
+        body = parsed.model_dump(mode="json", exclude_unset=True)
+        try:
+            return (yield from self.call(Call(request=request("POST", "runs", body=body), read=_run_status)))
+        except RunExists as error:
+            if not (exist_ok or error.extra.get("repeated")):
+                raise
+            there = yield from self.run(parsed.name)
+            other = parse_run_spec(there.spec)
+            if other != parsed:
+                fields = [name for name in type(parsed).model_fields if getattr(other, name) != getattr(parsed, name)]
+                raise RunExists(
+                    f"Run {parsed.name!r} exists with another spec: {', '.join(fields)} differ.",
+                    hint="The spec of a run never changes: choose another name.",
+                ) from error
+            return there
+
+    def runs(self) -> Flow[list[messages.RunStatus]]:
+        return (yield from self.call(Call(request=request("GET", "runs"), read=json_reader(list[messages.RunStatus]))))
+
+    def run(self, run: str) -> Flow[messages.RunStatus]:
+        return (yield from self.call(Call(request=request("GET", "runs", run), read=_run_status)))
+
+    def close_run(self, run: str) -> Flow[None]:
+        yield from self.call(Call(request=request("POST", "runs", run, "close"), read=read_nothing))
+
+    def status(self) -> Flow[messages.ServiceStatus]:
+        return (yield from self.call(Call(request=request("GET", "status"), read=json_reader(messages.ServiceStatus))))
+
+    def drain_worker(self, worker: str) -> Flow[None]:
+        yield from self.call(Call(request=request("POST", "workers", worker, "drain"), read=read_nothing))
+
+    # Batches -------------------------------------------------------------------------------------------------
+
+    def pull(self, wanted: Wanted, timeout_s: float | None, on_wait: OnWait | None) -> Flow[Batch]:
+        self._require_session(wanted)
+        name = self._name(wanted)
+        over = False
+        try:
+            batch = yield from self._poll_batch(wanted, name, timeout_s, on_wait or self.on_wait)
+            over = True
+            return batch
+        except BatchSuperseded:
+            over = True  # it was answered to another rank, and that batch is gone: the next pull is the next one
+            raise
+        finally:
+            if not over:
+                # The service may have leased a batch to this very request id: the next pull asks for it again.
+                with self._lock:
+                    self._unserved[wanted] = name
+
+    def _name(self, wanted: Wanted) -> str:
+        """Names a pull. All ranks name their k-th alike, so that each gets its shard of the same batch."""
+        with self._lock:
+            name = self._unserved.pop(wanted, None)
+            if name is None and wanted.shards > 1:
+                name = f"pull-{self._pulls[wanted.run]}"
+                self._pulls[wanted.run] += 1
+            return name or uuid.uuid4().hex
+
+    def _require_session(self, wanted: Wanted) -> None:
+        if not 0 <= wanted.shard < wanted.shards:
+            raise InvalidRequest(f"There is no shard {wanted.shard} of {wanted.shards}.", hint="Shards count from 0.")
+        if wanted.shards > 1 and not self._shared:
+            raise InvalidRequest(
+                f"Rank {wanted.shard} of {wanted.shards} needs a session that it shares with the others.",
+                hint="Give all ranks the same new name at each start, as in Client(session=...): broadcast a random "
+                "one from rank 0, or take the launcher's run id with its restart count.",
+            )
+        if not set(wanted.fields) <= {"assets"}:
+            raise InvalidRequest(
+                f"A pull brings no {sorted(set(wanted.fields) - {'assets'})}.", hint='It brings "assets".'
+            )
+
+    def _poll_batch(self, wanted: Wanted, name: str, timeout_s: float | None, on_wait: OnWait | None) -> Flow[Batch]:
+        run = wanted.run
+        deadline = None if timeout_s is None else self.clock() + timeout_s
+        while True:
+            asked = self.clock()
+            left = None if deadline is None else max(0.0, deadline - asked)
+            wait_s = self.poll_s if left is None else min(self.poll_s, left)
+            retry_for_s = self.retry_for_s if left is None else min(self.retry_for_s, left)
+            call = self._pull_call(wanted, name, wait_s)
+            reply = yield from self.call(call, retry_for_s=retry_for_s)
+            if isinstance(reply, Batch):
+                if "assets" in wanted.fields:
+                    reply.assets.update((yield from self.assets(reply.asset_names())))
+                return reply
+            told, facts = said(reply.reasons), {"run": run, "reasons": msgspec.to_builtins(reply.reasons)}
+            if any(reason.code == "group-ended" for reason in reply.reasons):
+                raise GroupEnded(f"What is awaited of run {run!r} will not come. {told}", **facts)
+            if reply.finished:
+                raise RunFinished(f"Run {run!r} is finished. {told}", **facts)
+            if deadline is not None and self.clock() >= deadline:
+                raise nothing_in_time(run, timeout_s or 0.0, reply.reasons)
+            tell(on_wait, run, reply.reasons)
+            if self.clock() - asked < min(wait_s, MIN_POLL_S) / 2:
+                yield Sleep(min(EARLY_POLL_DELAY_S, wait_s))
+
+    def _pull_call(self, wanted: Wanted, name: str, wait_s: float) -> Call[Batch | messages.EmptyReply]:
+        def build(wait_s: float) -> Any:
+            body = messages.PullRequest(
+                learner=self.learner,
+                session=self.session,
+                request=name,
+                wait_s=wait_s,
+                groups=None if wanted.groups is None else list(wanted.groups),
+                environments=list(wanted.environments),
+                tags=list(wanted.tags),
+                shard=wanted.shard,
+                shards=wanted.shards,
+                batch=wanted.batch,
+            )
+            return request("POST", "runs", wanted.run, "pull", body=body, wait_s=wait_s)
+
+        def read(answer: Answer) -> Batch | messages.EmptyReply:
+            return self._read_batch(wanted.run, answer)
+
+        return Call(request=build(wait_s), read=read, rebuild=build)
+
+    def _read_batch(self, run: str, answer: Answer) -> Batch | messages.EmptyReply:
+        if answer.media_type == "application/json":
+            return _empty_reply(answer)
+        if answer.media_type != messages.BATCH_MEDIA_TYPE:
+            raise unexpected_body(answer, "a batch")
+        try:
+            generation = int(answer.headers[messages.HEADER_GENERATION.lower()])
+            lease_s = float(answer.headers[messages.HEADER_LEASE_S.lower()])
+        except (KeyError, ValueError) as error:
+            raise unexpected_body(answer, f"a batch with its lease in headers ({error})") from error
+        batch = Batch.parse(answer.body, generation=generation, lease_s=lease_s)
+        self.leases.hold(run, batch.id, lease_s)
+        return batch
+
+    def resume(self, wanted: Wanted) -> Flow[Resumed]:
+        self._require_session(wanted)
+        body = messages.ResumeRequest(learner=self.learner, session=self.session, shards=wanted.shards)
+        call = Call(
+            request=request("POST", "runs", wanted.run, "resume", body=body), read=json_reader(messages.ResumeReply)
+        )
+        reply = yield from self.call(call)
+        batches, lost = [], dict(reply.lost)
+        for id in reply.batches:
+            try:
+                found = yield from self._poll_batch(replace(wanted, batch=id), f"resume-{id}", None, None)
+            except BatchSuperseded as error:
+                lost[id] = error.detail
+            else:
+                batches.append(found)
+        return Resumed(batches, lost)
+
+    def ack(self, batch: Batch, version: VersionLike | None, weights: WeightsLike | None) -> Flow[messages.AckReply]:
+        run, text = batch.run, ""
+        if version is not None:
+            text = str(Version(batch.version.lineage, version) if isinstance(version, int) else version)
+        body = messages.AckRequest(
+            learner=self.learner,
+            session=self.session,
+            generation=batch.generation,
+            version=text,
+            weights=_weights(weights),
+        )
+        call = Call(
+            request=request("POST", "runs", run, "batches", batch.id, "ack", body=body),
+            read=json_reader(messages.AckReply),
+        )
+        try:
+            reply = yield from self.call(call)
+        except (BatchAlreadyAcked, BatchSuperseded, UnknownBatch):
+            # Also after a try whose answer was lost: that one's own ack would have been answered as before.
+            self.leases.drop(run, batch.id)
+            raise
+        self.leases.drop(run, batch.id)
+        return reply
+
+    def nack(self, batch: Batch, reason: str, *, retry_for_s: float | None = None) -> Flow[None]:
+        body = messages.NackRequest(
+            learner=self.learner, session=self.session, generation=batch.generation, reason=reason
+        )
+        call = Call(
+            request=request("POST", "runs", batch.run, "batches", batch.id, "nack", body=body), read=read_nothing
+        )
+        try:
+            yield from self.call(call, retry_for_s=retry_for_s)
+        except (BatchSuperseded, UnknownBatch) as error:
+            self.leases.drop(batch.run, batch.id)
+            if not error.extra.get("repeated"):
+                raise
+        self.leases.drop(batch.run, batch.id)
+
+    def give_back(self, batch: Batch, reason: str) -> Flow[None]:
+        """Give a batch back with one try: where that fails it comes back when its lease ends."""
+        try:
+            yield from self.nack(batch, reason, retry_for_s=0.0)
+        except BatchSuperseded:
+            log.debug("Batch %s was given back before, as by another rank.", batch.id)
+        except HeadraceError as error:
+            self.leases.drop(batch.run, batch.id)
+            log.warning("Batch %s could not be given back: %s", batch.id, error)
+
+    def require_room(self, run: str, ahead: int) -> Flow[None]:
+        """Raise InvalidRequest where the run's staleness does not let so many more batches be held than one."""
+        if ahead < 1:
+            raise InvalidRequest(f"prefetch={ahead} fetches nothing ahead.", hint="Give 1 or more, or leave it out.")
+        bound = (yield from self.run(run)).spec["max_staleness"]
+        if ahead > bound:
+            raise InvalidRequest(
+                f"prefetch={ahead} holds {ahead + 1} batches, which needs max_staleness {ahead} or more; "
+                f"run {run!r} has {bound}.",
+                hint="Allow the run more staleness, or prefetch less.",
+                max_staleness=bound,
+            )
+
+    # Versions ------------------------------------------------------------------------------------------------
+
+    def announce(self, run: str, version: VersionLike, weights: WeightsLike | None) -> Flow[messages.VersionReply]:
+        if isinstance(version, int):
+            now = yield from self.run(run)
+            version = Version(Version.parse(now.version).lineage, version)
+        body = messages.VersionRequest(version=str(version), weights=_weights(weights))
+        try:
+            return (yield from self.call(_version_call(run, "version", body)))
+        except VersionConflict as error:
+            now = yield from self.run(run)
+            if error.extra.get("repeated") and now.version == str(version):
+                return messages.VersionReply(epoch=self.epoch, version=now.version)
+            raise
+
+    def rewind(self, run: str, version: VersionLike) -> Flow[messages.VersionReply]:
+        if isinstance(version, int):
+            raise InvalidRequest(
+                f"Rewind to {version}: of which lineage?", hint="Name the checkpoint in full, as in '0.12'."
+            )
+        call = _version_call(run, "rewind", messages.RewindRequest(version=str(version)), repeatable=False)
+        return (yield from self.call(call))
+
+    def set_priorities(self, run: str, priorities: Mapping[str, float]) -> Flow[messages.PrioritiesReply]:
+        body = messages.PrioritiesRequest(priorities={id: float(priority) for id, priority in priorities.items()})
+        call = Call(
+            request=request("POST", "runs", run, "priorities", body=body), read=json_reader(messages.PrioritiesReply)
+        )
+        return (yield from self.call(call))
+
+    def doing(self, run: str, doing: messages.Doing) -> Flow[None]:
+        self.leases.say(run, doing)
+        yield from self.call(self._doing_call(run, doing))
+        self.leases.renewed(run)
+
+    def renew(self, run: str) -> Flow[None]:
+        """Renew all leases held in the run, with one try: the next renewal is the repetition."""
+        self.leases.renewed(run)
+        yield from self.call(self._doing_call(run, self.leases.doing(run)), retry_for_s=0.0)
+
+    def _doing_call(self, run: str, doing: messages.Doing) -> Call[None]:
+        body = messages.DoingRequest(learner=self.learner, session=self.session, doing=doing)
+        return Call(request=request("POST", "runs", run, "doing", body=body), read=read_nothing)
+
+    def hold(self, run: str, wait_s: float) -> Flow[messages.HoldReply]:
+        return (yield from self.call(_poll("runs", run, "hold", kind=messages.HoldReply).waiting(wait_s)))
+
+    # Policy servers ------------------------------------------------------------------------------------------
+
+    def servers(self, run: str, revision: int | None, wait_s: float) -> Flow[messages.ServersReply]:
+        query = {} if revision is None else {"revision": revision}
+        poll = _poll("runs", run, "servers", kind=messages.ServersReply, **query)
+        return (yield from self.call(poll.waiting(wait_s)))
+
+    def change_server(self, method: str, run: str, address: str, *what: str) -> Flow[None]:
+        body = messages.ServerRequest(address=address)
+        yield from self.call(Call(request=request(method, "runs", run, "servers", *what, body=body), read=read_nothing))
+
+    # Groups and evaluations ----------------------------------------------------------------------------------
+
+    def submit_groups(self, run: str, groups: Sequence[messages.GroupRequest | TaskLike]) -> Flow[list[str]]:
+        named = [_group_request(group) for group in groups]
+        ids = [group.id for group in named]
+        call = Call(
+            request=request("POST", "runs", run, "groups", body=messages.SubmitGroupsRequest(groups=named)),
+            read=json_reader(messages.SubmitGroupsReply),
+        )
+        try:
+            return (yield from self.call(call)).groups
+        except GroupExists as error:
+            if error.extra.get("repeated"):
+                return ids
+            raise
+
+    def start_evaluation(self, run: str, body: messages.EvaluationRequest) -> Flow[messages.EvaluationReply]:
+        call = Call(
+            request=request("POST", "runs", run, "evaluations", body=body),
+            read=json_reader(messages.EvaluationReply),
+            repeatable=False,
+        )
+        return (yield from self.call(call))
+
+    def evaluation(self, run: str, evaluation: str, wait_s: float) -> Flow[messages.EvaluationReply]:
+        poll = _poll("runs", run, "evaluations", evaluation, kind=messages.EvaluationReply)
+        return (yield from self.call(poll.waiting(wait_s)))
+
+    def evaluate(
+        self, run: str, body: messages.EvaluationRequest, wait: bool, timeout_s: float | None
+    ) -> Flow[messages.EvaluationReply]:
+        deadline = None if timeout_s is None else self.clock() + timeout_s
+        reply = yield from self.start_evaluation(run, body)
+        while wait and not reply.finished:
+            asked = self.clock()
+            if deadline is not None and asked >= deadline:
+                break
+            wait_s = self.poll_s if deadline is None else min(self.poll_s, deadline - asked)
+            reply = yield from self.evaluation(run, reply.evaluation, wait_s)
+            if not reply.finished and self.clock() - asked < min(wait_s, MIN_POLL_S) / 2:
+                yield Sleep(min(EARLY_POLL_DELAY_S, wait_s))
+        return reply
+
+    # Trajectories --------------------------------------------------------------------------------------------
+
+    def page(self, run: str, filters: Mapping[str, Any], limit: int, before: str) -> Flow[messages.TrajectoryList]:
+        query = {**filters, "limit": limit, "before": before or None}
+        call = Call(
+            request=request("GET", "runs", run, "trajectories", query=query), read=json_reader(messages.TrajectoryList)
+        )
+        return (yield from self.call(call))
+
+    def trajectory(self, trajectory: str) -> Flow[Trajectory]:
+        call = Call(request=request("GET", "trajectories", trajectory), read=read_trajectory)
+        return (yield from self.call(call))
+
+    def asset(self, name: str) -> Flow[memoryview]:
+        found = yield from self.call(Call(request=request("GET", "assets", name), read=read_asset))
+        check_asset(name, found)
+        return found
+
+    def assets(self, names: Sequence[str]) -> Flow[dict[str, memoryview | HeadraceError]]:
+        """Each of these assets, or what is wrong with it."""
+        found: dict[str, memoryview | HeadraceError] = {}
+        left = list(dict.fromkeys(names))
+        while left:
+            asked = left[: messages.MAX_ASSET_NAMES]
+            body = messages.AssetsRequest(names=asked)
+            items = yield from self.call(Call(request=request("POST", "assets", body=body), read=read_assets))
+            for name, item in zip(asked, items, strict=False):
+                found[name] = checked_asset(name, item)
+            left = left[len(items) :]
+        return found
+
+    def advantages(self, trajectory: str) -> Flow[messages.TrajectoryAdvantages]:
+        call = Call(request=request("GET", "trajectories", trajectory, "advantages"), read=_advantages)
+        return (yield from self.call(call))
+
+
+_run_status = json_reader(messages.RunStatus)
+_empty_reply = json_reader(messages.EmptyReply)
+_advantages = json_reader(messages.TrajectoryAdvantages)
+
+
+def _weights(given: WeightsLike | None) -> messages.Weights | None:
+    """As it is sent. A relative path is one of this process: the servers have another folder."""
+    return messages.Weights(path=os.path.abspath(given)) if isinstance(given, str | os.PathLike) else given
+
+
+def _version_call(run: str, what: str, body: msgspec.Struct, *, repeatable: bool = True) -> Call[messages.VersionReply]:
+    return Call(
+        request=request("POST", "runs", run, what, body=body),
+        read=json_reader(messages.VersionReply),
+        repeatable=repeatable,
+    )
+
+
+def _poll(*parts: str, kind: type[T], **query: Any) -> Call[T]:
+    def build(wait_s: float) -> Any:
+        return request("GET", *parts, query={**query, "wait_s": f"{wait_s:g}"}, wait_s=wait_s)
+
+    return Call(request=build(0.0), read=json_reader(kind), rebuild=build)
+
+
+def plain_task(task: TaskLike) -> dict[str, Any]:
+    """A task as JSON-able data."""
+    if isinstance(task, BaseModel):
+        return task.model_dump(mode="json", exclude_unset=True)
+    if isinstance(task, Mapping):
+        return dict(task)
+    found: dict[str, Any] = msgspec.to_builtins(task)
+    return found
+
+
+def _group_request(group: messages.GroupRequest | TaskLike) -> messages.GroupRequest:
+    """With an id of its own, so that a repeated submission is known for what it is."""
+    if not isinstance(group, messages.GroupRequest):
+        group = messages.GroupRequest(task=plain_task(group))
+    return group if group.id else msgspec.structs.replace(group, id=uuid.uuid4().hex)

@@ -1,0 +1,376 @@
+"""``headrace.Client``: what a training loop uses to get batches and to report versions.
+
+* Several threads may share a client.
+* While batches are held, their leases are renewed.
+* Address and token come from the environment unless they are given.
+
+It needs nothing beyond the base dependencies.
+
+::
+
+    with headrace.Client() as client:
+        client.create_run({"name": "guess", "environments": [{"id": "game:GuessTheNumber-v0-hard"}]}, exist_ok=True)
+        for batch in client.batches("guess"):
+            step = train(batch)
+            client.ack(batch, version=step)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+from weakref import WeakSet
+
+from headrace._arguments import names
+from headrace.batch.batch import Batch
+from headrace.client.connection_pool import Connections, Origin
+from headrace.client.lease_renewal import Keepalive, drive
+from headrace.client.operations import (
+    PAGE,
+    Flows,
+    PullField,
+    Resumed,
+    TaskLike,
+    VersionLike,
+    Wanted,
+    WeightsLike,
+    plain_task,
+)
+from headrace.client.prefetch import UNUSED, Prefetch
+from headrace.client.requests import Flow
+from headrace.client.wait_reports import OnWait
+from headrace.errors import RunFinished, SetupError
+from headrace.runspec import RunSpec
+from headrace.trajectory import Status, Trajectory
+from headrace.wire import messages
+
+T = TypeVar("T")
+
+DEFAULT_URL = "http://127.0.0.1:8470"
+"""Where an orchestrator on this machine listens unless told otherwise."""
+
+
+def address(url: str | None) -> str:
+    """The address to use: the argument, ``HEADRACE_URL``, or this machine's default port."""
+    return url or os.environ.get("HEADRACE_URL") or DEFAULT_URL
+
+
+def bearer(token: str | None) -> str:
+    """The token to use: the argument, ``HEADRACE_TOKEN``, or none; without the line end that a file or a secret of
+    Kubernetes gives it. Raises SetupError for what no header can carry."""
+    found = (token if token is not None else os.environ.get("HEADRACE_TOKEN", "")).strip()
+    if not found.isprintable():
+        raise SetupError(
+            "The bearer token holds a line end or another control character.", hint="Check HEADRACE_TOKEN."
+        )
+    return found
+
+
+class Client:
+    """A learner's connection to an orchestrator. All durations are in seconds.
+
+    ``learner`` is a name that survives a restart of the learner: a new process of the same name takes over the
+    batches that the old one held. ``session`` names one start of it, by default this process; all ranks of a
+    data-parallel learner give the same, and a new one at each start. ``retry_for_s``: how long one outage is borne
+    before ``Unavailable`` is raised. ``poll_s``: wait of one long poll. ``keepalive``: renew leases in the background
+    while batches are held. ``on_wait(run, reasons)`` is called while a pull waits; by default the reasons are logged.
+
+    Every method raises the ``HeadraceError`` that the service answered, or ``Unavailable``.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        token: str | None = None,
+        learner: str = "learner",
+        session: str = "",
+        retry_for_s: float = 60.0,
+        poll_s: float = 20.0,
+        keepalive: bool = True,
+        on_wait: OnWait | None = None,
+    ) -> None:
+        self.url = address(url)
+        self._flows = Flows(learner=learner, session=session, retry_for_s=retry_for_s, poll_s=poll_s, on_wait=on_wait)
+        self._connections = Connections(Origin(self.url), bearer(token))
+        self._keepalive = Keepalive(self._flows, self._connections) if keepalive else None
+        self._prefetching: WeakSet[Prefetch] = WeakSet()
+
+    def close(self) -> None:
+        """Give back what was prefetched and not used, stop renewing leases and close the connections. Batches still
+        held come back when their leases end."""
+        for ahead in list(self._prefetching):
+            ahead.close()
+        if self._keepalive is not None:
+            self._keepalive.close()
+        self._connections.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, flow: Flow[T]) -> T:
+        return drive(flow, self._connections)
+
+    # Runs
+
+    def create_run(self, spec: RunSpec | Mapping[str, Any], *, exist_ok: bool = False) -> messages.RunStatus:
+        """Create a run. With ``exist_ok`` a run of the same name and spec is fine. Raises RunExists, InvalidRunSpec."""
+        return self._run(self._flows.create_run(spec, exist_ok))
+
+    def runs(self) -> list[messages.RunStatus]:
+        """All runs."""
+        return self._run(self._flows.runs())
+
+    def run(self, run: str) -> messages.RunStatus:
+        """One run. Raises UnknownRun."""
+        return self._run(self._flows.run(run))
+
+    def close_run(self, run: str) -> None:
+        """Admit nothing more and cancel what is out."""
+        self._run(self._flows.close_run(run))
+
+    def status(self) -> messages.ServiceStatus:
+        """The whole service."""
+        return self._run(self._flows.status())
+
+    def drain_worker(self, worker: str) -> None:
+        """Give the worker nothing new; it ends when its episodes have."""
+        self._run(self._flows.drain_worker(worker))
+
+    # Batches
+
+    def pull(
+        self,
+        run: str,
+        *,
+        timeout_s: float | None = None,
+        groups: Sequence[str] | None = None,
+        environments: Collection[str] = (),
+        tags: Collection[str] = (),
+        on_wait: OnWait | None = None,
+        fields: Collection[PullField] = (),
+        shard: int = 0,
+        shards: int = 1,
+    ) -> Batch:
+        """The next batch; waits for it, across restarts of the orchestrator.
+
+        ``timeout_s`` None waits without end. ``groups`` awaits submitted groups by id. ``environments`` and ``tags``
+        ask for groups of one of these environments that carry all of these tags. ``fields=["assets"]`` brings the
+        images and large arrays that its trajectories refer to, for ``batch.asset``. ``shard`` of ``shards`` is this
+        rank's part: the k-th pull of every rank gets its part of the same batch; all ranks share a ``session``. Raises
+        RunFinished when no batch will come, NothingToServe with ``extra["reasons"]`` at the timeout, Unavailable after
+        an outage, BatchSuperseded where the batch of the other ranks is over already.
+        """
+        wanted = Wanted(
+            run=run,
+            groups=None if groups is None else tuple(groups),
+            environments=names("environments", environments),
+            tags=names("tags", tags),
+            fields=tuple(fields),
+            shard=shard,
+            shards=shards,
+        )
+        return self._run(self._pulled(wanted, timeout_s, on_wait))
+
+    def _pulled(self, wanted: Wanted, timeout_s: float | None, on_wait: OnWait | None) -> Flow[Batch]:
+        batch = yield from self._flows.pull(wanted, timeout_s, on_wait)
+        if self._keepalive is not None:
+            self._keepalive.wake()
+        return batch
+
+    def batches(
+        self,
+        run: str,
+        *,
+        timeout_s: float | None = None,
+        on_wait: OnWait | None = None,
+        environments: Collection[str] = (),
+        tags: Collection[str] = (),
+        fields: Collection[PullField] = (),
+        shard: int = 0,
+        shards: int = 1,
+        prefetch: int = 0,
+    ) -> Iterator[Batch]:
+        """Batches until the run is finished. Each is to be acked (or given back) before the next is asked for, unless
+        the run's staleness leaves room to hold several.
+
+        ``prefetch`` fetches so many ahead while the loop trains, so that a batch that is there costs it nothing; what
+        is not used is given back when the loop ends. Raises InvalidRequest where the run's staleness does not allow it.
+        """
+        wanted = Wanted(
+            run=run,
+            environments=names("environments", environments),
+            tags=names("tags", tags),
+            fields=tuple(fields),
+            shard=shard,
+            shards=shards,
+        )
+        with contextlib.suppress(RunFinished):
+            if not prefetch:
+                while True:
+                    yield self._run(self._pulled(wanted, timeout_s, on_wait))
+            yield from self._ahead(wanted, timeout_s, on_wait, prefetch)
+
+    def _ahead(self, wanted: Wanted, timeout_s: float | None, on_wait: OnWait | None, prefetch: int) -> Iterator[Batch]:
+        self._run(self._flows.require_room(wanted.run, prefetch))
+        ahead = self._prefetch(wanted, prefetch)
+        try:
+            while True:
+                yield ahead.take(timeout_s, on_wait or self._flows.on_wait)
+        finally:
+            ahead.close()
+
+    def _prefetch(self, wanted: Wanted, ahead: int) -> Prefetch:
+        """Pull ahead, until it is closed or the client is."""
+        begun = Prefetch(
+            wanted.run,
+            lambda note: self._pulled(wanted, None, note),
+            lambda batch: self._run(self._flows.give_back(batch, UNUSED)),
+            self._connections,
+            ahead,
+        )
+        self._prefetching.add(begun)
+        return begun
+
+    def resume(self, run: str, *, fields: Collection[PullField] = (), shard: int = 0, shards: int = 1) -> Resumed:
+        """What a learner that was started again left: the batches that it leased and never acked and that are still
+        within bound, the same bytes; and the names of the others, with why they are lost. Ask once, before the first
+        pull. With ``shards`` every rank asks, and gets its part of each."""
+        wanted = Wanted(run=run, fields=tuple(fields), shard=shard, shards=shards)
+        resumed = self._run(self._flows.resume(wanted))
+        if self._keepalive is not None and resumed.batches:
+            self._keepalive.wake()
+        return resumed
+
+    def ack(
+        self, batch: Batch, version: VersionLike | None = None, *, weights: WeightsLike | None = None
+    ) -> messages.AckReply:
+        """The batch was trained on. ``version``: the one that the step made; an int counts in the batch's lineage.
+        ``weights``: where it is, and the service loads it into the run's policy servers; without, it is loaded already.
+        Raises BatchSuperseded if the lease was lost."""
+        return self._run(self._flows.ack(batch, version, weights))
+
+    def nack(self, batch: Batch, reason: str) -> None:
+        """Give the batch back untrained; it is served again while it is fresh enough."""
+        self._run(self._flows.nack(batch, reason))
+
+    # Versions
+
+    def announce(self, run: str, version: VersionLike, *, weights: WeightsLike | None = None) -> messages.VersionReply:
+        """A version is there: its weights are loaded, or the service loads them from ``weights``. An int counts in the
+        run's lineage now. Raises VersionConflict."""
+        return self._run(self._flows.announce(run, version, weights))
+
+    def rewind(self, run: str, version: VersionLike) -> messages.VersionReply:
+        """Go back to a checkpoint, named in full as in ``"0.12"``: opens a new lineage, which the reply names."""
+        return self._run(self._flows.rewind(run, version))
+
+    def set_priorities(self, run: str, priorities: Mapping[str, float]) -> messages.PrioritiesReply:
+        """Set what a prioritized draw goes by, by group id, 1e-6 to 1e6. The reply names groups that are over. Raises
+        Conflict where the run's order knows no priorities."""
+        return self._run(self._flows.set_priorities(run, priorities))
+
+    def doing(self, run: str, doing: messages.Doing) -> None:
+        """Say what the learner is doing now; renews all its batch leases in the run."""
+        self._run(self._flows.doing(run, doing))
+
+    def hold(self, run: str, wait_s: float = 0.0) -> messages.HoldReply:
+        """Whether weights may be replaced now; waits up to ``wait_s`` for evaluations that need the old ones."""
+        return self._run(self._flows.hold(run, wait_s))
+
+    # Policy servers
+
+    def servers(self, run: str, *, revision: int | None = None, wait_s: float = 0.0) -> messages.ServersReply:
+        """The run's policy servers and what each is at. With the ``revision`` of an earlier reply: waits up to
+        ``wait_s`` for news."""
+        return self._run(self._flows.servers(run, revision, wait_s))
+
+    def add_server(self, run: str, address: str) -> None:
+        """Give the run another policy server while it runs, or end the drain of one."""
+        self._run(self._flows.change_server("POST", run, address))
+
+    def drain_server(self, run: str, address: str) -> None:
+        """Let a policy server finish what it has; it takes nothing new. Raises UnknownServer."""
+        self._run(self._flows.change_server("POST", run, address, "drain"))
+
+    def remove_server(self, run: str, address: str) -> None:
+        """Take a policy server from the run. Raises UnknownServer."""
+        self._run(self._flows.change_server("DELETE", run, address))
+
+    # Groups and evaluations
+
+    def submit_groups(self, run: str, groups: Sequence[messages.GroupRequest | TaskLike]) -> list[str]:
+        """Ask for groups of the learner's own choice; gives their ids, which ``pull(groups=...)`` awaits."""
+        return self._run(self._flows.submit_groups(run, groups))
+
+    def evaluate(
+        self,
+        run: str,
+        tasks: Sequence[TaskLike],
+        *,
+        episodes_per_task: int = 1,
+        version: str = "",
+        temperature: float | None = None,
+        deadline_s: float = 600.0,
+        wait: bool = True,
+        timeout_s: float | None = None,
+    ) -> messages.EvaluationReply:
+        """Run episodes outside of training, pinned to a version (default: the one now); 0 is the greedy temperature.
+
+        The service cancels what is unfinished after ``deadline_s``. With ``wait`` this returns when the evaluation is
+        finished or after ``timeout_s``: look at ``finished`` if you gave one.
+        """
+        body = messages.EvaluationRequest(
+            tasks=[plain_task(task) for task in tasks],
+            episodes_per_task=episodes_per_task,
+            version=version,
+            temperature=temperature,
+            deadline_s=deadline_s,
+        )
+        return self._run(self._flows.evaluate(run, body, wait, timeout_s))
+
+    def evaluation(self, run: str, evaluation: str, wait_s: float = 0.0) -> messages.EvaluationReply:
+        """An evaluation as it stands; waits up to ``wait_s`` for its end."""
+        return self._run(self._flows.evaluation(run, evaluation, wait_s))
+
+    # Trajectories
+
+    def trajectories(
+        self,
+        run: str,
+        *,
+        status: Status | None = None,
+        environment: str | None = None,
+        evaluation: str | None = None,
+        page: int = PAGE,
+    ) -> Iterator[messages.TrajectorySummary]:
+        """Stored trajectories of a run, newest first. Fetched in pages of ``page``."""
+        filters = {"status": status, "environment": environment, "evaluation": evaluation}
+        before = ""
+        while True:
+            listing = self._run(self._flows.page(run, filters, page, before))
+            yield from listing.trajectories
+            before = listing.next
+            if not before:
+                return
+
+    def trajectory(self, trajectory: str) -> Trajectory:
+        """One stored trajectory. Raises UnknownTrajectory."""
+        return self._run(self._flows.trajectory(trajectory))
+
+    def asset(self, name: str) -> memoryview:
+        """The bytes of an image or a large array, checked against its name. Raises UnknownAsset, CorruptAsset."""
+        return self._run(self._flows.asset(name))
+
+    def advantages(self, trajectory: str) -> messages.TrajectoryAdvantages:
+        """What the batch that it was last frozen into says of its turns. Raises UnknownTrajectory, and UnknownBatch
+        while it is in none."""
+        return self._run(self._flows.advantages(trajectory))

@@ -1,0 +1,1 @@
+"""HTTP as clients of Headrace use it."""

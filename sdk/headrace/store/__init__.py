@@ -1,0 +1,1 @@
+"""The format of a data directory, and readers of it."""

@@ -1,0 +1,101 @@
+"""What is where in a log, and what became of it: gathered in one reading, for ``headrace.open``.
+
+* The first record of a trajectory counts, and the last word on a batch.
+* Control records are read by name: this package does not know the scheduler's.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from headrace.batch.batch import read_manifest
+from headrace.store.log_format import Frame, FrameType
+from headrace.trajectory import Version
+from headrace.wire.codec import decode_head
+
+BatchState = Literal["open", "acked", "dissolved"]
+
+
+class _Fact(msgspec.Struct, frozen=True):
+    """The part of a control record that is read here; ``type`` names its kind."""
+
+    type: str
+    run: str = ""
+    batch: str = ""
+    spec: dict[str, Any] | None = None
+    version: Any = None
+
+
+_facts = msgspec.msgpack.Decoder(list[_Fact])
+
+
+@dataclass
+class RunEntry:
+    """What is known of a run."""
+
+    spec: dict[str, Any] | None = None
+    closed: bool = False
+    version: Version | None = None
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass
+class BatchEntry:
+    """Where a batch's head is, and what became of the batch."""
+
+    run: str
+    place: tuple[int, int, int]
+    state: BatchState = "open"
+    made: Version | None = None
+
+
+class Catalog:
+    """Where everything is: number of the file, offset, length of the payload. A trajectory takes about 200 bytes."""
+
+    def __init__(self) -> None:
+        self.runs: dict[str, RunEntry] = {}
+        self.batches: dict[str, BatchEntry] = {}
+        #: The number of a trajectory by its id; ``places`` has three integers for each number.
+        self.trajectories: dict[str, int] = {}
+        self.places = array("Q")
+
+    def take(self, number: int, frame: Frame) -> None:
+        """Take a frame in. Raises a HeadraceError, MsgspecError or ValueError if it does not decode."""
+        place = (number, frame.offset, len(frame.payload))
+        if frame.type is FrameType.TRAJECTORY:
+            head = decode_head(frame.payload)
+            if head.id not in self.trajectories:
+                self.trajectories[head.id] = len(self.trajectories)
+                self.places.extend(place)
+                self._run(head.run).counts["trajectories"] += 1
+        elif frame.type is FrameType.BATCH:
+            manifest = read_manifest(frame.payload)
+            self.batches[manifest.batch] = BatchEntry(manifest.run, place)
+            self._run(manifest.run).counts["batches"] += 1
+        elif frame.type is FrameType.CONTROL:
+            for fact in _facts.decode(frame.payload):
+                self._learn(fact)
+
+    def _learn(self, fact: _Fact) -> None:
+        if fact.type == "RunCreated":
+            run = self._run(fact.run)
+            run.spec, run.version = fact.spec, Version(0, 0)
+        elif fact.type == "RunClosed":
+            self._run(fact.run).closed = True
+        elif fact.type == "VersionAnnounced":
+            self._run(fact.run).version = Version(*fact.version)
+        elif fact.type in ("BatchAcked", "BatchDissolved"):
+            made = None if fact.version is None else Version(*fact.version)
+            if made is not None:
+                self._run(fact.run).version = made
+            if (entry := self.batches.get(fact.batch)) is not None:
+                entry.state = "acked" if fact.type == "BatchAcked" else "dissolved"
+                entry.made = made
+
+    def _run(self, name: str) -> RunEntry:
+        return self.runs.setdefault(name, RunEntry())

@@ -1,0 +1,1 @@
+"""The formats that cross process boundaries: control messages, trajectories, policy-server calls."""

@@ -1,5 +1,0 @@
-"""Calls that may take for ever: each in a process of its own, with a deadline and a bound of memory."""
-
-from headrace_workers.bounded.client import BoundedCalls, Exhausted
-
-__all__ = ["BoundedCalls", "Exhausted"]

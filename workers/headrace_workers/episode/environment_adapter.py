@@ -1,0 +1,363 @@
+"""What an environment hands over, checked and copied where it enters the worker.
+
+* A step is a snapshot: what the environment does with its objects afterwards changes nothing that was stored.
+* A reward is a finite number between -1e100 and 1e100; anything else is a failure of the environment, never a score.
+* Infos keep their JSON-able part within bounds; what is left out is named in the info under ``dropped``.
+* An observation is text, or parts of text and images; anything else is refused with its type.
+* An image is copied and named when it is seen: a buffer that is drawn into again was stored as it was.
+* An observation that is larger than any context is refused; cut, it would be one that the environment never made.
+
+Keys of an info that have a place of their own in the record and are not repeated in ``infos``: ``reward_parts``
+(named floats), ``tool_calls`` (a list of ``ToolCall``), ``history`` (a list of ``{"role", "content"}`` that replaces
+all that the agent has seen, the new observation included: a history edit, which starts a new segment).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from headrace.assets import AssetData, Image
+from headrace.errors import EnvironmentFailure, RequestError
+from headrace.trajectory import ContentPart, Message, ToolCall
+from headrace.validation import MAX_REWARD
+from headrace_workers.episode.json_copies import is_unicode, json_part
+
+AGENT = "agent"
+"""Name of the agent of a single-agent environment."""
+
+ROLES = ("system", "user", "assistant", "tool")
+"""Roles that a message of a history may have."""
+
+OWN_PLACE = frozenset({"reward_parts", "tool_calls", "history"})
+"""Keys of an info that are stored elsewhere."""
+
+MAX_OBSERVATION = 16 << 20
+"""Characters of one observation, and of one history: some four million tokens."""
+
+MAX_PARTS = 10_000
+"""Parts of one observation, messages of one history, tool calls of one turn."""
+
+
+MAX_IMAGE_BYTES = 64 << 20
+"""Of one image: a photograph without compression. A picture of the screen has some 8 MB."""
+
+Content = str | list[ContentPart]
+"""An observation as it is stored: images by the names of their assets."""
+
+
+class _Named(NamedTuple):
+    """An image that is copied and named."""
+
+    asset: AssetData
+    text: str
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """One answer of an environment, by agent, and the images in it. After a reset only observations, history and info
+    are filled."""
+
+    observations: dict[str, Content]
+    rewards: dict[str, float]
+    reward_parts: dict[str, dict[str, float]]
+    terminated: dict[str, bool]
+    truncated: dict[str, bool]
+    tool_calls: dict[str, list[ToolCall]]
+    history: dict[str, list[Message]]
+    info: dict[str, Any]
+    assets: list[AssetData]
+
+
+def name_images(answer: Any) -> Any:
+    """The answer of a ``reset`` or ``step`` with the images of its observations copied and named. To be called where
+    the environment runs, since a large image takes milliseconds; what is wrong with one is said when it is seen."""
+    if not isinstance(answer, tuple) or not answer:
+        return answer
+    observation = answer[0]
+    if isinstance(observation, dict):
+        return ({agent: _with_named(value) for agent, value in observation.items()}, *answer[1:])
+    named = _with_named(observation)
+    return answer if named is observation else (named, *answer[1:])
+
+
+def _with_named(observation: Any) -> Any:
+    if not isinstance(observation, list) or not any(isinstance(part, Image) for part in observation):
+        return observation
+    return [_named(part) if isinstance(part, Image) else part for part in observation]
+
+
+def _named(image: Image) -> Image | _Named:
+    try:
+        return _Named(image.encoded(), image.text)
+    except RequestError:
+        return image
+
+
+def seen_reset(result: Any) -> Seen:
+    """Check and copy what ``reset`` of a single-agent environment returned."""
+    observation, info = _unpack(result, 2, "reset", "(observation, info)")
+    look = _Look()
+    return Seen({AGENT: look.observation(observation)}, {}, {}, {}, {}, {}, *_single_info(info, look)[2:], look.assets)
+
+
+def seen_step(result: Any) -> Seen:
+    """Check and copy what ``step`` of a single-agent environment returned."""
+    observation, reward, terminated, truncated, info = _unpack(
+        result, 5, "step", "(observation, reward, terminated, truncated, info)"
+    )
+    look = _Look()
+    parts, calls, history, kept = _single_info(info, look)
+    return Seen(
+        {AGENT: look.observation(observation)},
+        {AGENT: checked_reward(reward, "The reward")},
+        parts,
+        {AGENT: _flag(terminated, "terminated")},
+        {AGENT: _flag(truncated, "truncated")},
+        calls,
+        history,
+        kept,
+        look.assets,
+    )
+
+
+def seen_reset_by_agent(result: Any, agents: list[str]) -> Seen:
+    """Check and copy what ``reset`` of a multi-agent environment returned."""
+    observations, info = _unpack(result, 2, "reset", "(observations, info), both by agent")
+    look = _Look()
+    _, _, history, kept = _info_by_agent(info, agents, look)
+    return Seen(_observations(observations, agents, look), {}, {}, {}, {}, {}, history, kept, look.assets)
+
+
+def seen_step_by_agent(result: Any, agents: list[str]) -> Seen:
+    """Check and copy what ``step`` of a multi-agent environment returned."""
+    observations, rewards, terminated, truncated, info = _unpack(
+        result, 5, "step", "(observations, rewards, terminated, truncated, info), each by agent"
+    )
+    look = _Look()
+    parts, calls, history, kept = _info_by_agent(info, agents, look)
+    return Seen(
+        _observations(observations, agents, look),
+        {name: checked_reward(value, f"The reward of {name}") for name, value in _by_agent(rewards, "rewards", agents)},
+        parts,
+        {name: _flag(value, "terminated") for name, value in _by_agent(terminated, "terminated", agents)},
+        {name: _flag(value, "truncated") for name, value in _by_agent(truncated, "truncated", agents)},
+        calls,
+        history,
+        kept,
+        look.assets,
+    )
+
+
+def tools_of(info: dict[str, Any], agent: str, agents: list[str] | None) -> list[dict[str, Any]]:
+    """The functions that an agent may call, as the info of a reset lists them under ``tools`` (with several agents,
+    under its name). Raises EnvironmentFailure ``tools-type``."""
+    own = info if agents is None else info.get(agent)
+    tools = own.get("tools", []) if isinstance(own, dict) else []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise _broken("tools-type", "info['tools'] is not a list of JSON schemas of functions.")
+    return tools
+
+
+def checked_reward(value: Any, what: str) -> float:
+    """A reward as a float. Raises EnvironmentFailure ``reward-not-a-number``, ``reward-not-finite`` or
+    ``reward-out-of-range``."""
+    if type(value) is not float:
+        if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+            raise _broken("reward-not-a-number", f"{what} is {value!r} ({type(value).__name__}), not a number.")
+        value = _as_float(value)
+    if not math.isfinite(value):
+        raise _broken("reward-not-finite", f"{what} is {value}, which is not finite.")
+    if not -MAX_REWARD <= value <= MAX_REWARD:
+        raise _broken("reward-out-of-range", f"{what} is {value}, beyond ±{MAX_REWARD:g}.")
+    return float(value)
+
+
+def _as_float(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _broken(kind: str, detail: str) -> EnvironmentFailure:
+    return EnvironmentFailure(
+        detail, hint="Mend the environment; the episode is not scored.", kind=kind, retryable=False
+    )
+
+
+def _unpack(result: Any, size: int, what: str, shape: str) -> Any:
+    if not isinstance(result, tuple) or len(result) != size:
+        got = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
+        raise _broken(f"{what}-shape", f"{what} returned {got}, not a tuple {shape}.")
+    return result
+
+
+def _flag(value: Any, what: str) -> bool:
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    raise _broken("flag-not-a-bool", f"{what} is {value!r} ({type(value).__name__}), not a bool.")
+
+
+class _Look:
+    """Copies the observations of one answer; ``assets`` are the images in them."""
+
+    def __init__(self) -> None:
+        self.assets: list[AssetData] = []
+
+    def observation(self, value: Any) -> Content:
+        if isinstance(value, str):
+            _check_size(len(value))
+            return _text(value)
+        if isinstance(value, list):
+            _check_count(len(value), "An observation", "parts")
+            parts = [self._part(part) for part in value]
+            _check_size(_size(parts))
+            return parts
+        raise _broken(
+            "observation-type", f"An observation is {type(value).__name__}, not text or a list of content parts."
+        )
+
+    def _part(self, value: Any) -> ContentPart:
+        if isinstance(value, _Named):
+            return self._image(value)
+        if isinstance(value, Image):
+            return self._image(_Named(self._encoded(value), value.text))
+        if not isinstance(value, ContentPart):
+            raise _broken("observation-type", f"A part of an observation is {type(value).__name__}, not a ContentPart.")
+        if value.type != "text":
+            raise _broken(
+                "observation-image", "A ContentPart of an observation names an image; give headrace.Image in its place."
+            )
+        _text(value.text)
+        return value
+
+    def _encoded(self, image: Image) -> AssetData:
+        try:
+            return image.encoded()
+        except RequestError as error:
+            raise _broken("observation-image", str(error)) from error
+
+    def _image(self, image: _Named) -> ContentPart:
+        size_bytes = len(image.asset.data)
+        if size_bytes > MAX_IMAGE_BYTES:
+            raise _broken("observation-too-large", f"An image has {size_bytes} bytes; {MAX_IMAGE_BYTES} are the most.")
+        self.assets.append(image.asset)
+        return ContentPart(type="image", asset=image.asset.name, text=_text(image.text))
+
+
+def _check_size(characters: int) -> None:
+    if characters > MAX_OBSERVATION:
+        raise _broken(
+            "observation-too-large", f"An observation has {characters} characters; {MAX_OBSERVATION} are the most."
+        )
+
+
+def _check_count(count: int, what: str, of: str) -> None:
+    if count > MAX_PARTS:
+        raise _broken("observation-too-large", f"{what} has {count} {of}; {MAX_PARTS} are the most.")
+
+
+def _text(value: str) -> str:
+    if not is_unicode(value):
+        raise _broken("observation-not-unicode", "The text of an observation holds a lone surrogate.")
+    return value
+
+
+def _by_agent(value: Any, what: str, agents: list[str]) -> list[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        raise _broken("step-shape", f"{what} is {type(value).__name__}, not a dict by agent.")
+    for name in value:
+        if name not in agents:
+            raise _broken("unknown-agent", f"{what} names {name!r}; the environment's agents are {agents}.")
+    return list(value.items())
+
+
+def _observations(value: Any, agents: list[str], look: _Look) -> dict[str, Content]:
+    return {name: look.observation(item) for name, item in _by_agent(value, "observations", agents)}
+
+
+_ByAgent = tuple[dict[str, dict[str, float]], dict[str, list[ToolCall]], dict[str, list[Message]], dict[str, Any]]
+
+
+def _single_info(info: Any, look: _Look) -> _ByAgent:
+    if type(info) is dict and not info:
+        return {}, {}, {}, {}
+    parts, calls, history = _own_places(info, AGENT, look)
+    kept = json_part({key: value for key, value in info.items() if key not in OWN_PLACE})
+    return (
+        {AGENT: parts} if parts else {},
+        {AGENT: calls} if calls else {},
+        {AGENT: history} if history is not None else {},
+        kept,
+    )
+
+
+def _info_by_agent(info: Any, agents: list[str], look: _Look) -> _ByAgent:
+    """An info of a multi-agent environment: what stands under an agent's name is that agent's."""
+    if not isinstance(info, dict):
+        raise _broken("info-type", f"info is {type(info).__name__}, not a dict.")
+    parts: dict[str, dict[str, float]] = {}
+    calls: dict[str, list[ToolCall]] = {}
+    history: dict[str, list[Message]] = {}
+    rest: dict[Any, Any] = {}
+    for name, value in info.items():
+        if name not in agents or not isinstance(value, dict):
+            rest[name] = value
+            continue
+        its_parts, its_calls, its_history = _own_places(value, name, look)
+        if its_parts:
+            parts[name] = its_parts
+        if its_calls:
+            calls[name] = its_calls
+        if its_history is not None:
+            history[name] = its_history
+        rest[name] = {key: item for key, item in value.items() if key not in OWN_PLACE}
+    return parts, calls, history, json_part(rest)
+
+
+def _own_places(info: Any, agent: str, look: _Look) -> tuple[dict[str, float], list[ToolCall], list[Message] | None]:
+    if not isinstance(info, dict):
+        raise _broken("info-type", f"info is {type(info).__name__}, not a dict.")
+    return (
+        _reward_parts(info.get("reward_parts", {})),
+        [_tool_call(call) for call in _list(info.get("tool_calls", []), "tool_calls")],
+        _history(info["history"], agent, look) if "history" in info else None,
+    )
+
+
+def _list(value: Any, what: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise _broken("info-type", f"info[{what!r}] is {type(value).__name__}, not a list.")
+    _check_count(len(value), f"info[{what!r}]", "items")
+    return value
+
+
+def _reward_parts(parts: Any) -> dict[str, float]:
+    if not isinstance(parts, dict) or not all(isinstance(name, str) for name in parts):
+        raise _broken("reward-parts-type", "info['reward_parts'] is not a dict of named numbers.")
+    return {name: checked_reward(value, f"The reward part {name!r}") for name, value in parts.items()}
+
+
+def _tool_call(call: Any) -> ToolCall:
+    if not isinstance(call, ToolCall):
+        raise _broken("tool-call-type", f"A tool call is {type(call).__name__}, not a ToolCall.")
+    return msgspec.structs.replace(call, arguments=json_part(call.arguments))
+
+
+def _history(value: Any, agent: str, look: _Look) -> list[Message]:
+    messages = [_message(item, agent, look) for item in _list(value, "history")]
+    _check_size(sum(_size(message.content) for message in messages))
+    return messages
+
+
+def _size(content: Content) -> int:
+    return len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
+
+
+def _message(item: Any, agent: str, look: _Look) -> Message:
+    if not isinstance(item, dict) or item.get("role") not in ROLES or "content" not in item:
+        raise _broken("history-type", "A message of info['history'] is not a dict with a known role and a content.")
+    return Message(role=item["role"], content=look.observation(item["content"]), agent=agent)

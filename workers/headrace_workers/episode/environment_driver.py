@@ -1,0 +1,262 @@
+"""Drives one environment: builds it, resets it, steps it, each within its deadline.
+
+* A blocking environment runs on a thread; one that declares ``blocking = False`` runs in the event loop; coroutines
+  are awaited there. One that declares ``own_process = True`` runs in a process of its own.
+* Whatever an environment raises becomes an EnvironmentFailure that names the place, the error and its last frames;
+  that holds for KeyboardInterrupt, SystemExit and a CancelledError of its own as well.
+* The next agent is asked, and images are copied, where the step ran, within its deadline.
+* A call that takes longer than its deadline is a failure of the environment, also where it came back in the end.
+* An environment that asks for surroundings gets the episode's sandbox, and threads; what it waits for there is waiting.
+
+A thread costs some 30 µs of processor time a call, and 50 to 100 µs until its result is there (measured on two cores).
+So an environment whose calls take microseconds should declare ``blocking = False``. Whatever may sleep, do I/O or
+compute for more than about a millisecond should not: while it runs in the event loop, every other episode of the
+worker stands still.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from headrace.environment import make
+from headrace.errors import EnvironmentFailure, EpisodeFailure, UnknownEnvironment
+from headrace.timeouts import timeout
+from headrace.trajectory import Task
+from headrace_workers.bounded_calls import BoundedCalls
+from headrace_workers.episode import environment_adapter
+from headrace_workers.episode.environment_adapter import AGENT, Seen
+from headrace_workers.episode.environment_processes import EnvironmentProcesses, OwnProcessEnvironment
+from headrace_workers.episode.environment_threads import CallAbandonedError, EnvironmentThreads
+from headrace_workers.episode.episode_context import Lent
+from headrace_workers.episode.error_text import described
+from headrace_workers.sandboxes import EpisodeSandbox
+
+Make = Callable[..., Any]
+
+
+class EnvironmentKinds:
+    """Which environments run in the event loop or in a process of their own, by id: learned from the first one of each
+    id."""
+
+    def __init__(self) -> None:
+        self._inline: set[str] = set()
+        self.own_process: dict[str, str] = {}
+        """Versions of environments that run in processes of their own, by id."""
+
+    def runs_inline(self, environment_id: str) -> bool:
+        return environment_id in self._inline
+
+    def learn(self, environment_id: str, environment: Any) -> None:
+        if getattr(environment, "own_process", False) is True:
+            self.own_process[environment_id] = str(getattr(environment, "version", ""))
+        if getattr(environment, "blocking", True) is False:
+            self._inline.add(environment_id)
+
+
+class EnvironmentDriver:
+    """One environment of one episode. Times are in seconds, by the injected monotonic ``clock``."""
+
+    def __init__(
+        self,
+        task: Task,
+        *,
+        timeout_s: float,
+        threads: EnvironmentThreads,
+        kinds: EnvironmentKinds,
+        clock: Callable[[], float],
+        sandbox: EpisodeSandbox,
+        calls: BoundedCalls,
+        processes: EnvironmentProcesses,
+        make_environment: Make = make,
+    ) -> None:
+        self._task = task
+        self._timeout_s = timeout_s
+        self._threads = threads
+        self._kinds = kinds
+        self._clock = clock
+        self._processes = processes
+        self._make = make_environment
+        self._lent = Lent(sandbox, threads, calls, timeout_s)
+        self._inline = kinds.runs_inline(task.environment)
+        self._environment: Any = None
+        self._hangs = False
+        self._due: str | None = AGENT
+        self.agents: list[str] | None = None
+        """All agents of a multi-agent environment; None for a single agent."""
+        self.reads_calls = False
+        """Whether the environment is given actions taken apart."""
+        self.version = ""
+        """The environment's own ``version``, if it has one."""
+        self.environment_s = 0.0
+        """Working time of all calls so far."""
+        self.waiting_s = 0.0
+        """Time that calls waited for a thread or a sandbox."""
+        self.last_s = 0.0
+        """Working time of the last call."""
+
+    def due(self) -> str | None:
+        """The agent that acts next; None at the end."""
+        return self._due
+
+    async def reset(self, timeout_s: float) -> Seen:
+        """Build and reset the environment, together within the deadline. Raises EnvironmentFailure."""
+        result = await self._call("reset", self._build_and_reset, min(timeout_s, self._timeout_s))
+        return self._seen("reset", result, environment_adapter.seen_reset, environment_adapter.seen_reset_by_agent)
+
+    async def step(self, action: str, timeout_s: float) -> Seen:
+        """One step with the due agent's action. Raises EnvironmentFailure."""
+        environment = self._environment
+        result = await self._call(
+            "step", lambda: self._with_due(environment.step(action)), min(timeout_s, self._timeout_s)
+        )
+        return self._seen("step", result, environment_adapter.seen_step, environment_adapter.seen_step_by_agent)
+
+    async def close(self) -> None:
+        """Call the environment's ``close``, if it has one. Raises EnvironmentFailure; one that hangs is left alone."""
+        try:
+            close = getattr(self._environment, "close", None)
+        except BaseException as error:
+            raise self._raised("close", error) from error
+        if close is not None and not self._hangs and not self._lent.hangs:
+            await self._call("close", close, self._timeout_s)
+
+    def _build_and_reset(self) -> Any:
+        task = self._task
+        kwargs = task.kwargs if task.example is None else {**task.kwargs, "example": task.example}
+        if task.environment in self._kinds.own_process:
+            return self._in_own_process(kwargs)
+        environment = self._environment = self._make(task.environment, **kwargs)
+        if getattr(environment, "next_agent", None) is not None:
+            self.agents = [str(name) for name in environment.agents]
+        if hasattr(environment, "surroundings"):
+            environment.surroundings = self._lent
+        self.reads_calls = getattr(environment, "reads_calls", False) is True
+        self.version = str(getattr(environment, "version", ""))
+        if not self._inline:
+            self._kinds.learn(task.environment, environment)
+            self._inline = self._kinds.runs_inline(task.environment)
+            if task.environment in self._kinds.own_process:
+                return self._in_own_process(kwargs)
+        return self._with_due(environment.reset(task.seed))
+
+    def _in_own_process(self, kwargs: dict[str, Any]) -> Awaitable[Any]:
+        environment = self._environment = OwnProcessEnvironment(self._processes, self._task.environment, kwargs)
+        self.version = self._kinds.own_process[self._task.environment]
+        return environment.reset(self._task.seed)
+
+    def _with_due(self, answer: Any) -> Any:
+        """The answer, for several agents together with the one that acts next."""
+        if not isinstance(answer, tuple) and inspect.isawaitable(answer):
+            return answer if self.agents is None else self._awaited_with_due(answer)
+        answer = environment_adapter.name_images(answer)
+        return answer if self.agents is None else (answer, self._environment.next_agent())
+
+    async def _awaited_with_due(self, answer: Awaitable[Any]) -> Any:
+        return await answer, self._environment.next_agent()
+
+    def _seen(
+        self,
+        place: str,
+        result: Any,
+        look: Callable[[Any], Seen],
+        look_by_agent: Callable[[Any, list[str]], Seen],
+    ) -> Seen:
+        """Check and copy an answer. Its objects are the environment's, so what they raise is its failure too."""
+        try:
+            if self.agents is None:
+                return look(result)
+            answer, due = result
+            seen = look_by_agent(answer, self.agents)
+            if due is not None and due not in self.agents:
+                raise EnvironmentFailure(
+                    f"next_agent named {due!r}; the environment's agents are {self.agents}.",
+                    kind="unknown-agent",
+                    retryable=False,
+                )
+        except EpisodeFailure:
+            raise
+        except BaseException as error:
+            raise self._raised(place, error) from error
+        self._due = due
+        return seen
+
+    async def _call(self, what: str, call: Callable[[], Any], timeout_s: float) -> Any:
+        self.last_s = 0.0
+        try:
+            if self._inline:
+                started_at = self._clock()
+                try:
+                    result = call()
+                finally:
+                    self.last_s = self._clock() - started_at
+            else:
+                result = await self._on_thread(call, timeout_s)
+            if not isinstance(result, tuple) and inspect.isawaitable(result):
+                result = await self._awaited(result, timeout_s)
+        except CallAbandonedError:
+            self.last_s = timeout_s
+            raise self._late(what, timeout_s) from None
+        except EpisodeFailure:
+            raise
+        except UnknownEnvironment as error:
+            kind = "unknown-environment"
+            raise EnvironmentFailure(error.detail, hint=error.hint, kind=kind, retryable=False) from error
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError) and _is_being_cancelled():
+                raise
+            raise self._raised(what if self._environment is not None else "constructor", error) from error
+        finally:
+            self.environment_s += self.last_s
+        if self.last_s > timeout_s:
+            raise self._late(what, timeout_s)
+        return result
+
+    async def _on_thread(self, call: Callable[[], Any], timeout_s: float) -> Any:
+        try:
+            ran = await self._threads.run(call, timeout_s)
+        except (CallAbandonedError, asyncio.CancelledError):
+            self._hangs = True
+            raise
+        self.last_s = ran.working_s
+        self.waiting_s += ran.waiting_s
+        if ran.error is not None:
+            raise ran.error
+        return ran.result
+
+    async def _awaited(self, result: Awaitable[Any], timeout_s: float) -> Any:
+        started_at = self._clock()
+        deadline = timeout(timeout_s)
+        try:
+            async with deadline:
+                self._lent.begin(deadline)
+                return await result
+        except TimeoutError:
+            if deadline.expired():
+                raise CallAbandonedError from None
+            raise
+        finally:
+            waited_s = self._lent.take_waited_s()
+            self.waiting_s += waited_s
+            self.last_s += self._clock() - started_at - waited_s
+
+    def _raised(self, place: str, error: BaseException) -> EnvironmentFailure:
+        return EnvironmentFailure(
+            f"{place} of {self._task.environment} raised {described(error)}", kind=f"{place}-raised", retryable=True
+        )
+
+    def _late(self, what: str, timeout_s: float) -> EnvironmentFailure:
+        return EnvironmentFailure(
+            f"{what} of {self._task.environment} took longer than its {timeout_s:g} s.",
+            hint="Raise limits.environment_timeout_s if it needs the time.",
+            kind="environment-timeout",
+            retryable=True,
+        )
+
+
+def _is_being_cancelled() -> bool:
+    """Whether it is the worker that cancels this episode; otherwise the environment raised CancelledError itself."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0

@@ -1,0 +1,59 @@
+"""What one episode's environment is lent: the worker's sandbox, its threads, and its bounded calls.
+
+* What a call waits for, a sandbox or a thread, is told apart from what it works.
+* A call that was left alone on its thread is known, so that nothing else is asked of its environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from headrace_workers.bounded_calls import BoundedCalls
+from headrace_workers.episode.environment_threads import CallAbandonedError, EnvironmentThreads
+from headrace_workers.sandboxes import EpisodeSandbox
+
+T = TypeVar("T")
+
+
+class Lent:
+    """The surroundings of an environment in a worker. ``timeout_s``: the most that a call on a thread may take."""
+
+    def __init__(
+        self, sandbox: EpisodeSandbox, threads: EnvironmentThreads, calls: BoundedCalls, timeout_s: float
+    ) -> None:
+        self.sandbox = sandbox
+        self._calls = calls
+        self._threads = threads
+        self._timeout_s = timeout_s
+        self._waited_s = 0.0
+        self.hangs = False
+        """Whether a call was left alone on its thread."""
+
+    async def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function on a thread, and raise what it raises."""
+        try:
+            ran = await self._threads.run(lambda: function(*arguments), self._timeout_s)
+        except (CallAbandonedError, asyncio.CancelledError):
+            self.hangs = True
+            raise
+        self._waited_s += ran.waiting_s
+        if ran.error is not None:
+            raise ran.error
+        return cast(T, ran.result)
+
+    async def bounded(self, function: str, *arguments: Any, time_s: float, memory_bytes: int) -> Any:
+        """Call a function in a process of its own. Raises Exhausted, EnvironmentFailure."""
+        return await self._calls.call(function, *arguments, time_s=time_s, memory_bytes=memory_bytes)
+
+    def begin(self, deadline: asyncio.Timeout) -> None:
+        """A step begins, with this deadline."""
+        self.sandbox.deadline = deadline
+
+    def take_waited_s(self) -> float:
+        """The step has ended: what it waited."""
+        waited_s = self._waited_s + self.sandbox.waited_s
+        self.sandbox.deadline = None
+        self._waited_s = self.sandbox.waited_s = 0.0
+        return waited_s

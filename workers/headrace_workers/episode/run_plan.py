@@ -1,0 +1,148 @@
+"""What a run's spec means for its episodes, worked out once per run.
+
+* A spec is read once; episodes take what they need from plain attributes.
+* The seed of a turn follows from the episode's sampling seed and the turn's index, and from nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import msgspec
+
+from headrace.errors import InfrastructureFailure
+from headrace.runspec import AgentSpec, LimitSpec, RunSpec, ScorerSpec
+from headrace.trajectory import PolicyRef, Sampling
+from headrace.wire.policy_server import adapter_at_server
+from headrace_workers.policies.base import AnyProtocol, Interrupted
+from headrace_workers.renderers import Renderer, make_renderer
+
+_TWO_SEEDS = struct.Struct("<QQ")
+_WORD = 2**64 - 1
+
+SEED_BITS = 63
+"""Engines take seeds as signed 64-bit integers."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentPlan:
+    """Who plays one agent. ``endpoints`` may be empty: the worker's own. ``run``: the run whose servers they are, which
+    the orchestrator keeps; empty for servers of the agent's own. ``adapter``: the run's trained one, if that plays;
+    ``frozen``: whether ``model`` is a frozen one. ``temperature`` None: the run's."""
+
+    run: str
+    endpoints: tuple[str, ...]
+    model: str
+    policy: PolicyRef
+    train: bool
+    temperature: float | None
+    adapter: str = ""
+    frozen: bool = False
+
+    def played_by(self, adapter: str) -> AgentPlan:
+        """The same with a frozen adapter."""
+        policy = PolicyRef(base=self.policy.base, adapter=adapter)
+        return replace(self, model=adapter_at_server(self.run, adapter), policy=policy, adapter="", frozen=True)
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """A run's spec, ready for use by its episodes."""
+
+    run: str
+    renderer: Renderer
+    limits: LimitSpec
+    max_tokens: int
+    temperature: float
+    top_p: float
+    stop: list[str]
+    structured_outputs: dict[str, Any] | None
+    logprobs: Literal["raw", "processed"]
+    protocol: AnyProtocol
+    interrupted: Interrupted
+    scorers: dict[str, ScorerSpec]
+    everyone: AgentPlan
+    agents: dict[str, AgentPlan]
+
+    def agent(self, name: str, adapter: str = "") -> AgentPlan:
+        """The plan of an agent: its own, or everyone's. ``adapter``: the frozen one that plays it in this group."""
+        plan = self.agents.get(name, self.everyone)
+        return plan.played_by(adapter) if adapter else plan
+
+
+def make_plan(spec: RunSpec) -> RunPlan:
+    """The plan of a run. It may read and fetch the files of a tokenizer. Raises InfrastructureFailure as
+    ``make_renderer`` does, and ``no-stop-token``."""
+    policy = spec.policy
+    renderer = make_renderer(policy)
+    if not renderer.stop_token_ids and not spec.sampling.stop:
+        raise InfrastructureFailure(
+            f"Nothing ends a turn: the tokenizer {policy.tokenizer!r} has no end-of-turn token, and there is no stop "
+            "string.",
+            hint="Set sampling.stop in the run spec, or name eos_token in the model's tokenizer_config.json.",
+            kind="no-stop-token",
+            retryable=False,
+        )
+    everyone = AgentPlan(
+        run=spec.name if policy.endpoints else "",
+        endpoints=tuple(policy.endpoints),
+        model=policy.model,
+        policy=PolicyRef(base=policy.base, adapter=policy.adapter),
+        train=True,
+        temperature=None,
+        adapter=policy.adapter or "",
+    )
+    agents = {
+        name: AgentPlan(
+            run=everyone.run if agent.endpoints is None else "",
+            endpoints=tuple(agent.endpoints) if agent.endpoints is not None else everyone.endpoints,
+            model=agent.base if agent.base is not None else everyone.model,
+            policy=PolicyRef(base=agent.base or policy.base, adapter=_own(agent, policy.adapter)),
+            train=agent.train,
+            temperature=agent.temperature,
+            adapter=_own(agent, policy.adapter) or "",
+        )
+        for name, agent in policy.agents.items()
+    }
+    return RunPlan(
+        run=spec.name,
+        renderer=renderer,
+        limits=spec.limits,
+        max_tokens=spec.sampling.max_tokens,
+        temperature=spec.sampling.temperature,
+        top_p=spec.sampling.top_p,
+        stop=spec.sampling.stop,
+        structured_outputs=spec.sampling.structured_outputs,
+        logprobs=policy.logprobs,
+        protocol=policy.protocol,
+        interrupted=policy.interrupted,
+        scorers=policy.scorers,
+        everyone=everyone,
+        agents=agents,
+    )
+
+
+def _own(agent: AgentSpec, adapter: str | None) -> str | None:
+    """The run's adapter, where the agent is played by the run's policy."""
+    return adapter if agent.base is None and agent.endpoints is None else None
+
+
+def turn_seed(sampling_seed: int, turn: int) -> int:
+    """The seed of one turn, 63 bits. The same episode seed and turn give the same seed, on every worker."""
+    packed = _TWO_SEEDS.pack(sampling_seed & _WORD, turn)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> (64 - SEED_BITS)
+
+
+def agent_sampling(plan: RunPlan, agent: AgentPlan, *, evaluation_temperature: float | None, seed: int) -> Sampling:
+    """How an agent's tokens are drawn in an episode. An agent's own temperature comes first, then the evaluation's."""
+    run_temperature = plan.temperature if evaluation_temperature is None else evaluation_temperature
+    temperature = run_temperature if agent.temperature is None else agent.temperature
+    return Sampling(temperature=temperature, top_p=plan.top_p, seed=seed, logprobs=plan.logprobs)
+
+
+def turn_sampling(sampling: Sampling, turn: int) -> Sampling:
+    """The sampling of one turn: an episode's, with the turn's own seed in place of the episode's."""
+    return msgspec.structs.replace(sampling, seed=turn_seed(sampling.seed or 0, turn))

@@ -1,0 +1,312 @@
+"""Collects what one agent saw and did, and makes its segments.
+
+* Tokens are appended and never changed: a prompt is what stands plus what is new.
+* A turn enters the track when its step has answered; a turn whose step failed leaves no tokens behind.
+* A reward that comes between turns belongs to the last turn; before any turn, to the first.
+* A history edit starts a new segment. So does a prompt that does not extend what stands: a template may show earlier
+  turns in another way than they were sampled, for example without their thinking.
+* On truncation what the agent would have seen next is appended, unsampled, if it fits into the context whole. Else it
+  is left out: no policy could have been asked about it, and a part of it would be an observation that never was.
+  The same holds for what the renderer cannot show, or cannot append.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, cast
+
+import msgspec
+import numpy as np
+
+from headrace.errors import EpisodeFailure, PolicyFailure
+from headrace.trajectory import Message, Placeholder, Sampling, Segment, ToolCall, Turn, VersionRun
+from headrace_workers.episode.run_plan import AgentPlan
+from headrace_workers.policies.base import Sample, SeenPrompt
+from headrace_workers.renderers import Prompt, Renderer, Reply, Said, Standing, Tools
+
+
+class NextPrompt(NamedTuple):
+    """What an agent's next turn is asked with: the tokens that stand (none in a new segment), and what comes after.
+
+    ``placeholders`` are those of what stands, and once the engine has seen the new images, theirs too. ``image_token``:
+    the one token that each image has in a prompt that is sent.
+    """
+
+    standing: list[int]
+    prompt: Prompt
+    placeholders: list[Placeholder]
+    image_token: int | None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The prompt to send."""
+        if not self.placeholders:
+            return self.standing + self.prompt.new_ids
+        sent: list[int] = []
+        last = 0
+        for item in self.placeholders:
+            sent += self.standing[last : item.start]
+            sent.append(cast(int, self.image_token))
+            last = item.end
+        return sent + self.standing[last:] + self.prompt.new_ids
+
+    @property
+    def images(self) -> list[str]:
+        """The assets that it shows, in order."""
+        return [*(item.asset for item in self.placeholders), *self.prompt.images]
+
+    def checked(self) -> NextPrompt:
+        """The prompt itself. Raises PolicyFailure ``stray-image-token``: an engine would show an image in its place."""
+        images = self.images
+        count = self.token_ids.count(cast(int, self.image_token)) if images else 0
+        if count != len(images):
+            raise PolicyFailure(
+                f"A prompt with {len(images)} images has {count} of the tokens that stand for one: the policy "
+                "sampled such a token, or a text contains it.",
+                hint="Keep the token out of observations; with policy.structured_outputs the policy cannot sample it.",
+                kind="stray-image-token",
+                retryable=False,
+            )
+        return self
+
+    def as_seen(self, seen: SeenPrompt) -> NextPrompt:
+        """The prompt with all tokens of its images, as the engine saw it. Raises PolicyFailure ``images-changed``."""
+        length, count = len(self.standing), len(self.placeholders)
+        ranges = [(item.start, item.end) for item in self.placeholders]
+        if seen.token_ids[:length] != self.standing or seen.images[:count] != ranges:
+            raise PolicyFailure(
+                "The engine saw other tokens for images that it has seen before.",
+                hint="All servers of a policy must process images alike.",
+                kind="images-changed",
+                retryable=False,
+            )
+        new = zip(seen.images[count:], self.prompt.images, strict=True)
+        return self._replace(
+            prompt=self.prompt._replace(new_ids=seen.token_ids[length:]),
+            placeholders=[*self.placeholders, *(Placeholder(start, end, asset) for (start, end), asset in new)],
+        )
+
+    @property
+    def length(self) -> int:
+        return len(self.standing) + len(self.prompt.new_ids)
+
+
+class TurnRecord(msgspec.Struct, kw_only=True):
+    """A turn while its episode runs; late rewards are still added to it."""
+
+    index: int
+    start: int = 0
+    end: int = 0
+    reward: float
+    reward_parts: dict[str, float]
+    terminated: bool = False
+    truncated: bool = False
+    finish_reason: str
+    continued: list[int] = []
+    said: str
+    tool_calls: list[ToolCall]
+    policy_s: float
+    environment_s: float
+
+    def frozen(self) -> Turn:
+        return Turn(
+            index=self.index,
+            start=self.start,
+            end=self.end,
+            reward=self.reward,
+            reward_parts=self.reward_parts,
+            terminated=self.terminated,
+            truncated=self.truncated,
+            finish_reason=self.finish_reason,
+            continued=self.continued,
+            said=self.said,
+            tool_calls=self.tool_calls,
+            policy_s=self.policy_s,
+            environment_s=self.environment_s,
+        )
+
+
+class SegmentRecord(msgspec.Struct):
+    """A segment while its episode runs. ``tokens``, ``sampled`` and ``logprobs`` have one item for each position."""
+
+    tokens: list[int] = []
+    sampled: list[int] = []
+    logprobs: list[float] = []
+    turns: list[TurnRecord] = []
+    versions: list[VersionRun] = []
+    placeholders: list[Placeholder] = []
+    is_text: bool = False
+    """Whether the ids of a turn were encoded from its text."""
+
+    def append_unsampled(self, tokens: list[int]) -> None:
+        """Tokens of a prompt, or of what the agent would have seen next."""
+        self.tokens += tokens
+        self.sampled += [0] * len(tokens)
+        self.logprobs += [0.0] * len(tokens)
+
+    def append_turn(self, sample: Sample, turn: TurnRecord) -> None:
+        """What the policy sampled in a turn; sets the turn's span."""
+        turn.start = len(self.tokens)
+        self.tokens += sample.token_ids
+        turn.end = len(self.tokens)
+        turn.continued = [turn.start + position for position in sample.continued]
+        self.sampled += [1] * (turn.end - turn.start)
+        self.logprobs += sample.logprobs
+        self.append_versions(sample.versions, turn.start)
+        self.turns.append(turn)
+
+    def append_versions(self, runs: Sequence[VersionRun], start: int) -> None:
+        """Runs of a sample that starts at ``start``; the prompt before it belongs to the first of them."""
+        for run in runs:
+            if self.versions and self.versions[-1].version == run.version:
+                self.versions.pop()
+            self.versions.append(VersionRun(start + run.end, run.lineage, run.n))
+
+
+class AgentTrack:
+    """One agent of one episode. ``sampling`` carries the episode's own seed; ``tools`` are what its policy may call."""
+
+    def __init__(self, agent: str, plan: AgentPlan, sampling: Sampling, renderer: Renderer, tools: Tools = ()) -> None:
+        self.agent = agent
+        self.plan = plan
+        self.sampling = sampling
+        self.tools = tools
+        self._renderer = renderer
+        self._segments: list[SegmentRecord] = []
+        self._conversation: list[Said] = []
+        self._pending: list[Message] = []
+        self._edited = False
+        self._answered = Prompt([])
+        self._early_reward = 0.0
+        self._early_parts: dict[str, float] = {}
+
+    @property
+    def last_turn(self) -> TurnRecord | None:
+        """The agent's last turn, if it had one."""
+        return self._segments[-1].turns[-1] if self._segments else None
+
+    @property
+    def early_reward(self) -> float:
+        """Rewards that came before the agent's first turn and wait for it."""
+        return self._early_reward
+
+    def observe(self, message: Message) -> None:
+        """Something new that the agent sees before its next turn."""
+        self._pending.append(message)
+
+    def replace_history(self, messages: list[Message]) -> None:
+        """All that the agent sees from now on: its next turn starts a new segment."""
+        self._conversation = []
+        self._pending = list(messages)
+        self._edited = True
+
+    def prompt(self) -> NextPrompt:
+        """What the next turn is asked with. Raises InfrastructureFailure of the renderer, PolicyFailure."""
+        if self._segments and not self._edited:
+            extension = self._extension()
+            if extension is not None:
+                segment = self._segments[-1]
+                asked = NextPrompt(segment.tokens, extension, segment.placeholders, self._renderer.image_token_id)
+                return asked.checked()
+        started = self._renderer.start([*self._conversation, *self._pending], self.tools)
+        return NextPrompt([], started, [], self._renderer.image_token_id).checked()
+
+    def messages(self) -> list[Message]:
+        """What the next turn is asked with, for a server that renders messages itself."""
+        said = [
+            Message(role="assistant", content=item.text, agent=self.agent) if isinstance(item, Reply) else item
+            for item in self._conversation
+        ]
+        return said + self._pending
+
+    def rendered_as(self, asked: NextPrompt, rendered: list[int]) -> NextPrompt:
+        """What a turn was asked with, where the server rendered it: its ids extend the segment, or start a new one."""
+        standing = self._segments[-1].tokens if self._segments and not self._edited else []
+        if len(rendered) <= len(standing) or rendered[: len(standing)] != standing:
+            standing = []
+        return NextPrompt(standing, Prompt(rendered[len(standing) :], asked.prompt.text), [], None)
+
+    def _extension(self) -> Prompt | None:
+        segment = self._segments[-1]
+        turn_start, note = segment.turns[-1].start, self._answered.text
+        standing = Standing(segment.tokens, turn_start, self._conversation, note, self.tools)
+        return self._renderer.extend(standing, self._pending)
+
+    def commit(self, asked: NextPrompt, sample: Sample, text: str, turn: TurnRecord) -> None:
+        """Append what a turn was asked with, and what was sampled; ``text`` is all that it says. Sets its span."""
+        if not asked.standing:
+            self._segments.append(SegmentRecord())
+            self._edited = False
+        segment = self._segments[-1]
+        segment.append_unsampled(asked.prompt.new_ids)
+        segment.placeholders = asked.placeholders
+        segment.append_turn(sample, turn)
+        segment.is_text = segment.is_text or sample.text is not None
+        self._answered = asked.prompt
+        self._conversation += self._pending
+        self._conversation.append(Reply(sample.token_ids, text))
+        self._pending.clear()
+        if self._early_reward or self._early_parts:
+            turn.reward += self._early_reward
+            _add_parts(turn.reward_parts, self._early_parts)
+            self._early_reward, self._early_parts = 0.0, {}
+
+    def add_reward(self, reward: float, parts: dict[str, float]) -> None:
+        """A reward that did not come with the agent's own step."""
+        last = self.last_turn
+        if last is None:
+            self._early_reward += reward
+            _add_parts(self._early_parts, parts)
+        else:
+            last.reward += reward
+            _add_parts(last.reward_parts, parts)
+
+    def end_turns(self, *, terminated: bool, truncated: bool) -> None:
+        """Mark the last turn as the one that ended it for this agent. Terminated wins."""
+        last = self.last_turn
+        if last is not None:
+            last.terminated = last.terminated or terminated
+            last.truncated = (last.truncated or truncated) and not last.terminated
+
+    def append_unseen(self, max_context_tokens: int) -> None:
+        """Append what the agent would have seen next, unsampled, if it fits. After a history edit there is nothing to
+        append to."""
+        last = self.last_turn
+        if last is None or last.terminated or self._edited or not self._pending:
+            return
+        segment = self._segments[-1]
+        try:
+            unseen = self._extension()
+        except EpisodeFailure:
+            return  # such as an image without a text: no policy could have been asked about it either
+        if unseen is None or len(segment.tokens) + len(unseen.new_ids) > max_context_tokens:
+            return
+        if unseen.images:
+            return  # how many tokens an image has only an engine knows that saw it
+        segment.append_unsampled(unseen.new_ids)
+        run = segment.versions.pop()
+        segment.versions.append(VersionRun(len(segment.tokens), run.lineage, run.n))
+        self._pending.clear()
+
+    def segments(self) -> list[Segment]:
+        """The agent's segments, in order."""
+        return [self._segment(record) for record in self._segments]
+
+    def _segment(self, record: SegmentRecord) -> Segment:
+        return Segment(
+            agent=self.agent,
+            policy=self.plan.policy,
+            sampling=msgspec.structs.replace(self.sampling, logprobs="none") if record.is_text else self.sampling,
+            train=self.plan.train,
+            token_ids=np.array(record.tokens, np.int32),
+            sampled=np.array(record.sampled, np.uint8),
+            logprobs=np.array(record.logprobs, np.float32),
+            versions=record.versions,
+            turns=[turn.frozen() for turn in record.turns],
+            placeholders=record.placeholders,
+        )
+
+
+def _add_parts(parts: dict[str, float], more: dict[str, float]) -> None:
+    for name, value in more.items():
+        parts[name] = parts.get(name, 0.0) + value

@@ -1,0 +1,283 @@
+"""Policies that are served over HTTP: each is several servers, and a turn goes to one of them.
+
+* What another server may cure is tried there, within the turn's deadline and under an id of its own.
+* The same server is asked again only if it gave no answer, or refused for its rate; a bounded number of times.
+* No part of an answer that was refused is kept; the sample of a turn comes from one try, or from parts of one turn that
+  the engine itself interrupted.
+* Pauses for new weights do not count against the deadline; they are waiting time.
+* A server that does not even say whether it lives, or is ejected, is given up where another one is in.
+* Connections: one for each request that is open, kept for the next one; nothing ever queues for one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from headrace.errors import PolicyFailure
+from headrace.timeouts import timeout
+from headrace.wire.policy_server import base_of
+from headrace_workers.policies.base import AnyProtocol, Policy, Sample, SampleRequest, ScoreRequest, one_version
+from headrace_workers.policies.logprobs import scored
+from headrace_workers.policies.pausable_deadline import Deadline
+from headrace_workers.policies.probes import Watch
+from headrace_workers.policies.router import Router
+from headrace_workers.policies.server_client import NO_ANSWER, NOT_ITS_HEALTH, NOT_THE_SERVERS, PolicyServer
+from headrace_workers.policies.server_list import Follower, ListServers
+from headrace_workers.policies.server_pools import FixedPool, KeptPool, Pool
+from headrace_workers.policies.turn import Turn
+
+MAX_TRIES = 3
+"""Tries at one server that gives no answer, the first included. More would hide a dead server."""
+
+BACKOFF_S = 0.1
+"""Pause before the second try at the same server; it doubles. A restarted load balancer is back within it."""
+
+LONGEST_BACKOFF_S = 5.0
+"""Between tries at a server that refuses for its rate."""
+
+MAX_INTERRUPTIONS = 64
+"""Parts of one turn. Weights change a few times while a long one is sampled; an engine that aborts all is broken."""
+
+
+class ServedPolicies:
+    """All servers that a worker talks to; they share one router.
+
+    ``default_endpoints`` serve runs that name none. ``list_servers`` asks the orchestrator for the servers of a run;
+    without it, they are those that the run's spec names.
+    """
+
+    def __init__(
+        self,
+        *,
+        default_endpoints: Sequence[str],
+        clock: Callable[[], float],
+        list_servers: ListServers | None = None,
+    ) -> None:
+        self._list_servers = list_servers
+        self._followers: dict[str, Follower] = {}
+        self._default_endpoints = tuple(default_endpoints)
+        self._clock = clock
+        self._servers: dict[str, PolicyServer] = {}
+        self._policies: dict[tuple[Any, ...], Policy] = {}
+        self._pools: dict[str, Pool] = {}
+        self.router = Router(clock)
+        self._watch = Watch(self.router, self._server, clock)
+
+    def at(self, endpoints: Sequence[str], *, run: str = "", protocol: AnyProtocol = "auto") -> Policy:
+        if run and self._list_servers is not None:
+            self._follower(run, endpoints, self._list_servers).used()
+        key = (tuple(endpoints), run, protocol)
+        policy = self._policies.get(key)
+        if policy is None:
+            pool = self._pool(endpoints, run)
+            pool = self._pools.setdefault(pool.name, pool)
+            policy = self._policies[key] = ServedPolicy(
+                run, pool, protocol, self.router, self._server, self._watch, self._clock
+            )
+        return policy
+
+    async def score(self, endpoints: Sequence[str], request: ScoreRequest) -> npt.NDArray[np.float32]:
+        pool = self._fixed_pool(endpoints)
+        self._pools.setdefault(pool.name, pool)
+        self._watch.start()
+        try:
+            async with timeout(request.timeout_s):
+                return await scored(request, pool, self.router, self._server)
+        except TimeoutError as error:
+            raise PolicyFailure(
+                f"{pool.name} gave no logprobs within {request.timeout_s:g} s.", kind="timeout", retryable=True
+            ) from error
+
+    async def close(self) -> None:
+        """Close every connection; open requests end, and their engines stop."""
+        await self._watch.stop()
+        for follower in self._followers.values():
+            await follower.stop()
+        await asyncio.gather(*(server.close() for server in self._servers.values()))
+
+    def _follower(self, run: str, endpoints: Sequence[str], ask: ListServers) -> Follower:
+        follower = self._followers.get(run)
+        if follower is None:
+            pool = KeptPool(run, [base_of(address) for address in endpoints], self._clock)
+            follower = self._followers[run] = Follower(run, pool, ask, lambda: self._heard(pool), self._clock)
+        return follower
+
+    def _pool(self, endpoints: Sequence[str], run: str) -> Pool:
+        if run in self._followers:
+            return self._followers[run].pool
+        return self._fixed_pool(endpoints)
+
+    def _fixed_pool(self, endpoints: Sequence[str]) -> Pool:
+        addresses = list(dict.fromkeys(base_of(address) for address in endpoints or self._default_endpoints))
+        if not any(addresses):
+            raise PolicyFailure(
+                "Nothing says where the policy is served.",
+                hint="Set policy.endpoints in the run spec, or start the worker with --policy-endpoint.",
+                kind="no-endpoint",
+                retryable=False,
+            )
+        return FixedPool(addresses)
+
+    def _heard(self, pool: KeptPool) -> None:
+        for address in pool.ejected():
+            if address in self._servers:
+                self._servers[address].give_up("server-ejected")
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Forget the servers that no policy has any more, once nothing is open there."""
+        known = set().union(*(pool.all_addresses() for pool in self._pools.values()))
+        self.router.forget(known)
+        for address in [name for name in self._servers if name not in known and name not in self.router.servers]:
+            self._servers.pop(address).hang_up()
+
+    def stats(self) -> dict[str, float]:
+        """Requests and failures of each server so far. Safe to call from any thread."""
+        counts: dict[str, float] = {}
+        for server in list(self.router.servers.values()):
+            counts[f"policy_requests {server.address}"] = float(server.requests)
+            counts[f"policy_failures {server.address}"] = float(server.failures)
+        return counts
+
+    def _server(self, address: str) -> PolicyServer:
+        server = self._servers.get(address)
+        if server is None:
+            server = self._servers[address] = PolicyServer(address, self._clock)
+        return server
+
+
+class ServedPolicy:
+    """One policy behind a pool of servers. ``run``: whose weights it is; empty for anybody's."""
+
+    def __init__(
+        self,
+        run: str,
+        pool: Pool,
+        protocol: AnyProtocol,
+        router: Router,
+        server: Callable[[str], PolicyServer],
+        watch: Watch,
+        clock: Callable[[], float],
+    ) -> None:
+        self._run = run
+        self._pool = pool
+        self._protocol: AnyProtocol = protocol
+        self._router = router
+        self._server = server
+        self._watch = watch
+        self._clock = clock
+
+    async def sample(self, request: SampleRequest) -> Sample:
+        turn = Turn(request, self._pool, self._clock)
+        deadline = Deadline(request.timeout_s, turn.paused_s)
+        try:
+            async with deadline:
+                return await self._sample(turn, deadline)
+        except TimeoutError as error:
+            raise turn.named(turn.overdue()) from error
+        except PolicyFailure as failure:
+            turn.named(failure)
+            raise
+
+    async def _sample(self, turn: Turn, deadline: Deadline) -> Sample:
+        while True:
+            address = await self._take(turn)
+            try:
+                part = await self._ask(turn, address, deadline)
+            except PolicyFailure as failure:
+                await self._recover(turn, address, failure)
+                continue
+            whole = turn.add(part)
+            if whole is not None:
+                return whole
+            if turn.interruptions >= MAX_INTERRUPTIONS:
+                raise PolicyFailure(
+                    f"The engine aborted the turn {turn.interruptions} times.", kind="aborted", retryable=True
+                )
+            if not part.token_ids:
+                await turn.pause(BACKOFF_S)
+
+    async def _take(self, turn: Turn) -> str:
+        """The server that is asked next; waits while none may be."""
+        request = turn.request
+        while True:
+            candidates = turn.untried(self._pool.addresses())
+            address = self._router.choose(
+                candidates, policy=self._pool.name, group=request.group, episode=request.episode
+            )
+            if address is not None:
+                return address
+            if turn.failure is not None and self._pool.addresses():
+                raise turn.failure  # all that there are have failed it
+            await turn.wait_for_a_server()
+
+    async def _ask(self, turn: Turn, address: str, deadline: Deadline) -> Sample:
+        """One try at one server; the router is told how it went."""
+        router = self._router
+        server = self._server(address)
+        asked = turn.request
+        name, version = self._pool.adapter(address, asked.adapter) if asked.adapter else ("", None)
+        request, request_id = turn.begin(address)
+        if name:
+            request = msgspec.structs.replace(request, model=name)
+        router.sent(address)
+        self._watch.start()
+        try:
+            sample = await server.sample(
+                request,
+                protocol=self._protocol,
+                request_id=request_id,
+                movable=lambda: self._others(turn, address),
+                # What an adapter is called says whose it is, and of which version; whose the base is does not matter.
+                run="" if asked.adapter or asked.frozen else self._run,
+            )
+            if version is not None:  # the name that was asked for is the version
+                sample = msgspec.structs.replace(sample, versions=one_version(len(sample.token_ids), version))
+            turn.check(sample)
+        except PolicyFailure as failure:
+            if failure.kind == "unknown-model" and (request.adapter or request.frozen):
+                failure.kind, failure.retryable = "adapter-not-loaded", True  # it is loaded again, or was overtaken
+            if failure.kind in NOT_THE_SERVERS | NOT_ITS_HEALTH:
+                router.let_go(address)
+            else:
+                router.failed(address, str(failure), at_once=failure.kind == "connection-refused")
+            raise
+        except BaseException:
+            if deadline.expired:
+                turn.late = address
+                router.failed(address, f"No answer within {turn.request.timeout_s:g} s.")
+            else:
+                router.let_go(address)
+            raise
+        finally:
+            turn.end()
+        router.answered(address)
+        return sample
+
+    async def _recover(self, turn: Turn, address: str, failure: PolicyFailure) -> None:
+        """Prepare another try, or raise."""
+        turn.failure = failure
+        if failure.kind in NOT_THE_SERVERS:
+            raise failure
+        if self._others(turn, address):
+            turn.tried.add(address)
+        elif failure.kind in NO_ANSWER or failure.kind == "adapter-not-loaded":
+            turn.silences += 1
+            if turn.silences == MAX_TRIES:
+                raise failure
+            await turn.pause(BACKOFF_S * 2 ** (turn.silences - 1))
+        elif failure.kind == "rate-limited":
+            turn.refusals += 1
+            await turn.pause(min(LONGEST_BACKOFF_S, BACKOFF_S * 2 ** min(turn.refusals, 16)))
+        else:
+            raise failure
+
+    def _others(self, turn: Turn, address: str) -> bool:
+        """Whether another server is in that this turn has not tried."""
+        return any(other != address and self._router.is_in(other) for other in turn.untried(self._pool.addresses()))

@@ -1,0 +1,72 @@
+"""Asks the servers of a policy for the logprobs of given tokens.
+
+* A failure that another server may cure is tried there; the same server is asked again if weights changed meanwhile,
+  or if it gave no answer, a bounded number of times.
+* A failure is raised. No number ever takes the place of a logprob.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.errors import PolicyFailure
+from headrace_workers.policies.base import ScoreRequest
+from headrace_workers.policies.router import Router
+from headrace_workers.policies.server_client import NO_ANSWER, NOT_ITS_HEALTH, NOT_THE_SERVERS, PolicyServer
+from headrace_workers.policies.server_pools import Pool
+
+MAX_TRIES = 5
+"""Questions at most, over all servers."""
+
+BACKOFF_S = 0.1
+"""Before the same server is asked again; it doubles."""
+
+AGAIN = NO_ANSWER | {"version-changed", "rate-limited"}
+"""Kinds of failures after which the same server may be asked again."""
+
+
+async def scored(
+    request: ScoreRequest, pool: Pool, router: Router, server: Callable[[str], PolicyServer]
+) -> npt.NDArray[np.float32]:
+    """f32[n], from the first server that gives them. Raises PolicyFailure."""
+    tried: set[str] = set()
+    number = 0
+    while True:
+        number += 1
+        candidates = [address for address in pool.addresses() if address not in tried]
+        address = router.choose(candidates, policy=pool.name, group=request.id, episode=request.id)
+        assert address is not None  # the last one is never among those that failed
+        try:
+            return await _ask(request, f"{request.id}-{number}", address, router, server)
+        except PolicyFailure as failure:
+            if failure.kind in NOT_THE_SERVERS or number == MAX_TRIES:
+                raise
+            if len(candidates) > 1:
+                tried.add(address)
+            elif failure.kind in AGAIN:
+                await asyncio.sleep(BACKOFF_S * 2 ** (number - 1))
+            else:
+                raise
+
+
+async def _ask(
+    request: ScoreRequest, request_id: str, address: str, router: Router, server: Callable[[str], PolicyServer]
+) -> npt.NDArray[np.float32]:
+    router.sent(address)
+    try:
+        scores = await server(address).score(request, request_id=request_id)
+    except PolicyFailure as failure:
+        if failure.kind in NOT_THE_SERVERS | NOT_ITS_HEALTH:
+            router.let_go(address)
+        else:
+            router.failed(address, str(failure), at_once=failure.kind == "connection-refused")
+        raise
+    except BaseException:
+        router.let_go(address)
+        raise
+    router.answered(address)
+    return scores

@@ -1,0 +1,419 @@
+"""The client of one policy server.
+
+* A request is sent once: who may be asked again, and where, is decided elsewhere.
+* Token ids are asked for and needed, unless the request says that text will do.
+* Each way a request can fail has a kind of its own, and says whether another try could help.
+* Cancelling a call closes its connection, so that the engine stops; where it can be told by the request's id, it is.
+* What the server is (the best way to ask it, its models) is found out once, by requests that sample nothing.
+* An answer that says which weights made which token is believed; else it is bracketed by what the server confirms.
+* Redirects are not followed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from headrace.errors import PolicyFailure
+from headrace.http.connections import Answer, BrokenOff, Connections, Lost, Unreachable
+from headrace.logprobs import read_scores, scoring_body, version_changed
+from headrace.timeouts import timeout
+from headrace.trajectory import VersionRun
+from headrace.wire import policy_server
+from headrace_workers.policies.base import AnyProtocol, Sample, SampleRequest, ScoreRequest, one_version
+from headrace_workers.policies.images import seen_prompt
+from headrace_workers.policies.protocols import PROTOCOLS, Choice, Protocol, lenient
+from headrace_workers.policies.server_errors import context_overflow, refusal
+from headrace_workers.policies.version_confirmation import Confirmations, confirmed_name, read_version
+
+CONFIRM_TIMEOUT_S = 10.0
+"""Deadline of one question for the weight version, or for what the server is."""
+
+PROBE_TIMEOUT_S = 5.0
+"""Deadline of one question whether the server lives. A busy one answers late, a frozen one never."""
+
+LAST_WORDS_S = 1.0
+"""At the end, for aborts that are under way."""
+
+NO_ANSWER = frozenset({"connection-refused", "connection-lost"})
+"""Kinds of failures without any answer: the same server may be asked again."""
+
+NOT_THE_SERVERS = frozenset({"context-overflow", "request-refused", "prompt-out-of-vocabulary"})
+"""Kinds of failures that the request brings with it: another server would say the same."""
+
+NOT_ITS_HEALTH = frozenset(
+    {
+        "rate-limited",
+        "unknown-model",
+        "version-changed",
+        "adapter-not-loaded",
+        "weights-of-another-run",
+        "server-ejected",
+    }
+)
+"""Kinds of failures that another try may cure, and that do not make the server a bad one for other requests."""
+
+GivenUp = Literal["not-responding", "server-ejected"]
+"""Kinds of failures of requests that a server is not waited for with. One that was ejected may hold them back for
+ever."""
+
+MAX_ANSWER_BYTES = 256 << 20
+"""Longest answer that is read: the log-probabilities of a million tokens have room in it. What never ends would take
+all memory within its deadline."""
+
+_WHY: dict[GivenUp, str] = {
+    "not-responding": "does not answer, not even whether it lives",
+    "server-ejected": "was ejected, and nobody knows when it goes on",
+}
+_ABSENT = frozenset({404, 405})
+_encode = msgspec.json.Encoder().encode
+_decode_weight_info = msgspec.json.Decoder(policy_server.WeightInfo).decode
+_decode_models = msgspec.json.Decoder(policy_server.ModelList).decode
+
+
+class PolicyServer:
+    """One server, for all policies that it serves. ``clock`` is monotonic, in seconds."""
+
+    def __init__(self, address: str, clock: Callable[[], float]) -> None:
+        """Raises PolicyFailure ``bad-address``."""
+        self._connections = _connections(address)
+        self.address = address
+        self._confirmations = Confirmations(self._weight_name, clock)
+        self._answers_carry_versions = False
+        self._meeting: asyncio.Task[None] | None = None
+        self._best: Protocol | None = None
+        self._longest: dict[str, int] = {}
+        self._open: dict[asyncio.Timeout, Callable[[], bool]] = {}
+        self._given_up: dict[asyncio.Timeout, PolicyFailure] = {}
+        self._aborts: set[asyncio.Task[Answer]] = set()
+
+    async def sample(
+        self, request: SampleRequest, *, protocol: AnyProtocol, request_id: str, movable: Callable[[], bool], run: str
+    ) -> Sample:
+        """Sample one turn, or a part of it. Raises PolicyFailure; ``finish_reason`` may be ``engine.ABORTED``.
+
+        ``movable``: whether another server could take the request if this one is given up. ``run``: whose weights are
+        wanted; empty for anybody's.
+        """
+        if self._best is None:
+            await self._meet()
+        way = PROTOCOLS[protocol] if protocol != "auto" else self._best
+        assert way is not None
+        if request.images and way.name != "generate":
+            raise _no_images(self.address)
+        request = self._fitted(request)
+        before = await self._version_before(request)
+        try:
+            answer = await self._post(way.path, way.body(request), request_id, movable)
+        except BaseException as error:
+            if way.name == "generate" and not isinstance(error, PolicyFailure):
+                self._abort(request_id)
+            raise
+        if answer.status != 200:
+            raise await self._refused(answer)
+        choice = way.read(answer.body)
+        prompt = self._check_prompt(choice, request, way)
+        if choice.token_ids is None or (way.name == "chat" and prompt is None):
+            return self._text_sample(choice, request)
+        if choice.logprobs is None:
+            raise _no_logprobs(self.address)
+        return Sample(
+            token_ids=choice.token_ids,
+            logprobs=choice.logprobs,  # type: ignore[arg-type]  # the check of the sample refuses None
+            finish_reason=choice.finish_reason,
+            versions=await self._versions(choice, len(choice.token_ids), before, run),
+            prompt=prompt,
+            seen=seen_prompt(request.prompt, len(request.images), choice.prompt, choice.images)
+            if request.images
+            else None,
+        )
+
+    async def score(self, request: ScoreRequest, *, request_id: str) -> npt.NDArray[np.float32]:
+        """f32[n]: the logprob of each token under the one version that the server held. Raises PolicyFailure."""
+        before = await self._confirmations.before()
+        body = scoring_body(request.model, request.token_ids)
+        answer = await self._post(policy_server.COMPLETIONS, body, request_id, lambda: True)
+        if answer.status != 200:
+            raise await self._refused(answer)
+        scores = read_scores(answer.body, request.token_ids)
+        after = await self._confirmations.after()
+        if after != before:
+            raise version_changed(self.address, before, after)
+        return scores
+
+    def give_up(self, kind: GivenUp) -> None:
+        """End the open requests that could go elsewhere, as failures of this kind."""
+        why = _WHY[kind]
+        for scope in [scope for scope, movable in self._open.items() if movable()]:
+            self._given_up[scope] = PolicyFailure(f"{self.address} {why}.", kind=kind, retryable=True)
+            scope.reschedule(asyncio.get_running_loop().time())
+
+    def _abort(self, request_id: str) -> None:
+        """End a request at the engine by its id. Closing its connection has told the server already; this is for those
+        that stand behind something that hides it."""
+        body = _encode(policy_server.AbortRequests(request_ids=[policy_server.GENERATE_PREFIX + request_id]))
+        task = asyncio.get_running_loop().create_task(
+            self._ask("POST", policy_server.ABORT_REQUESTS, PROBE_TIMEOUT_S, body=body)
+        )
+        self._aborts.add(task)
+        task.add_done_callback(self._aborted)
+
+    def _aborted(self, task: asyncio.Task[Answer]) -> None:
+        self._aborts.discard(task)
+        if not task.cancelled():
+            task.exception()  # a server that cannot be told is found out by those who still want something of it
+
+    async def close(self) -> None:
+        """Wait for what the server is still to be told, and close all connections."""
+        if self._aborts:
+            await asyncio.wait(self._aborts, timeout=LAST_WORDS_S)
+        for task in self._aborts:
+            task.cancel()
+        await self._connections.close()
+
+    def hang_up(self) -> None:
+        """Close all connections."""
+        self._connections.hang_up()
+
+    async def problem(self) -> str:
+        """What keeps the server from answering a question for its health; empty if it lives."""
+        try:
+            answer = await self._get(policy_server.HEALTH, PROBE_TIMEOUT_S)
+        except PolicyFailure as failure:
+            return str(failure)
+        # A server that has no such route lives all the same.
+        return "" if answer.status < 500 else str(refusal(f"{self.address}{policy_server.HEALTH}", *answer))
+
+    def is_back(self) -> None:
+        """It was away, and may be another server now: what was found out about it is asked again."""
+        self._best = None
+        self._longest = {}
+        self._answers_carry_versions = False
+
+    # One answer
+
+    def _fitted(self, request: SampleRequest) -> SampleRequest:
+        """The request with no more tokens than the server's context has room for."""
+        # An adapter that came later has the context of the model below it.
+        longest = self._longest.get(request.model, min(self._longest.values(), default=None))
+        if longest is None:
+            return request
+        room = longest - len(request.prompt)
+        if room < 1:
+            raise context_overflow(f"The prompt of {len(request.prompt)} tokens fills the {longest} of {self.address}.")
+        return request if request.max_tokens <= room else msgspec.structs.replace(request, max_tokens=room)
+
+    def _check_prompt(self, choice: Choice, request: SampleRequest, way: Protocol) -> list[int] | None:
+        """The prompt that the server rendered itself, if it did; one that was sent must be the one that it saw."""
+        if way.name == "chat":
+            return choice.prompt
+        if request.images:
+            return None  # the engine saw more tokens than were sent; `seen_prompt` compares them
+        if choice.prompt is not None and choice.prompt != list(request.prompt):
+            raise PolicyFailure(
+                f"The engine saw a prompt of {len(choice.prompt)} tokens that is not the one of "
+                f"{len(request.prompt)} that was sent.",
+                kind="prompt-changed",
+                retryable=False,
+            )
+        return None
+
+    def _text_sample(self, choice: Choice, request: SampleRequest) -> Sample:
+        if not (request.text_will_do and choice.text):
+            raise PolicyFailure(
+                f"{self.address} answered with text but without token ids. Text is never turned back into tokens.",
+                hint="For training the server must return token ids: it needs to know `return_token_ids` (vLLM 0.10.2 "
+                "or later). Evaluations do without.",
+                kind="no-token-ids",
+                retryable=False,
+            )
+        return Sample(token_ids=[], logprobs=[], finish_reason=choice.finish_reason, versions=[], text=choice.text)
+
+    # Versions
+
+    async def _version_before(self, request: SampleRequest) -> str | PolicyFailure:
+        known = self._confirmations.known
+        if known is not None and self._answers_carry_versions:
+            return known
+        try:
+            return await self._confirmations.before()
+        except PolicyFailure as failure:
+            if request.text_will_do and failure.kind == "request-refused":
+                return failure  # a server that knows no versions may still answer with text
+            raise
+
+    async def _versions(self, choice: Choice, count: int, before: str | PolicyFailure, run: str) -> list[VersionRun]:
+        if choice.spans is None:
+            self._answers_carry_versions = False
+            if isinstance(before, PolicyFailure):
+                raise before
+            if not count:
+                return []
+            names = before, await self._confirmations.after()
+            return one_version(count, min(read_version(name, run) for name in names))
+        _check_spans(choice.spans)
+        versions = [VersionRun(span.end, *read_version(span.version, run)) for span in choice.spans]
+        self._answers_carry_versions = True
+        if versions:
+            self._confirmations.learn(str(choice.spans[-1].version))
+        return versions
+
+    async def _weight_name(self) -> str:
+        answer = await self._get(policy_server.WEIGHT_INFO, CONFIRM_TIMEOUT_S)
+        if answer.status != 200:
+            raise refusal(f"{self.address}{policy_server.WEIGHT_INFO}", *answer)
+        try:
+            return confirmed_name(_decode_weight_info(answer.body).weight_version)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            return confirmed_name(lenient(answer.body, policy_server.WeightInfo, error).weight_version)
+
+    # What the server is
+
+    async def _meet(self) -> None:
+        if self._meeting is None:
+            self._meeting = asyncio.get_running_loop().create_task(self._find_out())
+            self._meeting.add_done_callback(self._met)
+        await asyncio.shield(self._meeting)
+
+    def _met(self, task: asyncio.Task[None]) -> None:
+        self._meeting = None
+        if not task.cancelled():
+            task.exception()  # whoever waited has it; perhaps nobody did
+
+    async def _find_out(self) -> None:
+        for card in (await self._models()).data:
+            if card.max_model_len is not None:
+                self._longest[card.id] = card.max_model_len
+        # An empty request samples nothing. Where the route is there it is a bad one; vLLM answers 403 where it is shut.
+        if await self._status_of_nothing(policy_server.GENERATE) in (400, 422):
+            self._best = PROTOCOLS["generate"]
+        elif (
+            await self._status_of_nothing(policy_server.COMPLETIONS) in _ABSENT
+            and await self._status_of_nothing(policy_server.CHAT) not in _ABSENT
+        ):
+            self._best = PROTOCOLS["chat"]
+        else:
+            self._best = PROTOCOLS["completions"]
+
+    async def _status_of_nothing(self, path: str) -> int:
+        try:
+            return (await self._ask("POST", path, CONFIRM_TIMEOUT_S, body=b"{}")).status
+        except PolicyFailure as failure:
+            if failure.kind == "connection-lost":
+                return 0  # some break off rather than refuse what they cannot read
+            raise
+
+    async def _models(self) -> policy_server.ModelList:
+        answer = await self._get(policy_server.MODELS, CONFIRM_TIMEOUT_S)
+        try:
+            return _decode_models(answer.body) if answer.status == 200 else policy_server.ModelList()
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return policy_server.ModelList()  # not every server keeps a list
+
+    async def _refused(self, answer: Answer) -> PolicyFailure:
+        failure = refusal(self.address, *answer)
+        if failure.kind != "unknown-model":
+            return failure
+        try:
+            names = sorted(card.id for card in (await self._models()).data)
+        except PolicyFailure:
+            names = []
+        if names:
+            failure.hint = f"The server has {', '.join(names)}. Set policy.model (or the agent's base) to one of them."
+        return failure
+
+    # HTTP
+
+    async def _post(self, path: str, body: bytes, request_id: str, movable: Callable[[], bool]) -> Answer:
+        try:
+            async with timeout(None) as scope:
+                self._open[scope] = movable
+                try:
+                    return await self._connections.request(
+                        "POST", path, body, None, {policy_server.REQUEST_ID: request_id}
+                    )
+                finally:
+                    del self._open[scope]
+        except TimeoutError as error:
+            failure = self._given_up.get(scope)
+            if failure is None:
+                raise
+            raise failure from error
+        except (Unreachable, Lost) as error:
+            raise self._unreachable(error) from error
+        finally:
+            self._given_up.pop(scope, None)
+
+    async def _get(self, path: str, timeout_s: float) -> Answer:
+        return await self._ask("GET", path, timeout_s)
+
+    async def _ask(self, method: str, path: str, timeout_s: float, body: bytes = b"") -> Answer:
+        try:
+            async with timeout(timeout_s):
+                return await self._connections.request(method, path, body, None)
+        except TimeoutError as error:
+            raise PolicyFailure(
+                f"{self.address}{path} did not answer within {timeout_s:g} s.", kind="timeout", retryable=True
+            ) from error
+        except (Unreachable, Lost) as error:
+            raise self._unreachable(error) from error
+
+    def _unreachable(self, error: Unreachable | Lost) -> PolicyFailure:
+        if isinstance(error, BrokenOff):
+            return PolicyFailure(
+                f"The answer of {self.address} broke off: {error}.", kind="unreadable-response", retryable=True
+            )
+        refused = isinstance(error, Unreachable)
+        return PolicyFailure(
+            f"No answer from {self.address}: {error}.",
+            hint="Is the policy server running at that address?",
+            kind="connection-refused" if refused else "connection-lost",
+            retryable=True,
+        )
+
+
+def _connections(address: str) -> Connections:
+    try:
+        return Connections(address, {"Content-Type": "application/json"}, MAX_ANSWER_BYTES)
+    except ValueError as error:
+        raise PolicyFailure(
+            f"A policy server cannot be spoken to: {error}.",
+            hint="An address reads like http://127.0.0.1:8000.",
+            kind="bad-address",
+            retryable=False,
+        ) from error
+
+
+def _no_images(address: str) -> PolicyFailure:
+    return PolicyFailure(
+        f"{address} takes no images with a prompt of token ids.",
+        hint="Serve with vLLM's generate route (--enable-scale-out).",
+        kind="images-not-taken",
+        retryable=False,
+    )
+
+
+def _no_logprobs(address: str) -> PolicyFailure:
+    return PolicyFailure(
+        f"{address} answered without logprobs.",
+        hint="The server must return the logprob of each sampled token when it is asked for.",
+        kind="no-logprobs",
+        retryable=False,
+    )
+
+
+def _check_spans(spans: list[policy_server.VersionSpan]) -> None:
+    start = 0
+    for span in spans:
+        if span.start != start:
+            raise PolicyFailure(
+                f"The answer's weight versions leave a gap: one starts at {span.start}, not {start}.",
+                kind="versions-do-not-cover",
+                retryable=True,
+            )
+        start = span.end

@@ -1,0 +1,102 @@
+"""The version that an endpoint confirms, before and after each call (invariant 6).
+
+* A call is bracketed by the version its endpoint confirmed before and after it.
+* Where the two differ the lower one covers the call.
+* One question is open at a time; all calls that ended before it was asked share its answer.
+* While new weights are loaded the version before covers what was sampled.
+* A version that cannot be read is a failure, never a guess. vLLM's fresh ``default`` reads as 0.0.
+* Weights of another run are a failure, whatever their version: both runs count from 0.0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from headrace.errors import PolicyFailure
+from headrace.trajectory import Version
+from headrace.wire.policy_server import held_before, run_of, version_of
+
+FRESH_S = 0.05
+"""A confirmation this young still counts as "before". Under load one is always younger; after a pause the endpoint
+is asked again, so that the first calls after new weights are not charged to the old ones."""
+
+
+def read_version(text: object, run: str = "") -> Version:
+    """The version of a run that an endpoint's word stands for; any run's without ``run``. Raises PolicyFailure
+    ``unknown-version`` or ``weights-of-another-run``."""
+    version = version_of(str(text), run)
+    if version is None and version_of(str(text)) is not None:
+        raise PolicyFailure(
+            f"The endpoint has weights of run {run_of(str(text))}: it names them {text!r}.",
+            hint="`headrace servers` says which run loads weights into a server. Servers of its own keep a run apart.",
+            kind="weights-of-another-run",
+            retryable=True,
+        )
+    if version is None:
+        raise PolicyFailure(
+            f"The endpoint names its weights {text!r}, which is no version.",
+            hint="Give the server a weight version of the form 'lineage.n', as in '0.12', when its weights change.",
+            kind="unknown-version",
+            retryable=held_before(str(text)) != str(text),  # a load is under way, or broke off: it is mended or ejected
+        )
+    return version
+
+
+def confirmed_name(text: object) -> str:
+    """The name of the weights that cover all that an endpoint has sampled up to now. While new ones are loaded it
+    samples nothing, so that are those before. Raises PolicyFailure ``unknown-version``."""
+    name = held_before(str(text))
+    read_version(name)
+    return name
+
+
+class Confirmations:
+    """What one endpoint has confirmed: the names of its weights. ``ask`` sends the question; ``clock`` is monotonic, in
+    seconds."""
+
+    def __init__(self, ask: Callable[[], Awaitable[str]], clock: Callable[[], float]) -> None:
+        self._ask = ask
+        self._clock = clock
+        self._known: str | None = None
+        self._known_at = 0.0
+        self._asking: asyncio.Task[str] | None = None
+        self._next: asyncio.Task[str] | None = None
+
+    def learn(self, name: str) -> None:
+        """Take a name that an answer carried itself."""
+        self._known = name
+        self._known_at = self._clock()
+
+    @property
+    def known(self) -> str | None:
+        """The last name confirmed, however long ago."""
+        return self._known
+
+    async def before(self) -> str:
+        """A name confirmed before the call that follows."""
+        if self._known is not None and self._clock() - self._known_at <= FRESH_S:
+            return self._known
+        return await asyncio.shield(self._asking or self._start_next())
+
+    async def after(self) -> str:
+        """A name confirmed by a question that is asked after this call."""
+        return await asyncio.shield(self._start_next())
+
+    def _start_next(self) -> asyncio.Task[str]:
+        if self._next is None:
+            self._next = asyncio.get_running_loop().create_task(self._question(self._asking))
+            # Every waiter may have gone; then nobody else looks at the error.
+            self._next.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return self._next
+
+    async def _question(self, open_one: asyncio.Task[str] | None) -> str:
+        if open_one is not None:
+            await asyncio.wait([open_one])
+        self._asking, self._next = self._next, None
+        try:
+            name = await self._ask()
+            self.learn(name)
+            return name
+        finally:
+            self._asking = None

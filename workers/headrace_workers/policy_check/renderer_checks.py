@@ -1,0 +1,137 @@
+"""Checks of renderer and tokenizer against the server's own.
+
+* A tokenizer of another model fails ``vocabulary``, another template ``template``.
+"""
+
+from __future__ import annotations
+
+from headrace.errors import EpisodeFailure
+from headrace.trajectory import Message
+from headrace.wire import policy_server
+from headrace_workers.policy_check.findings import Failed, Skipped
+from headrace_workers.policy_check.requests import Detokenized, Tokenized
+from headrace_workers.policy_check.target import ABSENT, IDS, MISMATCH, MORE, QUESTION, Subject, cut
+
+AWKWARD = (
+    "plain",
+    " leading and trailing ",
+    "line\nline\r\n\ttab",
+    "naïve café, Grüße",
+    "e\u0301 (a combining accent)",
+    "日本語 العربية हिन्दी",
+    "🙂🏳️‍🌈👩‍👩‍👧",
+    "\u200b\ufeff zero width",
+    "𝔘𝔫𝔦𝔠𝔬𝔡𝔢",
+    "<think> </think> <|im_end|> </s> [INST]",
+    "0123456789 3.14159 1e-9",
+    "\u0000\u001f control",
+)
+"""Texts that tokenizers treat differently."""
+
+
+async def renderer(subject: Subject) -> str:
+    it = subject.renderer
+    if not it.stop_token_ids:
+        raise Failed(
+            "neither the template nor the tokenizer names a token that ends a turn",
+            "Set sampling.stop in the run spec, or name eos_token in the model's tokenizer_config.json.",
+        )
+    ends = ", ".join(f"{id_} {subject.decode([id_])!r}" for id_ in it.stop_token_ids)
+    return f"{it.tokenizer.name}: {it.tokenizer.vocab_size} ids; a turn ends with {ends}"
+
+
+async def vocabulary(subject: Subject) -> str:
+    """The server encodes as we do, and knows as many ids."""
+    compared = 0
+    for text in AWKWARD:
+        theirs = await _their_ids(subject, text)
+        if theirs is None:
+            break
+        ours = subject.encode(text)
+        if theirs != ours:
+            raise Failed(f"{text!r} is {cut(ours)} to the tokenizer, but {cut(theirs)} to the server", MISMATCH)
+        compared += 1
+    size = subject.renderer.tokenizer.vocab_size
+    if not await _takes(subject, size - 1):
+        raise Failed(f"the server refuses id {size - 1}; the tokenizer has {size} ids", MISMATCH)
+    if await _takes(subject, size):
+        raise Failed(
+            f"the server knows id {size}; the tokenizer has {size} ids, so what it samples may be refused",
+            MISMATCH + " The folder must have the model's config.json.",
+        )
+    texts = f"{compared} texts are the same ids" if compared else "it has no /tokenize to compare texts with"
+    return f"the server knows exactly {size} ids; {texts}"
+
+
+async def _their_ids(subject: Subject, text: str) -> list[int] | None:
+    answer = await subject.server.post("/tokenize", prompt=text, add_special_tokens=False)
+    return answer.read(Tokenized).tokens if answer.status == 200 else None
+
+
+async def _takes(subject: Subject, id_: int) -> bool:
+    body = {"prompt": [*subject.prompt, id_], "max_tokens": 1}
+    answer = await subject.server.post(policy_server.COMPLETIONS, **body)
+    if answer.status not in (200, 400, 422):
+        raise Failed(f"{policy_server.COMPLETIONS} answers {answer.said}", IDS)
+    return answer.status == 200
+
+
+async def template(subject: Subject) -> str:
+    """The server's chat route would ask the policy the same."""
+    conversations = (
+        [QUESTION],
+        [Message(role="system", content="Be brief."), QUESTION],
+        [QUESTION, Message(role="assistant", content="One."), MORE],
+    )
+    same = 0
+    for messages in conversations:
+        chat = [{"role": message.role, "content": message.content} for message in messages]
+        answer = await subject.server.post("/tokenize", messages=chat, add_generation_prompt=True)
+        try:
+            ours = subject.renderer.start(messages).new_ids
+        except EpisodeFailure as failure:
+            if answer.status != 200:
+                continue  # both refuse it
+            raise Failed(f"the renderer refuses what the server takes: {failure}", MISMATCH) from failure
+        if answer.status in ABSENT:
+            raise Skipped("the server has no /tokenize")
+        if answer.status != 200:
+            raise Skipped(f"the server renders no chat ({answer.said})")
+        theirs = answer.read(Tokenized).tokens
+        if theirs != ours:
+            at = _same_until(ours, theirs)
+            raise Failed(
+                f"prompts differ from position {at} on: {subject.decode(ours[at : at + 12])!r} here, "
+                f"{subject.decode(theirs[at : at + 12])!r} at the server",
+                "Use the template that the server uses (policy.renderer = 'template', its --chat-template), and the "
+                "same options (policy.renderer_options).",
+            )
+        same += 1
+    return f"{same} conversations are the same prompt as the server's own"
+
+
+def _same_until(ours: list[int], theirs: list[int]) -> int:
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), min(len(ours), len(theirs)))
+
+
+async def text(subject: Subject) -> str:
+    """Awkward text comes back from ids as it was, half characters too."""
+    changed = [text for text in AWKWARD if subject.decode(subject.encode(text)) != text]
+    halves = subject.encode("🙂")[:1]
+    subject.decode(halves)
+    compared = 0
+    for awkward in (*AWKWARD, None):
+        ids = halves if awkward is None else subject.encode(awkward)
+        answer = await subject.server.post("/detokenize", tokens=ids)
+        if answer.status in ABSENT:
+            break
+        if answer.status != 200:
+            raise Failed(f"/detokenize refuses {cut(ids)} ({answer.said})", MISMATCH)
+        theirs = answer.read(Detokenized).prompt
+        if theirs != subject.decode(ids):
+            raise Failed(f"{cut(ids)} say {subject.decode(ids)!r} here, and {theirs!r} at the server", MISMATCH)
+        compared += 1
+    kept = f"{len(AWKWARD) - len(changed)} of {len(AWKWARD)} awkward texts come back from ids as they were"
+    theirs_too = f"; the server reads {compared} id lists as we do" if compared else ""
+    return kept + theirs_too

@@ -1,0 +1,75 @@
+"""Two turns, played as a worker plays them: through its own client, the second prompt standing on the first answer.
+And a turn with an image, for a model that sees images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from headrace.assets import AssetData, encode_array
+from headrace.errors import EpisodeFailure
+from headrace.trajectory import ContentPart, Message, Sampling
+from headrace_workers.policies import Sample, SampleRequest, check_sample
+from headrace_workers.policy_check.findings import Failed, Skipped
+from headrace_workers.policy_check.target import MORE, QUESTION, TOKENS, Subject
+from headrace_workers.renderers import Prompt, Reply, Standing
+
+PIXELS = 64
+"""Height and width of the image that is shown: more than the patches of any model."""
+
+
+async def turns(subject: Subject) -> str:
+    """Two turns through the worker's own client; the second prompt stands on the first answer."""
+    first = subject.renderer.start([QUESTION])
+    sample = await _asked(subject, first.new_ids, 0)
+    standing = _standing(subject, first, sample)
+    following = subject.renderer.extend(standing, [MORE])
+    prompt = [*standing.token_ids, *following.new_ids] if following is not None else None
+    await _asked(subject, prompt or subject.renderer.start([*standing.conversation, MORE]).new_ids, 1)
+    if following is not None:
+        return "two turns in one segment"
+    return "two turns in two segments: this template shows what was sampled in another way than it was"
+
+
+async def image(subject: Subject) -> str:
+    """An image reaches the model, and the answer says which tokens stand for it."""
+    if subject.renderer.image_token_id is None:
+        raise Skipped("the renderer reads text only")
+    shown = encode_array(np.zeros((PIXELS, PIXELS, 3), np.uint8))
+    parts = [ContentPart(type="image", asset=shown.name), ContentPart(type="text", text="What do you see?")]
+    prompt = subject.renderer.start([Message(role="user", content=parts)]).new_ids
+    sample = await _asked(subject, prompt, 0, [shown])
+    if sample.seen is None:
+        raise Failed("the answer does not say which tokens stand for the image", "Serve with vLLM's generate route.")
+    ((start, end),) = sample.seen.images
+    return f"an image of {PIXELS} × {PIXELS} pixels is {end - start} tokens"
+
+
+async def _asked(subject: Subject, prompt: list[int], turn: int, images: Sequence[AssetData] = ()) -> Sample:
+    vocab_size = subject.renderer.tokenizer.vocab_size
+    request = SampleRequest(
+        id=f"check-{turn}",
+        group="check",
+        episode="check",
+        model=subject.server.model,
+        prompt=prompt,
+        images=images,
+        sampling=Sampling(seed=turn),
+        max_tokens=TOKENS,
+        stop=(),
+        stop_token_ids=subject.renderer.stop_token_ids,
+        timeout_s=120.0,
+        vocab_size=vocab_size,
+    )
+    try:
+        sample = await subject.policies.at([subject.server.address]).sample(request)
+        check_sample(sample, vocab_size, TOKENS)
+    except EpisodeFailure as failure:
+        raise Failed(f"turn {turn}: {failure.kind}: {failure.detail}", failure.hint) from failure
+    return sample
+
+
+def _standing(subject: Subject, asked: Prompt, sample: Sample) -> Standing:
+    reply = Reply(sample.token_ids, subject.renderer.parse(sample.token_ids))
+    return Standing([*asked.new_ids, *sample.token_ids], len(asked.new_ids), [QUESTION, reply], asked.text)

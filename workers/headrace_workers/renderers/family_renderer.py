@@ -1,0 +1,161 @@
+"""Renderers of model families, by the package ``renderers``: each family's template written out by hand.
+
+* A family is chosen by its name; nothing is guessed from a model's name except by ``auto``, which needs an exact one.
+* The bridge is the family's own; where it has none, a whole rendering that begins with what stands is one as well.
+* What the package gives back is checked: a bridge that changes what stands is no extension.
+* A reply that cannot be taken apart and put together without loss goes into a new segment as its plain text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+from headrace.environment import Action, Call
+from headrace.errors import InfrastructureFailure
+from headrace.trajectory import Message, Tokenizer
+from headrace_workers.renderers.base import Prompt, Reply, Said, Standing, Tools, text_of
+from headrace_workers.renderers.folder_tokenizer import FolderTokenizer, missing_extra
+from headrace_workers.renderers.tool_calls import call_of
+
+NO_FAMILIES = frozenset({"auto", "default", "custom"})
+"""Names of the package that are no family: ``template`` is our renderer of an unknown one."""
+
+
+class FamilyRenderer:
+    """Renders as a family of models does. ``options`` are the fields of the family's configuration."""
+
+    image_token_id: int | None = None
+    """Text only: families' own rendering of images needs their processors."""
+
+    def __init__(self, family: str, tokenizer: FolderTokenizer, options: Mapping[str, Any] | None = None) -> None:
+        """Raises InfrastructureFailure ``renderer-does-not-fit`` or ``missing-extra``."""
+        options = dict(options or {})
+        self._tokenizer = tokenizer
+        self._renderer = _make(family, tokenizer, options)
+        self.tokenizer = Tokenizer(
+            name=tokenizer.name_or_path,
+            fingerprint=tokenizer.fingerprint(family, version("renderers"), options),
+            vocab_size=tokenizer.vocab_size,
+        )
+        self.stop_token_ids: Sequence[int] = tuple(self._renderer.get_stop_token_ids())
+        self._generation_prompt = self._rendered([_USER], (), generation_prompt=True)[
+            len(self._rendered([_USER], (), generation_prompt=False)) :
+        ]
+
+    def start(self, conversation: Sequence[Said], tools: Tools = ()) -> Prompt:
+        return Prompt(self._rendered([self._shown(item) for item in conversation], tools, generation_prompt=True))
+
+    def extend(self, standing: Standing, new_messages: Sequence[Message]) -> Prompt | None:
+        tokens, start = list(standing.token_ids), standing.turn_start
+        bridged = self._renderer.bridge_to_next_turn(
+            tokens[:start], tokens[start:], [_message(item) for item in new_messages], tools=_schemas(standing.tools)
+        )
+        ids = list(bridged.token_ids) if bridged is not None else []
+        if ids[: len(tokens)] != tokens:
+            ids = self.start([*standing.conversation, *new_messages], standing.tools).new_ids
+        return Prompt(ids[len(tokens) :]) if ids[: len(tokens)] == tokens else None
+
+    def parse(self, sampled_ids: Sequence[int]) -> str:
+        ended = bool(sampled_ids) and sampled_ids[-1] in self.stop_token_ids
+        return self._tokenizer.decode(sampled_ids[:-1] if ended else sampled_ids)
+
+    def encode(self, text: str) -> list[int]:
+        return [*self._tokenizer.encode(text), *self.stop_token_ids[:1]]
+
+    def action(self, sampled_ids: Sequence[int], text: str) -> Action:
+        # Text that a stop string cut is encoded again to be read; nothing of that is stored.
+        ids = list(sampled_ids) if text == self.parse(sampled_ids) else self._tokenizer.encode(text)
+        parsed = self._renderer.parse_response(ids, prompt_ids=self._generation_prompt)
+        calls = [_read(call) for call in parsed.tool_calls]
+        return Action(text, content=parsed.content, reasoning=parsed.reasoning_content or "", calls=calls)
+
+    def _rendered(self, messages: list[dict[str, Any]], tools: Tools, *, generation_prompt: bool) -> list[int]:
+        try:
+            return list(
+                self._renderer.render_ids(messages, tools=_schemas(tools), add_generation_prompt=generation_prompt)
+            )
+        except Exception as error:  # the package raises what its families raise
+            roles = ", ".join(str(message["role"]) for message in messages[:8])
+            raise InfrastructureFailure(
+                f"The renderer refuses a conversation of {roles}: {error}",
+                hint="Let the environment show messages of roles and an order that the model's family takes.",
+                kind="template-refused",
+                retryable=False,
+            ) from error
+
+    def _shown(self, item: Said) -> dict[str, Any]:
+        return self._reply(item) if isinstance(item, Reply) else _message(item)
+
+    def _reply(self, reply: Reply) -> dict[str, Any]:
+        parsed = self._renderer.parse_response(list(reply.token_ids), prompt_ids=self._generation_prompt)
+        if any(call.status != "ok" for call in parsed.tool_calls):
+            return {"role": "assistant", "content": reply.text}
+        message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
+        if parsed.reasoning_content is not None:
+            message["reasoning_content"] = parsed.reasoning_content
+        if parsed.tool_calls:
+            message["tool_calls"] = [_call(number, call) for number, call in enumerate(parsed.tool_calls)]
+        return message
+
+
+_USER = {"role": "user", "content": "u"}
+
+
+def _message(message: Message) -> dict[str, Any]:
+    return {"role": message.role, "content": text_of(message)}
+
+
+def _call(number: int, call: Any) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"type": "function", "id": call.id or f"call_{number}", "function": function}
+
+
+def _read(call: Any) -> Call:
+    if call.status != "ok":
+        return Call(text=call.raw, name=call.name or "", error=f"the call cannot be read: {call.status}")
+    return call_of(call.raw, {"name": call.name, "arguments": call.arguments})
+
+
+def _schemas(tools: Tools) -> list[dict[str, Any]] | None:
+    return [dict(tool) for tool in tools] or None
+
+
+def _make(family: str, tokenizer: FolderTokenizer, options: dict[str, Any]) -> Any:
+    try:
+        from renderers import base, configs
+    except ImportError as error:
+        raise missing_extra(error) from error
+    try:
+        config = type(configs.config_from_name(family)).model_validate({"name": family, **options})
+        return base.create_renderer(tokenizer, config)
+    except Exception as error:  # the package asserts, and raises what a family raises
+        raise InfrastructureFailure(
+            f"The renderer {family!r} does not fit the tokenizer {tokenizer.name_or_path!r}: {error}",
+            hint="Choose the family of the model, or policy.renderer = 'template'; check policy.renderer_options.",
+            kind="renderer-does-not-fit",
+            retryable=False,
+        ) from error
+
+
+def families() -> list[str]:
+    """The families that the package knows. Raises InfrastructureFailure ``missing-extra``."""
+    try:
+        from renderers import base
+
+        base._populate_registry()
+    except ImportError as error:
+        raise missing_extra(error) from error
+    return sorted(base.RENDERER_REGISTRY.keys() - NO_FAMILIES)
+
+
+def family_of(model: str) -> str | None:
+    """The family of a model by its exact name on the hub, if the package knows it. Raises InfrastructureFailure
+    ``missing-extra``."""
+    try:
+        from renderers.base import MODEL_RENDERER_MAP
+    except ImportError as error:
+        raise missing_extra(error) from error
+    family = MODEL_RENDERER_MAP.get(model)
+    return None if family is None else str(family)

@@ -1,0 +1,36 @@
+"""Logprobs of a prompt's tokens, as an engine tells them on request.
+
+* What the policy said in earlier turns has the logprob that it has now, under the weights in use.
+* A token that the policy would never say there has the engine's lowest logprob.
+* What others said is given: its logprob is 0. The first token has none.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from headrace.errors import InvalidRequest
+from headrace.wire.policy_server import CLAMPED_LOGPROB
+from headrace_workers.renderers.bytes_renderer import ASSISTANT, END
+from headrace_workers.tiny_policy.model import Model
+
+
+def prompt_logprobs(model: Model, prompt: list[int]) -> list[float | None]:
+    """One for each token of the prompt."""
+    told: list[float | None] = [None, *[0.0] * (len(prompt) - 1)]
+    for start in (at + 1 for at, token in enumerate(prompt) if token == ASSISTANT):
+        end = prompt.index(END, start) + 1 if END in prompt[start:] else len(prompt)
+        told[start:end] = _answer_logprobs(model, prompt[:start], prompt[start:end])
+    return told
+
+
+def _answer_logprobs(model: Model, before: list[int], answer: list[int]) -> list[float]:
+    whole = [0.0]
+    for length in range(1, len(answer) + 1):
+        try:
+            whole.append(model.log_prob(before, answer[:length]))
+        except InvalidRequest:
+            break
+    never = [CLAMPED_LOGPROB] * (len(answer) + 1 - len(whole))
+    # A difference of sums may come out a rounding error above 0.
+    return [min(0.0, after - first) for first, after in pairwise(whole)] + never

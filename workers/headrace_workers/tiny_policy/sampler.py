@@ -1,0 +1,159 @@
+"""Sampling from a choice of answers, byte by byte, as an engine would.
+
+* The probability of each byte is the mass of the answers that go on with it, over the mass of those still possible.
+* Temperature and top_p act on each byte; 0 is greedy, ties go to the lowest id.
+* Log-probabilities are raw: those of the policy itself, before temperature and top_p, as vLLM reports by default.
+* Ids, text and log-probabilities end together: the token that ends a turn or completes a stop string is the last one.
+* Text leaves out the end-of-turn token, a stop token, and a stop string with all after it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate, count
+from typing import NamedTuple
+
+import numpy as np
+
+from headrace_workers.renderers.bytes_renderer import BOS, END
+from headrace_workers.tiny_policy.model import Choice, Floats
+
+
+class Sampling(NamedTuple):
+    """How to sample, with vLLM's names and meanings."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_tokens: int = 16
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+
+
+class Generation(NamedTuple):
+    """One sampled answer. ``logprobs[i]`` is that of ``token_ids[i]``."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    text: str
+    finish_reason: str
+    stop_reason: int | str | None
+
+
+class Answers:
+    """A choice under given weights, ready to be sampled from many times."""
+
+    def __init__(self, choice: Choice, weights: Floats) -> None:
+        logits = choice.logits(weights)
+        masses = np.exp(logits - logits.max())
+        self._masses: list[float] = (masses / masses.sum()).tolist()
+        self._ids = [(*text, END) for text in choice.texts]
+        self._cumulative = list(accumulate(self._masses))
+        self._logprobs_of: dict[int, list[float]] = {}
+
+    def sample(self, sampling: Sampling, rng: random.Random) -> Generation:
+        """Draw one answer and end it where ``sampling`` says."""
+        answer = self._draw(sampling, rng)
+        return end_generation(self._ids[answer], self._logprobs(answer), sampling)
+
+    def _draw(self, sampling: Sampling, rng: random.Random) -> int:
+        if sampling.temperature == 0:
+            return self._greedy
+        if sampling.temperature == 1 and sampling.top_p == 1:
+            drawn = bisect_right(self._cumulative, rng.random() * self._cumulative[-1])
+            return min(drawn, len(self._ids) - 1)
+        possible = list(range(len(self._ids)))
+        for position in count():
+            branches = self._branches(possible, position)
+            if len(branches) > 1:
+                tempered = _tempered({token: mass for token, (mass, _) in branches.items()}, sampling)
+                token = rng.choices(list(tempered), list(tempered.values()))[0]
+            else:
+                token = next(iter(branches))
+            possible = branches[token][1]
+            if token == END:
+                break
+        return possible[0]
+
+    @functools.cached_property
+    def _greedy(self) -> int:
+        possible = list(range(len(self._ids)))
+        for position in count():
+            branches = self._branches(possible, position)
+            token = min(branches, key=lambda token: (-branches[token][0], token))
+            possible = branches[token][1]
+            if token == END:
+                break
+        return possible[0]
+
+    def _logprobs(self, answer: int) -> list[float]:
+        known = self._logprobs_of.get(answer)
+        if known is not None:
+            return known
+        found = []
+        possible = list(range(len(self._ids)))
+        total = math.fsum(self._masses)
+        for position, token in enumerate(self._ids[answer]):
+            branches = self._branches(possible, position)
+            mass, possible = branches[token]
+            found.append(0.0 if len(branches) == 1 else min(0.0, math.log(mass / total)))
+            total = mass
+        self._logprobs_of[answer] = found
+        return found
+
+    def _branches(self, possible: list[int], position: int) -> dict[int, tuple[float, list[int]]]:
+        """By next token: the mass of the answers that have it at this position, and those answers."""
+        by_token: dict[int, list[int]] = {}
+        for answer in possible:
+            by_token.setdefault(self._ids[answer][position], []).append(answer)
+        return {
+            token: (math.fsum(self._masses[answer] for answer in answers), answers)
+            for token, answers in by_token.items()
+        }
+
+
+def end_generation(ids: Sequence[int], logprobs: Sequence[float], sampling: Sampling) -> Generation:
+    """Cut ids, log-probabilities and text alike where the first of the stop conditions is met."""
+    text = bytearray()
+    stops = [stop.encode() for stop in sampling.stop]
+    for length, token in enumerate(ids, start=1):
+        if token in sampling.stop_token_ids:
+            return _generation(ids, logprobs, length, text, "stop", token)
+        if token == END:
+            return _generation(ids, logprobs, length, text, "stop", None)
+        if token < BOS:
+            text.append(token)
+        for stop in stops:
+            if stop and text.endswith(stop):
+                return _generation(ids, logprobs, length, text[: -len(stop)], "stop", stop.decode())
+        if length == sampling.max_tokens:
+            return _generation(ids, logprobs, length, text, "length", None)
+    return _generation(ids, logprobs, len(ids), text, "length", None)
+
+
+def _generation(
+    ids: Sequence[int],
+    logprobs: Sequence[float],
+    length: int,
+    text: bytearray,
+    finish_reason: str,
+    stop_reason: int | str | None,
+) -> Generation:
+    return Generation(
+        list(ids[:length]), list(logprobs[:length]), text.decode(errors="replace"), finish_reason, stop_reason
+    )
+
+
+def _tempered(masses: dict[int, float], sampling: Sampling) -> dict[int, float]:
+    highest = max(masses.values())
+    powers = {token: (mass / highest) ** (1 / sampling.temperature) for token, mass in masses.items()}
+    kept: dict[int, float] = {}
+    wanted = sampling.top_p * math.fsum(powers.values())
+    for token in sorted(powers, key=lambda token: (-powers[token], token)):
+        kept[token] = powers[token]
+        if math.fsum(kept.values()) >= wanted:
+            break
+    return kept
