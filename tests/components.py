@@ -70,6 +70,7 @@ LEAST_TESTS: dict[str, int] = {
     "chromium": 2,
     "cli": 105,
     "client": 150,
+    "compatibility": 16,
     "docker": 75,
     "e2e": 30,
     "environments": 215,

@@ -1,0 +1,36 @@
+"""What earlier versions wrote: each archive beside this file is one of them, by its version."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tarfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+ARCHIVES = sorted(Path(__file__).parent.glob("*.tar.xz"))
+
+
+class Earlier(NamedTuple):
+    """A data directory and a backup of it, to be read and not changed; and what the version that wrote them read."""
+
+    data: Path
+    backup: Path
+    expected: dict[str, Any]
+
+
+@pytest.fixture(scope="session", params=ARCHIVES, ids=lambda archive: archive.name.removesuffix(".tar.xz"))
+def earlier(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Earlier:
+    folder = tmp_path_factory.mktemp("earlier")
+    with tarfile.open(request.param) as packed:
+        packed.extraction_filter = getattr(tarfile, "data_filter", None)  # an argument from Python 3.11.4 on only
+        packed.extractall(folder)
+    return Earlier(folder / "data", folder / "backup", json.loads((folder / "expected.json").read_bytes()))
+
+
+@pytest.fixture
+def data(earlier: Earlier, tmp_path: Path) -> Path:
+    """A copy of the data directory, for a service."""
+    return shutil.copytree(earlier.data, tmp_path / "data")

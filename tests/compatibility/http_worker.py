@@ -1,0 +1,63 @@
+"""A worker made of plain requests: it holds, drops and ends attempts at will."""
+
+from __future__ import annotations
+
+import urllib.request
+from typing import Any
+
+import msgspec
+
+from headrace.trajectory import Trajectory
+from headrace.wire import messages
+from tests.orchestrator.serving import submission
+
+_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+
+
+def ask(method: str, url: str, body: Any = None) -> Any:
+    """The decoded JSON of an answer. Raises HTTPError."""
+    content = ask_for_bytes(method, url, body)
+    return msgspec.json.decode(content) if content else None
+
+
+def ask_for_bytes(method: str, url: str, body: Any = None) -> bytes:
+    """The body of an answer. Raises HTTPError."""
+    data = body if isinstance(body, bytes) else None if body is None else msgspec.json.encode(body)
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
+    with _open(request, timeout=30) as answer:
+        content: bytes = answer.read()
+    return content
+
+
+class HttpWorker:
+    """The worker ``name`` of a pool, for an orchestrator at ``url``."""
+
+    def __init__(self, url: str, name: str, pool: str) -> None:
+        self._url, self._name, self._pool = url, name, pool
+
+    def lease(self, count: int) -> list[messages.Assignment]:
+        """Exactly so many attempts."""
+        request = {"worker": self._name, "pool": self._pool, "slots": 8, "free": count, "wait_s": 10}
+        reply = msgspec.convert(ask("POST", f"{self._url}/v1/worker/lease", request), messages.LeaseReply)
+        assert len(reply.attempts) == count, reply
+        return reply.attempts
+
+    def say_it_holds(self, *attempts: messages.Assignment) -> list[messages.Cancel]:
+        """A heartbeat; gives what of it is to be stopped."""
+        request = {"worker": self._name, "pool": self._pool, "slots": 8, "holding": _keys(*attempts)}
+        reply = ask("POST", f"{self._url}/v1/worker/heartbeat", request)
+        return msgspec.convert(reply, messages.HeartbeatReply).cancels
+
+    def submit(self, attempt: messages.Assignment, record: Trajectory) -> None:
+        """Hand in a record, which is to be accepted."""
+        body = submission([(attempt, record)])
+        (result,) = ask("POST", f"{self._url}/v1/worker/submit?worker={self._name}", body)["results"]
+        assert result["verdict"] == "accepted", result
+
+    def give_back(self, *attempts: messages.Assignment) -> None:
+        """Hand attempts back unfinished."""
+        ask("POST", f"{self._url}/v1/worker/return", {"worker": self._name, "attempts": _keys(*attempts)})
+
+
+def _keys(*attempts: messages.Assignment) -> list[tuple[str, int, str]]:
+    return [(attempt.episode, attempt.attempt, attempt.nonce) for attempt in attempts]
