@@ -14,10 +14,11 @@ import socket
 import sys
 from collections.abc import Callable
 
+from headrace.server import logs
 from headrace.server.auth import load_auth
 from headrace.server.process import KEEP_ALIVE_S, listen, run_until_signal, serving
 from headrace.server.request_timeouts import RequestTimeouts
-from headrace_orchestrator import allocator, logs
+from headrace_orchestrator import allocator
 from headrace_orchestrator.api.answering import AnsweringProtocol
 from headrace_orchestrator.api.app import App
 from headrace_orchestrator.api.direct import DirectProtocol
@@ -46,7 +47,7 @@ at 0.5 MB/s, what a worker hands in at a tenth of that."""
 
 def run(settings: Settings, *, ready: Callable[[Address], None] = lambda address: None) -> None:
     """Run until SIGTERM or SIGINT; returns after a graceful stop. Raises SetupError if it cannot start."""
-    logs.configure(settings)
+    logs.configure(settings.log_level, settings.log_format)
     allocator.keep_freed_memory()
     gc.set_threshold(*GC_THRESHOLDS)
     sys.setswitchinterval(SWITCH_INTERVAL_S)

@@ -17,7 +17,8 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headrace_orchestrator import logs, server
+from headrace.server import logs
+from headrace_orchestrator import server
 from headrace_orchestrator.buffer.retention import Retention
 from headrace_orchestrator.service import retention as retaining
 from headrace_orchestrator.settings import Address, Settings
@@ -50,7 +51,7 @@ def _run(settings: Settings) -> None:
     def ready(address: Address) -> None:
         _say(f"{os.getpid()} {address.url}")
 
-    logs.configure(settings)
+    logs.configure(settings.log_level, settings.log_format)
     asyncio.run(server.serve(settings, ready=ready))
 
 

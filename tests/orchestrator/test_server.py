@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-import structlog
 
-from headrace_orchestrator import logs
 from headrace_orchestrator.server import serve
 from headrace_orchestrator.service import lifecycle
 from headrace_orchestrator.settings import Settings
@@ -102,53 +98,6 @@ async def test_a_head_request_is_answered_without_a_body(api: Api):
     async with api.session.head("/healthz") as answer:
         assert answer.status == 200
         assert await answer.read() == b""
-
-
-@pytest.fixture
-def restored_logging():
-    """Puts logging back as it was."""
-    import logging
-
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    structlog.reset_defaults()
-
-
-@pytest.mark.usefixtures("restored_logging")
-def test_logs_are_json_lines_with_run_episode_and_attempt(tmp_path: Path):
-    stream = StringIO()
-    logs.configure(Settings(data=tmp_path), stream)
-    structlog.stdlib.get_logger("test").warning("episode failed", run="r", episode="e", attempt=2)
-    line = json.loads(stream.getvalue())
-    assert (line["event"], line["run"], line["episode"], line["attempt"]) == ("episode failed", "r", "e", 2)
-    assert line["level"] == "warning"
-
-
-@pytest.mark.usefixtures("restored_logging")
-@pytest.mark.parametrize("form", ["json", "text"])
-def test_tracebacks_show_no_values_of_variables(tmp_path: Path, form: Any):
-    stream = StringIO()
-    logs.configure(Settings(data=tmp_path, log_format=form), stream)
-    secret = "a token that nobody may see"
-    try:
-        raise RuntimeError("broken")
-    except RuntimeError:
-        structlog.stdlib.get_logger("test").exception("unexpected")
-    assert "broken" in stream.getvalue()
-    assert secret not in stream.getvalue()
-
-
-@pytest.mark.usefixtures("restored_logging")
-def test_lines_of_libraries_come_out_in_the_same_form(tmp_path: Path):
-    import logging
-
-    stream = StringIO()
-    logs.configure(Settings(data=tmp_path), stream)
-    logging.getLogger("uvicorn.error").warning("from %s", "uvicorn")
-    assert json.loads(stream.getvalue())["event"] == "from uvicorn"
 
 
 async def address_of(data: Path) -> str:

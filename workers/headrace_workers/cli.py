@@ -13,9 +13,9 @@ import click
 
 from headrace.errors import SetupError
 from headrace.ids import new_id
+from headrace.server import logs
 from headrace.wire.policy_server import address_of
 from headrace_workers.imports import import_all
-from headrace_workers.worker.logs import configure_logs
 from headrace_workers.worker.process import run_worker
 from headrace_workers.worker.worker import WorkerSettings
 
@@ -126,7 +126,7 @@ def worker(
     log_level: str,
 ) -> None:
     """Run episodes: lease attempts, play them, hand in the records. Logs are JSON lines on standard error."""
-    configure_logs(log_level)
+    logs.configure(log_level)
     import_all(imports)
     settings = WorkerSettings(
         name=name or default_name(),

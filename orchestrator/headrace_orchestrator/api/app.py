@@ -22,9 +22,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 from headrace.errors import HeadraceError, InternalError, MethodNotAllowed, NotFound, StoreError, Unavailable
 from headrace.ids import new_id
+from headrace.server import logs
 from headrace.server.auth import Auth
 from headrace.wire.messages import HEADER_WAIT_S, PROBLEM_MEDIA_TYPE
-from headrace_orchestrator import logs
 from headrace_orchestrator.api.direct import SMALL_BYTES, Direct, Reply
 from headrace_orchestrator.api.http import Answer, Call, headers_of, read_body, send_answer, whole_head
 from headrace_orchestrator.api.route import Route

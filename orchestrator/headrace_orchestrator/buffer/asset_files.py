@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from headrace.assets import asset_path
-from headrace_orchestrator import logs
+from headrace.server import logs
 from headrace_orchestrator.buffer.directory import sync_directory
 
 log = logs.logger(__name__)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from headrace.assets import asset_path, check_asset, is_asset_name, read_asset, verify_asset
 from headrace.errors import CorruptAsset, HeadraceError, InvalidAsset, StoreError, UnknownAsset
-from headrace_orchestrator import logs
+from headrace.server import logs
 from headrace_orchestrator.buffer.asset_files import AssetFiles, shelves, size_of
 
 log = logs.logger(__name__)

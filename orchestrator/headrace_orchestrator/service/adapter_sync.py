@@ -13,8 +13,8 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from headrace.errors import StoreError
+from headrace.server import logs
 from headrace.wire import messages
-from headrace_orchestrator import logs
 from headrace_orchestrator.policy_servers import adapter_files
 from headrace_orchestrator.policy_servers.adapters import AdapterCall, Adapters
 from headrace_orchestrator.policy_servers.admission import Load, Reading

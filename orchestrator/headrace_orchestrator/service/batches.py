@@ -24,8 +24,8 @@ from headrace.batch.body import read_head
 from headrace.batch.shards import Sharding
 from headrace.errors import CorruptRecord
 from headrace.runspec import RunSpec
+from headrace.server import logs
 from headrace.wire.codec import decode_head
-from headrace_orchestrator import logs
 from headrace_orchestrator.buffer.frame_location import Location
 from headrace_orchestrator.buffer.log import Log
 from headrace_orchestrator.scheduler.core import Form, Redeliver

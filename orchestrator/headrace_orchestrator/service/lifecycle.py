@@ -20,7 +20,7 @@ import msgspec
 from headrace.assets import FOLDER
 from headrace.errors import HeadraceError, StoreError, Unavailable
 from headrace.ids import new_id, random_pool
-from headrace_orchestrator import logs
+from headrace.server import logs
 from headrace_orchestrator.buffer.assets import COLLECT_EVERY_S, Assets
 from headrace_orchestrator.buffer.directory import DataDirectory
 from headrace_orchestrator.buffer.log import Log

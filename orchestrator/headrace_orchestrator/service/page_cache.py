@@ -17,7 +17,7 @@ from collections.abc import Iterable, Set
 from itertools import chain
 
 from headrace.errors import StoreError
-from headrace_orchestrator import logs
+from headrace.server import logs
 from headrace_orchestrator.buffer.frame_location import Location
 from headrace_orchestrator.service.group_index import BatchAt
 from headrace_orchestrator.service.record_locations import GroupAt

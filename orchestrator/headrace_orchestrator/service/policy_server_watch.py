@@ -13,9 +13,9 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from headrace.errors import StoreError
+from headrace.server import logs
 from headrace.timeouts import timeout
 from headrace.wire import messages
-from headrace_orchestrator import logs
 from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.policy_servers.adapters import AdapterCall
 from headrace_orchestrator.policy_servers.calls import Control

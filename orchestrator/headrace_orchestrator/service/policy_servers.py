@@ -11,8 +11,8 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 
+from headrace.server import logs
 from headrace.wire import messages
-from headrace_orchestrator import logs
 from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.policy_servers.calls import Control
 from headrace_orchestrator.scheduler.events import (

@@ -18,9 +18,9 @@ from dataclasses import replace
 import msgspec
 
 from headrace.errors import BatchAlreadyAcked, Conflict, CorruptRecord, SessionSuperseded
+from headrace.server import logs
 from headrace.wire import messages
 from headrace.wire.alignment import ALIGNMENT
-from headrace_orchestrator import logs
 from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.scheduler.core import Form, Plan, Redeliver
 from headrace_orchestrator.service.batches import Bodies, Parts, Served, compose, sources

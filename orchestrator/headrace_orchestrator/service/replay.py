@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from headrace.errors import CorruptRecord, HeadraceError
+from headrace.server import logs
 from headrace.store.log_format import FrameType
-from headrace_orchestrator import logs
 from headrace_orchestrator.buffer.frame_location import Location
 from headrace_orchestrator.buffer.log import Lost, Placed
 from headrace_orchestrator.scheduler.core import Scheduler

@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from headrace.errors import HeadraceError
-from headrace_orchestrator import logs
+from headrace.server import logs
 from headrace_orchestrator.buffer.assets import Assets
 from headrace_orchestrator.buffer.frame_location import Location
 from headrace_orchestrator.buffer.retention import FileUse, Retention, removable

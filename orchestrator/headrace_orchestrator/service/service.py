@@ -18,8 +18,8 @@ from headrace.assets import pack_assets
 from headrace.batch.batch import read_advantages, read_manifest
 from headrace.errors import UnknownBatch, UnknownEnvironment, UnknownTrajectory
 from headrace.runspec import parse_run_spec
+from headrace.server import logs
 from headrace.wire import messages
-from headrace_orchestrator import logs
 from headrace_orchestrator.buffer.directory import DataDirectory
 from headrace_orchestrator.buffer.listed import Stored
 from headrace_orchestrator.metrics import Metrics

@@ -15,8 +15,8 @@ from typing import TypeVar
 
 from headrace.errors import InternalError, StoreError
 from headrace.ids import new_id
+from headrace.server import logs
 from headrace.wire import codec
-from headrace_orchestrator import logs
 from headrace_orchestrator.buffer.listed import TrajectoryListed
 from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.scheduler.core import Scheduler

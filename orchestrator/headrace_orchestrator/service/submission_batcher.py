@@ -15,8 +15,8 @@ from itertools import islice
 from typing import NamedTuple
 
 from headrace.errors import StoreError
+from headrace.server import logs
 from headrace.wire.messages import SubmitResult
-from headrace_orchestrator import logs
 from headrace_orchestrator.buffer.assets import Assets
 from headrace_orchestrator.service.shell import Shell
 from headrace_orchestrator.service.submission_records import Intake, Submitted

@@ -25,12 +25,12 @@ from headrace.errors import (
     StoreError,
     UnknownRun,
 )
+from headrace.server import logs
 from headrace.trajectory import PolicyRef, Trajectory
 from headrace.validation import validate
 from headrace.wire import codec
 from headrace.wire.alignment import ALIGNMENT, padded
 from headrace.wire.messages import Submission, SubmitResult
-from headrace_orchestrator import logs
 from headrace_orchestrator.buffer.assets import Assets
 from headrace_orchestrator.buffer.listed import TrajectoryListed
 from headrace_orchestrator.scheduler.core import Scheduler

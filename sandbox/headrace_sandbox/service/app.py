@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
-import structlog
 from starlette.types import Receive, Scope, Send
 
 from headrace.errors import (
@@ -27,6 +26,7 @@ from headrace.errors import (
     SandboxFailure,
 )
 from headrace.ids import new_id
+from headrace.server import logs
 from headrace.server.auth import Auth, Role
 from headrace.wire.messages import PROBLEM_MEDIA_TYPE
 from headrace_sandbox.pool.leased_sandbox import Leased, over
@@ -40,7 +40,7 @@ from headrace_sandbox.service.protocol import HUNG_UP
 
 T = TypeVar("T")
 
-log = structlog.stdlib.get_logger(__name__)
+log = logs.logger(__name__)
 
 SANDBOX: frozenset[Role] = frozenset({"sandbox"})
 READER: frozenset[Role] = frozenset({"sandbox", "viewer"})

@@ -19,9 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import structlog
-
 from headrace.errors import SetupError
+from headrace.server import logs
 from headrace.server.auth import Auth, load_auth
 from headrace.server.process import BACKLOG, listen, run_until_signal, serving
 from headrace_sandbox.host.cleanup import Heir
@@ -30,19 +29,18 @@ from headrace_sandbox.pool.messages import Bounds
 from headrace_sandbox.pool.pool import Pool
 from headrace_sandbox.runtimes.base import Runtime, Sweeps, Template
 from headrace_sandbox.runtimes.registry import ready_runtime
-from headrace_sandbox.service import logs
 from headrace_sandbox.service.app import App
 from headrace_sandbox.service.metrics import Metrics
 from headrace_sandbox.service.protocol import Protocol
 from headrace_sandbox.service.settings import ServiceSettings
 
-log = structlog.stdlib.get_logger(__name__)
+log = logs.logger(__name__)
 
 
 def run(settings: ServiceSettings, *, ready: Callable[[str], None] = lambda address: None) -> None:
     """Run until SIGTERM or SIGINT; returns after a graceful stop. ``ready`` gets the address. Raises SetupError or
     SandboxFailure if it cannot start."""
-    logs.configure_logs(settings.log_level)
+    logs.configure(settings.log_level)
     run_until_signal(lambda stop: serve(settings, ready=ready, stop=stop))
 
 

@@ -1,1 +1,1 @@
-"""Parts shared by the HTTP services of Headrace: orchestrator and sandbox service. The contract imports none."""
+"""Parts shared by the processes of Headrace: orchestrator, sandbox service and worker. The contract imports none."""
