@@ -402,7 +402,7 @@ async def test_a_process_that_cannot_be_made_is_our_failure(wasm: Wasm, tmp_path
 
 SUPERVISOR = """
 import asyncio
-from headrace_sandbox import supervisor
+from headrace_sandbox.host import owner
 from headrace_sandbox.host.reaper import FOLDERS
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import PythonProgram
