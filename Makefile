@@ -29,7 +29,9 @@ check: setup ## lint, format, types, import direction, addresses and paths in th
 	@$(BIN)/python scripts/check_tree.py
 
 bench: setup ## every benchmark that needs no GPU
-	@for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python -m "benchmarks.$$(basename $$file .py)" || exit 1; done
+	@status=0; for file in benchmarks/bench_*.py; do \
+		echo "== $$file"; $(BIN)/python -m "benchmarks.$$(basename $$file .py)" || status=1; \
+	done; exit $$status
 
 bench-buffer: setup ## the replay buffer beside Reverb and TransferQueue; installs them under build/peers (7 GB)
 	@$(BIN)/python -m benchmarks.buffer $(ARGS)

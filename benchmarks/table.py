@@ -2,6 +2,7 @@
 
 * A row compares our figure with another one of the same run; the ratio is what counts, not either figure alone.
 * ``reach`` is the ratio to reach; ``ok`` says whether it was reached. Nothing fails on it.
+* Work that needs a part which is missing here has a row that says so.
 * The same rows go to ``build/bench/NAME.json`` with machine and date.
 """
 
@@ -24,10 +25,10 @@ RESULTS = Path("build/bench")
 @dataclass(frozen=True)
 class Row:
     """One comparison. ``better`` says which way the ratio ``ours / theirs`` should go; ``aim`` is a further goal.
-    ``theirs`` is None where the other figure could not be had; ``against`` says why."""
+    ``ours`` or ``theirs`` is None where that figure could not be measured; ``against`` says why."""
 
     work: str
-    ours: float
+    ours: float | None
     unit: str
     against: str
     theirs: float | None
@@ -37,13 +38,18 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        return None if self.theirs is None else self.ours / self.theirs
+        return None if self.ours is None or self.theirs is None else self.ours / self.theirs
 
     @property
     def ok(self) -> bool:
         return self.ratio is not None and (
             self.ratio >= self.reach if self.better == "higher" else self.ratio <= self.reach
         )
+
+
+def missing(work: str, reason: str) -> Row:
+    """The row of work that needs a part which is missing here; ``reason`` names the part and how to install it."""
+    return Row(work, None, "", reason, None, 1.0, "higher")
 
 
 def machine() -> dict[str, str | int | float]:
@@ -76,7 +82,7 @@ def report(name: str, rows: list[Row]) -> None:
             "–" if row.ratio is None else f"{row.ratio:.3g}",
             f"{sign} {row.reach:g}",
             "" if row.aim is None else f"{row.aim:g}",
-            "yes" if row.ok else "NO",
+            "–" if row.ratio is None else "yes" if row.ok else "NO",
         )
     Console(width=160).print(table)
     RESULTS.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,8 @@ import asyncio
 import sys
 
 from benchmarks.sandbox import footprint, peers, rate, speed
-from benchmarks.table import report
+from benchmarks.table import Row, missing, report
+from headrace.errors import SandboxFailure
 
 PARTS = {"speed": speed.rows, "rate": rate.rows, "footprint": footprint.rows, "peers": peers.rows}
 
@@ -21,7 +22,17 @@ def main() -> None:
     wanted = sys.argv[1:] or list(PARTS)
     if unknown := set(wanted) - set(PARTS):
         raise SystemExit(f"No part {', '.join(unknown)}. There are: {', '.join(PARTS)}.")
-    report("sandbox", [row for name in wanted for row in asyncio.run(PARTS[name]())])
+    report("sandbox", [row for name in wanted for row in rows(name)])
+
+
+def rows(name: str) -> list[Row]:
+    """Rows of one part, or one that says which program is missing here."""
+    try:
+        return asyncio.run(PARTS[name]())
+    except SandboxFailure as error:
+        if error.kind != "runtime-missing":
+            raise
+        return [missing(name, str(error))]
 
 
 if __name__ == "__main__":
