@@ -6,6 +6,7 @@
 * Constant returns give advantage 0, also with eps = 0.
 * A group of one gets advantage 0 where a group is compared, and is flagged.
 * Members that failed never count; a group says how many it expected and how many it has.
+* Third parties add estimators by the entry point group ``headrace.estimators``.
 
 All functions take flat arrays. The turns of one agent in one trajectory are a *strand*: contiguous, in the order of
 the episode. ``offsets[s] : offsets[s + 1]`` are the turns of strand ``s``.
@@ -13,6 +14,9 @@ the episode. ``offsets[s] : offsets[s + 1]`` are the turns of strand ``s``.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from importlib.metadata import entry_points
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -28,12 +32,11 @@ Bools = npt.NDArray[np.bool_]
 Weighting = Literal["turn", "token"]
 """Whether a turn counts once, or as often as it has sampled tokens."""
 
-_GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
-_WHITENED = ("rebn", "reinforce_pp", "reinforce_pp_baseline")
-TOKEN_WEIGHTED = ("reinforce_pp", "reinforce_pp_baseline")
-"""Estimators that weight by tokens whatever they are told."""
-SERVED = ("reinforce", "rebn", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
-"""Names that ``advantages`` takes."""
+ENTRY_POINT_GROUP = "headrace.estimators"
+"""Entry points of this group name an ``Estimator`` each; the entry point's name is the estimator's."""
+
+NONE = "none"
+"""The estimator's name in a run without advantages."""
 
 
 class Experience(NamedTuple):
@@ -94,6 +97,92 @@ class Gae(NamedTuple):
     bootstrapped_with_zero: Bools
 
 
+class Inputs(NamedTuple):
+    """The arguments of an estimator's ``values``: ``returns`` f64[turns], ``totals`` f64[strands], the episode rewards,
+    and ``groups`` with one entry per (group, agent)."""
+
+    experience: Experience
+    returns: F64
+    totals: F64
+    groups: GroupStatistics
+    ddof: int
+    eps: float
+
+
+class Estimator(NamedTuple):
+    """An estimator that the service computes. ``values`` gives f64[turns]; with ``whiten`` these are whitened over the
+    batch, with ``by_tokens`` always weighted by tokens."""
+
+    values: Callable[[Inputs], F64]
+    whiten: bool = False
+    by_tokens: bool = False
+
+
+def _returns(inputs: Inputs) -> F64:
+    return inputs.returns
+
+
+def _centred(inputs: Inputs) -> F64:
+    return _per_turn(inputs, _centred_rewards(inputs))
+
+
+def _normalized(inputs: Inputs) -> F64:
+    centred, groups = _centred_rewards(inputs), inputs.groups
+    sigma = np.sqrt(groups.m2 / np.maximum(groups.n - inputs.ddof, 1.0))[inputs.experience.groups]
+    return _per_turn(inputs, np.divide(centred, sigma + inputs.eps, out=np.zeros_like(centred), where=centred != 0.0))
+
+
+def _leave_one_out(inputs: Inputs) -> F64:
+    n = inputs.groups.n
+    scale = n / np.maximum(n - 1.0, 1.0)
+    return _per_turn(inputs, _centred_rewards(inputs) * scale[inputs.experience.groups])
+
+
+def _centred_rewards(inputs: Inputs) -> F64:
+    """Each strand's reward minus the mean of its group. f64[strands]."""
+    index, groups = inputs.experience.groups, inputs.groups
+    centred = inputs.totals - groups.mean[index]
+    centred[(groups.single | groups.zero_variance)[index]] = 0.0
+    return centred
+
+
+def _per_turn(inputs: Inputs, values: F64) -> F64:
+    """A value of each strand, for each of its turns. f64[turns]."""
+    return np.repeat(values, np.diff(inputs.experience.offsets))
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "reinforce": Estimator(_returns),
+    "rebn": Estimator(_returns, whiten=True),
+    "grpo": Estimator(_normalized),
+    "dr_grpo": Estimator(_centred),
+    "rloo": Estimator(_leave_one_out),
+    "reinforce_pp": Estimator(_returns, whiten=True, by_tokens=True),
+    "reinforce_pp_baseline": Estimator(_centred, whiten=True, by_tokens=True),
+}
+"""The estimators that come with Headrace. GAE needs the learner's values and is a function of its own."""
+
+
+def estimator_names() -> list[str]:
+    """Names of all estimators, those of installed third parties included."""
+    return [*ESTIMATORS, *sorted(_entry_points().keys() - ESTIMATORS.keys())]
+
+
+def find_estimator(name: str) -> Estimator:
+    """The estimator of that name. Raises InvalidRequest."""
+    found = ESTIMATORS.get(name)
+    if found is None and name in (points := _entry_points()):
+        found = points[name].load()
+    if found is None:
+        raise InvalidRequest(f"No estimator {name!r}.", hint=f"Known: {', '.join(estimator_names())}.")
+    return found
+
+
+@functools.cache
+def _entry_points() -> dict[str, Any]:
+    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+
+
 def returns_to_go(rewards: npt.ArrayLike, offsets: npt.ArrayLike, gamma: float) -> F64:
     """``G_t = r_t + gamma * G_{t+1}`` within each strand; gamma is per turn. f64[turns]."""
     return _discounted_suffix_sums(np.asarray(rewards, np.float64), np.asarray(offsets, np.int64), gamma)
@@ -120,16 +209,15 @@ def advantages(
     eps: float = 1e-9,
     weighting: Weighting = "turn",
 ) -> Estimate:
-    """Advantages of the served estimator of that name.
+    """Advantages by the estimator of that name.
 
-    ``gamma`` is per turn. ``ddof`` and ``eps`` belong to every division by a spread; ``weighting`` to ``rebn``
-    (``reinforce_pp`` and ``reinforce_pp_baseline`` weight by tokens always). Raises InvalidRequest.
+    ``gamma`` is per turn. ``ddof`` and ``eps`` belong to every division by a spread; ``weighting`` to whitening: an
+    estimator that is always weighted by tokens overrides it. Raises InvalidRequest.
     """
-    if name not in SERVED:
-        raise InvalidRequest(f"There is no served estimator {name!r}.", hint=f"Known: {', '.join(SERVED)}.")
-    if name in TOKEN_WEIGHTED:
+    estimator = find_estimator(name)
+    if estimator.by_tokens:
         weighting = "token"
-    if weighting == "token" and ddof and name in _WHITENED:
+    if weighting == "token" and ddof and estimator.whiten:
         raise InvalidRequest(
             f"{name} with token weighting takes ddof 0, not {ddof}.", hint="Token counts are weights, not samples."
         )
@@ -137,12 +225,9 @@ def advantages(
     totals = episode_rewards(experience.rewards, experience.offsets)
     groups = _group_statistics(experience, totals)
     trained = np.ones(len(returns), np.bool_) if experience.trained is None else experience.trained
-    values = returns
-    if name in _GROUP_ESTIMATORS:
-        centred = _compared(name, totals, experience.groups, groups, ddof, eps)
-        values = np.repeat(centred, np.diff(experience.offsets))
+    values = estimator.values(Inputs(experience, returns, totals, groups, ddof, eps))
     whitening = None
-    if name in _WHITENED:
+    if estimator.whiten:
         weights = experience.tokens[trained] if weighting == "token" else None
         whitening = Moments.of(values[trained], weights)
         values = _whitened(values, whitening, ddof, eps)
@@ -219,19 +304,6 @@ def _group_statistics(experience: Experience, totals: F64) -> GroupStatistics:
 def _sums(index: I64, values: F64, count: int) -> F64:
     """Sums of values by index, f64[count]."""
     return np.bincount(index, values, count).astype(np.float64, copy=False)
-
-
-def _compared(name: str, totals: F64, index: I64, groups: GroupStatistics, ddof: int, eps: float) -> F64:
-    """What an estimator makes of each strand's reward beside those of its group. f64[strands]."""
-    centred = totals - groups.mean[index]
-    centred[(groups.single | groups.zero_variance)[index]] = 0.0
-    if name == "grpo":
-        sigma = np.sqrt(groups.m2 / np.maximum(groups.n - ddof, 1.0))[index]
-        return np.divide(centred, sigma + eps, out=np.zeros_like(centred), where=centred != 0.0)
-    if name == "rloo":
-        scale = groups.n / np.maximum(groups.n - 1.0, 1.0)
-        return centred * scale[index]
-    return centred
 
 
 def _whitened(values: F64, moments: Moments, ddof: int, eps: float) -> F64:

@@ -14,7 +14,9 @@ from typing import Annotated, Any, Literal, Self
 import msgspec
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from headrace.errors import InvalidRunSpec
+from headrace.errors import InvalidRequest, InvalidRunSpec
+from headrace.estimators import NONE, estimator_names, find_estimator
+from headrace.selection import find_selection_rule, selection_rule_names
 from headrace.wire.policy_server import BY_NAME, address_of
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
@@ -68,9 +70,6 @@ CONSTRAINTS = frozenset({"json", "regex", "choice", "grammar"})
 RUN_PROGRAMS = frozenset({"code", "python"})
 """Families of environments that run programs of the policy in a sandbox, also where they are wrapped by another."""
 
-ESTIMATORS = ("none", "reinforce", "rebn", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
-"""Estimators that the service computes; GAE needs the learner's values and is a client helper."""
-
 
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
@@ -106,12 +105,14 @@ class TaskSpec(_Model):
     """Words that a pull may ask for, such as ``["hard"]``. Default: none."""
 
 
+def _estimator_names(schema: dict[str, Any]) -> None:
+    schema["enum"] = [NONE, *estimator_names()]
+
+
 class EstimatorSpec(_Model):
     """How advantages are computed. Definitions: ``docs/estimators.md``."""
 
-    name: Literal["none", "reinforce", "rebn", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"] = (
-        "rebn"
-    )
+    name: str = Field(default="rebn", json_schema_extra=_estimator_names)
     """Which estimator. Default ReBN: it needs no groups and takes per-turn rewards and γ < 1."""
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount per *turn*, never per token. Default 1: no discount."""
@@ -122,9 +123,19 @@ class EstimatorSpec(_Model):
     weighting: Literal["turn", "token"] = "turn"
     """Whether a turn counts once in μ and σ, or by its sampled tokens. Default: once."""
 
+    @field_validator("name")
+    @classmethod
+    def _name_is_known(cls, value: str) -> str:
+        if value != NONE:
+            try:
+                find_estimator(value)
+            except InvalidRequest as error:
+                raise ValueError(str(error)) from error
+        return value
+
     @model_validator(mode="after")
     def _ddof_fits(self) -> Self:
-        token = self.weighting == "token" or self.name in ("reinforce_pp", "reinforce_pp_baseline")
+        token = self.weighting == "token" or (self.name != NONE and find_estimator(self.name).by_tokens)
         if token and self.ddof != 0:
             raise ValueError("ddof must be 0 with token weighting: token counts are weights, not samples")
         return self
@@ -349,15 +360,28 @@ class RetrySpec(_Model):
     kills none; one that answers with what is no sample does. Default 3."""
 
 
+def _selection_rule_names(schema: dict[str, Any]) -> None:
+    schema["enum"] = selection_rule_names()
+
+
 class SelectionSpec(_Model):
     """Which eligible groups a batch takes. ``docs/selection.md`` has the rules in full."""
 
-    order: Literal["fifo", "lifo", "uniform", "prioritized"] = "fifo"
+    order: str = Field(default="fifo", json_schema_extra=_selection_rule_names)
     """First or last dispatched first, or drawn without replacement: evenly, or by priority. Default fifo: by dispatch
     order, since the order of completion would favour short episodes."""
     exponent: float = Field(default=1.0, ge=0, le=MAX_EXPONENT)
     """Prioritized only: a group is drawn in proportion to its priority to the power of this. Default 1; 0 is
     uniform."""
+
+    @field_validator("order")
+    @classmethod
+    def _order_is_known(cls, value: str) -> str:
+        try:
+            find_selection_rule(value)
+        except InvalidRequest as error:
+            raise ValueError(str(error)) from error
+        return value
 
 
 class RunSpec(_Model):

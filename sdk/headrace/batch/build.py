@@ -22,11 +22,12 @@ from headrace.batch.manifest import IN_ORDER, Counts, EstimatorUsed, GroupEntry,
 from headrace.estimators import (
     F64,
     I64,
-    TOKEN_WEIGHTED,
+    NONE,
     Estimate,
     Weighting,
     advantages,
     episode_rewards,
+    find_estimator,
     group_statistics,
     returns_to_go,
 )
@@ -34,7 +35,7 @@ from headrace.moments import Moments
 from headrace.trajectory import SCHEMA, Version
 
 
-class Estimator(Protocol):
+class EstimatorSettings(Protocol):
     """The part of ``EstimatorSpec`` that is used here."""
 
     @property
@@ -60,7 +61,7 @@ def build_head(
     *,
     batch: str,
     run: str,
-    estimator: Estimator,
+    estimator: EstimatorSettings,
     version: Version,
     groups: Sequence[GroupInput],
     selection: SelectionUsed = IN_ORDER,
@@ -87,7 +88,7 @@ def compute(
     *,
     batch: str,
     run: str,
-    estimator: Estimator,
+    estimator: EstimatorSettings,
     version: Version,
     groups: Sequence[GroupInput],
     selection: SelectionUsed = IN_ORDER,
@@ -96,7 +97,8 @@ def compute(
     """Manifest and columns of these groups. Raises as ``build_head``."""
     strands = collect_strands(groups)
     estimate = _estimate(estimator, strands)
-    weighting: Weighting = "token" if estimator.name in TOKEN_WEIGHTED else estimator.weighting
+    by_tokens = estimator.name != NONE and find_estimator(estimator.name).by_tokens
+    weighting: Weighting = "token" if by_tokens else estimator.weighting
     heads = [head for group in groups for head, _ in group.members]
     ranges = [_version_ranges(group) for group in groups]
     entries = _group_entries(groups, ranges, strands, estimate, version)
@@ -132,7 +134,7 @@ def compute(
         trajectories=[head.id for head in heads],
     )
     columns = _columns(groups, strands, estimate, weighting) | {"row_bin": bins}
-    if estimator.name == "none":
+    if estimator.name == NONE:
         del columns["advantages"]
     return Computed(manifest, columns)
 
@@ -165,9 +167,9 @@ def _strand_columns(strands: Strands) -> dict[str, npt.NDArray[Any]]:
     return {"row_reward": episode_rewards(experience.rewards, experience.offsets)[strand], "row_leads": leads}
 
 
-def _estimate(estimator: Estimator, strands: Strands) -> Estimate:
+def _estimate(estimator: EstimatorSettings, strands: Strands) -> Estimate:
     experience = strands.experience
-    if estimator.name == "none":
+    if estimator.name == NONE:
         returns = returns_to_go(experience.rewards, experience.offsets, estimator.gamma)
         return Estimate(returns, np.zeros_like(returns), group_statistics(experience), None)
     return advantages(

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from headrace.errors import Conflict, InvalidRequest
+from headrace.selection import find_selection_rule
 from headrace.wire import messages
 from headrace_orchestrator.scheduler import events
 from headrace_orchestrator.scheduler.apply.state import Book
@@ -22,7 +23,7 @@ MAX_REQUEST_GROUPS = 16_384
 def set_priorities(book: Book, run: Run, request: messages.PrioritiesRequest, now: float) -> messages.PrioritiesReply:
     """Set the priorities of groups in flight; raises Conflict or InvalidRequest."""
     order = run.spec.selection.order
-    if order != "prioritized":
+    if find_selection_rule(order).weight is None:
         raise Conflict(
             f"Run {run.name} selects groups {order}: priorities would have no effect.",
             hint="Create the run with selection = {'order': 'prioritized'}.",

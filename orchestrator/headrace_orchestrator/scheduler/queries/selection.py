@@ -11,10 +11,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Iterator
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from typing import NamedTuple
 
+from headrace.selection import find_selection_rule
 from headrace_orchestrator.scheduler.state.filters import EVERYTHING, Filter
 from headrace_orchestrator.scheduler.state.groups import Group
 from headrace_orchestrator.scheduler.state.run import Run
@@ -26,8 +27,9 @@ def choose(run: Run, filter: Filter) -> list[Group]:
     room = _room(run, filter)
     if not last and run.shelves.count(filter) < room.groups:
         return []
-    with closing(_in_turn(run, filter)) as groups:
-        taken, enough = _fill(room, groups)
+    rule = find_selection_rule(run.spec.selection.order)
+    with closing(_Eligible(run, filter)) as groups:
+        taken, enough = _fill(room, rule.order(groups))
     return taken if enough or last else []
 
 
@@ -49,13 +51,24 @@ def _room(run: Run, filter: Filter) -> _Room:
     )
 
 
-def _in_turn(run: Run, filter: Filter) -> Generator[Group, None, None]:
-    order = run.spec.selection.order
-    if order in ("fifo", "lifo"):
-        yield from run.shelves.in_order(filter, backwards=order == "lifo")
-    else:
-        with closing(run.shelves.drawn(filter, _Dice(run.spec.seed, run.batches_formed).below)) as drawn:
-            yield from drawn
+class _Eligible:
+    """The eligible groups that fit a filter, as a selection rule sees them. Closed, it puts back what was drawn."""
+
+    def __init__(self, run: Run, filter: Filter) -> None:
+        self._run = run
+        self._filter = filter
+        self._draws = ExitStack()
+
+    def in_order(self, *, backwards: bool = False) -> Iterator[Group]:
+        return self._run.shelves.in_order(self._filter, backwards=backwards)
+
+    def drawn(self) -> Iterator[Group]:
+        run = self._run
+        draw = run.shelves.drawn(self._filter, _Dice(run.spec.seed, run.batches_formed).below)
+        return self._draws.enter_context(closing(draw))
+
+    def close(self) -> None:
+        self._draws.close()
 
 
 def _fill(room: _Room, groups: Iterator[Group]) -> tuple[list[Group], bool]:

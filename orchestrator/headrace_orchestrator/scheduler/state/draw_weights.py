@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 from headrace.runspec import SelectionSpec
+from headrace.selection import find_selection_rule
 from headrace_orchestrator.scheduler.state.groups import Group
 
 MIN_PRIORITY = 1e-6
@@ -23,9 +24,9 @@ def even(group: Group) -> int:
 
 
 def weigher(selection: SelectionSpec) -> Callable[[Group], int]:
-    """Gives the weight of a group: its priority to the power of the run's exponent; the same for all where the order
-    knows no priorities."""
-    exponent = selection.exponent
-    if selection.order != "prioritized":
+    """Gives the weight of a group: what the run's rule makes of its priority; the same for all where the rule knows no
+    priorities."""
+    weight, exponent = find_selection_rule(selection.order).weight, selection.exponent
+    if weight is None:
         return even
-    return lambda group: int(math.ldexp(group.priority**exponent, _BITS))
+    return lambda group: max(1, int(math.ldexp(weight(group.priority, exponent), _BITS)))

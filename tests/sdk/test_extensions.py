@@ -1,0 +1,84 @@
+"""Estimators and selection rules of third parties: an installed package adds them by name."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """A folder with an installed package that adds an estimator and a selection rule."""
+    (tmp_path / "extension.py").write_text(
+        dedent("""
+            from headrace.estimators import Estimator
+            from headrace.selection import SelectionRule
+
+            doubled = Estimator(lambda inputs: 2.0 * inputs.returns)
+            newest = SelectionRule(lambda groups: groups.in_order(backwards=True))
+        """)
+    )
+    metadata = tmp_path / "extension-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: extension\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(
+        "[headrace.estimators]\ndoubled = extension:doubled\n\n[headrace.selection]\nnewest = extension:newest\n"
+    )
+    return tmp_path
+
+
+def printed_by(statement: str, installed: Path) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    command = [sys.executable, "-c", dedent(statement)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def test_third_parties_add_estimators_by_the_entry_point_group(installed: Path) -> None:
+    out = printed_by(
+        """
+        import numpy as np
+        from headrace import RunSpec
+        from headrace.estimators import Experience, advantages
+
+        spec = RunSpec(name="a", estimator={"name": "doubled"})
+        one = Experience(np.ones(2), np.ones(2, np.int64), np.array([0, 2]), np.zeros(1, np.int64))
+        print(advantages(spec.estimator.name, one, gamma=1.0).advantages.tolist())
+        print("doubled" in RunSpec.model_json_schema()["$defs"]["EstimatorSpec"]["properties"]["name"]["enum"])
+        """,
+        installed,
+    )
+    assert out.split("\n")[:2] == ["[4.0, 2.0]", "True"]
+
+
+def test_third_parties_add_rules_by_the_entry_point_group(installed: Path) -> None:
+    out = printed_by(
+        """
+        from headrace import RunSpec
+        from headrace.selection import find_selection_rule
+
+        class Groups:
+            def in_order(self, *, backwards=False):
+                return iter("ba" if backwards else "ab")
+
+        order = RunSpec(name="a", selection={"order": "newest"}).selection.order
+        print(*find_selection_rule(order).order(Groups()))
+        print("newest" in RunSpec.model_json_schema()["$defs"]["SelectionSpec"]["properties"]["order"]["enum"])
+        """,
+        installed,
+    )
+    assert out.split("\n")[:2] == ["b a", "True"]
+
+
+def test_a_name_that_no_installed_package_has_is_refused_with_those_that_exist() -> None:
+    from headrace.errors import InvalidRunSpec
+    from headrace.runspec import parse_run_spec
+
+    with pytest.raises(InvalidRunSpec, match=r"estimator\.name.*No estimator 'doubled'.*Known: reinforce, rebn"):
+        parse_run_spec({"name": "a", "estimator": {"name": "doubled"}})
+    with pytest.raises(InvalidRunSpec, match=r"selection\.order.*No selection rule 'newest'.*Known: fifo, lifo"):
+        parse_run_spec({"name": "a", "selection": {"order": "newest"}})
