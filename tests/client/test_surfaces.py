@@ -27,6 +27,14 @@ def test_the_async_client_has_the_methods_of_the_sync_one_with_the_same_argument
     assert surface(Client) == surface(AsyncClient)
 
 
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_a_method_has_the_signature_and_the_docstring_of_its_operation(kind: type) -> None:
+    signature = inspect.signature(kind.nack)  # type: ignore[attr-defined]
+    assert str(signature) == "(self, batch: 'Batch', reason: 'str') -> 'None'"
+    for name, method in inspect.getmembers(kind, inspect.isfunction):
+        assert name.startswith("_") or method.__doc__, name
+
+
 def test_without_aiohttp_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -20,25 +20,21 @@ from headrace._arguments import names
 from headrace.batch.batch import Batch
 from headrace.client.buffers import Buffers
 from headrace.client.connection_pool import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, Origin
+from headrace.client.methods import AsyncMethods
 from headrace.client.operations import (
     PAGE,
     Flows,
     PullField,
     Resumed,
-    TaskLike,
-    VersionLike,
     Wanted,
-    WeightsLike,
-    plain_task,
 )
 from headrace.client.prefetch import UNUSED
 from headrace.client.requests import Answer, Flow, Lost, Request, Sleep, headers
 from headrace.client.sync_client import address, bearer
 from headrace.client.wait_reports import OnWait, nothing_in_time, tell
 from headrace.errors import HeadraceError, MissingExtra, RunFinished
-from headrace.runspec import RunSpec
 from headrace.timeouts import timeout
-from headrace.trajectory import Status, Trajectory
+from headrace.trajectory import Status
 from headrace.wire import messages
 
 if TYPE_CHECKING:
@@ -52,7 +48,7 @@ CONNECTIONS = 8
 """Open at once at most: long polls of several runs, beside short calls."""
 
 
-class AsyncClient:
+class AsyncClient(AsyncMethods):
     """A learner's connection to an orchestrator, for ``async`` code. Arguments are those of ``Client``.
 
     Made anywhere, used in one event loop: ``async with AsyncClient() as client``. Raises MissingExtra without aiohttp.
@@ -120,32 +116,6 @@ class AsyncClient:
                     await self._run(self._flows.renew(run))
                 except HeadraceError as error:
                     log.warning("The batch leases of run %r could not be renewed: %s", run, error)
-
-    # Runs
-
-    async def create_run(self, spec: RunSpec | Mapping[str, Any], *, exist_ok: bool = False) -> messages.RunStatus:
-        """As ``Client.create_run``."""
-        return await self._run(self._flows.create_run(spec, exist_ok))
-
-    async def runs(self) -> list[messages.RunStatus]:
-        """As ``Client.runs``."""
-        return await self._run(self._flows.runs())
-
-    async def run(self, run: str) -> messages.RunStatus:
-        """As ``Client.run``."""
-        return await self._run(self._flows.run(run))
-
-    async def close_run(self, run: str) -> None:
-        """As ``Client.close_run``."""
-        await self._run(self._flows.close_run(run))
-
-    async def status(self) -> messages.ServiceStatus:
-        """As ``Client.status``."""
-        return await self._run(self._flows.status())
-
-    async def drain_worker(self, worker: str) -> None:
-        """As ``Client.drain_worker``."""
-        await self._run(self._flows.drain_worker(worker))
 
     # Batches
 
@@ -253,91 +223,6 @@ class AsyncClient:
             self._held()
         return resumed
 
-    async def ack(
-        self, batch: Batch, version: VersionLike | None = None, *, weights: WeightsLike | None = None
-    ) -> messages.AckReply:
-        """As ``Client.ack``."""
-        return await self._run(self._flows.ack(batch, version, weights))
-
-    async def nack(self, batch: Batch, reason: str) -> None:
-        """As ``Client.nack``."""
-        await self._run(self._flows.nack(batch, reason))
-
-    # Versions
-
-    async def announce(
-        self, run: str, version: VersionLike, *, weights: WeightsLike | None = None
-    ) -> messages.VersionReply:
-        """As ``Client.announce``."""
-        return await self._run(self._flows.announce(run, version, weights))
-
-    async def rewind(self, run: str, version: VersionLike) -> messages.VersionReply:
-        """As ``Client.rewind``."""
-        return await self._run(self._flows.rewind(run, version))
-
-    async def set_priorities(self, run: str, priorities: Mapping[str, float]) -> messages.PrioritiesReply:
-        """As ``Client.set_priorities``."""
-        return await self._run(self._flows.set_priorities(run, priorities))
-
-    async def doing(self, run: str, doing: messages.Doing) -> None:
-        """As ``Client.doing``."""
-        await self._run(self._flows.doing(run, doing))
-
-    async def hold(self, run: str, wait_s: float = 0.0) -> messages.HoldReply:
-        """As ``Client.hold``."""
-        return await self._run(self._flows.hold(run, wait_s))
-
-    # Policy servers
-
-    async def servers(self, run: str, *, revision: int | None = None, wait_s: float = 0.0) -> messages.ServersReply:
-        """The run's policy servers and what each is at. With the ``revision`` of an earlier reply: waits up to
-        ``wait_s`` for news."""
-        return await self._run(self._flows.servers(run, revision, wait_s))
-
-    async def add_server(self, run: str, address: str) -> None:
-        """Give the run another policy server while it runs, or end the drain of one."""
-        await self._run(self._flows.change_server("POST", run, address))
-
-    async def drain_server(self, run: str, address: str) -> None:
-        """Let a policy server finish what it has; it takes nothing new. Raises UnknownServer."""
-        await self._run(self._flows.change_server("POST", run, address, "drain"))
-
-    async def remove_server(self, run: str, address: str) -> None:
-        """Take a policy server from the run. Raises UnknownServer."""
-        await self._run(self._flows.change_server("DELETE", run, address))
-
-    # Groups and evaluations
-
-    async def submit_groups(self, run: str, groups: Sequence[messages.GroupRequest | TaskLike]) -> list[str]:
-        """As ``Client.submit_groups``."""
-        return await self._run(self._flows.submit_groups(run, groups))
-
-    async def evaluate(
-        self,
-        run: str,
-        tasks: Sequence[TaskLike],
-        *,
-        episodes_per_task: int = 1,
-        version: str = "",
-        temperature: float | None = None,
-        deadline_s: float = 600.0,
-        wait: bool = True,
-        timeout_s: float | None = None,
-    ) -> messages.EvaluationReply:
-        """As ``Client.evaluate``."""
-        body = messages.EvaluationRequest(
-            tasks=[plain_task(task) for task in tasks],
-            episodes_per_task=episodes_per_task,
-            version=version,
-            temperature=temperature,
-            deadline_s=deadline_s,
-        )
-        return await self._run(self._flows.evaluate(run, body, wait, timeout_s))
-
-    async def evaluation(self, run: str, evaluation: str, wait_s: float = 0.0) -> messages.EvaluationReply:
-        """As ``Client.evaluation``."""
-        return await self._run(self._flows.evaluation(run, evaluation, wait_s))
-
     # Trajectories
 
     async def trajectories(
@@ -359,18 +244,6 @@ class AsyncClient:
             before = listing.next
             if not before:
                 return
-
-    async def trajectory(self, trajectory: str) -> Trajectory:
-        """As ``Client.trajectory``."""
-        return await self._run(self._flows.trajectory(trajectory))
-
-    async def asset(self, name: str) -> memoryview:
-        """As ``Client.asset``."""
-        return await self._run(self._flows.asset(name))
-
-    async def advantages(self, trajectory: str) -> messages.TrajectoryAdvantages:
-        """As ``Client.advantages``."""
-        return await self._run(self._flows.advantages(trajectory))
 
 
 class _News:

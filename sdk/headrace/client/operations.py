@@ -176,7 +176,8 @@ class Flows:
 
     # Runs ----------------------------------------------------------------------------------------------------
 
-    def create_run(self, spec: RunSpec | Mapping[str, Any], exist_ok: bool) -> Flow[messages.RunStatus]:
+    def create_run(self, spec: RunSpec | Mapping[str, Any], *, exist_ok: bool = False) -> Flow[messages.RunStatus]:
+        """Create a run. With ``exist_ok`` a run of the same name and spec is fine. Raises RunExists, InvalidRunSpec."""
         parsed = spec if isinstance(spec, RunSpec) else parse_run_spec(spec)
         body = parsed.model_dump(mode="json", exclude_unset=True)
         try:
@@ -195,18 +196,23 @@ class Flows:
             return there
 
     def runs(self) -> Flow[list[messages.RunStatus]]:
+        """All runs."""
         return (yield from self.call(Call(request=request("GET", "runs"), read=json_reader(list[messages.RunStatus]))))
 
     def run(self, run: str) -> Flow[messages.RunStatus]:
+        """One run. Raises UnknownRun."""
         return (yield from self.call(Call(request=request("GET", "runs", run), read=_run_status)))
 
     def close_run(self, run: str) -> Flow[None]:
+        """Admit nothing more and cancel what is out."""
         yield from self.call(Call(request=request("POST", "runs", run, "close"), read=read_nothing))
 
     def status(self) -> Flow[messages.ServiceStatus]:
+        """The whole service."""
         return (yield from self.call(Call(request=request("GET", "status"), read=json_reader(messages.ServiceStatus))))
 
     def drain_worker(self, worker: str) -> Flow[None]:
+        """Give the worker nothing new; it ends when its episodes have."""
         yield from self.call(Call(request=request("POST", "workers", worker, "drain"), read=read_nothing))
 
     # Batches -------------------------------------------------------------------------------------------------
@@ -328,7 +334,12 @@ class Flows:
                 batches.append(found)
         return Resumed(batches, lost)
 
-    def ack(self, batch: Batch, version: VersionLike | None, weights: WeightsLike | None) -> Flow[messages.AckReply]:
+    def ack(
+        self, batch: Batch, version: VersionLike | None = None, *, weights: WeightsLike | None = None
+    ) -> Flow[messages.AckReply]:
+        """The batch was trained on. ``version``: the one that the step made; an int counts in the batch's lineage.
+        ``weights``: where it is, and the service loads it into the run's policy servers; without, it is loaded already.
+        Raises BatchSuperseded if the lease was lost."""
         run, text = batch.run, ""
         if version is not None:
             text = str(Version(batch.version.lineage, version) if isinstance(version, int) else version)
@@ -352,7 +363,11 @@ class Flows:
         self.leases.drop(run, batch.id)
         return reply
 
-    def nack(self, batch: Batch, reason: str, *, retry_for_s: float | None = None) -> Flow[None]:
+    def nack(self, batch: Batch, reason: str) -> Flow[None]:
+        """Give the batch back untrained; it is served again while it is fresh enough."""
+        yield from self._nack(batch, reason, None)
+
+    def _nack(self, batch: Batch, reason: str, retry_for_s: float | None) -> Flow[None]:
         body = messages.NackRequest(
             learner=self.learner, session=self.session, generation=batch.generation, reason=reason
         )
@@ -370,7 +385,7 @@ class Flows:
     def give_back(self, batch: Batch, reason: str) -> Flow[None]:
         """Give a batch back with one try: where that fails it comes back when its lease ends."""
         try:
-            yield from self.nack(batch, reason, retry_for_s=0.0)
+            yield from self._nack(batch, reason, 0.0)
         except BatchSuperseded:
             log.debug("Batch %s was given back before, as by another rank.", batch.id)
         except HeadraceError as error:
@@ -392,7 +407,11 @@ class Flows:
 
     # Versions ------------------------------------------------------------------------------------------------
 
-    def announce(self, run: str, version: VersionLike, weights: WeightsLike | None) -> Flow[messages.VersionReply]:
+    def announce(
+        self, run: str, version: VersionLike, *, weights: WeightsLike | None = None
+    ) -> Flow[messages.VersionReply]:
+        """A version is there: its weights are loaded, or the service loads them from ``weights``. An int counts in the
+        run's lineage now. Raises VersionConflict."""
         if isinstance(version, int):
             now = yield from self.run(run)
             version = Version(Version.parse(now.version).lineage, version)
@@ -406,6 +425,7 @@ class Flows:
             raise
 
     def rewind(self, run: str, version: VersionLike) -> Flow[messages.VersionReply]:
+        """Go back to a checkpoint, named in full as in ``"0.12"``: opens a new lineage, which the reply names."""
         if isinstance(version, int):
             raise InvalidRequest(
                 f"Rewind to {version}: of which lineage?", hint="Name the checkpoint in full, as in '0.12'."
@@ -414,6 +434,8 @@ class Flows:
         return (yield from self.call(call))
 
     def set_priorities(self, run: str, priorities: Mapping[str, float]) -> Flow[messages.PrioritiesReply]:
+        """Set what a prioritized draw goes by, by group id, 1e-6 to 1e6. The reply names groups that are over. Raises
+        Conflict where the run's order knows no priorities."""
         body = messages.PrioritiesRequest(priorities={id: float(priority) for id, priority in priorities.items()})
         call = Call(
             request=request("POST", "runs", run, "priorities", body=body), read=json_reader(messages.PrioritiesReply)
@@ -421,6 +443,7 @@ class Flows:
         return (yield from self.call(call))
 
     def doing(self, run: str, doing: messages.Doing) -> Flow[None]:
+        """Say what the learner is doing now; renews all its batch leases in the run."""
         self.leases.say(run, doing)
         yield from self.call(self._doing_call(run, doing))
         self.leases.renewed(run)
@@ -434,23 +457,35 @@ class Flows:
         body = messages.DoingRequest(learner=self.learner, session=self.session, doing=doing)
         return Call(request=request("POST", "runs", run, "doing", body=body), read=read_nothing)
 
-    def hold(self, run: str, wait_s: float) -> Flow[messages.HoldReply]:
+    def hold(self, run: str, wait_s: float = 0.0) -> Flow[messages.HoldReply]:
+        """Whether weights may be replaced now; waits up to ``wait_s`` for evaluations that need the old ones."""
         return (yield from self.call(_poll("runs", run, "hold", kind=messages.HoldReply).waiting(wait_s)))
 
     # Policy servers ------------------------------------------------------------------------------------------
 
-    def servers(self, run: str, revision: int | None, wait_s: float) -> Flow[messages.ServersReply]:
+    def servers(self, run: str, *, revision: int | None = None, wait_s: float = 0.0) -> Flow[messages.ServersReply]:
+        """The run's policy servers and what each is at. With the ``revision`` of an earlier reply: waits up to
+        ``wait_s`` for news."""
         query = {} if revision is None else {"revision": revision}
         poll = _poll("runs", run, "servers", kind=messages.ServersReply, **query)
         return (yield from self.call(poll.waiting(wait_s)))
 
-    def change_server(self, method: str, run: str, address: str, *what: str) -> Flow[None]:
-        body = messages.ServerRequest(address=address)
-        yield from self.call(Call(request=request(method, "runs", run, "servers", *what, body=body), read=read_nothing))
+    def add_server(self, run: str, address: str) -> Flow[None]:
+        """Give the run another policy server while it runs, or end the drain of one."""
+        yield from self.call(_server_call("POST", run, address))
+
+    def drain_server(self, run: str, address: str) -> Flow[None]:
+        """Let a policy server finish what it has; it takes nothing new. Raises UnknownServer."""
+        yield from self.call(_server_call("POST", run, address, "drain"))
+
+    def remove_server(self, run: str, address: str) -> Flow[None]:
+        """Take a policy server from the run. Raises UnknownServer."""
+        yield from self.call(_server_call("DELETE", run, address))
 
     # Groups and evaluations ----------------------------------------------------------------------------------
 
     def submit_groups(self, run: str, groups: Sequence[messages.GroupRequest | TaskLike]) -> Flow[list[str]]:
+        """Ask for groups of the learner's own choice; gives their ids, which ``pull(groups=...)`` awaits."""
         named = [_group_request(group) for group in groups]
         ids = [group.id for group in named]
         call = Call(
@@ -464,23 +499,42 @@ class Flows:
                 return ids
             raise
 
-    def start_evaluation(self, run: str, body: messages.EvaluationRequest) -> Flow[messages.EvaluationReply]:
-        call = Call(
-            request=request("POST", "runs", run, "evaluations", body=body),
-            read=json_reader(messages.EvaluationReply),
-            repeatable=False,
-        )
-        return (yield from self.call(call))
-
-    def evaluation(self, run: str, evaluation: str, wait_s: float) -> Flow[messages.EvaluationReply]:
+    def evaluation(self, run: str, evaluation: str, wait_s: float = 0.0) -> Flow[messages.EvaluationReply]:
+        """An evaluation as it stands; waits up to ``wait_s`` for its end."""
         poll = _poll("runs", run, "evaluations", evaluation, kind=messages.EvaluationReply)
         return (yield from self.call(poll.waiting(wait_s)))
 
     def evaluate(
-        self, run: str, body: messages.EvaluationRequest, wait: bool, timeout_s: float | None
+        self,
+        run: str,
+        tasks: Sequence[TaskLike],
+        *,
+        episodes_per_task: int = 1,
+        version: str = "",
+        temperature: float | None = None,
+        deadline_s: float = 600.0,
+        wait: bool = True,
+        timeout_s: float | None = None,
     ) -> Flow[messages.EvaluationReply]:
+        """Run episodes outside of training, pinned to a version (default: the one now); 0 is the greedy temperature.
+
+        The service cancels what is unfinished after ``deadline_s``. With ``wait`` this returns when the evaluation is
+        finished or after ``timeout_s``: look at ``finished`` if you gave one.
+        """
+        body = messages.EvaluationRequest(
+            tasks=[plain_task(task) for task in tasks],
+            episodes_per_task=episodes_per_task,
+            version=version,
+            temperature=temperature,
+            deadline_s=deadline_s,
+        )
+        started = Call(
+            request=request("POST", "runs", run, "evaluations", body=body),
+            read=json_reader(messages.EvaluationReply),
+            repeatable=False,
+        )
         deadline = None if timeout_s is None else self.clock() + timeout_s
-        reply = yield from self.start_evaluation(run, body)
+        reply = yield from self.call(started)
         while wait and not reply.finished:
             asked = self.clock()
             if deadline is not None and asked >= deadline:
@@ -501,10 +555,12 @@ class Flows:
         return (yield from self.call(call))
 
     def trajectory(self, trajectory: str) -> Flow[Trajectory]:
+        """One stored trajectory. Raises UnknownTrajectory."""
         call = Call(request=request("GET", "trajectories", trajectory), read=read_trajectory)
         return (yield from self.call(call))
 
     def asset(self, name: str) -> Flow[memoryview]:
+        """The bytes of an image or a large array, checked against its name. Raises UnknownAsset, CorruptAsset."""
         found = yield from self.call(Call(request=request("GET", "assets", name), read=read_asset))
         check_asset(name, found)
         return found
@@ -523,6 +579,8 @@ class Flows:
         return found
 
     def advantages(self, trajectory: str) -> Flow[messages.TrajectoryAdvantages]:
+        """What the batch that it was last frozen into says of its turns. Raises UnknownTrajectory, and UnknownBatch
+        while it is in none."""
         call = Call(request=request("GET", "trajectories", trajectory, "advantages"), read=_advantages)
         return (yield from self.call(call))
 
@@ -543,6 +601,11 @@ def _version_call(run: str, what: str, body: msgspec.Struct, *, repeatable: bool
         read=json_reader(messages.VersionReply),
         repeatable=repeatable,
     )
+
+
+def _server_call(method: str, run: str, address: str, *parts: str) -> Call[None]:
+    body = messages.ServerRequest(address=address)
+    return Call(request=request(method, "runs", run, "servers", *parts, body=body), read=read_nothing)
 
 
 def _poll(*parts: str, kind: type[T], **query: Any) -> Call[T]:

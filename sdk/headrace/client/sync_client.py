@@ -19,32 +19,28 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 from weakref import WeakSet
 
 from headrace._arguments import names
 from headrace.batch.batch import Batch
 from headrace.client.connection_pool import Connections, Origin
 from headrace.client.lease_renewal import Keepalive, drive
+from headrace.client.methods import BlockingMethods
 from headrace.client.operations import (
     PAGE,
     Flows,
     PullField,
     Resumed,
-    TaskLike,
-    VersionLike,
     Wanted,
-    WeightsLike,
-    plain_task,
 )
 from headrace.client.prefetch import UNUSED, Prefetch
 from headrace.client.requests import Flow
 from headrace.client.wait_reports import OnWait
 from headrace.errors import RunFinished, SetupError
-from headrace.runspec import RunSpec
-from headrace.trajectory import Status, Trajectory
+from headrace.trajectory import Status
 from headrace.wire import messages
 
 T = TypeVar("T")
@@ -69,7 +65,7 @@ def bearer(token: str | None) -> str:
     return found
 
 
-class Client:
+class Client(BlockingMethods):
     """A learner's connection to an orchestrator. All durations are in seconds.
 
     ``learner`` is a name that survives a restart of the learner: a new process of the same name takes over the
@@ -118,32 +114,6 @@ class Client:
 
     def _run(self, flow: Flow[T]) -> T:
         return drive(flow, self._connections)
-
-    # Runs
-
-    def create_run(self, spec: RunSpec | Mapping[str, Any], *, exist_ok: bool = False) -> messages.RunStatus:
-        """Create a run. With ``exist_ok`` a run of the same name and spec is fine. Raises RunExists, InvalidRunSpec."""
-        return self._run(self._flows.create_run(spec, exist_ok))
-
-    def runs(self) -> list[messages.RunStatus]:
-        """All runs."""
-        return self._run(self._flows.runs())
-
-    def run(self, run: str) -> messages.RunStatus:
-        """One run. Raises UnknownRun."""
-        return self._run(self._flows.run(run))
-
-    def close_run(self, run: str) -> None:
-        """Admit nothing more and cancel what is out."""
-        self._run(self._flows.close_run(run))
-
-    def status(self) -> messages.ServiceStatus:
-        """The whole service."""
-        return self._run(self._flows.status())
-
-    def drain_worker(self, worker: str) -> None:
-        """Give the worker nothing new; it ends when its episodes have."""
-        self._run(self._flows.drain_worker(worker))
 
     # Batches
 
@@ -250,97 +220,6 @@ class Client:
             self._keepalive.wake()
         return resumed
 
-    def ack(
-        self, batch: Batch, version: VersionLike | None = None, *, weights: WeightsLike | None = None
-    ) -> messages.AckReply:
-        """The batch was trained on. ``version``: the one that the step made; an int counts in the batch's lineage.
-        ``weights``: where it is, and the service loads it into the run's policy servers; without, it is loaded already.
-        Raises BatchSuperseded if the lease was lost."""
-        return self._run(self._flows.ack(batch, version, weights))
-
-    def nack(self, batch: Batch, reason: str) -> None:
-        """Give the batch back untrained; it is served again while it is fresh enough."""
-        self._run(self._flows.nack(batch, reason))
-
-    # Versions
-
-    def announce(self, run: str, version: VersionLike, *, weights: WeightsLike | None = None) -> messages.VersionReply:
-        """A version is there: its weights are loaded, or the service loads them from ``weights``. An int counts in the
-        run's lineage now. Raises VersionConflict."""
-        return self._run(self._flows.announce(run, version, weights))
-
-    def rewind(self, run: str, version: VersionLike) -> messages.VersionReply:
-        """Go back to a checkpoint, named in full as in ``"0.12"``: opens a new lineage, which the reply names."""
-        return self._run(self._flows.rewind(run, version))
-
-    def set_priorities(self, run: str, priorities: Mapping[str, float]) -> messages.PrioritiesReply:
-        """Set what a prioritized draw goes by, by group id, 1e-6 to 1e6. The reply names groups that are over. Raises
-        Conflict where the run's order knows no priorities."""
-        return self._run(self._flows.set_priorities(run, priorities))
-
-    def doing(self, run: str, doing: messages.Doing) -> None:
-        """Say what the learner is doing now; renews all its batch leases in the run."""
-        self._run(self._flows.doing(run, doing))
-
-    def hold(self, run: str, wait_s: float = 0.0) -> messages.HoldReply:
-        """Whether weights may be replaced now; waits up to ``wait_s`` for evaluations that need the old ones."""
-        return self._run(self._flows.hold(run, wait_s))
-
-    # Policy servers
-
-    def servers(self, run: str, *, revision: int | None = None, wait_s: float = 0.0) -> messages.ServersReply:
-        """The run's policy servers and what each is at. With the ``revision`` of an earlier reply: waits up to
-        ``wait_s`` for news."""
-        return self._run(self._flows.servers(run, revision, wait_s))
-
-    def add_server(self, run: str, address: str) -> None:
-        """Give the run another policy server while it runs, or end the drain of one."""
-        self._run(self._flows.change_server("POST", run, address))
-
-    def drain_server(self, run: str, address: str) -> None:
-        """Let a policy server finish what it has; it takes nothing new. Raises UnknownServer."""
-        self._run(self._flows.change_server("POST", run, address, "drain"))
-
-    def remove_server(self, run: str, address: str) -> None:
-        """Take a policy server from the run. Raises UnknownServer."""
-        self._run(self._flows.change_server("DELETE", run, address))
-
-    # Groups and evaluations
-
-    def submit_groups(self, run: str, groups: Sequence[messages.GroupRequest | TaskLike]) -> list[str]:
-        """Ask for groups of the learner's own choice; gives their ids, which ``pull(groups=...)`` awaits."""
-        return self._run(self._flows.submit_groups(run, groups))
-
-    def evaluate(
-        self,
-        run: str,
-        tasks: Sequence[TaskLike],
-        *,
-        episodes_per_task: int = 1,
-        version: str = "",
-        temperature: float | None = None,
-        deadline_s: float = 600.0,
-        wait: bool = True,
-        timeout_s: float | None = None,
-    ) -> messages.EvaluationReply:
-        """Run episodes outside of training, pinned to a version (default: the one now); 0 is the greedy temperature.
-
-        The service cancels what is unfinished after ``deadline_s``. With ``wait`` this returns when the evaluation is
-        finished or after ``timeout_s``: look at ``finished`` if you gave one.
-        """
-        body = messages.EvaluationRequest(
-            tasks=[plain_task(task) for task in tasks],
-            episodes_per_task=episodes_per_task,
-            version=version,
-            temperature=temperature,
-            deadline_s=deadline_s,
-        )
-        return self._run(self._flows.evaluate(run, body, wait, timeout_s))
-
-    def evaluation(self, run: str, evaluation: str, wait_s: float = 0.0) -> messages.EvaluationReply:
-        """An evaluation as it stands; waits up to ``wait_s`` for its end."""
-        return self._run(self._flows.evaluation(run, evaluation, wait_s))
-
     # Trajectories
 
     def trajectories(
@@ -361,16 +240,3 @@ class Client:
             before = listing.next
             if not before:
                 return
-
-    def trajectory(self, trajectory: str) -> Trajectory:
-        """One stored trajectory. Raises UnknownTrajectory."""
-        return self._run(self._flows.trajectory(trajectory))
-
-    def asset(self, name: str) -> memoryview:
-        """The bytes of an image or a large array, checked against its name. Raises UnknownAsset, CorruptAsset."""
-        return self._run(self._flows.asset(name))
-
-    def advantages(self, trajectory: str) -> messages.TrajectoryAdvantages:
-        """What the batch that it was last frozen into says of its turns. Raises UnknownTrajectory, and UnknownBatch
-        while it is in none."""
-        return self._run(self._flows.advantages(trajectory))
