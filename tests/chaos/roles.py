@@ -35,7 +35,7 @@ from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.service import Service, pulls
 from headrace_orchestrator.service.batches import Bodies
 from headrace_orchestrator.service.store import Store
-from headrace_orchestrator.service.submission_records import Intake
+from headrace_orchestrator.service.submission_records import SubmissionJudge
 from headrace_orchestrator.settings import Settings
 from headrace_workers.worker.connection import OrchestratorConnection
 from headrace_workers.worker.process import run_worker
@@ -158,7 +158,7 @@ def _watch_service(points: Points) -> None:
         return directory
 
     DataDirectory.claim = classmethod(claimed)  # type: ignore[assignment, method-assign]
-    points.around(Intake, "judge", "submitting")
+    points.around(SubmissionJudge, "judge", "submitting")
     points.around(Scheduler, "lease", "leasing")
     points.around(Scheduler, "ack", "acking")
     points.around(Scheduler, "nack", "nacking")

@@ -204,7 +204,7 @@ async def test_what_is_longer_or_refused_before_its_body_goes_the_way_of_all(dat
     assert tasks == ["/v1/worker/submit"] * 2
 
 
-@pytest.mark.parametrize("broken", ["submitting.parse_submission", "submission.Intake.judge"])
+@pytest.mark.parametrize("broken", ["submissions.parse_submission", "submission_records.SubmissionJudge.judge"])
 async def test_what_goes_wrong_unexpectedly_is_told_to_its_client_only_and_logged_whole(
     api: Api, tasks: list[str], monkeypatch: pytest.MonkeyPatch, broken: str
 ):

@@ -8,9 +8,10 @@ import msgspec
 
 from headrace.errors import InvalidRequest
 from headrace.wire import messages
-from headrace_orchestrator.api.http import Answer, Call, Told, require_name
+from headrace_orchestrator.api.http import Answer, Call, require_name
 from headrace_orchestrator.buffer.listed import FILTERS
 from headrace_orchestrator.service import Service
+from headrace_orchestrator.service.callbacks import StoredCallback
 
 Reply = Answer | msgspec.Struct
 
@@ -45,8 +46,8 @@ async def submit(service: Service, call: Call) -> Reply:
     return await service.submit(_worker(call), call.body)
 
 
-def take_submission(service: Service, call: Call, told: Told) -> None:
-    service.take(_worker(call), call.body, told)
+def submit_nowait(service: Service, call: Call, on_stored: StoredCallback[messages.SubmitReply]) -> None:
+    service.submit_nowait(_worker(call), call.body, on_stored)
 
 
 def _worker(call: Call) -> str:

@@ -25,6 +25,7 @@ from headrace.errors import InvalidRequest, RequestTooLarge
 from headrace.wire.messages import HEADER_EPOCH
 from headrace_orchestrator.api.answering import WHOLE
 from headrace_orchestrator.api.gathering import Pieces
+from headrace_orchestrator.service.callbacks import StoredCallback
 from headrace_orchestrator.service.waiters import ClientGone
 
 T = TypeVar("T")
@@ -243,8 +244,5 @@ def headers_of(scope: Scope) -> Callable[[bytes], str]:
 Handler = Callable[[Any, Call], Awaitable[Answer | msgspec.Struct]]
 """Takes the service and the request; a struct is answered as JSON."""
 
-Told = Callable[[msgspec.Struct | Exception], None]
-"""Takes what is to be answered as JSON, or what went wrong."""
-
-DirectHandler = Callable[[Any, Call, Told], None]
-"""Takes the service, the request, and who is told the answer later, or what went wrong. May raise as well."""
+DirectHandler = Callable[[Any, Call, StoredCallback[Any]], None]
+"""Takes the service, the request, and the callback that gets the struct to answer as JSON. May raise as well."""

@@ -67,7 +67,7 @@ def _worker_routes() -> list[Route]:
             path=f"{API}/worker/submit",
             summary="Submit finished episodes; answered when they are on disk. Body: see Submission.",
             handler=handlers.submit,
-            direct=handlers.take_submission,
+            direct=handlers.submit_nowait,
             roles=WORKER,
             request=messages.RECORDS_MEDIA_TYPE,
             response=messages.SubmitReply,

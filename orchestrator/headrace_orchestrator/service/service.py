@@ -25,10 +25,10 @@ from headrace_orchestrator.buffer.listed import Stored
 from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.service.batches import Served
+from headrace_orchestrator.service.callbacks import StoredCallback
 from headrace_orchestrator.service.lifecycle import Lifecycle, Running, StartWriting, in_a_thread
 from headrace_orchestrator.service.shell import HEADRACE_VERSION
 from headrace_orchestrator.service.store import Store
-from headrace_orchestrator.service.submissions import Told
 from headrace_orchestrator.service.waiters import ClientGone, Left
 from headrace_orchestrator.settings import Settings
 
@@ -101,9 +101,10 @@ class Service(Lifecycle):
         """Judge submitted records; returns when the accepted ones are on disk. Raises InvalidRequest, StoreError."""
         return await self._require().submissions.submit(worker, body)
 
-    def take(self, worker: str, body: bytes, told: Told) -> None:
-        """The same without a task: ``told`` gets the reply later, or StoreError. Raises InvalidRequest."""
-        self._require().submissions.take(worker, body, told)
+    def submit_nowait(self, worker: str, body: bytes, on_stored: StoredCallback[messages.SubmitReply]) -> None:
+        """Do what ``submit`` does without a task: ``on_stored`` gets the reply, or StoreError. Raises
+        InvalidRequest."""
+        self._require().submissions.submit_nowait(worker, body, on_stored)
 
     def claim_assets(self, request: messages.AssetsRequest) -> messages.AssetsReply:
         """Keep assets for a worker's records, and say which of them it is to send."""

@@ -1,16 +1,17 @@
-"""Where submissions come in: those of a few turns of the event loop are judged together.
+"""Batching of submissions: those that arrive within a few turns of the event loop are judged together.
 
-* What is judged together shares one lookup, one append and one wait for the disk; each submission gets its own results.
+* Submissions that are judged together share one lookup, one append and one wait for the disk; each gets its own
+  results.
 * No turn of the event loop judges many more than ``MAX_TOGETHER`` records.
-* Whoever cannot be told its results costs the others nothing.
-* What goes wrong with the store is told to everyone whose records were judged together.
+* A callback that raises costs the other submissions nothing.
+* A failure of the store is the result of every submission that was judged together.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -18,95 +19,95 @@ from headrace.errors import StoreError
 from headrace.server import logs
 from headrace.wire.messages import SubmitResult
 from headrace_orchestrator.buffer.assets import Assets
+from headrace_orchestrator.service.callbacks import StoredCallback
 from headrace_orchestrator.service.shell import Shell
-from headrace_orchestrator.service.submission_records import Intake, Submitted
+from headrace_orchestrator.service.submission_records import SubmissionJudge, SubmittedRecord
 
 log = logs.logger(__name__)
 
 MAX_TOGETHER = 32
-"""Records that are judged before others get the event loop: some three milliseconds. While the log's writer stores them
-the next ones are judged: with all that come from 64 connections in one go, either would wait for the other."""
+"""Records that are judged in one turn of the event loop: some three milliseconds. The next ones are judged while the
+log's writer stores these; if all that arrive from 64 connections were judged at once, loop and writer would wait for
+each other."""
 
 MORE_TURNS = 3
-"""Turns of the event loop in which others may come to the first one that waits. In each of them sockets are read: the
-more records share a commit and a sync, the less each costs. Many more turns would leave the disk without work. An idle
-event loop takes them in microseconds."""
-
-Told = Callable[[list[SubmitResult] | Exception], None]
-"""Takes the results of a submission, or what went wrong."""
+"""Turns of the event loop in which other submissions may join the first one. Sockets are read in each of them: the more
+records share a commit and a sync, the less each costs. Many more turns would leave the disk without work. An idle event
+loop takes them in microseconds."""
 
 
-class _Waiting(NamedTuple):
-    submitted: Sequence[Submitted]
-    told: Told
+class _PendingSubmission(NamedTuple):
+    records: Sequence[SubmittedRecord]
+    on_stored: StoredCallback[list[SubmitResult]]
 
 
-class Gate:
-    """All submissions of a running service."""
+class SubmissionBatcher:
+    """All submissions of a running service that are not judged yet."""
 
     def __init__(self, shell: Shell, assets: Assets) -> None:
         self._shell = shell
         self._assets = assets
-        self._waiting: deque[_Waiting] = deque()
-        self._answers: set[asyncio.Task[None]] = set()
+        self._pending: deque[_PendingSubmission] = deque()
+        self._replies: set[asyncio.Task[None]] = set()
 
-    def take(self, submitted: Sequence[Submitted], told: Told) -> None:
-        """``told`` gets one result each, in their order, when what they rest on is on disk; or StoreError."""
-        if not self._waiting:
+    def add(self, records: Sequence[SubmittedRecord], on_stored: StoredCallback[list[SubmitResult]]) -> None:
+        """Have the records judged. ``on_stored`` gets one result each, in their order, or StoreError."""
+        if not self._pending:
             asyncio.get_running_loop().call_soon(self._judge_after, MORE_TURNS)
-        self._waiting.append(_Waiting(submitted, told))
+        self._pending.append(_PendingSubmission(records, on_stored))
 
     def _judge_after(self, turns: int) -> None:
         if turns:
             asyncio.get_running_loop().call_soon(self._judge_after, turns - 1)
         else:
-            self._judge_waiting()
+            self._judge_batch()
 
-    def _judge_waiting(self) -> None:
+    def _judge_batch(self) -> None:
         loop = asyncio.get_running_loop()
-        together = self._next_in_line()
+        batch = self._next_batch()
         try:
-            results = self._judged(together)
-        except Exception as error:  # noqa: BLE001 - it is told to each of them
-            answer = self._answer(together, [], error)
+            results = self._judge(batch)
+        except Exception as error:  # noqa: BLE001 - it is the result of each of them
+            reply = self._reply(batch, [], error)
         else:
-            answer = self._answer(together, results)
-        task = loop.create_task(answer)
-        self._answers.add(task)
-        task.add_done_callback(self._answers.discard)
-        if self._waiting:
-            loop.call_soon(self._judge_waiting)  # behind what wakes the log: the disk begins with these
+            reply = self._reply(batch, results)
+        task = loop.create_task(reply)
+        self._replies.add(task)
+        task.add_done_callback(self._replies.discard)
+        if self._pending:
+            loop.call_soon(self._judge_batch)  # after the callback that wakes the log: the disk begins with this batch
 
-    async def _answer(
-        self, together: Sequence[_Waiting], results: Sequence[SubmitResult], error: Exception | None = None
+    async def _reply(
+        self, batch: Sequence[_PendingSubmission], results: Sequence[SubmitResult], error: Exception | None = None
     ) -> None:
-        """Tell each its results, or all the error, once everything that they rest on is on disk."""
+        """Call each submission's callback with its results, or all with the error, once everything that the results
+        rest on is on disk."""
         try:
             await self._shell.store.log.synced()
         except StoreError as refused:
             error = refused
         given = iter(results if error is None else ())
-        for waiting in together:
-            own = list(islice(given, len(waiting.submitted)))
+        for submission in batch:
+            own = list(islice(given, len(submission.records)))
             try:
-                waiting.told(error or own)
+                submission.on_stored(error or own)
             except Exception:
-                log.exception("results could not be told")
+                log.exception("the callback of a submission failed")
 
-    def _next_in_line(self) -> list[_Waiting]:
-        """Those who came first, up to ``MAX_TOGETHER`` records, but one submission at least."""
-        taken = [self._waiting.popleft()]
-        count = len(taken[0].submitted)
-        while self._waiting and count + len(self._waiting[0].submitted) <= MAX_TOGETHER:
-            taken.append(self._waiting.popleft())
-            count += len(taken[-1].submitted)
-        return taken
+    def _next_batch(self) -> list[_PendingSubmission]:
+        """The oldest submissions, up to ``MAX_TOGETHER`` records, but one submission at least."""
+        batch = [self._pending.popleft()]
+        count = len(batch[0].records)
+        while self._pending and count + len(self._pending[0].records) <= MAX_TOGETHER:
+            batch.append(self._pending.popleft())
+            count += len(batch[-1].records)
+        return batch
 
-    def _judged(self, together: Sequence[_Waiting]) -> list[SubmitResult]:
+    def _judge(self, batch: Sequence[_PendingSubmission]) -> list[SubmitResult]:
         shell = self._shell
-        submitted = [item for waiting in together for item in waiting.submitted]
-        intake = Intake(shell.core, shell.store, self._assets, shell.now())
+        records = [record for submission in batch for record in submission.records]
+        judge = SubmissionJudge(shell.core, shell.store, self._assets, shell.now())
         try:
-            return intake.judge(submitted)
+            return judge.judge(records)
         finally:
-            shell.commit(intake.accepted)
+            shell.commit(judge.accepted)

@@ -1,9 +1,9 @@
 """Submitted records: from a body to verdicts.
 
-* A body that is not readable as a whole is refused whole; a bad record costs itself only.
+* A body that cannot be read as a whole is refused whole; a bad record costs only itself.
 * Only what ``validate`` accepts reaches the scheduler.
-* A record that contradicts who submits it, or what its run trains, is refused.
-* A record that refers to an asset which is not there is not stored; its worker is told which to send.
+* A record that contradicts its worker, or what its run trains, is refused.
+* A record that refers to a missing asset is not stored; the result names the assets that its worker must send.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ _LENGTH = struct.Struct("<I")
 _decoder = msgspec.json.Decoder(list[Submission])
 
 MAX_SUBMISSIONS = 4096
-"""Records of one body: each holds the event loop for some 50 microseconds."""
+"""Most records of one body: each holds the event loop for some 50 microseconds."""
 
 
-class Submitted(NamedTuple):
-    """A record as it came, with its head, and who submits it."""
+class SubmittedRecord(NamedTuple):
+    """A record as it was received, with its head and the worker that submits it."""
 
     worker: str
     head: Submission
     record: memoryview
 
 
-def parse_submission(worker: str, body: bytes) -> list[Submitted]:
-    """The records of a worker's body. Raises InvalidRequest."""
+def parse_submission(worker: str, body: bytes) -> list[SubmittedRecord]:
+    """Split a worker's body into its records. Raises InvalidRequest."""
     if len(body) < _LENGTH.size:
         raise _unreadable(f"it is {len(body)} bytes long")
     start = _LENGTH.size + _LENGTH.unpack_from(body)[0]
@@ -67,25 +67,25 @@ def parse_submission(worker: str, body: bytes) -> list[Submitted]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _unreadable(f"its JSON does not decode: {error}") from error
     if len(heads) > MAX_SUBMISSIONS:
-        raise _unreadable(f"it has {len(heads)} records, at most {MAX_SUBMISSIONS} may come together")
+        raise _unreadable(f"it has {len(heads)} records; one body may have at most {MAX_SUBMISSIONS}")
     offset = padded(start)
     submitted, view = [], memoryview(body)
     for head in heads:
         if head.size_bytes <= 0 or head.size_bytes % ALIGNMENT or offset + head.size_bytes > len(body):
             raise _unreadable(f"the record of episode {head.episode} has size {head.size_bytes}, which does not fit")
-        submitted.append(Submitted(worker, head, view[offset : offset + head.size_bytes]))
+        submitted.append(SubmittedRecord(worker, head, view[offset : offset + head.size_bytes]))
         offset += head.size_bytes
     if heads and offset != len(body):
-        raise _unreadable(f"{len(body) - offset} bytes are left over behind the last record")
+        raise _unreadable(f"{len(body) - offset} bytes are left over after the last record")
     return submitted
 
 
-UNWANTED = frozenset({"superseded", "not-yours"})
-"""Verdicts on attempts that are not the worker's any more; each is explained by an error of its own."""
+STALE_VERDICTS = frozenset({"superseded", "not-yours"})
+"""Verdicts on attempts that the worker does not hold any more; each is explained by an error of its own."""
 
 
-def unwanted(head: Submission, result: SubmitResult, worker: str) -> SubmitResult:
-    """The result with the error that says why the record is not wanted."""
+def explained_result(head: Submission, result: SubmitResult, worker: str) -> SubmitResult:
+    """The result with the error that explains its stale verdict."""
     attempt = f"Attempt {head.attempt} of episode {head.episode}"
     error: HeadraceError
     if result.verdict == "superseded":
@@ -101,11 +101,11 @@ def unwanted(head: Submission, result: SubmitResult, worker: str) -> SubmitResul
     return msgspec.structs.replace(result, problem=error.problem())
 
 
-class Intake:
-    """Judges records together; ``accepted`` are those that the scheduler took, by episode.
+class SubmissionJudge:
+    """Judges records together. ``accepted``: the records that the scheduler took, by episode.
 
-    Of a record only its bytes and what is listed of it are kept. The rest is let go before the next one is read, while
-    the memory that it takes is still in the processor's cache.
+    Only the bytes of a record and its listed fields are kept. The rest is freed before the next record is read, while
+    its memory is still in the processor's cache.
     """
 
     def __init__(self, core: Scheduler, store: Store, assets: Assets, now: float) -> None:
@@ -114,31 +114,31 @@ class Intake:
         self._store = store
         self._assets = assets
         self._now = now
-        #: Episodes by the ids of trajectories that are stored, or accepted here.
+        #: Episodes by the ids of their trajectories, stored or accepted here.
         self._owners: dict[str, str] = {}
-        #: What is trained as an agent of a run; most records are of a few of them.
+        #: The policy that is trained, by run and agent; most records share a few of them.
         self._trained: dict[tuple[str, str], PolicyRef | None] = {}
 
-    def judge(self, submitted: Sequence[Submitted]) -> list[SubmitResult]:
-        """Validate each record and ask the scheduler; one result each, in their order. Raises StoreError."""
+    def judge(self, submitted: Sequence[SubmittedRecord]) -> list[SubmitResult]:
+        """Validate each record and have the scheduler decide; one result each, in their order. Raises StoreError."""
         read: list[Ended | SubmitResult] = []
         for item in submitted:
             try:
                 read.append(self._read(item))
             except Exception as error:  # noqa: BLE001 - it becomes the record's result, or is raised again
                 read.append(_refusal(item.head, error))
-        # One lookup for all: one each would cost more than all the rest.
+        # One lookup for all: one for each record would cost more than everything else.
         self._owners = self._store.owners([item.listed.outcome.trajectory for item in read if isinstance(item, Ended)])
         results: list[SubmitResult] = []
         for item, ended in zip(submitted, read, strict=True):
             try:
-                results.append(self._ask(item, ended) if isinstance(ended, Ended) else ended)
+                results.append(self._decide(item, ended) if isinstance(ended, Ended) else ended)
             except Exception as error:  # noqa: BLE001 - it becomes the record's result, or is raised again
                 results.append(_refusal(item.head, error))
         return results
 
-    def _read(self, item: Submitted) -> Ended:
-        """The record, valid, of the attempt that its head names, by the worker that submits it."""
+    def _read(self, item: SubmittedRecord) -> Ended:
+        """Decode a record; raises unless it is valid, of the attempt in its head, and made by the worker."""
         head, record = item.head, bytes(item.record)
         trajectory = codec.decode(record)
         validate(trajectory)
@@ -148,12 +148,12 @@ class Intake:
                 f"{trajectory.attempt} of episode {trajectory.episode}.",
                 hint="Lay the records end to end in the order of their heads.",
             )
-        self._check_making(item.worker, trajectory)
+        self._check_provenance(item.worker, trajectory)
         assets = [asset.name for asset in trajectory.assets] if trajectory.assets else ()
         outcome = outcome_of(trajectory, len(record))
         return Ended(TrajectoryListed(outcome, trajectory.stop_reason, trajectory.provenance, assets), record)
 
-    def _ask(self, item: Submitted, ended: Ended) -> SubmitResult:
+    def _decide(self, item: SubmittedRecord, ended: Ended) -> SubmitResult:
         head, listed = item.head, ended.listed
         outcome = listed.outcome
         self._check_owner(outcome)
@@ -164,11 +164,11 @@ class Intake:
             self.accepted[head.episode] = ended
             self._owners[outcome.trajectory] = head.episode
         elif verdict == "superseded" and outcome.trajectory in self._owners:
-            verdict = "duplicate"  # by this very record, which is stored; the core forgets it with its complete group
+            verdict = "duplicate"  # this very record is stored; the scheduler forgets it with its group
         return SubmitResult(episode=head.episode, verdict=verdict)
 
     def _check_owner(self, outcome: EpisodeEnded) -> None:
-        """Its id is not another record's."""
+        """Raise InvalidTrajectory where another episode's record has its id."""
         owner = self._owners.get(outcome.trajectory)
         if owner is not None and owner != outcome.episode:
             raise InvalidTrajectory(
@@ -177,22 +177,23 @@ class Intake:
             )
 
     def _check_assets(self, names: Sequence[str]) -> None:
-        """All that it refers to is there, and stays from now on: nothing is deleted before it is stored."""
+        """Raise AssetsMissing unless all assets of the record are stored. None of them is deleted before the record is
+        stored."""
         missing = [name for name in names if not self._assets.is_there(name)]
         if missing:
             raise AssetsMissing(
-                f"The record refers to {len(missing)} of {len(names)} assets that are not here: "
+                f"The record refers to {len(missing)} of {len(names)} assets that are not stored: "
                 f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}.",
                 hint="Send them, then submit the record again.",
                 assets=missing,
             )
 
-    def _check_making(self, worker: str, trajectory: Trajectory) -> None:
-        """The record is by the worker that submits it, and trains what its run trains."""
+    def _check_provenance(self, worker: str, trajectory: Trajectory) -> None:
+        """Raise InvalidTrajectory where the record is of another worker, or trains another policy than its run."""
         maker = trajectory.provenance.worker
         if maker != worker:
             raise InvalidTrajectory(
-                f"The record says that worker {maker!r} made it; {worker!r} submits it.",
+                f"The record was made by worker {maker!r}, but {worker!r} submits it.",
                 hint="A worker submits its own records, under the name that it leases with.",
             )
         for segment in trajectory.segments:
@@ -201,17 +202,17 @@ class Intake:
             key = trajectory.run, segment.agent
             if key not in self._trained:
                 self._trained[key] = self._trained_policy(*key)
-            right = self._trained[key]
-            if right is not None and segment.policy != right:
+            expected = self._trained[key]
+            if expected is not None and segment.policy != expected:
                 raise InvalidTrajectory(
-                    f"The record trains policy {_named(segment.policy)} as agent {segment.agent!r}; run "
-                    f"{trajectory.run} trains {_named(right)}.",
+                    f"The record trains policy {_describe(segment.policy)} as agent {segment.agent!r}; run "
+                    f"{trajectory.run} trains {_describe(expected)}.",
                     hint="Record the base and the adapter of the run's policy spec.",
                 )
 
     def _trained_policy(self, run: str, agent: str) -> PolicyRef | None:
-        """What a run trains as that agent; None where there is no such run: the scheduler says what becomes of the
-        record. Raises InvalidTrajectory for an agent that the run freezes."""
+        """The policy that a run trains as that agent; None for an unknown run, which the scheduler handles. Raises
+        InvalidTrajectory for an agent that the run freezes."""
         try:
             policy = self._core.spec(run).policy
         except UnknownRun:
@@ -227,26 +228,26 @@ class Intake:
 
 
 def _refusal(head: Submission, error: Exception) -> SubmitResult:
-    """The result that an error means. Raises StoreError."""
+    """Turn an error into the result of its record. Raises StoreError."""
     if isinstance(error, StoreError):
-        raise error  # the disk's fault, not the record's: it is submitted again
+        raise error  # a fault of the disk: the worker submits the record again
     if isinstance(error, AssetsMissing):
         return SubmitResult(episode=head.episode, verdict="assets-missing", problem=error.problem())
     if isinstance(error, HeadraceError):
         return SubmitResult(episode=head.episode, verdict="refused", problem=error.problem())
     log.exception("a record could not be judged", episode=head.episode, attempt=head.attempt)
     refusal = InternalError(
-        f"The record could not be judged ({type(error).__name__}).", hint="The service's log has the story."
+        f"The record could not be judged ({type(error).__name__}).", hint="The service's log has the details."
     )
     return SubmitResult(episode=head.episode, verdict="refused", problem=refusal.problem())
 
 
-def _named(policy: PolicyRef) -> str:
+def _describe(policy: PolicyRef) -> str:
     return repr(policy.base) + (f" with adapter {policy.adapter!r}" if policy.adapter else "")
 
 
 def _unreadable(problem: str) -> InvalidRequest:
     return InvalidRequest(
-        f"The submission is not readable: {problem}.",
-        hint="Its body is: length of the JSON (u32), JSON, padding to 64 bytes, records of a multiple of 64 bytes.",
+        f"The submission cannot be read: {problem}.",
+        hint="A body is: length of the JSON (u32), JSON, padding to 64 bytes, records of a multiple of 64 bytes.",
     )

@@ -1,0 +1,11 @@
+"""The callback of everything that is answered once it is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+StoredCallback = Callable[[T | Exception], None]
+"""Called with a result when everything it rests on is on disk, or with the error that prevented that."""
