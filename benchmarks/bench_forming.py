@@ -23,7 +23,7 @@ from headrace.trajectory import Version
 from headrace.wire import messages
 from headrace_orchestrator.buffer.frame_location import Location
 from headrace_orchestrator.scheduler.core import Form, Redeliver, Scheduler
-from headrace_orchestrator.scheduler.events import AnyRecord, BatchFormed, EpisodeEnded
+from headrace_orchestrator.scheduler.events import AnyEvent, BatchFormed, EpisodeEnded
 from headrace_orchestrator.service.group_index import Index
 
 GROUP, BATCH_GROUPS, CLAIMS = 8, 32, 400
@@ -86,12 +86,12 @@ class Buffer:
         """Give the index what was decided."""
         self.take(self.core.drain())
 
-    def take(self, facts: list[AnyRecord]) -> None:
-        for fact in facts:
-            if isinstance(fact, EpisodeEnded):
-                self.index.note_trajectory(fact, Location.at(next(self._numbers) * RECORD_BYTES, RECORD_BYTES))
-            elif not isinstance(fact, BatchFormed):
-                self.index.note(fact)
+    def take(self, events: list[AnyEvent]) -> None:
+        for event in events:
+            if isinstance(event, EpisodeEnded):
+                self.index.note_trajectory(event, Location.at(next(self._numbers) * RECORD_BYTES, RECORD_BYTES))
+            elif not isinstance(event, BatchFormed):
+                self.index.note(event)
 
     def claims_ms(self) -> float:
         """The median time of a claim."""

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from headrace.wire.messages import ServiceStatus, SubmitResult
 from headrace_orchestrator.scheduler.events import (
-    AnyRecord,
+    AnyEvent,
     AttemptEnded,
     BatchAcked,
     BatchDissolved,
@@ -137,36 +137,36 @@ class Metrics:
                 series = self._verdicts[verdict] = self.submissions.labels(verdict)
             series.inc(count)
 
-    def observe(self, facts: Iterable[AnyRecord]) -> None:
+    def observe(self, events: Iterable[AnyEvent]) -> None:
         """Count what the scheduler decided."""
-        # Hundreds of facts may come together, of few kinds: they are added up before a counter is touched.
-        for (counter, run, *labels), count in Tally(self._counted(facts)).items():
+        # Hundreds of events may come together, of few kinds: they are added up before a counter is touched.
+        for (counter, run, *labels), count in Tally(self._counted(events)).items():
             counter.labels(self.run_label(run), *labels).inc(count)
 
-    def _counted(self, facts: Iterable[AnyRecord]) -> Iterator[tuple[Counter, str] | tuple[Counter, str, str]]:
-        """What each fact adds one to: the counter, the run, the other label."""
-        for fact in facts:
-            match fact:
+    def _counted(self, events: Iterable[AnyEvent]) -> Iterator[tuple[Counter, str] | tuple[Counter, str, str]]:
+        """What each event adds one to: the counter, the run, the other label."""
+        for event in events:
+            match event:
                 case EpisodeEnded():
-                    yield self.episodes, fact.run, fact.status
-                    if fact.failure is not None and fact.status == "failed":
-                        yield self.episode_failures, fact.run, fact.failure.layer
+                    yield self.episodes, event.run, event.status
+                    if event.failure is not None and event.status == "failed":
+                        yield self.episode_failures, event.run, event.failure.layer
                 case GroupAdmitted():
-                    yield self.groups_admitted, fact.run
+                    yield self.groups_admitted, event.run
                 case AttemptEnded():
-                    yield self.attempts_lost, fact.run, fact.reason
+                    yield self.attempts_lost, event.run, event.reason
                 case GroupRetired():
-                    yield self.groups_retired, fact.run, fact.reason
+                    yield self.groups_retired, event.run, event.reason
                 case TaskQuarantined():
-                    yield self.quarantined, fact.run
+                    yield self.quarantined, event.run
                 case BatchFormed():
-                    yield self.batches, fact.run, "formed"
+                    yield self.batches, event.run, "formed"
                 case BatchAcked():
-                    yield self.batches, fact.run, "acked"
+                    yield self.batches, event.run, "acked"
                 case BatchReleased():
-                    yield self.batches, fact.run, "released"
+                    yield self.batches, event.run, "released"
                 case BatchDissolved():
-                    yield self.batches, fact.run, "dissolved"
+                    yield self.batches, event.run, "dissolved"
                 case _:
                     pass  # the rest shows in the gauges
 

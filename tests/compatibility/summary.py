@@ -55,7 +55,7 @@ def frames(data: Path) -> Iterator[Frame]:
 
 
 def control_records(data: Path) -> list[dict[str, Any]]:
-    """The control records of the log as plain values, read without the scheduler's types."""
+    """The events of the log as plain values, read without the scheduler's types."""
     found = (frame.payload for frame in frames(data) if frame.type is FrameType.CONTROL)
     return [record for payload in found for record in msgspec.msgpack.decode(payload)]
 

@@ -17,7 +17,7 @@ from headrace.wire import codec
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.scheduler.events import GroupAdmitted, RunCreated
 from headrace_orchestrator.scheduler.state.sources import sampling_seed, source_of
-from headrace_orchestrator.service.store import facts_of
+from headrace_orchestrator.service.store import events_of
 from tests.compatibility.conftest import ARCHIVES, Earlier
 from tests.compatibility.orchestrator_process import HEADRACE
 from tests.compatibility.summary import control_records, differences, exported, frames, stored
@@ -46,7 +46,7 @@ def test_every_record_is_read_with_all_its_fields(earlier: Earlier) -> None:
 
 
 ENCODED = (FrameType.TRAJECTORY, FrameType.BATCH)
-"""Frames whose payload is not a list of control records."""
+"""Frames whose payload is not a list of events."""
 
 
 def _encoded_again(frame: Frame) -> bytes:
@@ -55,8 +55,8 @@ def _encoded_again(frame: Frame) -> bytes:
     if frame.type is FrameType.BATCH:
         head = read_head(frame.payload)
         return pack_head(head.manifest, head.columns)
-    facts, _ = facts_of(frame)
-    return msgspec.msgpack.encode(facts)
+    events, _ = events_of(frame)
+    return msgspec.msgpack.encode(events)
 
 
 def test_every_control_state_is_restored_whole(earlier: Earlier) -> None:
@@ -73,8 +73,8 @@ def test_the_records_of_a_file_lead_from_its_state_to_that_of_the_next(earlier: 
             scheduler, states = _restored(head), states + 1
         elif frame.type is not FrameType.FOOTER:
             assert scheduler is not None
-            for fact in facts_of(frame)[0]:
-                scheduler.apply(fact, now=0.0)
+            for event in events_of(frame)[0]:
+                scheduler.apply(event, now=0.0)
     assert states >= 3
 
 
@@ -97,14 +97,14 @@ def _restored(head: FileHead) -> Scheduler:
 def test_a_run_draws_the_tasks_and_seeds_that_it_drew_before(earlier: Earlier) -> None:
     specs, drawn = {}, 0
     for frame in frames(earlier.data):
-        for fact in facts_of(frame)[0] if frame.type is FrameType.CONTROL else ():
-            if isinstance(fact, RunCreated):
-                specs[fact.run] = parse_run_spec(fact.spec)
-            elif isinstance(fact, GroupAdmitted) and fact.position >= 0:
-                spec, drawn = specs[fact.run], drawn + 1
-                assert source_of(spec).task(fact.position) == fact.task
-                seeds = [sampling_seed(spec.seed, fact.position, member.member) for member in fact.members]
-                assert seeds == [member.sampling_seed for member in fact.members]
+        for event in events_of(frame)[0] if frame.type is FrameType.CONTROL else ():
+            if isinstance(event, RunCreated):
+                specs[event.run] = parse_run_spec(event.spec)
+            elif isinstance(event, GroupAdmitted) and event.position >= 0:
+                spec, drawn = specs[event.run], drawn + 1
+                assert source_of(spec).task(event.position) == event.task
+                seeds = [sampling_seed(spec.seed, event.position, member.member) for member in event.members]
+                assert seeds == [member.sampling_seed for member in event.members]
     assert drawn > 40
 
 

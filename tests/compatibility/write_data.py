@@ -2,7 +2,7 @@
 
 * Real processes write it: orchestrator, workers and policy servers of the command line; learners use the client. Plain
   requests stand for a worker where a real one would leave the outcome to chance.
-* It ends with an error unless every kind of control record is there, three files of the log, and open batches.
+* It ends with an error unless every kind of event is there, three files of the log, and open batches.
 * The data hold paths below FOLDER: choose one that means nothing, such as /var/lib/headrace.
 
 It makes ``FOLDER/VERSION.tar.xz``: a data directory, a backup of it, and ``expected.json``, which is what this version
@@ -61,7 +61,7 @@ KINDS = frozenset(
         "WorkerDraining",
     ]
 )
-"""Kinds of control records that 0.1.0 stores, by their tags."""
+"""Kinds of events that 0.1.0 stores, by their tags."""
 
 
 def write(folder: Path) -> Path:

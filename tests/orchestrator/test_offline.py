@@ -215,7 +215,7 @@ async def test_what_is_not_there_is_said(data_dir: Path, tmp_path: Path, monkeyp
         headrace.open(data_dir)
 
 
-def test_the_facts_that_are_read_have_the_names_that_the_scheduler_gives_them():
+def test_the_events_that_are_read_have_the_names_that_the_scheduler_gives_them():
     fields = {
         "RunCreated": ("run", "spec"),
         "RunClosed": ("run",),

@@ -136,7 +136,7 @@ async def test_two_learners_under_one_name_get_a_clear_message(data_dir: Path):
 
 
 async def test_a_learner_that_was_killed_resumes_with_the_same_bytes(tmp_path: Path):
-    """The service is killed too: what a learner held is a fact of the log."""
+    """The service is killed too: what a learner held is an event of the log."""
     process = Process(tmp_path / "data")
     try:
         url = process.start()

@@ -23,11 +23,11 @@ from headrace_orchestrator.buffer import log as log_module
 from headrace_orchestrator.buffer.log import Log, Placed
 from headrace_orchestrator.buffer.projection import Projection
 from headrace_orchestrator.scheduler.core import Scheduler
-from headrace_orchestrator.scheduler.events import AnyRecord, GroupRetired, WorkerDraining
+from headrace_orchestrator.scheduler.events import AnyEvent, GroupRetired, WorkerDraining
 from headrace_orchestrator.service import batches as serving
 from headrace_orchestrator.service.record_events import outcome_of, record_of
 from headrace_orchestrator.service.replay import replay
-from headrace_orchestrator.service.store import FACTS_A_FRAME, Store, facts_of
+from headrace_orchestrator.service.store import EVENTS_A_FRAME, Store, events_of
 from tests.builders import make_failed, make_id, make_multi_agent, make_multi_segment, make_trajectory, make_truncated
 from tests.orchestrator.serving import Api, orchestrator, record_for, refusing_disk, submission, until
 
@@ -277,7 +277,7 @@ async def replayed(data: Path) -> tuple[Scheduler, Store, int]:
     return core, store, len(passed_over)
 
 
-async def test_the_index_is_the_same_whether_facts_come_from_commands_or_from_the_log(
+async def test_the_index_is_the_same_whether_events_come_from_commands_or_from_the_log(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ):
     stores: list[Store] = []
@@ -310,16 +310,16 @@ async def test_control_records_that_are_decided_together_share_frames_in_the_ord
     assert list(log.scan()) == []
     log.begin(lambda: None)
     store = Store(log, Projection(data_dir / "projection.sqlite", log.id))
-    facts: list[AnyRecord] = [WorkerDraining(worker=f"worker-{number}") for number in range(2 * FACTS_A_FRAME + 1)]
-    store.put(facts)
+    events: list[AnyEvent] = [WorkerDraining(worker=f"worker-{number}") for number in range(2 * EVENTS_A_FRAME + 1)]
+    store.put(events)
     await store.close()
 
     log = Log(data_dir / "log", file_bytes=1 << 30)
     frames = [item.frame for item in log.scan() if isinstance(item, Placed)]
-    read = [facts_of(frame)[0] for frame in frames if frame.type is FrameType.CONTROL]
+    read = [events_of(frame)[0] for frame in frames if frame.type is FrameType.CONTROL]
     await log.close()
-    assert [len(share) for share in read] == [FACTS_A_FRAME, FACTS_A_FRAME, 1]
-    assert [fact for share in read for fact in share] == facts
+    assert [len(share) for share in read] == [EVENTS_A_FRAME, EVENTS_A_FRAME, 1]
+    assert [event for share in read for event in share] == events
 
 
 async def test_a_fact_that_does_not_fit_costs_none_of_those_it_shares_a_frame_with(data_dir: Path):
@@ -329,8 +329,8 @@ async def test_a_fact_that_does_not_fit_costs_none_of_those_it_shares_a_frame_wi
     list(log.scan())
     log.begin(lambda: None)
     unfit = GroupRetired(run="run", group="never admitted", reason="stale")
-    facts = [WorkerDraining(worker="one"), unfit, WorkerDraining(worker="two")]
-    log.append(FrameType.CONTROL, msgspec.msgpack.encode(facts))
+    events = [WorkerDraining(worker="one"), unfit, WorkerDraining(worker="two")]
+    log.append(FrameType.CONTROL, msgspec.msgpack.encode(events))
     await log.close()
     core, store, passed_over = await replayed(data_dir)
     assert core.durable()["draining"] == ["one", "two"]
@@ -358,7 +358,7 @@ async def test_the_first_terminal_record_of_an_episode_wins(data_dir: Path):
         assert {t.episode for t in batch.trajectories} == {a.episode for a in attempts}
 
 
-async def test_facts_that_build_on_a_lost_one_are_passed_over(data_dir: Path):
+async def test_events_that_build_on_a_lost_one_are_passed_over(data_dir: Path):
     async with orchestrator(data_dir) as api:
         await api.create_run()
         await api.play(free=4)
@@ -390,7 +390,7 @@ async def is_held(disk: SlowDisk) -> bool:
 
 
 class Unstorable(WorkerDraining, frozen=True, kw_only=True, tag="WorkerDraining"):
-    """A fact that does not fit a frame."""
+    """An event that does not fit a frame."""
 
     number: int
 
@@ -398,7 +398,7 @@ class Unstorable(WorkerDraining, frozen=True, kw_only=True, tag="WorkerDraining"
 async def test_memory_never_goes_on_without_the_log(data_dir: Path, monkeypatch: pytest.MonkeyPatch):
     real = Scheduler.drain
 
-    def drain(core: Scheduler) -> list[AnyRecord]:
+    def drain(core: Scheduler) -> list[AnyEvent]:
         return [*real(core), *([Unstorable(worker="w", number=1 << 70)] if core.run_names() else [])]
 
     async with orchestrator(data_dir) as api:
@@ -425,7 +425,7 @@ async def test_everything_that_was_decided_together_is_encoded_before_anything_o
     store = Store(log, Projection(data_dir / "projection.sqlite", log.id))
     size_bytes = log.size_bytes
     with pytest.raises(OverflowError):
-        store.put([*[WorkerDraining(worker="w")] * FACTS_A_FRAME, Unstorable(worker="w", number=1 << 70)])
+        store.put([*[WorkerDraining(worker="w")] * EVENTS_A_FRAME, Unstorable(worker="w", number=1 << 70)])
     assert log.size_bytes == size_bytes
     await store.close()
 

@@ -98,7 +98,7 @@ async def test_a_wait_ends_with_its_time():
     await client.close()
 
 
-async def test_facts_wake_those_whom_they_concern():
+async def test_events_wake_those_whom_they_concern():
     bells, client = Bells(), Client()
     request = messages.LeaseRequest(worker="w", slots=1, free=1)
     run, other = waiter(bells.of_run("r"), client), waiter(bells.of_run("s"), client)

@@ -39,8 +39,8 @@ class Harness:
     def __init__(self, *, checked: bool = True, bounds: Bounds | None = None) -> None:
         self.bounds = bounds or Bounds()
         self.now = 1000.0
-        self.log: list[events.AnyRecord] = []
-        #: What batches are judged by; None where facts of the log were lost.
+        self.log: list[events.AnyEvent] = []
+        #: What batches are judged by; None where events of the log were lost.
         self.told: defaultdict[str, Told] | None = defaultdict(Told) if checked else None
         self.checked = checked
         self._ids = itertools.count()
@@ -57,23 +57,23 @@ class Harness:
             bounds=replace(self.bounds, holders=[]),
         )
 
-    def settle(self) -> list[events.AnyRecord]:
+    def settle(self) -> list[events.AnyEvent]:
         """Take what the last command decided, and check the invariants."""
         new = self.core.drain()
         self.log += new
         if self.told is not None:
-            for record in new:
-                if not isinstance(record, events.WorkerDraining):
-                    self.told[record.run].take(record)
-        for record in new:
-            if isinstance(record, events.GroupAdmitted):
-                self.tasks[record.group] = record.task.id
+            for event in new:
+                if not isinstance(event, events.WorkerDraining):
+                    self.told[event.run].take(event)
+        for event in new:
+            if isinstance(event, events.GroupAdmitted):
+                self.tasks[event.group] = event.task.id
         if self.checked:
             self.core.check()
         return new
 
     # Time and restarts
-    def advance(self, seconds: float) -> list[events.AnyRecord]:
+    def advance(self, seconds: float) -> list[events.AnyEvent]:
         """Let time pass; ``tick`` is called as often as the core wants it."""
         begun = len(self.log)
         end = self.now + seconds
@@ -96,30 +96,30 @@ class Harness:
             idle = 0 if self.settle() else idle + 1
         raise AssertionError("there is no end to it")
 
-    def stall(self, seconds: float) -> list[events.AnyRecord]:
+    def stall(self, seconds: float) -> list[events.AnyEvent]:
         """The process stands still for so long."""
         self.now += seconds
         self.core.tick(self.now)
         return self.settle()
 
-    def replayed(self, log: Iterable[events.AnyRecord] | None = None) -> Scheduler:
+    def replayed(self, log: Iterable[events.AnyEvent] | None = None) -> Scheduler:
         core = self._scheduler()
-        for record in self.log if log is None else log:
-            core.apply(record, self.now)
+        for event in self.log if log is None else log:
+            core.apply(event, self.now)
         return core
 
     def restored(self, snapshot: bytes, since: int | None = None) -> Scheduler:
-        """A scheduler that took a snapshot, and the facts from ``since`` on."""
+        """A scheduler that took a snapshot, and the events from ``since`` on."""
         core = self._scheduler()
         core.restore(snapshot, self.now)
-        for record in [] if since is None else self.log[since:]:
-            core.apply(record, self.now)
+        for event in [] if since is None else self.log[since:]:
+            core.apply(event, self.now)
         return core
 
     def restart(self, core: Scheduler | None = None) -> None:
         core = core or self.replayed()
         assert core.durable() == self.core.durable()
-        retiring = any(run.retiring for run in self.core._book.runs.values())
+        retiring = any(run.retiring for run in self.core._state.runs.values())
         self.core = core
         self.core.tick(self.now)
         assert self.settle() == [] or retiring
@@ -298,20 +298,20 @@ class Harness:
         self.settle()
         return reply
 
-    def cap(self, slots: int | None, run: str = "r") -> bool:
+    def set_concurrency_cap(self, slots: int | None, run: str = "r") -> bool:
         more = self.core.set_inference_slots(run, slots)
         self.settle()
         return more
 
     # What the log says
     def found(self, kind: type[Any], since: int = 0) -> list[Any]:
-        return [record for record in self.log[since:] if isinstance(record, kind)]
+        return [event for event in self.log[since:] if isinstance(event, kind)]
 
     def retired(self, since: int = 0) -> dict[str, str]:
-        return {record.group: record.reason for record in self.found(events.GroupRetired, since)}
+        return {event.group: event.reason for event in self.found(events.GroupRetired, since)}
 
     def ends(self, episode: str) -> list[str]:
-        return [record.status for record in self.found(events.EpisodeEnded) if record.episode == episode]
+        return [event.status for event in self.found(events.EpisodeEnded) if event.episode == episode]
 
     def task_ids(self, batch: Served) -> list[str]:
         return [self.tasks[group] for group in batch.groups]

@@ -1,4 +1,4 @@
-"""What a batch may be made of, told from the facts alone, without the scheduler's state or any code of its own."""
+"""What a batch may be made of, told from the events alone, without the scheduler's state or any code of its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headrace_orchestrator.scheduler import events
 
 
 class Told:
-    """The facts of one run, sorted by what they are about."""
+    """The events of one run, sorted by what they are about."""
 
     def __init__(self) -> None:
         self.admitted: dict[str, events.GroupAdmitted] = {}
@@ -28,34 +28,34 @@ class Told:
         self.now = Version(0, 0)
         self.forks: dict[int, Version] = {}
 
-    def take(self, fact: events.AnyRecord) -> None:
+    def take(self, event: events.AnyEvent) -> None:
         """Hear of one more."""
-        match fact:
+        match event:
             case events.GroupAdmitted():
-                self.admitted[fact.group] = fact
-                self.members[fact.group] = [member.episode for member in fact.members]
+                self.admitted[event.group] = event
+                self.members[event.group] = [member.episode for member in event.members]
             case events.MemberAdded():
-                self.members[fact.group].append(fact.member.episode)
+                self.members[event.group].append(event.member.episode)
             case events.Dispatched():
-                self.dispatched.update(grant.episode for grant in fact.grants)
+                self.dispatched.update(grant.episode for grant in event.grants)
             case events.EpisodeEnded():
-                self.ended[fact.episode] = fact
+                self.ended[event.episode] = event
             case events.GroupCut():
-                self.given_up.add(fact.group)
+                self.given_up.add(event.group)
             case events.TaskQuarantined():
-                same = (fact.task.environment, fact.task.seed)
+                same = (event.task.environment, event.task.seed)
                 self.given_up.update(g for g, a in self.admitted.items() if (a.task.environment, a.task.seed) == same)
             case events.GroupRetired():
-                self.retired.add(fact.group)
+                self.retired.add(event.group)
             case events.BatchFormed():
-                self.batches[fact.batch] = fact.groups
+                self.batches[event.batch] = event.groups
             case events.BatchDissolved():
-                del self.batches[fact.batch]
+                del self.batches[event.batch]
             case events.BatchAcked():
-                self.uses.update(self.batches.pop(fact.batch))
-                self._announce(fact.version, None)
+                self.uses.update(self.batches.pop(event.batch))
+                self._announce(event.version, None)
             case events.VersionAnnounced():
-                self._announce(fact.version, fact.fork)
+                self._announce(event.version, event.fork)
             case _:
                 pass
 

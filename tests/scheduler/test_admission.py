@@ -55,16 +55,16 @@ class Simulation:
 
     def take(self) -> None:
         """Count groups in flight from the records of the last command."""
-        for record in self.core.drain():
-            if isinstance(record, events.GroupAdmitted):
+        for event in self.core.drain():
+            if isinstance(event, events.GroupAdmitted):
                 self.admitted += 1
                 assert self.admitted - self.retired <= self.capacity, "it overshoots"
-            elif isinstance(record, events.GroupRetired):
+            elif isinstance(event, events.GroupRetired):
                 self.retired += 1
-            elif isinstance(record, events.MemberAdded):
+            elif isinstance(event, events.MemberAdded):
                 self.topped_up += 1
-            elif isinstance(record, events.BatchFormed):
-                self.served += len(record.groups)
+            elif isinstance(event, events.BatchFormed):
+                self.served += len(event.groups)
 
     def lease(self) -> None:
         holding = [messages.AttemptKey(a.episode, a.attempt, a.nonce) for a in self.running]

@@ -190,7 +190,7 @@ def test_a_batch_leased_when_its_run_was_closed_may_still_be_acked(harness, laps
     harness.nack(waiting)
     harness.core.close_run("r", harness.now)
     harness.settle()
-    assert [record.batch for record in harness.found(events.BatchDissolved)] == [waiting.id]
+    assert [event.batch for event in harness.found(events.BatchDissolved)] == [waiting.id]
     if lapsed:
         harness.advance(100.0)
         assert harness.found(events.BatchDissolved)[-1].batch == held.id
@@ -224,7 +224,7 @@ def test_a_batch_that_was_given_up_is_dissolved_in_any_lease_state(harness, stat
         harness.nack(batch)
     harness.core.dissolve("r", batch.id, "damaged", harness.now)
     harness.core.dissolve("r", batch.id, "damaged", harness.now)
-    assert [record.reason for record in harness.settle()] == ["damaged"]
+    assert [event.reason for event in harness.settle()] == ["damaged"]
     with pytest.raises(BatchSuperseded):
         harness.ack(batch)
     harness.core.evict("r", batch.groups[0], harness.now)

@@ -70,7 +70,7 @@ def test_G02_a_half_dispatched_stale_group_retires_as_a_unit(harness):  # noqa: 
     assert harness.retired() == {}
     harness.announce("0.2")
     assert harness.retired() == {group: "stale"}
-    told = {record.episode for record in harness.found(events.AttemptCancelled)}
+    told = {event.episode for event in harness.found(events.AttemptCancelled)}
     assert told == {attempt.episode for attempt in leased}
     assert harness.status().in_flight == 2
     reply = harness.heartbeat()
@@ -79,15 +79,15 @@ def test_G02_a_half_dispatched_stale_group_retires_as_a_unit(harness):  # noqa: 
     assert harness.finish(leased[0], low=version("0.0")) == "accepted"
     assert harness.finish(leased[1], "cancelled") == "accepted"
     assert harness.finish(leased[2], "cancelled") == "accepted"
-    ended = [record for record in harness.found(events.EpisodeEnded, begun) if record.group == group]
-    assert sorted(record.status for record in ended) == ["cancelled", "cancelled", "finished"]
-    dispatched = {grant.episode for record in harness.found(events.Dispatched) for grant in record.grants}
-    assert {record.episode for record in ended} <= dispatched
+    ended = [event for event in harness.found(events.EpisodeEnded, begun) if event.group == group]
+    assert sorted(event.status for event in ended) == ["cancelled", "cancelled", "finished"]
+    dispatched = {grant.episode for event in harness.found(events.Dispatched) for grant in event.grants}
+    assert {event.episode for event in ended} <= dispatched
     harness.work()
     batch = harness.batch(wait_s=10)
     assert group not in batch.groups
     assert harness.status().groups.retired == {"stale": 1}
-    members = [record for record in harness.found(events.GroupAdmitted) if record.group == batch.groups[0]]
+    members = [event for event in harness.found(events.GroupAdmitted) if event.group == batch.groups[0]]
     assert len(members[0].members) == 8
 
 
@@ -118,7 +118,7 @@ def test_G02_wherever_the_announcement_falls_no_group_waits_for_members_that_can
         assert {group for group, reason in harness.retired(before).items() if reason == "stale"} == touched
         for attempt in leased:
             assert len(harness.ends(attempt.episode)) == 1
-        ended = {record.episode for record in harness.found(events.EpisodeEnded, before)}
+        ended = {event.episode for event in harness.found(events.EpisodeEnded, before)}
         assert ended == {attempt.episode for attempt in leased}
         assert all(len(group["members"]) == 8 for group in harness.core.groups("r"))
         assert len(in_flight) == len(harness.core.groups("r")) == 2

@@ -18,7 +18,7 @@ def policy(routing, **more):
 
 
 def played(harness):
-    return [record.adapters["opponent"] for record in harness.found(events.GroupAdmitted)]
+    return [event.adapters["opponent"] for event in harness.found(events.GroupAdmitted)]
 
 
 @pytest.mark.parametrize(("routing", "expected"), [("round_robin", list("abcab")), ("fixed", list("aaaaa"))])

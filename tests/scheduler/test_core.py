@@ -19,7 +19,7 @@ def test_a_command_leaves_the_records_of_what_it_decided_in_drain():
     assert harness.core.durable() != before
     decided = harness.core.drain()
     assert isinstance(decided[0], events.VersionAnnounced)
-    assert {type(record).__name__ for record in decided} >= {"GroupRetired", "AttemptCancelled", "GroupAdmitted"}
+    assert {type(event).__name__ for event in decided} >= {"GroupRetired", "AttemptCancelled", "GroupAdmitted"}
     assert harness.core.drain() == []
 
 
@@ -39,7 +39,7 @@ def test_a_command_that_raises_has_changed_nothing():
     harness = busy()
     core, now = harness.core, harness.now
     attempt = harness.lease(1, "other")[0]
-    batch = next(record.batch for record in harness.found(events.BatchFormed))
+    batch = next(event.batch for event in harness.found(events.BatchFormed))
     stranger = {"learner": "x", "session": "y", "generation": 1}
     groups = [messages.GroupRequest(task={"environment": "e"}), messages.GroupRequest(task={})]
     commands = [
@@ -81,58 +81,58 @@ def test_replaying_all_records_gives_the_same_durable_state():
 def test_applying_the_records_of_a_log_in_order_gives_the_state_back_but_for_deadlines():
     harness = busy()
     core = harness._scheduler()
-    for position, record in enumerate(harness.log):
-        core.apply(record, harness.now)
+    for position, event in enumerate(harness.log):
+        core.apply(event, harness.now)
         if position % 5 == 0:
             assert harness.replayed(harness.log[: position + 1]).durable() == core.durable()
 
 
 def test_between_commands_no_group_waits_for_a_decision_and_no_credit_lies_idle():
     harness = busy()
-    run = harness.core._book.runs["r"]
+    run = harness.core._state.runs["r"]
     assert (run.due, run.ledger.free) == ({}, 0)
 
 
 # What check notices -------------------------------------------------------------------------------------------
 
 
-def notices(harness: Harness, story: str) -> None:
-    with pytest.raises(AssertionError, match=story):
-        check(harness.core._book)
+def notices(harness: Harness, history: str) -> None:
+    with pytest.raises(AssertionError, match=history):
+        check(harness.core._state)
 
 
 def test_groups_in_flight_are_exactly_the_runs_own_groups_that_are_not_retired():
     harness = busy()
-    harness.core._book.runs["r"].ledger.in_flight += 1
+    harness.core._state.runs["r"].ledger.in_flight += 1
     notices(harness, "counts .* groups in flight; has .* open")
 
 
 def test_each_groups_state_agrees_with_its_members_states():
     harness = busy()
-    run = harness.core._book.runs["r"]
+    run = harness.core._state.runs["r"]
     group = next(group for group in run.groups.values() if group.state == "open")
     group.state = "eligible"
-    notices(harness, "complete and open at once, or neither: group .* its story")
+    notices(harness, "complete and open at once, or neither: group .* its history")
 
 
 def test_an_attempt_is_held_by_exactly_the_worker_that_it_was_granted_to():
     harness = busy()
-    workers = harness.core._book.workers
+    workers = harness.core._state.workers
     thief = workers.named("thief", "default", harness.now)
     thief.attempts.update(workers.by_name["w"].attempts)
-    notices(harness, "is held by w and thief: episode .* its story")
+    notices(harness, "is held by w and thief: episode .* its history")
 
 
 def test_a_group_in_a_batch_is_in_exactly_one_and_is_leased():
     harness = busy()
-    run = harness.core._book.runs["r"]
+    run = harness.core._state.runs["r"]
     next(iter(run.batches.values())).groups.pop()
     notices(harness, "is in no batch or several")
 
 
 def test_bytes_held_and_episodes_reserved_are_those_of_the_groups_in_flight():
     harness = busy()
-    ledger = harness.core._book.runs["r"].ledger
+    ledger = harness.core._state.runs["r"].ledger
     ledger.unfinished -= 1
     notices(harness, "reserves for")
     ledger.unfinished += 1
@@ -142,15 +142,15 @@ def test_bytes_held_and_episodes_reserved_are_those_of_the_groups_in_flight():
 
 def test_every_index_says_what_the_episodes_and_groups_say():
     harness = busy()
-    run = harness.core._book.runs["r"]
+    run = harness.core._state.runs["r"]
     kept = run.queue.pop()
     notices(harness, "it is queued in no queue")
     run.queue.append(kept)
     group = next(group for group in run.groups.values() if group.state == "eligible")
-    run.shelves.remove(group)
+    run.eligible.remove(group)
     notices(harness, "as eligible")
-    run.shelves.add(group, run.versions)
+    run.eligible.add(group, run.versions)
     run.leased += 1
     notices(harness, "miscounts leased")
     run.leased -= 1
-    check(harness.core._book)
+    check(harness.core._state)

@@ -74,13 +74,13 @@ def pull_some(harness: Harness, session: str, draw: random.Random) -> Served | m
     return harness.pull(session, name, shard=1, shards=2)
 
 
-def replay(harness: Harness, log: list[events.AnyRecord]) -> Scheduler:
+def replay(harness: Harness, log: list[events.AnyEvent]) -> Scheduler:
     """Take what fits of a log, as a restart does."""
     core = harness._scheduler()
     refused = 0
-    for record in log:
+    for event in log:
         try:
-            core.apply(record, harness.now)
+            core.apply(event, harness.now)
         except InternalError:
             refused += 1
     assert refused < len(log)
@@ -92,7 +92,7 @@ def replay(harness: Harness, log: list[events.AnyRecord]) -> Scheduler:
 def test_whatever_records_are_lost_the_counts_stay_right_and_the_run_goes_on(seed, lost):
     harness = history(seed)
     missing = {1 + index % (len(harness.log) - 1) for index in lost}  # the run itself stays
-    log = [record for place, record in enumerate(harness.log) if place not in missing]
+    log = [event for place, event in enumerate(harness.log) if place not in missing]
     driven = Harness()
     driven.told = None
     driven.now = harness.now
@@ -133,7 +133,7 @@ def test_a_fact_that_does_not_fit_changes_nothing_and_raises(harness):
     run, group, now = "r", batch.groups[0], harness.now
     member = complete[0].episode
     retired = events.GroupRetired(run=run, group=group, reason="acked")
-    facts = [
+    unfit = [
         events.AttemptEnded(run=run, episode=member, attempt=1, reason="late", counts=True),
         events.AttemptCancelled(run=run, episode=member, attempt=1, reason="late"),
         events.MemberAdded(run=run, group=group, member=events.Member("new", 9, 9)),
@@ -142,12 +142,12 @@ def test_a_fact_that_does_not_fit_changes_nothing_and_raises(harness):
         events.GroupRetired(run=run, group="none", reason="stale"),
         events.RunClosed(run="none"),
     ]
-    for fact in facts:
+    for event in unfit:
         core = harness.replayed()
         before = core.durable()
         with pytest.raises(InternalError):
-            core.apply(fact, now)
-        assert core.durable() == before, fact
+            core.apply(event, now)
+        assert core.durable() == before, event
         core.tick(now)
         core.check()
     core = harness.replayed([*harness.log, retired])
@@ -162,8 +162,8 @@ def test_of_a_dispatch_the_grants_that_fit_are_taken(harness):
     granted = harness.lease(2)
     log = [r for r in harness.log if not (isinstance(r, events.GroupAdmitted) and r.group == granted[0].group)]
     core = harness._scheduler()
-    for record in log[:-1]:
-        core.apply(record, harness.now)
+    for event in log[:-1]:
+        core.apply(event, harness.now)
     with pytest.raises(InternalError, match=granted[0].episode):
         core.apply(log[-1], harness.now)
     core.tick(harness.now)

@@ -42,7 +42,7 @@ def test_a_partial_group_is_served_with_its_true_size_after_its_deadline(harness
     harness.advance(19.0)
     assert harness.found(events.GroupCut) == []
     harness.advance(1.0)
-    assert [record.group for record in harness.found(events.GroupCut)] == [attempts[0].group]
+    assert [event.group for event in harness.found(events.GroupCut)] == [attempts[0].group]
     assert harness.ends(attempts[3].episode) == ["cancelled"], "queued again: nobody has it"
     cancels = harness.heartbeat().cancels
     assert {(cancel.episode, cancel.reason) for cancel in cancels} == {
@@ -67,7 +67,7 @@ def test_a_worker_that_does_not_stop_is_waited_for_one_term_and_no_longer(harnes
         harness.advance(1.0)
         harness.heartbeat()
     assert harness.batch().groups == [attempts[0].group]
-    failures = {record.episode: record.failure for record in harness.found(events.EpisodeEnded) if record.failure}
+    failures = {event.episode: event.failure for event in harness.found(events.EpisodeEnded) if event.failure}
     assert {failure.kind for failure in failures.values()} == {"partial"}
 
 
@@ -123,7 +123,7 @@ def test_after_a_restart_and_after_a_stall_a_group_waits_anew(harness):
 def test_a_group_whose_cut_the_log_shows_only_by_its_cancelled_members_was_cut(harness):
     late(harness)
     harness.advance(20.0)
-    log = [record for record in harness.log if not isinstance(record, events.GroupCut)]
+    log = [event for event in harness.log if not isinstance(event, events.GroupCut)]
     core = harness.replayed(log)
     assert core.durable() == harness.core.durable()
 

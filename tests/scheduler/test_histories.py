@@ -79,7 +79,7 @@ class Histories(RuleBasedStateMachine):
         self.closed = False
         self.submitted = 0
         self.processes = 0
-        #: A snapshot, and how many facts are in it.
+        #: A snapshot, and how many events are in it.
         self.snapshot: tuple[bytes, int] | None = None
 
     def attempt(self, command, *arguments: Any, **fields: Any) -> Any:
@@ -254,9 +254,9 @@ class Histories(RuleBasedStateMachine):
 
     def assert_formed_in_bound(self, begun: int) -> None:
         """No batch is formed of what waits to be retired."""
-        run = self.harness.core._book.runs["r"]
-        for record in self.harness.found(events.BatchFormed, begun):
-            assert not any(run.out_of_bound(run.groups[id]) for id in record.groups)
+        run = self.harness.core._state.runs["r"]
+        for event in self.harness.found(events.BatchFormed, begun):
+            assert not any(run.out_of_bound(run.groups[id]) for id in event.groups)
 
     def take(self, found):
         if isinstance(found, Served):
@@ -291,12 +291,12 @@ class Histories(RuleBasedStateMachine):
         self.attempt(self.harness.rewind, f"{max(0, now.lineage - lineage)}.{max(0, now.n - back)}")
 
     @rule(slots=st.sampled_from([None, 1, 4, 64]))
-    def cap(self, slots):
-        self.harness.cap(slots)
+    def set_concurrency_cap(self, slots):
+        self.harness.set_concurrency_cap(slots)
 
     @rule(index=INDEX, priority=st.sampled_from([0.25, 1.0, 1e6]))
     def prioritize(self, index, priority):
-        groups = list(self.harness.core._book.runs["r"].groups) or ["nobody"]
+        groups = list(self.harness.core._state.runs["r"].groups) or ["nobody"]
         self.attempt(self.harness.prioritize, {groups[index % len(groups)]: priority})
 
     @rule(session=SESSIONS)
@@ -341,11 +341,11 @@ class Histories(RuleBasedStateMachine):
 
 def assert_one_record_each(harness: Harness) -> None:
     """Every terminal record is of a dispatched episode, and the only one; every use of a group is within its bound."""
-    dispatched = {grant.episode for record in harness.found(events.Dispatched) for grant in record.grants}
-    ended = Counter(record.episode for record in harness.found(events.EpisodeEnded))
+    dispatched = {grant.episode for event in harness.found(events.Dispatched) for grant in event.grants}
+    ended = Counter(event.episode for event in harness.found(events.EpisodeEnded))
     assert set(ended) <= dispatched
     assert set(ended.values()) <= {1}
-    acked = Counter(record.batch for record in harness.found(events.BatchAcked))
+    acked = Counter(event.batch for event in harness.found(events.BatchAcked))
     assert set(acked.values()) <= {1}
     uses = Counter(group for batch in acked for group in harness.groups_of(batch))
     assert max(uses.values(), default=0) <= harness.core.spec("r").max_uses

@@ -37,16 +37,16 @@ def hold_s(harness) -> float:
 
 def test_servers_begin_with_those_of_the_spec_and_change_by_records_of_their_own(harness):
     harness.run(policy={"endpoints": [f"{A}/"]})
-    hosting = harness.core.hosting("r")
+    servers = harness.core.policy_servers("r")
     harness.core.add_server("r", B, harness.now)
     harness.core.drain_server("r", A, harness.now)
-    assert hosting.servers == {A: True, B: False}
+    assert servers.servers == {A: True, B: False}
     harness.core.add_server("r", A, harness.now)
     harness.core.remove_server("r", B, harness.now)
-    assert hosting.servers == {A: False}
+    assert servers.servers == {A: False}
     harness.settle()
     changes = (events.ServerAdded, events.ServerDrained, events.ServerRemoved)
-    assert len([fact for fact in harness.log if isinstance(fact, changes)]) == 4
+    assert len([event for event in harness.log if isinstance(event, changes)]) == 4
     harness.restart()
     harness.restart(harness.restored(harness.core.snapshot()))
 
@@ -55,7 +55,7 @@ def test_a_run_that_names_no_servers_gets_none(harness):
     harness.run()
     with pytest.raises(Conflict, match="would not ask this one"):
         harness.core.add_server("r", A, harness.now)
-    assert harness.core.hosting("r").servers == {}
+    assert harness.core.policy_servers("r").servers == {}
 
 
 @pytest.mark.parametrize("other", ["/", "/v1", "/v1/"])
@@ -63,7 +63,7 @@ def test_a_server_is_one_however_its_address_is_written(harness, other):
     plain = "http://policy:8471/Behind"
     harness.run(policy={"endpoints": [plain, f"HTTP://Policy:8471/Behind{other}"]})
     harness.core.add_server("r", f"http://POLICY:8471/Behind{other}", harness.now)
-    assert harness.core.hosting("r").servers == {plain: False}
+    assert harness.core.policy_servers("r").servers == {plain: False}
     assert base_of("http://Me:Secret@HOST/") == "http://Me:Secret@host"
 
 
@@ -81,15 +81,19 @@ def test_what_changes_nothing_is_no_record_and_what_is_not_there_is_named(harnes
 
 def test_a_version_with_weights_is_to_be_loaded_and_one_without_was_loaded_by_the_learner(harness):
     harness.run()
-    hosting = harness.core.hosting("r")
+    servers = harness.core.policy_servers("r")
     harness.announce("0.1")
-    assert (hosting.target, hosting.held) == (None, Version(0, 1))
+    assert (servers.target, servers.held) == (None, Version(0, 1))
     harness.announce("0.2", path="/w/2")
-    assert (hosting.target, hosting.held, hosting.weights.path) == (Version(0, 2), Version(0, 1), "/w/2")
+    assert (servers.target, servers.held, servers.weights.path) == (
+        Version(0, 2),
+        Version(0, 1),
+        "/w/2",
+    )
     served(harness, "0.2")
-    assert hosting.held == Version(0, 2)
+    assert servers.held == Version(0, 2)
     harness.announce("0.3")
-    assert (hosting.target, hosting.held) == (None, Version(0, 3))
+    assert (servers.target, servers.held) == (None, Version(0, 3))
     harness.restart()
 
 
@@ -103,7 +107,10 @@ def test_an_ack_carries_where_the_weights_are_and_weights_without_a_version_are_
         harness.core.ack("r", batch.id, messages.AckRequest(**fields, weights=weights), harness.now)
     harness.core.ack("r", batch.id, messages.AckRequest(**fields, version="0.1", weights=weights), harness.now)
     harness.settle()
-    assert (harness.core.hosting("r").target, harness.core.hosting("r").weights) == (Version(0, 1), weights)
+    assert (harness.core.policy_servers("r").target, harness.core.policy_servers("r").weights) == (
+        Version(0, 1),
+        weights,
+    )
     harness.restart()
 
 
@@ -113,8 +120,8 @@ def test_versions_that_were_overtaken_before_a_server_had_them_are_skipped(harne
         harness.announce(f"0.{n}", path=f"/w/{n}")
         if n == 2:
             served(harness, "0.2")
-    hosting = harness.core.hosting("r")
-    assert hosting.skipped == [Version(0, 1), Version(0, 3)]
+    servers = harness.core.policy_servers("r")
+    assert servers.skipped == [Version(0, 1), Version(0, 3)]
     harness.restart()
     harness.restart(harness.restored(harness.core.snapshot()))
 
@@ -123,7 +130,7 @@ def test_the_same_again_changes_nothing_and_served_weights_are_not_replaced_unde
     harness.run()
     harness.announce("0.1", path="/w/1")
     harness.announce("0.1", path="/w/elsewhere")  # nobody has it yet
-    assert harness.core.hosting("r").weights.path == "/w/elsewhere"
+    assert harness.core.policy_servers("r").weights.path == "/w/elsewhere"
     known = len(harness.log)
     harness.announce("0.1", path="/w/elsewhere")
     assert len(harness.log) == known
@@ -138,10 +145,10 @@ def test_after_a_rewind_the_servers_keep_what_they_hold_until_weights_come(harne
     harness.announce("0.2", path="/w/2")
     served(harness, "0.2")
     harness.rewind("0.1")
-    hosting = harness.core.hosting("r")
-    assert (hosting.target, hosting.held) == (Version(0, 2), Version(0, 2))
+    servers = harness.core.policy_servers("r")
+    assert (servers.target, servers.held) == (Version(0, 2), Version(0, 2))
     harness.announce("1.1", path="/w/1")
-    assert (hosting.target, hosting.weights.path) == (Version(1, 1), "/w/1")
+    assert (servers.target, servers.weights.path) == (Version(1, 1), "/w/1")
     with pytest.raises(VersionConflict, match="rewind"):
         harness.announce("1.0", path="/w/0")
 
@@ -173,12 +180,12 @@ def test_nothing_is_played_on_weights_that_are_too_old_for_a_batch_and_what_is_g
     harness.run(max_staleness=1)
     harness.announce("0.1", path="/w/1")
     (attempt,) = harness.lease(1)
-    assert [fact.version for fact in harness.log if isinstance(fact, events.Dispatched)] == [Version(0, 0)]
+    assert [event.version for event in harness.log if isinstance(event, events.Dispatched)] == [Version(0, 0)]
     harness.announce("0.2", path="/w/2")
     assert harness.lease(4) == []
     served(harness, "0.2")
     assert attempt.episode not in {found.episode for found in harness.lease(4)}
-    assert [fact.version for fact in harness.log if isinstance(fact, events.Dispatched)][-1] == Version(0, 2)
+    assert [event.version for event in harness.log if isinstance(event, events.Dispatched)][-1] == Version(0, 2)
 
 
 def test_an_evaluation_of_a_version_that_is_yet_to_be_loaded_waits_for_it(harness):

@@ -6,7 +6,7 @@ from headrace_orchestrator.scheduler import events
 from tests.scheduler.harness import version
 
 
-def test_a_log_that_was_cut_between_two_facts_is_finished_after_a_replay(harness):
+def test_a_log_that_was_cut_between_two_events_is_finished_after_a_replay(harness):
     harness.run(group_size=2, batch_size=2, max_staleness=0, attempt_lease_s=30)
     harness.lease(1)
     harness.announce("0.1")
@@ -29,8 +29,8 @@ def test_a_terminal_record_that_was_lost_costs_itself_only(harness):
         harness.work()
         harness.ack(harness.batch(), f"0.{number}")
     log = list(harness.log)
-    for lost, record in enumerate(log):
-        if isinstance(record, events.EpisodeEnded):
+    for lost, event in enumerate(log):
+        if isinstance(event, events.EpisodeEnded):
             core = harness.replayed(log[:lost] + log[lost + 1 :])
             core.tick(harness.now)
             core.check()
@@ -44,10 +44,10 @@ def test_a_batch_definition_that_was_lost_costs_itself_only(harness):
     harness.work()
     harness.ack(harness.batch(), "0.1")
     core = harness._scheduler()
-    for record in harness.log:
-        if isinstance(record, events.BatchFormed | events.BatchLeased):
+    for event in harness.log:
+        if isinstance(event, events.BatchFormed | events.BatchLeased):
             continue
-        core.apply(record, harness.now)
+        core.apply(event, harness.now)
     core.tick(harness.now)
     core.check()
     assert core.version("r") == version("0.1")

@@ -44,7 +44,7 @@ def test_a_batch_takes_whole_groups_up_to_its_budget_of_tokens(order):
 
 def drawn(harness: Harness, times: int) -> list[tuple[str, ...]]:
     """Batches that would be chosen, were so many formed before."""
-    run = harness.core._book.runs["r"]
+    run = harness.core._state.runs["r"]
     found, formed = [], run.batches_formed
     for number in range(times):
         run.batches_formed = number
@@ -149,7 +149,7 @@ def test_groups_that_are_over_are_named_in_the_answer_and_the_others_are_set_all
     left = {"g0", "g1", "g2"} - set(batch.groups)
     reply = harness.prioritize(dict.fromkeys(["g0", "g1", "g2", "nobody"], 2.0))
     assert (reply.set, set(reply.over)) == (2, {"nobody", *batch.groups})
-    assert [set(record.priorities) for record in harness.found(events.PrioritiesSet)] == [left]
+    assert [set(event.priorities) for event in harness.found(events.PrioritiesSet)] == [left]
 
 
 @pytest.mark.parametrize("priority", [0.0, -1.0, 1e-7, 1e7, float("inf"), float("nan")])
@@ -189,7 +189,7 @@ def mixed(**spec: object) -> Harness:
 
 
 def kinds(harness: Harness, batch: Served) -> set[tuple[str, ...]]:
-    admitted = {record.group: record.task for record in harness.found(events.GroupAdmitted)}
+    admitted = {event.group: event.task for event in harness.found(events.GroupAdmitted)}
     return {(admitted[id].environment, *sorted(admitted[id].tags)) for id in batch.groups}
 
 
@@ -260,7 +260,7 @@ def test_a_pull_whose_kind_is_not_ready_is_told_what_is():
         pass
     reply = harness.empty(tags=["new"])
     reason = next(reason for reason in reply.reasons if reason.code == "filtered")
-    fitting = harness.core._book.runs["r"].shelves.count(Filter.of((), ["new"]))
+    fitting = harness.core._state.runs["r"].eligible.count(Filter.of((), ["new"]))
     assert reason.facts == {"groups": harness.status().groups.eligible - fitting, "batches": 0}
     ready = f"{reason.facts['groups']} groups."
     assert reason.message == f"What is ready is not what this pull asks for (tags ['new']): {ready}"

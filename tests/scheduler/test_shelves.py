@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.trajectory import Task, Version
-from headrace_orchestrator.scheduler.state.eligible_index import Shelf, Shelves
+from headrace_orchestrator.scheduler.state.eligible_index import EligibleIndex, SumTree
 from headrace_orchestrator.scheduler.state.filters import EVERYTHING, Filter
 from headrace_orchestrator.scheduler.state.versions import Versions
 
@@ -32,11 +32,11 @@ class Standing:
         return self._versions
 
 
-def shelves_of(groups: list[Standing], versions: Versions) -> Shelves:
-    shelves = Shelves(BOUND, lambda group: group.weight)  # type: ignore[attr-defined]
+def shelves_of(groups: list[Standing], versions: Versions) -> EligibleIndex:
+    eligible = EligibleIndex(BOUND, lambda group: group.weight)  # type: ignore[attr-defined]
     for group in groups:
-        shelves.add(group, versions)  # type: ignore[arg-type]
-    return shelves
+        eligible.add(group, versions)  # type: ignore[arg-type]
+    return eligible
 
 
 @st.composite
@@ -70,7 +70,7 @@ def in_bound(group: Standing, versions: Versions, forks: list[int]) -> bool:
 
 @given(st.dictionaries(PLACES, WEIGHTS, max_size=60), st.data())
 def test_the_first_the_last_and_the_one_at_a_given_weight_are_found(weights, data):
-    shelf = Shelf()
+    shelf = SumTree()
     for place, weight in weights.items():
         shelf.put(place, weight)
     ordered = sorted(weights)
@@ -88,7 +88,7 @@ def test_the_first_the_last_and_the_one_at_a_given_weight_are_found(weights, dat
 
 @given(st.dictionaries(PLACES, WEIGHTS, max_size=30), st.dictionaries(PLACES, WEIGHTS, max_size=30))
 def test_what_is_found_depends_on_what_stands_there_alone_never_on_how_it_came_there(kept, gone):
-    straight, roundabout = Shelf(), Shelf()
+    straight, roundabout = SumTree(), SumTree()
     for place, weight in sorted(kept.items()):
         straight.put(place, weight)
     extra = {place: weight for place, weight in gone.items() if place not in kept}
@@ -104,55 +104,55 @@ def test_what_is_found_depends_on_what_stands_there_alone_never_on_how_it_came_t
 def test_what_the_version_now_leaves_behind_is_set_aside_and_never_chosen(crowd, ns, fork, after):
     """Versions are announced, one is gone back to, others follow; on the way some come back within bound."""
     versions = now(0)
-    shelves = shelves_of(crowd, versions)
+    eligible = shelves_of(crowd, versions)
     for n in ns:
         versions.announce(Version(0, n), None)
-        turned_to(shelves, crowd, versions, [])
+        turned_to(eligible, crowd, versions, [])
     fork = min(fork, versions.now.n)
     versions.announce(Version(1, fork), Version(0, fork))
-    turned_to(shelves, crowd, versions, [fork])
+    turned_to(eligible, crowd, versions, [fork])
     versions.announce(Version(1, fork + after), None)
-    turned_to(shelves, crowd, versions, [fork])
+    turned_to(eligible, crowd, versions, [fork])
 
 
-def turned_to(shelves: Shelves, crowd: list[Standing], versions: Versions, forks: list[int]) -> None:
-    shelves.turn_to(versions)
+def turned_to(eligible: EligibleIndex, crowd: list[Standing], versions: Versions, forks: list[int]) -> None:
+    eligible.turn_to(versions)
     fresh = sorted(group.order for group in crowd if in_bound(group, versions, forks))
-    assert [group.order for group in shelves.in_order(EVERYTHING)] == fresh
-    assert len(shelves) == len(fresh)
-    assert {group.order for group in shelves.behind()} == {group.order for group in crowd} - set(fresh)
-    assert shelves.contents() == shelves_of(crowd, versions).contents()
+    assert [group.order for group in eligible.in_order(EVERYTHING)] == fresh
+    assert len(eligible) == len(fresh)
+    assert {group.order for group in eligible.behind()} == {group.order for group in crowd} - set(fresh)
+    assert eligible.contents() == shelves_of(crowd, versions).contents()
 
 
 @given(crowds(), st.sets(st.sampled_from("ab")), st.sets(st.sampled_from("xy")))
 def test_what_does_not_fit_is_never_chosen(crowd, environments, tags):
-    shelves = shelves_of(crowd, now(0))
+    eligible = shelves_of(crowd, now(0))
     filter = Filter.of(environments, tags)
     right = sorted(
         group.order
         for group in crowd
         if (not environments or group.task.environment in environments) and tags <= set(group.task.tags)
     )
-    assert [group.order for group in shelves.in_order(filter)] == right
-    assert [group.order for group in shelves.in_order(filter, backwards=True)] == right[::-1]
-    assert shelves.count(filter) == len(right)
-    with closing(shelves.drawn(filter, lambda bound: 0)) as drawn:
+    assert [group.order for group in eligible.in_order(filter)] == right
+    assert [group.order for group in eligible.in_order(filter, backwards=True)] == right[::-1]
+    assert eligible.count(filter) == len(right)
+    with closing(eligible.drawn(filter, lambda bound: 0)) as drawn:
         assert sorted(group.order for group in drawn) == right
 
 
 @given(crowds(), st.integers(0, 1 << 300), st.integers(0, 40))
 def test_what_is_drawn_is_drawn_once_and_stands_there_again_after_the_draw(crowd, die, count):
-    shelves = shelves_of(crowd, now(0))
-    before = shelves.contents()
-    with closing(shelves.drawn(EVERYTHING, lambda bound: die % bound)) as drawn:
+    eligible = shelves_of(crowd, now(0))
+    before = eligible.contents()
+    with closing(eligible.drawn(EVERYTHING, lambda bound: die % bound)) as drawn:
         found = [group.order for group, _ in zip(drawn, range(count), strict=False)]
     assert len(set(found)) == len(found) == min(count, len(crowd))
-    assert shelves.contents() == before
+    assert eligible.contents() == before
 
 
 def test_choosing_a_few_looks_at_few():
     """Of a million places, one node is read on each level to find one, and those of the top."""
-    shelf = Shelf()
+    shelf = SumTree()
     for place in range(0, 1 << 20, 64):
         shelf.put(place, 1)
     read = SimpleNamespace(count=0)

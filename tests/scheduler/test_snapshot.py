@@ -12,7 +12,7 @@ from headrace_orchestrator.scheduler.state.batches import Batch
 from headrace_orchestrator.scheduler.state.evaluations import Evaluation
 from headrace_orchestrator.scheduler.state.groups import Episode, Group
 from headrace_orchestrator.scheduler.state.ledger import Ledger
-from headrace_orchestrator.scheduler.state.policy_servers import Hosting
+from headrace_orchestrator.scheduler.state.policy_servers import PolicyServersState
 from headrace_orchestrator.scheduler.state.run import Run
 from headrace_orchestrator.scheduler.state.versions import Versions
 from tests.scheduler.harness import BROKEN, Harness, busy
@@ -44,7 +44,7 @@ def test_after_a_restore_every_lease_has_a_full_term_as_after_a_replay():
     assert core.drain()
 
 
-def test_facts_behind_a_snapshot_are_applied_to_it():
+def test_events_behind_a_snapshot_are_applied_to_it():
     harness = busy()
     taken, since = harness.core.snapshot(), len(harness.log)
     harness.work()
@@ -57,8 +57,8 @@ def test_a_snapshot_carries_quarantine_kills_and_what_the_brake_looks_at(harness
     harness.run(group_size=2, batch_size=2, retries={"max_attempts": 1, "quarantine_after": 2})
     for attempt in harness.lease(3):
         harness.finish(attempt, "failed", failure=BROKEN)
-    run = harness.core._book.runs["r"]
-    again = harness.restored(harness.core.snapshot())._book.runs["r"]
+    run = harness.core._state.runs["r"]
+    again = harness.restored(harness.core.snapshot())._state.runs["r"]
     assert all((run.quarantined, run.kills, run.recent))
     assert (again.quarantined, again.kills, list(again.recent)) == (run.quarantined, run.kills, list(run.recent))
 
@@ -75,7 +75,7 @@ def test_a_snapshot_taken_in_the_middle_of_a_replay_is_finished_as_the_replay_is
         for each in (cut, core):
             each.tick(harness.now)
             each.check()
-        assert [type(fact) for fact in core.drain()] == [type(fact) for fact in cut.drain()]
+        assert [type(event) for event in core.drain()] == [type(event) for event in cut.drain()]
 
 
 def test_a_snapshot_carries_how_awaited_groups_failed(harness):
@@ -85,7 +85,7 @@ def test_a_snapshot_carries_how_awaited_groups_failed(harness):
     (told,) = harness.empty(groups=["a"]).reasons
     assert told.facts["failure"].startswith("policy/long: xxx")
     assert len(told.facts["failure"]) == transitions.MAX_FAILURE
-    again = harness.restored(harness.core.snapshot())._book.runs["r"]
+    again = harness.restored(harness.core.snapshot())._state.runs["r"]
     assert again.submitted_failures == {"a": told.facts["failure"]}
 
 
@@ -126,8 +126,8 @@ SOFT = {
     Evaluation: {"asked_at", "deadline", "expired"},
     Ledger: set(),
     Versions: set(),
-    Hosting: {"told"},
-    Run: {"brake", "cap", "learners", "retiring", "waiting"},
+    PolicyServersState: {"told"},
+    Run: {"concurrency_cap", "failure_backoff", "learners", "retiring", "waiting"},
 }
 BY_REFERENCE = {
     Episode: {"group"},
@@ -136,7 +136,7 @@ BY_REFERENCE = {
     Evaluation: {"groups"},
     Ledger: {"bounds", "spec"},
     Versions: set(),
-    Hosting: set(),
+    PolicyServersState: set(),
     Run: {
         "active_evaluations",
         "apart",
@@ -145,10 +145,10 @@ BY_REFERENCE = {
         "due",
         "episodes",
         "evaluation_queue",
-        "hosting",
+        "policy_servers",
         "evaluations",
     }
-    | {"given", "groups", "kinds", "ledger", "name", "open_groups", "own_source", "queue", "shelves", "source", "spec"}
+    | {"given", "groups", "kinds", "ledger", "name", "open_groups", "own_source", "eligible", "queue", "source", "spec"}
     | {"versions"},
 }
 ROWS = {
@@ -158,12 +158,12 @@ ROWS = {
     Evaluation: snapshot.EvaluationRow,
     Ledger: snapshot.LedgerRow,
     Versions: snapshot.VersionsRow,
-    Hosting: snapshot.HostingRow,
+    PolicyServersState: snapshot.PolicyServersRow,
     Run: snapshot.RunRow,
 }
 
 
 @pytest.mark.parametrize("kind", list(ROWS), ids=lambda kind: kind.__name__)
 def test_what_is_soft_is_not_in_it_and_a_slot_of_the_state_is_named_here_or_named_soft(kind):
-    slots = set(vars(busy().core._book.runs["r"])) if kind is Run else set(kind.__slots__)
+    slots = set(vars(busy().core._state.runs["r"])) if kind is Run else set(kind.__slots__)
     assert set(ROWS[kind].__struct_fields__) == slots - SOFT[kind] - BY_REFERENCE[kind]

@@ -133,7 +133,7 @@ def test_evaluation_episodes_are_outside_the_ledger_and_in_no_batch(harness):
     assert (report.wanted, report.done, report.finished, report.hold_s) == (6, 6, True, 0.0)
     assert {line.reward for line in report.episodes} == {0.5}
     assert harness.status().episodes == {}
-    assert [record.reason for record in harness.found(events.EvaluationEnded)] == ["done"]
+    assert [event.reason for event in harness.found(events.EvaluationEnded)] == ["done"]
 
 
 def test_an_evaluation_record_of_another_version_is_refused(harness):
@@ -156,7 +156,7 @@ def test_episodes_that_are_not_over_at_the_deadline_are_cancelled(harness):
     report = harness.core.evaluation("r", evaluation, harness.now)
     assert (report.wanted, report.done, report.finished) == (12, 0, True)
     assert len(report.episodes) == len(running), "what was never dispatched leaves no line"
-    assert [record.reason for record in harness.found(events.EvaluationEnded)] == ["deadline"]
+    assert [event.reason for event in harness.found(events.EvaluationEnded)] == ["deadline"]
 
 
 def test_an_evaluation_whose_episodes_were_all_cancelled_before_its_deadline_ends_as_cancelled(harness):
@@ -164,7 +164,7 @@ def test_an_evaluation_whose_episodes_were_all_cancelled_before_its_deadline_end
     harness.evaluate(1)
     (attempt,) = [a for a in harness.lease(8) if a.evaluation]
     harness.finish(attempt, "cancelled")
-    assert [record.reason for record in harness.found(events.EvaluationEnded)] == ["cancelled"]
+    assert [event.reason for event in harness.found(events.EvaluationEnded)] == ["cancelled"]
 
 
 def test_old_evaluations_are_forgotten_once_their_lines_are_too_many(monkeypatch, harness):
@@ -174,7 +174,7 @@ def test_old_evaluations_are_forgotten_once_their_lines_are_too_many(monkeypatch
     for _ in range(3):
         ids.append(harness.evaluate(2, episodes_per_task=1, deadline_s=900.0))
         harness.work()
-    assert list(harness.core._book.runs["r"].evaluations) == ids[1:]
+    assert list(harness.core._state.runs["r"].evaluations) == ids[1:]
     with pytest.raises(UnknownEvaluation):
         harness.core.evaluation("r", ids[0], harness.now)
 
@@ -265,20 +265,20 @@ def test_what_a_run_draws_depends_on_its_seed_and_the_position_alone():
         return harness.found(events.GroupAdmitted)[:100]
 
     one, two, other = admitted(3, 1), admitted(64, 1), admitted(64, 2)
-    assert [record.task for record in one] == [record.task for record in two]
-    seeds = [[member.sampling_seed for member in record.members] for record in one]
-    assert seeds == [[member.sampling_seed for member in record.members] for record in two]
+    assert [event.task for event in one] == [event.task for event in two]
+    seeds = [[member.sampling_seed for member in event.members] for event in one]
+    assert seeds == [[member.sampling_seed for member in event.members] for event in two]
     assert len({seed for pair in seeds for seed in pair}) == 200
-    assert [record.task for record in one] != [record.task for record in other]
-    assert 60 < sum(record.task.environment == "game:B" for record in one) < 90
+    assert [event.task for event in one] != [event.task for event in other]
+    assert 60 < sum(event.task.environment == "game:B" for event in one) < 90
 
 
 def test_a_list_is_gone_through_in_order_as_often_as_its_epochs_say(harness):
     tasks = [{"environment": "game:A", "seed": seed, "id": name} for seed, name in ((5, "x"), (3, ""), (9, "z"))]
     harness.run(tasks=tasks, epochs=3, batch_size=64)
     admitted = harness.found(events.GroupAdmitted)
-    assert [(record.task.id, record.task.seed) for record in admitted] == [("x", 5), ("1", 3), ("z", 9)] * 3
-    assert [record.position for record in admitted] == list(range(9))
+    assert [(event.task.id, event.task.seed) for event in admitted] == [("x", 5), ("1", 3), ("z", 9)] * 3
+    assert [event.position for event in admitted] == list(range(9))
 
 
 def test_nothing_global_is_drawn_from(harness):

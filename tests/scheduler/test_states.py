@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 from headrace_orchestrator.scheduler.queries import views
-from headrace_orchestrator.scheduler.state.groups import STORY_STEPS, Episode
+from headrace_orchestrator.scheduler.state.groups import HISTORY_STEPS, Episode
 from tests.scheduler.harness import Harness, version
 
 
@@ -15,11 +15,11 @@ def test_of_the_members_of_a_complete_group_only_what_batches_are_made_of_is_kep
     harness.finish(third, low=version("0.0"), high=version("0.1"))
     harness.finish(first, "failed")
     harness.finish(second)
-    group = harness.core._book.runs["r"].groups[first.group]
+    group = harness.core._state.runs["r"].groups[first.group]
     assert (group.state, group.members) == ("eligible", [])
     assert group.trajectories == [f"trajectory of {attempt.episode}" for attempt in (second, third)]
     assert group.kept == (version("0.0"), version("0.1"))
-    assert not {first.episode, second.episode, third.episode} & harness.core._book.episodes.keys()
+    assert not {first.episode, second.episode, third.episode} & harness.core._state.episodes.keys()
     assert harness.finish(first) == "superseded"  # the store knows whose the record is
 
 
@@ -46,8 +46,8 @@ def test_so_many_groups_are_listed_that_nobody_waits(harness, monkeypatch):
 
 def test_a_story_keeps_its_last_steps(harness):
     harness.run(attempt_lease_s=30, batch_size=1)
-    for _ in range(2 * STORY_STEPS):
+    for _ in range(2 * HISTORY_STEPS):
         (attempt, *_) = harness.lease(1)
         harness.hand_back([attempt])
-    story = harness.core._book.episodes[attempt.episode].story
-    assert story == [("leased", "Dispatched"), ("queued", "handed back")] * (STORY_STEPS // 2)
+    history = harness.core._state.episodes[attempt.episode].history
+    assert history == [("leased", "Dispatched"), ("queued", "handed back")] * (HISTORY_STEPS // 2)

@@ -32,7 +32,7 @@ def test_what_an_announcement_leaves_too_far_behind_is_retired_as_a_unit(harness
     harness.announce("0.1")
     group = attempts[0].group
     assert harness.retired() == {group: "stale"}
-    assert [record.episode for record in harness.found(events.AttemptCancelled)] == [leased[0].episode]
+    assert [event.episode for event in harness.found(events.AttemptCancelled)] == [leased[0].episode]
     harness.finish(leased[0], "cancelled")
     assert harness.ends(attempts[0].episode) == ["finished"], "it stays stored"
     harness.work()
@@ -89,7 +89,7 @@ def test_a_rewind_dissolves_batches_with_such_a_group_and_what_was_acked_stays_c
     harness.ack(harness.batch())
     above = harness.batch()
     harness.rewind("0.0")
-    assert [record.batch for record in harness.found(events.BatchDissolved)] == [above.id]
+    assert [event.batch for event in harness.found(events.BatchDissolved)] == [above.id]
     with pytest.raises(BatchSuperseded):
         harness.ack(above)
     harness.ack(below)

@@ -112,7 +112,7 @@ def test_a_heartbeat_renews_what_it_lists(harness):
         harness.advance(20.0)
         harness.heartbeat()
     ended = harness.found(events.AttemptEnded)
-    assert [(record.episode, record.reason, record.counts) for record in ended] == [(lost.episode, "dropped", True)]
+    assert [(event.episode, event.reason, event.counts) for event in ended] == [(lost.episode, "dropped", True)]
     assert harness.finish(kept) == "accepted"
 
 
@@ -151,8 +151,8 @@ def test_the_last_dropped_attempt_ends_the_episode_in_one_failed_record(harness)
     assert (second.episode, second.attempt) == (first.episode, 2)
     drop(harness)
     assert harness.ends(first.episode) == ["failed"]
-    record = harness.found(events.EpisodeEnded)[0]
-    assert (record.by_worker, record.failure.kind, record.attempt) == (False, "dropped", 2)
+    event = harness.found(events.EpisodeEnded)[0]
+    assert (event.by_worker, event.failure.kind, event.attempt) == (False, "dropped", 2)
     assert harness.finish(second) == "superseded"
 
 
@@ -168,7 +168,7 @@ def test_one_dead_worker_neither_quarantines_a_task_nor_fails_a_group(harness):
         assert late
         harness.advance(45.0)
     ended = harness.found(events.AttemptEnded)
-    assert {(record.reason, record.counts) for record in ended} == {("worker lost", False)}
+    assert {(event.reason, event.counts) for event in ended} == {("worker lost", False)}
     assert len(ended) == 16
     assert harness.found(events.TaskQuarantined) == []
     assert harness.work("steady") == 4
@@ -191,11 +191,11 @@ def test_a_task_that_crashes_its_worker_each_time_ends(harness):
         harness.advance(30.0)
         if number == 11:
             assert harness.found(events.TaskQuarantined) == [], "one worker that took two counts once"
-    failures = [record.failure for record in harness.found(events.EpisodeEnded)]
+    failures = [event.failure for event in harness.found(events.EpisodeEnded)]
     assert {failure.layer for failure in failures} == {"infrastructure"}
     assert [failure.kind for failure in failures] == ["lease-expired"] * 3 + ["quarantined"]
     assert number == 22
-    assert len(harness.found(events.TaskQuarantined)[0].story) == 2
+    assert len(harness.found(events.TaskQuarantined)[0].history) == 2
 
 
 def test_a_tick_that_comes_late_expires_nothing(harness):
@@ -213,7 +213,7 @@ def test_a_tick_that_comes_late_expires_nothing(harness):
     assert len(harness.found(events.AttemptEnded)) == len(attempts), "once"
     assert harness.found(events.BatchReleased) == []
     harness.advance(60.0)
-    assert [record.batch for record in harness.found(events.BatchReleased)] == [batch.id]
+    assert [event.batch for event in harness.found(events.BatchReleased)] == [batch.id]
 
 
 def test_a_command_that_comes_first_after_a_stall_renews_all_the_same(harness):
@@ -234,7 +234,7 @@ def test_a_drain_is_over_when_its_worker_has_gone(harness):
     harness.advance(61.0)
     reply = harness.lease_reply(1)
     assert (reply.drain, len(reply.attempts)) == (False, 1)
-    assert [record.over for record in harness.found(events.WorkerDraining)] == [False, True]
+    assert [event.over for event in harness.found(events.WorkerDraining)] == [False, True]
 
 
 def test_a_drain_of_a_worker_that_never_came_back_is_forgotten(harness):
@@ -447,7 +447,7 @@ def test_at_most_group_size_extra_members_are_added(harness):
     assert harness.status().in_flight == 2
 
 
-def test_a_task_that_killed_too_many_attempts_is_quarantined_with_its_story(harness):
+def test_a_task_that_killed_too_many_attempts_is_quarantined_with_its_history(harness):
     harness.run(
         tasks=[{"environment": "game:A", "seed": 1}, {"environment": "game:A", "seed": 2}],
         epochs=2,
@@ -466,8 +466,8 @@ def test_a_task_that_killed_too_many_attempts_is_quarantined_with_its_story(harn
     drop(harness)
     (quarantined,) = harness.found(events.TaskQuarantined)
     assert quarantined.task == first.task
-    assert "environment/crashed: It raised." in quarantined.story[0]
-    assert "dropped at worker w" in quarantined.story[1]
+    assert "environment/crashed: It raised." in quarantined.history[0]
+    assert "dropped at worker w" in quarantined.history[1]
     assert harness.ends(second.episode) == ["failed"], "it was dispatched before"
     assert len(harness.found(events.EpisodeEnded)) == 2, "what was never dispatched leaves no record"
     assert harness.retired() == {first.group: "failed"}
@@ -484,7 +484,7 @@ def test_answers_that_are_wrong_quarantine_the_task_that_gets_them(harness):
     for attempt in harness.lease(2):
         harness.finish(attempt, "failed", failure=broken)
     (quarantined,) = harness.found(events.TaskQuarantined)
-    assert "policy/logprob-nan: Turn 1: position 4 is NaN." in quarantined.story[0]
+    assert "policy/logprob-nan: Turn 1: position 4 is NaN." in quarantined.history[0]
 
 
 def test_policy_failures_spend_attempts_but_quarantine_no_task(harness):

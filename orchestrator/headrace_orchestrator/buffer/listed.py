@@ -12,7 +12,7 @@ from headrace.batch.manifest import Manifest
 from headrace.trajectory import Provenance, StopReason
 from headrace.wire.codec import TrajectoryHead
 from headrace_orchestrator.buffer.frame_location import Location
-from headrace_orchestrator.scheduler.events import AnyRecord, BatchAcked, BatchDissolved, EpisodeEnded
+from headrace_orchestrator.scheduler.events import AnyEvent, BatchAcked, BatchDissolved, EpisodeEnded
 
 FILTERS = ("status", "environment", "evaluation")
 """Columns that a listing can be narrowed by."""
@@ -66,15 +66,15 @@ class Stored(NamedTuple):
     location: Location
 
 
-def listed_of(facts: Sequence[AnyRecord], source: TrajectoryHead | Manifest | None) -> Iterator[Listed]:
-    """What is to be listed of a frame that was read: its facts, and the head or the manifest that one is read from."""
+def listed_of(events: Sequence[AnyEvent], source: TrajectoryHead | Manifest | None) -> Iterator[Listed]:
+    """What is to be listed of a frame that was read: its events, and the head or the manifest that one is read from."""
     if isinstance(source, Manifest):
         groups = tuple(group.id for group in source.groups)
         yield BatchListed(source.batch, source.run, str(source.version), groups)
         return
-    for fact in facts:
-        if isinstance(fact, EpisodeEnded) and isinstance(source, TrajectoryHead):
+    for event in events:
+        if isinstance(event, EpisodeEnded) and isinstance(source, TrajectoryHead):
             names = tuple(asset.name for asset in source.assets)
-            yield TrajectoryListed(fact, source.stop_reason, source.provenance, names)
-        elif isinstance(fact, (BatchAcked, BatchDissolved)):
-            yield fact
+            yield TrajectoryListed(event, source.stop_reason, source.provenance, names)
+        elif isinstance(event, (BatchAcked, BatchDissolved)):
+            yield event

@@ -19,7 +19,7 @@ MOST_NAMES = 100
 """So many ids of one kind of difference are named."""
 
 _DECIDED_LATER = frozenset(("state", "made"))
-"""Columns that a later record sets: they cannot be compared where a control record is lost."""
+"""Columns that a later record sets: they cannot be compared where an event is lost."""
 _OVERWRITTEN = frozenset(("batch_members",))
 """Tables whose rows a later record replaces: the same."""
 
@@ -103,7 +103,7 @@ def differences(
     lived: Twin, built: Path, passed_over: Sequence[tuple[int, int]], *, settled: bool
 ) -> Iterator[tuple[list[str], str]]:
     """Where the tables are not the same: ids, and what is wrong with their rows. Rows of records in the ranges of
-    positions are passed over; ``settled``: no control record is among these."""
+    positions are passed over; ``settled``: no event is among these."""
     connection = lived.connection
     try:
         connection.execute("ATTACH ? AS built", (str(built),))

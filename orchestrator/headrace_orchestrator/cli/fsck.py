@@ -27,7 +27,7 @@ LOST, MENDABLE = 5, 6
 def fsck(ctx: click.Context, directory: Path, rebuild: bool) -> None:
     """Read everything in the data directory DIR, or in a backup, and name what is damaged.
 
-    Checks every record, both copies of control records, the heads and footers of files, whether the projection says
+    Checks every record, both copies of events, the heads and footers of files, whether the projection says
     what the log says, and assets. The service may be running. Nothing is written without --rebuild.
 
     \b

@@ -24,20 +24,20 @@ from headrace.runspec import RunSpec
 from headrace.trajectory import Version
 from headrace.wire import messages
 from headrace_orchestrator.scheduler import events
-from headrace_orchestrator.scheduler.apply.state import STALL_SHARE, Book
+from headrace_orchestrator.scheduler.apply.state import STALL_SHARE, SchedulerState
 from headrace_orchestrator.scheduler.commands import batches as serving
 from headrace_orchestrator.scheduler.commands import evaluations, follow_ups, leases, policy_servers, priorities
 from headrace_orchestrator.scheduler.commands import groups as submitting
 from headrace_orchestrator.scheduler.commands import resume as resuming
 from headrace_orchestrator.scheduler.commands import versions as announcing
 from headrace_orchestrator.scheduler.commands.submissions import judge
-from headrace_orchestrator.scheduler.events import AnyRecord, EpisodeEnded
+from headrace_orchestrator.scheduler.events import AnyEvent, EpisodeEnded
 from headrace_orchestrator.scheduler.queries import snapshot, views
 from headrace_orchestrator.scheduler.queries.check import check, durable
 from headrace_orchestrator.scheduler.queries.pull_plan import Form, Plan, Redeliver
 from headrace_orchestrator.scheduler.state import concurrency_cap, failure_backoff
 from headrace_orchestrator.scheduler.state.bounds import RETRY_S, Bounds
-from headrace_orchestrator.scheduler.state.policy_servers import Hosting
+from headrace_orchestrator.scheduler.state.policy_servers import PolicyServersState
 from headrace_orchestrator.scheduler.state.run import Run
 
 __all__ = ["Form", "Plan", "Redeliver", "Scheduler"]
@@ -53,81 +53,81 @@ class Scheduler:
     def __init__(
         self, *, epoch: int, new_id: Callable[[], str], new_nonce: Callable[[], str], bounds: Bounds | None = None
     ) -> None:
-        self._book = Book(epoch, new_id, new_nonce, bounds)
+        self._state = SchedulerState(epoch, new_id, new_nonce, bounds)
         self._replaying = False
         #: When the last command was taken; None until there was one.
         self._last: float | None = None
 
     # Replay and inspection
-    def apply(self, record: AnyRecord, now: float) -> None:
-        """Take a fact from the log; raises InternalError for one that does not fit, as where a fact before it was lost.
-        The first command after the last fact renews all leases."""
+    def apply(self, event: AnyEvent, now: float) -> None:
+        """Take an event from the log; raises InternalError for one that does not fit, as where an event before it was
+        lost. The first command after the last event renews all leases."""
         self._replaying = True
-        self._book.apply(record, now)
+        self._state.apply(event, now)
 
     def snapshot(self) -> bytes:
-        """The durable state, to be restored by a later process; raises InternalError while facts are not drained."""
-        if self._book.out:
-            raise InternalError("A snapshot is asked for while facts that it has are not drained yet.")
-        return snapshot.snapshot(self._book)
+        """The durable state, to be restored by a later process; raises InternalError while events are not drained."""
+        if self._state.out:
+            raise InternalError("A snapshot is asked for while events that it has are not drained yet.")
+        return snapshot.snapshot(self._state)
 
     def restore(self, data: bytes, now: float) -> None:
-        """Take a snapshot, into a scheduler that knows nothing yet; facts behind it may be applied then. Raises
+        """Take a snapshot, into a scheduler that knows nothing yet; events behind it may be applied then. Raises
         CorruptRecord, and has taken nothing. The first command after it renews all leases."""
-        if self._book.runs or self._book.workers.by_name:
+        if self._state.runs or self._state.workers.by_name:
             raise InternalError("A snapshot is restored into a scheduler that has a state already.")
-        snapshot.restore(self._book, data, now)
+        snapshot.restore(self._state, data, now)
         self._replaying = True
 
     @property
     def bounds(self) -> Bounds:
         """What all runs share; whoever has the store says in ``disk_bytes`` what is stored."""
-        return self._book.bounds
+        return self._state.bounds
 
-    def drain(self) -> list[AnyRecord]:
+    def drain(self) -> list[AnyEvent]:
         """The records of the commands since the last call, in order."""
-        out, self._book.out = self._book.out, []
+        out, self._state.out = self._state.out, []
         return out
 
     def tick(self, now: float) -> None:
         """Let time pass: expired attempt leases, batch leases, evaluations, deadlines."""
-        book = self._ready(now)
-        expired = book.workers.due(now)
+        state = self._ready(now)
+        expired = state.workers.due(now)
         runs: dict[str, Run] = {}
         for episode in expired:
             # Settling for one episode may have ended or cancelled another.
             if episode.state in ("leased", "cancelling") and episode.deadline <= now:
                 run = episode.group.run
                 runs[run.name] = run
-                follow_ups.lease_lost(book, episode, now)
+                follow_ups.lease_lost(state, episode, now)
         for run in runs.values():
-            follow_ups.settle(book, run, now)
-        for run in book.runs.values():
+            follow_ups.settle(state, run, now)
+        for run in state.runs.values():
             if run.batches:
-                serving.expire(book, run, now)
+                serving.expire(state, run, now)
             if run.active_evaluations:
-                evaluations.expire(book, run, now)
+                evaluations.expire(state, run, now)
             if run.waiting:
-                follow_ups.cut_overdue(book, run, now)
+                follow_ups.cut_overdue(state, run, now)
             if run.retiring:
-                follow_ups.go_on_retiring(book, run, now)
-        if book.bounds.exist:
-            for run in book.runs.values():
+                follow_ups.go_on_retiring(state, run, now)
+        if state.bounds.exist:
+            for run in state.runs.values():
                 if run.admits:
-                    follow_ups.settle(book, run, now)
-        for worker in book.workers.sweep(now):
-            book.emit(events.WorkerDraining(worker=worker, over=True), now)
+                    follow_ups.settle(state, run, now)
+        for worker in state.workers.sweep(now):
+            state.emit(events.WorkerDraining(worker=worker, over=True), now)
 
     def next_deadline(self) -> float | None:
         """When ``tick`` wants to be called next at the latest: at a deadline, and while anything is leased often enough
         to tell a quiet time from a stall of this process."""
-        attempts = self._book.workers.next_deadline()
+        attempts = self._state.workers.next_deadline()
         deadlines = [] if attempts is None else [attempts]
-        for run in self._book.runs.values():
+        for run in self._state.runs.values():
             deadlines += [batch.deadline for batch in run.batches.values() if batch.leased]
         if deadlines and self._last is not None:
-            deadlines.append(self._last + self._book.shortest_term_s * STALL_SHARE / 2)
-        for run in self._book.runs.values():
+            deadlines.append(self._last + self._state.shortest_term_s * STALL_SHARE / 2)
+        for run in self._state.runs.values():
             deadlines += [e.deadline for e in run.active_evaluations.values() if not e.expired]
             deadlines += islice(run.waiting.values(), 1)
             due = failure_backoff.next_try(run)
@@ -140,23 +140,23 @@ class Scheduler:
         return min(deadlines, default=None)
 
     def check(self) -> None:
-        """Raise AssertionError, with the story, if an invariant does not hold."""
-        check(self._book)
+        """Raise AssertionError, with the history, if an invariant does not hold."""
+        check(self._state)
 
     def durable(self) -> dict[str, Any]:
         """The durable state as plain values, without what is soft: equal after a replay of all records."""
-        return durable(self._book)
+        return durable(self._state)
 
-    def _ready(self, now: float) -> Book:
-        book = self._book
+    def _ready(self, now: float) -> SchedulerState:
+        state = self._state
         if self._replaying:
             self._replaying = False
-            book.renew_all(now)
-            follow_ups.settle_after_replay(book, now)
-        elif self._last is not None and now - self._last > book.shortest_term_s * STALL_SHARE:
-            book.renew_after_stall(now - self._last, now)
+            state.renew_all(now)
+            follow_ups.settle_after_replay(state, now)
+        elif self._last is not None and now - self._last > state.shortest_term_s * STALL_SHARE:
+            state.renew_after_stall(now - self._last, now)
         self._last = now
-        return book
+        return state
 
     # Workers
     def lease(self, request: messages.LeaseRequest, now: float) -> messages.LeaseReply:
@@ -180,26 +180,26 @@ class Scheduler:
 
     def drain_worker(self, worker: str, now: float) -> None:
         """Give the worker nothing new, until it has gone."""
-        book = self._ready(now)
-        if worker not in book.workers.draining:
-            book.emit(events.WorkerDraining(worker=worker), now)
+        state = self._ready(now)
+        if worker not in state.workers.draining:
+            state.emit(events.WorkerDraining(worker=worker), now)
 
     # Runs
     def create_run(self, spec: RunSpec, now: float) -> None:
         """Make a run; raises RunExists."""
-        book = self._ready(now)
-        if spec.name in book.runs:
+        state = self._ready(now)
+        if spec.name in state.runs:
             raise RunExists(f"A run named {spec.name!r} exists.", hint="Give the new run another name.")
-        book.emit(events.RunCreated(run=spec.name, spec=spec.model_dump(mode="json")), now)
-        follow_ups.settle(book, book.runs[spec.name], now)
+        state.emit(events.RunCreated(run=spec.name, spec=spec.model_dump(mode="json")), now)
+        follow_ups.settle(state, state.runs[spec.name], now)
 
     def close_run(self, run: str, now: float) -> None:
         """End a run for good; leased batches may still be acked. Closing it again changes nothing."""
-        book = self._ready(now)
-        closing = book.run(run)
+        state = self._ready(now)
+        closing = state.run(run)
         if not closing.closed:
-            book.emit(events.RunClosed(run=run), now)
-            follow_ups.settle(book, closing, now)
+            state.emit(events.RunClosed(run=run), now)
+            follow_ups.settle(state, closing, now)
 
     def dissolve(self, run: str, batch: str, reason: str, now: float, *, answering: int = 0) -> None:
         """Give an open batch up, leased or not, as where its stored body is damaged (reason ``damaged``).
@@ -208,120 +208,120 @@ class Scheduler:
         Its groups are eligible again, but for those out of bound, which retire: read ``groups`` before evicting the
         damaged ones. Raises UnknownBatch; BatchAlreadyAcked where it was acked. One that was dissolved stays so.
         """
-        book = self._ready(now)
-        serving.dissolve(book, book.run(run), batch, reason, now, answering)
+        state = self._ready(now)
+        serving.dissolve(state, state.run(run), batch, reason, now, answering)
 
     def submit_groups(self, run: str, groups: list[messages.GroupRequest], now: float) -> list[str]:
         """Admit groups that the learner wants, all or none; returns their ids."""
-        book = self._ready(now)
-        return submitting.submit(book, book.run(run), groups, now)
+        state = self._ready(now)
+        return submitting.submit(state, state.run(run), groups, now)
 
     def evict(self, run: str, group: str, now: float) -> None:
         """Retire a group whose stored records were lost, so that it is not planned again."""
-        book = self._ready(now)
-        follow_ups.evict(book, book.run(run), group, now)
+        state = self._ready(now)
+        follow_ups.evict(state, state.run(run), group, now)
 
     def start_evaluation(self, run: str, request: messages.EvaluationRequest, now: float) -> str:
         """Admit the episodes of an evaluation; returns its id."""
-        book = self._ready(now)
-        evaluated = book.run(run)
+        state = self._ready(now)
+        evaluated = state.run(run)
         if evaluated.closed:
             raise Conflict(f"Run {run} was closed.")
-        return evaluations.start(book, evaluated, request, now)
+        return evaluations.start(state, evaluated, request, now)
 
     def evaluation(self, run: str, evaluation: str, now: float) -> messages.EvaluationReply:
         """How far an evaluation is."""
-        return evaluations.report(self._book, self._book.run(run), evaluation, now)
+        return evaluations.report(self._state, self._state.run(run), evaluation, now)
 
     def sync_hold(self, run: str, now: float) -> tuple[float, list[str]]:
         """Seconds that a weight sync still has to wait for evaluations, and which."""
-        return evaluations.sync_hold(self._book.run(run), now)
+        return evaluations.sync_hold(self._state.run(run), now)
 
     # Learners
     def pull(self, run: str, request: messages.PullRequest, now: float) -> Plan:
         """A batch, a plan to form one, or why there is none."""
-        book = self._ready(now)
-        return serving.pull(book, book.run(run), request, now)
+        state = self._ready(now)
+        return serving.pull(state, state.run(run), request, now)
 
     def form(self, run: str, plan: Form, request: messages.PullRequest, now: float) -> Redeliver:
         """Freeze a planned batch and lease it."""
-        book = self._ready(now)
-        return serving.form(book, book.run(run), plan, request, now)
+        state = self._ready(now)
+        return serving.form(state, state.run(run), plan, request, now)
 
     def ack(self, run: str, batch: str, request: messages.AckRequest, now: float) -> messages.AckReply:
         """Count a use of the batch's groups, and announce the version that the step made."""
-        book = self._ready(now)
-        return serving.ack(book, book.run(run), batch, request, now)
+        state = self._ready(now)
+        return serving.ack(state, state.run(run), batch, request, now)
 
     def nack(self, run: str, batch: str, request: messages.NackRequest, now: float) -> None:
         """Take a batch back, to be redelivered."""
-        book = self._ready(now)
-        serving.nack(book, book.run(run), batch, request, now)
+        state = self._ready(now)
+        serving.nack(state, state.run(run), batch, request, now)
 
     def resume(self, run: str, request: messages.ResumeRequest, now: float) -> messages.ResumeReply:
         """Lease to a new session of a learner what its earlier ones left unacked."""
-        book = self._ready(now)
-        return resuming.resume(book, book.run(run), request, now)
+        state = self._ready(now)
+        return resuming.resume(state, state.run(run), request, now)
 
     def announce(self, run: str, request: messages.VersionRequest, now: float) -> messages.VersionReply:
         """Take a new version of the lineage now."""
-        book = self._ready(now)
-        announcing.announce(book, book.run(run), request.version, request.weights, now)
-        return messages.VersionReply(epoch=book.epoch, version=str(book.run(run).versions.now))
+        state = self._ready(now)
+        announcing.announce(state, state.run(run), request.version, request.weights, now)
+        return messages.VersionReply(epoch=state.epoch, version=str(state.run(run).versions.now))
 
     def rewind(self, run: str, request: messages.RewindRequest, now: float) -> messages.VersionReply:
         """Open a new lineage that forks from an earlier version."""
-        book = self._ready(now)
-        announcing.rewind(book, book.run(run), request.version, now)
-        return messages.VersionReply(epoch=book.epoch, version=str(book.run(run).versions.now))
+        state = self._ready(now)
+        announcing.rewind(state, state.run(run), request.version, now)
+        return messages.VersionReply(epoch=state.epoch, version=str(state.run(run).versions.now))
 
     # Policy servers
     def add_server(self, run: str, address: str, now: float) -> None:
         """Give the run a policy server, or end the drain of one."""
-        book = self._ready(now)
-        policy_servers.add(book, book.run(run), address, now)
+        state = self._ready(now)
+        policy_servers.add(state, state.run(run), address, now)
 
     def drain_server(self, run: str, address: str, now: float) -> None:
         """Let a policy server of the run finish what it has; raises UnknownServer."""
-        book = self._ready(now)
-        policy_servers.drain(book, book.run(run), address, now)
+        state = self._ready(now)
+        policy_servers.drain(state, state.run(run), address, now)
 
     def remove_server(self, run: str, address: str, now: float) -> None:
         """Take a policy server from the run; raises UnknownServer."""
-        book = self._ready(now)
-        policy_servers.remove(book, book.run(run), address, now)
+        state = self._ready(now)
+        policy_servers.remove(state, state.run(run), address, now)
 
     def weights_served(self, run: str, version: Version, weights: messages.Weights, now: float) -> None:
         """A policy server takes requests with this version."""
-        book = self._ready(now)
-        policy_servers.served(book, book.run(run), version, weights, now)
+        state = self._ready(now)
+        policy_servers.served(state, state.run(run), version, weights, now)
 
     def set_inference_slots(self, run: str, slots: int | None) -> bool:
         """How many training episodes the run's policy servers take at a time; None where nobody knows. Soft. Returns
         whether there is more room than before."""
-        return concurrency_cap.set_slots(self._book.run(run), slots)
+        return concurrency_cap.set_slots(self._state.run(run), slots)
 
     def tell_servers(self, run: str, told: list[messages.Reason]) -> None:
         """What the run's policy servers are at, in words for those whose pull waits. Soft."""
-        policy_servers.tell(self._book.run(run), told)
+        policy_servers.tell(self._state.run(run), told)
 
     def leased(self, run: str) -> int:
         """The run's training episodes at workers."""
-        return self._book.run(run).leased
+        return self._state.run(run).leased
 
     def adapters_in_use(self, run: str) -> set[str]:
         """The frozen adapters that the run's open groups play with."""
-        groups = self._book.run(run).open_groups.values()
+        groups = self._state.run(run).open_groups.values()
         return {adapter for group in groups for adapter in group.adapters.values()}
 
-    def hosting(self, run: str) -> Hosting:
+    def policy_servers(self, run: str) -> PolicyServersState:
         """The run's policy servers and weights; to be read only."""
-        return self._book.run(run).hosting
+        return self._state.run(run).policy_servers
 
     def set_priorities(self, run: str, request: messages.PrioritiesRequest, now: float) -> messages.PrioritiesReply:
         """Set what a prioritized draw goes by."""
-        book = self._ready(now)
-        return priorities.set_priorities(book, book.run(run), request, now)
+        state = self._ready(now)
+        return priorities.set_priorities(state, state.run(run), request, now)
 
     def doing(self, run: str, request: messages.DoingRequest, now: float) -> None:
         """A learner says what it is doing; its batch leases are renewed."""
@@ -330,33 +330,33 @@ class Scheduler:
     # Views
     def run_status(self, run: str, now: float) -> messages.RunStatus:
         """One run, as pages show it."""
-        return views.run_status(self._book, self._book.run(run), now)
+        return views.run_status(self._state, self._state.run(run), now)
 
     def run_names(self) -> list[str]:
         """All runs, closed ones included, oldest first."""
-        return list(self._book.runs)
+        return list(self._state.runs)
 
     def worker_statuses(self, now: float) -> list[messages.WorkerStatus]:
         """All workers heard of of late, or holding attempts."""
-        return views.worker_statuses(self._book, now)
+        return views.worker_statuses(self._state, now)
 
     def closed(self, run: str) -> bool:
         """Whether the run was closed."""
-        return self._book.run(run).closed
+        return self._state.run(run).closed
 
     def over(self, run: str) -> bool:
         """Whether nothing will ever be served of the run any more."""
-        found = self._book.run(run)
+        found = self._state.run(run)
         return found.closed or found.done
 
     def version(self, run: str) -> Version:
         """The run's version now."""
-        return self._book.run(run).versions.now
+        return self._state.run(run).versions.now
 
     def spec(self, run: str) -> RunSpec:
         """The run's spec."""
-        return self._book.run(run).spec
+        return self._state.run(run).spec
 
     def groups(self, run: str) -> list[dict[str, Any]]:
         """The oldest groups in flight, for pages: id, state, task, members with their states, low version."""
-        return views.groups(self._book.run(run))
+        return views.groups(self._state.run(run))

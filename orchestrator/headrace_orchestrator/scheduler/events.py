@@ -1,8 +1,8 @@
-"""Facts: what the scheduler decided, in the order it decided it.
+"""Events: what the scheduler decided, in the order it decided it.
 
 * State changes only by applying a record; deciding and applying are apart.
 * Applying the records of a log in order gives the state back, but for deadlines: those get a full term.
-* Two kinds of fact are carried by frames of their own in the log and rebuilt from them: ``EpisodeEnded`` by the
+* Two kinds of event are carried by frames of their own in the log and rebuilt from them: ``EpisodeEnded`` by the
   trajectory's, ``BatchFormed`` by the batch head's. All others are stored as they are.
 """
 
@@ -16,18 +16,18 @@ from headrace.trajectory import Failure, PolicyRef, Status, Task, Version
 from headrace.wire.messages import Weights
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
-    """Base of all facts."""
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """Base of all events."""
 
 
-class RunCreated(Record, frozen=True, kw_only=True):
+class RunCreated(Event, frozen=True, kw_only=True):
     """``spec`` as it was given, JSON-able."""
 
     run: str
     spec: dict[str, Any]
 
 
-class RunClosed(Record, frozen=True, kw_only=True):
+class RunClosed(Event, frozen=True, kw_only=True):
     """No more admission; attempts are cancelled. A batch that is leased may still be acked."""
 
     run: str
@@ -41,7 +41,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     sampling_seed: int
 
 
-class GroupAdmitted(Record, frozen=True, kw_only=True):
+class GroupAdmitted(Event, frozen=True, kw_only=True):
     """A group enters the ledger. ``position`` counts admissions of the run's own source; -1 for submitted groups and
     evaluations. ``evaluation`` names the evaluation it belongs to, outside the ledger. ``adapters``: the frozen ones
     that play in it, by agent."""
@@ -57,7 +57,7 @@ class GroupAdmitted(Record, frozen=True, kw_only=True):
     adapters: dict[str, str] = {}
 
 
-class MemberAdded(Record, frozen=True, kw_only=True):
+class MemberAdded(Event, frozen=True, kw_only=True):
     """A top-up: a fresh episode in place of one that failed for good. Draws no credit."""
 
     run: str
@@ -69,7 +69,7 @@ PARTIAL = "partial"
 """Reason for which members of a group are stopped that is served without them."""
 
 
-class GroupCut(Record, frozen=True, kw_only=True):
+class GroupCut(Event, frozen=True, kw_only=True):
     """The group is waited for no longer: its live members are stopped, and it is served with its true size."""
 
     run: str
@@ -84,7 +84,7 @@ class Grant(msgspec.Struct, frozen=True, array_like=True):
     nonce: str
 
 
-class Dispatched(Record, frozen=True, kw_only=True):
+class Dispatched(Event, frozen=True, kw_only=True):
     """Attempts granted to a worker, all of one run. ``version`` is the one that its policy servers hold at that moment:
     the run's, unless the service is yet to load that."""
 
@@ -99,7 +99,7 @@ WORKER_LOST = "worker lost"
 """Reason of an attempt that went with its worker: the lease ran out and the worker was silent."""
 
 
-class AttemptEnded(Record, frozen=True, kw_only=True):
+class AttemptEnded(Event, frozen=True, kw_only=True):
     """An attempt ended without a terminal record and the episode is queued again. ``counts``: it drew on the retry
     budget (a retryable failure does, and an attempt that a living worker dropped; hand-back, drain, cancellation and
     the loss of the worker do not). ``reason`` is ``WORKER_LOST`` for the last of these."""
@@ -112,7 +112,7 @@ class AttemptEnded(Record, frozen=True, kw_only=True):
     failure: Failure | None = None
 
 
-class AttemptCancelled(Record, frozen=True, kw_only=True):
+class AttemptCancelled(Event, frozen=True, kw_only=True):
     """The worker was told to stop; its ``cancelled`` record is awaited until the lease ends."""
 
     run: str
@@ -121,7 +121,7 @@ class AttemptCancelled(Record, frozen=True, kw_only=True):
     reason: str
 
 
-class EpisodeEnded(Record, frozen=True, kw_only=True):
+class EpisodeEnded(Event, frozen=True, kw_only=True):
     """The one terminal record of a dispatched episode. Carried by the trajectory's own frame.
 
     ``rewards``: the sum of rewards by agent, for agents with rows. ``low``, ``high``: the lowest and highest
@@ -157,7 +157,7 @@ REPLACED = "version-replaced"
 """Reason for which episodes of an evaluation are stopped: the version that they are pinned to is served no more."""
 
 
-class GroupRetired(Record, frozen=True, kw_only=True):
+class GroupRetired(Event, frozen=True, kw_only=True):
     """A group's last state. ``reason``: acked, stale, zero-variance, incomplete, row-too-long, rejected, evicted,
     failed, rewound, closed; of an evaluation: evaluated, deadline, version-replaced."""
 
@@ -166,15 +166,16 @@ class GroupRetired(Record, frozen=True, kw_only=True):
     reason: str
 
 
-class TaskQuarantined(Record, frozen=True, kw_only=True):
-    """The task killed too many attempts; it is not dispatched again. ``story`` is the list of its failures."""
+class TaskQuarantined(Event, frozen=True, kw_only=True):
+    """The task killed too many attempts; it is not dispatched again. ``history`` lists its failures, stored as
+    ``story``."""
 
     run: str
     task: Task
-    story: list[str]
+    history: list[str] = msgspec.field(name="story")
 
 
-class BatchFormed(Record, frozen=True, kw_only=True):
+class BatchFormed(Event, frozen=True, kw_only=True):
     """A batch is frozen. Carried by the batch head's own frame. ``filtered``: the pull asked for some kinds only."""
 
     run: str
@@ -184,7 +185,7 @@ class BatchFormed(Record, frozen=True, kw_only=True):
     filtered: bool = False
 
 
-class BatchLeased(Record, frozen=True, kw_only=True):
+class BatchLeased(Event, frozen=True, kw_only=True):
     """A batch lease. ``generation`` counts from 1. ``shards``: how many ranks share it; ``fetched``: the shards that
     were served with it."""
 
@@ -198,7 +199,7 @@ class BatchLeased(Record, frozen=True, kw_only=True):
     fetched: tuple[int, ...] = (0,)
 
 
-class ShardFetched(Record, frozen=True, kw_only=True):
+class ShardFetched(Event, frozen=True, kw_only=True):
     """Another shard of a leased batch was served. A lease that had run out lives again: its holder is there."""
 
     run: str
@@ -211,7 +212,7 @@ EXPIRED = "expired"
 """Reason of a batch lease that ran out."""
 
 
-class BatchReleased(Record, frozen=True, kw_only=True):
+class BatchReleased(Event, frozen=True, kw_only=True):
     """A batch lease ended unacked: expired, nacked, or its learner's session was replaced."""
 
     run: str
@@ -220,7 +221,7 @@ class BatchReleased(Record, frozen=True, kw_only=True):
     reason: str
 
 
-class BatchDissolved(Record, frozen=True, kw_only=True):
+class BatchDissolved(Event, frozen=True, kw_only=True):
     """A batch that will not be served again; its groups are eligible, or retire by records of their own. ``unseen``:
     nobody has a part of it, so the pulls that it was to answer are answered with another."""
 
@@ -230,7 +231,7 @@ class BatchDissolved(Record, frozen=True, kw_only=True):
     unseen: bool = False
 
 
-class BatchAcked(Record, frozen=True, kw_only=True):
+class BatchAcked(Event, frozen=True, kw_only=True):
     """Acked, at most once. ``version``: what the step made, announced by this very record; None if it made none.
     ``weights``: where it is, if the service is to load it."""
 
@@ -241,7 +242,7 @@ class BatchAcked(Record, frozen=True, kw_only=True):
     weights: Weights | None = None
 
 
-class VersionAnnounced(Record, frozen=True, kw_only=True):
+class VersionAnnounced(Event, frozen=True, kw_only=True):
     """The run's version now. A first version of a new lineage names its fork point. ``weights``: where it is, if the
     service is to load it."""
 
@@ -251,7 +252,7 @@ class VersionAnnounced(Record, frozen=True, kw_only=True):
     weights: Weights | None = None
 
 
-class WeightsLoaded(Record, frozen=True, kw_only=True):
+class WeightsLoaded(Event, frozen=True, kw_only=True):
     """A policy server takes requests with this version, the first one to do so."""
 
     run: str
@@ -259,28 +260,28 @@ class WeightsLoaded(Record, frozen=True, kw_only=True):
     weights: Weights
 
 
-class ServerAdded(Record, frozen=True, kw_only=True):
+class ServerAdded(Event, frozen=True, kw_only=True):
     """A policy server of the run beside those of its spec; or one of its servers drains no longer."""
 
     run: str
     address: str
 
 
-class ServerDrained(Record, frozen=True, kw_only=True):
+class ServerDrained(Event, frozen=True, kw_only=True):
     """A policy server of the run takes nothing new."""
 
     run: str
     address: str
 
 
-class ServerRemoved(Record, frozen=True, kw_only=True):
+class ServerRemoved(Event, frozen=True, kw_only=True):
     """A policy server is none of the run's any more."""
 
     run: str
     address: str
 
 
-class SessionStarted(Record, frozen=True, kw_only=True):
+class SessionStarted(Event, frozen=True, kw_only=True):
     """A learner resumed in a new session: what its earlier ones asked for is not answered any more."""
 
     run: str
@@ -288,14 +289,14 @@ class SessionStarted(Record, frozen=True, kw_only=True):
     session: str
 
 
-class PrioritiesSet(Record, frozen=True, kw_only=True):
+class PrioritiesSet(Event, frozen=True, kw_only=True):
     """What a prioritized draw goes by from now on, by group."""
 
     run: str
     priorities: dict[str, float]
 
 
-class EvaluationStarted(Record, frozen=True, kw_only=True):
+class EvaluationStarted(Event, frozen=True, kw_only=True):
     """Its groups follow as ``GroupAdmitted`` records."""
 
     run: str
@@ -306,7 +307,7 @@ class EvaluationStarted(Record, frozen=True, kw_only=True):
     temperature: float | None = None
 
 
-class EvaluationEnded(Record, frozen=True, kw_only=True):
+class EvaluationEnded(Event, frozen=True, kw_only=True):
     """All its episodes are over; ``reason``: done, deadline, closed, or cancelled where that came before these."""
 
     run: str
@@ -314,14 +315,14 @@ class EvaluationEnded(Record, frozen=True, kw_only=True):
     reason: str
 
 
-class WorkerDraining(Record, frozen=True, kw_only=True):
+class WorkerDraining(Event, frozen=True, kw_only=True):
     """The worker gets nothing new. ``over``: it has gone, and another process may take its name."""
 
     worker: str
     over: bool = False
 
 
-AnyRecord = (
+AnyEvent = (
     RunCreated
     | RunClosed
     | GroupAdmitted
@@ -350,4 +351,4 @@ AnyRecord = (
     | EvaluationEnded
     | WorkerDraining
 )
-"""The union that the log decodes control records to."""
+"""The union that the log decodes events to."""

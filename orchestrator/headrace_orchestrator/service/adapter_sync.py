@@ -57,13 +57,13 @@ class Adapting:
     def step(self, servers: Collection[str], *, held: bool) -> list[AdapterCall]:
         """The calls to make now, at these servers. ``held``: an evaluation holds the version that is served."""
         core, adapters = self._shell.core, self._adapters
-        hosting = core.hosting(self._run)
-        if hosting.loaded is not None and hosting.loaded.kind == "adapter":
-            adapters.announced(hosting.held, hosting.loaded.path)
-            adapters.is_served(hosting.held)
-        if hosting.target is not None and hosting.weights is not None and self.trains and not held:
-            adapters.announced(hosting.target, hosting.weights.path)
-        self._before = hosting.loaded.path if hosting.loaded is not None else ""
+        state = core.policy_servers(self._run)
+        if state.loaded is not None and state.loaded.kind == "adapter":
+            adapters.announced(state.held, state.loaded.path)
+            adapters.is_served(state.held)
+        if state.target is not None and state.weights is not None and self.trains and not held:
+            adapters.announced(state.target, state.weights.path)
+        self._before = state.loaded.path if state.loaded is not None else ""
         adapters.use(core.adapters_in_use(self._run))
         adapters.take_servers(servers)
         return adapters.step(self._shell.now())
@@ -114,9 +114,9 @@ class Adapting:
 
     async def tell_served(self) -> None:
         """Keep it for good that a version is served."""
-        hosting, version = self._shell.core.hosting(self._run), self._adapters.served
-        weights = hosting.weights
-        if version != hosting.target or version == hosting.held or weights is None or weights.kind != "adapter":
+        servers, version = self._shell.core.policy_servers(self._run), self._adapters.served
+        weights = servers.weights
+        if version != servers.target or version == servers.held or weights is None or weights.kind != "adapter":
             return
         try:
             await self._shell.do(lambda now: self._shell.core.weights_served(self._run, version, weights, now))

@@ -1,6 +1,6 @@
 """Checking a data directory, and building its projection anew from the log.
 
-* Everything is read: frames, both copies of control records, heads, footers, the projection, assets.
+* Everything is read: frames, both copies of events, heads, footers, the projection, assets.
 * Nothing is written, and a live service never waits for a check.
 * Each damaged record is named: file, offset, type, whose it is where that is known, and what it costs.
 * A log that is shorter than it was is found, where its next file or its projection knows better.
@@ -31,7 +31,7 @@ from headrace_orchestrator.buffer.listed import Unprojected, listed_of
 from headrace_orchestrator.buffer.projection import Projection
 from headrace_orchestrator.buffer.projection_diff import Twin, copy_of, differences
 from headrace_orchestrator.service.fsck_findings import COST_OF, Finding, Kind, Report
-from headrace_orchestrator.service.store import facts_of
+from headrace_orchestrator.service.store import events_of
 
 OnProgress = Callable[[int, int], None]
 """Called with the bytes that are done, and how many there are."""
@@ -206,13 +206,13 @@ class Reading:
             return
         location = Location(file.number, frame.offset, len(frame.payload))
         try:
-            facts, source = facts_of(frame)
+            events, source = events_of(frame)
             if isinstance(source, TrajectoryHead):
                 self._referred |= {asset.name: file.path for asset in source.assets}
             if self._lived is not None and location.position >= self._lived.cursor:
                 self._unprojected_bytes += frame.size
             else:
-                self._waiting += [Unprojected(listed, location) for listed in listed_of(facts, source)]
+                self._waiting += [Unprojected(listed, location) for listed in listed_of(events, source)]
         except _UNREADABLE as error:
             self._lose(file, frame.offset, frame.size, frame.type, f"it does not decode: {error}")
 

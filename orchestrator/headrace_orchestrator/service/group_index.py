@@ -1,7 +1,7 @@
 """What batches are made of, and where it is: groups in flight and open batches.
 
 * The index holds locations, not records: memory grows with groups in flight, not with what is stored.
-* It is the same whether facts come from commands, from the log, or from a snapshot and the log behind it.
+* It is the same whether events come from commands, from the log, or from a snapshot and the log behind it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from headrace_orchestrator.buffer.frame_location import Location
 from headrace_orchestrator.buffer.log import Moves
 from headrace_orchestrator.scheduler.events import (
-    AnyRecord,
+    AnyEvent,
     BatchAcked,
     BatchDissolved,
     BatchFormed,
@@ -65,15 +65,15 @@ class Index:
         self.batches: dict[str, BatchAt] = {}
         self.trajectories = 0
 
-    def note(self, fact: AnyRecord) -> None:
-        """Take a fact that has no frame of its own."""
-        match fact:
-            case GroupAdmitted() if not fact.evaluation:
-                self.groups.setdefault(fact.run, {})[fact.group] = GroupAt(len(fact.members))
+    def note(self, event: AnyEvent) -> None:
+        """Take an event that has no frame of its own."""
+        match event:
+            case GroupAdmitted() if not event.evaluation:
+                self.groups.setdefault(event.run, {})[event.group] = GroupAt(len(event.members))
             case GroupRetired():
-                self.groups.get(fact.run, {}).pop(fact.group, None)
+                self.groups.get(event.run, {}).pop(event.group, None)
             case BatchAcked() | BatchDissolved():
-                self.batches.pop(fact.batch, None)
+                self.batches.pop(event.batch, None)
             case _:
                 pass  # of no concern to batches
 

@@ -22,7 +22,7 @@ from headrace_orchestrator.policy_servers.calls import Control
 from headrace_orchestrator.policy_servers.capacity import Meter
 from headrace_orchestrator.policy_servers.controller import Call, Controller, Resumed, Target
 from headrace_orchestrator.policy_servers.discovery import Discovery
-from headrace_orchestrator.scheduler.state.policy_servers import Hosting
+from headrace_orchestrator.scheduler.state.policy_servers import PolicyServersState
 from headrace_orchestrator.service.adapter_sync import Adapting
 from headrace_orchestrator.service.dns_lookups import Resolve, look_up
 from headrace_orchestrator.service.shell import Shell
@@ -77,7 +77,7 @@ class Watch:
         core = self._shell.core
         if self._adapting.trains or core.over(self._run) or core.closed(self._run):
             return False
-        return address in self.controller.servers and core.hosting(self._run).target is not None
+        return address in self.controller.servers and core.policy_servers(self._run).target is not None
 
     def wake(self) -> None:
         """Something happened that may concern the servers."""
@@ -107,14 +107,14 @@ class Watch:
 
     async def _step(self) -> None:
         controller, core, now = self.controller, self._shell.core, self._shell.now()
-        hosting = core.hosting(self._run)
+        servers = core.policy_servers(self._run)
         hold_s, holders = core.sync_hold(self._run, now)
         self._take_servers()
         if self._adapting.trains or core.over(self._run):
-            controller.take_target(Target(held=hosting.held))  # who is over leaves its servers to others
+            controller.take_target(Target(held=servers.held))  # who is over leaves its servers to others
         else:
             hold = (holders[0] if holders else "", hold_s)
-            controller.take_target(Target(hosting.target, hosting.weights, hosting.held, hold))
+            controller.take_target(Target(servers.target, servers.weights, servers.held, hold))
         for call in controller.step(now):
             self._begin(self._carry_out(call))
         for name in self._discovery.step(now):
@@ -129,7 +129,7 @@ class Watch:
         if self.revision != self._told:
             self._told = self.revision
             self._shell.bells.of_servers(self._run).ring_all()
-        await self._served(hosting)
+        await self._served(servers)
 
     def _begin(self, call: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(call)
@@ -145,7 +145,7 @@ class Watch:
     def _take_servers(self) -> None:
         """The servers that the run has now, and how many episodes they take."""
         core, servers = self._shell.core, self.controller.servers
-        given = core.hosting(self._run).servers
+        given = core.policy_servers(self._run).servers
         ejected = {server.address for server in servers.values() if server.state == "ejected"}
         self._discovery.take_servers(given)
         drivers = {address: self._driver(address) for address in servers}
@@ -158,9 +158,9 @@ class Watch:
         if self._shell.core.set_inference_slots(self._run, self._meter.attainable):
             self._shell.bells.offer_work()
 
-    async def _served(self, hosting: Hosting) -> None:
-        version, weights = hosting.target, hosting.weights
-        if version is None or weights is None or version == hosting.held or not self.controller.newest_served:
+    async def _served(self, servers: PolicyServersState) -> None:
+        version, weights = servers.target, servers.weights
+        if version is None or weights is None or version == servers.held or not self.controller.newest_served:
             return
         try:
             await self._shell.do(lambda now: self._shell.core.weights_served(self._run, version, weights, now))

@@ -16,7 +16,7 @@ from headrace.wire import messages
 from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.policy_servers.calls import Control
 from headrace_orchestrator.scheduler.events import (
-    AnyRecord,
+    AnyEvent,
     BatchAcked,
     EvaluationEnded,
     GroupAdmitted,
@@ -44,7 +44,7 @@ NEWS = (
     BatchAcked,
     EvaluationEnded,
 )
-"""Facts that a watch looks at anew."""
+"""Events that a watch looks at anew."""
 
 AGAIN_S = 1.0
 """Before a watch that failed begins anew."""
@@ -93,7 +93,7 @@ class PolicyPlane:
             revision=watch.revision,
             servers=watch.shown(now),
             sync=watch.sync,
-            skipped=[str(version) for version in shell.core.hosting(run).skipped],
+            skipped=[str(version) for version in shell.core.policy_servers(run).skipped],
         )
 
     def shown(self, run: str) -> tuple[dict[str, int], str]:
@@ -103,19 +103,19 @@ class PolicyPlane:
             return {}, ""
         return dict(Counter(server.state for server in watch.controller.servers.values())), watch.sync
 
-    def _tell(self, facts: Sequence[AnyRecord]) -> None:
-        for fact in facts:
-            if isinstance(fact, GroupAdmitted):
-                if fact.adapters and fact.run in self._watches:
-                    self._watches[fact.run].wake()
-            elif isinstance(fact, NEWS):
-                if isinstance(fact, RunCreated):
-                    self._begin(fact.run)
-                elif isinstance(fact, VersionAnnounced):
+    def _tell(self, events: Sequence[AnyEvent]) -> None:
+        for event in events:
+            if isinstance(event, GroupAdmitted):
+                if event.adapters and event.run in self._watches:
+                    self._watches[event.run].wake()
+            elif isinstance(event, NEWS):
+                if isinstance(event, RunCreated):
+                    self._begin(event.run)
+                elif isinstance(event, VersionAnnounced):
                     for watch in self._watches.values():  # whose servers these are may be another run's now
                         watch.wake()
-                elif fact.run in self._watches:
-                    self._watches[fact.run].wake()
+                elif event.run in self._watches:
+                    self._watches[event.run].wake()
 
     def _begin(self, name: str) -> None:
         if not self._shell.core.closed(name):

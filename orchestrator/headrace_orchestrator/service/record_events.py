@@ -1,4 +1,4 @@
-"""Between stored records and the scheduler's facts.
+"""Between stored records and the scheduler's events.
 
 * The scheduler learns the same from a record when it is submitted and when it is read back.
 * A record that the scheduler wrote itself has no segments, and no worker in its provenance.

@@ -1,6 +1,6 @@
 """Starting: the newest control state and the log behind it give scheduler and index back, and bring the projection up.
 
-* Nothing acknowledged is lost: every fact behind the state is taken in the order in which it was decided.
+* Nothing acknowledged is lost: every event behind the state is taken in the order in which it was decided.
 * The first terminal record of an episode wins.
 * Damage costs the damaged record only; it is logged with file and offset, and counted. So are files that are missing,
   and ends of files that are.
@@ -20,7 +20,7 @@ from headrace.store.log_format import FrameType
 from headrace_orchestrator.buffer.frame_location import Location
 from headrace_orchestrator.buffer.log import Lost, Placed
 from headrace_orchestrator.scheduler.core import Scheduler
-from headrace_orchestrator.service.store import Store, facts_of
+from headrace_orchestrator.service.store import Store, events_of
 
 log = logs.logger(__name__)
 
@@ -68,7 +68,7 @@ def replay(
 
 
 def _restore(core: Scheduler, store: Store, now: float, damaged: Callable[[], None]) -> int:
-    """Take the newest control state that can be taken; gives the position from which on facts come on top of it."""
+    """Take the newest control state that can be taken; gives the position from which on events come on top of it."""
     while store.log.state is not None:
         try:
             store.restore(store.log.state, core, now)
@@ -85,19 +85,19 @@ def _restore(core: Scheduler, store: Store, now: float, damaged: Callable[[], No
 def _take(
     core: Scheduler, store: Store, placed: Placed, now: float, *, apply: bool, project: bool
 ) -> Iterator[Exception]:
-    """Take the facts of a frame; gives the reason for each that had to be passed over."""
+    """Take the events of a frame; gives the reason for each that had to be passed over."""
     if placed.frame.type in _OF_FILES:
         return
     try:
-        facts, source = facts_of(placed.frame)
+        events, source = events_of(placed.frame)
     except _UNUSABLE as error:
         yield error
         return
     if project:
-        store.list_frame(facts, source, placed.location)
-    for fact in facts if apply else ():
+        store.list_frame(events, source, placed.location)
+    for event in events if apply else ():
         try:
-            core.apply(fact, now)
-            store.note(fact, source, placed.location)
+            core.apply(event, now)
+            store.note(event, source, placed.location)
         except _UNUSABLE as error:
             yield error

@@ -103,7 +103,7 @@ class Retainer:
         file_age_s = self._retention.file_age_s
         if file_age_s is None or self._now_s() - self._store.log.opened_at_s <= file_age_s:
             return False
-        if self._store.has_facts:
+        if self._store.has_events:
             return True
         in_use = self._store.index.oldest_in_use(files[0].number if files else 0)
         return any(file.trajectories for file in files[:-1] if in_use is None or file.number < in_use.file)

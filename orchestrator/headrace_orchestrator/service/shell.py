@@ -21,7 +21,7 @@ from headrace_orchestrator.buffer.listed import TrajectoryListed
 from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.scheduler.events import (
-    AnyRecord,
+    AnyEvent,
     AttemptEnded,
     BatchFormed,
     EpisodeEnded,
@@ -47,8 +47,8 @@ class Shell:
         self.store = store
         self.bells = Bells()
         self.draining = False
-        #: Told of facts when they are appended.
-        self.listeners: list[Callable[[Sequence[AnyRecord]], None]] = []
+        #: Told of events when they are appended.
+        self.listeners: list[Callable[[Sequence[AnyEvent]], None]] = []
         self._metrics = metrics
         self._clock = clock
         self._timer: asyncio.TimerHandle | None = None
@@ -70,33 +70,33 @@ class Shell:
         """Append what the core has decided since the last time. ``accepted`` are the records of submissions by
         episode, ``formed`` the batch that was frozen."""
         try:
-            facts, before = self.core.drain(), self.store.log.size_bytes
-            self.store.put([self._decided(fact, accepted or {}, formed) for fact in facts])
+            events, before = self.core.drain(), self.store.log.size_bytes
+            self.store.put([self._decided(event, accepted or {}, formed) for event in events])
             self.core.bounds.disk_bytes += self.store.log.size_bytes - before
             self.store.keep_state(self.core)
-            for fact in facts:
-                _log(fact)
-            self._metrics.observe(facts)
-            self.bells.tell(facts)
+            for event in events:
+                _log(event)
+            self._metrics.observe(events)
+            self.bells.tell(events)
             for listener in self.listeners:
-                listener(facts)
+                listener(events)
             self.set_timer()
         except StoreError:
             raise
         except Exception as error:
             raise self._stop(error) from error
 
-    def _decided(self, fact: AnyRecord, accepted: Mapping[str, Ended], formed: Formed | None) -> Decided:
-        """What is stored of a fact."""
-        if isinstance(fact, BatchFormed):
+    def _decided(self, event: AnyEvent, accepted: Mapping[str, Ended], formed: Formed | None) -> Decided:
+        """What is stored of an event."""
+        if isinstance(event, BatchFormed):
             if formed is None:
-                raise InternalError(f"Batch {fact.batch} was formed without its head.")
-            return Frozen(fact, formed.head, formed.plan.groups)
-        if not isinstance(fact, EpisodeEnded):
-            return fact
-        if fact.by_worker:
-            return accepted[fact.episode]
-        trajectory = record_of(fact, new_id=new_id, headrace_version=HEADRACE_VERSION)
+                raise InternalError(f"Batch {event.batch} was formed without its head.")
+            return Frozen(event, formed.head, formed.plan.groups)
+        if not isinstance(event, EpisodeEnded):
+            return event
+        if event.by_worker:
+            return accepted[event.episode]
+        trajectory = record_of(event, new_id=new_id, headrace_version=HEADRACE_VERSION)
         record = codec.encode(trajectory)
         outcome = outcome_of(trajectory, len(record))
         return Ended(TrajectoryListed(outcome, trajectory.stop_reason, trajectory.provenance, ()), record)
@@ -142,22 +142,24 @@ class Shell:
         self.bells.ring_all()
 
 
-def _log(fact: AnyRecord) -> None:
+def _log(event: AnyEvent) -> None:
     """Say what people want to read; the rest is in the log of the data directory."""
-    match fact:
-        case EpisodeEnded() if fact.failure is not None and fact.status == "failed":
+    match event:
+        case EpisodeEnded() if event.failure is not None and event.status == "failed":
             log.warning(
                 "episode failed",
-                run=fact.run,
-                episode=fact.episode,
-                attempt=fact.attempt,
-                layer=fact.failure.layer,
-                kind=fact.failure.kind,
-                message=fact.failure.message,
+                run=event.run,
+                episode=event.episode,
+                attempt=event.attempt,
+                layer=event.failure.layer,
+                kind=event.failure.kind,
+                message=event.failure.message,
             )
         case AttemptEnded():
-            log.info("attempt requeued", run=fact.run, episode=fact.episode, attempt=fact.attempt, reason=fact.reason)
+            log.info(
+                "attempt requeued", run=event.run, episode=event.episode, attempt=event.attempt, reason=event.reason
+            )
         case TaskQuarantined():
-            log.warning("task quarantined", run=fact.run, environment=fact.task.environment, story=fact.story)
+            log.warning("task quarantined", run=event.run, environment=event.task.environment, history=event.history)
         case _:
             pass

@@ -1,4 +1,4 @@
-"""Where the scheduler's facts go: to the log, to an index of what batches are made of, to the projection.
+"""Where the scheduler's events go: to the log, to an index of what batches are made of, to the projection.
 
 * Control records that are decided together share frames, in the order in which they were decided.
 * Everything that was decided together is encoded before anything of it is stored.
@@ -35,7 +35,7 @@ from headrace_orchestrator.buffer.log import Log, Moves
 from headrace_orchestrator.buffer.storage_protocols import Listings
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.scheduler.events import (
-    AnyRecord,
+    AnyEvent,
     BatchAcked,
     BatchDissolved,
     BatchFormed,
@@ -45,16 +45,16 @@ from headrace_orchestrator.service.group_index import Index
 from headrace_orchestrator.service.record_events import outcome_of
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(list[AnyRecord])
+_decoder = msgspec.msgpack.Decoder(list[AnyEvent])
 
-FACTS_A_FRAME = 64
+EVENTS_A_FRAME = 64
 """Control records that share a frame: enough that its header and checksums cost little, few enough to lose at once."""
 
-FACTS_A_STATE = 20_000
-"""Facts behind a control state from which on a new one is due: what a start has to take in at most, some 0.3 s."""
+EVENTS_A_STATE = 20_000
+"""Events behind a control state from which on a new one is due: what a start has to take in at most, some 0.3 s."""
 
-GROUPS_A_FACT = 0.5
-"""Groups of a control state for which one fact more may come behind it: writing it and taking it in stay in
+GROUPS_AN_EVENT = 0.5
+"""Groups of a control state for which one event more may come behind it: writing it and taking it in stay in
 proportion to what it saves."""
 
 
@@ -73,8 +73,8 @@ class Frozen(NamedTuple):
     groups: Sequence[tuple[str, Sequence[str]]]
 
 
-Decided = AnyRecord | Ended | Frozen
-"""What is stored: a control record as it is, the others with the bytes of their frames."""
+Decided = AnyEvent | Ended | Frozen
+"""What is stored: an event as it is, the others with the bytes of their frames."""
 
 
 class ControlState(msgspec.Struct, frozen=True, array_like=True):
@@ -107,8 +107,8 @@ class Store:
         self.log = log
         self.projection = projection
         self.index = Index()
-        self._facts = 0  # since the last control state
-        self._facts_a_state = FACTS_A_STATE
+        self._events = 0  # since the last control state
+        self._events_a_state = EVENTS_A_STATE
         self._unprojected: list[Unprojected] = []
         #: Of what waits for the projection; and of that what it is being told of now.
         self._unprojected_names = _Names()
@@ -116,7 +116,7 @@ class Store:
         self._projecting = asyncio.Lock()
         log.on_moved = self._move
 
-    # Facts of commands ----------------------------------------------------------------------------------------
+    # Events of commands ----------------------------------------------------------------------------------------
 
     def put(self, decided: Sequence[Decided]) -> None:
         """Store what was decided together, in order. Raises StoreError, or whatever cannot be encoded raises; then
@@ -134,12 +134,12 @@ class Store:
                     self.index.note(entry)
                     if isinstance(entry, (BatchAcked, BatchDissolved)):
                         self._list(entry, location)
-        self._facts += len(decided)
+        self._events += len(decided)
 
     def keep_state(self, core: Scheduler) -> None:
         """Go on in a new file, which opens with the control state, where it is time. To be called when everything that
         was decided is stored."""
-        due = self._facts >= self._facts_a_state or self.log.full or self.log.incomplete
+        due = self._events >= self._events_a_state or self.log.full or self.log.incomplete
         if due and not self.log.failure:
             self.log.rotate(self.state(core))
 
@@ -149,24 +149,24 @@ class Store:
             self.log.rotate(self.state(core))
 
     @property
-    def has_facts(self) -> bool:
+    def has_events(self) -> bool:
         """Whether anything came behind the last control state."""
-        return self._facts > 0
+        return self._events > 0
 
     @property
     def state_due(self) -> bool:
         """Whether a start has enough to take in behind the last control state."""
-        return self._facts >= self._facts_a_state
+        return self._events >= self._events_a_state
 
     def state(self, core: Scheduler) -> bytes:
-        """The control state now; facts are counted from here on."""
+        """The control state now; events are counted from here on."""
         self._expect(self.index.entries())
         return _encoder.encode(ControlState(core.snapshot(), self.index.snapshot()))
 
     def _expect(self, groups: int) -> None:
-        self._facts, self._facts_a_state = 0, max(FACTS_A_STATE, int(groups * GROUPS_A_FACT))
+        self._events, self._events_a_state = 0, max(EVENTS_A_STATE, int(groups * GROUPS_AN_EVENT))
 
-    # Facts of the log -----------------------------------------------------------------------------------------
+    # Events of the log -----------------------------------------------------------------------------------------
 
     def restore(self, state: bytes, core: Scheduler, now: float) -> None:
         """Take a control state, into a core and a store that know nothing yet. Raises CorruptRecord or
@@ -178,21 +178,21 @@ class Store:
         self.index = index
         self._expect(self.index.entries())
 
-    def note(self, fact: AnyRecord, source: TrajectoryHead | Manifest | None, location: Location) -> None:
-        """Take a fact of the log into the index. Raises KeyError where it builds on a lost one."""
-        self._facts += 1
-        if isinstance(fact, EpisodeEnded):
-            self.index.note_trajectory(fact, location)
-        elif isinstance(fact, BatchFormed) and isinstance(source, Manifest):
-            self.index.note_batch(fact, location, _members_of(source))
+    def note(self, event: AnyEvent, source: TrajectoryHead | Manifest | None, location: Location) -> None:
+        """Take an event of the log into the index. Raises KeyError where it builds on a lost one."""
+        self._events += 1
+        if isinstance(event, EpisodeEnded):
+            self.index.note_trajectory(event, location)
+        elif isinstance(event, BatchFormed) and isinstance(source, Manifest):
+            self.index.note_batch(event, location, _members_of(source))
         else:
-            self.index.note(fact)
+            self.index.note(event)
 
     def list_frame(
-        self, facts: Sequence[AnyRecord], source: TrajectoryHead | Manifest | None, location: Location
+        self, events: Sequence[AnyEvent], source: TrajectoryHead | Manifest | None, location: Location
     ) -> None:
         """Have the projection told of a frame of the log."""
-        for listed in listed_of(facts, source):
+        for listed in listed_of(events, source):
             self._list(listed, location)
 
     # Reading --------------------------------------------------------------------------------------------------
@@ -289,8 +289,8 @@ class Store:
                 self.projection.close()
 
 
-def facts_of(frame: Frame) -> tuple[list[AnyRecord], TrajectoryHead | Manifest | None]:
-    """The facts that a frame carries, and what one is read from that has a frame of its own. Raises ValueError,
+def events_of(frame: Frame) -> tuple[list[AnyEvent], TrajectoryHead | Manifest | None]:
+    """The events that a frame carries, and what one is read from that has a frame of its own. Raises ValueError,
     MsgspecError or a HeadraceError."""
     if frame.type is FrameType.TRAJECTORY:
         head = codec.decode_head(frame.payload)
@@ -317,14 +317,14 @@ def _formed(manifest: Manifest) -> BatchFormed:
 
 
 def _frames(decided: Sequence[Decided]) -> Iterator[tuple[FrameType, bytes, Sequence[Decided]]]:
-    """The frames of what was decided, with what each carries; control records in a row share theirs."""
-    plain: list[AnyRecord] = []
+    """The frames of what was decided, with what each carries; events in a row share theirs."""
+    plain: list[AnyEvent] = []
     for entry in (*decided, None):
         if entry is not None and not isinstance(entry, (Ended, Frozen)):
             plain.append(entry)
             continue
-        for start in range(0, len(plain), FACTS_A_FRAME):
-            share = plain[start : start + FACTS_A_FRAME]
+        for start in range(0, len(plain), EVENTS_A_FRAME):
+            share = plain[start : start + EVENTS_A_FRAME]
             yield FrameType.CONTROL, _encoder.encode(share), share
         plain = []
         if isinstance(entry, Ended):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from headrace.wire.messages import LeaseRequest
 from headrace_orchestrator.scheduler.events import (
-    AnyRecord,
+    AnyEvent,
     AttemptCancelled,
     Dispatched,
     RunClosed,
@@ -24,7 +24,7 @@ Left = Callable[[], "asyncio.Task[None]"]
 """Gives the task that is done when the client has left; called only by those who wait."""
 
 FOR_ALL_WORKERS = frozenset((AttemptCancelled, RunClosed, WorkerDraining))
-"""Facts that workers other than the first in line want to know at once."""
+"""Events that workers other than the first in line want to know at once."""
 
 
 class ClientGone(Exception):
@@ -92,10 +92,10 @@ class Bells:
         """Rung when there may be work for a worker like this one."""
         return self._workers.setdefault((request.pool, tuple(sorted(request.capabilities))), Bell())
 
-    def tell(self, facts: Sequence[AnyRecord]) -> None:
-        """Wake those whom these facts concern."""
-        news = {type(fact) for fact in facts} - {Dispatched}
-        for run in {fact.run for fact in facts if not isinstance(fact, (Dispatched, WorkerDraining))}:
+    def tell(self, events: Sequence[AnyEvent]) -> None:
+        """Wake those whom these events concern."""
+        news = {type(event) for event in events} - {Dispatched}
+        for run in {event.run for event in events if not isinstance(event, (Dispatched, WorkerDraining))}:
             bell = self._runs.get(run)
             if bell is not None:
                 bell.ring_all()

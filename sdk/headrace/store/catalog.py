@@ -21,8 +21,8 @@ from headrace.wire.codec import decode_head
 BatchState = Literal["open", "acked", "dissolved"]
 
 
-class _Fact(msgspec.Struct, frozen=True):
-    """The part of a control record that is read here; ``type`` names its kind."""
+class _StoredEvent(msgspec.Struct, frozen=True):
+    """The part of an event that is read here; ``type`` names its kind."""
 
     type: str
     run: str = ""
@@ -31,7 +31,7 @@ class _Fact(msgspec.Struct, frozen=True):
     version: Any = None
 
 
-_facts = msgspec.msgpack.Decoder(list[_Fact])
+_events = msgspec.msgpack.Decoder(list[_StoredEvent])
 
 
 @dataclass
@@ -78,23 +78,23 @@ class Catalog:
             self.batches[manifest.batch] = BatchEntry(manifest.run, place)
             self._run(manifest.run).counts["batches"] += 1
         elif frame.type is FrameType.CONTROL:
-            for fact in _facts.decode(frame.payload):
-                self._learn(fact)
+            for event in _events.decode(frame.payload):
+                self._learn(event)
 
-    def _learn(self, fact: _Fact) -> None:
-        if fact.type == "RunCreated":
-            run = self._run(fact.run)
-            run.spec, run.version = fact.spec, Version(0, 0)
-        elif fact.type == "RunClosed":
-            self._run(fact.run).closed = True
-        elif fact.type == "VersionAnnounced":
-            self._run(fact.run).version = Version(*fact.version)
-        elif fact.type in ("BatchAcked", "BatchDissolved"):
-            made = None if fact.version is None else Version(*fact.version)
+    def _learn(self, event: _StoredEvent) -> None:
+        if event.type == "RunCreated":
+            run = self._run(event.run)
+            run.spec, run.version = event.spec, Version(0, 0)
+        elif event.type == "RunClosed":
+            self._run(event.run).closed = True
+        elif event.type == "VersionAnnounced":
+            self._run(event.run).version = Version(*event.version)
+        elif event.type in ("BatchAcked", "BatchDissolved"):
+            made = None if event.version is None else Version(*event.version)
             if made is not None:
-                self._run(fact.run).version = made
-            if (entry := self.batches.get(fact.batch)) is not None:
-                entry.state = "acked" if fact.type == "BatchAcked" else "dissolved"
+                self._run(event.run).version = made
+            if (entry := self.batches.get(event.batch)) is not None:
+                entry.state = "acked" if event.type == "BatchAcked" else "dissolved"
                 entry.made = made
 
     def _run(self, name: str) -> RunEntry:

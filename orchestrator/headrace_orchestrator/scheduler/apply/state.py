@@ -25,7 +25,7 @@ STALL_SHARE = 1 / 3
 nobody was there to take it."""
 
 
-class Book:
+class SchedulerState:
     """All runs, the episodes of their open groups by id, all workers."""
 
     def __init__(
@@ -44,7 +44,7 @@ class Book:
         self.workers = Workers()
         #: The shortest term of any lease.
         self.shortest_term_s = math.inf
-        self.out: list[events.AnyRecord] = []
+        self.out: list[events.AnyEvent] = []
         self._take: dict[type, Callable[[Any, float], None]] = {
             events.RunCreated: self._run_created,
             events.RunClosed: self._run_closed,
@@ -82,17 +82,17 @@ class Book:
             raise UnknownRun(f"There is no run named {name!r}.", hint="`headrace runs` lists them.")
         return run
 
-    def emit(self, record: events.AnyRecord, now: float) -> None:
-        """Decide: apply a fact and keep it for the shell."""
-        self._take[type(record)](record, now)
-        self.out.append(record)
+    def emit(self, event: events.AnyEvent, now: float) -> None:
+        """Decide: apply an event and keep it for the shell."""
+        self._take[type(event)](event, now)
+        self.out.append(event)
 
-    def apply(self, record: events.AnyRecord, now: float) -> None:
-        """Take a fact; raises InternalError for one that does not fit, as where a fact before it was lost."""
+    def apply(self, event: events.AnyEvent, now: float) -> None:
+        """Take an event; raises InternalError for one that does not fit, as where an event before it was lost."""
         try:
-            self._take[type(record)](record, now)
+            self._take[type(event)](event, now)
         except KeyError as error:
-            raise InternalError(f"{type(record).__name__} is about {error}, which is not known here.") from error
+            raise InternalError(f"{type(event).__name__} is about {error}, which is not known here.") from error
 
     def renew_all(self, now: float) -> None:
         """Give every lease and deadline a full term, as after a restart."""
@@ -124,10 +124,10 @@ class Book:
             for group in run.waiting:
                 run.waiting[group] += stall_s
 
-    # One method a fact ----------------------------------------------------------------------------------------
+    # One method an event ----------------------------------------------------------------------------------------
 
-    def _run_created(self, record: events.RunCreated, now: float) -> None:
-        self.add_run(Run(RunSpec.model_validate(record.spec), self.bounds, self.episodes))
+    def _run_created(self, event: events.RunCreated, now: float) -> None:
+        self.add_run(Run(RunSpec.model_validate(event.spec), self.bounds, self.episodes))
 
     def add_run(self, run: Run) -> None:
         """Know a run from now on."""
@@ -136,140 +136,140 @@ class Book:
         self.pools.setdefault(run.spec.pool, []).append(run)
         self.shortest_term_s = min(self.shortest_term_s, run.spec.attempt_lease_s, run.spec.batch_lease_s)
 
-    def _run_closed(self, record: events.RunClosed, now: float) -> None:
-        self.runs[record.run].closed = True
+    def _run_closed(self, event: events.RunClosed, now: float) -> None:
+        self.runs[event.run].closed = True
 
-    def _group_admitted(self, record: events.GroupAdmitted, now: float) -> None:
-        transitions.admitted(self.runs[record.run], record)
+    def _group_admitted(self, event: events.GroupAdmitted, now: float) -> None:
+        transitions.admitted(self.runs[event.run], event)
 
-    def _member_added(self, record: events.MemberAdded, now: float) -> None:
-        transitions.member(self.runs[record.run], record)
+    def _member_added(self, event: events.MemberAdded, now: float) -> None:
+        transitions.member(self.runs[event.run], event)
 
-    def _group_cut(self, record: events.GroupCut, now: float) -> None:
-        run = self.runs[record.run]
-        transitions.cut(run, run.groups[record.group])
+    def _group_cut(self, event: events.GroupCut, now: float) -> None:
+        run = self.runs[event.run]
+        transitions.cut(run, run.groups[event.group])
 
-    def _dispatched(self, record: events.Dispatched, now: float) -> None:
-        run = self.runs[record.run]
-        worker = self.workers.named(record.worker, record.pool, now)
+    def _dispatched(self, event: events.Dispatched, now: float) -> None:
+        run = self.runs[event.run]
+        worker = self.workers.named(event.worker, event.pool, now)
         deadline = now + run.spec.attempt_lease_s
         episodes = self.episodes
         lost: list[str] = []
-        for grant in record.grants:
+        for grant in event.grants:
             episode = episodes.get(grant.episode)
             if episode is None or episode.state != "queued":
                 lost.append(grant.episode)
                 continue
-            transitions.dispatched(run, episode, grant, worker.name, record.version)
+            transitions.dispatched(run, episode, grant, worker.name, event.version)
             episode.deadline = deadline
             worker.attempts[episode.id] = episode
         transitions.trim_queues(run)
-        if len(lost) < len(record.grants):
+        if len(lost) < len(event.grants):
             self.workers.watch(worker, deadline)
         if lost:
             raise InternalError(f"Dispatched grants episodes that are not queued here: {', '.join(lost)}.")
 
-    def _attempt_ended(self, record: events.AttemptEnded, now: float) -> None:
-        episode = self.episodes[record.episode]
-        episode.require("queued", record.reason)
+    def _attempt_ended(self, event: events.AttemptEnded, now: float) -> None:
+        episode = self.episodes[event.episode]
+        episode.require("queued", event.reason)
         self._holder(episode).attempts.pop(episode.id, None)
-        transitions.attempt_ended(self.runs[record.run], episode, record)
+        transitions.attempt_ended(self.runs[event.run], episode, event)
 
-    def _attempt_cancelled(self, record: events.AttemptCancelled, now: float) -> None:
-        episode = self.episodes[record.episode]
-        run = self.runs[record.run]
-        episode.require("cancelling", record.reason)
+    def _attempt_cancelled(self, event: events.AttemptCancelled, now: float) -> None:
+        episode = self.episodes[event.episode]
+        run = self.runs[event.run]
+        episode.require("cancelling", event.reason)
         group = episode.group
-        if record.reason == events.PARTIAL and group.state == "open":
+        if event.reason == events.PARTIAL and group.state == "open":
             if not group.cut:
                 transitions.cut(run, group)
         elif group.state != "retired":
-            transitions.retired(run, events.GroupRetired(run=run.name, group=group.id, reason=record.reason))
-        episode.move("cancelling", record.reason)
+            transitions.retired(run, events.GroupRetired(run=run.name, group=group.id, reason=event.reason))
+        episode.move("cancelling", event.reason)
         episode.deadline = now + run.spec.attempt_lease_s
         self.workers.watch(self._holder(episode), episode.deadline)
         transitions.review(run, episode.group)
 
-    def _episode_ended(self, record: events.EpisodeEnded, now: float) -> None:
-        episode = self.episodes[record.episode]
-        episode.require(record.status, "EpisodeEnded")
+    def _episode_ended(self, event: events.EpisodeEnded, now: float) -> None:
+        episode = self.episodes[event.episode]
+        episode.require(event.status, "EpisodeEnded")
         if episode.state in AT_WORKER:
             self._holder(episode).attempts.pop(episode.id, None)
-        transitions.episode_ended(self.runs[record.run], episode, record)
-        self.runs[record.run].wait_for_rest(episode.group, now)
+        transitions.episode_ended(self.runs[event.run], episode, event)
+        self.runs[event.run].wait_for_rest(episode.group, now)
 
-    def _group_retired(self, record: events.GroupRetired, now: float) -> None:
-        transitions.retired(self.runs[record.run], record)
+    def _group_retired(self, event: events.GroupRetired, now: float) -> None:
+        transitions.retired(self.runs[event.run], event)
 
-    def _task_quarantined(self, record: events.TaskQuarantined, now: float) -> None:
-        transitions.quarantined(self.runs[record.run], record)
+    def _task_quarantined(self, event: events.TaskQuarantined, now: float) -> None:
+        transitions.quarantined(self.runs[event.run], event)
 
-    def _batch_formed(self, record: events.BatchFormed, now: float) -> None:
-        for episode in transitions.batch_formed(self.runs[record.run], record):
+    def _batch_formed(self, event: events.BatchFormed, now: float) -> None:
+        for episode in transitions.batch_formed(self.runs[event.run], event):
             if episode.attempt:
                 self._holder(episode).attempts.pop(episode.id, None)
 
-    def _batch_leased(self, record: events.BatchLeased, now: float) -> None:
-        run = self.runs[record.run]
-        transitions.batch_leased(run, record)
-        run.batches[record.batch].deadline = now + run.spec.batch_lease_s
+    def _batch_leased(self, event: events.BatchLeased, now: float) -> None:
+        run = self.runs[event.run]
+        transitions.batch_leased(run, event)
+        run.batches[event.batch].deadline = now + run.spec.batch_lease_s
 
-    def _shard_fetched(self, record: events.ShardFetched, now: float) -> None:
-        run = self.runs[record.run]
-        batch = run.batches[record.batch]
-        batch.fetch(record.generation, record.shard)
+    def _shard_fetched(self, event: events.ShardFetched, now: float) -> None:
+        run = self.runs[event.run]
+        batch = run.batches[event.batch]
+        batch.fetch(event.generation, event.shard)
         batch.deadline = now + run.spec.batch_lease_s
 
-    def _batch_released(self, record: events.BatchReleased, now: float) -> None:
-        batch = self.runs[record.run].batches[record.batch]
-        batch.generation = max(batch.generation, record.generation)  # its lease may be lost in the log
-        batch.release(record.reason, lapsed=record.reason == events.EXPIRED)
+    def _batch_released(self, event: events.BatchReleased, now: float) -> None:
+        batch = self.runs[event.run].batches[event.batch]
+        batch.generation = max(batch.generation, event.generation)  # its lease may be lost in the log
+        batch.release(event.reason, lapsed=event.reason == events.EXPIRED)
 
-    def _batch_dissolved(self, record: events.BatchDissolved, now: float) -> None:
-        transitions.batch_dissolved(self.runs[record.run], record)
+    def _batch_dissolved(self, event: events.BatchDissolved, now: float) -> None:
+        transitions.batch_dissolved(self.runs[event.run], event)
 
-    def _batch_acked(self, record: events.BatchAcked, now: float) -> None:
-        transitions.batch_acked(self.runs[record.run], record)
+    def _batch_acked(self, event: events.BatchAcked, now: float) -> None:
+        transitions.batch_acked(self.runs[event.run], event)
 
-    def _version_announced(self, record: events.VersionAnnounced, now: float) -> None:
-        self.runs[record.run].announce(record.version, record.fork, record.weights)
+    def _version_announced(self, event: events.VersionAnnounced, now: float) -> None:
+        self.runs[event.run].announce(event.version, event.fork, event.weights)
 
-    def _weights_loaded(self, record: events.WeightsLoaded, now: float) -> None:
-        self.runs[record.run].hosting.served(record.version, record.weights)
+    def _weights_loaded(self, event: events.WeightsLoaded, now: float) -> None:
+        self.runs[event.run].policy_servers.served(event.version, event.weights)
 
-    def _server_added(self, record: events.ServerAdded, now: float) -> None:
-        self.runs[record.run].hosting.servers[record.address] = False
+    def _server_added(self, event: events.ServerAdded, now: float) -> None:
+        self.runs[event.run].policy_servers.servers[event.address] = False
 
-    def _server_drained(self, record: events.ServerDrained, now: float) -> None:
-        self.runs[record.run].hosting.servers[record.address] = True
+    def _server_drained(self, event: events.ServerDrained, now: float) -> None:
+        self.runs[event.run].policy_servers.servers[event.address] = True
 
-    def _server_removed(self, record: events.ServerRemoved, now: float) -> None:
-        self.runs[record.run].hosting.servers.pop(record.address, None)
+    def _server_removed(self, event: events.ServerRemoved, now: float) -> None:
+        self.runs[event.run].policy_servers.servers.pop(event.address, None)
 
-    def _session_started(self, record: events.SessionStarted, now: float) -> None:
-        transitions.session_now(self.runs[record.run], record.learner, record.session)
+    def _session_started(self, event: events.SessionStarted, now: float) -> None:
+        transitions.session_now(self.runs[event.run], event.learner, event.session)
 
-    def _priorities_set(self, record: events.PrioritiesSet, now: float) -> None:
-        transitions.priorities_set(self.runs[record.run], record.priorities)
+    def _priorities_set(self, event: events.PrioritiesSet, now: float) -> None:
+        transitions.priorities_set(self.runs[event.run], event.priorities)
 
-    def _evaluation_started(self, record: events.EvaluationStarted, now: float) -> None:
+    def _evaluation_started(self, event: events.EvaluationStarted, now: float) -> None:
         transitions.evaluation(
-            self.runs[record.run],
-            Evaluation(record.evaluation, record.version, record.wanted, record.deadline_s, record.temperature, now),
+            self.runs[event.run],
+            Evaluation(event.evaluation, event.version, event.wanted, event.deadline_s, event.temperature, now),
         )
 
-    def _evaluation_ended(self, record: events.EvaluationEnded, now: float) -> None:
-        evaluation = self.runs[record.run].active_evaluations.pop(record.evaluation)
-        evaluation.reason = record.reason
+    def _evaluation_ended(self, event: events.EvaluationEnded, now: float) -> None:
+        evaluation = self.runs[event.run].active_evaluations.pop(event.evaluation)
+        evaluation.reason = event.reason
         evaluation.groups.clear()
 
-    def _worker_draining(self, record: events.WorkerDraining, now: float) -> None:
-        if record.over:
-            self.workers.draining.discard(record.worker)
+    def _worker_draining(self, event: events.WorkerDraining, now: float) -> None:
+        if event.over:
+            self.workers.draining.discard(event.worker)
         else:
-            self.workers.draining.add(record.worker)
+            self.workers.draining.add(event.worker)
             # Known from now on, so that it is seen to be gone.
-            self.workers.named(record.worker, "default", now)
+            self.workers.named(event.worker, "default", now)
 
     def _holder(self, episode: Episode) -> Worker:
         return self.workers.by_name[episode.worker]

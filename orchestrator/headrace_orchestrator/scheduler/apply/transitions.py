@@ -1,16 +1,16 @@
-"""How each fact changes the state of a run.
+"""How each event changes the state of a run.
 
-* A fact that does not fit changes nothing and raises; of a dispatch the grants that fit are taken.
-* A terminal record that was lost costs itself only; the facts after it are taken as far as they go.
-* A fact proves what must have come before it: a retired group, that its batch was acked or dissolved; a cancelled
+* An event that does not fit changes nothing and raises; of a dispatch the grants that fit are taken.
+* A terminal record that was lost costs itself only; the events after it are taken as far as they go.
+* An event proves what must have come before it: a retired group, that its batch was acked or dissolved; a cancelled
   attempt, that its group was retired; a new batch, that the one before it was dissolved.
 * A lost worker draws no retry budget and kills nothing on its own; an episode that lost too many counts once a worker.
 * A group that only pulls by name may take is served once; the others as often as the run says.
 * An evaluation that runs is never forgotten.
-* A batch definition that was lost costs itself only; its version stands, and its groups retire by facts of their own.
+* A batch definition that was lost costs itself only; its version stands, and its groups retire by events of their own.
 
-Only these functions, and the book that calls them, write durable state; the commands decide. After every fact its group
-is reviewed: it becomes eligible by itself, or is put in ``due`` where someone must decide.
+Only these functions, and the scheduler state that calls them, write durable state; the commands decide. After every
+event its group is reviewed: it becomes eligible by itself, or is put in ``due`` where someone must decide.
 """
 
 from __future__ import annotations
@@ -40,33 +40,33 @@ MAX_FAILURE = 500
 """Characters of a failure that are kept for whoever awaits the group: a sentence, not a traceback."""
 
 
-def admitted(run: Run, record: events.GroupAdmitted) -> None:
-    evaluation = run.evaluations[record.evaluation] if record.evaluation else None
-    group = Group(run, record.group, record.task, record.position, record.submitted, evaluation)
+def admitted(run: Run, event: events.GroupAdmitted) -> None:
+    evaluation = run.evaluations[event.evaluation] if event.evaluation else None
+    group = Group(run, event.group, event.task, event.position, event.submitted, evaluation)
     run.groups[group.id] = run.open_groups[group.id] = group
-    group.size = len(record.members)
-    group.adapters = record.adapters
+    group.size = len(event.members)
+    group.adapters = event.adapters
     run.admitted += 1
     if evaluation is None:
         run.states["open"] += 1
-    if record.position >= 0:
-        run.position = record.position + 1
+    if event.position >= 0:
+        run.position = event.position + 1
         run.ledger.in_flight += 1
     if run.plain(group):
         run.open += 1
     if evaluation is not None:
         evaluation.groups.append(group)
-    _enqueue(run, group, record.members, first=False)
+    _enqueue(run, group, event.members, first=False)
 
 
-def member(run: Run, record: events.MemberAdded) -> None:
-    group = run.groups[record.group]
+def member(run: Run, event: events.MemberAdded) -> None:
+    group = run.groups[event.group]
     if group.state != "open":
         raise InternalError(f"A member is added to group {group.id}, which is {group.state}.")
     group.extra += 1
     run.selected["topped_up"] += 1
     # The rest of its group is ahead of all that is queued.
-    _enqueue(run, group, [record.member], first=True)
+    _enqueue(run, group, [event.member], first=True)
     review(run, group)
 
 
@@ -122,15 +122,15 @@ def trim_queues(run: Run) -> None:
             queue.extend(left)
 
 
-def attempt_ended(run: Run, episode: Episode, record: events.AttemptEnded) -> None:
-    episode.move("queued", record.reason)
-    if record.reason == events.WORKER_LOST:
+def attempt_ended(run: Run, episode: Episode, event: events.AttemptEnded) -> None:
+    episode.move("queued", event.reason)
+    if event.reason == events.WORKER_LOST:
         episode.losses += 1
-    if record.counts:
+    if event.counts:
         episode.draws += 1
-        run.recent.append(record.failure)
-        if record.failure is None:
-            _killed(run, episode, f"{record.reason} at worker {episode.worker}")
+        run.recent.append(event.failure)
+        if event.failure is None:
+            _killed(run, episode, f"{event.reason} at worker {episode.worker}")
     if episode.group.evaluation is None:
         run.leased -= 1
         run.queued += 1
@@ -142,45 +142,45 @@ def attempt_ended(run: Run, episode: Episode, record: events.AttemptEnded) -> No
     review(run, episode.group)
 
 
-def episode_ended(run: Run, episode: Episode, record: events.EpisodeEnded) -> None:
+def episode_ended(run: Run, episode: Episode, event: events.EpisodeEnded) -> None:
     group = episode.group
     was = episode.state
-    episode.end(record)
+    episode.end(event)
     _give_order(run, group)
     _left(run, group, was)
-    if record.status == "failed":
-        _count_failure(run, episode, record.failure)
-    elif record.status != "cancelled":
+    if event.status == "failed":
+        _count_failure(run, episode, event.failure)
+    elif event.status != "cancelled":
         run.recent.append(None)
     if group.evaluation is not None:
-        group.evaluation.take(record)
+        group.evaluation.take(event)
     else:
-        run.ends[record.status] += 1
-        if record.rewards and record.status in USABLE:
-            run.rewards.append(sum(record.rewards.values()))
+        run.ends[event.status] += 1
+        if event.rewards and event.status in USABLE:
+            run.rewards.append(sum(event.rewards.values()))
     if group.state == "retired":
         review(run, group)
         return
-    if record.status in USABLE:
+    if event.status in USABLE:
         group.usable += 1
-        group.row_tokens += record.row_tokens
-        group.longest_row = max(group.longest_row, record.longest_row)
+        group.row_tokens += event.row_tokens
+        group.longest_row = max(group.longest_row, event.longest_row)
     if group.evaluation is None:
-        group.held_bytes += record.size_bytes
-        run.ledger.held_bytes += record.size_bytes
+        group.held_bytes += event.size_bytes
+        run.ledger.held_bytes += event.size_bytes
         run.ledger.unfinished -= 1
-        if record.by_worker:
-            run.ledger.saw_record(record.size_bytes)
-    if not (group.live and record.status in USABLE and _in_bound(run, record)) or run.too_long(group):
+        if event.by_worker:
+            run.ledger.saw_record(event.size_bytes)
+    if not (group.live and event.status in USABLE and _in_bound(run, event)) or run.too_long(group):
         review(run, group)
 
 
-def _in_bound(run: Run, record: events.EpisodeEnded) -> bool:
+def _in_bound(run: Run, event: events.EpisodeEnded) -> bool:
     """Whether the record alone cannot make its group stale; spares most records the review of their group."""
-    now, low = run.versions.now, record.low
+    now, low = run.versions.now, event.low
     if low is None or low.lineage != now.lineage or now.n - low.n > run.spec.max_staleness:
         return False
-    return record.high is None or record.high.lineage == now.lineage
+    return event.high is None or event.high.lineage == now.lineage
 
 
 def _left(run: Run, group: Group, was: EpisodeState) -> None:
@@ -209,10 +209,10 @@ def _count_failure(run: Run, episode: Episode, failure: Failure | None) -> None:
 
 
 def _killed(run: Run, episode: Episode, what: str, *, once: bool = False) -> None:
-    story = run.kills.setdefault(task_key(episode.group.task), [])
-    if once and any(line.endswith(what) for line in story):
+    history = run.kills.setdefault(task_key(episode.group.task), [])
+    if once and any(line.endswith(what) for line in history):
         return  # one worker took several episodes of the task with it
-    story.append(f"episode {episode.id} attempt {episode.attempt}: {what}")
+    history.append(f"episode {episode.id} attempt {episode.attempt}: {what}")
 
 
 def cut(run: Run, group: Group) -> None:
@@ -224,9 +224,9 @@ def cut(run: Run, group: Group) -> None:
     review(run, group)
 
 
-def quarantined(run: Run, record: events.TaskQuarantined) -> None:
-    key = task_key(record.task)
-    run.quarantined[key] = record.task
+def quarantined(run: Run, event: events.TaskQuarantined) -> None:
+    key = task_key(event.task)
+    run.quarantined[key] = event.task
     for group in list(run.open_groups.values()):
         if task_key(group.task) == key:
             _vanish(run, group, "TaskQuarantined")
@@ -254,11 +254,11 @@ def _vanish(run: Run, group: Group, cause: str) -> None:
                 run.ledger.unfinished -= 1
 
 
-def retired(run: Run, record: events.GroupRetired) -> None:
-    group = run.groups[record.group]
+def retired(run: Run, event: events.GroupRetired) -> None:
+    group = run.groups[event.group]
     if group.state == "leased":
-        _batch_over(run, group, record.reason)
-    group.require("retired", record.reason)
+        _batch_over(run, group, event.reason)
+    group.require("retired", event.reason)
     if group.state == "eligible":
         _not_eligible(run, group)
     if group.state == "open":
@@ -270,31 +270,31 @@ def retired(run: Run, record: events.GroupRetired) -> None:
     if group.evaluation is None:
         run.ledger.held_bytes -= group.held_bytes
         run.ledger.unfinished -= group.live
-        run.retired[record.reason] += 1
-        if record.reason == "stale":
+        run.retired[event.reason] += 1
+        if event.reason == "stale":
             run.stale_since_batch += 1
             run.stale_in_row += 1
-        elif record.reason == "zero-variance" and run.plain(group):
+        elif event.reason == "zero-variance" and run.plain(group):
             run.zero_variance_since_batch += 1
             run.zero_variance_tokens += group.row_tokens
-        elif record.reason == "row-too-long":
+        elif event.reason == "row-too-long":
             run.too_long_since_batch += 1
-    group.move("retired", record.reason)
-    group.reason = record.reason
+    group.move("retired", event.reason)
+    group.reason = event.reason
     if group.evaluation is not None:
-        group.evaluation.cut |= record.reason == "deadline"
+        group.evaluation.cut |= event.reason == "deadline"
     if group.submitted:
-        remember(run.submitted_ends, group.id, record.reason)
-        if record.reason in ENDED_BY_FAILURE and (failure := _last_failure(group)):
+        remember(run.submitted_ends, group.id, event.reason)
+        if event.reason in ENDED_BY_FAILURE and (failure := _last_failure(group)):
             remember(run.submitted_failures, group.id, failure)
     if run.spec.source == "mixture" and run.kills and not run.is_quarantined(group.task):
         run.kills.pop(task_key(group.task), None)
-    _vanish(run, group, record.reason)
+    _vanish(run, group, event.reason)
     review(run, group)
 
 
 def _batch_over(run: Run, group: Group, reason: str) -> None:
-    """A group is over, so its batch is; the fact that said so was lost in the log."""
+    """A group is over, so its batch is; the event that said so was lost in the log."""
     batch = run.batches[group.batch]
     if reason == "acked":
         batch_acked(run, events.BatchAcked(run=run.name, batch=batch.id, generation=batch.generation))
@@ -302,12 +302,12 @@ def _batch_over(run: Run, group: Group, reason: str) -> None:
         batch_dissolved(run, events.BatchDissolved(run=run.name, batch=batch.id, reason=reason))
 
 
-def batch_formed(run: Run, record: events.BatchFormed) -> list[Episode]:
+def batch_formed(run: Run, event: events.BatchFormed) -> list[Episode]:
     """Returns episodes that were over when the batch was formed, and whose terminal records are lost."""
-    groups = [run.groups[id] for id in record.groups]
+    groups = [run.groups[id] for id in event.groups]
     for group in groups:
         if group.state not in ("open", "eligible", "leased"):
-            raise InternalError(f"Batch {record.batch} takes group {group.id}, which is {group.state}.")
+            raise InternalError(f"Batch {event.batch} takes group {group.id}, which is {group.state}.")
     lost: list[Episode] = []
     for group in groups:
         if group.state == "open":
@@ -315,12 +315,12 @@ def batch_formed(run: Run, record: events.BatchFormed) -> list[Episode]:
         elif group.state == "leased":
             _batch_over(run, group, "its groups are in another batch")
     for group in groups:
-        _count_selected(run, group, record.filtered)
+        _count_selected(run, group, event.filtered)
         run.due.pop(group.id, None)
         _not_eligible(run, group)
         group.move("leased", "BatchFormed")
-        group.batch = record.batch
-    run.batches[record.batch] = Batch(record.batch, groups, record.version)
+        group.batch = event.batch
+    run.batches[event.batch] = Batch(event.batch, groups, event.version)
     run.batches_formed += 1
     run.stale_since_batch = run.too_long_since_batch = 0
     if run.plain(groups[0]):
@@ -354,11 +354,11 @@ def _members_lost(run: Run, group: Group) -> list[Episode]:
     return lost
 
 
-def batch_leased(run: Run, record: events.BatchLeased) -> None:
-    run.batches[record.batch].lease(record)
-    sessions = session_now(run, record.learner, record.session)
-    if record.shards > 1:
-        remember(sessions.pulls, record.request, record.batch, SHARDED_PULLS)
+def batch_leased(run: Run, event: events.BatchLeased) -> None:
+    run.batches[event.batch].lease(event)
+    sessions = session_now(run, event.learner, event.session)
+    if event.shards > 1:
+        remember(sessions.pulls, event.request, event.batch, SHARDED_PULLS)
 
 
 def session_now(run: Run, learner: str, session: str) -> Sessions:
@@ -371,10 +371,10 @@ def session_now(run: Run, learner: str, session: str) -> Sessions:
     return sessions
 
 
-def batch_dissolved(run: Run, record: events.BatchDissolved) -> None:
-    batch = run.batches.pop(record.batch)
-    remember(run.closed_batches, batch.id, batch.closed("dissolved", reason=record.reason))
-    if record.unseen and batch.learner in run.sessions:
+def batch_dissolved(run: Run, event: events.BatchDissolved) -> None:
+    batch = run.batches.pop(event.batch)
+    remember(run.closed_batches, batch.id, batch.closed("dissolved", reason=event.reason))
+    if event.unseen and batch.learner in run.sessions:
         run.sessions[batch.learner].pulls.pop(batch.request, None)
     for group in batch.groups:
         group.batch = ""
@@ -383,14 +383,14 @@ def batch_dissolved(run: Run, record: events.BatchDissolved) -> None:
         _drop_if_empty(run, group)
 
 
-def batch_acked(run: Run, record: events.BatchAcked) -> None:
-    batch = run.batches.pop(record.batch, None)
-    if record.version is not None:
-        run.announce(record.version, None, record.weights)
+def batch_acked(run: Run, event: events.BatchAcked) -> None:
+    batch = run.batches.pop(event.batch, None)
+    if event.version is not None:
+        run.announce(event.version, None, event.weights)
     if batch is None:
         # Its definition was lost in the log. The version stands, and its groups retire by records of their own.
         return
-    version = str(record.version) if record.version is not None else ""
+    version = str(event.version) if event.version is not None else ""
     remember(run.closed_batches, batch.id, batch.closed("acked", version))
     run.batches_acked += 1
     for group in batch.groups:
@@ -473,11 +473,11 @@ def _queued_in_quarantine(run: Run, group: Group) -> bool:
 
 def _eligible(run: Run, group: Group) -> None:
     _give_order(run, group)
-    (run.shelves if run.plain(group) else run.apart).add(group, run.versions)
+    (run.eligible if run.plain(group) else run.apart).add(group, run.versions)
 
 
 def _not_eligible(run: Run, group: Group) -> None:
-    (run.shelves if run.plain(group) else run.apart).remove(group)
+    (run.eligible if run.plain(group) else run.apart).remove(group)
 
 
 def priorities_set(run: Run, priorities: dict[str, float]) -> None:
@@ -485,4 +485,4 @@ def priorities_set(run: Run, priorities: dict[str, float]) -> None:
         group = run.groups.get(id)
         if group is not None:
             group.priority = priority
-            run.shelves.reweigh(group)
+            run.eligible.reweigh(group)

@@ -36,7 +36,7 @@ from headrace.errors import (
 from headrace.trajectory import Version
 from headrace.wire import messages
 from headrace_orchestrator.scheduler import events
-from headrace_orchestrator.scheduler.apply.state import Book
+from headrace_orchestrator.scheduler.apply.state import SchedulerState
 from headrace_orchestrator.scheduler.commands import follow_ups
 from headrace_orchestrator.scheduler.commands import versions as announcing
 from headrace_orchestrator.scheduler.queries import empty_reasons, selection
@@ -52,7 +52,7 @@ MAX_SHARDS = 4096
 """Ranks of the largest learner that is expected; more is a mistake."""
 
 
-def pull(book: Book, run: Run, request: messages.PullRequest, now: float) -> Plan:
+def pull(state: SchedulerState, run: Run, request: messages.PullRequest, now: float) -> Plan:
     """A batch, a plan to form one, or why there is none."""
     if request.groups is not None:
         _require_groups(run, request.groups)
@@ -61,21 +61,21 @@ def pull(book: Book, run: Run, request: messages.PullRequest, now: float) -> Pla
     held = _held_by(run, request)
     learner = meet(run, request.learner, now)
     if request.groups is not None:
-        _retire_out_of_bound(book, run, request.groups, now)
-    release_other_sessions(book, run, request.learner, request.session, now)
-    plan: Plan | None = _again(book, run, held, request, now) or _redeliver(book, run, request, filter, now)
+        _retire_out_of_bound(state, run, request.groups, now)
+    release_other_sessions(state, run, request.learner, request.session, now)
+    plan: Plan | None = _again(state, run, held, request, now) or _redeliver(state, run, request, filter, now)
     if plan is None:
-        follow_ups.settle(book, run, now)  # dissolved batches may have left groups of which nothing can be served
-        plan = _plan(book, run, request.groups, filter)
+        follow_ups.settle(state, run, now)  # dissolved batches may have left groups of which nothing can be served
+        plan = _plan(state, run, request.groups, filter)
     if plan is None and request.groups is None:
-        _admit_one_more(book, run, now)
-    follow_ups.settle(book, run, now)
+        _admit_one_more(state, run, now)
+    follow_ups.settle(state, run, now)
     if plan is not None:
         learner.waiting_until = 0.0
         return plan
     learner.waiting_until = now + max(request.wait_s, MIN_WAITING_S)
-    reasons, finished = empty_reasons.empty(book, run, now, request.groups, filter)
-    return messages.EmptyReply(epoch=book.epoch, reasons=reasons, finished=finished)
+    reasons, finished = empty_reasons.empty(state, run, now, request.groups, filter)
+    return messages.EmptyReply(epoch=state.epoch, reasons=reasons, finished=finished)
 
 
 def meet(run: Run, name: str, now: float) -> Learner:
@@ -124,23 +124,23 @@ def require_session(run: Run, learner: str, session: str, shard: int, shards: in
         )
 
 
-def _retire_out_of_bound(book: Book, run: Run, ids: list[str], now: float) -> None:
+def _retire_out_of_bound(state: SchedulerState, run: Run, ids: list[str], now: float) -> None:
     """Awaited groups that wait to be retired are not served in between."""
     for id in ids if run.retiring else ():
         group = run.groups.get(id)
         if group is not None and group.state in ("open", "eligible") and (reason := run.out_of_bound(group)):
-            follow_ups.retire(book, group, reason, now)
+            follow_ups.retire(state, group, reason, now)
 
 
-def release_other_sessions(book: Book, run: Run, learner: str, session: str, now: float) -> None:
+def release_other_sessions(state: SchedulerState, run: Run, learner: str, session: str, now: float) -> None:
     for batch in run.batches.values():
         if batch.learner == learner and batch.session != session and (batch.leased or batch.lapsed):
-            _release(book, run, batch, "its learner has a new session", now)
+            _release(state, run, batch, "its learner has a new session", now)
 
 
-def _release(book: Book, run: Run, batch: Batch, reason: str, now: float) -> None:
-    record = events.BatchReleased(run=run.name, batch=batch.id, generation=batch.generation, reason=reason)
-    book.emit(record, now)
+def _release(state: SchedulerState, run: Run, batch: Batch, reason: str, now: float) -> None:
+    event = events.BatchReleased(run=run.name, batch=batch.id, generation=batch.generation, reason=reason)
+    state.emit(event, now)
 
 
 def _held_by(run: Run, request: messages.PullRequest) -> Batch | None:
@@ -180,24 +180,28 @@ def _end_of(run: Run, id: str) -> str:
     return "was acked" if closed.end == "acked" else f"was dissolved ({closed.reason})"
 
 
-def _again(book: Book, run: Run, batch: Batch | None, request: messages.PullRequest, now: float) -> Redeliver | None:
+def _again(
+    state: SchedulerState, run: Run, batch: Batch | None, request: messages.PullRequest, now: float
+) -> Redeliver | None:
     """What this very request holds already."""
     if batch is None:
         return None
     if batch.lapsed or request.shard not in batch.fetched:
         fetched = events.ShardFetched(run=run.name, batch=batch.id, generation=batch.generation, shard=request.shard)
-        book.emit(fetched, now)
+        state.emit(fetched, now)
     batch.deadline = now + run.spec.batch_lease_s
     return Redeliver(batch.id, batch.generation, run.spec.batch_lease_s, request.shard, request.shards)
 
 
-def _redeliver(book: Book, run: Run, request: messages.PullRequest, filter: Filter, now: float) -> Redeliver | None:
+def _redeliver(
+    state: SchedulerState, run: Run, request: messages.PullRequest, filter: Filter, now: float
+) -> Redeliver | None:
     """The oldest batch that waits to be pulled again. On the way, those that are out of bound are dissolved."""
     wanted = None if request.groups is None else set(request.groups)
     for batch in list(run.batches.values()):
         if batch.leased or run.closed:
             continue
-        if dissolve_if_out_of_bound(book, run, batch, now):
+        if dissolve_if_out_of_bound(state, run, batch, now):
             continue
         ids = {group.id for group in batch.groups}
         if wanted is None:
@@ -206,14 +210,14 @@ def _redeliver(book: Book, run: Run, request: messages.PullRequest, filter: Filt
             fits = ids == wanted
             if not fits and ids & wanted:
                 # Awaited groups must not hang in a batch that nobody pulls.
-                book.emit(events.BatchDissolved(run=run.name, batch=batch.id, reason="its groups are awaited"), now)
+                state.emit(events.BatchDissolved(run=run.name, batch=batch.id, reason="its groups are awaited"), now)
         if fits:
-            return lease(book, run, batch, request, now)
+            return lease(state, run, batch, request, now)
     return None
 
 
 def lease(
-    book: Book,
+    state: SchedulerState,
     run: Run,
     batch: Batch,
     request: messages.PullRequest,
@@ -223,7 +227,7 @@ def lease(
 ) -> Redeliver:
     """Lease a released batch to whoever asks; ``fetched``: the shards that are served with it, default the one that
     was asked for."""
-    book.emit(
+    state.emit(
         events.BatchLeased(
             run=run.name,
             batch=batch.id,
@@ -241,19 +245,19 @@ def lease(
     return Redeliver(batch.id, batch.generation, run.spec.batch_lease_s, request.shard, request.shards)
 
 
-def dissolve_if_out_of_bound(book: Book, run: Run, batch: Batch, now: float) -> bool:
+def dissolve_if_out_of_bound(state: SchedulerState, run: Run, batch: Batch, now: float) -> bool:
     """Dissolve an unleased batch that is out of bound, and retire its groups that are; says whether it did."""
     reason = next(filter(None, map(run.out_of_bound, batch.groups)), "")
     if not reason:
         return False
-    book.emit(events.BatchDissolved(run=run.name, batch=batch.id, reason=reason), now)
+    state.emit(events.BatchDissolved(run=run.name, batch=batch.id, reason=reason), now)
     for group in batch.groups:
         if reason := run.out_of_bound(group):
-            follow_ups.retire(book, group, reason, now)
+            follow_ups.retire(state, group, reason, now)
     return True
 
 
-def _plan(book: Book, run: Run, awaited: list[str] | None, filter: Filter) -> Form | None:
+def _plan(state: SchedulerState, run: Run, awaited: list[str] | None, filter: Filter) -> Form | None:
     order: str = run.spec.selection.order
     if run.closed:
         return None  # what it leaves over is still to be retired
@@ -267,21 +271,21 @@ def _plan(book: Book, run: Run, awaited: list[str] | None, filter: Filter) -> Fo
     if not groups:
         return None
     return Form(
-        book.new_id(),
+        state.new_id(),
         run.versions.now,
         [(group.id, group.trajectories) for group in groups],
         SelectionUsed(order=order, environments=sorted(filter.environments), tags=sorted(filter.tags)),
     )
 
 
-def _admit_one_more(book: Book, run: Run, now: float) -> None:
+def _admit_one_more(state: SchedulerState, run: Run, now: float) -> None:
     """An idle run that cannot fill a batch gets one group beyond its credit."""
     if run.closed or run.open or run.ledger.full or len(run.held_batches()) > run.spec.max_staleness:
         return
-    follow_ups.admit(book, run, now)
+    follow_ups.admit(state, run, now)
 
 
-def form(book: Book, run: Run, plan: Form, request: messages.PullRequest, now: float) -> Redeliver:
+def form(state: SchedulerState, run: Run, plan: Form, request: messages.PullRequest, now: float) -> Redeliver:
     """Freeze a planned batch and lease it. Raises Conflict where its groups are not eligible any more, the run has
     another version or was closed, SessionSuperseded where a newer session of the learner came meanwhile."""
     require_session(run, request.learner, request.session, request.shard, request.shards)
@@ -296,7 +300,7 @@ def form(book: Book, run: Run, plan: Form, request: messages.PullRequest, now: f
         if group is None or group.state != "eligible":
             raise Conflict(f"Group {id} is not eligible any more; the batch cannot be formed.", hint="Pull again.")
     ids = [id for id, _ in plan.groups]
-    book.emit(
+    state.emit(
         events.BatchFormed(
             run=run.name,
             batch=plan.batch,
@@ -306,16 +310,16 @@ def form(book: Book, run: Run, plan: Form, request: messages.PullRequest, now: f
         ),
         now,
     )
-    leased = lease(book, run, run.batches[plan.batch], request, now)
-    follow_ups.settle(book, run, now)
+    leased = lease(state, run, run.batches[plan.batch], request, now)
+    follow_ups.settle(state, run, now)
     return leased
 
 
-def ack(book: Book, run: Run, id: str, request: messages.AckRequest, now: float) -> messages.AckReply:
+def ack(state: SchedulerState, run: Run, id: str, request: messages.AckRequest, now: float) -> messages.AckReply:
     """Take an ack, and the version that the step made in the same record."""
     batch = run.batches.get(id)
     if batch is None:
-        return _ack_closed(book, run, id, request)
+        return _ack_closed(state, run, id, request)
     _require_lease(batch, request.learner, request.session, request.generation)
     _require_fetched(batch)
     version: Version | None = None
@@ -325,18 +329,18 @@ def ack(book: Book, run: Run, id: str, request: messages.AckRequest, now: float)
         raise InvalidRequest(
             f"The ack of batch {id} brings weights and names no version.", hint="Name the version that the step made."
         )
-    book.emit(
+    state.emit(
         events.BatchAcked(
             run=run.name, batch=id, generation=request.generation, version=version, weights=request.weights
         ),
         now,
     )
-    follow_ups.retire_out_of_bound(book, run, now)
-    follow_ups.settle(book, run, now)
-    return messages.AckReply(epoch=book.epoch, batch=id, version=str(run.versions.now))
+    follow_ups.retire_out_of_bound(state, run, now)
+    follow_ups.settle(state, run, now)
+    return messages.AckReply(epoch=state.epoch, batch=id, version=str(run.versions.now))
 
 
-def _ack_closed(book: Book, run: Run, id: str, request: messages.AckRequest) -> messages.AckReply:
+def _ack_closed(state: SchedulerState, run: Run, id: str, request: messages.AckRequest) -> messages.AckReply:
     closed = run.closed_batches.get(id)
     if closed is None:
         raise UnknownBatch(f"Run {run.name} has no batch {id!r}.")
@@ -348,7 +352,7 @@ def _ack_closed(book: Book, run: Run, id: str, request: messages.AckRequest) -> 
         )
     if closed.end == "acked":
         if same and request.version in ("", closed.version):
-            return messages.AckReply(epoch=book.epoch, batch=id, version=closed.version or str(run.versions.now))
+            return messages.AckReply(epoch=state.epoch, batch=id, version=closed.version or str(run.versions.now))
         raise BatchAlreadyAcked(
             f"Batch {id} was acked by session {closed.session!r} in generation {closed.generation}.",
             hint="Pull the next batch.",
@@ -383,15 +387,15 @@ def _require_fetched(batch: Batch) -> None:
         )
 
 
-def nack(book: Book, run: Run, id: str, request: messages.NackRequest, now: float) -> None:
+def nack(state: SchedulerState, run: Run, id: str, request: messages.NackRequest, now: float) -> None:
     """Take a batch back; it is redelivered whole while within bound."""
     batch = _open_batch(run, id)
     if batch is None:
         return
     _require_lease(batch, request.learner, request.session, request.generation)
-    _release(book, run, batch, f"{NACKED}{request.reason}", now)
-    dissolve_if_out_of_bound(book, run, batch, now)
-    follow_ups.settle(book, run, now)
+    _release(state, run, batch, f"{NACKED}{request.reason}", now)
+    dissolve_if_out_of_bound(state, run, batch, now)
+    follow_ups.settle(state, run, now)
 
 
 def _open_batch(run: Run, id: str) -> Batch | None:
@@ -406,14 +410,14 @@ def _open_batch(run: Run, id: str) -> Batch | None:
     return batch
 
 
-def dissolve(book: Book, run: Run, id: str, reason: str, now: float, answering: int) -> None:
+def dissolve(state: SchedulerState, run: Run, id: str, reason: str, now: float, answering: int) -> None:
     """Give a batch up; raises UnknownBatch, or BatchAlreadyAcked."""
     batch = _open_batch(run, id)
     if batch is not None:
         unseen = len(batch.fetched) <= answering
-        book.emit(events.BatchDissolved(run=run.name, batch=id, reason=reason, unseen=unseen), now)
-        follow_ups.retire_out_of_bound(book, run, now)
-        follow_ups.settle(book, run, now)
+        state.emit(events.BatchDissolved(run=run.name, batch=id, reason=reason, unseen=unseen), now)
+        follow_ups.retire_out_of_bound(state, run, now)
+        follow_ups.settle(state, run, now)
 
 
 def doing(run: Run, request: messages.DoingRequest, now: float) -> None:
@@ -426,11 +430,11 @@ def doing(run: Run, request: messages.DoingRequest, now: float) -> None:
             batch.deadline = now + run.spec.batch_lease_s
 
 
-def expire(book: Book, run: Run, now: float) -> None:
+def expire(state: SchedulerState, run: Run, now: float) -> None:
     """Release the batches whose leases ran out, and dissolve those out of bound."""
     late = [batch for batch in run.batches.values() if batch.leased and batch.deadline <= now]
     for batch in late:
-        _release(book, run, batch, events.EXPIRED, now)
-        dissolve_if_out_of_bound(book, run, batch, now)
+        _release(state, run, batch, events.EXPIRED, now)
+        dissolve_if_out_of_bound(state, run, batch, now)
     if late:
-        follow_ups.settle(book, run, now)
+        follow_ups.settle(state, run, now)

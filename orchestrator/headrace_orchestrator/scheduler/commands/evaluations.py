@@ -5,7 +5,7 @@ from __future__ import annotations
 from headrace.errors import InvalidRequest, UnknownEvaluation, VersionUnknown
 from headrace.wire import messages
 from headrace_orchestrator.scheduler import events
-from headrace_orchestrator.scheduler.apply.state import Book
+from headrace_orchestrator.scheduler.apply.state import SchedulerState
 from headrace_orchestrator.scheduler.commands import follow_ups
 from headrace_orchestrator.scheduler.commands.groups import MAX_GROUP_SIZE, MAX_REQUEST_EPISODES, parse_task
 from headrace_orchestrator.scheduler.state.evaluations import Evaluation
@@ -13,7 +13,7 @@ from headrace_orchestrator.scheduler.state.run import Run
 from headrace_orchestrator.scheduler.state.versions import parse_version
 
 
-def start(book: Book, run: Run, request: messages.EvaluationRequest, now: float) -> str:
+def start(state: SchedulerState, run: Run, request: messages.EvaluationRequest, now: float) -> str:
     """Admit the groups of an evaluation; returns its id."""
     tasks = [parse_task(task, str(index)) for index, task in enumerate(request.tasks)]
     if not tasks or not 1 <= request.episodes_per_task <= MAX_GROUP_SIZE or not request.deadline_s > 0:
@@ -30,8 +30,8 @@ def start(book: Book, run: Run, request: messages.EvaluationRequest, now: float)
             f"Run {run.name} has no version {version}; the version now is {run.versions.now}.",
             hint="Evaluate the version now, or one that it descends from.",
         )
-    id = book.new_id()
-    book.emit(
+    id = state.new_id()
+    state.emit(
         events.EvaluationStarted(
             run=run.name,
             evaluation=id,
@@ -43,18 +43,18 @@ def start(book: Book, run: Run, request: messages.EvaluationRequest, now: float)
         now,
     )
     for task in tasks:
-        follow_ups.admit_group(book, run, book.new_id(), task, request.episodes_per_task, now, evaluation=id)
+        follow_ups.admit_group(state, run, state.new_id(), task, request.episodes_per_task, now, evaluation=id)
     return id
 
 
-def report(book: Book, run: Run, id: str, now: float) -> messages.EvaluationReply:
+def report(state: SchedulerState, run: Run, id: str, now: float) -> messages.EvaluationReply:
     """How far an evaluation is."""
     evaluation = run.evaluations.get(id)
     if evaluation is None:
         raise UnknownEvaluation(f"Run {run.name} has no evaluation {id!r}.")
     evaluation.asked_at = now
     return messages.EvaluationReply(
-        epoch=book.epoch,
+        epoch=state.epoch,
         evaluation=id,
         version=str(evaluation.version),
         wanted=evaluation.wanted,
@@ -67,7 +67,7 @@ def report(book: Book, run: Run, id: str, now: float) -> messages.EvaluationRepl
 
 def _holds(run: Run, evaluation: Evaluation, now: float) -> float:
     """Seconds that a weight sync waits for it: only while its version is the one that is served."""
-    return evaluation.hold_s(now) if evaluation.version == run.hosting.held else 0.0
+    return evaluation.hold_s(now) if evaluation.version == run.policy_servers.held else 0.0
 
 
 def sync_hold(run: Run, now: float) -> tuple[float, list[str]]:
@@ -77,12 +77,12 @@ def sync_hold(run: Run, now: float) -> tuple[float, list[str]]:
     return max(holds.values(), default=0.0), waiting
 
 
-def expire(book: Book, run: Run, now: float) -> None:
+def expire(state: SchedulerState, run: Run, now: float) -> None:
     """Cancel what is not over at the deadline."""
     for evaluation in list(run.active_evaluations.values()):
         if evaluation.deadline <= now and not evaluation.expired:
             evaluation.expired = True
             for group in evaluation.groups:
                 if group.state == "open":
-                    follow_ups.retire(book, group, "deadline", now)
-            follow_ups.settle(book, run, now)
+                    follow_ups.retire(state, group, "deadline", now)
+            follow_ups.settle(state, run, now)

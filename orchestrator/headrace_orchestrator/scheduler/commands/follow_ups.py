@@ -6,7 +6,7 @@
 * An episode that lost ten times ``max_attempts`` workers ends at the next, so that a task that crashes its worker ends.
 * No credit lies idle; but admission runs only so far ahead of dispatch.
 * What a new version leaves behind, or a closed run leaves over, is retired in slices; none of it is served meanwhile.
-* A log that was cut between two facts is finished after a replay; settling reads the state alone.
+* A log that was cut between two events is finished after a replay; settling reads the state alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from itertools import islice, takewhile
 from headrace.errors import Conflict, UnknownGroup
 from headrace.trajectory import Failure, PolicyRef, Status, Task
 from headrace_orchestrator.scheduler import events
-from headrace_orchestrator.scheduler.apply.state import Book
+from headrace_orchestrator.scheduler.apply.state import SchedulerState
 from headrace_orchestrator.scheduler.apply.transitions import LEASE_EXPIRED
 from headrace_orchestrator.scheduler.state import adapter_assignment
 from headrace_orchestrator.scheduler.state.groups import Episode, Group
@@ -31,87 +31,87 @@ LOSSES_AN_ATTEMPT = 10
 """Lost workers that an episode outlives, for each attempt of its budget: no spot market is that bad."""
 
 
-def settle(book: Book, run: Run, now: float) -> None:
+def settle(state: SchedulerState, run: Run, now: float) -> None:
     """Decide whatever is due in a run, then admit what its credit allows."""
     if run.closed:
-        close(book, run, now)
+        close(state, run, now)
     while run.due:
-        _decide(book, run, next(iter(run.due.values())), now)
+        _decide(state, run, next(iter(run.due.values())), now)
     for evaluation in list(run.active_evaluations.values()):
         if not evaluation.left:
             reason = evaluation.end(run.closed)
-            book.emit(events.EvaluationEnded(run=run.name, evaluation=evaluation.id, reason=reason), now)
-    admit_ahead(book, run, now)
+            state.emit(events.EvaluationEnded(run=run.name, evaluation=evaluation.id, reason=reason), now)
+    admit_ahead(state, run, now)
 
 
-def settle_after_replay(book: Book, now: float) -> None:
+def settle_after_replay(state: SchedulerState, now: float) -> None:
     """Finish in every run what a cut log had begun."""
-    for run in book.runs.values():
+    for run in state.runs.values():
         for evaluation in run.active_evaluations.values():
             evaluation.left = sum(group.live for group in evaluation.groups)  # some may be lost in the log
-        retire_out_of_bound(book, run, now)
-        _quarantine_overdue(book, run, now)
-        settle(book, run, now)
+        retire_out_of_bound(state, run, now)
+        _quarantine_overdue(state, run, now)
+        settle(state, run, now)
 
 
-def _decide(book: Book, run: Run, group: Group, now: float) -> None:
+def _decide(state: SchedulerState, run: Run, group: Group, now: float) -> None:
     """One group's next step; brings it out of ``due``, or nearer to it."""
     if group.state == "retired":
-        _stop_members(book, group, now)
+        _stop_members(state, group, now)
     elif group.state == "acked":
-        retire(book, group, "acked", now)
+        retire(state, group, "acked", now)
     elif group.state == "eligible":
-        retire(book, group, "failed", now)  # all its records were lost
+        retire(state, group, "failed", now)  # all its records were lost
     elif run.is_quarantined(group.task) and any(episode.state == "queued" for episode in group.members):
         for episode in group.members:
             if episode.state == "queued":
-                end(book, episode, "failed", "quarantined", "The task killed too many attempts.", now)
+                end(state, episode, "failed", "quarantined", "The task killed too many attempts.", now)
     elif group.evaluation is not None:
-        retire(book, group, "evaluated", now)
+        retire(state, group, "evaluated", now)
     elif reason := run.out_of_bound(group):
-        retire(book, group, reason, now)
+        retire(state, group, reason, now)
     elif run.top_up_due(group):
-        _top_up(book, run, group, now)
+        _top_up(state, run, group, now)
     elif reason := run.dropped(group):
-        retire(book, group, reason, now)
+        retire(state, group, reason, now)
     elif group.cut:
-        _stop_members(book, group, now)
+        _stop_members(state, group, now)
     else:
-        retire(book, group, "zero-variance", now)  # decided together with others that used the bound up
+        retire(state, group, "zero-variance", now)  # decided together with others that used the bound up
 
 
-def _top_up(book: Book, run: Run, group: Group, now: float) -> None:
+def _top_up(state: SchedulerState, run: Run, group: Group, now: float) -> None:
     number = len(group.members)
     seed = sampling_seed(run.spec.seed, group.position if group.position >= 0 else group.id, number)
-    member = events.Member(book.new_id(), number, seed)
-    book.emit(events.MemberAdded(run=run.name, group=group.id, member=member), now)
+    member = events.Member(state.new_id(), number, seed)
+    state.emit(events.MemberAdded(run=run.name, group=group.id, member=member), now)
 
 
-def retire(book: Book, group: Group, reason: str, now: float) -> None:
+def retire(state: SchedulerState, group: Group, reason: str, now: float) -> None:
     """Retire a group, and stop what still runs of it."""
-    book.emit(events.GroupRetired(run=group.run.name, group=group.id, reason=reason), now)
-    _stop_members(book, group, now)
+    state.emit(events.GroupRetired(run=group.run.name, group=group.id, reason=reason), now)
+    _stop_members(state, group, now)
 
 
-def _stop_members(book: Book, group: Group, now: float) -> None:
+def _stop_members(state: SchedulerState, group: Group, now: float) -> None:
     """Leased members of a group that is retired or cut are told to stop; queued ones that were dispatched before end
     here."""
     for episode in list(group.members):
         if episode.state == "leased":
-            book.emit(
+            state.emit(
                 events.AttemptCancelled(
                     run=group.run.name, episode=episode.id, attempt=episode.attempt, reason=group.reason
                 ),
                 now,
             )
         elif episode.state == "queued":
-            end(book, episode, "cancelled", group.reason, f"Its group goes on without it: {group.reason}.", now)
+            end(state, episode, "cancelled", group.reason, f"Its group goes on without it: {group.reason}.", now)
 
 
-def end(book: Book, episode: Episode, status: Status, kind: str, message: str, now: float) -> None:
+def end(state: SchedulerState, episode: Episode, status: Status, kind: str, message: str, now: float) -> None:
     """Write the terminal record of an episode that no worker will write."""
     group = episode.group
-    book.emit(
+    state.emit(
         events.EpisodeEnded(
             run=group.run.name,
             group=group.id,
@@ -128,9 +128,11 @@ def end(book: Book, episode: Episode, status: Status, kind: str, message: str, n
     )
 
 
-def requeue(book: Book, episode: Episode, reason: str, counts: bool, failure: Failure | None, now: float) -> None:
+def requeue(
+    state: SchedulerState, episode: Episode, reason: str, counts: bool, failure: Failure | None, now: float
+) -> None:
     """End an attempt without a terminal record; the episode goes to the front of its queue."""
-    book.emit(
+    state.emit(
         events.AttemptEnded(
             run=episode.group.run.name,
             episode=episode.id,
@@ -148,30 +150,30 @@ def attempts_left(run: Run, episode: Episode) -> bool:
     return episode.draws + 1 < run.spec.retries.max_attempts and not run.is_quarantined(episode.group.task)
 
 
-def quarantine_if_due(book: Book, run: Run, task: Task, now: float) -> None:
+def quarantine_if_due(state: SchedulerState, run: Run, task: Task, now: float) -> None:
     """Quarantine a task that killed too many attempts."""
     if run.kills:
-        story = run.kills.get(task_key(task), [])
-        if len(story) >= run.spec.retries.quarantine_after and not run.is_quarantined(task):
-            book.emit(events.TaskQuarantined(run=run.name, task=task, story=list(story)), now)
+        history = run.kills.get(task_key(task), [])
+        if len(history) >= run.spec.retries.quarantine_after and not run.is_quarantined(task):
+            state.emit(events.TaskQuarantined(run=run.name, task=task, history=list(history)), now)
 
 
-def _quarantine_overdue(book: Book, run: Run, now: float) -> None:
+def _quarantine_overdue(state: SchedulerState, run: Run, now: float) -> None:
     """Quarantine what a cut log had counted and not quarantined yet."""
     limit = run.spec.retries.quarantine_after
-    overdue = {key for key, story in run.kills.items() if len(story) >= limit and key not in run.quarantined}
+    overdue = {key for key, history in run.kills.items() if len(history) >= limit and key not in run.quarantined}
     if overdue:
         for task in {task_key(group.task): group.task for group in run.groups.values()}.values():
             if task_key(task) in overdue:
-                quarantine_if_due(book, run, task, now)
+                quarantine_if_due(state, run, task, now)
 
 
-def lease_lost(book: Book, episode: Episode, now: float) -> None:
+def lease_lost(state: SchedulerState, episode: Episode, now: float) -> None:
     """An attempt lease ran out."""
     run = episode.group.run
     if episode.state == "cancelling":
         end(
-            book,
+            state,
             episode,
             "cancelled",
             episode.group.reason,
@@ -179,112 +181,112 @@ def lease_lost(book: Book, episode: Episode, now: float) -> None:
             now,
         )
     elif run.is_quarantined(episode.group.task):
-        end(book, episode, "failed", "quarantined", "The task killed too many attempts.", now)
-    elif _worker_lives(book, episode):
+        end(state, episode, "failed", "quarantined", "The task killed too many attempts.", now)
+    elif _worker_lives(state, episode):
         if attempts_left(run, episode):
-            requeue(book, episode, "dropped", True, None, now)
+            requeue(state, episode, "dropped", True, None, now)
         else:
             message = f"Worker {episode.worker} lives and dropped attempt {episode.attempt}, the last of its budget."
-            end(book, episode, "failed", "dropped", message, now)
+            end(state, episode, "failed", "dropped", message, now)
     else:
         bound = LOSSES_AN_ATTEMPT * run.spec.retries.max_attempts
         if episode.losses < bound:
-            requeue(book, episode, events.WORKER_LOST, False, None, now)
+            requeue(state, episode, events.WORKER_LOST, False, None, now)
         else:
             message = f"Worker {episode.worker} was lost; an episode may lose {bound} workers."
-            end(book, episode, "failed", LEASE_EXPIRED, message, now)
-    quarantine_if_due(book, run, episode.group.task, now)
+            end(state, episode, "failed", LEASE_EXPIRED, message, now)
+    quarantine_if_due(state, run, episode.group.task, now)
 
 
-def _worker_lives(book: Book, episode: Episode) -> bool:
+def _worker_lives(state: SchedulerState, episode: Episode) -> bool:
     """Whether the worker listed what it holds late in the term, and left this attempt out. The loss of a worker looks
     different: all that it held was renewed when it last spoke, or was granted only just before."""
     term_s = episode.group.run.spec.attempt_lease_s
-    return book.workers.by_name[episode.worker].listed > episode.deadline - term_s / 2
+    return state.workers.by_name[episode.worker].listed > episode.deadline - term_s / 2
 
 
-def retire_out_of_bound(book: Book, run: Run, now: float) -> None:
+def retire_out_of_bound(state: SchedulerState, run: Run, now: float) -> None:
     """Retire a slice of what the version now has left behind. Batches that wait unleased are dissolved first; leased
     ones stay, unless a rewind left one of their rows."""
     for batch in list(run.batches.values()):
         reasons = {run.out_of_bound(group) for group in batch.groups}
         if "rewound" in reasons or ("stale" in reasons and not batch.leased and not batch.lapsed):
             reason = "rewound" if "rewound" in reasons else "stale"
-            book.emit(events.BatchDissolved(run=run.name, batch=batch.id, reason=reason), now)
-    _retire_slice(book, run, [(group, run.out_of_bound(group)) for group in islice(_left_behind(run), SLICE)], now)
+            state.emit(events.BatchDissolved(run=run.name, batch=batch.id, reason=reason), now)
+    _retire_slice(state, run, [(group, run.out_of_bound(group)) for group in islice(_left_behind(run), SLICE)], now)
 
 
 def _left_behind(run: Run) -> Iterator[Group]:
     for group in run.open_groups.values():
         if group.order >= 0 and group.evaluation is None and run.out_of_bound(group):
             yield group
-    for shelves in (run.shelves, run.apart):
-        yield from shelves.behind(SLICE)
+    for eligible in (run.eligible, run.apart):
+        yield from eligible.behind(SLICE)
 
 
-def _retire_slice(book: Book, run: Run, ends: list[tuple[Group, str]], now: float) -> None:
+def _retire_slice(state: SchedulerState, run: Run, ends: list[tuple[Group, str]], now: float) -> None:
     for group, reason in ends:
-        retire(book, group, reason, now)
+        retire(state, group, reason, now)
     run.retiring = len(ends) == SLICE
 
 
-def go_on_retiring(book: Book, run: Run, now: float) -> None:
+def go_on_retiring(state: SchedulerState, run: Run, now: float) -> None:
     """Retire the next slice."""
     if not run.closed:
-        retire_out_of_bound(book, run, now)
-    settle(book, run, now)
+        retire_out_of_bound(state, run, now)
+    settle(state, run, now)
 
 
-def cut_overdue(book: Book, run: Run, now: float) -> None:
+def cut_overdue(state: SchedulerState, run: Run, now: float) -> None:
     """Cut the groups that have waited long enough for the rest of their members."""
     late = [id for id, _ in takewhile(lambda item: item[1] <= now, run.waiting.items())]
     for id in late:
         del run.waiting[id]
         group = run.groups.get(id)
         if group is not None and run.waits_for_rest(group):
-            book.emit(events.GroupCut(run=run.name, group=id), now)
+            state.emit(events.GroupCut(run=run.name, group=id), now)
     if late:
-        settle(book, run, now)
+        settle(state, run, now)
 
 
-def evict(book: Book, run: Run, id: str, now: float) -> None:
+def evict(state: SchedulerState, run: Run, id: str, now: float) -> None:
     """Retire a group whose records were lost; raises UnknownGroup, or Conflict where it is in a batch."""
     group = run.groups.get(id)
     if group is None:
         raise UnknownGroup(f"Run {run.name} has no group {id!r} in flight.")
     if group.state not in ("open", "eligible"):
         raise Conflict(f"Group {id} is {group.state} and cannot be evicted.")
-    retire(book, group, "evicted", now)
-    settle(book, run, now)
+    retire(state, group, "evicted", now)
+    settle(state, run, now)
 
 
-def close(book: Book, run: Run, now: float) -> None:
+def close(state: SchedulerState, run: Run, now: float) -> None:
     """Stop all that a closed run still does. A step that a learner is taking may still be acked."""
     for batch in [batch for batch in run.batches.values() if not batch.leased]:
-        book.emit(events.BatchDissolved(run=run.name, batch=batch.id, reason="closed"), now)
+        state.emit(events.BatchDissolved(run=run.name, batch=batch.id, reason="closed"), now)
     over = (group for group in run.groups.values() if group.state in ("open", "eligible", "acked"))
     ends = [(group, "acked" if group.state == "acked" else "closed") for group in islice(over, SLICE)]
-    _retire_slice(book, run, ends, now)
+    _retire_slice(state, run, ends, now)
 
 
-def admit_ahead(book: Book, run: Run, now: float) -> None:
+def admit_ahead(state: SchedulerState, run: Run, now: float) -> None:
     """Admit what the credit allows, up to a full queue."""
-    while run.admits and admit(book, run, now):
+    while run.admits and admit(state, run, now):
         pass
 
 
-def admit(book: Book, run: Run, now: float) -> bool:
+def admit(state: SchedulerState, run: Run, now: float) -> bool:
     """Admit the next group of the run's own source; False at its end."""
     upcoming = run.upcoming()
     if upcoming is None:
         return False
     position, task = upcoming
-    admit_group(book, run, book.new_id(), task, run.spec.group_size, now, position=position)
+    admit_group(state, run, state.new_id(), task, run.spec.group_size, now, position=position)
     return True
 
 
 def admit_group(
-    book: Book,
+    state: SchedulerState,
     run: Run,
     group: str,
     task: Task,
@@ -298,9 +300,9 @@ def admit_group(
     """Admit a group of ``size`` fresh episodes."""
     key: int | str = position if position >= 0 else group
     members = [
-        events.Member(book.new_id(), number, sampling_seed(run.spec.seed, key, number)) for number in range(size)
+        events.Member(state.new_id(), number, sampling_seed(run.spec.seed, key, number)) for number in range(size)
     ]
-    book.emit(
+    state.emit(
         events.GroupAdmitted(
             run=run.name,
             group=group,
@@ -310,7 +312,7 @@ def admit_group(
             position=position,
             submitted=submitted,
             evaluation=evaluation,
-            adapters=adapter_assignment.cast(run.spec, run.admitted),
+            adapters=adapter_assignment.assign_adapters(run.spec, run.admitted),
         ),
         now,
     )

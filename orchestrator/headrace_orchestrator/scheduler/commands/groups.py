@@ -14,7 +14,7 @@ from headrace.errors import Conflict, GroupExists, InvalidRequest
 from headrace.runspec import TaskSpec
 from headrace.trajectory import Task
 from headrace.wire import messages
-from headrace_orchestrator.scheduler.apply.state import Book
+from headrace_orchestrator.scheduler.apply.state import SchedulerState
 from headrace_orchestrator.scheduler.commands import follow_ups
 from headrace_orchestrator.scheduler.state.run import Run
 
@@ -42,11 +42,11 @@ def parse_task(value: dict[str, Any], name: str) -> Task:
     )
 
 
-def submit(book: Book, run: Run, groups: list[messages.GroupRequest], now: float) -> list[str]:
+def submit(state: SchedulerState, run: Run, groups: list[messages.GroupRequest], now: float) -> list[str]:
     """Admit submitted groups, all or none; returns their ids."""
     wanted: dict[str, tuple[Task, int]] = {}
     for group in groups:
-        id = group.id or book.new_id()
+        id = group.id or state.new_id()
         size = run.spec.group_size if group.size is None else group.size
         if not 1 <= size <= MAX_GROUP_SIZE:
             raise InvalidRequest(f"A group has 1 to {MAX_GROUP_SIZE} episodes; group {id} asks for {size}.")
@@ -78,5 +78,5 @@ def submit(book: Book, run: Run, groups: list[messages.GroupRequest], now: float
             hint="Ack batches first, or start the service with larger bounds; an empty pull says which is full.",
         )
     for id, (task, size) in wanted.items():
-        follow_ups.admit_group(book, run, id, task, size, now, submitted=True)
+        follow_ups.admit_group(state, run, id, task, size, now, submitted=True)
     return list(wanted)

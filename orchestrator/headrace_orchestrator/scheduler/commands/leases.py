@@ -17,7 +17,7 @@ from itertools import islice
 
 from headrace.wire import messages
 from headrace_orchestrator.scheduler import events
-from headrace_orchestrator.scheduler.apply.state import Book
+from headrace_orchestrator.scheduler.apply.state import SchedulerState
 from headrace_orchestrator.scheduler.commands import follow_ups
 from headrace_orchestrator.scheduler.state import concurrency_cap, failure_backoff
 from headrace_orchestrator.scheduler.state.groups import Episode
@@ -31,58 +31,58 @@ DEFAULT_INTERVAL_S = 10.0
 """Seconds between heartbeats where no run has a term for the pool: a third of the default term."""
 
 
-def lease(book: Book, request: messages.LeaseRequest, now: float) -> messages.LeaseReply:
+def lease(state: SchedulerState, request: messages.LeaseRequest, now: float) -> messages.LeaseReply:
     """Grant up to ``free`` attempts."""
-    worker = _meet(book, request, now)
+    worker = _meet(state, request, now)
     worker.capabilities = frozenset(request.capabilities)
-    draining = worker.name in book.workers.draining
+    draining = worker.name in state.workers.draining
     cancels: list[messages.Cancel] = []
     attempts: list[messages.Assignment] = []
     if request.holding is not None:
-        cancels, known = _renew(book, worker, request.holding, now)
+        cancels, known = _renew(state, worker, request.holding, now)
         if known < len(worker.attempts):
-            attempts = _regrant(book, worker, request.holding, request.free, draining, now)
+            attempts = _regrant(state, worker, request.holding, request.free, draining, now)
     free = request.free - len(attempts)
     if free > 0 and not draining:
-        _grant(book, worker, free, attempts, now)
-    return messages.LeaseReply(epoch=book.epoch, attempts=attempts, cancels=cancels, drain=draining)
+        _grant(state, worker, free, attempts, now)
+    return messages.LeaseReply(epoch=state.epoch, attempts=attempts, cancels=cancels, drain=draining)
 
 
-def _meet(book: Book, request: messages.LeaseRequest | messages.HeartbeatRequest, now: float) -> Worker:
-    if request.worker in book.workers.draining and book.workers.gone(request.worker, now):
-        book.emit(events.WorkerDraining(worker=request.worker, over=True), now)
-    return book.workers.meet(request.worker, request.pool, request.slots, now)
+def _meet(state: SchedulerState, request: messages.LeaseRequest | messages.HeartbeatRequest, now: float) -> Worker:
+    if request.worker in state.workers.draining and state.workers.gone(request.worker, now):
+        state.emit(events.WorkerDraining(worker=request.worker, over=True), now)
+    return state.workers.meet(request.worker, request.pool, request.slots, now)
 
 
-def heartbeat(book: Book, request: messages.HeartbeatRequest, now: float) -> messages.HeartbeatReply:
+def heartbeat(state: SchedulerState, request: messages.HeartbeatRequest, now: float) -> messages.HeartbeatReply:
     """Renew what a worker holds."""
-    worker = _meet(book, request, now)
+    worker = _meet(state, request, now)
     worker.stats = request.stats
-    cancels, _ = _renew(book, worker, request.holding, now)
-    terms = [run.spec.attempt_lease_s for run in book.pools.get(worker.pool, ()) if not run.closed]
+    cancels, _ = _renew(state, worker, request.holding, now)
+    terms = [run.spec.attempt_lease_s for run in state.pools.get(worker.pool, ()) if not run.closed]
     return messages.HeartbeatReply(
-        epoch=book.epoch,
+        epoch=state.epoch,
         interval_s=min(terms) / HEARTBEATS_A_TERM if terms else DEFAULT_INTERVAL_S,
         cancels=cancels,
-        drain=worker.name in book.workers.draining,
+        drain=worker.name in state.workers.draining,
     )
 
 
-def hand_back(book: Book, request: messages.ReturnRequest, now: float) -> None:
+def hand_back(state: SchedulerState, request: messages.ReturnRequest, now: float) -> None:
     """Take back attempts that a worker will not finish. What is not its own any more is passed over."""
     touched: dict[str, Run] = {}
     for key in request.attempts:
-        episode = book.episodes.get(key.episode)
+        episode = state.episodes.get(key.episode)
         if episode is None or not _is_current(episode, key, request.worker):
             continue
         run = episode.group.run
         touched[run.name] = run
         if episode.state == "leased":
-            follow_ups.requeue(book, episode, "handed back", False, None, now)
+            follow_ups.requeue(state, episode, "handed back", False, None, now)
         elif episode.state == "cancelling":
-            follow_ups.end(book, episode, "cancelled", episode.group.reason, "The worker handed it back.", now)
+            follow_ups.end(state, episode, "cancelled", episode.group.reason, "The worker handed it back.", now)
     for run in touched.values():
-        follow_ups.settle(book, run, now)
+        follow_ups.settle(state, run, now)
 
 
 def _is_current(episode: Episode, key: messages.AttemptKey, worker: str) -> bool:
@@ -90,13 +90,13 @@ def _is_current(episode: Episode, key: messages.AttemptKey, worker: str) -> bool
 
 
 def _renew(
-    book: Book, worker: Worker, holding: list[messages.AttemptKey], now: float
+    state: SchedulerState, worker: Worker, holding: list[messages.AttemptKey], now: float
 ) -> tuple[list[messages.Cancel], int]:
     """Renew the listed attempts; returns what of it is to be stopped, and how many are held by right."""
     worker.listed = now
     cancels: list[messages.Cancel] = []
     known = 0
-    find = book.episodes.get
+    find = state.episodes.get
     for key in holding:
         episode = find(key.episode)
         if episode is None:
@@ -117,7 +117,7 @@ def _renew(
 
 
 def _regrant(
-    book: Book, worker: Worker, holding: list[messages.AttemptKey], free: int, draining: bool, now: float
+    state: SchedulerState, worker: Worker, holding: list[messages.AttemptKey], free: int, draining: bool, now: float
 ) -> list[messages.Assignment]:
     """What was granted to the worker but never reached it: granted again as it was, within its free slots."""
     held = {(key.episode, key.attempt) for key in holding}
@@ -128,43 +128,43 @@ def _regrant(
             continue
         run = episode.group.run
         if episode.state == "cancelling":
-            follow_ups.end(book, episode, "cancelled", episode.group.reason, "It never reached its worker.", now)
+            follow_ups.end(state, episode, "cancelled", episode.group.reason, "It never reached its worker.", now)
             touched[run.name] = run
         elif draining:
-            follow_ups.requeue(book, episode, "its worker drains", False, None, now)
+            follow_ups.requeue(state, episode, "its worker drains", False, None, now)
             touched[run.name] = run
         elif len(again) < free:
             episode.deadline = now + run.spec.attempt_lease_s
             again.append(_assignment(run, episode))
     for run in touched.values():
-        follow_ups.settle(book, run, now)
+        follow_ups.settle(state, run, now)
     return again
 
 
-def _grant(book: Book, worker: Worker, free: int, attempts: list[messages.Assignment], now: float) -> None:
+def _grant(state: SchedulerState, worker: Worker, free: int, attempts: list[messages.Assignment], now: float) -> None:
     wanting = [
         run
-        for run in book.pools.get(worker.pool, ())
+        for run in state.pools.get(worker.pool, ())
         if (run.queued or run.evaluation_queued)
         and run.leased + run.evaluation_leased < run.spec.max_concurrent
         and run.capabilities <= worker.capabilities
     ]
-    slots = book.workers.slots[worker.pool]
+    slots = state.workers.slots[worker.pool]
     most = [min(failure_backoff.room(run, now), _grantable(run, slots)) for run in wanting]
     for run, count in _share(wanting, most, free):
-        if run.brake.since is not None:
-            run.brake.tried(now)
+        if run.failure_backoff.since is not None:
+            run.failure_backoff.tried(now)
         episodes = _pick(run, count, slots)
-        nonce = book.new_nonce()  # one for all: it tells this grant of an attempt from any other
+        nonce = state.new_nonce()  # one for all: it tells this grant of an attempt from any other
         grants = [events.Grant(episode.id, episode.attempt + 1, nonce) for episode in episodes]
-        book.emit(
+        state.emit(
             events.Dispatched(
-                run=run.name, worker=worker.name, pool=worker.pool, version=run.hosting.held, grants=grants
+                run=run.name, worker=worker.name, pool=worker.pool, version=run.policy_servers.held, grants=grants
             ),
             now,
         )
         attempts.extend([_assignment(run, episode) for episode in episodes])
-        follow_ups.admit_ahead(book, run, now)
+        follow_ups.admit_ahead(state, run, now)
 
 
 def _grantable(run: Run, slots: int) -> int:

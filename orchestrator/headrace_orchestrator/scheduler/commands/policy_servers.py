@@ -17,7 +17,7 @@ from headrace.trajectory import Version
 from headrace.wire import policy_server
 from headrace.wire.messages import Reason, Weights
 from headrace_orchestrator.scheduler import events
-from headrace_orchestrator.scheduler.apply.state import Book
+from headrace_orchestrator.scheduler.apply.state import SchedulerState
 from headrace_orchestrator.scheduler.commands import follow_ups
 from headrace_orchestrator.scheduler.state.run import Run
 
@@ -33,7 +33,7 @@ def _address(text: str) -> str:
         raise InvalidRequest(f"{error}.") from error
 
 
-def add(book: Book, run: Run, address: str, now: float) -> None:
+def add(state: SchedulerState, run: Run, address: str, now: float) -> None:
     """Know a server from now on; one that drains takes requests again."""
     address = _address(address)
     if run.closed:
@@ -44,27 +44,27 @@ def add(book: Book, run: Run, address: str, now: float) -> None:
             "with, and would not ask this one.",
             hint="Name servers in policy.endpoints of a new run, or start workers with --policy-endpoint.",
         )
-    if len(run.hosting.servers) >= MAX_SERVERS and address not in run.hosting.servers:
+    if len(run.policy_servers.servers) >= MAX_SERVERS and address not in run.policy_servers.servers:
         raise InvalidRequest(f"Run {run.name} has {MAX_SERVERS} policy servers, and no more can be added.")
-    if run.hosting.servers.get(address) is not False:
-        book.emit(events.ServerAdded(run=run.name, address=address), now)
+    if run.policy_servers.servers.get(address) is not False:
+        state.emit(events.ServerAdded(run=run.name, address=address), now)
 
 
-def drain(book: Book, run: Run, address: str, now: float) -> None:
+def drain(state: SchedulerState, run: Run, address: str, now: float) -> None:
     """Let a server finish what it has."""
     address = _known(run, address)
-    if not run.hosting.servers[address]:
-        book.emit(events.ServerDrained(run=run.name, address=address), now)
+    if not run.policy_servers.servers[address]:
+        state.emit(events.ServerDrained(run=run.name, address=address), now)
 
 
-def remove(book: Book, run: Run, address: str, now: float) -> None:
+def remove(state: SchedulerState, run: Run, address: str, now: float) -> None:
     """Forget a server."""
-    book.emit(events.ServerRemoved(run=run.name, address=_known(run, address)), now)
+    state.emit(events.ServerRemoved(run=run.name, address=_known(run, address)), now)
 
 
 def _known(run: Run, address: str) -> str:
     address = _address(address)
-    if address not in run.hosting.servers:
+    if address not in run.policy_servers.servers:
         raise UnknownServer(
             f"Run {run.name} has no policy server {address}.", hint=f"`headrace servers {run.name}` lists them."
         )
@@ -74,7 +74,7 @@ def _known(run: Run, address: str) -> str:
 def require_weights_fit(run: Run, version: Version, weights: Weights | None) -> None:
     """Raise VersionConflict for other weights of the version that is served; InvalidRequest for weights of a kind that
     the run does not train."""
-    hosting, adapter = run.hosting, run.spec.policy.adapter
+    servers, adapter = run.policy_servers, run.spec.policy.adapter
     if weights is not None and (weights.kind == "adapter") != (adapter is not None):
         raise InvalidRequest(
             f"Run {run.name} trains "
@@ -84,31 +84,31 @@ def require_weights_fit(run: Run, version: Version, weights: Weights | None) -> 
             if adapter is None
             else "Announce the folder of the adapter, with kind = 'adapter'.",
         )
-    if weights is not None and version == hosting.held == hosting.target and weights != hosting.weights:
+    if weights is not None and version == servers.held == servers.target and weights != servers.weights:
         raise VersionConflict(
-            f"The policy servers of run {run.name} hold version {version} from {hosting.loaded.path!r} already."
-            if hosting.loaded is not None
+            f"The policy servers of run {run.name} hold version {version} from {servers.loaded.path!r} already."
+            if servers.loaded is not None
             else f"The policy servers of run {run.name} hold version {version} already.",
             hint="Announce other weights as the next version.",
         )
 
 
-def served(book: Book, run: Run, version: Version, weights: Weights, now: float) -> None:
+def served(state: SchedulerState, run: Run, version: Version, weights: Weights, now: float) -> None:
     """A server takes requests with this version, the first one to do so."""
-    if run.hosting.held != version:
-        book.emit(events.WeightsLoaded(run=run.name, version=version, weights=weights), now)
-        _cancel_unservable(book, run, now)
+    if run.policy_servers.held != version:
+        state.emit(events.WeightsLoaded(run=run.name, version=version, weights=weights), now)
+        _cancel_unservable(state, run, now)
 
 
-def _cancel_unservable(book: Book, run: Run, now: float) -> None:
+def _cancel_unservable(state: SchedulerState, run: Run, now: float) -> None:
     for evaluation in list(run.active_evaluations.values()):
-        if run.hosting.past(evaluation.version):
+        if run.policy_servers.past(evaluation.version):
             for group in list(evaluation.groups):
                 if group.state == "open":
-                    follow_ups.retire(book, group, events.REPLACED, now)
-    follow_ups.settle(book, run, now)
+                    follow_ups.retire(state, group, events.REPLACED, now)
+    follow_ups.settle(state, run, now)
 
 
 def tell(run: Run, told: list[Reason]) -> None:
     """Take what the policy servers and their weights are at, for those whose pull waits."""
-    run.hosting.told = told
+    run.policy_servers.told = told

@@ -11,7 +11,7 @@ from headrace.errors import Conflict, InvalidRequest
 from headrace.selection import find_selection_rule
 from headrace.wire import messages
 from headrace_orchestrator.scheduler import events
-from headrace_orchestrator.scheduler.apply.state import Book
+from headrace_orchestrator.scheduler.apply.state import SchedulerState
 from headrace_orchestrator.scheduler.state.draw_weights import MAX_PRIORITY, MIN_PRIORITY
 from headrace_orchestrator.scheduler.state.groups import Group
 from headrace_orchestrator.scheduler.state.run import Run
@@ -20,7 +20,9 @@ MAX_REQUEST_GROUPS = 16_384
 """Most groups of one request: its record stays a small one."""
 
 
-def set_priorities(book: Book, run: Run, request: messages.PrioritiesRequest, now: float) -> messages.PrioritiesReply:
+def set_priorities(
+    state: SchedulerState, run: Run, request: messages.PrioritiesRequest, now: float
+) -> messages.PrioritiesReply:
     """Set the priorities of groups in flight; raises Conflict or InvalidRequest."""
     order = run.spec.selection.order
     if find_selection_rule(order).weight is None:
@@ -42,9 +44,9 @@ def set_priorities(book: Book, run: Run, request: messages.PrioritiesRequest, no
             )
     found = {id: priority for id, priority in request.priorities.items() if _in_flight(run.groups.get(id))}
     if found:
-        book.emit(events.PrioritiesSet(run=run.name, priorities=found), now)
+        state.emit(events.PrioritiesSet(run=run.name, priorities=found), now)
     over = [id for id in request.priorities if id not in found]
-    return messages.PrioritiesReply(epoch=book.epoch, set=len(found), over=over)
+    return messages.PrioritiesReply(epoch=state.epoch, set=len(found), over=over)
 
 
 def _in_flight(group: Group | None) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from headrace.wire import messages
 from headrace_orchestrator.scheduler import events
-from headrace_orchestrator.scheduler.apply.state import Book
+from headrace_orchestrator.scheduler.apply.state import SchedulerState
 from headrace_orchestrator.scheduler.commands import batches as serving
 from headrace_orchestrator.scheduler.commands import follow_ups
 from headrace_orchestrator.scheduler.state.batches import Batch
@@ -21,26 +21,26 @@ RESUMED = "resumed"
 """Stands for the name of a pull in the leases of resumed batches."""
 
 
-def resume(book: Book, run: Run, request: messages.ResumeRequest, now: float) -> messages.ResumeReply:
+def resume(state: SchedulerState, run: Run, request: messages.ResumeRequest, now: float) -> messages.ResumeReply:
     """Lease to this session what the learner's earlier ones left. Raises SessionSuperseded, InvalidRequest."""
     serving.require_session(run, request.learner, request.session, 0, request.shards)
     serving.meet(run, request.learner, now)
     sessions = run.sessions.get(request.learner)
     if sessions is not None and sessions.now != request.session:
         started = events.SessionStarted(run=run.name, learner=request.learner, session=request.session)
-        book.emit(started, now)
-    serving.release_other_sessions(book, run, request.learner, request.session, now)
+        state.emit(started, now)
+    serving.release_other_sessions(state, run, request.learner, request.session, now)
     served = [batch.id for batch in run.batches.values() if _resumed(batch, request)]
     left = [batch for batch in run.batches.values() if batch.learner == request.learner and _left(batch)]
     for batch in left:
-        if not run.closed and not serving.dissolve_if_out_of_bound(book, run, batch, now):
+        if not run.closed and not serving.dissolve_if_out_of_bound(state, run, batch, now):
             pull = messages.PullRequest(
                 learner=request.learner, session=request.session, request=RESUMED, shards=request.shards
             )
-            serving.lease(book, run, batch, pull, now, fetched=())
+            serving.lease(state, run, batch, pull, now, fetched=())
             served.append(batch.id)
-    follow_ups.settle(book, run, now)
-    return messages.ResumeReply(epoch=book.epoch, batches=served, lost=_lost(run, request))
+    follow_ups.settle(state, run, now)
+    return messages.ResumeReply(epoch=state.epoch, batches=served, lost=_lost(run, request))
 
 
 def _resumed(batch: Batch, request: messages.ResumeRequest) -> bool:

@@ -24,15 +24,15 @@ from __future__ import annotations
 
 from headrace.errors import InvalidTrajectory
 from headrace.wire import messages
-from headrace_orchestrator.scheduler.apply.state import Book
+from headrace_orchestrator.scheduler.apply.state import SchedulerState
 from headrace_orchestrator.scheduler.commands import follow_ups
 from headrace_orchestrator.scheduler.events import EpisodeEnded
 from headrace_orchestrator.scheduler.state.groups import TERMINAL, Episode
 
 
-def judge(book: Book, worker: str, nonce: str, outcome: EpisodeEnded, now: float) -> messages.SubmitVerdict:
+def judge(state: SchedulerState, worker: str, nonce: str, outcome: EpisodeEnded, now: float) -> messages.SubmitVerdict:
     """Decide on a valid submission; raises VersionUnknown, or InvalidTrajectory where it names another episode."""
-    episode = book.episodes.get(outcome.episode)
+    episode = state.episodes.get(outcome.episode)
     if episode is None:
         return "superseded"
     mine = episode.attempt == outcome.attempt and episode.nonce == nonce and episode.worker == worker
@@ -49,14 +49,14 @@ def judge(book: Book, worker: str, nonce: str, outcome: EpisodeEnded, now: float
         if episode.state == "queued":
             return "retrying"
         if follow_ups.attempts_left(run, episode):
-            follow_ups.requeue(book, episode, f"{failure.layer}/{failure.kind}", True, failure, now)
-            follow_ups.settle(book, run, now)
+            follow_ups.requeue(state, episode, f"{failure.layer}/{failure.kind}", True, failure, now)
+            follow_ups.settle(state, run, now)
             return "retrying"
-    book.emit(outcome, now)
+    state.emit(outcome, now)
     if outcome.status == "failed":
-        follow_ups.quarantine_if_due(book, run, episode.group.task, now)
+        follow_ups.quarantine_if_due(state, run, episode.group.task, now)
     if run.due or run.active_evaluations or run.admits:
-        follow_ups.settle(book, run, now)
+        follow_ups.settle(state, run, now)
     return "accepted"
 
 

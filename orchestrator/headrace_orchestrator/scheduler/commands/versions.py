@@ -11,7 +11,7 @@ from headrace.errors import VersionConflict, VersionUnknown
 from headrace.trajectory import Version
 from headrace.wire.messages import Weights
 from headrace_orchestrator.scheduler import events
-from headrace_orchestrator.scheduler.apply.state import Book
+from headrace_orchestrator.scheduler.apply.state import SchedulerState
 from headrace_orchestrator.scheduler.commands import follow_ups, policy_servers
 from headrace_orchestrator.scheduler.state.run import Run
 from headrace_orchestrator.scheduler.state.versions import parse_version
@@ -35,17 +35,17 @@ def checked(run: Run, text: str, weights: Weights | None) -> Version:
     return version
 
 
-def announce(book: Book, run: Run, text: str, weights: Weights | None, now: float) -> None:
+def announce(state: SchedulerState, run: Run, text: str, weights: Weights | None, now: float) -> None:
     """Take a new version, or say where the weights of the version now are."""
     version = checked(run, text, weights)
-    known = weights is None or (version, weights) == (run.hosting.target, run.hosting.weights)
+    known = weights is None or (version, weights) == (run.policy_servers.target, run.policy_servers.weights)
     if version != run.versions.now or not known:
-        book.emit(events.VersionAnnounced(run=run.name, version=version, weights=weights), now)
-        follow_ups.retire_out_of_bound(book, run, now)
-        follow_ups.settle(book, run, now)
+        state.emit(events.VersionAnnounced(run=run.name, version=version, weights=weights), now)
+        follow_ups.retire_out_of_bound(state, run, now)
+        follow_ups.settle(state, run, now)
 
 
-def rewind(book: Book, run: Run, text: str, now: float) -> None:
+def rewind(state: SchedulerState, run: Run, text: str, now: float) -> None:
     """Fork a new lineage from an earlier version."""
     fork = parse_version(text)
     if fork.lineage >= len(run.versions.forks) or fork.n > run.versions.now.n or run.versions.distance(fork) is None:
@@ -54,6 +54,6 @@ def rewind(book: Book, run: Run, text: str, now: float) -> None:
             hint="Rewind to a version that the version now descends from.",
         )
     version = Version(len(run.versions.forks), fork.n)
-    book.emit(events.VersionAnnounced(run=run.name, version=version, fork=fork), now)
-    follow_ups.retire_out_of_bound(book, run, now)
-    follow_ups.settle(book, run, now)
+    state.emit(events.VersionAnnounced(run=run.name, version=version, fork=fork), now)
+    follow_ups.retire_out_of_bound(state, run, now)
+    follow_ups.settle(state, run, now)

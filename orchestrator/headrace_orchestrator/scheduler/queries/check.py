@@ -17,18 +17,18 @@ from typing import Any
 
 import msgspec
 
-from headrace_orchestrator.scheduler.apply.state import Book
+from headrace_orchestrator.scheduler.apply.state import SchedulerState
 from headrace_orchestrator.scheduler.state.draw_weights import even, weigher
-from headrace_orchestrator.scheduler.state.eligible_index import Shelves
+from headrace_orchestrator.scheduler.state.eligible_index import EligibleIndex
 from headrace_orchestrator.scheduler.state.groups import AT_WORKER, COMPLETE, Episode, Group
-from headrace_orchestrator.scheduler.state.policy_servers import Hosting
+from headrace_orchestrator.scheduler.state.policy_servers import PolicyServersState
 from headrace_orchestrator.scheduler.state.run import Run
 
 
-def check(book: Book) -> None:
-    """Raise AssertionError, with the story, where an invariant does not hold."""
+def check(state: SchedulerState) -> None:
+    """Raise AssertionError, with the history, where an invariant does not hold."""
     held: dict[str, str] = {}
-    for worker in book.workers.by_name.values():
+    for worker in state.workers.by_name.values():
         for id, episode in worker.attempts.items():
             _require(id not in held, f"episode {id} is held by {held.get(id)} and {worker.name}", episode)
             held[id] = worker.name
@@ -37,16 +37,16 @@ def check(book: Book) -> None:
             watched = worker.watched
             _require(watched is not None and watched <= episode.deadline, "nobody watches its lease", episode)
     count = 0
-    for run in book.runs.values():
-        count += _check_run(book, run, held)
-    _require(count == len(book.episodes), f"{len(book.episodes)} episodes are indexed, {count} belong to groups")
+    for run in state.runs.values():
+        count += _check_run(state, run, held)
+    _require(count == len(state.episodes), f"{len(state.episodes)} episodes are indexed, {count} belong to groups")
     slots: Counter[str] = Counter()
-    for worker in book.workers.by_name.values():
+    for worker in state.workers.by_name.values():
         slots[worker.pool] += worker.slots
-    _require(+slots == +book.workers.slots, f"slots are {slots}, counted {book.workers.slots}")
+    _require(+slots == +state.workers.slots, f"slots are {slots}, counted {state.workers.slots}")
 
 
-def _check_run(book: Book, run: Run, held: dict[str, str]) -> int:
+def _check_run(state: SchedulerState, run: Run, held: dict[str, str]) -> int:
     episodes = 0
     states: Counter[str] = Counter()
     queued = {id(episode): queue for queue in (run.queue, run.evaluation_queue) for episode in queue}
@@ -57,7 +57,7 @@ def _check_run(book: Book, run: Run, held: dict[str, str]) -> int:
             kind = "evaluation " if group.evaluation is not None else ""
             states[kind + episode.state] += 1
             if episode.state != "vanished":
-                _require(book.episodes.get(episode.id) is episode, "the index has another episode", episode)
+                _require(state.episodes.get(episode.id) is episode, "the index has another episode", episode)
             _require((episode.state in AT_WORKER) == (episode.id in held), "state and worker disagree", episode)
             if episode.state == "queued":
                 queue = run.evaluation_queue if kind else run.queue
@@ -70,7 +70,7 @@ def _check_run(book: Book, run: Run, held: dict[str, str]) -> int:
         run.evaluation_leased == states["evaluation leased"] + states["evaluation cancelling"],
         f"run {run.name} miscounts leased evaluation episodes",
     )
-    cap = run.cap
+    cap = run.concurrency_cap
     _require(
         cap.slots is None or run.leased <= max(cap.slots, cap.over),
         f"run {run.name} has {run.leased} training episodes at workers, its policy servers take {cap.slots}",
@@ -102,18 +102,20 @@ def _check_group(run: Run, group: Group) -> None:
     members = Counter(episode.state for episode in group.members)
     live = members["queued"] + members["leased"] + members["cancelling"]
     usable = len(group.trajectories) if group.state in COMPLETE else members["finished"] + members["truncated"]
-    story = f"group {group.id} is {group.state} with {dict(members)}; its story: {group.story}"
-    _require(group.live == live, f"it counts {group.live} live members: {story}")
-    _require(len({episode.id for episode in group.members}) == len(group.members), f"a member is there twice: {story}")
+    context = f"group {group.id} is {group.state} with {dict(members)}; its history: {group.history}"
+    _require(group.live == live, f"it counts {group.live} live members: {context}")
+    _require(
+        len({episode.id for episode in group.members}) == len(group.members), f"a member is there twice: {context}"
+    )
     if group.state == "retired":
-        _require(live > 0, f"it should be forgotten: {story}")
-        _require(not members["queued"] and not members["leased"], f"members of a retired group go on: {story}")
+        _require(live > 0, f"it should be forgotten: {context}")
+        _require(not members["queued"] and not members["leased"], f"members of a retired group go on: {context}")
         return
-    _require((group.state == "open") == (live > 0), f"complete and open at once, or neither: {story}")
-    _require(group.usable == usable, f"it counts {group.usable} usable members: {story}")
-    _require(not group.members or group.state not in COMPLETE, f"its members should be put away: {story}")
-    _require(group.state != "acked", f"it should be retired: {story}")
-    _require(group.cut or not members["cancelling"], f"a member of a group in flight is told to stop: {story}")
+    _require((group.state == "open") == (live > 0), f"complete and open at once, or neither: {context}")
+    _require(group.usable == usable, f"it counts {group.usable} usable members: {context}")
+    _require(not group.members or group.state not in COMPLETE, f"its members should be put away: {context}")
+    _require(group.state != "acked", f"it should be retired: {context}")
+    _require(group.cut or not members["cancelling"], f"a member of a group in flight is told to stop: {context}")
     if (
         group.evaluation is None
         and run.spec.short_groups == "top_up"
@@ -122,11 +124,11 @@ def _check_group(run: Run, group: Group) -> None:
         and not group.cut
     ):
         whole = live + usable >= group.size or run.is_quarantined(group.task) or group.damaged
-        _require(whole, f"it has fewer members than it waits for: {story}")
+        _require(whole, f"it has fewer members than it waits for: {context}")
     if group.evaluation is None and group.state in ("open", "eligible"):
-        _require(run.retiring or not run.out_of_bound(group), f"it is {run.out_of_bound(group)}: {story}")
+        _require(run.retiring or not run.out_of_bound(group), f"it is {run.out_of_bound(group)}: {context}")
     if group.state != "open":
-        _require(usable > 0 or group.damaged, f"nothing of it can be served: {story}")
+        _require(usable > 0 or group.damaged, f"nothing of it can be served: {context}")
 
 
 def _check_batches(run: Run) -> None:
@@ -142,33 +144,35 @@ def _check_batches(run: Run) -> None:
             (group.state == "leased") == (in_batches[group.id] == 1), f"group {group.id} is in no batch or several"
         )
     bound = run.spec.max_staleness
-    shelves, apart = Shelves(bound, weigher(run.spec.selection)), Shelves(bound, even)
+    eligible, apart = EligibleIndex(bound, weigher(run.spec.selection)), EligibleIndex(bound, even)
     for group in run.groups.values():
         if group.state == "eligible":
-            (shelves if run.plain(group) else apart).add(group, run.versions)
-    for kept, fresh in ((run.shelves, shelves), (run.apart, apart)):
+            (eligible if run.plain(group) else apart).add(group, run.versions)
+    for kept, fresh in ((run.eligible, eligible), (run.apart, apart)):
         found, right = kept.contents(), fresh.contents()
         _require(found == right, f"run {run.name} has {found} on its shelves as eligible; {right} is right")
     is_open = [group.id for group in run.groups.values() if group.state == "open"]
     _require(list(run.open_groups) == is_open, f"run {run.name} lists {list(run.open_groups)} as open; {is_open} are")
 
 
-def _require(holds: bool, story: str, episode: Episode | None = None) -> None:
+def _require(holds: bool, context: str, episode: Episode | None = None) -> None:
     if holds:
         return
     if episode is not None:
-        story += f": episode {episode.id} attempt {episode.attempt} is {episode.state}; its story: {episode.story}"
-    raise AssertionError(story)
+        context += (
+            f": episode {episode.id} attempt {episode.attempt} is {episode.state}; its history: {episode.history}"
+        )
+    raise AssertionError(context)
 
 
-def durable(book: Book) -> dict[str, Any]:
+def durable(state: SchedulerState) -> dict[str, Any]:
     """The durable state as plain values: what a replay has to give back."""
     return {
-        "runs": {name: _durable_run(run) for name, run in book.runs.items()},
+        "runs": {name: _durable_run(run) for name, run in state.runs.items()},
         "attempts": {
-            worker.name: sorted(worker.attempts) for worker in book.workers.by_name.values() if worker.attempts
+            worker.name: sorted(worker.attempts) for worker in state.workers.by_name.values() if worker.attempts
         },
-        "draining": sorted(book.workers.draining),
+        "draining": sorted(state.workers.draining),
     }
 
 
@@ -177,7 +181,9 @@ def _durable_run(run: Run) -> dict[str, Any]:
     return {
         "closed": run.closed,
         "versions": (run.versions.now, list(run.versions.forks), list(run.versions.tops)),
-        "hosting": {name: getattr(run.hosting, name) for name in Hosting.__slots__ if name != "told"},
+        "policy_servers": {
+            name: getattr(run.policy_servers, name) for name in PolicyServersState.__slots__ if name != "told"
+        },
         "position": run.position,
         "admitted": run.admitted,
         "next_order": run.next_order,
@@ -185,7 +191,7 @@ def _durable_run(run: Run) -> dict[str, Any]:
         "groups": {id: _durable_group(group) for id, group in run.groups.items()},
         "queues": [[e.id for e in queue if e.state == "queued"] for queue in (run.queue, run.evaluation_queue)],
         "counts": (run.queued, run.evaluation_queued, run.leased, run.evaluation_leased, run.open),
-        "eligible": (run.shelves.contents(), run.apart.contents()),
+        "eligible": (run.eligible.contents(), run.apart.contents()),
         "batches": {
             batch.id: (
                 [group.id for group in batch.groups],
@@ -220,7 +226,7 @@ def _durable_run(run: Run) -> dict[str, Any]:
         "ends": dict(run.ends),
         "rewards": list(run.rewards),
         "recent": list(run.recent),
-        "kills": {key: list(story) for key, story in run.kills.items()},
+        "kills": {key: list(history) for key, history in run.kills.items()},
         "quarantined": dict(run.quarantined),
     }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 
 from headrace.wire.messages import Reason
-from headrace_orchestrator.scheduler.apply.state import Book
+from headrace_orchestrator.scheduler.apply.state import SchedulerState
 from headrace_orchestrator.scheduler.state import concurrency_cap, failure_backoff
 from headrace_orchestrator.scheduler.state.bounds import Bounds
 from headrace_orchestrator.scheduler.state.filters import EVERYTHING, Filter, kind_of
@@ -25,7 +25,7 @@ FAILING_LEAST = 4
 
 
 def empty(
-    book: Book, run: Run, now: float, awaited: list[str] | None = None, filter: Filter = EVERYTHING
+    state: SchedulerState, run: Run, now: float, awaited: list[str] | None = None, filter: Filter = EVERYTHING
 ) -> tuple[list[Reason], bool]:
     """Why nothing is served, and whether nothing ever will be (to this pull)."""
     if run.closed:
@@ -36,7 +36,7 @@ def empty(
             return ended, True
     elif run.over(filter):
         return _finished(run, filter), True
-    reasons = run.hosting.told + _blocked(run, awaited) + _filtered(run, filter) + _starved(book, run, now)
+    reasons = run.policy_servers.told + _blocked(run, awaited) + _filtered(run, filter) + _starved(state, run, now)
     if awaited is None and run.exhausted:
         reasons += _finished(run, filter)
     if not reasons or run.ledger.unfinished or run.evaluation_leased:
@@ -60,7 +60,7 @@ def _end(run: Run, id: str) -> Reason:
 
 
 def _finished(run: Run, filter: Filter) -> list[Reason]:
-    left, need = run.shelves.count(filter), run.ledger.batch_groups
+    left, need = run.eligible.count(filter), run.ledger.batch_groups
     if not left:
         return [Reason(code="tasks-exhausted", message="tasks exhausted", facts={"groups_left": 0})]
     facts = {"groups_left": left, "batch_groups": need}
@@ -127,7 +127,7 @@ def _blocked(run: Run, awaited: list[str] | None) -> list[Reason]:
             )
         )
     reasons += _shared(ledger.bounds)
-    if not run.own_source and not run.open and not len(run.shelves) and not held and awaited is None:
+    if not run.own_source and not run.open and not len(run.eligible) and not held and awaited is None:
         reasons.append(Reason(code="no-tasks", message="No groups are submitted.", facts={}))
     return reasons
 
@@ -181,7 +181,7 @@ def _filtered(run: Run, filter: Filter) -> list[Reason]:
     """What is ready, and not what the pull asks for."""
     if filter == EVERYTHING:
         return []
-    others = len(run.shelves) - run.shelves.count(filter)
+    others = len(run.eligible) - run.eligible.count(filter)
     batches = sum(
         not batch.leased and not all(filter.fits(kind_of(group.task)) for group in batch.groups)
         for batch in run.held_batches()
@@ -199,12 +199,12 @@ def _filtered(run: Run, filter: Filter) -> list[Reason]:
     ]
 
 
-def _starved(book: Book, run: Run, now: float) -> list[Reason]:
+def _starved(state: SchedulerState, run: Run, now: float) -> list[Reason]:
     """What keeps admitted groups from becoming complete."""
     reasons: list[Reason] = []
     queued = run.queued + run.evaluation_queued
     pool = run.spec.pool
-    live = book.workers.live(pool, now)
+    live = state.workers.live(pool, now)
     fit = [worker for worker in live if run.capabilities <= worker.capabilities]
     if queued and not fit:
         lacking = f" that offer {sorted(run.capabilities)}" if live else ""
@@ -215,7 +215,7 @@ def _starved(book: Book, run: Run, now: float) -> list[Reason]:
                 facts={"pool": pool, "queued": queued, "workers": len(live)},
             )
         )
-    elif queued and all(worker.name in book.workers.draining for worker in fit):
+    elif queued and all(worker.name in state.workers.draining for worker in fit):
         reasons.append(
             Reason(
                 code="draining",
@@ -228,10 +228,10 @@ def _starved(book: Book, run: Run, now: float) -> list[Reason]:
             Reason(
                 code="policy-saturated",
                 message=(
-                    f"By their metrics the policy servers take {_count(run.cap.slots or 0, 'episode')} at a time: "
-                    f"{run.leased} at workers, {run.queued} queued."
+                    f"By their metrics the policy servers take {_count(run.concurrency_cap.slots or 0, 'episode')} "
+                    f"at a time: {run.leased} at workers, {run.queued} queued."
                 ),
-                facts={"attainable": run.cap.slots, "leased": run.leased, "queued": run.queued},
+                facts={"attainable": run.concurrency_cap.slots, "leased": run.leased, "queued": run.queued},
             )
         )
     reasons += _failing(run, now)
@@ -323,8 +323,8 @@ def _failing(run: Run, now: float) -> list[Reason]:
         return []
     last = next(failure for failure in reversed(run.recent) if failure is not None and failure.layer == layer)
     slowed = ""
-    if run.brake.since is not None:
-        slowed = f" One attempt at a time is tried, the next in {max(0.0, run.brake.next_try - now):.1f} s."
+    if run.failure_backoff.since is not None:
+        slowed = f" One attempt at a time is tried, the next in {max(0.0, run.failure_backoff.next_try - now):.1f} s."
     return [
         Reason(
             code=f"{layer}-failing",
@@ -344,7 +344,7 @@ def _collecting(run: Run, awaited: list[str] | None, filter: Filter) -> Reason:
         ready = sum(run.groups[id].state == "eligible" for id in awaited)
         need = len(awaited)
     else:
-        ready, need = run.shelves.count(filter), run.ledger.batch_groups
+        ready, need = run.eligible.count(filter), run.ledger.batch_groups
     # More than enough is ready where nobody pulls.
     enough = f"{ready} groups ready, a batch needs {need}"
     done = enough if ready > need else f"{ready} of {_count(need, 'group')} ready"

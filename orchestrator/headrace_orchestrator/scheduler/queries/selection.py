@@ -25,7 +25,7 @@ def choose(run: Run, filter: Filter) -> list[Group]:
     """The groups of the next batch, in its order; none where there are too few."""
     last = run.spec.partial_batches and nothing_else_comes(run)
     room = _room(run, filter)
-    if not last and run.shelves.count(filter) < room.groups:
+    if not last and run.eligible.count(filter) < room.groups:
         return []
     rule = find_selection_rule(run.spec.selection.order)
     with closing(_Eligible(run, filter)) as groups:
@@ -60,11 +60,11 @@ class _Eligible:
         self._draws = ExitStack()
 
     def in_order(self, *, backwards: bool = False) -> Iterator[Group]:
-        return self._run.shelves.in_order(self._filter, backwards=backwards)
+        return self._run.eligible.in_order(self._filter, backwards=backwards)
 
     def drawn(self) -> Iterator[Group]:
         run = self._run
-        draw = run.shelves.drawn(self._filter, _Dice(run.spec.seed, run.batches_formed).below)
+        draw = run.eligible.drawn(self._filter, _Dice(run.spec.seed, run.batches_formed).below)
         return self._draws.enter_context(closing(draw))
 
     def close(self) -> None:

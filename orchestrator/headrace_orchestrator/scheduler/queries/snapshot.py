@@ -21,7 +21,7 @@ from headrace.errors import CorruptRecord
 from headrace.runspec import RunSpec
 from headrace.trajectory import Failure, Task, Version
 from headrace.wire.messages import EvaluationEpisode, Weights
-from headrace_orchestrator.scheduler.apply.state import Book
+from headrace_orchestrator.scheduler.apply.state import SchedulerState
 from headrace_orchestrator.scheduler.state.batches import Batch, Closed, Sessions
 from headrace_orchestrator.scheduler.state.evaluations import Evaluation
 from headrace_orchestrator.scheduler.state.groups import Episode, EpisodeState, Group, GroupState
@@ -41,7 +41,7 @@ class EpisodeRow(Row, frozen=True):
     member: int
     sampling_seed: int
     state: EpisodeState
-    story: list[tuple[str, str]]
+    history: list[tuple[str, str]]
     attempt: int
     nonce: str
     worker: str
@@ -63,7 +63,7 @@ class GroupRow(Row, frozen=True):
     submitted: bool
     adapters: dict[str, str]
     state: GroupState
-    story: list[tuple[str, str]]
+    history: list[tuple[str, str]]
     size: int
     extra: int
     live: int
@@ -115,7 +115,7 @@ class VersionsRow(Row, frozen=True):
     tops: list[int]
 
 
-class HostingRow(Row, frozen=True):
+class PolicyServersRow(Row, frozen=True):
     servers: dict[str, bool]
     target: Version | None
     weights: Weights | None
@@ -178,7 +178,7 @@ class RunState(Row, frozen=True):
     given: dict[str, Any]
     run: RunRow
     versions: VersionsRow
-    hosting: HostingRow
+    policy_servers: PolicyServersRow
     ledger: LedgerRow
     evaluations: list[EvaluationRow]
     groups: list[msgspec.Raw]
@@ -216,7 +216,7 @@ def _fields(row: type[Row]) -> Callable[[Any], Any]:
 
 _episode, _group, _batch = _fields(EpisodeRow), _fields(GroupRow), _fields(BatchRow)
 _evaluation, _versions = _fields(EvaluationRow), _fields(VersionsRow)
-_hosting, _ledger, _run = _fields(HostingRow), _fields(LedgerRow), _fields(RunRow)
+_policy_servers, _ledger, _run = _fields(PolicyServersRow), _fields(LedgerRow), _fields(RunRow)
 
 
 def _plain(value: Any) -> Any:
@@ -231,19 +231,19 @@ _decoder = msgspec.msgpack.Decoder(State)
 _group_decoder = msgspec.msgpack.Decoder(GroupWhole)
 
 
-def snapshot(book: Book) -> bytes:
+def snapshot(state: SchedulerState) -> bytes:
     """The durable state."""
-    state = (
+    parts = (
         FORMAT,
-        [_run_state(run) for run in book.runs.values()],
+        [_run_state(run) for run in state.runs.values()],
         [
             (worker.name, worker.pool, list(worker.attempts))
-            for worker in book.workers.by_name.values()
-            if worker.attempts or worker.name in book.workers.draining
+            for worker in state.workers.by_name.values()
+            if worker.attempts or worker.name in state.workers.draining
         ],
-        sorted(book.workers.draining),
+        sorted(state.workers.draining),
     )
-    return _encoder.encode(state)
+    return _encoder.encode(parts)
 
 
 def _run_state(run: Run) -> tuple[Any, ...]:
@@ -251,7 +251,7 @@ def _run_state(run: Run) -> tuple[Any, ...]:
         run.given,
         _run(run),
         _versions(run.versions),
-        _hosting(run.hosting),
+        _policy_servers(run.policy_servers),
         _ledger(run.ledger),
         [_evaluation(evaluation) for evaluation in run.evaluations.values()],
         [msgspec.Raw(_encoder.encode(_whole(group))) for group in run.groups.values()],
@@ -267,14 +267,14 @@ def _whole(group: Group) -> tuple[Any, ...]:
     return _group(group), evaluation, [_episode(episode) for episode in group.members]
 
 
-def restore(book: Book, data: bytes, now: float) -> None:
+def restore(state: SchedulerState, data: bytes, now: float) -> None:
     """Bring a snapshot into a book that knows nothing yet. Raises CorruptRecord."""
-    episodes = book.episodes
+    episodes = state.episodes
     try:
         _require_format(_format_decoder.decode(data).format)
-        state = _decoder.decode(data)
-        runs = [_restored_run(row, book, now) for row in state.runs]
-        held = [(row, [episodes[id] for id in row.attempts]) for row in state.workers]
+        stored = _decoder.decode(data)
+        runs = [_restored_run(row, state, now) for row in stored.runs]
+        held = [(row, [episodes[id] for id in row.attempts]) for row in stored.workers]
     except (KeyError, ValueError, RecursionError, msgspec.MsgspecError) as error:
         episodes.clear()
         raise CorruptRecord(
@@ -282,10 +282,10 @@ def restore(book: Book, data: bytes, now: float) -> None:
             hint="The files of the log before it say the same; `headrace fsck` lists all damage.",
         ) from error
     for run in runs:
-        book.add_run(run)
+        state.add_run(run)
     for row, attempts in held:
-        _restore_worker(book, row, attempts, now)
-    book.workers.draining.update(state.draining)
+        _restore_worker(state, row, attempts, now)
+    state.workers.draining.update(stored.draining)
 
 
 def _require_format(found: int) -> None:
@@ -296,29 +296,29 @@ def _require_format(found: int) -> None:
         )
 
 
-def _restored_run(state: RunState, book: Book, now: float) -> Run:
-    run = Run(RunSpec.model_validate(state.given), book.bounds, book.episodes)
-    episodes = book.episodes
-    _fill(run, state.run)
-    _set(run.versions, state.versions)
-    _set(run.hosting, state.hosting)
-    _fill(run.ledger, state.ledger)
-    for row in state.evaluations:
+def _restored_run(stored: RunState, state: SchedulerState, now: float) -> Run:
+    run = Run(RunSpec.model_validate(stored.given), state.bounds, state.episodes)
+    episodes = state.episodes
+    _fill(run, stored.run)
+    _set(run.versions, stored.versions)
+    _set(run.policy_servers, stored.policy_servers)
+    _fill(run.ledger, stored.ledger)
+    for row in stored.evaluations:
         evaluation = Evaluation(row.id, row.version, row.wanted, row.deadline_s, row.temperature, now)
         _set(evaluation, row)
         run.evaluations[row.id] = evaluation
         if not row.reason:
             run.active_evaluations[row.id] = evaluation
-    for raw in state.groups:
+    for raw in stored.groups:
         _restore_group(run, _group_decoder.decode(raw))
-    for batch_row, ids in state.batches:
+    for batch_row, ids in stored.batches:
         batch = Batch(batch_row.id, [run.groups[id] for id in ids], batch_row.version)
         _set(batch, batch_row)
         batch.deadline = now + run.spec.batch_lease_s
         run.batches[batch.id] = batch
-    run.due.update((id, run.groups[id]) for id in state.due)
-    run.queue.extend(episodes[id] for id in state.queue)
-    run.evaluation_queue.extend(episodes[id] for id in state.evaluation_queue)
+    run.due.update((id, run.groups[id]) for id in stored.due)
+    run.queue.extend(episodes[id] for id in stored.queue)
+    run.evaluation_queue.extend(episodes[id] for id in stored.evaluation_queue)
     return run
 
 
@@ -331,7 +331,7 @@ def _restore_group(run: Run, whole: GroupWhole) -> None:
     if group.state == "open":
         run.open_groups[group.id] = group
     elif group.state == "eligible":
-        (run.shelves if run.plain(group) else run.apart).add(group, run.versions)
+        (run.eligible if run.plain(group) else run.apart).add(group, run.versions)
     if evaluation is not None:
         evaluation.groups.append(group)
     for member in whole.members:
@@ -341,12 +341,12 @@ def _restore_group(run: Run, whole: GroupWhole) -> None:
         run.episodes[episode.id] = episode
 
 
-def _restore_worker(book: Book, row: WorkerState, attempts: Iterable[Episode], now: float) -> None:
-    worker: Worker = book.workers.named(row.name, row.pool, now)
+def _restore_worker(state: SchedulerState, row: WorkerState, attempts: Iterable[Episode], now: float) -> None:
+    worker: Worker = state.workers.named(row.name, row.pool, now)
     for episode in attempts:
         worker.attempts[episode.id] = episode
         episode.deadline = now + episode.group.run.spec.attempt_lease_s
-        book.workers.watch(worker, episode.deadline)
+        state.workers.watch(worker, episode.deadline)
 
 
 def _set(target: Any, row: Row) -> None:

@@ -6,7 +6,7 @@ from itertools import islice
 from typing import Any
 
 from headrace.wire import messages
-from headrace_orchestrator.scheduler.apply.state import Book
+from headrace_orchestrator.scheduler.apply.state import SchedulerState
 from headrace_orchestrator.scheduler.queries import empty_reasons
 from headrace_orchestrator.scheduler.state.groups import Group
 from headrace_orchestrator.scheduler.state.run import Run
@@ -15,10 +15,10 @@ LISTED = 1000
 """Groups that are listed at most: a run may hold a hundred thousand, and nobody is to wait while they are."""
 
 
-def run_status(book: Book, run: Run, now: float) -> messages.RunStatus:
+def run_status(state: SchedulerState, run: Run, now: float) -> messages.RunStatus:
     """One run."""
     said = max(run.learners.values(), key=lambda learner: learner.said_at, default=None)
-    reasons, _ = empty_reasons.empty(book, run, now)
+    reasons, _ = empty_reasons.empty(state, run, now)
     return messages.RunStatus(
         name=run.name,
         state="closed" if run.closed else "finished" if run.done else "active",
@@ -34,7 +34,7 @@ def run_status(book: Book, run: Run, now: float) -> messages.RunStatus:
         in_flight=run.ledger.in_flight,
         queued=run.queued + run.evaluation_queued,
         leased=run.leased + run.evaluation_leased,
-        attainable=run.cap.slots,
+        attainable=run.concurrency_cap.slots,
         episodes=dict(run.ends),
         batches_acked=run.batches_acked,
         batches_open=len(run.batches),
@@ -48,7 +48,7 @@ def run_status(book: Book, run: Run, now: float) -> messages.RunStatus:
     )
 
 
-def worker_statuses(book: Book, now: float) -> list[messages.WorkerStatus]:
+def worker_statuses(state: SchedulerState, now: float) -> list[messages.WorkerStatus]:
     """All known workers."""
     return [
         messages.WorkerStatus(
@@ -58,10 +58,10 @@ def worker_statuses(book: Book, now: float) -> list[messages.WorkerStatus]:
             slots=worker.slots,
             leased=len(worker.attempts),
             seen_s=now - worker.seen,
-            draining=worker.name in book.workers.draining,
+            draining=worker.name in state.workers.draining,
             stats=worker.stats,
         )
-        for worker in book.workers.by_name.values()
+        for worker in state.workers.by_name.values()
     ]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from headrace.runspec import RunSpec
 
 
-def cast(spec: RunSpec, number: int) -> dict[str, str]:
+def assign_adapters(spec: RunSpec, number: int) -> dict[str, str]:
     """The adapters of the ``number``-th group that the run admits, from 0."""
     return {
         name: agent.adapters[number % len(agent.adapters) if agent.routing == "round_robin" else 0]

@@ -99,18 +99,18 @@ class Batch:
         """Whether its last holder did not want it."""
         return not self.leased and self.released.startswith(NACKED)
 
-    def lease(self, record: BatchLeased) -> None:
+    def lease(self, event: BatchLeased) -> None:
         """Take a lease."""
-        if self.learner not in ("", record.learner) and not self.given_back:
+        if self.learner not in ("", event.learner) and not self.given_back:
             self.before = self.learner
         self.leased = True
         self.lapsed = False
-        self.generation = record.generation
-        self.learner = record.learner
-        self.session = record.session
-        self.request = record.request
-        self.shards = record.shards
-        self.fetched = list(record.fetched)
+        self.generation = event.generation
+        self.learner = event.learner
+        self.session = event.session
+        self.request = event.request
+        self.shards = event.shards
+        self.fetched = list(event.fetched)
         self.released = ""
 
     def fetch(self, generation: int, shard: int) -> None:

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from headrace_orchestrator.scheduler.state.run import Run
 
-UNCAPPED = 1 << 62
+UNLIMITED = 1 << 62
 """Room of a run without a cap."""
 
 
-class Cap:
+class ConcurrencyCap:
     """``slots``: training episodes that may be at workers; None for no cap. ``over``: how many were there when that was
     said."""
 
@@ -32,14 +32,14 @@ class Cap:
 def set_slots(run: Run, slots: int | None) -> bool:
     """Set the cap, at least 1; returns whether there is more room than before."""
     before = room(run)
-    run.cap.slots = None if slots is None else max(1, slots)
-    run.cap.over = run.leased
+    run.concurrency_cap.slots = None if slots is None else max(1, slots)
+    run.concurrency_cap.over = run.leased
     return room(run) > before
 
 
 def room(run: Run) -> int:
     """Training episodes that the cap lets a run have more of."""
-    return UNCAPPED if run.cap.slots is None else max(0, run.cap.slots - run.leased)
+    return UNLIMITED if run.concurrency_cap.slots is None else max(0, run.concurrency_cap.slots - run.leased)
 
 
 def trainable(run: Run) -> int:

@@ -27,7 +27,7 @@ LEVELS = 5
 """A node of the top covers a million places in the order of dispatch; the top is gone through."""
 
 
-class Shelf:
+class SumTree:
     """Weights by place in the order of dispatch, with sums over ranges of places. Weights are whole numbers, so that
     sums are exact and the same whatever was added and removed before."""
 
@@ -101,7 +101,7 @@ class Shelf:
                     yield place
 
 
-class Shelves:
+class EligibleIndex:
     """All shelves of a run. ``weigh`` gives a group's weight in a draw, at least 1."""
 
     def __init__(self, bound: int, weigh: Callable[[Group], int]) -> None:
@@ -109,9 +109,9 @@ class Shelves:
         self._weigh = weigh
         #: Eligible groups by place.
         self._groups: dict[int, Group] = {}
-        self._fresh: dict[tuple[Kind, Span], Shelf] = {}
+        self._fresh: dict[tuple[Kind, Span], SumTree] = {}
         #: Shelves of what is out of bound; their groups are never chosen and wait to be retired.
-        self._behind: dict[tuple[Kind, Span], Shelf] = {}
+        self._behind: dict[tuple[Kind, Span], SumTree] = {}
 
     def __len__(self) -> int:
         """Groups that may be chosen."""
@@ -126,8 +126,8 @@ class Shelves:
         key = (kind_of(group.task), span_of(group.versions()))
         shelf = self._fresh.get(key)
         if shelf is None:
-            shelves = self._behind if versions.left_behind(key[1], self._bound) else self._fresh
-            shelf = shelves.setdefault(key, Shelf())
+            eligible = self._behind if versions.left_behind(key[1], self._bound) else self._fresh
+            shelf = eligible.setdefault(key, SumTree())
         shelf.put(group.order, self._weigh(group))
         self._groups[group.order] = group
 
@@ -135,11 +135,11 @@ class Shelves:
         """Take a group down."""
         del self._groups[group.order]
         key = (kind_of(group.task), span_of(group.versions()))
-        shelves = self._fresh if key in self._fresh else self._behind
-        shelf = shelves[key]
+        eligible = self._fresh if key in self._fresh else self._behind
+        shelf = eligible[key]
         shelf.take(group.order)
         if not shelf:
-            del shelves[key]
+            del eligible[key]
 
     def reweigh(self, group: Group) -> None:
         """Take note of a group's new weight, if it stands here."""
@@ -151,10 +151,10 @@ class Shelves:
 
     def turn_to(self, versions: Versions) -> None:
         """Sort the shelves anew after a change of the version now: a rewind may bring some back within bound."""
-        shelves = self._fresh | self._behind
-        behind = {key for key in shelves if versions.left_behind(key[1], self._bound)}
-        self._fresh = {key: shelf for key, shelf in shelves.items() if key not in behind}
-        self._behind = {key: shelf for key, shelf in shelves.items() if key in behind}
+        eligible = self._fresh | self._behind
+        behind = {key for key in eligible if versions.left_behind(key[1], self._bound)}
+        self._fresh = {key: shelf for key, shelf in eligible.items() if key not in behind}
+        self._behind = {key: shelf for key, shelf in eligible.items() if key in behind}
 
     def behind(self, limit: int | None = None) -> list[Group]:
         """Up to so many groups that are out of bound and wait to be retired, oldest dispatch of a shelf first."""
@@ -170,12 +170,12 @@ class Shelves:
     def drawn(self, filter: Filter, draw: Callable[[int], int]) -> Generator[Group, None, None]:
         """Groups drawn by weight without replacement; ``draw`` gives a number below its argument. Close it after use:
         until then what was drawn is missing here."""
-        shelves = [shelf for _, shelf in self._fitting(filter)]
-        total = sum(shelf.total for shelf in shelves)
-        taken: list[tuple[Shelf, int, int]] = []
+        eligible = [shelf for _, shelf in self._fitting(filter)]
+        total = sum(shelf.total for shelf in eligible)
+        taken: list[tuple[SumTree, int, int]] = []
         try:
             while total:
-                shelf, at = _shelf_at(shelves, draw(total))
+                shelf, at = _shelf_at(eligible, draw(total))
                 place = shelf.at(at)
                 weight = shelf.take(place)
                 taken.append((shelf, place, weight))
@@ -185,24 +185,24 @@ class Shelves:
             for shelf, place, weight in taken:
                 shelf.put(place, weight)
 
-    def _fitting(self, filter: Filter) -> list[tuple[tuple[Kind, Span], Shelf]]:
+    def _fitting(self, filter: Filter) -> list[tuple[tuple[Kind, Span], SumTree]]:
         """Fresh shelves in an order of their own, so that nothing hangs on which was there first."""
         return sorted((item for item in self._fresh.items() if filter.fits(item[0][0])), key=lambda item: item[0])
 
     def contents(self) -> list[Any]:
         """What stands where, as plain values."""
-        shelves = [(key, True, shelf) for key, shelf in self._fresh.items()]
-        shelves += [(key, False, shelf) for key, shelf in self._behind.items()]
+        eligible = [(key, True, shelf) for key, shelf in self._fresh.items()]
+        eligible += [(key, False, shelf) for key, shelf in self._behind.items()]
         return sorted(
             (
                 (key, fresh, [[(node, *level[node]) for node in sorted(level)] for level in shelf.levels], shelf.total)
-                for key, fresh, shelf in shelves
+                for key, fresh, shelf in eligible
             )
         )
 
 
-def _shelf_at(shelves: Sequence[Shelf], weight: int) -> tuple[Shelf, int]:
-    for shelf in shelves:
+def _shelf_at(eligible: Sequence[SumTree], weight: int) -> tuple[SumTree, int]:
+    for shelf in eligible:
         if weight < shelf.total:
             return shelf, weight
         weight -= shelf.total

@@ -68,20 +68,20 @@ class Evaluation:
         #: Why it is over; empty while it is not.
         self.reason = ""
 
-    def take(self, record: EpisodeEnded) -> None:
+    def take(self, event: EpisodeEnded) -> None:
         """One of its episodes is over."""
         self.left -= 1
-        if record.status != "cancelled":
+        if event.status != "cancelled":
             self.done += 1
-        scored = record.status in ("finished", "truncated") and record.rewards
+        scored = event.status in ("finished", "truncated") and event.rewards
         self.episodes.append(
             messages.EvaluationEpisode(
-                episode=record.episode,
-                task=record.task,
-                status=record.status,
-                reward=sum(record.rewards.values()) if scored else None,
-                turns=record.turns,
-                failure=record.failure,
+                episode=event.episode,
+                task=event.task,
+                status=event.status,
+                reward=sum(event.rewards.values()) if scored else None,
+                turns=event.turns,
+                failure=event.failure,
             )
         )
 

@@ -25,11 +25,11 @@ GROWTH = 0.5
 LONGEST_S = 10.0
 """Between single tries at most: so much is lost when the cause is gone."""
 
-UNBRAKED = 1 << 62
+UNLIMITED = 1 << 62
 """Room of a run that is not slowed down."""
 
 
-class Brake:
+class FailureBackoff:
     """When a run was slowed down, and when its next single try is due; None while it is not."""
 
     __slots__ = ("next_try", "since")
@@ -60,16 +60,16 @@ def only_stale(run: Run) -> bool:
 
 def room(run: Run, now: float) -> int:
     """Attempts that the brake lets a run have now."""
-    brake = run.brake
+    failure_backoff = run.failure_backoff
     if not fails(run) and not only_stale(run):
-        brake.lift()
-        return UNBRAKED
-    if brake.since is None:
-        brake.since, brake.next_try = now, now + FIRST_S
-    return 1 if now >= brake.next_try and not run.leased + run.evaluation_leased else 0
+        failure_backoff.lift()
+        return UNLIMITED
+    if failure_backoff.since is None:
+        failure_backoff.since, failure_backoff.next_try = now, now + FIRST_S
+    return 1 if now >= failure_backoff.next_try and not run.leased + run.evaluation_leased else 0
 
 
 def next_try(run: Run) -> float | None:
     """When a slowed run wants to be looked at; None if it is not slowed, or has nothing to try."""
-    waits = run.brake.since is not None and run.queued + run.evaluation_queued > 0
-    return run.brake.next_try if waits and not run.leased + run.evaluation_leased else None
+    waits = run.failure_backoff.since is not None and run.queued + run.evaluation_queued > 0
+    return run.failure_backoff.next_try if waits and not run.leased + run.evaluation_leased else None

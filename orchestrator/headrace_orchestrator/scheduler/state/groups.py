@@ -1,9 +1,9 @@
 """Episodes and groups: their states, and who may move them.
 
-* An illegal move raises with the story of what led there.
+* An illegal move raises with the history of what led there.
 * Terminal is terminal: no state leads out of ``finished``, ``truncated``, ``failed``, ``cancelled`` or ``vanished``.
 * Of the members of a complete group only what batches are made of is kept; memory grows little with what is stored.
-* A story keeps its last steps.
+* A history keeps its last steps.
 
 Episodes:
 
@@ -73,8 +73,8 @@ AT_WORKER: frozenset[EpisodeState] = frozenset({"leased", "cancelling"})
 COMPLETE: frozenset[GroupState] = frozenset({"eligible", "leased", "acked"})
 """States of a group whose members are all over and that is not retired."""
 
-STORY_STEPS = 24
-"""Steps of a story that are kept: more than an error message needs."""
+HISTORY_STEPS = 24
+"""Steps of a history that are kept: more than an error message needs."""
 
 _ENDS: frozenset[EpisodeState] = frozenset({"finished", "truncated", "failed", "cancelled"})
 _NONE: frozenset[EpisodeState] = frozenset()
@@ -109,6 +109,7 @@ class Episode:
         "failure",
         "group",
         "high",
+        "history",
         "id",
         "losses",
         "low",
@@ -117,7 +118,6 @@ class Episode:
         "rewards",
         "sampling_seed",
         "state",
-        "story",
         "trajectory",
         "version",
         "worker",
@@ -130,7 +130,7 @@ class Episode:
         self.member = member
         self.sampling_seed = sampling_seed
         self.state: EpisodeState = "queued"
-        self.story: list[tuple[str, str]] = []
+        self.history: list[tuple[str, str]] = []
         #: The latest attempt's number; 0 if it was never dispatched. Its nonce and worker outlive its lease.
         self.attempt = 0
         self.nonce = ""
@@ -150,35 +150,35 @@ class Episode:
         self.worker_wrote = False
 
     def require(self, to: EpisodeState, cause: str) -> None:
-        """Raise InternalError, with the story, where the table does not allow a move."""
+        """Raise InternalError, with the history, where the table does not allow a move."""
         if to not in EPISODE_MOVES[self.state]:
-            story = " → ".join(f"{state} ({why})" for state, why in self.story)
+            history = " → ".join(f"{state} ({cause})" for state, cause in self.history)
             raise InternalError(
                 f"Episode {self.id} (attempt {self.attempt}) cannot go from {self.state} to {to} by {cause}. "
-                f"Its story: queued → {story}."
+                f"Its history: queued → {history}."
             )
 
     def move(self, to: EpisodeState, cause: str) -> None:
         """Change the state; raises as ``require`` does."""
         self.require(to, cause)
-        _tell(self.story, to, cause)
+        _append_step(self.history, to, cause)
         self.state = to
 
-    def end(self, record: EpisodeEnded) -> None:
+    def end(self, event: EpisodeEnded) -> None:
         """Take its terminal record."""
-        self.move(record.status, "EpisodeEnded")
-        self.low = record.low
-        self.high = record.high or record.low
-        self.rewards = record.rewards
-        self.trajectory = record.trajectory
-        self.failure = record.failure
-        self.worker_wrote = record.by_worker
+        self.move(event.status, "EpisodeEnded")
+        self.low = event.low
+        self.high = event.high or event.low
+        self.rewards = event.rewards
+        self.trajectory = event.trajectory
+        self.failure = event.failure
+        self.worker_wrote = event.by_worker
 
 
-def _tell(story: list[tuple[str, str]], to: str, cause: str) -> None:
-    story.append((to, cause))
-    if len(story) > STORY_STEPS:
-        del story[0]
+def _append_step(history: list[tuple[str, str]], to: str, cause: str) -> None:
+    history.append((to, cause))
+    if len(history) > HISTORY_STEPS:
+        del history[0]
 
 
 class Group:
@@ -191,6 +191,7 @@ class Group:
         "evaluation",
         "extra",
         "held_bytes",
+        "history",
         "id",
         "kept",
         "live",
@@ -205,7 +206,6 @@ class Group:
         "run",
         "size",
         "state",
-        "story",
         "submitted",
         "task",
         "usable",
@@ -235,7 +235,7 @@ class Group:
         self.records = pack(())
         self.kept: tuple[Version, ...] = ()
         self.state: GroupState = "open"
-        self.story: list[tuple[str, str]] = []
+        self.history: list[tuple[str, str]] = []
         #: Members that it was admitted with; ``extra`` counts those that were added.
         self.size = 0
         self.extra = 0
@@ -256,17 +256,17 @@ class Group:
         self.reason = ""
 
     def require(self, to: GroupState, cause: str) -> None:
-        """Raise InternalError, with the story, where the table does not allow a move."""
+        """Raise InternalError, with the history, where the table does not allow a move."""
         if to not in GROUP_MOVES[self.state]:
-            story = " → ".join(f"{state} ({why})" for state, why in self.story)
+            history = " → ".join(f"{state} ({cause})" for state, cause in self.history)
             raise InternalError(
-                f"Group {self.id} cannot go from {self.state} to {to} by {cause}. Its story: open → {story}."
+                f"Group {self.id} cannot go from {self.state} to {to} by {cause}. Its history: open → {history}."
             )
 
     def move(self, to: GroupState, cause: str) -> None:
         """Change the state; raises as ``require`` does."""
         self.require(to, cause)
-        _tell(self.story, to, cause)
+        _append_step(self.history, to, cause)
         if self.evaluation is None:
             self.run.states[self.state] -= 1
             self.run.states[to] += 1

@@ -12,7 +12,7 @@ REMEMBERED_SKIPPED = 32
 """Skipped versions that are remembered: what a person wants to look back on."""
 
 
-class Hosting:
+class PolicyServersState:
     """The policy servers of one run. ``told`` is soft."""
 
     __slots__ = ("held", "loaded", "servers", "skipped", "target", "told", "weights")

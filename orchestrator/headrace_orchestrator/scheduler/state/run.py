@@ -1,4 +1,4 @@
-"""The state of one run, and what can be asked of it. ``taking`` is how facts change it.
+"""The state of one run, and what can be asked of it. ``taking`` is how events change it.
 
 What is soft (deadlines, what the learner does) is marked; a replay gives it a fresh start.
 """
@@ -13,15 +13,15 @@ from headrace.trajectory import Failure, Task, Version
 from headrace.wire.messages import Weights
 from headrace_orchestrator.scheduler.state.batches import Batch, Closed, Sessions
 from headrace_orchestrator.scheduler.state.bounds import Bounds
-from headrace_orchestrator.scheduler.state.concurrency_cap import Cap
+from headrace_orchestrator.scheduler.state.concurrency_cap import ConcurrencyCap
 from headrace_orchestrator.scheduler.state.draw_weights import even, weigher
-from headrace_orchestrator.scheduler.state.eligible_index import Shelves
+from headrace_orchestrator.scheduler.state.eligible_index import EligibleIndex
 from headrace_orchestrator.scheduler.state.evaluations import Evaluation
-from headrace_orchestrator.scheduler.state.failure_backoff import Brake
+from headrace_orchestrator.scheduler.state.failure_backoff import FailureBackoff
 from headrace_orchestrator.scheduler.state.filters import EVERYTHING, Filter, kinds_of
 from headrace_orchestrator.scheduler.state.groups import Episode, Group
 from headrace_orchestrator.scheduler.state.ledger import Ledger
-from headrace_orchestrator.scheduler.state.policy_servers import Hosting
+from headrace_orchestrator.scheduler.state.policy_servers import PolicyServersState
 from headrace_orchestrator.scheduler.state.sources import source_of, task_key
 from headrace_orchestrator.scheduler.state.versions import Versions, span_of
 
@@ -76,7 +76,7 @@ class Run:
         self.kinds = kinds_of(spec)
         self.closed = False
         self.versions = Versions()
-        self.hosting = Hosting(spec.policy.endpoints)
+        self.policy_servers = PolicyServersState(spec.policy.endpoints)
         self.ledger = Ledger(spec, bounds)
         #: Position of the next group of the run's own source.
         self.position = 0
@@ -96,8 +96,8 @@ class Run:
         self.leased = 0
         self.evaluation_leased = 0
         #: The eligible groups that a plain pull may take, and those that only a pull by name may.
-        self.shelves = Shelves(spec.max_staleness, weigher(spec.selection))
-        self.apart = Shelves(spec.max_staleness, even)
+        self.eligible = EligibleIndex(spec.max_staleness, weigher(spec.selection))
+        self.apart = EligibleIndex(spec.max_staleness, even)
         #: Groups by state, evaluations left out; of the retired ones only ``retired`` below tells.
         self.states: Counter[str] = Counter()
         #: Open groups that a plain pull may take once they are complete.
@@ -140,8 +140,8 @@ class Run:
         #: Soft: there may be more to retire than one command does; the next tick goes on.
         self.retiring = False
         #: Soft.
-        self.brake = Brake()
-        self.cap = Cap()
+        self.failure_backoff = FailureBackoff()
+        self.concurrency_cap = ConcurrencyCap()
         self.learners: dict[str, Learner] = {}
 
     # Questions ------------------------------------------------------------------------------------------------
@@ -149,22 +149,22 @@ class Run:
     @property
     def outdated(self) -> bool:
         """Whether what the policy servers hold is so old that what is sampled with it is stale at once."""
-        if self.hosting.target is None:
+        if self.policy_servers.target is None:
             return False
-        behind = self.versions.distance(self.hosting.held)
+        behind = self.versions.distance(self.policy_servers.held)
         return behind is None or behind > self.spec.max_staleness
 
     @property
     def evaluation_ready(self) -> int:
         """Queued episodes of evaluations whose version is served. Those of a version that is yet to be loaded wait."""
-        if all(evaluation.version == self.hosting.held for evaluation in self.active_evaluations.values()):
+        if all(evaluation.version == self.policy_servers.held for evaluation in self.active_evaluations.values()):
             return self.evaluation_queued
         return sum(episode.state == "queued" and self.is_ready(episode) for episode in self.evaluation_queue)
 
     def is_ready(self, episode: Episode) -> bool:
         """Whether a policy server can play an episode of an evaluation."""
-        hosting, evaluation = self.hosting, episode.group.evaluation
-        return hosting.target is None or evaluation is None or evaluation.version == hosting.held
+        policy_servers, evaluation = self.policy_servers, episode.group.evaluation
+        return policy_servers.target is None or evaluation is None or evaluation.version == policy_servers.held
 
     def plain(self, group: Group) -> bool:
         """Whether a pull that names no groups may take it: in a run with tasks of its own, not the submitted ones."""
@@ -209,7 +209,7 @@ class Run:
             return True
         if not self.exhausted or self.open or self.batches:
             return False
-        return not self.shelves.count(filter) or not self.spec.partial_batches
+        return not self.eligible.count(filter) or not self.spec.partial_batches
 
     def is_quarantined(self, task: Task) -> bool:
         return bool(self.quarantined) and task_key(task) in self.quarantined
@@ -273,8 +273,8 @@ class Run:
     def announce(self, version: Version, fork: Version | None, weights: Weights | None = None) -> None:
         """Take a version, and see what it leaves behind."""
         self.versions.announce(version, fork)
-        self.hosting.announced(version, fork is not None, weights)
-        self.shelves.turn_to(self.versions)
+        self.policy_servers.announced(version, fork is not None, weights)
+        self.eligible.turn_to(self.versions)
         self.apart.turn_to(self.versions)
 
     def held_batches(self) -> list[Batch]:

@@ -1,6 +1,6 @@
 """Workers: who was heard of, what each holds, and when the first of its attempt leases may run out.
 
-All of it is soft but for the attempts, which facts bind to their workers, and for who drains.
+All of it is soft but for the attempts, which events bind to their workers, and for who drains.
 
 * A drain is over when its worker has gone; a later process of the same name gets work.
 * A lease only gets longer, so the watched moment of a worker is never too late; looking too early costs one look.
