@@ -20,7 +20,7 @@ from headrace.server.process import KEEP_ALIVE_S, listen, run_until_signal, serv
 from headrace.server.request_timeouts import RequestTimeouts
 from headrace_orchestrator import allocator
 from headrace_orchestrator.api.answering import AnsweringProtocol
-from headrace_orchestrator.api.app import App
+from headrace_orchestrator.api.app import OrchestratorApp
 from headrace_orchestrator.api.direct import DirectProtocol
 from headrace_orchestrator.api.gathering import GatheringProtocol
 from headrace_orchestrator.api.receiving import ReceivingProtocol
@@ -72,7 +72,7 @@ async def serve(
             address = Address(settings.host, listener.getsockname()[1])
             directory.announce(address.url)
             service = Service(settings, directory, start_writing=start_writing)
-            app = App(service, auth, service.metrics, settings.max_body_bytes, settings.max_wait_s)
+            app = OrchestratorApp(service, auth, service.metrics, settings.max_body_bytes, settings.max_wait_s)
             await _serve(settings, service, app, listener, lambda: ready(address), stop or asyncio.Event())
     finally:
         directory.close()
@@ -81,7 +81,7 @@ async def serve(
 async def _serve(
     settings: Settings,
     service: Service,
-    app: App,
+    app: OrchestratorApp,
     listener: socket.socket,
     ready: Callable[[], None],
     stop: asyncio.Event,

@@ -12,9 +12,9 @@ from unittest.mock import Mock
 import pytest
 
 from headrace.wire.messages import RECORDS_MEDIA_TYPE
-from headrace_orchestrator.api.app import App
+from headrace_orchestrator.api.app import OrchestratorApp
 from headrace_orchestrator.api.direct import SMALL_BYTES, Direct, Reply
-from headrace_orchestrator.api.http import Answer, whole_head
+from headrace_orchestrator.api.http import HttpResponse, response_head
 from tests.orchestrator.serving import Api, orchestrator, record_for, submission
 from tests.orchestrator.test_answering import Wire, protocol_of
 from tests.orchestrator.test_request_timeouts import connected
@@ -163,13 +163,13 @@ async def status_of(reader: asyncio.StreamReader) -> int:
 def tasks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The paths of what comes the way of all requests."""
     paths: list[str] = []
-    call = App.__call__
+    call = OrchestratorApp.__call__
 
-    async def noted(app: App, scope: Any, receive: Any, send: Any) -> None:
+    async def noted(app: OrchestratorApp, scope: Any, receive: Any, send: Any) -> None:
         paths.append(scope["path"])
         await call(app, scope, receive, send)
 
-    monkeypatch.setattr(App, "__call__", noted)
+    monkeypatch.setattr(OrchestratorApp, "__call__", noted)
     return paths
 
 
@@ -229,5 +229,5 @@ async def test_what_goes_wrong_unexpectedly_is_told_to_its_client_only_and_logge
 @pytest.mark.parametrize("value", ["one\r\nSet-Cookie: two", "\0"])
 def test_a_header_that_would_break_its_line_is_refused(value: str):
     with pytest.raises(ValueError, match="'Name' cannot be"):
-        whole_head(Answer(b"", headers={"Name": value}), b"", 1)
-    assert whole_head(Answer(b"", headers={"Name": "value"}), b"", 1).endswith(b"name: value\r\n")
+        response_head(HttpResponse(b"", headers={"Name": value}), b"", 1)
+    assert response_head(HttpResponse(b"", headers={"Name": "value"}), b"", 1).endswith(b"name: value\r\n")

@@ -9,7 +9,7 @@ import pytest
 from headrace.trajectory import Version
 from headrace.wire import messages
 from headrace_orchestrator.scheduler.events import Dispatched, GroupRetired, WorkerDraining
-from headrace_orchestrator.service.waiters import Bell, Bells, ClientGone
+from headrace_orchestrator.service.waiters import Bell, Bells, ClientDisconnected
 
 
 class Client:
@@ -63,7 +63,7 @@ async def test_a_wake_up_is_never_lost_when_a_waiter_leaves():
     await settle()
     bell.ring()
     await leaving.leave()
-    with pytest.raises(ClientGone):
+    with pytest.raises(ClientDisconnected):
         await first
     await second
     assert len(bell) == 0
@@ -86,7 +86,7 @@ async def test_a_client_that_leaves_ends_its_wait_at_once():
     waiting = waiter(bell, client)
     await settle()
     await client.leave()
-    with pytest.raises(ClientGone):
+    with pytest.raises(ClientDisconnected):
         await waiting
     assert len(bell) == 0
 

@@ -1,4 +1,4 @@
-"""The route table as OpenAPI 3.1, made from the types themselves."""
+"""The route table as OpenAPI 3.1, generated from the types of requests and responses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROBLEM: dict[str, Any] = {
 
 
 def document(routes: Sequence[Route], version: str) -> dict[str, Any]:
-    """The whole document."""
+    """Build the whole document."""
     kinds = [kind for route in routes for kind in (route.request, route.response) if _is_msgspec(kind)]
     kinds += [AssetHead, Submission]  # parts of bodies that are not JSON
     schemas, components = msgspec.json.schema_components(kinds, ref_template=_REF)
@@ -61,12 +61,12 @@ def _content(kind: Any, schema_of: dict[str, Any]) -> dict[str, Any]:
 
 
 def _operation(route: Route, schema_of: dict[str, Any]) -> dict[str, Any]:
-    answers: dict[str, Any] = {str(route.status): {"description": "Done."}}
+    responses: dict[str, Any] = {str(route.status): {"description": "Done."}}
     if route.response is not None:
-        answers[str(route.status)]["content"] = _content(route.response, schema_of)
+        responses[str(route.status)]["content"] = _content(route.response, schema_of)
     for error in route.errors:
-        answer = answers.setdefault(str(error.status), _problem_answer())
-        answer["description"] = f"{answer['description']} {_title(error)}".strip()
+        response = responses.setdefault(str(error.status), _problem_response())
+        response["description"] = f"{response['description']} {_title(error)}".strip()
     operation: dict[str, Any] = {
         "summary": route.summary,
         "operationId": route.handler.__name__,
@@ -80,7 +80,7 @@ def _operation(route: Route, schema_of: dict[str, Any]) -> dict[str, Any]:
                 for field in route.query
             ),
         ],
-        "responses": answers,
+        "responses": responses,
         "security": [{"token": sorted(route.roles)}] if route.roles else [],
     }
     if route.request is not None:
@@ -88,7 +88,7 @@ def _operation(route: Route, schema_of: dict[str, Any]) -> dict[str, Any]:
     return operation
 
 
-def _problem_answer() -> dict[str, Any]:
+def _problem_response() -> dict[str, Any]:
     schema = {"$ref": _REF.format(name="Problem")}
     return {"description": "", "content": {PROBLEM_MEDIA_TYPE: {"schema": schema}}}
 

@@ -12,7 +12,7 @@ from headrace_orchestrator.api.http import DirectHandler, Handler
 
 @dataclass(frozen=True)
 class Query:
-    """A field of the address."""
+    """A field of the query."""
 
     name: str
     text: str
@@ -21,8 +21,8 @@ class Query:
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """One operation. No ``roles``: open to all, tokens or not. ``request`` and ``response`` are the JSON bodies' types,
-    or a media type as text. ``direct`` does what ``handler`` does, without a task."""
+    """One operation. Without ``roles`` it is open to all, with or without a token. ``request`` and ``response`` are the
+    types of the JSON bodies, or a media type as text. ``direct`` does the same as ``handler`` without a task."""
 
     method: str
     path: str

@@ -12,7 +12,7 @@ from headrace.server.auth import Role
 from headrace.wire import messages
 from headrace.wire.messages import API
 from headrace_orchestrator.api import handlers, openapi, pages
-from headrace_orchestrator.api.http import Answer, Call
+from headrace_orchestrator.api.http import HttpRequest, HttpResponse
 from headrace_orchestrator.api.route import Query, Route
 from headrace_orchestrator.console import render
 from headrace_orchestrator.service import Service
@@ -32,12 +32,12 @@ BATCH_ERRORS = (errors.UnknownRun, errors.UnknownBatch, errors.BatchAlreadyAcked
 VERSION_ERRORS = (errors.VersionConflict, errors.VersionUnknown)
 
 
-async def describe(service: Service, call: Call) -> Answer:
+async def describe(service: Service, call: HttpRequest) -> HttpResponse:
     """This table as OpenAPI."""
-    return Answer(msgspec.json.encode(openapi.document(ROUTES, HEADRACE_VERSION)))
+    return HttpResponse(msgspec.json.encode(openapi.document(ROUTES, HEADRACE_VERSION)))
 
 
-async def docs(service: Service, call: Call) -> Answer:
+async def docs(service: Service, call: HttpRequest) -> HttpResponse:
     """This table as a page."""
     return pages.page(render.docs(openapi.document(ROUTES, HEADRACE_VERSION)))
 

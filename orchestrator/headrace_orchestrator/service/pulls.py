@@ -25,7 +25,7 @@ from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.scheduler.core import Form, Plan, Redeliver
 from headrace_orchestrator.service.batches import Bodies, Parts, Served, compose, sources
 from headrace_orchestrator.service.shell import Shell
-from headrace_orchestrator.service.waiters import ClientGone, Left
+from headrace_orchestrator.service.waiters import ClientDisconnected, Left
 
 log = logs.logger(__name__)
 
@@ -52,7 +52,7 @@ class Pulls:
         return self._waiting[run] > 0
 
     async def pull(self, run: str, request: messages.PullRequest, left: Left) -> Served | messages.EmptyReply:
-        """Lease a batch; waits up to ``wait_s`` until one is ready. Raises ClientGone if nobody waits any more."""
+        """Lease a batch; waits up to ``wait_s`` until one is ready. Raises ClientDisconnected."""
         begun = self._shell.now()
         deadline = begun + request.wait_s
         answer: Served | messages.EmptyReply | None = None
@@ -203,7 +203,7 @@ class Pulls:
         if left().done():
             key = (lease.batch, lease.generation)
             if lease.shards > 1 or self._serving[key] > 1 or key in self._served:
-                raise ClientGone  # it is not this pull's alone: other ranks hold it, or the same pull asked again
+                raise ClientDisconnected  # the lease is shared: with other ranks, or with a repetition of this pull
             back = messages.NackRequest(
                 learner=request.learner,
                 session=request.session,
@@ -211,6 +211,6 @@ class Pulls:
                 reason="the client left before its answer began",
             )
             await self._shell.do(lambda now: self._shell.core.nack(run, lease.batch, back, now))
-            raise ClientGone
+            raise ClientDisconnected
         self._served.append((lease.batch, lease.generation))
         return served

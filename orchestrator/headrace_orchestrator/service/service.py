@@ -29,7 +29,7 @@ from headrace_orchestrator.service.callbacks import StoredCallback
 from headrace_orchestrator.service.lifecycle import Lifecycle, Running, StartWriting, in_a_thread
 from headrace_orchestrator.service.shell import HEADRACE_VERSION
 from headrace_orchestrator.service.store import Store
-from headrace_orchestrator.service.waiters import ClientGone, Left
+from headrace_orchestrator.service.waiters import ClientDisconnected, Left
 from headrace_orchestrator.settings import Settings
 
 T = TypeVar("T")
@@ -82,7 +82,7 @@ class Service(Lifecycle):
         if waited and reply.attempts and left().done():
             keys = [messages.AttemptKey(a.episode, a.attempt, a.nonce) for a in reply.attempts]
             await self.hand_back(messages.ReturnRequest(worker=request.worker, attempts=keys))
-            raise ClientGone
+            raise ClientDisconnected
         return reply
 
     async def heartbeat(self, request: messages.HeartbeatRequest) -> messages.HeartbeatReply:

@@ -27,7 +27,7 @@ FOR_ALL_WORKERS = frozenset((AttemptCancelled, RunClosed, WorkerDraining))
 """Events that workers other than the first in line want to know at once."""
 
 
-class ClientGone(Exception):
+class ClientDisconnected(Exception):
     """The client closed the connection; there is nobody to answer."""
 
 
@@ -54,7 +54,7 @@ class Bell:
             self.ring()
 
     async def wait(self, timeout_s: float, left: Left) -> None:
-        """Until the bell rings, the time is over, or the client has left. Raises ClientGone for the last."""
+        """Until the bell rings, the time is over, or the client has left. Raises ClientDisconnected for the last."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         gone = left()
@@ -62,7 +62,7 @@ class Bell:
         try:
             await asyncio.wait((waiter, gone), timeout=max(0.0, timeout_s), return_when=asyncio.FIRST_COMPLETED)
             if gone.done():
-                raise ClientGone
+                raise ClientDisconnected
             heard = True
         finally:
             if not waiter.done():
