@@ -44,8 +44,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     report = yield
     if report.when == "call" and not report.skipped:
-        folder = item.nodeid.split("/")[1]  # of tests/FOLDER/...
-        item.config.stash[_ran].update([folder, *_parts_of(item)])
+        item.config.stash[_ran].update([*_folders_of(item), *_parts_of(item)])
     return report
 
 
@@ -68,6 +67,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.write_line(f"tests run by component: {counts or 'none'}")
     for problem in config.stash[_problems]:
         terminalreporter.write_line(problem, red=True)
+
+
+def _folders_of(item: pytest.Item) -> list[str]:
+    """The test's folder of ``tests/``, and its subfolders that ``LEAST_TESTS`` names."""
+    _, *folders, _ = item.nodeid.split("::")[0].split("/")
+    paths = ["/".join(folders[: depth + 1]) for depth in range(len(folders))]
+    return [path for path in paths if path in (folders[0], *LEAST_TESTS)]
 
 
 def _parts_of(item: pytest.Item) -> list[str]:

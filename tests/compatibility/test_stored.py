@@ -16,7 +16,7 @@ from headrace.store.log_format import FileHead, Frame, FrameType, parse_head
 from headrace.wire import codec
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.scheduler.events import GroupAdmitted, RunCreated
-from headrace_orchestrator.scheduler.state.sources import sampling_seed, source_of
+from headrace_orchestrator.scheduler.state.admission.task_sources import sampling_seed, source_of
 from headrace_orchestrator.service.store import events_of
 from tests.compatibility.conftest import ARCHIVES, Earlier
 from tests.compatibility.orchestrator_process import HEADRACE

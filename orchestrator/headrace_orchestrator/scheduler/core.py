@@ -23,22 +23,22 @@ from headrace.errors import Conflict, InternalError, RunExists
 from headrace.runspec import RunSpec
 from headrace.trajectory import Version
 from headrace.wire import messages
-from headrace_orchestrator.scheduler import events
-from headrace_orchestrator.scheduler.apply.state import STALL_SHARE, SchedulerState
+from headrace_orchestrator.scheduler import events, snapshot
 from headrace_orchestrator.scheduler.commands import batches as serving
 from headrace_orchestrator.scheduler.commands import evaluations, follow_ups, leases, policy_servers, priorities
 from headrace_orchestrator.scheduler.commands import groups as submitting
 from headrace_orchestrator.scheduler.commands import resume as resuming
 from headrace_orchestrator.scheduler.commands import versions as announcing
+from headrace_orchestrator.scheduler.commands.pull_plan import Form, Plan, Redeliver
 from headrace_orchestrator.scheduler.commands.submissions import judge
 from headrace_orchestrator.scheduler.events import AnyEvent, EpisodeEnded
-from headrace_orchestrator.scheduler.queries import snapshot, views
-from headrace_orchestrator.scheduler.queries.check import check, durable
-from headrace_orchestrator.scheduler.queries.pull_plan import Form, Plan, Redeliver
-from headrace_orchestrator.scheduler.state import concurrency_cap, failure_backoff
-from headrace_orchestrator.scheduler.state.bounds import RETRY_S, Bounds
+from headrace_orchestrator.scheduler.queries import views
+from headrace_orchestrator.scheduler.queries.invariants import check, durable
+from headrace_orchestrator.scheduler.state.admission import concurrency_cap, failure_backoff
+from headrace_orchestrator.scheduler.state.admission.bounds import RETRY_S, Bounds
 from headrace_orchestrator.scheduler.state.policy_servers import PolicyServersState
 from headrace_orchestrator.scheduler.state.run import Run
+from headrace_orchestrator.scheduler.state.scheduler_state import STALL_SHARE, SchedulerState
 
 __all__ = ["Form", "Plan", "Redeliver", "Scheduler"]
 

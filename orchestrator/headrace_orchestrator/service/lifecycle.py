@@ -28,7 +28,7 @@ from headrace_orchestrator.buffer.projection import Projection
 from headrace_orchestrator.buffer.writer_thread import WriterThread, Writing
 from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.scheduler.core import Scheduler
-from headrace_orchestrator.scheduler.state.bounds import Bounds
+from headrace_orchestrator.scheduler.state.admission.bounds import Bounds
 from headrace_orchestrator.service.batches import Bodies
 from headrace_orchestrator.service.page_cache import PageCache
 from headrace_orchestrator.service.policy_servers import PolicyPlane

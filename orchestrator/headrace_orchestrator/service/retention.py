@@ -18,7 +18,7 @@ from headrace.server import logs
 from headrace_orchestrator.buffer.assets import Assets
 from headrace_orchestrator.buffer.frame_location import Location
 from headrace_orchestrator.buffer.retention import FileUse, Retention, removable
-from headrace_orchestrator.scheduler.state.bounds import Bounds
+from headrace_orchestrator.scheduler.state.admission.bounds import Bounds
 from headrace_orchestrator.service.group_index import InUse
 from headrace_orchestrator.service.store import Store
 

@@ -21,11 +21,11 @@ from headrace.errors import InternalError
 from headrace.trajectory import Failure, Version
 from headrace.wire.policy_server import BAD_ANSWERS
 from headrace_orchestrator.scheduler import events
+from headrace_orchestrator.scheduler.state.admission.task_sources import task_key
 from headrace_orchestrator.scheduler.state.batches import EARLIER_SESSIONS, SHARDED_PULLS, Batch, Sessions
 from headrace_orchestrator.scheduler.state.evaluations import Evaluation
 from headrace_orchestrator.scheduler.state.groups import TERMINAL, USABLE, Episode, EpisodeState, Group
 from headrace_orchestrator.scheduler.state.run import REMEMBERED_EVALUATIONS, REMEMBERED_LINES, Run, remember
-from headrace_orchestrator.scheduler.state.sources import task_key
 
 LEASE_EXPIRED = "lease-expired"
 """Kind of the failure that ends an episode which lost too many workers."""

@@ -36,14 +36,14 @@ from headrace.errors import (
 from headrace.trajectory import Version
 from headrace.wire import messages
 from headrace_orchestrator.scheduler import events
-from headrace_orchestrator.scheduler.apply.state import SchedulerState
 from headrace_orchestrator.scheduler.commands import follow_ups
 from headrace_orchestrator.scheduler.commands import versions as announcing
+from headrace_orchestrator.scheduler.commands.pull_plan import Form, Plan, Redeliver
 from headrace_orchestrator.scheduler.queries import empty_reasons, selection
-from headrace_orchestrator.scheduler.queries.pull_plan import Form, Plan, Redeliver
 from headrace_orchestrator.scheduler.state.batches import NACKED, Batch
-from headrace_orchestrator.scheduler.state.filters import EVERYTHING, Filter, kind_of
+from headrace_orchestrator.scheduler.state.eligible.filters import EVERYTHING, Filter, kind_of
 from headrace_orchestrator.scheduler.state.run import Learner, Run
+from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 
 MIN_WAITING_S = 5.0
 """Seconds that a learner counts as waiting after an empty answer, if it did not say how long it waits."""

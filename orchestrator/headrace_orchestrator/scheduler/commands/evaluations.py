@@ -5,11 +5,11 @@ from __future__ import annotations
 from headrace.errors import InvalidRequest, UnknownEvaluation, VersionUnknown
 from headrace.wire import messages
 from headrace_orchestrator.scheduler import events
-from headrace_orchestrator.scheduler.apply.state import SchedulerState
 from headrace_orchestrator.scheduler.commands import follow_ups
 from headrace_orchestrator.scheduler.commands.groups import MAX_GROUP_SIZE, MAX_REQUEST_EPISODES, parse_task
 from headrace_orchestrator.scheduler.state.evaluations import Evaluation
 from headrace_orchestrator.scheduler.state.run import Run
+from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 from headrace_orchestrator.scheduler.state.versions import parse_version
 
 

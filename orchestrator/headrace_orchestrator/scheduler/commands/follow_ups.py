@@ -17,12 +17,12 @@ from itertools import islice, takewhile
 from headrace.errors import Conflict, UnknownGroup
 from headrace.trajectory import Failure, PolicyRef, Status, Task
 from headrace_orchestrator.scheduler import events
-from headrace_orchestrator.scheduler.apply.state import SchedulerState
 from headrace_orchestrator.scheduler.apply.transitions import LEASE_EXPIRED
-from headrace_orchestrator.scheduler.state import adapter_assignment
+from headrace_orchestrator.scheduler.state.admission import adapter_assignment
+from headrace_orchestrator.scheduler.state.admission.task_sources import sampling_seed, task_key
 from headrace_orchestrator.scheduler.state.groups import Episode, Group
 from headrace_orchestrator.scheduler.state.run import Run
-from headrace_orchestrator.scheduler.state.sources import sampling_seed, task_key
+from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 
 SLICE = 64
 """Groups that one command retires: a million at once would hold up everybody for half a minute."""

@@ -14,9 +14,9 @@ from headrace.errors import Conflict, GroupExists, InvalidRequest
 from headrace.runspec import TaskSpec
 from headrace.trajectory import Task
 from headrace.wire import messages
-from headrace_orchestrator.scheduler.apply.state import SchedulerState
 from headrace_orchestrator.scheduler.commands import follow_ups
 from headrace_orchestrator.scheduler.state.run import Run
+from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 
 MAX_GROUP_SIZE = 4096
 """As for ``RunSpec.group_size``."""

@@ -17,11 +17,11 @@ from itertools import islice
 
 from headrace.wire import messages
 from headrace_orchestrator.scheduler import events
-from headrace_orchestrator.scheduler.apply.state import SchedulerState
 from headrace_orchestrator.scheduler.commands import follow_ups
-from headrace_orchestrator.scheduler.state import concurrency_cap, failure_backoff
+from headrace_orchestrator.scheduler.state.admission import concurrency_cap, failure_backoff
 from headrace_orchestrator.scheduler.state.groups import Episode
 from headrace_orchestrator.scheduler.state.run import Run
+from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 from headrace_orchestrator.scheduler.state.workers import Worker
 
 HEARTBEATS_A_TERM = 3

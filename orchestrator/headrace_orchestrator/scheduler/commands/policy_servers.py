@@ -17,9 +17,9 @@ from headrace.trajectory import Version
 from headrace.wire import policy_server
 from headrace.wire.messages import Reason, Weights
 from headrace_orchestrator.scheduler import events
-from headrace_orchestrator.scheduler.apply.state import SchedulerState
 from headrace_orchestrator.scheduler.commands import follow_ups
 from headrace_orchestrator.scheduler.state.run import Run
+from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 
 MAX_SERVERS = 4096
 """Of one run: their states are told in one answer."""

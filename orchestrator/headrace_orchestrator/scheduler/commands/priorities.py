@@ -11,10 +11,10 @@ from headrace.errors import Conflict, InvalidRequest
 from headrace.selection import find_selection_rule
 from headrace.wire import messages
 from headrace_orchestrator.scheduler import events
-from headrace_orchestrator.scheduler.apply.state import SchedulerState
-from headrace_orchestrator.scheduler.state.draw_weights import MAX_PRIORITY, MIN_PRIORITY
+from headrace_orchestrator.scheduler.state.eligible.draw_weights import MAX_PRIORITY, MIN_PRIORITY
 from headrace_orchestrator.scheduler.state.groups import Group
 from headrace_orchestrator.scheduler.state.run import Run
+from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 
 MAX_REQUEST_GROUPS = 16_384
 """Most groups of one request: its record stays a small one."""

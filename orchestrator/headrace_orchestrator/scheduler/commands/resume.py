@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from headrace.wire import messages
 from headrace_orchestrator.scheduler import events
-from headrace_orchestrator.scheduler.apply.state import SchedulerState
 from headrace_orchestrator.scheduler.commands import batches as serving
 from headrace_orchestrator.scheduler.commands import follow_ups
 from headrace_orchestrator.scheduler.state.batches import Batch
 from headrace_orchestrator.scheduler.state.run import Run
+from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 
 RESUMED = "resumed"
 """Stands for the name of a pull in the leases of resumed batches."""

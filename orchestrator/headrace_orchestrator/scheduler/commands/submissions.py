@@ -24,10 +24,10 @@ from __future__ import annotations
 
 from headrace.errors import InvalidTrajectory
 from headrace.wire import messages
-from headrace_orchestrator.scheduler.apply.state import SchedulerState
 from headrace_orchestrator.scheduler.commands import follow_ups
 from headrace_orchestrator.scheduler.events import EpisodeEnded
 from headrace_orchestrator.scheduler.state.groups import TERMINAL, Episode
+from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 
 
 def judge(state: SchedulerState, worker: str, nonce: str, outcome: EpisodeEnded, now: float) -> messages.SubmitVerdict:

@@ -11,9 +11,9 @@ from headrace.errors import VersionConflict, VersionUnknown
 from headrace.trajectory import Version
 from headrace.wire.messages import Weights
 from headrace_orchestrator.scheduler import events
-from headrace_orchestrator.scheduler.apply.state import SchedulerState
 from headrace_orchestrator.scheduler.commands import follow_ups, policy_servers
 from headrace_orchestrator.scheduler.state.run import Run
+from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 from headrace_orchestrator.scheduler.state.versions import parse_version
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections import Counter
 
 from headrace.wire.messages import Reason
-from headrace_orchestrator.scheduler.apply.state import SchedulerState
-from headrace_orchestrator.scheduler.state import concurrency_cap, failure_backoff
-from headrace_orchestrator.scheduler.state.bounds import Bounds
-from headrace_orchestrator.scheduler.state.filters import EVERYTHING, Filter, kind_of
+from headrace_orchestrator.scheduler.state.admission import concurrency_cap, failure_backoff
+from headrace_orchestrator.scheduler.state.admission.bounds import Bounds
+from headrace_orchestrator.scheduler.state.eligible.filters import EVERYTHING, Filter, kind_of
 from headrace_orchestrator.scheduler.state.run import Run
+from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 
 FAILING_SHARE = 0.5
 """Share of the last attempts that failed in the policy layer, from which on the policy is said to be failing."""

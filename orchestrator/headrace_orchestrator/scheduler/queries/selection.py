@@ -16,7 +16,7 @@ from contextlib import ExitStack, closing
 from typing import NamedTuple
 
 from headrace.selection import find_selection_rule
-from headrace_orchestrator.scheduler.state.filters import EVERYTHING, Filter
+from headrace_orchestrator.scheduler.state.eligible.filters import EVERYTHING, Filter
 from headrace_orchestrator.scheduler.state.groups import Group
 from headrace_orchestrator.scheduler.state.run import Run
 

@@ -6,10 +6,10 @@ from itertools import islice
 from typing import Any
 
 from headrace.wire import messages
-from headrace_orchestrator.scheduler.apply.state import SchedulerState
 from headrace_orchestrator.scheduler.queries import empty_reasons
 from headrace_orchestrator.scheduler.state.groups import Group
 from headrace_orchestrator.scheduler.state.run import Run
+from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 
 LISTED = 1000
 """Groups that are listed at most: a run may hold a hundred thousand, and nobody is to wait while they are."""

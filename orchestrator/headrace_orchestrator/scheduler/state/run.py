@@ -11,18 +11,18 @@ from typing import Any
 from headrace.runspec import RunSpec
 from headrace.trajectory import Failure, Task, Version
 from headrace.wire.messages import Weights
+from headrace_orchestrator.scheduler.state.admission.bounds import Bounds
+from headrace_orchestrator.scheduler.state.admission.concurrency_cap import ConcurrencyCap
+from headrace_orchestrator.scheduler.state.admission.failure_backoff import FailureBackoff
+from headrace_orchestrator.scheduler.state.admission.ledger import Ledger
+from headrace_orchestrator.scheduler.state.admission.task_sources import source_of, task_key
 from headrace_orchestrator.scheduler.state.batches import Batch, Closed, Sessions
-from headrace_orchestrator.scheduler.state.bounds import Bounds
-from headrace_orchestrator.scheduler.state.concurrency_cap import ConcurrencyCap
-from headrace_orchestrator.scheduler.state.draw_weights import even, weigher
-from headrace_orchestrator.scheduler.state.eligible_index import EligibleIndex
+from headrace_orchestrator.scheduler.state.eligible.draw_weights import even, weigher
+from headrace_orchestrator.scheduler.state.eligible.eligible_index import EligibleIndex
+from headrace_orchestrator.scheduler.state.eligible.filters import EVERYTHING, Filter, kinds_of
 from headrace_orchestrator.scheduler.state.evaluations import Evaluation
-from headrace_orchestrator.scheduler.state.failure_backoff import FailureBackoff
-from headrace_orchestrator.scheduler.state.filters import EVERYTHING, Filter, kinds_of
 from headrace_orchestrator.scheduler.state.groups import Episode, Group
-from headrace_orchestrator.scheduler.state.ledger import Ledger
 from headrace_orchestrator.scheduler.state.policy_servers import PolicyServersState
-from headrace_orchestrator.scheduler.state.sources import source_of, task_key
 from headrace_orchestrator.scheduler.state.versions import Versions, span_of
 
 REMEMBERED = 4096

@@ -1,0 +1,14 @@
+"""A harness whose history is replayed at the end of every test: the durable state has to come back the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.orchestrator.scheduler.harness import Harness
+
+
+@pytest.fixture
+def harness():
+    found = Harness()
+    yield found
+    assert found.replayed().durable() == found.core.durable()

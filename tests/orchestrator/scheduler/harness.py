@@ -1,0 +1,341 @@
+"""Drives a scheduler as a shell would: keeps the log, checks the invariants after every command, replays."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from headrace.runspec import RunSpec
+from headrace.trajectory import Failure, Status, Version
+from headrace.wire import messages
+from headrace_orchestrator.scheduler import events
+from headrace_orchestrator.scheduler.core import Form, Redeliver, Scheduler
+from headrace_orchestrator.scheduler.state.admission.bounds import Bounds
+from tests.orchestrator.scheduler.oracle import Told, faults
+
+FLAKY = Failure(layer="environment", kind="step-timeout", message="The step took too long.", retryable=True)
+BROKEN = Failure(layer="environment", kind="crashed", message="It raised.", retryable=False)
+NO_POLICY = Failure(layer="policy", kind="unreachable", message="Connection refused.", retryable=False)
+
+
+class Served:
+    """A batch as a learner has it."""
+
+    def __init__(self, run: str, lease: Redeliver, request: messages.PullRequest, groups: list[str]) -> None:
+        self.run = run
+        self.id = lease.batch
+        self.generation = lease.generation
+        self.learner = request.learner
+        self.session = request.session
+        self.groups = groups
+
+
+class Harness:
+    """One scheduler, its log, and a clock that only tests move."""
+
+    def __init__(self, *, checked: bool = True, bounds: Bounds | None = None) -> None:
+        self.bounds = bounds or Bounds()
+        self.now = 1000.0
+        self.log: list[events.AnyEvent] = []
+        #: What batches are judged by; None where events of the log were lost.
+        self.told: defaultdict[str, Told] | None = defaultdict(Told) if checked else None
+        self.checked = checked
+        self._ids = itertools.count()
+        self.core = self._scheduler()
+        #: What each worker holds, as it would list it.
+        self.holding: dict[str, dict[str, messages.AttemptKey]] = {}
+        self.tasks: dict[str, str] = {}
+
+    def _scheduler(self) -> Scheduler:
+        return Scheduler(
+            epoch=1,
+            new_id=lambda: f"id{next(self._ids)}",
+            new_nonce=lambda: f"nonce{next(self._ids)}",
+            bounds=replace(self.bounds, holders=[]),
+        )
+
+    def settle(self) -> list[events.AnyEvent]:
+        """Take what the last command decided, and check the invariants."""
+        new = self.core.drain()
+        self.log += new
+        if self.told is not None:
+            for event in new:
+                if not isinstance(event, events.WorkerDraining):
+                    self.told[event.run].take(event)
+        for event in new:
+            if isinstance(event, events.GroupAdmitted):
+                self.tasks[event.group] = event.task.id
+        if self.checked:
+            self.core.check()
+        return new
+
+    # Time and restarts
+    def advance(self, seconds: float) -> list[events.AnyEvent]:
+        """Let time pass; ``tick`` is called as often as the core wants it."""
+        begun = len(self.log)
+        end = self.now + seconds
+        while self.now < end:
+            deadline = self.core.next_deadline()
+            self.now = end if deadline is None else min(end, max(deadline, self.now))
+            self.core.tick(self.now)
+            self.settle()
+        self.catch_up()
+        return self.log[begun:]
+
+    def catch_up(self) -> None:
+        """Let what is done in slices be done: each brings something about."""
+        idle = 0
+        while idle < 1000:
+            deadline = self.core.next_deadline()
+            if deadline is None or deadline > self.now:
+                return
+            self.core.tick(self.now)
+            idle = 0 if self.settle() else idle + 1
+        raise AssertionError("there is no end to it")
+
+    def stall(self, seconds: float) -> list[events.AnyEvent]:
+        """The process stands still for so long."""
+        self.now += seconds
+        self.core.tick(self.now)
+        return self.settle()
+
+    def replayed(self, log: Iterable[events.AnyEvent] | None = None) -> Scheduler:
+        core = self._scheduler()
+        for event in self.log if log is None else log:
+            core.apply(event, self.now)
+        return core
+
+    def restored(self, snapshot: bytes, since: int | None = None) -> Scheduler:
+        """A scheduler that took a snapshot, and the events from ``since`` on."""
+        core = self._scheduler()
+        core.restore(snapshot, self.now)
+        for event in [] if since is None else self.log[since:]:
+            core.apply(event, self.now)
+        return core
+
+    def restart(self, core: Scheduler | None = None) -> None:
+        core = core or self.replayed()
+        assert core.durable() == self.core.durable()
+        retiring = any(run.retiring for run in self.core._state.runs.values())
+        self.core = core
+        self.core.tick(self.now)
+        assert self.settle() == [] or retiring
+
+    # Runs
+    def run(self, name: str = "r", **spec: Any) -> str:
+        if not spec.keys() & {"environments", "tasks", "source"}:
+            spec["environments"] = [{"id": "game:A"}]
+        spec.pop("source", None)
+        self.core.create_run(RunSpec(name=name, **spec), self.now)
+        self.settle()
+        return name
+
+    def status(self, run: str = "r") -> messages.RunStatus:
+        return self.core.run_status(run, self.now)
+
+    def submit(self, *ids: str, run: str = "r", size: int | None = None) -> list[str]:
+        groups = [
+            messages.GroupRequest(task={"environment": "game:A", "seed": number}, size=size, id=id)
+            for number, id in enumerate(ids)
+        ]
+        found = self.core.submit_groups(run, groups, self.now)
+        self.settle()
+        return found
+
+    def evaluate(self, tasks: int = 1, run: str = "r", **request: Any) -> str:
+        wanted = [{"environment": "game:E", "seed": seed} for seed in range(tasks)]
+        found = self.core.start_evaluation(run, messages.EvaluationRequest(tasks=wanted, **request), self.now)
+        self.settle()
+        return found
+
+    # Workers
+    def lease(
+        self, free: int, worker: str = "w", slots: int | None = None, **request: Any
+    ) -> list[messages.Assignment]:
+        return self.lease_reply(free, worker, slots, **request).attempts
+
+    def lease_reply(
+        self, free: int, worker: str = "w", slots: int | None = None, **request: Any
+    ) -> messages.LeaseReply:
+        held = self.holding.setdefault(worker, {})
+        request.setdefault("holding", list(held.values()))
+        reply = self.core.lease(
+            messages.LeaseRequest(worker=worker, slots=free if slots is None else slots, free=free, **request), self.now
+        )
+        for attempt in reply.attempts:
+            held[attempt.episode] = messages.AttemptKey(attempt.episode, attempt.attempt, attempt.nonce)
+        self.settle()
+        return reply
+
+    def heartbeat(self, worker: str = "w", holding: list[messages.AttemptKey] | None = None) -> messages.HeartbeatReply:
+        held = list(self.holding.get(worker, {}).values()) if holding is None else holding
+        reply = self.core.heartbeat(messages.HeartbeatRequest(worker=worker, slots=8, holding=held), self.now)
+        self.settle()
+        return reply
+
+    def hand_back(self, attempts: Iterable[messages.Assignment], worker: str = "w") -> None:
+        keys = [messages.AttemptKey(a.episode, a.attempt, a.nonce) for a in attempts]
+        for key in keys:
+            self.holding.get(worker, {}).pop(key.episode, None)
+        self.core.hand_back(messages.ReturnRequest(worker=worker, attempts=keys), self.now)
+        self.settle()
+
+    def outcome(self, attempt: messages.Assignment, status: Status = "finished", **fields: Any) -> events.EpisodeEnded:
+        ended = status in ("finished", "truncated")
+        fields.setdefault("rewards", {"agent": 1.0} if ended else {})
+        if ended:
+            fields.setdefault("low", self.core.version(attempt.run))
+        if status == "failed":
+            fields.setdefault("failure", BROKEN)
+        fields.setdefault("row_tokens", 100 if ended else 0)
+        fields.setdefault("size_bytes", 1000)
+        fields.setdefault("task", attempt.task)
+        fields.setdefault("evaluation", attempt.evaluation)
+        return events.EpisodeEnded(
+            run=attempt.run,
+            group=attempt.group,
+            member=attempt.member,
+            episode=attempt.episode,
+            attempt=attempt.attempt,
+            status=status,
+            trajectory=f"trajectory of {attempt.episode}",
+            **fields,
+        )
+
+    def finish(
+        self,
+        attempt: messages.Assignment,
+        status: Status = "finished",
+        worker: str = "w",
+        nonce: str | None = None,
+        **fields: Any,
+    ) -> messages.SubmitVerdict:
+        outcome = self.outcome(attempt, status, **fields)
+        verdict = self.core.judge(worker, attempt.nonce if nonce is None else nonce, outcome, self.now)
+        self.holding.get(worker, {}).pop(attempt.episode, None)
+        self.settle()
+        return verdict
+
+    def work(self, worker: str = "w", slots: int = 64) -> int:
+        """Lease and finish whatever there is; returns how many episodes."""
+        count = 0
+        while attempts := self.lease(slots, worker):
+            for attempt in attempts:
+                assert self.finish(attempt, worker=worker) == "accepted"
+            count += len(attempts)
+        return count
+
+    # Learners
+    def pull(
+        self, session: str = "s", request: str | None = None, run: str = "r", **fields: Any
+    ) -> Served | messages.EmptyReply:
+        wanted = messages.PullRequest(
+            learner=fields.pop("learner", "l"),
+            session=session,
+            request=request or f"request{next(self._ids)}",
+            **fields,
+        )
+        plan = self.core.pull(run, wanted, self.now)
+        self.settle()
+        if isinstance(plan, messages.EmptyReply):
+            return plan
+        if isinstance(plan, Form) and self.told is not None:
+            assert faults(self.told[run], self.core.spec(run), plan.groups, wanted) == []
+        lease = self.core.form(run, plan, wanted, self.now) if isinstance(plan, Form) else plan
+        self.settle()
+        return Served(run, lease, wanted, self.groups_of(lease.batch))
+
+    def groups_of(self, batch: str) -> list[str]:
+        return next(r.groups for r in self.log if isinstance(r, events.BatchFormed) and r.batch == batch)
+
+    def resume(self, session: str = "s", run: str = "r", learner: str = "l", shards: int = 1) -> messages.ResumeReply:
+        request = messages.ResumeRequest(learner=learner, session=session, shards=shards)
+        reply = self.core.resume(run, request, self.now)
+        self.settle()
+        return reply
+
+    def batch(self, session: str = "s", **fields: Any) -> Served:
+        served = self.pull(session, **fields)
+        assert isinstance(served, Served), served
+        return served
+
+    def empty(self, session: str = "s", **fields: Any) -> messages.EmptyReply:
+        reply = self.pull(session, **fields)
+        assert isinstance(reply, messages.EmptyReply), reply.id
+        return reply
+
+    def ack(self, batch: Served, version: str = "") -> messages.AckReply:
+        request = messages.AckRequest(
+            learner=batch.learner, session=batch.session, generation=batch.generation, version=version
+        )
+        reply = self.core.ack(batch.run, batch.id, request, self.now)
+        self.settle()
+        return reply
+
+    def nack(self, batch: Served) -> None:
+        request = messages.NackRequest(
+            learner=batch.learner, session=batch.session, generation=batch.generation, reason="out of memory"
+        )
+        self.core.nack(batch.run, batch.id, request, self.now)
+        self.settle()
+
+    def announce(self, version: str, run: str = "r", path: str = "") -> str:
+        weights = messages.Weights(path=path) if path else None
+        reply = self.core.announce(run, messages.VersionRequest(version=version, weights=weights), self.now)
+        self.settle()
+        return reply.version
+
+    def rewind(self, version: str, run: str = "r") -> str:
+        reply = self.core.rewind(run, messages.RewindRequest(version=version), self.now)
+        self.settle()
+        return reply.version
+
+    def prioritize(self, priorities: dict[str, float], run: str = "r") -> messages.PrioritiesReply:
+        reply = self.core.set_priorities(run, messages.PrioritiesRequest(priorities=priorities), self.now)
+        self.settle()
+        return reply
+
+    def set_concurrency_cap(self, slots: int | None, run: str = "r") -> bool:
+        more = self.core.set_inference_slots(run, slots)
+        self.settle()
+        return more
+
+    # What the log says
+    def found(self, kind: type[Any], since: int = 0) -> list[Any]:
+        return [event for event in self.log[since:] if isinstance(event, kind)]
+
+    def retired(self, since: int = 0) -> dict[str, str]:
+        return {event.group: event.reason for event in self.found(events.GroupRetired, since)}
+
+    def ends(self, episode: str) -> list[str]:
+        return [event.status for event in self.found(events.EpisodeEnded) if event.episode == episode]
+
+    def task_ids(self, batch: Served) -> list[str]:
+        return [self.tasks[group] for group in batch.groups]
+
+
+def codes(reply: messages.EmptyReply) -> list[str]:
+    return [reason.code for reason in reply.reasons]
+
+
+def version(text: str) -> Version:
+    return Version.parse(text)
+
+
+def busy() -> Harness:
+    """A run with something in every state."""
+    harness = Harness()
+    harness.run(group_size=2, batch_size=4, max_staleness=3, attempt_lease_s=30, batch_lease_s=90)
+    harness.submit("submitted")
+    harness.evaluate(2, deadline_s=60.0)
+    attempts = [a for a in harness.lease(14, slots=16) if not a.evaluation]
+    harness.finish(attempts[0], "failed", failure=BROKEN)
+    for attempt in attempts[1:9]:
+        harness.finish(attempt)
+    harness.batch()
+    harness.announce("0.1")
+    harness.rewind("0.1")
+    return harness

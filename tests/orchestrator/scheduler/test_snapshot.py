@@ -1,0 +1,169 @@
+"""Snapshots: what they carry, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.errors import CorruptRecord, InternalError
+from headrace.trajectory import Failure
+from headrace_orchestrator.scheduler import snapshot
+from headrace_orchestrator.scheduler.apply import transitions
+from headrace_orchestrator.scheduler.state.admission.ledger import Ledger
+from headrace_orchestrator.scheduler.state.batches import Batch
+from headrace_orchestrator.scheduler.state.evaluations import Evaluation
+from headrace_orchestrator.scheduler.state.groups import Episode, Group
+from headrace_orchestrator.scheduler.state.policy_servers import PolicyServersState
+from headrace_orchestrator.scheduler.state.run import Run
+from headrace_orchestrator.scheduler.state.versions import Versions
+from tests.orchestrator.scheduler.harness import BROKEN, Harness, busy
+
+
+def test_a_restored_scheduler_has_the_same_durable_state_and_goes_on_to_the_same_decisions():
+    lived, restored = busy(), busy()
+    lived.restart()
+    restored.restart(restored.restored(restored.core.snapshot()))
+    for harness in (lived, restored):
+        harness.advance(20.0)
+        harness.work()
+        harness.ack(harness.batch("another"), "1.2")
+        harness.lease(5)
+        harness.advance(45.0)
+    assert restored.log == lived.log
+    assert restored.core.durable() == lived.core.durable()
+
+
+def test_after_a_restore_every_lease_has_a_full_term_as_after_a_replay():
+    harness = busy()
+    taken = harness.core.snapshot()
+    harness.now += 500.0
+    core = harness.restored(taken)
+    for passed in (0.0, 10.0, 20.0, 29.0):
+        core.tick(harness.now + passed)
+    assert core.drain() == []
+    core.tick(harness.now + 30.0)
+    assert core.drain()
+
+
+def test_events_behind_a_snapshot_are_applied_to_it():
+    harness = busy()
+    taken, since = harness.core.snapshot(), len(harness.log)
+    harness.work()
+    harness.advance(31.0)
+    assert len(harness.log) > since
+    assert harness.restored(taken, since).durable() == harness.core.durable()
+
+
+def test_a_snapshot_carries_quarantine_kills_and_what_the_brake_looks_at(harness):
+    harness.run(group_size=2, batch_size=2, retries={"max_attempts": 1, "quarantine_after": 2})
+    for attempt in harness.lease(3):
+        harness.finish(attempt, "failed", failure=BROKEN)
+    run = harness.core._state.runs["r"]
+    again = harness.restored(harness.core.snapshot())._state.runs["r"]
+    assert all((run.quarantined, run.kills, run.recent))
+    assert (again.quarantined, again.kills, list(again.recent)) == (run.quarantined, run.kills, list(run.recent))
+
+
+def test_a_snapshot_taken_in_the_middle_of_a_replay_is_finished_as_the_replay_is(harness):
+    harness.run(group_size=2, batch_size=2, max_staleness=0, attempt_lease_s=30)
+    harness.lease(1)
+    harness.announce("0.1")
+    harness.work()
+    harness.ack(harness.batch(), "0.2")
+    for end in range(1, len(harness.log)):
+        cut = harness.replayed(harness.log[:end])
+        core = harness.restored(cut.snapshot())
+        for each in (cut, core):
+            each.tick(harness.now)
+            each.check()
+        assert [type(event) for event in core.drain()] == [type(event) for event in cut.drain()]
+
+
+def test_a_snapshot_carries_how_awaited_groups_failed(harness):
+    harness.run(source="learner", batch_size=1, short_groups="serve")
+    harness.submit("a")
+    harness.finish(harness.lease(1)[0], "failed", failure=Failure(layer="policy", kind="long", message="x" * 10_000))
+    (told,) = harness.empty(groups=["a"]).reasons
+    assert told.facts["failure"].startswith("policy/long: xxx")
+    assert len(told.facts["failure"]) == transitions.MAX_FAILURE
+    again = harness.restored(harness.core.snapshot())._state.runs["r"]
+    assert again.submitted_failures == {"a": told.facts["failure"]}
+
+
+def test_a_snapshot_of_a_format_that_is_not_known_is_refused_and_named():
+    taken = busy().core.snapshot()
+    other = taken[:1] + bytes([snapshot.FORMAT + 7]) + taken[2:]  # behind the head of an array
+    with pytest.raises(CorruptRecord, match=f"format {snapshot.FORMAT + 7}"):
+        Harness().core.restore(other, 0.0)
+
+
+def test_a_damaged_snapshot_is_refused_whole():
+    taken = busy().core.snapshot()
+    for length in range(0, len(taken), 7):
+        core = Harness().core
+        with pytest.raises(CorruptRecord):
+            core.restore(taken[:length], 0.0)
+        assert core.run_names() == []
+    core = Harness().core
+    before, _, after = taken.rpartition(b"\xa4id")  # an attempt that a worker holds
+    with pytest.raises(CorruptRecord, match="KeyError"):
+        core.restore(before + b"\xa4xx" + after, 0.0)
+    assert core.run_names() == []
+
+
+def test_a_snapshot_is_taken_between_commands_and_restored_into_a_fresh_scheduler():
+    harness = busy()
+    with pytest.raises(InternalError, match="state already"):
+        harness.core.restore(harness.core.snapshot(), 0.0)
+    harness.core.close_run("r", harness.now)
+    with pytest.raises(InternalError, match="not drained"):
+        harness.core.snapshot()
+
+
+SOFT = {
+    Episode: {"deadline"},
+    Group: set(),
+    Batch: {"deadline"},
+    Evaluation: {"asked_at", "deadline", "expired"},
+    Ledger: set(),
+    Versions: set(),
+    PolicyServersState: {"told"},
+    Run: {"concurrency_cap", "failure_backoff", "learners", "retiring", "waiting"},
+}
+BY_REFERENCE = {
+    Episode: {"group"},
+    Group: {"run", "evaluation", "members"},
+    Batch: {"groups"},
+    Evaluation: {"groups"},
+    Ledger: {"bounds", "spec"},
+    Versions: set(),
+    PolicyServersState: set(),
+    Run: {
+        "active_evaluations",
+        "apart",
+        "batches",
+        "capabilities",
+        "due",
+        "episodes",
+        "evaluation_queue",
+        "policy_servers",
+        "evaluations",
+    }
+    | {"given", "groups", "kinds", "ledger", "name", "open_groups", "own_source", "eligible", "queue", "source", "spec"}
+    | {"versions"},
+}
+ROWS = {
+    Episode: snapshot.EpisodeRow,
+    Group: snapshot.GroupRow,
+    Batch: snapshot.BatchRow,
+    Evaluation: snapshot.EvaluationRow,
+    Ledger: snapshot.LedgerRow,
+    Versions: snapshot.VersionsRow,
+    PolicyServersState: snapshot.PolicyServersRow,
+    Run: snapshot.RunRow,
+}
+
+
+@pytest.mark.parametrize("kind", list(ROWS), ids=lambda kind: kind.__name__)
+def test_what_is_soft_is_not_in_it_and_a_slot_of_the_state_is_named_here_or_named_soft(kind):
+    slots = set(vars(busy().core._state.runs["r"])) if kind is Run else set(kind.__slots__)
+    assert set(ROWS[kind].__struct_fields__) == slots - SOFT[kind] - BY_REFERENCE[kind]
