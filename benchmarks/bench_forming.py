@@ -21,10 +21,10 @@ from headrace.ids import new_id
 from headrace.runspec import RunSpec
 from headrace.trajectory import Version
 from headrace.wire import messages
-from headrace_orchestrator.buffer.frame_location import Location
+from headrace_orchestrator.buffer.log.location import Location
 from headrace_orchestrator.scheduler.core import Form, Redeliver, Scheduler
 from headrace_orchestrator.scheduler.events import AnyEvent, BatchFormed, EpisodeEnded
-from headrace_orchestrator.service.group_index import Index
+from headrace_orchestrator.service.storage.location_index import Index
 
 GROUP, BATCH_GROUPS, CLAIMS = 8, 32, 400
 STORED, SMALL = 1_000_000, 10_000

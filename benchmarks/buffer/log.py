@@ -15,9 +15,9 @@ from pathlib import Path
 import uvloop
 
 from headrace.store.log_format import FrameType
-from headrace_orchestrator.buffer.directory import DataDirectory
-from headrace_orchestrator.buffer.log import Log
-from headrace_orchestrator.buffer.writer_process import WriterProcess
+from headrace_orchestrator.buffer.data_directory import DataDirectory
+from headrace_orchestrator.buffer.log.log import Log
+from headrace_orchestrator.buffer.log.writer_process import WriterProcess
 
 FRAMES, TOGETHER, FRAME_BYTES = 1024, 64, 37_120
 """What one measurement appends; so many frames wait for the same sync."""

@@ -24,8 +24,8 @@ from headrace_orchestrator.api.app import OrchestratorApp
 from headrace_orchestrator.api.direct import DirectProtocol
 from headrace_orchestrator.api.gathering import GatheringProtocol
 from headrace_orchestrator.api.receiving import ReceivingProtocol
-from headrace_orchestrator.buffer import writer_process
-from headrace_orchestrator.buffer.directory import DataDirectory
+from headrace_orchestrator.buffer.data_directory import DataDirectory
+from headrace_orchestrator.buffer.log import writer_process
 from headrace_orchestrator.service import Service
 from headrace_orchestrator.service.lifecycle import StartWriting, in_a_thread
 from headrace_orchestrator.settings import Address, Settings

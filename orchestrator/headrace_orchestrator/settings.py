@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from headrace.wire.messages import MAX_WAIT_S
-from headrace_orchestrator.buffer.retention import KEEP_ALL, Retention
+from headrace_orchestrator.buffer.retention_rules import KEEP_ALL, Retention
 
 
 class Address(NamedTuple):

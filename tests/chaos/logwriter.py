@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from headrace.store.log_format import FrameType
-from headrace_orchestrator.buffer import writer_process
-from headrace_orchestrator.buffer.log_writer import Queued, Writer
-from headrace_orchestrator.buffer.writer_thread import Outcome
+from headrace_orchestrator.buffer.log import writer_process
+from headrace_orchestrator.buffer.log.file_writer import Queued, Writer
+from headrace_orchestrator.buffer.log.writer_thread import Outcome
 from tests.chaos.disk import Disk
 from tests.chaos.plan import Plan
 from tests.chaos.points import PR_SET_PDEATHSIG, Points, die

@@ -56,8 +56,14 @@ def _tests(name: str, *arguments: str, **environment: str) -> Part:
 
 KILLS = Part("kills and power cuts", ("-m", "tests.chaos"))
 HISTORIES = _tests("1,000 histories of the buffer", "tests/chaos/test_model.py", CHAOS_EXAMPLES="1000")
-ASSETS = _tests("500 deletions of assets (G07)", "tests/orchestrator/test_g07.py", HEADRACE_G07_ROUNDS="500")
-READERS = _tests("10 stalled readers (G08)", "tests/orchestrator/test_g08.py", HEADRACE_G08_ROUNDS="10")
+ASSETS = _tests(
+    "500 deletions of assets (G07)",
+    "tests/orchestrator/service/test_asset_collection_races.py",
+    HEADRACE_G07_ROUNDS="500",
+)
+READERS = _tests(
+    "10 stalled readers (G08)", "tests/orchestrator/service/test_projection_readers.py", HEADRACE_G08_ROUNDS="10"
+)
 SANDBOXES = _tests("50 kills of sandbox services", "tests/sandbox/test_kill.py", HEADRACE_SANDBOX_KILLS="50")
 PROGRAMS = _tests("10,000 hostile programs", "-s", "tests/sandbox/test_random_programs.py", HEADRACE_PROGRAMS="10000")
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from headrace_orchestrator.buffer import directory
-from headrace_orchestrator.buffer.log import Log
+from headrace_orchestrator.buffer import data_directory
+from headrace_orchestrator.buffer.log.log import Log
 from headrace_orchestrator.service import Service
 
 
@@ -33,7 +33,7 @@ def _acks_before_sync() -> None:
 
 
 def _names_not_synced() -> None:
-    original = directory.sync_directory
+    original = data_directory.sync_directory
     for module in list(sys.modules.values()):
         if getattr(module, "sync_directory", None) is original:
             module.sync_directory = lambda path: None  # type: ignore[attr-defined]

@@ -26,15 +26,15 @@ from headrace.errors import BatchAlreadyAcked, BatchSuperseded, HeadraceError, S
 from headrace.store import log_format
 from headrace_orchestrator import server
 from headrace_orchestrator.api import app
-from headrace_orchestrator.buffer import writer_process
-from headrace_orchestrator.buffer.assets import Assets
-from headrace_orchestrator.buffer.directory import DataDirectory
-from headrace_orchestrator.buffer.log import Log
-from headrace_orchestrator.buffer.projection import Projection
+from headrace_orchestrator.buffer.assets.store import Assets
+from headrace_orchestrator.buffer.data_directory import DataDirectory
+from headrace_orchestrator.buffer.log import writer_process
+from headrace_orchestrator.buffer.log.log import Log
+from headrace_orchestrator.buffer.projection.sqlite import Projection
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.service import Service, pulls
 from headrace_orchestrator.service.batches import Bodies
-from headrace_orchestrator.service.store import Store
+from headrace_orchestrator.service.storage.store import Store
 from headrace_orchestrator.service.submission_records import SubmissionJudge
 from headrace_orchestrator.settings import Settings
 from headrace_workers.worker.connection import OrchestratorConnection

@@ -26,7 +26,7 @@ from headrace.errors import BatchAlreadyAcked, BatchSuperseded, UnknownBatch
 from headrace.ids import new_id
 from headrace.trajectory import Provenance, Version
 from headrace.wire import codec, messages
-from headrace_orchestrator.buffer.directory import DataDirectory
+from headrace_orchestrator.buffer.data_directory import DataDirectory
 from headrace_orchestrator.service import Service
 from headrace_orchestrator.service.batches import Served
 from headrace_orchestrator.settings import Settings

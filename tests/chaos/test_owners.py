@@ -17,7 +17,7 @@ import pytest
 
 from headrace.batch.batch import Batch
 from headrace.errors import DataDirectoryInUse
-from headrace_orchestrator.buffer.directory import DataDirectory
+from headrace_orchestrator.buffer.data_directory import DataDirectory
 from tests.orchestrator.serving import Api, Process, record_for, submission
 
 

@@ -25,7 +25,7 @@ from tests.chaos.checker import check
 from tests.chaos.disk import cut_power
 from tests.e2e.processes import Process, Processes, answers, free_port, wait_for
 from tests.e2e.recorder import Recorder
-from tests.orchestrator.smalldisk import small_disk
+from tests.orchestrator.small_disk import small_disk
 
 DISK_MIB = 6
 BALLAST_BYTES = 4 << 20

@@ -24,14 +24,14 @@ from headrace.trajectory import Asset, Failure, Version
 from headrace.wire import codec
 from headrace_orchestrator.cli.app import cli
 from headrace_orchestrator.cli.fsck import LOST, MENDABLE
-from headrace_orchestrator.service.fsck import check, rebuild
-from headrace_orchestrator.service.fsck_findings import Finding, Report
+from headrace_orchestrator.service.fsck.findings import Finding, Report
+from headrace_orchestrator.service.fsck.fsck import check, rebuild
 from tests.builders import make_trajectory
+from tests.orchestrator.buffer.test_assets import claim, send, showing
+from tests.orchestrator.buffer.test_log import flip
+from tests.orchestrator.buffer.test_projection import rows
 from tests.orchestrator.serving import Api, orchestrator, record_for, submission
-from tests.orchestrator.test_assets import claim, send, showing
-from tests.orchestrator.test_log import flip
 from tests.orchestrator.test_offline import listing
-from tests.orchestrator.test_projection import rows
 
 SMALL_FILE_BYTES = 8 << 10
 

@@ -7,7 +7,7 @@ from typing import Any
 import click
 from click.testing import CliRunner
 
-from headrace_orchestrator.buffer.retention import KEEP_ALL, Retention
+from headrace_orchestrator.buffer.retention_rules import KEEP_ALL, Retention
 from headrace_orchestrator.cli.storage_options import storage_arguments, storage_options, storage_settings
 
 GIVEN = ["--keep-age-s", "3600", "--keep-bytes", "1000000", "--max-disk-bytes", "2000000"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace_orchestrator.buffer.writer_process import SUPPORTED, WriterProcess
+from headrace_orchestrator.buffer.log.writer_process import SUPPORTED, WriterProcess
 from headrace_orchestrator.service.lifecycle import StartWriting, in_a_thread
 from tests.orchestrator.serving import Api, Process, orchestrator
 

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 from headrace.server import logs
 from headrace_orchestrator import server
-from headrace_orchestrator.buffer.retention import Retention
-from headrace_orchestrator.service import retention as retaining
+from headrace_orchestrator.buffer.retention_rules import Retention
+from headrace_orchestrator.service.storage import retention as retaining
 from headrace_orchestrator.settings import Address, Settings
 
 RETAIN_EVERY_S = 0.002

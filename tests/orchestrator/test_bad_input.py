@@ -18,7 +18,7 @@ from headrace.errors import StoreError
 from headrace.trajectory import PolicyRef, Provenance, Trajectory, Version, VersionRun
 from headrace.wire import codec, messages
 from headrace_orchestrator.service import submission_records as submitting
-from headrace_orchestrator.service.store import Store
+from headrace_orchestrator.service.storage.store import Store
 from tests.builders import make_segment, make_trajectory, replace_segment, replace_turn
 from tests.orchestrator.serving import Api, orchestrator, record_for, submission
 

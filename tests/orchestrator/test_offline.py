@@ -16,8 +16,8 @@ from headrace.trajectory import Version
 from headrace.wire import codec
 from headrace_orchestrator.scheduler import events
 from tests.builders import make_segment
+from tests.orchestrator.buffer.test_log import flip
 from tests.orchestrator.serving import Api, orchestrator, record_for, submission
-from tests.orchestrator.test_log import flip
 
 
 async def a_history(api: Api) -> tuple[Batch, Batch]:

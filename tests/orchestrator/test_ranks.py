@@ -23,8 +23,8 @@ from headrace.trajectory import Trajectory, Version
 from headrace.wire import messages
 from headrace_orchestrator.service import batches as serving
 from tests.builders import make_segment, make_trajectory
+from tests.orchestrator.service.test_restart import flip_record
 from tests.orchestrator.serving import Api, Process, orchestrator, record_for, submission
-from tests.orchestrator.test_restart import flip_record
 
 
 @asynccontextmanager

@@ -19,15 +19,15 @@ from headrace.batch.batch import Batch
 from headrace.ids import new_id
 from headrace.store.log_format import FrameType
 from headrace.wire import codec, messages
-from headrace_orchestrator.buffer import log as log_module
-from headrace_orchestrator.buffer.log import Log, Placed
-from headrace_orchestrator.buffer.projection import Projection
+from headrace_orchestrator.buffer.log import log as log_module
+from headrace_orchestrator.buffer.log.log import Log, Placed
+from headrace_orchestrator.buffer.projection.sqlite import Projection
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.scheduler.events import AnyEvent, GroupRetired, WorkerDraining
 from headrace_orchestrator.service import batches as serving
-from headrace_orchestrator.service.record_events import outcome_of, record_of
-from headrace_orchestrator.service.replay import replay
-from headrace_orchestrator.service.store import EVENTS_A_FRAME, Store, events_of
+from headrace_orchestrator.service.storage.record_events import outcome_of, record_of
+from headrace_orchestrator.service.storage.replay import replay
+from headrace_orchestrator.service.storage.store import EVENTS_A_FRAME, Store, events_of
 from tests.builders import make_failed, make_id, make_multi_agent, make_multi_segment, make_trajectory, make_truncated
 from tests.orchestrator.serving import Api, orchestrator, record_for, refusing_disk, submission, until
 

@@ -9,7 +9,7 @@ import msgspec
 from headrace.errors import InvalidRequest
 from headrace.wire import messages
 from headrace_orchestrator.api.http import HttpRequest, HttpResponse, require_name
-from headrace_orchestrator.buffer.listed import FILTERS
+from headrace_orchestrator.buffer.projection.entries import FILTERS
 from headrace_orchestrator.service import Service
 from headrace_orchestrator.service.callbacks import StoredCallback
 

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from headrace.wire import messages
-from headrace_orchestrator.buffer.frame_location import Location
-from headrace_orchestrator.buffer.listed import Stored, Unprojected
+from headrace_orchestrator.buffer.log.location import Location
+from headrace_orchestrator.buffer.projection.entries import Stored, Unprojected
 
 
 class Files(Protocol):

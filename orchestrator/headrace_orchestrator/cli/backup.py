@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from headrace_orchestrator.buffer.backup import back_up
-from headrace_orchestrator.buffer.restore import restore as put_back
+from headrace_orchestrator.buffer.backup.backup import back_up
+from headrace_orchestrator.buffer.backup.restore import restore as put_back
 from headrace_orchestrator.cli.fsck import LOST
 from headrace_orchestrator.cli.output import emit, json_option, note, shared
 from headrace_orchestrator.cli.progress import progress

@@ -12,9 +12,9 @@ import click
 from headrace_orchestrator.cli.output import OK, emit, json_option, note, shared
 from headrace_orchestrator.cli.progress import progress
 from headrace_orchestrator.console.render import size
-from headrace_orchestrator.service.fsck import check
-from headrace_orchestrator.service.fsck import rebuild as build_anew
-from headrace_orchestrator.service.fsck_findings import Finding, Report
+from headrace_orchestrator.service.fsck.findings import Finding, Report
+from headrace_orchestrator.service.fsck.fsck import check
+from headrace_orchestrator.service.fsck.fsck import rebuild as build_anew
 
 LOST, MENDABLE = 5, 6
 

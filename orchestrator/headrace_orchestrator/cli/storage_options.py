@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from headrace_orchestrator.buffer.retention import Retention
+from headrace_orchestrator.buffer.retention_rules import Retention
 
 _OPTIONS: tuple[tuple[str, click.IntRange | click.FloatRange, str], ...] = (
     (

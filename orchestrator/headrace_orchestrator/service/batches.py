@@ -26,11 +26,11 @@ from headrace.errors import CorruptRecord
 from headrace.runspec import RunSpec
 from headrace.server import logs
 from headrace.wire.codec import decode_head
-from headrace_orchestrator.buffer.frame_location import Location
-from headrace_orchestrator.buffer.log import Log
+from headrace_orchestrator.buffer.log.location import Location
+from headrace_orchestrator.buffer.log.log import Log
 from headrace_orchestrator.scheduler.core import Form, Redeliver
-from headrace_orchestrator.service.group_index import BatchAt
-from headrace_orchestrator.service.store import Store
+from headrace_orchestrator.service.storage.location_index import BatchAt
+from headrace_orchestrator.service.storage.store import Store
 
 _log = logs.logger(__name__)
 

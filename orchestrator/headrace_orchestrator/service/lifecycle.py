@@ -21,22 +21,22 @@ from headrace.assets import FOLDER
 from headrace.errors import HeadraceError, StoreError, Unavailable
 from headrace.ids import new_id, random_pool
 from headrace.server import logs
-from headrace_orchestrator.buffer.assets import COLLECT_EVERY_S, Assets
-from headrace_orchestrator.buffer.directory import DataDirectory
-from headrace_orchestrator.buffer.log import Log
-from headrace_orchestrator.buffer.projection import Projection
-from headrace_orchestrator.buffer.writer_thread import WriterThread, Writing
+from headrace_orchestrator.buffer.assets.store import COLLECT_EVERY_S, Assets
+from headrace_orchestrator.buffer.data_directory import DataDirectory
+from headrace_orchestrator.buffer.log.log import Log
+from headrace_orchestrator.buffer.log.writer_thread import WriterThread, Writing
+from headrace_orchestrator.buffer.projection.sqlite import Projection
 from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.scheduler.state.admission.bounds import Bounds
 from headrace_orchestrator.service.batches import Bodies
-from headrace_orchestrator.service.page_cache import PageCache
 from headrace_orchestrator.service.policy_servers import PolicyPlane
 from headrace_orchestrator.service.pulls import Pulls
-from headrace_orchestrator.service.replay import replay
-from headrace_orchestrator.service.retention import Retainer
 from headrace_orchestrator.service.shell import Shell
-from headrace_orchestrator.service.store import Store
+from headrace_orchestrator.service.storage.page_cache import PageCache
+from headrace_orchestrator.service.storage.replay import replay
+from headrace_orchestrator.service.storage.retention import Retainer
+from headrace_orchestrator.service.storage.store import Store
 from headrace_orchestrator.service.submissions import Submissions
 from headrace_orchestrator.settings import Settings
 

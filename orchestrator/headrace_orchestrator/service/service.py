@@ -20,15 +20,15 @@ from headrace.errors import UnknownBatch, UnknownEnvironment, UnknownTrajectory
 from headrace.runspec import parse_run_spec
 from headrace.server import logs
 from headrace.wire import messages
-from headrace_orchestrator.buffer.directory import DataDirectory
-from headrace_orchestrator.buffer.listed import Stored
+from headrace_orchestrator.buffer.data_directory import DataDirectory
+from headrace_orchestrator.buffer.projection.entries import Stored
 from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.service.batches import Served
 from headrace_orchestrator.service.callbacks import StoredCallback
 from headrace_orchestrator.service.lifecycle import Lifecycle, Running, StartWriting, in_a_thread
 from headrace_orchestrator.service.shell import HEADRACE_VERSION
-from headrace_orchestrator.service.store import Store
+from headrace_orchestrator.service.storage.store import Store
 from headrace_orchestrator.service.waiters import ClientDisconnected, Left
 from headrace_orchestrator.settings import Settings
 

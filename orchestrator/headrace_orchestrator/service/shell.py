@@ -17,7 +17,7 @@ from headrace.errors import InternalError, StoreError
 from headrace.ids import new_id
 from headrace.server import logs
 from headrace.wire import codec
-from headrace_orchestrator.buffer.listed import TrajectoryListed
+from headrace_orchestrator.buffer.projection.entries import TrajectoryListed
 from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.scheduler.events import (
@@ -28,8 +28,8 @@ from headrace_orchestrator.scheduler.events import (
     TaskQuarantined,
 )
 from headrace_orchestrator.service.batches import Formed
-from headrace_orchestrator.service.record_events import outcome_of, record_of
-from headrace_orchestrator.service.store import Decided, Ended, Frozen, Store
+from headrace_orchestrator.service.storage.record_events import outcome_of, record_of
+from headrace_orchestrator.service.storage.store import Decided, Ended, Frozen, Store
 from headrace_orchestrator.service.waiters import Bells
 
 T = TypeVar("T")

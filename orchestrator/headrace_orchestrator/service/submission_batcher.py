@@ -18,7 +18,7 @@ from typing import NamedTuple
 from headrace.errors import StoreError
 from headrace.server import logs
 from headrace.wire.messages import SubmitResult
-from headrace_orchestrator.buffer.assets import Assets
+from headrace_orchestrator.buffer.assets.store import Assets
 from headrace_orchestrator.service.callbacks import StoredCallback
 from headrace_orchestrator.service.shell import Shell
 from headrace_orchestrator.service.submission_records import SubmissionJudge, SubmittedRecord

@@ -31,12 +31,12 @@ from headrace.validation import validate
 from headrace.wire import codec
 from headrace.wire.alignment import ALIGNMENT, padded
 from headrace.wire.messages import Submission, SubmitResult
-from headrace_orchestrator.buffer.assets import Assets
-from headrace_orchestrator.buffer.listed import TrajectoryListed
+from headrace_orchestrator.buffer.assets.store import Assets
+from headrace_orchestrator.buffer.projection.entries import TrajectoryListed
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.scheduler.events import EpisodeEnded
-from headrace_orchestrator.service.record_events import outcome_of
-from headrace_orchestrator.service.store import Ended, Store
+from headrace_orchestrator.service.storage.record_events import outcome_of
+from headrace_orchestrator.service.storage.store import Ended, Store
 
 log = logs.logger(__name__)
 

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Sequence
 
 from headrace.wire import messages
-from headrace_orchestrator.buffer.assets import Assets
+from headrace_orchestrator.buffer.assets.store import Assets
 from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.service.callbacks import StoredCallback
 from headrace_orchestrator.service.shell import Shell

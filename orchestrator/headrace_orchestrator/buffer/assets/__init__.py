@@ -1,0 +1,1 @@
+"""Assets on disk: images and large arrays of trajectories."""

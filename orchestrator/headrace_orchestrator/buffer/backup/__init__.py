@@ -1,0 +1,1 @@
+"""Backups of a data directory, and putting one back."""

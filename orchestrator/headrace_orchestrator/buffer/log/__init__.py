@@ -1,0 +1,1 @@
+"""The log: append-only files, and the process that writes them."""

@@ -1,0 +1,1 @@
+"""`headrace fsck`: checking a data directory, and rebuilding its projection."""

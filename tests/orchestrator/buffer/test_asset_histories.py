@@ -1,0 +1,124 @@
+"""Random histories of the asset store against a model: what is promised or referred to is there, the rest goes."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from pathlib import Path
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from headrace.assets import AssetData, asset_of
+from headrace_orchestrator.buffer.assets.store import Assets, check
+
+PROMISE_S = 10.0
+POOL = [asset_of(bytes([number]) * (number + 1), "image/png") for number in range(4)]
+ASSETS = st.sampled_from(POOL)
+
+
+class Histories(RuleBasedStateMachine):
+    """``promised`` are the deadlines that a worker was told, ``records`` the assets of each stored record."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="headrace-assets-"))
+        self.runner = asyncio.Runner()
+        self.now = 0.0
+        self.promised: dict[str, float] = {}
+        self.records: list[set[str]] = []
+        self.start()
+
+    def start(self) -> None:
+        self.assets = Assets(self.folder, self.referred, clock=lambda: self.now, promise_s=PROMISE_S)
+        self.assets.open()
+        self.runner.run(self.assets.measure())
+
+    def referred(self, names: object) -> set[str]:
+        return set().union(*self.records)
+
+    def teardown(self) -> None:
+        if hasattr(self, "runner"):
+            self.runner.run(self.assets.close())
+            self.runner.close()
+            shutil.rmtree(self.folder)
+
+    def keep(self, asset: AssetData) -> None:
+        self.promised[asset.name] = self.now + PROMISE_S
+
+    @property
+    def kept(self) -> set[str]:
+        promised = {name for name, deadline in self.promised.items() if deadline > self.now}
+        return promised | self.referred(())
+
+    # What workers do
+
+    @rule(asset=ASSETS)
+    def send(self, asset: AssetData) -> None:
+        self.runner.run(self.assets.add(asset.name, asset.data))
+        self.keep(asset)
+
+    @rule(asset=ASSETS)
+    def ask(self, asset: AssetData) -> None:
+        missing = self.assets.claim([asset.name])
+        assert not (missing and asset.name in self.kept), "what is kept is asked for again"
+        if not missing:
+            self.keep(asset)
+
+    @rule(assets=st.sets(ASSETS, min_size=1))
+    def submit(self, assets: set[AssetData]) -> None:
+        names = {asset.name for asset in assets}
+        if all(map(self.assets.is_there, names)):
+            self.records.append(names)
+
+    # What happens by itself
+
+    @rule(seconds=st.sampled_from([1.0, PROMISE_S / 2, PROMISE_S]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule()
+    def collect(self) -> None:
+        self.runner.run(self.assets.collect())
+
+    @rule(asset=ASSETS)
+    def collect_while_it_comes(self, asset: AssetData) -> None:
+        async def both() -> None:
+            await asyncio.gather(self.assets.collect(), self.assets.add(asset.name, asset.data), self.assets.collect())
+
+        self.runner.run(both())
+        self.keep(asset)
+
+    @precondition(lambda self: self.records)
+    @rule()
+    def the_oldest_file_goes(self) -> None:
+        self.assets.doubt(self.records.pop(0))
+
+    @rule()
+    def restart(self) -> None:
+        self.runner.run(self.assets.close())
+        self.start()
+        # Promises of before are kept for as long as they can last.
+        self.now += PROMISE_S
+        self.runner.run(self.assets.doubt_all())
+
+    @rule()
+    def all_is_over(self) -> None:
+        """Nothing is left that nobody needs."""
+        self.now += PROMISE_S
+        self.runner.run(self.assets.collect())
+        assert self.assets.count == len(self.referred(()))
+
+    @invariant()
+    def what_is_kept_is_there(self) -> None:
+        if not hasattr(self, "assets"):
+            return
+        report = check(self.folder, self.kept)
+        assert report.is_sound, report
+        assert (report.assets, report.size_bytes) == (self.assets.count, self.assets.size_bytes)
+
+
+Histories.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestHistories = Histories.TestCase

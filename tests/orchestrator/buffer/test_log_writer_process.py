@@ -1,0 +1,469 @@
+"""The log's writer in a process of its own, alone and beside a real orchestrator."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.errors import SetupError, StoreError
+from headrace.store.log_format import FrameType
+from headrace_orchestrator.buffer.data_directory import DataDirectory
+from headrace_orchestrator.buffer.log import writer_process
+from headrace_orchestrator.buffer.log.file_writer import Queued
+from headrace_orchestrator.buffer.log.log import Log, Lost
+from headrace_orchestrator.buffer.log.shared_memory import LEAST_BYTES
+from headrace_orchestrator.buffer.log.writer_process import SUPPORTED, WriterProcess
+from tests.orchestrator.buffer.test_log import opened_by, payloads, settled
+from tests.orchestrator.buffer.test_log_writers import no_file_grows
+
+pytestmark = pytest.mark.skipif(not SUPPORTED, reason="the log's writer has no process of its own here")
+
+ENDS_S = 30.0
+"""A process that was told to end, and has not by then, never will."""
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+# Frames go to it through shared memory ----------------------------------------------------------------------------
+
+
+async def test_frames_go_to_it_as_a_copy_of_theirs(log_dir: Path):
+    payload = bytearray(b"as it was")
+    async with beside(log_dir) as log:
+        writing, told = of(log), asyncio.get_running_loop().create_future()
+        os.kill(writing._process.pid, signal.SIGSTOP)
+        frame = Queued(1, log.size_bytes, FrameType.TRAJECTORY, memoryview(payload), 128)
+        writing.write([frame], told.set_result)
+        payload[:] = b"different"
+        os.kill(writing._process.pid, signal.SIGCONT)
+        assert (await told).written == 1
+    assert await found_in(log_dir) == [b"as it was"]
+
+
+async def test_what_is_larger_than_the_shared_memory_is_written_too_and_leaves_it_small(log_dir: Path):
+    record, state = b"r" * (2 * LEAST_BYTES + 1), b"s" * (LEAST_BYTES + 1)
+    async with beside(log_dir) as log:
+        place = log.append(FrameType.TRAJECTORY, record)
+        await log.synced()
+        log.rotate(state)
+        await log.synced()
+        log.append(FrameType.CONTROL, b"small")
+        await log.synced()
+        assert os.fstat(of(log)._arena.descriptor).st_size == LEAST_BYTES
+        assert log.read(place) == record
+    async with beside(log_dir) as log:
+        assert log.state == state
+    assert await found_in(log_dir) == [record, b"small"]
+
+
+async def test_shared_memory_that_cannot_grow_is_told_and_what_waits_is_written_when_it_can(
+    log_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(descriptor: int, length: int) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr("headrace_orchestrator.buffer.log.log.PROBE_FIRST_S", 3600.0)
+    large = bytes(LEAST_BYTES + 1)
+    async with beside(log_dir) as log:
+        log.append(FrameType.CONTROL, b"small")
+        await log.synced()
+        with monkeypatch.context() as refusing:
+            refusing.setattr(os, "ftruncate", refuse)  # here: the writer has its own
+            log.append(FrameType.TRAJECTORY, large)
+            with pytest.raises(StoreError, match="Cannot allocate memory"):
+                await log.synced()
+            log.try_again()
+            await settled(log)
+            assert not log.stopped
+        log.try_again()
+        await settled(log)
+        await log.synced()
+    assert await found_in(log_dir) == [b"small", large]
+
+
+async def test_a_batch_of_many_frames_is_written_in_order_and_control_frames_twice(log_dir: Path):
+    kinds = (FrameType.TRAJECTORY, FrameType.CONTROL, FrameType.BATCH)
+    meant = [b"%d" % number * (number % 50) for number in range(3000)]
+    async with beside(log_dir) as log:
+        for number, payload in enumerate(meant):
+            log.append(kinds[number % 3], payload)
+        await log.synced()
+        assert log.size_bytes == sum(file.stat().st_size for file in log_dir.iterdir())
+    assert await found_in(log_dir) == meant
+
+
+async def test_of_a_long_batch_it_writes_one_part_while_the_next_is_copied(
+    log_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    parts: list[int] = []
+    on_disk: list[int] = []
+    send = WriterProcess._send
+
+    def watched(self: WriterProcess, message: Any) -> None:
+        if isinstance(message, writer_process._Part):
+            parts.append(message.at)
+            if len(parts) == 6:  # of seven
+                until_it_grows(log_dir / "00000001.log", head_bytes)
+                on_disk.append((log_dir / "00000001.log").stat().st_size)
+        send(self, message)
+
+    async with beside(log_dir) as log:
+        head_bytes = log.size_bytes
+        monkeypatch.setattr(WriterProcess, "_send", watched)
+        for _ in range(30):
+            log.append(FrameType.TRAJECTORY, bytes(100_000))
+        await log.synced()
+    assert len(parts) == 7
+    assert parts[0] < 2 * writer_process.FIRST_PART_BYTES
+    assert on_disk
+    assert len(await found_in(log_dir)) == 30
+
+
+async def test_an_event_loop_that_stands_still_misses_nothing(log_dir: Path):
+    async with beside(log_dir) as log:
+        log.append(FrameType.CONTROL, b"one")
+        waiting = asyncio.create_task(log.synced())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert readable(of(log))  # the event loop stands still until there is an answer
+        log.append(FrameType.CONTROL, b"two")
+        await waiting
+        await log.synced()
+    assert await found_in(log_dir) == [b"one", b"two"]
+
+
+async def test_a_writer_that_stands_still_is_waited_for(log_dir: Path):
+    async with beside(log_dir) as log:
+        os.kill(of(log)._process.pid, signal.SIGSTOP)
+        log.append(FrameType.CONTROL, b"one")
+        waiting = asyncio.create_task(log.synced())
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        os.kill(of(log)._process.pid, signal.SIGCONT)
+        await waiting
+    assert await found_in(log_dir) == [b"one"]
+
+
+# It ends with the orchestrator ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("answered", [True, False], ids=["after its answer", "before its answer"])
+def test_it_says_nothing_when_the_orchestrator_is_killed_with_a_batch_on_its_way(log_dir: Path, answered: bool):
+    code = """
+import asyncio, os, select, signal, sys
+from pathlib import Path
+from headrace.store.log_format import FrameType
+from headrace_orchestrator.buffer.data_directory import DataDirectory
+from headrace_orchestrator.buffer.log.log import Log
+from headrace_orchestrator.buffer.log.writer_process import WriterProcess
+
+async def story(data, answered):
+    writing = WriterProcess(DataDirectory.claim(data))
+    log = Log(data / "log", file_bytes=1 << 30, writing=writing)
+    log.begin(lambda: None)
+    if not answered:
+        os.kill(writing._process.pid, signal.SIGSTOP)
+    log.append(FrameType.CONTROL, b"on its way")
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    if answered:
+        select.select([writing._socket], [], [])
+    else:
+        print(writing._process.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(story(Path(sys.argv[1]), len(sys.argv) > 2))
+"""
+    command = [sys.executable, "-c", code, log_dir.parent, *(["answered"] if answered else [])]
+    killed = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert killed.wait(ENDS_S) == -signal.SIGKILL
+    if not answered:
+        assert killed.stdout is not None
+        os.kill(int(killed.stdout.readline()), signal.SIGCONT)
+    assert killed.communicate(timeout=ENDS_S)[1] == b""  # the writer has ended: it had the other end too
+    assert asyncio.run(found_in(log_dir)) == [b"on its way"]
+
+
+@pytest.mark.parametrize("answered", [True, False], ids=["after its answer", "before its answer"])
+async def test_it_says_nothing_when_it_is_closed_with_a_batch_on_its_way(
+    log_dir: Path, answered: bool, capfd: pytest.CaptureFixture[str]
+):
+    async with beside(log_dir) as log:
+        writing = of(log)
+        if not answered:
+            os.kill(writing._process.pid, signal.SIGSTOP)
+        writing.write([Queued(1, log.size_bytes, FrameType.TRAJECTORY, b"on its way", 128)], lambda outcome: None)
+        if answered:
+            assert readable(writing)
+        closed = asyncio.create_task(writing.close())
+        await asyncio.sleep(0)
+        if not answered:
+            os.kill(writing._process.pid, signal.SIGCONT)
+        await closed
+        assert writing._process.returncode == 0
+        log._writing = Closed()
+    assert capfd.readouterr().err == ""
+    assert await found_in(log_dir) == [b"on its way"]
+
+
+# It ends by itself ------------------------------------------------------------------------------------------------
+
+
+async def test_when_it_ends_while_nothing_is_with_it_the_log_is_told_why_and_stops(log_dir: Path):
+    told = asyncio.Event()
+    async with beside(log_dir, on_failure=told.set) as log:
+        log.append(FrameType.CONTROL, b"stored")
+        await log.synced()
+        of(log)._process.kill()
+        async with asyncio.timeout(ENDS_S):
+            await told.wait()
+        assert log.stopped
+        assert log.failure == "the process that writes the log ended (SIGKILL)"
+        with pytest.raises(StoreError, match="SIGKILL"):
+            log.append(FrameType.CONTROL, b"more")
+    assert await found_in(log_dir) == [b"stored"]
+
+
+async def test_frames_that_cannot_be_handed_over_are_told_and_end_all_writing(
+    log_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(self: WriterProcess, *args: Any) -> None:
+        raise ValueError("out of joint")
+
+    async with beside(log_dir) as log:
+        monkeypatch.setattr(WriterProcess, "_send_all", fail)
+        log.append(FrameType.CONTROL, b"one")
+        with pytest.raises(StoreError, match="out of joint"):
+            await log.synced()
+        assert log.stopped
+
+
+async def test_when_it_ended_before_its_first_batch_that_is_told_why(log_dir: Path):
+    async with beside(log_dir) as log:
+        of(log)._process.kill()
+        log.append(FrameType.CONTROL, b"first")
+        with pytest.raises(StoreError, match="SIGKILL"):
+            await log.synced()
+        assert log.stopped
+    assert await found_in(log_dir) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [(signal.SIGKILL, "SIGKILL"), (signal.SIGSEGV, "SIGSEGV"), (signal.SIGRTMIN + 1, f"signal {signal.SIGRTMIN + 1}")],
+    ids=["SIGKILL", "SIGSEGV", "a signal without a name"],
+)
+async def test_when_it_ends_with_a_batch_on_its_way_every_waiter_is_told_why(log_dir: Path, number: int, name: str):
+    async with beside(log_dir) as log:
+        log.append(FrameType.CONTROL, b"stored")
+        await log.synced()
+        os.kill(of(log)._process.pid, signal.SIGSTOP)
+        log.append(FrameType.CONTROL, b"on its way")
+        waiting = [asyncio.create_task(log.synced()) for _ in range(3)]
+        for _ in range(3):
+            await asyncio.sleep(0)
+        log.append(FrameType.CONTROL, b"behind it")
+        waiting.append(asyncio.create_task(log.synced()))
+        os.kill(of(log)._process.pid, number)
+        os.kill(of(log)._process.pid, signal.SIGCONT)
+        async with asyncio.timeout(ENDS_S):
+            told = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [type(each) for each in told] == [StoreError] * 4
+        assert all(f"the process that writes the log ended ({name})" in str(each) for each in told)
+        assert log.stopped
+        log.try_again()
+        with pytest.raises(StoreError):
+            await log.synced()
+    assert await found_in(log_dir) == [b"stored"]
+
+
+async def test_when_it_ends_while_the_disk_refuses_only_a_restart_helps(log_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("headrace_orchestrator.buffer.log.log.PROBE_FIRST_S", 3600.0)
+    async with beside(log_dir) as log:
+        log.append(FrameType.CONTROL, b"stored")
+        await log.synced()
+        with no_file_grows(of(log)):
+            log.append(FrameType.CONTROL, b"kept")
+            with pytest.raises(StoreError, match="File too large"):
+                await log.synced()
+        of(log)._process.kill()
+        log.try_again()
+        await settled(log)
+        with pytest.raises(StoreError, match=r"the process that writes the log ended \(SIGKILL\)\. .*restart"):
+            await log.synced()
+    assert await found_in(log_dir) == [b"stored"]
+
+
+async def test_when_it_ends_before_the_start_is_over_the_start_is_told(log_dir: Path):
+    with closing(DataDirectory.claim(log_dir.parent)) as directory:
+        writing = WriterProcess(directory)
+        log = Log(log_dir, file_bytes=1 << 20, writing=writing)
+        writing._process.kill()
+        with pytest.raises(StoreError, match=r"the process that writes the log ended \(SIGKILL\)"):
+            log.begin(lambda: None)
+        await log.close()
+
+
+# Signals ----------------------------------------------------------------------------------------------------------
+
+
+async def test_signals_that_end_an_orchestrator_do_not_end_it_from_its_first_moment_on(
+    log_dir: Path, capfd: pytest.CaptureFixture[str]
+):
+    with closing(DataDirectory.claim(log_dir.parent)) as directory:
+        writing = WriterProcess(directory)
+        for name in SIGNALS:
+            os.kill(writing._process.pid, name)
+        log = Log(log_dir, file_bytes=1 << 20, writing=writing)
+        try:
+            log.begin(lambda: None)
+            for name in SIGNALS:
+                os.kill(writing._process.pid, name)
+            log.append(FrameType.CONTROL, b"all the same")
+            await log.synced()
+        finally:
+            await log.close()
+    assert await found_in(log_dir) == [b"all the same"]
+    assert capfd.readouterr().err == ""
+
+
+# What it has, and what it leaves ----------------------------------------------------------------------------------
+
+
+async def test_neither_process_gathers_descriptors(log_dir: Path):
+    async with beside(log_dir, file_bytes=100) as log:
+        both = os.getpid(), of(log)._process.pid
+
+        async def write(rounds: int) -> list[int]:
+            for number in range(rounds):
+                log.append(FrameType.TRAJECTORY, bytes(LEAST_BYTES if number % 10 == 0 else 200))
+                log.rotate(b"state")
+                await log.synced()
+            return [len(descriptors(pid)) for pid in both]
+
+        before = await write(1)
+        assert await write(50) == before
+
+
+async def test_a_closed_one_leaves_no_descriptor(log_dir: Path):
+    before = descriptors(os.getpid())
+    for _ in range(2):
+        async with beside(log_dir) as log:
+            log.append(FrameType.CONTROL, b"one")
+    assert descriptors(os.getpid()) == before
+
+
+# It cannot be started ---------------------------------------------------------------------------------------------
+
+
+def test_one_that_cannot_be_started_is_told_and_leaves_no_descriptor(data_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(writer_process, "COMMAND", ("/nonexistent/python",))
+    with closing(DataDirectory.claim(data_dir)) as directory:
+        before = descriptors(os.getpid())
+        with pytest.raises(SetupError, match=r"process that writes the log cannot be started: No such file"):
+            WriterProcess(directory)
+        assert descriptors(os.getpid()) == before
+
+
+@pytest.mark.parametrize("name", ["da ta", "dätä", os.fsdecode(b"d\xff")], ids=["blank", "umlaut", "not UTF-8"])
+async def test_any_name_of_a_data_directory_will_do(tmp_path: Path, name: str):
+    async with beside(tmp_path / name / "log") as log:
+        log.append(FrameType.CONTROL, b"one")
+    assert await found_in(tmp_path / name / "log") == [b"one"]
+
+
+# What they need ---------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def beside(log_dir: Path, **settings: object) -> AsyncIterator[Log]:
+    """A log that is written by a process of its own."""
+    with closing(DataDirectory.claim(log_dir.parent)) as directory:
+        given = {"file_bytes": 1 << 30, **settings}
+        log = Log(log_dir, writing=WriterProcess(directory), **given)  # type: ignore[arg-type]
+        try:
+            list(log.scan())
+            log.begin(lambda: None)
+            yield log
+        finally:
+            if isinstance(log._writing, WriterProcess):
+                log._writing._process.send_signal(signal.SIGCONT)  # a test that failed may have left it standing still
+            await log.close()
+
+
+def of(log: Log) -> WriterProcess:
+    """The writer of a log."""
+    assert isinstance(log._writing, WriterProcess)
+    return log._writing
+
+
+class Closed:
+    """In place of a writer that was closed."""
+
+    async def close(self) -> None: ...
+
+
+async def found_in(log_dir: Path) -> list[bytes]:
+    """What a start finds in a log, none of it damaged."""
+    async with opened_by(WriterProcess, log_dir) as (_, found):
+        assert not [item for item in found if isinstance(item, Lost)]
+        return payloads(found)
+
+
+def readable(writing: WriterProcess) -> bool:
+    """Whether there is an answer; waits for it, and holds the event loop."""
+    return bool(select.select([writing._socket], [], [], ENDS_S)[0])
+
+
+def descriptors(pid: int) -> list[str]:
+    """What a process has open; not what the event loop and this very look need."""
+    found = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            found.append(os.readlink(entry))
+        except FileNotFoundError:
+            continue  # the descriptor of this listing
+    return sorted(found)
+
+
+class Watched:
+    """A process that is no child of this one."""
+
+    def __init__(self, pid: int) -> None:
+        self._descriptor = os.pidfd_open(pid)
+
+    def __enter__(self) -> Watched:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with suppress(ProcessLookupError):
+            self.send(signal.SIGCONT)  # a test that failed may have left it standing still
+        os.close(self._descriptor)
+
+    def send(self, name: signal.Signals) -> None:
+        signal.pidfd_send_signal(self._descriptor, name)
+
+    def wait(self) -> None:
+        """Returns when it has ended."""
+        assert select.select([self._descriptor], [], [], ENDS_S)[0], "it did not end"
+
+
+def until_it_grows(file: Path, size_bytes: int) -> None:
+    """Returns when a file has more than so many bytes."""
+    deadline = time.monotonic() + ENDS_S
+    while file.stat().st_size <= size_bytes:
+        assert time.monotonic() < deadline, "nothing of the batch was written"
+        time.sleep(0.001)

@@ -1,0 +1,287 @@
+"""Where the log's writer runs: what is said of it holds in a thread and in a process."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import resource
+import subprocess
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from headrace.errors import StoreError
+from headrace.store.log_files import path_of
+from headrace.store.log_format import FrameType, frame_bytes, pack_frame
+from headrace_orchestrator.buffer.data_directory import DataDirectory
+from headrace_orchestrator.buffer.log.file_writer import Queued
+from headrace_orchestrator.buffer.log.log import Log, Lost, Moves
+from headrace_orchestrator.buffer.log.writer_process import WriterProcess
+from headrace_orchestrator.buffer.log.writer_thread import Outcome, Refusal, Writing
+from headrace_orchestrator.service.lifecycle import StartWriting
+from tests.orchestrator.buffer.test_log import opened_by, payloads, settled
+from tests.orchestrator.small_disk import small_disk
+
+
+async def test_one_batch_is_with_the_writer_at_a_time_and_what_became_of_it_is_told_on_the_event_loop(
+    log_dir: Path, start_writing: StartWriting
+):
+    async with started(start_writing, log_dir) as writing:
+        told_in: list[threading.Thread] = []
+        for number, batch in enumerate(([b"one"], [b"two", b"three" * 100], [b"four"])):
+            outcome = await written(writing, frames(1, log_dir, *batch), told_in)
+            assert (outcome.written, outcome.refusal, outcome.end) == (len(batch), None, "")
+            assert (outcome.number, outcome.durable_bytes) == (1, path_of(log_dir, 1).stat().st_size)
+            assert len(told_in) == number + 1
+        assert outcome.total_bytes == outcome.durable_bytes
+        assert set(told_in) == {threading.current_thread()}
+    assert path_of(log_dir, 1).read_bytes() == packed(b"one", b"two", b"three" * 100, b"four")
+
+
+async def test_whatever_goes_wrong_is_told_nothing_is_raised(log_dir: Path, start_writing: StartWriting):
+    async with started(start_writing, log_dir) as writing:
+        assert (await written(writing, frames(1, log_dir, b"one"))).written == 1
+        safe_bytes = path_of(log_dir, 1).stat().st_size
+        with no_file_grows(writing):
+            refused = await written(writing, [*frames(1, log_dir, b"two"), queued(2, 0, b"three")])
+            again = await written(writing, [queued(2, 0, b"two")], over=True)
+        too_large = Refusal(errno.EFBIG, os.strerror(errno.EFBIG), taken_away=False)
+        assert refused == Outcome(0, 0, refused.took_s, 1, safe_bytes, safe_bytes, too_large)
+        assert again.refusal == too_large
+        assert path_of(log_dir, 1).stat().st_size == safe_bytes
+        outcome = await written(writing, [queued(2, 0, b"two")], over=True)
+        assert (outcome.written, outcome.number, outcome.refusal) == (1, 2, None)
+        nonsense = await written(writing, [queued(2, 128, b"no footer", FrameType.FOOTER)])
+        assert nonsense.written == 0
+        assert nonsense.end.startswith("its writer failed (")
+
+
+async def test_what_is_written_at_once_and_what_is_gone_on_with_is_told_too(log_dir: Path, start_writing: StartWriting):
+    async with started(start_writing, log_dir) as writing:
+        nothing = await asyncio.to_thread(writing.go_on, 7, 0, b"")
+        assert nothing.refusal == Refusal(errno.ENOENT, os.strerror(errno.ENOENT), taken_away=False)
+        with no_file_grows(writing):
+            refused = await asyncio.to_thread(writing.write_now, [queued(1, 0, b"one")])
+        assert refused.refusal is not None
+        assert (refused.written, refused.refusal.errno) == (0, errno.EFBIG)
+
+
+async def test_a_closed_writer_has_written_what_was_with_it(log_dir: Path, start_writing: StartWriting):
+    async with started(start_writing, log_dir) as writing:
+        writing.write(frames(1, log_dir, *(b"%d" % number for number in range(100))), lambda outcome: None)
+    assert path_of(log_dir, 1).read_bytes() == packed(*(b"%d" % number for number in range(100)))
+
+
+# The log, with a disk that refuses --------------------------------------------------------------------------------
+
+
+async def test_a_disk_that_refuses_is_told_and_takes_what_waits_when_it_can(
+    log_dir: Path, start_writing: StartWriting, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("headrace_orchestrator.buffer.log.log.PROBE_FIRST_S", 3600.0)
+    moved: list[Moves] = []
+    async with opened_by(start_writing, log_dir) as (log, _):
+        log.on_moved = moved.append
+        log.append(FrameType.CONTROL, b"safe")
+        await log.synced()
+        with no_file_grows(log._writing):
+            place = log.append(FrameType.TRAJECTORY, b"kept")
+            waiters = await asyncio.gather(*(log.synced() for _ in range(3)), return_exceptions=True)
+            assert [type(waiter) for waiter in waiters] == [StoreError] * 3
+            assert os.strerror(errno.EFBIG) in str(waiters[0])
+            log.try_again()
+            await settled(log)
+            assert not log.stopped
+            assert log.failure == os.strerror(errno.EFBIG)
+        log.try_again()
+        await settled(log)
+        await log.synced()
+        assert log.read(moved[0][place.position]) == b"kept"
+    await assert_holds(start_writing, log_dir, b"safe", b"kept")
+
+
+async def test_a_rotation_that_the_disk_refuses_costs_nothing(
+    log_dir: Path, start_writing: StartWriting, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("headrace_orchestrator.buffer.log.log.PROBE_FIRST_S", 3600.0)
+    async with opened_by(start_writing, log_dir) as (log, _):
+        log.append(FrameType.CONTROL, b"one")
+        await log.synced()
+        with no_file_grows(log._writing):
+            log.rotate(b"state")
+            log.append(FrameType.CONTROL, b"two")
+            with pytest.raises(StoreError):
+                await log.synced()
+        log.try_again()
+        await settled(log)
+        log.append(FrameType.CONTROL, b"three")
+    await assert_holds(start_writing, log_dir, b"one", b"two", b"three")
+
+
+async def test_a_start_that_the_disk_refuses_is_told(log_dir: Path, start_writing: StartWriting):
+    with closing(DataDirectory.claim(log_dir.parent)) as directory:
+        writing = start_writing(directory)
+        log = Log(log_dir, file_bytes=1 << 20, writing=writing)
+        with no_file_grows(writing), pytest.raises(StoreError, match="File too large"):
+            log.begin(lambda: None)
+        await log.close()
+    await assert_holds(start_writing, log_dir)
+
+
+async def test_a_full_disk_is_told_and_space_brings_everything_back(
+    tmp_path: Path, start_writing: StartWriting, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("headrace_orchestrator.buffer.log.log.PROBE_FIRST_S", 3600.0)
+    with small_disk(tmp_path / "disk", mib=4) as disk:
+        log_dir = disk / "data" / "log"
+        async with opened_by(start_writing, log_dir) as (log, _):
+            (disk / "ballast").write_bytes(bytes(2 << 20))
+            log.append(FrameType.TRAJECTORY, b"a" * (1 << 20))
+            await log.synced()
+            log.append(FrameType.TRAJECTORY, b"b" * (1 << 20))
+            with pytest.raises(StoreError, match="No space left on device"):
+                await log.synced()
+            assert log.phase == "disk full"
+            (disk / "ballast").unlink()
+            log.try_again()
+            await settled(log)
+            await log.synced()
+        await assert_holds(start_writing, log_dir, b"a" * (1 << 20), b"b" * (1 << 20))
+
+
+async def test_a_start_on_a_disk_that_became_read_only_is_told(tmp_path: Path, start_writing: StartWriting):
+    with small_disk(tmp_path / "disk", mib=4) as disk:
+        log_dir = disk / "data" / "log"
+        async with opened_by(start_writing, log_dir) as (log, _):
+            log.append(FrameType.CONTROL, b"one")
+        with closing(DataDirectory.claim(log_dir.parent)) as directory:
+            writing = start_writing(directory)
+            log = Log(log_dir, file_bytes=1 << 20, writing=writing)
+            assert payloads(list(log.scan())) == [b"one"]
+            # The lock is open for writing, which keeps the disk from being made read-only as a whole.
+            subprocess.run(["mount", "--bind", log_dir, log_dir], check=True)
+            try:
+                subprocess.run(["mount", "-o", "remount,bind,ro", log_dir], check=True)
+                with pytest.raises(StoreError, match="Read-only file system"):
+                    log.begin(lambda: None)
+            finally:
+                subprocess.run(["umount", log_dir], check=True)
+            await log.close()
+        await assert_holds(start_writing, log_dir, b"one")
+
+
+@pytest.mark.parametrize("away", ["deleted", "renamed"])
+async def test_a_file_that_was_taken_away_is_told_and_the_log_goes_on_in_a_new_one(
+    log_dir: Path, start_writing: StartWriting, away: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("headrace_orchestrator.buffer.log.log.PROBE_FIRST_S", 3600.0)
+    async with opened_by(start_writing, log_dir) as (log, _):
+        log.append(FrameType.CONTROL, b"one")
+        await log.synced()
+        file = path_of(log_dir, 1)
+        file.unlink() if away == "deleted" else file.rename(log_dir.parent / "elsewhere")
+        log.append(FrameType.CONTROL, b"two")
+        with pytest.raises(StoreError, match=r"00000001\.log, which is written, was deleted or renamed"):
+            await log.synced()
+        assert log.incomplete
+        log.try_again()
+        await settled(log)
+        log.rotate(b"state behind two")
+        await log.synced()
+        assert not log.incomplete
+    async with opened_by(start_writing, log_dir) as (log, _):
+        assert log.state == b"state behind two"
+
+
+@pytest.mark.parametrize("next_write", ["a record", "a change of files"])
+async def test_a_directory_that_another_process_took_is_told_and_the_log_stops(
+    log_dir: Path, start_writing: StartWriting, next_write: str
+):
+    async with opened_by(start_writing, log_dir) as (log, _):
+        log.append(FrameType.CONTROL, b"one")
+        await log.synced()
+        (log_dir.parent / "owner").unlink()
+        with closing(DataDirectory.claim(log_dir.parent)):
+            size_bytes = path_of(log_dir, 1).stat().st_size
+            if next_write == "a record":
+                log.append(FrameType.CONTROL, b"two")
+            else:
+                log.rotate(b"state")
+            with pytest.raises(StoreError, match="was taken by another orchestrator, of epoch 2; this one is of epoch"):
+                await log.synced()
+            assert log.stopped
+            with pytest.raises(StoreError):
+                log.append(FrameType.CONTROL, b"three")
+            assert [file.stat().st_size for file in log_dir.iterdir()] == [size_bytes]
+
+
+# What they need ---------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def started(start_writing: StartWriting, log_dir: Path) -> AsyncIterator[Writing]:
+    """A writer by itself, closed at the end."""
+    with closing(DataDirectory.claim(log_dir.parent)) as directory:
+        log_dir.mkdir()
+        writing = start_writing(directory)
+        try:
+            yield writing
+        finally:
+            await writing.close()
+
+
+async def written(
+    writing: Writing, batch: list[Queued], told_in: list[threading.Thread] | None = None, *, over: bool = False
+) -> Outcome:
+    """What became of a batch; it is told once, in one of these threads."""
+    outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+
+    def told(became: Outcome) -> None:
+        if told_in is not None:
+            told_in.append(threading.current_thread())
+        outcome.set_result(became)
+
+    writing.write(batch, told, over=over)
+    return await outcome
+
+
+def queued(file: int, offset: int, payload: bytes, kind: FrameType = FrameType.TRAJECTORY) -> Queued:
+    return Queued(file, offset, kind, payload, frame_bytes(kind, len(payload)))
+
+
+def frames(file: int, log_dir: Path, *payloads: bytes) -> list[Queued]:
+    """Frames behind what a file has."""
+    path = path_of(log_dir, file)
+    offset = path.stat().st_size if path.exists() else 0
+    found = []
+    for payload in payloads:
+        found.append(queued(file, offset, payload))
+        offset += found[-1].size_bytes
+    return found
+
+
+def packed(*payloads: bytes) -> bytes:
+    return b"".join(buffer for payload in payloads for buffer in pack_frame(FrameType.TRAJECTORY, payload))
+
+
+@contextmanager
+def no_file_grows(writing: Writing) -> Iterator[None]:
+    """Refuses all that is appended in the process in which the writer is: a limit of the system says so."""
+    pid = writing._process.pid if isinstance(writing, WriterProcess) else 0
+    before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+
+
+async def assert_holds(start_writing: StartWriting, log_dir: Path, *expected: bytes) -> None:
+    """What a start finds: nothing else, and no damage."""
+    async with opened_by(start_writing, log_dir) as (_, found):
+        assert payloads(found) == list(expected)
+        assert not [item for item in found if isinstance(item, Lost)]
