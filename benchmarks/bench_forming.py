@@ -24,7 +24,7 @@ from headrace.wire import messages
 from headrace_orchestrator.buffer.log.location import Location
 from headrace_orchestrator.scheduler.core import Form, Redeliver, Scheduler
 from headrace_orchestrator.scheduler.events import AnyEvent, BatchFormed, EpisodeEnded
-from headrace_orchestrator.service.storage.location_index import Index
+from headrace_orchestrator.service.storage.location_index import LocationIndex
 
 GROUP, BATCH_GROUPS, CLAIMS = 8, 32, 400
 STORED, SMALL = 1_000_000, 10_000
@@ -48,7 +48,7 @@ class Buffer:
     def __init__(self, stored: int) -> None:
         self.stored = stored
         self.core = Scheduler(epoch=1, new_id=new_id, new_nonce=lambda: f"{next(self._numbers):016x}")
-        self.index = Index()
+        self.index = LocationIndex()
         self._numbers = itertools.count()
         #: So many that all that is stored stays in flight while batches are acked.
         batches = stored // (GROUP * BATCH_GROUPS) + 4

@@ -17,7 +17,7 @@ import uvloop
 from headrace.store.log_format import FrameType
 from headrace_orchestrator.buffer.data_directory import DataDirectory
 from headrace_orchestrator.buffer.log.log import Log
-from headrace_orchestrator.buffer.log.writer_process import WriterProcess
+from headrace_orchestrator.buffer.log.writer_process import LogWriterProcess
 
 FRAMES, TOGETHER, FRAME_BYTES = 1024, 64, 37_120
 """What one measurement appends; so many frames wait for the same sync."""
@@ -35,7 +35,7 @@ def measure(folder: Path, rounds: int) -> list[tuple[float, float]]:
 async def _measure(folder: Path, rounds: int) -> list[tuple[float, float]]:
     payload = os.urandom(FRAME_BYTES)
     directory = DataDirectory.claim(folder / "data")
-    log = Log(directory.path / "log", file_bytes=FILE_BYTES, writing=WriterProcess(directory))
+    log = Log(directory.path / "log", file_bytes=FILE_BYTES, writing=LogWriterProcess(directory))
     list(log.scan())
     log.begin(lambda: None)
     descriptor = os.open(folder / "raw", os.O_WRONLY | os.O_CREAT | os.O_APPEND)

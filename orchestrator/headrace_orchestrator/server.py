@@ -27,7 +27,7 @@ from headrace_orchestrator.api.receiving import ReceivingProtocol
 from headrace_orchestrator.buffer.data_directory import DataDirectory
 from headrace_orchestrator.buffer.log import writer_process
 from headrace_orchestrator.service import Service
-from headrace_orchestrator.service.lifecycle import StartWriting, in_a_thread
+from headrace_orchestrator.service.lifecycle import StartLogWriter, start_log_writer_thread
 from headrace_orchestrator.settings import Address, Settings
 
 log = logs.logger(__name__)
@@ -51,7 +51,7 @@ def run(settings: Settings, *, ready: Callable[[Address], None] = lambda address
     allocator.keep_freed_memory()
     gc.set_threshold(*GC_THRESHOLDS)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    start_writing = writer_process.WriterProcess if writer_process.SUPPORTED else in_a_thread
+    start_writing = writer_process.LogWriterProcess if writer_process.SUPPORTED else start_log_writer_thread
     run_until_signal(lambda stop: serve(settings, ready=ready, stop=stop, start_writing=start_writing))
 
 
@@ -60,7 +60,7 @@ async def serve(
     *,
     ready: Callable[[Address], None],
     stop: asyncio.Event | None = None,
-    start_writing: StartWriting = in_a_thread,
+    start_writing: StartLogWriter = start_log_writer_thread,
 ) -> None:
     """Run in this event loop until ``stop`` is set or the task is cancelled; both are graceful. Installs no signal
     handlers. ``ready`` is called once, when requests are answered. Raises SetupError if it cannot start."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from headrace.wire.messages import MAX_WAIT_S
-from headrace_orchestrator.buffer.retention_rules import KEEP_ALL, Retention
+from headrace_orchestrator.buffer.retention_rules import KEEP_ALL, RetentionRules
 
 
 class Address(NamedTuple):
@@ -45,7 +45,7 @@ class Settings:
     """Longest long poll that is granted, in seconds: below the read timeout of any proxy in between. Default 60."""
     log_file_bytes: int = 256 << 20
     """Size at which the log goes on in a new file, in bytes. Default 256 MiB."""
-    retention: Retention = KEEP_ALL
+    retention: RetentionRules = KEEP_ALL
     """When old files of the log are deleted. Default: never."""
     max_held_bytes: int | None = None
     """Bytes that groups in flight of all runs may hold, reservations included. Default: each run's own bound alone."""

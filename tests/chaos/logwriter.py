@@ -23,8 +23,8 @@ from typing import Any
 
 from headrace.store.log_format import FrameType
 from headrace_orchestrator.buffer.log import writer_process
-from headrace_orchestrator.buffer.log.file_writer import Queued, Writer
-from headrace_orchestrator.buffer.log.writer_thread import Outcome
+from headrace_orchestrator.buffer.log.file_writer import LogFileWriter, PendingFrame
+from headrace_orchestrator.buffer.log.writer_thread import WriteResult
 from tests.chaos.disk import Disk
 from tests.chaos.plan import Plan
 from tests.chaos.points import PR_SET_PDEATHSIG, Points, die
@@ -112,7 +112,7 @@ class _Syncs:
         self._points = points
         self._has_ack = False
 
-    def appends(self, frames: Iterable[Queued]) -> Iterator[Queued]:
+    def appends(self, frames: Iterable[PendingFrame]) -> Iterator[PendingFrame]:
         """The next sync of the log is one of these."""
         self._has_ack = False
         for frame in frames:
@@ -164,19 +164,19 @@ def _watch_writes(points: Points) -> None:
 
 
 def _watch_acks(syncs: _Syncs) -> None:
-    append = Writer._append
+    append = LogFileWriter._append
 
-    def watched(self: Writer, frames: Iterable[Queued]) -> int:
+    def watched(self: LogFileWriter, frames: Iterable[PendingFrame]) -> int:
         return append(self, syncs.appends(frames))
 
-    Writer._append = watched  # type: ignore[method-assign]
+    LogFileWriter._append = watched  # type: ignore[method-assign]
 
 
 def _watch_jobs(points: Points) -> None:
     """It can be lost behind a job too: the orchestrator is told of the job, or not, or waits for nothing."""
     done = writer_process._done
 
-    def watched(*args: Any) -> Outcome:
+    def watched(*args: Any) -> WriteResult:
         outcome = done(*args)
         if points.is_due(LOST):
             threading.Timer(random.uniform(0, 0.01), points.die).start()

@@ -26,14 +26,14 @@ from headrace.errors import BatchAlreadyAcked, BatchSuperseded, HeadraceError, S
 from headrace.store import log_format
 from headrace_orchestrator import server
 from headrace_orchestrator.api import app
-from headrace_orchestrator.buffer.assets.store import Assets
+from headrace_orchestrator.buffer.assets.store import AssetStore
 from headrace_orchestrator.buffer.data_directory import DataDirectory
 from headrace_orchestrator.buffer.log import writer_process
 from headrace_orchestrator.buffer.log.log import Log
-from headrace_orchestrator.buffer.projection.sqlite import Projection
+from headrace_orchestrator.buffer.projection.sqlite import SqliteProjection
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.service import Service, pulls
-from headrace_orchestrator.service.batches import Bodies
+from headrace_orchestrator.service.batches import BatchBodies
 from headrace_orchestrator.service.storage.store import Store
 from headrace_orchestrator.service.submission_records import SubmissionJudge
 from headrace_orchestrator.settings import Settings
@@ -164,10 +164,10 @@ def _watch_service(points: Points) -> None:
     points.around(Scheduler, "nack", "nacking")
     points.around(pulls, "compose", "forming")
     points.around(Scheduler, "form", "forming")
-    points.around_async(Bodies, "serve", "serving")
+    points.around_async(BatchBodies, "serve", "serving")
     points.around(Scheduler, "snapshot", "snapshotting")
-    points.around_async(Assets, "add", "shelving")
-    points.around(Projection, "write", "projecting")
+    points.around_async(AssetStore, "add", "shelving")
+    points.around(SqliteProjection, "write", "projecting")
     points.around_async(Store, "close", "closing")
     points.around_async(Log, "close", "closing")
     for name in ("submit", "pull", "ack", "lease"):

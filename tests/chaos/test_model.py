@@ -28,7 +28,7 @@ from headrace.trajectory import Provenance, Version
 from headrace.wire import codec, messages
 from headrace_orchestrator.buffer.data_directory import DataDirectory
 from headrace_orchestrator.service import Service
-from headrace_orchestrator.service.batches import Served
+from headrace_orchestrator.service.batches import ServedBatch
 from headrace_orchestrator.settings import Settings
 from tests.builders import make_segment
 from tests.chaos.model import Batch, Model
@@ -217,7 +217,7 @@ class Histories(RuleBasedStateMachine):
             return
         self.served(found)
 
-    def served(self, found: Served) -> None:
+    def served(self, found: ServedBatch) -> None:
         self.holder[found.batch] = self.session
         body = self.buffer.do(whole(found))
         known = self.model.batches.get(found.batch)

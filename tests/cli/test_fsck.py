@@ -24,7 +24,7 @@ from headrace.trajectory import Asset, Failure, Version
 from headrace.wire import codec
 from headrace_orchestrator.cli.app import cli
 from headrace_orchestrator.cli.fsck import LOST, MENDABLE
-from headrace_orchestrator.service.fsck.findings import Finding, Report
+from headrace_orchestrator.service.fsck.findings import FsckFinding, FsckReport
 from headrace_orchestrator.service.fsck.fsck import check, rebuild
 from tests.builders import make_trajectory
 from tests.orchestrator.buffer.test_assets import claim, send, showing
@@ -62,7 +62,7 @@ def fsck(*arguments: str | Path) -> Result:
     return CliRunner().invoke(cli, ["fsck", *map(str, arguments)])
 
 
-def only(report: Report) -> Finding:
+def only(report: FsckReport) -> FsckFinding:
     (finding,) = report.findings
     return finding
 

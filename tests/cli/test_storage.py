@@ -7,7 +7,7 @@ from typing import Any
 import click
 from click.testing import CliRunner
 
-from headrace_orchestrator.buffer.retention_rules import KEEP_ALL, Retention
+from headrace_orchestrator.buffer.retention_rules import KEEP_ALL, RetentionRules
 from headrace_orchestrator.cli.storage_options import storage_arguments, storage_options, storage_settings
 
 GIVEN = ["--keep-age-s", "3600", "--keep-bytes", "1000000", "--max-disk-bytes", "2000000"]
@@ -29,7 +29,7 @@ def test_by_default_nothing_is_deleted_and_nothing_stops():
 
 def test_what_is_given_becomes_settings():
     settings = storage_settings(**taken(GIVEN))
-    assert settings["retention"] == Retention(age_s=3600, size_bytes=1_000_000)
+    assert settings["retention"] == RetentionRules(age_s=3600, size_bytes=1_000_000)
     assert settings["max_disk_bytes"] == 2_000_000
 
 

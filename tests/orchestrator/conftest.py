@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from headrace_orchestrator.buffer.log.writer_process import SUPPORTED, WriterProcess
-from headrace_orchestrator.service.lifecycle import StartWriting, in_a_thread
+from headrace_orchestrator.buffer.log.writer_process import SUPPORTED, LogWriterProcess
+from headrace_orchestrator.service.lifecycle import StartLogWriter, start_log_writer_thread
 from tests.orchestrator.serving import Api, Process, orchestrator
 
 _WRITERS = [
-    pytest.param(in_a_thread, id="thread"),
+    pytest.param(start_log_writer_thread, id="thread"),
     pytest.param(
-        WriterProcess,
+        LogWriterProcess,
         id="process",
         marks=pytest.mark.skipif(not SUPPORTED, reason="the log's writer has no process of its own here"),
     ),
@@ -22,9 +22,9 @@ _WRITERS = [
 
 
 @pytest.fixture(params=_WRITERS)
-def start_writing(request: pytest.FixtureRequest) -> StartWriting:
+def start_writing(request: pytest.FixtureRequest) -> StartLogWriter:
     """Starts the log's writer, for a test that holds wherever it runs."""
-    start: StartWriting = request.param
+    start: StartLogWriter = request.param
     return start
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from headrace.server import logs
 from headrace_orchestrator import server
-from headrace_orchestrator.buffer.retention_rules import Retention
+from headrace_orchestrator.buffer.retention_rules import RetentionRules
 from headrace_orchestrator.service.storage import retention as retaining
 from headrace_orchestrator.settings import Address, Settings
 
@@ -40,7 +40,7 @@ def main(data: Path) -> None:
         child = os.fork()
         if not child:
             sys.stdin.close()
-            _run(Settings(data=data, port=0, retention=Retention(trajectories=0), **json.loads(rest)))
+            _run(Settings(data=data, port=0, retention=RetentionRules(trajectories=0), **json.loads(rest)))
             return
     if child:  # whoever gives the orders is gone
         os.kill(child, signal.SIGKILL)

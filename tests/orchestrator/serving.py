@@ -24,7 +24,7 @@ from headrace.ids import new_id
 from headrace.trajectory import Trajectory
 from headrace.wire import codec, messages
 from headrace_orchestrator.server import serve
-from headrace_orchestrator.service.batches import Served
+from headrace_orchestrator.service.batches import ServedBatch
 from headrace_orchestrator.settings import Settings
 from tests.builders import make_trajectory
 
@@ -32,7 +32,7 @@ START_DEADLINE_S = 30.0
 """A process that is not ready by then will never be."""
 
 
-async def whole(served: Served) -> bytes:
+async def whole(served: ServedBatch) -> bytes:
     """The body of a batch, to its end."""
     return b"".join([part async for parts in served.body for part in parts])
 

@@ -14,7 +14,7 @@ import pytest
 from headrace.errors import LAYERS
 from headrace.wire import messages
 from headrace_orchestrator.console import render
-from headrace_orchestrator.service.lifecycle import Phase
+from headrace_orchestrator.service.lifecycle import ServicePhase
 from tests.orchestrator.serving import Api, refusing_disk, until
 
 RUN = messages.RunStatus(
@@ -74,18 +74,18 @@ def test_live_runs_come_first_and_those_whose_learner_waits_before_the_others():
         run(name="busy", learner_doing="training"),
         run(name="hungry", learner_waiting=True, reasons=[reason]),
     )
-    content = render.content(told, Phase("ready"))
+    content = render.content(told, ServicePhase("ready"))
     order = [content.index(f"Run {name}<") for name in ("hungry", "busy", "live", "old")]
     assert order == sorted(order)
 
 
 def test_runs_that_are_over_are_folded():
-    content = render.content(service(run(name="old", state="closed"), run(name="live")), Phase("ready"))
+    content = render.content(service(run(name="old", state="closed"), run(name="live")), ServicePhase("ready"))
     folded = content[content.index("<details>") : content.index("</details>")]
     assert "Run old" in folded
     assert "Run live" not in folded
-    assert "<details>" not in render.content(service(run()), Phase("ready"))
-    assert "No run is live" in render.content(service(run(state="closed")), Phase("ready"))
+    assert "<details>" not in render.content(service(run()), ServicePhase("ready"))
+    assert "No run is live" in render.content(service(run(state="closed")), ServicePhase("ready"))
 
 
 def test_a_learner_that_has_not_spoken_for_long_is_not_said_to_be_training():
@@ -104,7 +104,7 @@ def test_a_worker_that_has_not_spoken_for_long_is_silent():
 
 def test_names_and_messages_are_escaped():
     reason = messages.Reason(code="collecting", message="<script>alert(1)</script>")
-    page = render.console(service(run(learner_waiting=True, reasons=[reason])), Phase("ready"))
+    page = render.console(service(run(learner_waiting=True, reasons=[reason])), ServicePhase("ready"))
     assert "<script>alert" not in page
     assert "&lt;script&gt;" in page
 

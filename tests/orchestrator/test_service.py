@@ -20,12 +20,12 @@ from headrace.ids import new_id
 from headrace.store.log_format import FrameType
 from headrace.wire import codec, messages
 from headrace_orchestrator.buffer.log import log as log_module
-from headrace_orchestrator.buffer.log.log import Log, Placed
-from headrace_orchestrator.buffer.projection.sqlite import Projection
+from headrace_orchestrator.buffer.log.log import LocatedFrame, Log
+from headrace_orchestrator.buffer.projection.sqlite import SqliteProjection
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.scheduler.events import AnyEvent, GroupRetired, WorkerDraining
 from headrace_orchestrator.service import batches as serving
-from headrace_orchestrator.service.storage.record_events import outcome_of, record_of
+from headrace_orchestrator.service.storage.record_events import event_of, record_for_event
 from headrace_orchestrator.service.storage.replay import replay
 from headrace_orchestrator.service.storage.store import EVENTS_A_FRAME, Store, events_of
 from tests.builders import make_failed, make_id, make_multi_agent, make_multi_segment, make_trajectory, make_truncated
@@ -136,7 +136,7 @@ async def test_a_body_is_streamed_on_when_a_disk_that_refused_takes_its_records_
     await api.create_run()
     attempts = await api.lease(free=4)
     begun, refused, moved = threading.Event(), threading.Event(), threading.Event()
-    sync, read = os.fdatasync, serving.Bodies._read
+    sync, read = os.fdatasync, serving.BatchBodies._read
 
     def refuse_once(descriptor: int) -> None:
         if not refused.is_set():
@@ -150,7 +150,7 @@ async def test_a_body_is_streamed_on_when_a_disk_that_refused_takes_its_records_
         return read(*arguments)
 
     monkeypatch.setattr(os, "fdatasync", refuse_once)
-    monkeypatch.setattr(serving.Bodies, "_read", read_late)
+    monkeypatch.setattr(serving.BatchBodies, "_read", read_late)
     submitting = asyncio.create_task(api.submit(submission((a, record_for(a)) for a in attempts)))
     await api.ask("GET", "/healthz")
     pulling = asyncio.create_task(api.pull(wait_s=10))
@@ -247,22 +247,22 @@ RECORDS = [
 @pytest.mark.parametrize("trajectory", RECORDS)
 def test_the_scheduler_learns_the_same_from_a_record_when_it_is_submitted_and_when_it_is_read_back(trajectory: Any):
     record = codec.encode(trajectory)
-    assert outcome_of(trajectory, len(record)) == outcome_of(codec.decode_head(record), len(record))
+    assert event_of(trajectory, len(record)) == event_of(codec.decode_head(record), len(record))
 
 
 def test_rewards_are_summed_for_agents_that_train_and_never_for_failures():
-    assert outcome_of(make_multi_agent(), 64).rewards == {"player": 1.0}
-    assert outcome_of(make_multi_agent(opponent_trains=True), 64).rewards == {"opponent": -1.0, "player": 1.0}
-    assert outcome_of(make_failed(), 64).rewards == {}
-    outcome = outcome_of(make_multi_segment(), 64)
+    assert event_of(make_multi_agent(), 64).rewards == {"player": 1.0}
+    assert event_of(make_multi_agent(opponent_trains=True), 64).rewards == {"opponent": -1.0, "player": 1.0}
+    assert event_of(make_failed(), 64).rewards == {}
+    outcome = event_of(make_multi_segment(), 64)
     assert (str(outcome.low), str(outcome.high), outcome.rows, outcome.turns) == ("0.1", "0.2", 2, 3)
 
 
 def test_a_record_that_the_scheduler_wrote_itself_has_no_worker_in_its_provenance():
-    outcome = msgspec.structs.replace(outcome_of(make_failed(), 64), by_worker=False, trajectory="")
-    trajectory = record_of(outcome, new_id=lambda: make_id(7), headrace_version="1")
+    outcome = msgspec.structs.replace(event_of(make_failed(), 64), by_worker=False, trajectory="")
+    trajectory = record_for_event(outcome, new_id=lambda: make_id(7), headrace_version="1")
     assert (trajectory.id, trajectory.segments, trajectory.provenance.worker) == (make_id(7), [], "")
-    again = outcome_of(trajectory, 64)
+    again = event_of(trajectory, 64)
     assert not again.by_worker
     assert again.failure == outcome.failure
 
@@ -270,7 +270,7 @@ def test_a_record_that_the_scheduler_wrote_itself_has_no_worker_in_its_provenanc
 async def replayed(data: Path) -> tuple[Scheduler, Store, int]:
     """What the log in a data directory gives back, and how many records it passed over."""
     log = Log(data / "log", file_bytes=1 << 30)
-    store = Store(log, Projection(data / "projection.sqlite", log.id))
+    store = Store(log, SqliteProjection(data / "projection.sqlite", log.id))
     core = Scheduler(epoch=9, new_id=lambda: "id", new_nonce=lambda: "nonce")
     passed_over: list[None] = []
     replay(core, store, 0.0, damaged=lambda: passed_over.append(None), stopping=lambda: False)
@@ -309,13 +309,13 @@ async def test_control_records_that_are_decided_together_share_frames_in_the_ord
     log = Log(data_dir / "log", file_bytes=1 << 30)
     assert list(log.scan()) == []
     log.begin(lambda: None)
-    store = Store(log, Projection(data_dir / "projection.sqlite", log.id))
+    store = Store(log, SqliteProjection(data_dir / "projection.sqlite", log.id))
     events: list[AnyEvent] = [WorkerDraining(worker=f"worker-{number}") for number in range(2 * EVENTS_A_FRAME + 1)]
     store.put(events)
     await store.close()
 
     log = Log(data_dir / "log", file_bytes=1 << 30)
-    frames = [item.frame for item in log.scan() if isinstance(item, Placed)]
+    frames = [item.frame for item in log.scan() if isinstance(item, LocatedFrame)]
     read = [events_of(frame)[0] for frame in frames if frame.type is FrameType.CONTROL]
     await log.close()
     assert [len(share) for share in read] == [EVENTS_A_FRAME, EVENTS_A_FRAME, 1]
@@ -343,7 +343,7 @@ async def test_the_first_terminal_record_of_an_episode_wins(data_dir: Path):
         await api.create_run()
         attempts = await api.play(free=4)
     log = Log(data_dir / "log", file_bytes=1 << 30)
-    found = [item for item in log.scan() if isinstance(item, Placed)]
+    found = [item for item in log.scan() if isinstance(item, LocatedFrame)]
     log.begin(lambda: None)
     stored = next(item.frame.payload for item in found if item.frame.type is FrameType.TRAJECTORY)
     second = msgspec.structs.replace(codec.decode(stored), id=make_id(99))
@@ -422,7 +422,7 @@ async def test_everything_that_was_decided_together_is_encoded_before_anything_o
     log = Log(data_dir / "log", file_bytes=1 << 30)
     assert list(log.scan()) == []
     log.begin(lambda: None)
-    store = Store(log, Projection(data_dir / "projection.sqlite", log.id))
+    store = Store(log, SqliteProjection(data_dir / "projection.sqlite", log.id))
     size_bytes = log.size_bytes
     with pytest.raises(OverflowError):
         store.put([*[WorkerDraining(worker="w")] * EVENTS_A_FRAME, Unstorable(worker="w", number=1 << 70)])

@@ -9,7 +9,7 @@ import msgspec
 from headrace.errors import InvalidRequest
 from headrace.wire import messages
 from headrace_orchestrator.api.http import HttpRequest, HttpResponse, require_name
-from headrace_orchestrator.buffer.projection.entries import FILTERS
+from headrace_orchestrator.buffer.projection.entries import FILTER_COLUMNS
 from headrace_orchestrator.service import Service
 from headrace_orchestrator.service.callbacks import StoredCallback
 
@@ -206,7 +206,7 @@ async def trajectories(service: Service, call: HttpRequest) -> HandlerResult:
     before = call.number("before", None, int)
     if before is not None and not 0 <= before < 1 << 63:
         raise InvalidRequest(f"before={before} is no place in a listing.", hint="Give the next field of a page.")
-    wanted = {name: call.query[name] for name in FILTERS if name in call.query}
+    wanted = {name: call.query[name] for name in FILTER_COLUMNS if name in call.query}
     return await service.trajectories(call.params["run"], wanted, limit, before)
 
 

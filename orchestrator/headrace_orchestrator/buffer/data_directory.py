@@ -111,7 +111,7 @@ class DataDirectory:
 
 
 @contextmanager
-def hold(path: Path) -> Iterator[None]:
+def lock_directory(path: Path) -> Iterator[None]:
     """Keep orchestrators away from a data directory for the block. Raises DataDirectoryInUse."""
     lock = os.open(path / "owner", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:

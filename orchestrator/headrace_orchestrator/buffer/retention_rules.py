@@ -21,7 +21,7 @@ MIN_FILE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Retention:
+class RetentionRules:
     """What is kept at least; None: this rule deletes nothing."""
 
     age_s: float | None = None
@@ -48,7 +48,7 @@ class Retention:
         return (self.age_s, self.trajectories, self.size_bytes) != (None, None, None)
 
 
-KEEP_ALL = Retention()
+KEEP_ALL = RetentionRules()
 """No rule."""
 
 
@@ -61,7 +61,7 @@ class FileUse(NamedTuple):
     written_at: float
 
 
-def removable(files: Sequence[FileUse], retention: Retention, *, now_s: float, needed: int) -> list[int]:
+def removable_files(files: Sequence[FileUse], retention: RetentionRules, *, now_s: float, needed: int) -> list[int]:
     """Numbers of the files that may be deleted now, oldest first. ``files`` are all files in order, the one that is
     written last; from file ``needed`` on all have to stay."""
     trajectories = sum(file.trajectories for file in files)

@@ -1,10 +1,10 @@
 """What another store would have to offer in place of a part of the embedded one, and no more.
 
-* ``LocalFiles`` is a ``Files``, ``Projection`` is a ``Listings``; the type checker holds them to it.
+* ``LocalFiles`` is a ``LogFiles``, ``Projection`` is a ``Projection``; the type checker holds them to it.
 * The log itself has no seam: one process appends to one local file, and that it is synced is the whole promise.
 
-Sealed files never change, so an object store can hold them: ``Files`` reads a frame of one, lists and deletes them. All
-that is listed follows from the log, so any database can hold it: ``Listings`` takes entries, not rows.
+Sealed files never change, so an object store can hold them: ``LogFiles`` reads a frame of one, lists and deletes
+them. All that is listed follows from the log, so any database can hold it: ``Projection`` takes entries, not rows.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Protocol
 
 from headrace.wire import messages
 from headrace_orchestrator.buffer.log.location import Location
-from headrace_orchestrator.buffer.projection.entries import Stored, Unprojected
+from headrace_orchestrator.buffer.projection.entries import LocatedEntry, StoredTrajectory
 
 
-class Files(Protocol):
+class LogFiles(Protocol):
     """Files of a log. Methods may be called from any thread, and may take as long as a disk or a network does."""
 
     def sizes(self) -> dict[int, tuple[int, float]]:
@@ -39,7 +39,7 @@ class Files(Protocol):
         """Let go of everything."""
 
 
-class Listings(Protocol):
+class Projection(Protocol):
     """What lookups and pages are answered from. One thread writes at a time; readers may be in any. Each raises
     StoreError."""
 
@@ -50,7 +50,7 @@ class Listings(Protocol):
     def reset(self) -> None:
         """Forget everything: the log will give it back."""
 
-    def write(self, waiting: Iterable[Unprojected], cursor: int) -> None:
+    def write(self, waiting: Iterable[LocatedEntry], cursor: int) -> None:
         """Take in what is listed, in order, and move the cursor: both or nothing."""
 
     def check(self) -> None:
@@ -59,10 +59,10 @@ class Listings(Protocol):
     def trim(self) -> None:
         """Give back space that is not needed any more."""
 
-    def find(self, trajectory: str) -> Stored | None:
+    def find(self, trajectory: str) -> StoredTrajectory | None:
         """A trajectory by its id."""
 
-    def find_episode(self, episode: str) -> Stored | None:
+    def find_episode(self, episode: str) -> StoredTrajectory | None:
         """The terminal record of an episode."""
 
     def owners(self, trajectories: Sequence[str]) -> dict[str, str]:

@@ -12,7 +12,7 @@ import click
 from headrace_orchestrator.cli.output import OK, emit, json_option, note, shared
 from headrace_orchestrator.cli.progress import progress
 from headrace_orchestrator.console.render import size
-from headrace_orchestrator.service.fsck.findings import Finding, Report
+from headrace_orchestrator.service.fsck.findings import FsckFinding, FsckReport
 from headrace_orchestrator.service.fsck.fsck import check
 from headrace_orchestrator.service.fsck.fsck import rebuild as build_anew
 
@@ -54,14 +54,14 @@ def fsck(ctx: click.Context, directory: Path, rebuild: bool) -> None:
     ctx.exit(exit_code_of(report))
 
 
-def exit_code_of(report: Report) -> int:
+def exit_code_of(report: FsckReport) -> int:
     """How the command ends."""
     if any(finding.lost for finding in report.findings):
         return LOST
     return MENDABLE if report.findings else OK
 
 
-def _tell(report: Report) -> None:
+def _tell(report: FsckReport) -> None:
     for finding in report.findings:
         click.echo(line_of(finding))
     counts = ", ".join(f"{count} {name}" for name, count in report.frames.items())
@@ -76,7 +76,7 @@ def _tell(report: Report) -> None:
     note(f"{found} finding{'s' * (found > 1)}." if found else "All is sound.")
 
 
-def line_of(finding: Finding) -> str:
+def line_of(finding: FsckFinding) -> str:
     """A finding as a line for people."""
     where = f"{finding.file} at offset {finding.offset}" if finding.file.startswith("log/") else finding.file
     what = f", {finding.size_bytes} bytes" if finding.size_bytes else ""

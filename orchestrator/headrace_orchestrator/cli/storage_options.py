@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from headrace_orchestrator.buffer.retention_rules import Retention
+from headrace_orchestrator.buffer.retention_rules import RetentionRules
 
 _OPTIONS: tuple[tuple[str, click.IntRange | click.FloatRange, str], ...] = (
     (
@@ -47,7 +47,7 @@ def storage_settings(
     max_disk_bytes: int | None,
 ) -> dict[str, Any]:
     """Fields of ``Settings``."""
-    retention = Retention(age_s=keep_age_s, trajectories=keep_trajectories, size_bytes=keep_bytes)
+    retention = RetentionRules(age_s=keep_age_s, trajectories=keep_trajectories, size_bytes=keep_bytes)
     return {"retention": retention, "max_held_bytes": max_held_bytes, "max_disk_bytes": max_disk_bytes}
 
 

@@ -29,41 +29,41 @@ from headrace.wire.codec import decode_head
 from headrace_orchestrator.buffer.log.location import Location
 from headrace_orchestrator.buffer.log.log import Log
 from headrace_orchestrator.scheduler.core import Form, Redeliver
-from headrace_orchestrator.service.storage.location_index import BatchAt
+from headrace_orchestrator.service.storage.location_index import BatchLocations
 from headrace_orchestrator.service.storage.store import Store
 
 _log = logs.logger(__name__)
 
 WHOLE_BODY_BYTES = 64 << 20
-"""Bodies up to this are read before they are sent, so that damage is still an error answer; it is memory for each."""
+"""Bodies up to this are read before they are sent, so that damage is still an error answer."""
 
 CHUNK_BYTES = 4 << 20
 """Larger bodies are read and sent in pieces of this size: big enough for the disk, small enough for memory."""
 
 
-Parts = tuple[bytes | memoryview, ...]
+BodyParts = tuple[bytes | memoryview, ...]
 """Bytes in pieces, in order."""
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedBatch:
     """A batch on its way to a learner."""
 
     batch: str
     generation: int
     lease_s: float
     size_bytes: int
-    body: AsyncIterator[Parts]
+    body: AsyncIterator[BodyParts]
 
 
 @dataclass(frozen=True)
-class Formed:
+class BuiltBatch:
     """A batch that can be frozen: its plan without damaged records, its head, and its body (head and records), empty
     where that is too long to be held. ``lost``: groups left out; ``damaged`` records were."""
 
     plan: Form
     head: bytes
-    body: Parts
+    body: BodyParts
     trajectories: int
     lost: Sequence[str]
     damaged: int
@@ -80,7 +80,7 @@ class _Long:
     where these were."""
 
     batch: str
-    at: BatchAt
+    at: BatchLocations
     head: bytes
     records: Sequence[int]
 
@@ -89,7 +89,7 @@ class _Long:
         return len(self.head) + sum(self.at.members[n].length for n in self.records)
 
 
-class Source(NamedTuple):
+class PlannedGroup(NamedTuple):
     """A group of a planned batch as the index has it: its size at admission, and where its records are, None where
     they were lost."""
 
@@ -98,18 +98,18 @@ class Source(NamedTuple):
     members: dict[str, Location | None]
 
 
-def sources(store: Store, run: str, plan: Form) -> list[Source]:
+def planned_groups(store: Store, run: str, plan: Form) -> list[PlannedGroup]:
     """Where the records of a planned batch are."""
     known = store.index.groups.get(run, {})
     found = []
     for group, trajectories in plan.groups:
         at = known.get(group)
         places = {} if at is None else dict(at)
-        found.append(Source(group, 0 if at is None else at.expected, {id: places.get(id) for id in trajectories}))
+        found.append(PlannedGroup(group, 0 if at is None else at.expected, {id: places.get(id) for id in trajectories}))
     return found
 
 
-def compose(log: Log, plan: Form, groups: Sequence[Source], spec: RunSpec) -> Formed:
+def build_batch(log: Log, plan: Form, groups: Sequence[PlannedGroup], spec: RunSpec) -> BuiltBatch:
     """Read the members' records and compute the head. Blocking."""
     whole: list[tuple[str, list[str]]] = []
     inputs: list[GroupInput] = []
@@ -135,18 +135,18 @@ def compose(log: Log, plan: Form, groups: Sequence[Source], spec: RunSpec) -> Fo
     damaged = sum(len(trajectories) for _, trajectories in plan.groups) - len(records)
     body = (head, *records)
     held = body if _size(body) <= WHOLE_BODY_BYTES else ()
-    return Formed(msgspec.structs.replace(plan, groups=whole), head, held, len(records), lost, damaged)
+    return BuiltBatch(msgspec.structs.replace(plan, groups=whole), head, held, len(records), lost, damaged)
 
 
-def _size(parts: Parts) -> int:
+def _size(parts: BodyParts) -> int:
     return sum(map(len, parts))
 
 
-async def _at_once(body: Parts) -> AsyncIterator[Parts]:
+async def _at_once(body: BodyParts) -> AsyncIterator[BodyParts]:
     yield body
 
 
-def _read_group(log: Log, group: Source) -> dict[str, bytes]:
+def _read_group(log: Log, group: PlannedGroup) -> dict[str, bytes]:
     """The records of a group by id, damaged ones left out."""
     sound: dict[str, bytes] = {}
     for trajectory, location in group.members.items():
@@ -159,17 +159,17 @@ def _read_group(log: Log, group: Source) -> dict[str, bytes]:
     return sound
 
 
-class Bodies:
+class BatchBodies:
     """Reads the bodies of frozen batches; keeps the newest small one, which is what a repeated pull and the other
     ranks of a learner ask for."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._newest: tuple[str, Parts] = ("", ())
+        self._newest: tuple[str, BodyParts] = ("", ())
         self._cut: tuple[str, int, Sharding] | None = None
         self._one = asyncio.Lock()
 
-    def keep(self, batch: str, body: Parts) -> None:
+    def keep(self, batch: str, body: BodyParts) -> None:
         """A body that was just made; an empty one is too long to be kept."""
         if body:
             self._newest = (batch, body)
@@ -179,7 +179,7 @@ class Bodies:
         if self._newest[0] == batch:
             self._newest = ("", ())
 
-    async def serve(self, lease: Redeliver, damaged: Callable[[CorruptRecord], None]) -> Served:
+    async def serve(self, lease: Redeliver, damaged: Callable[[CorruptRecord], None]) -> ServedBatch:
         """A batch, or a shard of it, on its lease. Raises CorruptRecord where its bytes are damaged; ``damaged`` is
         called where that shows only when a part of it is under way."""
         while True:
@@ -191,7 +191,9 @@ class Bodies:
                     raise
                 # It was moved to another file while it was read.
 
-    async def _serve(self, lease: Redeliver, at: BatchAt | None, damaged: Callable[[CorruptRecord], None]) -> Served:
+    async def _serve(
+        self, lease: Redeliver, at: BatchLocations | None, damaged: Callable[[CorruptRecord], None]
+    ) -> ServedBatch:
         if at is None:
             raise CorruptRecord(
                 f"Batch {lease.batch} cannot be served again: a record that it needs was lost in the log.",
@@ -199,15 +201,15 @@ class Bodies:
             )
         name, newest = self._newest
         if name == lease.batch and lease.shards == 1:
-            return Served(lease.batch, lease.generation, lease.lease_s, _size(newest), _at_once(newest))
+            return ServedBatch(lease.batch, lease.generation, lease.lease_s, _size(newest), _at_once(newest))
         async with self._one:  # the ranks of a learner come together, and want the same file read once
             made = await asyncio.to_thread(self._make, lease, at)
         if isinstance(made, tuple):
-            return Served(lease.batch, lease.generation, lease.lease_s, _size(made), _at_once(made))
+            return ServedBatch(lease.batch, lease.generation, lease.lease_s, _size(made), _at_once(made))
         parts = self._watched(self._stream(made), damaged)
-        return Served(lease.batch, lease.generation, lease.lease_s, made.size_bytes, parts)
+        return ServedBatch(lease.batch, lease.generation, lease.lease_s, made.size_bytes, parts)
 
-    def _make(self, lease: Redeliver, at: BatchAt) -> Parts | _Long:
+    def _make(self, lease: Redeliver, at: BatchLocations) -> BodyParts | _Long:
         """The body, or where it is. Blocking."""
         whole = self._whole(lease.batch, at)
         if lease.shards == 1:
@@ -223,7 +225,7 @@ class Bodies:
             return long
         return (cut.head, *self._read(at, records))
 
-    def _whole(self, batch: str, at: BatchAt) -> Parts | None:
+    def _whole(self, batch: str, at: BatchLocations) -> BodyParts | None:
         """The whole body, head and records, if it fits."""
         name, body = self._newest
         if name == batch:
@@ -234,7 +236,7 @@ class Bodies:
         self._newest = (batch, body)
         return body
 
-    def _sharding(self, lease: Redeliver, at: BatchAt, whole: Parts | None) -> Sharding:
+    def _sharding(self, lease: Redeliver, at: BatchLocations, whole: BodyParts | None) -> Sharding:
         if self._cut is not None and self._cut[:2] == (lease.batch, lease.shards):
             return self._cut[2]
         head = self._store.log.read(at.head) if whole is None else whole[0]
@@ -243,8 +245,8 @@ class Bodies:
         return sharding
 
     async def _watched(
-        self, body: AsyncIterator[Parts], damaged: Callable[[CorruptRecord], None]
-    ) -> AsyncIterator[Parts]:
+        self, body: AsyncIterator[BodyParts], damaged: Callable[[CorruptRecord], None]
+    ) -> AsyncIterator[BodyParts]:
         try:
             async for parts in body:
                 yield parts
@@ -252,7 +254,7 @@ class Bodies:
             damaged(error)
             raise
 
-    async def _stream(self, body: _Long) -> AsyncIterator[Parts]:
+    async def _stream(self, body: _Long) -> AsyncIterator[BodyParts]:
         yield (body.head,)
         piece: list[int] = []
         size = 0
@@ -265,7 +267,7 @@ class Bodies:
         if piece:
             yield await self._piece(body, piece)
 
-    async def _piece(self, body: _Long, records: Sequence[int]) -> Parts:
+    async def _piece(self, body: _Long, records: Sequence[int]) -> BodyParts:
         """Records of a body, from where they are now: a disk that refused may have taken them in another file."""
         while True:
             at = self._where(body)
@@ -275,9 +277,9 @@ class Bodies:
                 if self._where(body) == at:
                     raise
 
-    def _where(self, body: _Long) -> BatchAt:
+    def _where(self, body: _Long) -> BatchLocations:
         """Where the batch is, or was when it was given up."""
         return self._store.index.batches.get(body.batch, body.at)
 
-    def _read(self, at: BatchAt, records: Sequence[int]) -> Parts:
+    def _read(self, at: BatchLocations, records: Sequence[int]) -> BodyParts:
         return tuple(self._store.log.read(at.members[n]) for n in records)

@@ -21,21 +21,21 @@ from headrace.assets import FOLDER
 from headrace.errors import HeadraceError, StoreError, Unavailable
 from headrace.ids import new_id, random_pool
 from headrace.server import logs
-from headrace_orchestrator.buffer.assets.store import COLLECT_EVERY_S, Assets
+from headrace_orchestrator.buffer.assets.store import COLLECT_EVERY_S, AssetStore
 from headrace_orchestrator.buffer.data_directory import DataDirectory
 from headrace_orchestrator.buffer.log.log import Log
-from headrace_orchestrator.buffer.log.writer_thread import WriterThread, Writing
-from headrace_orchestrator.buffer.projection.sqlite import Projection
+from headrace_orchestrator.buffer.log.writer_thread import LogWriter, LogWriterThread
+from headrace_orchestrator.buffer.projection.sqlite import SqliteProjection
 from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.scheduler.state.admission.bounds import Bounds
-from headrace_orchestrator.service.batches import Bodies
+from headrace_orchestrator.service.batches import BatchBodies
 from headrace_orchestrator.service.policy_servers import PolicyPlane
 from headrace_orchestrator.service.pulls import Pulls
 from headrace_orchestrator.service.shell import Shell
-from headrace_orchestrator.service.storage.page_cache import PageCache
+from headrace_orchestrator.service.storage.page_cache import PageCacheTrimmer
 from headrace_orchestrator.service.storage.replay import replay
-from headrace_orchestrator.service.storage.retention import Retainer
+from headrace_orchestrator.service.storage.retention import RetentionLoop
 from headrace_orchestrator.service.storage.store import Store
 from headrace_orchestrator.service.submissions import Submissions
 from headrace_orchestrator.settings import Settings
@@ -49,7 +49,7 @@ RECENT_SYNCS = 512
 """Group commits that the median sync time looks back on."""
 
 
-class Phase(msgspec.Struct, frozen=True):
+class ServicePhase(msgspec.Struct, frozen=True):
     """What the service is busy with. ``done`` of ``total`` bytes, while it starts, and the seconds that the rest may
     take by the pace so far. ``failure``: why nothing can be stored now, ``remedy``: what to do about it; empty when all
     is well."""
@@ -62,21 +62,21 @@ class Phase(msgspec.Struct, frozen=True):
     remedy: str = ""
 
 
-StartWriting = Callable[[DataDirectory], Writing]
+StartLogWriter = Callable[[DataDirectory], LogWriter]
 """Gives what writes the log of a data directory."""
 
 
-def in_a_thread(directory: DataDirectory) -> Writing:
+def start_log_writer_thread(directory: DataDirectory) -> LogWriter:
     """The writer in a thread of this process: for a service among other things."""
-    return WriterThread(directory.path / "log", directory.require_owned)
+    return LogWriterThread(directory.path / "log", directory.require_owned)
 
 
-class Running(NamedTuple):
+class RunningService(NamedTuple):
     """What exists once the log is read."""
 
     shell: Shell
     pulls: Pulls
-    assets: Assets
+    assets: AssetStore
     submissions: Submissions
     plane: PolicyPlane
 
@@ -90,7 +90,7 @@ class Lifecycle:
         directory: DataDirectory,
         metrics: Metrics,
         clock: Callable[[], float],
-        start_writing: StartWriting,
+        start_writing: StartLogWriter,
     ) -> None:
         self.epoch = directory.epoch
         self.metrics = metrics
@@ -103,7 +103,7 @@ class Lifecycle:
         self._phase = "starting"
         self._projection_failure = self._projection_phase = ""
         self._log: Log | None = None
-        self._running: Running | None = None
+        self._running: RunningService | None = None
         self._syncs: deque[float] = deque(maxlen=RECENT_SYNCS)
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -122,8 +122,8 @@ class Lifecycle:
             raise
         if not self.draining:
             self._phase = "reading the log"
-        store = Store(self._log, Projection(self._directory.path / "projection.sqlite", self._log.id))
-        assets = Assets(
+        store = Store(self._log, SqliteProjection(self._directory.path / "projection.sqlite", self._log.id))
+        assets = AssetStore(
             self._directory.path / FOLDER, store.referred, clock=self._clock, promise_s=self._settings.asset_promise_s
         )
         bounds = Bounds(self._settings.max_held_bytes or math.inf, self._settings.max_disk_bytes or math.inf)
@@ -144,9 +144,9 @@ class Lifecycle:
         self._replayed_s = self._clock() - begun
         shell = Shell(core, store, self.metrics, lambda: self._clock() - self._replayed_s)
         submissions = Submissions(shell, assets, self.metrics, self.epoch)
-        pulls = Pulls(shell, Bodies(store), self.metrics, self.epoch)
-        self._running = Running(shell, pulls, assets, submissions, PolicyPlane(shell, self.metrics, self.epoch))
-        retainer = Retainer(
+        pulls = Pulls(shell, BatchBodies(store), self.metrics, self.epoch)
+        self._running = RunningService(shell, pulls, assets, submissions, PolicyPlane(shell, self.metrics, self.epoch))
+        retainer = RetentionLoop(
             store,
             assets,
             self._settings.retention,
@@ -155,7 +155,7 @@ class Lifecycle:
             deleted=self._deleted,
             now_s=lambda: time.time_ns() / 1e9,
         )
-        tasks = (self._project, self._watch_lag, self._collect, retainer.run, PageCache(store).run)
+        tasks = (self._project, self._watch_lag, self._collect, retainer.run, PageCacheTrimmer(store).run)
         self._tasks = [asyncio.create_task(task()) for task in tasks]
         shell.commit()
         await store.log.synced()
@@ -164,7 +164,7 @@ class Lifecycle:
         trajectories, replayed_s = store.index.trajectories, round(self._replayed_s, 3)
         log.info("ready", epoch=self.epoch, trajectories=trajectories, replayed_s=replayed_s)
 
-    def _open_log(self, writing: Writing) -> Log:
+    def _open_log(self, writing: LogWriter) -> Log:
         settings = self._settings
         return Log(
             self._directory.path / "log",
@@ -290,13 +290,13 @@ class Lifecycle:
 
     # Readiness ------------------------------------------------------------------------------------------------
 
-    def phase(self) -> Phase:
+    def phase(self) -> ServicePhase:
         """What it is busy with."""
         if self._log is not None and self._running is None:
             done, total = self._log.scanned_bytes, self._log.found_bytes
             passed_s = self._clock() - self._reading_since
-            return Phase(self._phase, done, total, passed_s / done * (total - done) if done else None)
-        return Phase(self._phase, failure=self._failure, remedy=self._remedy if self._failure else "")
+            return ServicePhase(self._phase, done, total, passed_s / done * (total - done) if done else None)
+        return ServicePhase(self._phase, failure=self._failure, remedy=self._remedy if self._failure else "")
 
     def require_ready(self) -> None:
         """Raises Unavailable unless everything works, with ``phase``, ``done`` and ``total``."""
@@ -321,7 +321,7 @@ class Lifecycle:
             estimate_s=None if phase.estimate_s is None else round(phase.estimate_s, 1),
         )
 
-    def _require(self) -> Running:
+    def _require(self) -> RunningService:
         if self._running is None:
             raise self._busy()
         if self._failure:

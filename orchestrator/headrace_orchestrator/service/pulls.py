@@ -23,7 +23,7 @@ from headrace.wire import messages
 from headrace.wire.alignment import ALIGNMENT
 from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.scheduler.core import Form, Plan, Redeliver
-from headrace_orchestrator.service.batches import Bodies, Parts, Served, compose, sources
+from headrace_orchestrator.service.batches import BatchBodies, BodyParts, ServedBatch, build_batch, planned_groups
 from headrace_orchestrator.service.shell import Shell
 from headrace_orchestrator.service.waiters import ClientDisconnected, Left
 
@@ -37,7 +37,7 @@ REMEMBERED = 64
 class Pulls:
     """All pulls of a running service."""
 
-    def __init__(self, shell: Shell, bodies: Bodies, metrics: Metrics, epoch: int) -> None:
+    def __init__(self, shell: Shell, bodies: BatchBodies, metrics: Metrics, epoch: int) -> None:
         self._shell = shell
         self._bodies = bodies
         self._metrics = metrics
@@ -51,16 +51,16 @@ class Pulls:
         """Whether a pull of the run waits now."""
         return self._waiting[run] > 0
 
-    async def pull(self, run: str, request: messages.PullRequest, left: Left) -> Served | messages.EmptyReply:
+    async def pull(self, run: str, request: messages.PullRequest, left: Left) -> ServedBatch | messages.EmptyReply:
         """Lease a batch; waits up to ``wait_s`` until one is ready. Raises ClientDisconnected."""
         begun = self._shell.now()
         deadline = begun + request.wait_s
-        answer: Served | messages.EmptyReply | None = None
+        answer: ServedBatch | messages.EmptyReply | None = None
         while answer is None:  # there is an end to it: each round has fewer records
             answer = await self._answer(run, request, deadline, left)
         waited_s = self._shell.now() - begun
         self._metrics.pull_wait.labels(self._metrics.run_label(run)).observe(waited_s)
-        if isinstance(answer, Served):
+        if isinstance(answer, ServedBatch):
             return answer
         for reason in answer.reasons:
             self._metrics.empty_pulls.labels(self._metrics.run_label(run), reason.code).inc()
@@ -68,11 +68,11 @@ class Pulls:
 
     async def _answer(
         self, run: str, request: messages.PullRequest, deadline: float, left: Left
-    ) -> Served | messages.EmptyReply | None:
+    ) -> ServedBatch | messages.EmptyReply | None:
         """A batch, whose end comes when what it rests on is on disk; or why there is none, when that is so; None where
         the batch is damaged."""
         lease: Redeliver | None = None
-        served: Served | None = None
+        served: ServedBatch | None = None
         try:
             plan = await self._wait(run, request, deadline, left)
             if isinstance(plan, messages.EmptyReply):
@@ -93,9 +93,9 @@ class Pulls:
             if served is None:
                 await self._shell.store.log.synced()
 
-    async def _ended_on_disk(self, body: AsyncIterator[Parts]) -> AsyncIterator[Parts]:
+    async def _ended_on_disk(self, body: AsyncIterator[BodyParts]) -> AsyncIterator[BodyParts]:
         """A body on its way while what it rests on is written: whoever has not got its end has no batch."""
-        held: Parts = ()
+        held: BodyParts = ()
         async for parts in body:
             if held:
                 yield held
@@ -171,9 +171,9 @@ class Pulls:
         """Form a planned batch; None where it has to be planned anew. There is an end to it: each round has fewer
         groups, or a version was announced meanwhile."""
         shell = self._shell
-        groups = sources(shell.store, run, plan)
-        formed = await asyncio.to_thread(compose, shell.store.log, plan, groups, shell.core.spec(run))
-        if sources(shell.store, run, plan) != groups:
+        groups = planned_groups(shell.store, run, plan)
+        formed = await asyncio.to_thread(build_batch, shell.store.log, plan, groups, shell.core.spec(run))
+        if planned_groups(shell.store, run, plan) != groups:
             return None  # its records were moved to another file, or its groups are over
         self._metrics.damaged.inc(formed.damaged)
         if formed.lost:
@@ -198,7 +198,7 @@ class Pulls:
             self._shell.core.evict(run, group, self._shell.now())
         self._shell.commit()
 
-    async def _serve(self, run: str, lease: Redeliver, request: messages.PullRequest, left: Left) -> Served:
+    async def _serve(self, run: str, lease: Redeliver, request: messages.PullRequest, left: Left) -> ServedBatch:
         served = await self._bodies.serve(lease, lambda error: self._dissolve(run, lease, error))
         if left().done():
             key = (lease.batch, lease.generation)

@@ -21,12 +21,12 @@ from headrace.runspec import parse_run_spec
 from headrace.server import logs
 from headrace.wire import messages
 from headrace_orchestrator.buffer.data_directory import DataDirectory
-from headrace_orchestrator.buffer.projection.entries import Stored
+from headrace_orchestrator.buffer.projection.entries import StoredTrajectory
 from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.scheduler.core import Scheduler
-from headrace_orchestrator.service.batches import Served
+from headrace_orchestrator.service.batches import ServedBatch
 from headrace_orchestrator.service.callbacks import StoredCallback
-from headrace_orchestrator.service.lifecycle import Lifecycle, Running, StartWriting, in_a_thread
+from headrace_orchestrator.service.lifecycle import Lifecycle, RunningService, StartLogWriter, start_log_writer_thread
 from headrace_orchestrator.service.shell import HEADRACE_VERSION
 from headrace_orchestrator.service.storage.store import Store
 from headrace_orchestrator.service.waiters import ClientDisconnected, Left
@@ -49,7 +49,7 @@ class Service(Lifecycle):
         directory: DataDirectory,
         *,
         clock: Callable[[], float] = time.monotonic,
-        start_writing: StartWriting = in_a_thread,
+        start_writing: StartLogWriter = start_log_writer_thread,
     ) -> None:
         super().__init__(settings, directory, Metrics(self.status), clock, start_writing)
 
@@ -161,7 +161,7 @@ class Service(Lifecycle):
 
     # Learners -------------------------------------------------------------------------------------------------
 
-    async def pull(self, run: str, request: messages.PullRequest, left: Left) -> Served | messages.EmptyReply:
+    async def pull(self, run: str, request: messages.PullRequest, left: Left) -> ServedBatch | messages.EmptyReply:
         """Lease a batch; waits up to ``wait_s`` until one is ready."""
         return await self._require().pulls.pull(run, request, left)
 
@@ -276,7 +276,7 @@ class Service(Lifecycle):
         """One run. Raises UnknownRun."""
         return self._run_status(self._require(), run)
 
-    def _run_status(self, running: Running, run: str) -> messages.RunStatus:
+    def _run_status(self, running: RunningService, run: str) -> messages.RunStatus:
         status = running.shell.core.run_status(run, running.shell.now())
         servers, sync = running.plane.shown(run)
         return msgspec.structs.replace(
@@ -370,7 +370,7 @@ class Service(Lifecycle):
             rows=rows,
         )
 
-    async def _find(self, store: Store, trajectory: str) -> Stored:
+    async def _find(self, store: Store, trajectory: str) -> StoredTrajectory:
         await store.project()
         found = await asyncio.to_thread(store.projection.find, trajectory)
         if found is None:

@@ -17,7 +17,7 @@ from headrace.errors import InternalError, StoreError
 from headrace.ids import new_id
 from headrace.server import logs
 from headrace.wire import codec
-from headrace_orchestrator.buffer.projection.entries import TrajectoryListed
+from headrace_orchestrator.buffer.projection.entries import TrajectoryEntry
 from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.scheduler.events import (
@@ -27,9 +27,9 @@ from headrace_orchestrator.scheduler.events import (
     EpisodeEnded,
     TaskQuarantined,
 )
-from headrace_orchestrator.service.batches import Formed
-from headrace_orchestrator.service.storage.record_events import outcome_of, record_of
-from headrace_orchestrator.service.storage.store import Decided, Ended, Frozen, Store
+from headrace_orchestrator.service.batches import BuiltBatch
+from headrace_orchestrator.service.storage.record_events import event_of, record_for_event
+from headrace_orchestrator.service.storage.store import BatchWrite, Store, StoreWrite, TrajectoryWrite
 from headrace_orchestrator.service.waiters import Bells
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ class Shell:
             self.commit()
             await self.store.log.synced()
 
-    def commit(self, accepted: Mapping[str, Ended] | None = None, formed: Formed | None = None) -> None:
+    def commit(self, accepted: Mapping[str, TrajectoryWrite] | None = None, formed: BuiltBatch | None = None) -> None:
         """Append what the core has decided since the last time. ``accepted`` are the records of submissions by
         episode, ``formed`` the batch that was frozen."""
         try:
@@ -86,20 +86,22 @@ class Shell:
         except Exception as error:
             raise self._stop(error) from error
 
-    def _decided(self, event: AnyEvent, accepted: Mapping[str, Ended], formed: Formed | None) -> Decided:
+    def _decided(
+        self, event: AnyEvent, accepted: Mapping[str, TrajectoryWrite], formed: BuiltBatch | None
+    ) -> StoreWrite:
         """What is stored of an event."""
         if isinstance(event, BatchFormed):
             if formed is None:
                 raise InternalError(f"Batch {event.batch} was formed without its head.")
-            return Frozen(event, formed.head, formed.plan.groups)
+            return BatchWrite(event, formed.head, formed.plan.groups)
         if not isinstance(event, EpisodeEnded):
             return event
         if event.by_worker:
             return accepted[event.episode]
-        trajectory = record_of(event, new_id=new_id, headrace_version=HEADRACE_VERSION)
+        trajectory = record_for_event(event, new_id=new_id, headrace_version=HEADRACE_VERSION)
         record = codec.encode(trajectory)
-        outcome = outcome_of(trajectory, len(record))
-        return Ended(TrajectoryListed(outcome, trajectory.stop_reason, trajectory.provenance, ()), record)
+        outcome = event_of(trajectory, len(record))
+        return TrajectoryWrite(TrajectoryEntry(outcome, trajectory.stop_reason, trajectory.provenance, ()), record)
 
     def _stop(self, error: Exception) -> InternalError:
         """Nothing more is decided or stored: a restart goes back to what the log says."""

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from headrace.errors import StoreError
 from headrace.server import logs
 from headrace.wire.messages import SubmitResult
-from headrace_orchestrator.buffer.assets.store import Assets
+from headrace_orchestrator.buffer.assets.store import AssetStore
 from headrace_orchestrator.service.callbacks import StoredCallback
 from headrace_orchestrator.service.shell import Shell
 from headrace_orchestrator.service.submission_records import SubmissionJudge, SubmittedRecord
@@ -44,7 +44,7 @@ class _PendingSubmission(NamedTuple):
 class SubmissionBatcher:
     """All submissions of a running service that are not judged yet."""
 
-    def __init__(self, shell: Shell, assets: Assets) -> None:
+    def __init__(self, shell: Shell, assets: AssetStore) -> None:
         self._shell = shell
         self._assets = assets
         self._pending: deque[_PendingSubmission] = deque()

@@ -31,12 +31,12 @@ from headrace.validation import validate
 from headrace.wire import codec
 from headrace.wire.alignment import ALIGNMENT, padded
 from headrace.wire.messages import Submission, SubmitResult
-from headrace_orchestrator.buffer.assets.store import Assets
-from headrace_orchestrator.buffer.projection.entries import TrajectoryListed
+from headrace_orchestrator.buffer.assets.store import AssetStore
+from headrace_orchestrator.buffer.projection.entries import TrajectoryEntry
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.scheduler.events import EpisodeEnded
-from headrace_orchestrator.service.storage.record_events import outcome_of
-from headrace_orchestrator.service.storage.store import Ended, Store
+from headrace_orchestrator.service.storage.record_events import event_of
+from headrace_orchestrator.service.storage.store import Store, TrajectoryWrite
 
 log = logs.logger(__name__)
 
@@ -108,8 +108,8 @@ class SubmissionJudge:
     its memory is still in the processor's cache.
     """
 
-    def __init__(self, core: Scheduler, store: Store, assets: Assets, now: float) -> None:
-        self.accepted: dict[str, Ended] = {}
+    def __init__(self, core: Scheduler, store: Store, assets: AssetStore, now: float) -> None:
+        self.accepted: dict[str, TrajectoryWrite] = {}
         self._core = core
         self._store = store
         self._assets = assets
@@ -121,23 +121,25 @@ class SubmissionJudge:
 
     def judge(self, submitted: Sequence[SubmittedRecord]) -> list[SubmitResult]:
         """Validate each record and have the scheduler decide; one result each, in their order. Raises StoreError."""
-        read: list[Ended | SubmitResult] = []
+        read: list[TrajectoryWrite | SubmitResult] = []
         for item in submitted:
             try:
                 read.append(self._read(item))
             except Exception as error:  # noqa: BLE001 - it becomes the record's result, or is raised again
                 read.append(_refusal(item.head, error))
         # One lookup for all: one for each record would cost more than everything else.
-        self._owners = self._store.owners([item.listed.outcome.trajectory for item in read if isinstance(item, Ended)])
+        self._owners = self._store.owners(
+            [item.listed.outcome.trajectory for item in read if isinstance(item, TrajectoryWrite)]
+        )
         results: list[SubmitResult] = []
         for item, ended in zip(submitted, read, strict=True):
             try:
-                results.append(self._decide(item, ended) if isinstance(ended, Ended) else ended)
+                results.append(self._decide(item, ended) if isinstance(ended, TrajectoryWrite) else ended)
             except Exception as error:  # noqa: BLE001 - it becomes the record's result, or is raised again
                 results.append(_refusal(item.head, error))
         return results
 
-    def _read(self, item: SubmittedRecord) -> Ended:
+    def _read(self, item: SubmittedRecord) -> TrajectoryWrite:
         """Decode a record; raises unless it is valid, of the attempt in its head, and made by the worker."""
         head, record = item.head, bytes(item.record)
         trajectory = codec.decode(record)
@@ -150,10 +152,10 @@ class SubmissionJudge:
             )
         self._check_provenance(item.worker, trajectory)
         assets = [asset.name for asset in trajectory.assets] if trajectory.assets else ()
-        outcome = outcome_of(trajectory, len(record))
-        return Ended(TrajectoryListed(outcome, trajectory.stop_reason, trajectory.provenance, assets), record)
+        outcome = event_of(trajectory, len(record))
+        return TrajectoryWrite(TrajectoryEntry(outcome, trajectory.stop_reason, trajectory.provenance, assets), record)
 
-    def _decide(self, item: SubmittedRecord, ended: Ended) -> SubmitResult:
+    def _decide(self, item: SubmittedRecord, ended: TrajectoryWrite) -> SubmitResult:
         head, listed = item.head, ended.listed
         outcome = listed.outcome
         self._check_owner(outcome)

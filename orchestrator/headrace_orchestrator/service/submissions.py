@@ -12,7 +12,7 @@ import functools
 from collections.abc import Sequence
 
 from headrace.wire import messages
-from headrace_orchestrator.buffer.assets.store import Assets
+from headrace_orchestrator.buffer.assets.store import AssetStore
 from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.service.callbacks import StoredCallback
 from headrace_orchestrator.service.shell import Shell
@@ -28,7 +28,7 @@ from headrace_orchestrator.service.submission_records import (
 class Submissions:
     """All submissions of a running service."""
 
-    def __init__(self, shell: Shell, assets: Assets, metrics: Metrics, epoch: int) -> None:
+    def __init__(self, shell: Shell, assets: AssetStore, metrics: Metrics, epoch: int) -> None:
         self._store = shell.store
         self._batcher = SubmissionBatcher(shell, assets)
         self._metrics = metrics

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headrace.assets import AssetData, asset_of
-from headrace_orchestrator.buffer.assets.store import Assets, check
+from headrace_orchestrator.buffer.assets.store import AssetStore, check
 
 PROMISE_S = 10.0
 POOL = [asset_of(bytes([number]) * (number + 1), "image/png") for number in range(4)]
@@ -32,7 +32,7 @@ class Histories(RuleBasedStateMachine):
         self.start()
 
     def start(self) -> None:
-        self.assets = Assets(self.folder, self.referred, clock=lambda: self.now, promise_s=PROMISE_S)
+        self.assets = AssetStore(self.folder, self.referred, clock=lambda: self.now, promise_s=PROMISE_S)
         self.assets.open()
         self.runner.run(self.assets.measure())
 

@@ -19,7 +19,7 @@ from headrace.trajectory import ContentPart, Message
 from headrace.wire import messages
 from headrace_orchestrator.buffer.assets import files as asset_files
 from headrace_orchestrator.buffer.assets.files import AssetFiles
-from headrace_orchestrator.buffer.assets.store import Assets, check
+from headrace_orchestrator.buffer.assets.store import AssetStore, check
 from tests.orchestrator.serving import Api, orchestrator, record_for, submission
 
 ONE, TWO, THREE = (asset_of(bytes([value]) * 1000, "image/png") for value in range(3))
@@ -32,7 +32,7 @@ class Keeper:
     def __init__(self, folder: Path) -> None:
         self.now = 0.0
         self.referred: set[str] = set()
-        self.assets = Assets(
+        self.assets = AssetStore(
             folder, lambda names: self.referred.intersection(names), clock=lambda: self.now, promise_s=PROMISE_S
         )
 

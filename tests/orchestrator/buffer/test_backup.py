@@ -20,7 +20,7 @@ from headrace.errors import CorruptRecord, InvalidRequest, SetupError, StoreErro
 from headrace.trajectory import Provenance
 from headrace_orchestrator.buffer.backup import backup as copies
 from headrace_orchestrator.buffer.backup.backup import back_up, read_manifest
-from headrace_orchestrator.buffer.backup.restore import Restored, restore
+from headrace_orchestrator.buffer.backup.restore import RestoreReport, restore
 from headrace_orchestrator.buffer.data_directory import DataDirectory, last_epoch
 from headrace_orchestrator.cli.backup import backup
 from tests.orchestrator.buffer.test_log import flip
@@ -31,11 +31,11 @@ NOW_S = 1_800_000_000
 SMALL_FILE_BYTES = 8 << 10
 
 
-def copy(data: Path, destination: Path) -> copies.Report:
+def copy(data: Path, destination: Path) -> copies.BackupReport:
     return back_up(data, destination, now_ms=NOW_S * 1000)
 
 
-def put_back(backup: Path, data: Path) -> Restored:
+def put_back(backup: Path, data: Path) -> RestoreReport:
     return restore(backup, data, now_s=NOW_S)
 
 

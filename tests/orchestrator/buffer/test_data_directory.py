@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 
 from headrace.errors import DataDirectoryInUse, SetupError
-from headrace_orchestrator.buffer.data_directory import LOOKS, DataDirectory, hold, is_owned
+from headrace_orchestrator.buffer.data_directory import LOOKS, DataDirectory, is_owned, lock_directory
 
 
 def test_one_orchestrator_writes_a_data_directory_and_a_second_one_is_told_who_has_it(data_dir: Path):
@@ -183,6 +183,6 @@ def test_whoever_asks_whether_a_directory_is_owned_keeps_nobody_away(data_dir: P
 
 def test_a_directory_that_is_held_is_not_claimed(data_dir: Path):
     DataDirectory.claim(data_dir).close()
-    with hold(data_dir), pytest.raises(DataDirectoryInUse):
+    with lock_directory(data_dir), pytest.raises(DataDirectoryInUse):
         DataDirectory.claim(data_dir)
     DataDirectory.claim(data_dir).close()

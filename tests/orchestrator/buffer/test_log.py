@@ -20,19 +20,19 @@ from headrace.errors import CorruptRecord, SetupError, StoreError, UnknownLogFor
 from headrace.store import log_files, log_format
 from headrace.store.log_format import FileHead, Frame, FrameType, Tally
 from headrace_orchestrator.buffer.data_directory import DataDirectory
-from headrace_orchestrator.buffer.log.files import LocalFiles
+from headrace_orchestrator.buffer.log.files import LocalLogFiles
 from headrace_orchestrator.buffer.log.location import Location
-from headrace_orchestrator.buffer.log.log import Log, Lost, Moves, Placed
-from headrace_orchestrator.buffer.log.writer_thread import WriterThread, Writing
-from headrace_orchestrator.service.lifecycle import StartWriting
+from headrace_orchestrator.buffer.log.log import LocatedFrame, Log, LostRange, Relocations
+from headrace_orchestrator.buffer.log.writer_thread import LogWriter, LogWriterThread
+from headrace_orchestrator.service.lifecycle import StartLogWriter
 
 FILE_BYTES = 1 << 30
 
 
 @asynccontextmanager
 async def opened(
-    path: Path, *, file_bytes: int = FILE_BYTES, writing: Writing | None = None
-) -> AsyncIterator[tuple[Log, list[Placed | Lost]]]:
+    path: Path, *, file_bytes: int = FILE_BYTES, writing: LogWriter | None = None
+) -> AsyncIterator[tuple[Log, list[LocatedFrame | LostRange]]]:
     """A log that was read through, and what was in it."""
     log = Log(path, file_bytes=file_bytes, writing=writing)
     try:
@@ -48,17 +48,17 @@ async def opened(
 
 @asynccontextmanager
 async def opened_by(
-    start_writing: StartWriting, log_dir: Path, *, file_bytes: int = FILE_BYTES
-) -> AsyncIterator[tuple[Log, list[Placed | Lost]]]:
+    start_writing: StartLogWriter, log_dir: Path, *, file_bytes: int = FILE_BYTES
+) -> AsyncIterator[tuple[Log, list[LocatedFrame | LostRange]]]:
     """The log of a data directory, with a writer that is started for it."""
     with closing(DataDirectory.claim(log_dir.parent)) as directory:
         async with opened(log_dir, file_bytes=file_bytes, writing=start_writing(directory)) as log_and_found:
             yield log_and_found
 
 
-def payloads(found: list[Placed | Lost]) -> list[bytes]:
+def payloads(found: list[LocatedFrame | LostRange]) -> list[bytes]:
     """What was appended."""
-    placed = [item for item in found if isinstance(item, Placed)]
+    placed = [item for item in found if isinstance(item, LocatedFrame)]
     return [item.frame.payload for item in placed if item.frame.type not in (FrameType.FILE_HEAD, FrameType.FOOTER)]
 
 
@@ -92,7 +92,7 @@ async def test_one_sync_covers_all_frames_that_are_waiting(tmp_path: Path):
     await log.close()
 
 
-async def test_what_was_appended_comes_back_in_order_after_a_restart(log_dir: Path, start_writing: StartWriting):
+async def test_what_was_appended_comes_back_in_order_after_a_restart(log_dir: Path, start_writing: StartLogWriter):
     async with opened_by(start_writing, log_dir) as (log, _):
         log.append(FrameType.CONTROL, b"one")
         log.append(FrameType.TRAJECTORY, b"two" * 100)
@@ -103,7 +103,7 @@ async def test_what_was_appended_comes_back_in_order_after_a_restart(log_dir: Pa
         assert payloads(found) == [b"one", b"two" * 100, b"three"]
 
 
-async def test_a_record_is_readable_before_and_after_it_is_written(log_dir: Path, start_writing: StartWriting):
+async def test_a_record_is_readable_before_and_after_it_is_written(log_dir: Path, start_writing: StartLogWriter):
     async with opened_by(start_writing, log_dir) as (log, _):
         location = log.append(FrameType.TRAJECTORY, b"record")
         assert log.read(location) == b"record"
@@ -112,7 +112,7 @@ async def test_a_record_is_readable_before_and_after_it_is_written(log_dir: Path
 
 
 async def test_a_file_that_is_full_is_sealed_with_its_footer_and_never_changed_again(
-    log_dir: Path, start_writing: StartWriting
+    log_dir: Path, start_writing: StartLogWriter
 ):
     def sealed() -> dict[str, tuple[bytes, int]]:
         files = sorted(log_dir.glob("*.log"))[:-1]
@@ -149,7 +149,7 @@ async def test_a_file_that_is_full_is_sealed_with_its_footer_and_never_changed_a
         assert tally.matches(footer)
 
 
-async def test_the_next_file_opens_with_the_live_control_state(log_dir: Path, start_writing: StartWriting):
+async def test_the_next_file_opens_with_the_live_control_state(log_dir: Path, start_writing: StartLogWriter):
     async with opened_by(start_writing, log_dir) as (log, _):
         log.append(FrameType.CONTROL, b"one")
         log.rotate(b"state behind one")
@@ -157,7 +157,9 @@ async def test_the_next_file_opens_with_the_live_control_state(log_dir: Path, st
     async with opened_by(start_writing, log_dir) as (log, found):
         assert payloads(found) == [b"one", b"two"]
         assert log.state == b"state behind one"
-        assert [item.frame.payload for item in found if isinstance(item, Placed) and item.location.position > log.base]
+        assert [
+            item.frame.payload for item in found if isinstance(item, LocatedFrame) and item.location.position > log.base
+        ]
         log.append(FrameType.CONTROL, b"three")
     log = Log(log_dir, file_bytes=FILE_BYTES)
     assert payloads(list(log.scan(log.base))) == [b"two", b"three"]
@@ -174,7 +176,7 @@ async def test_a_damaged_head_leaves_the_state_before_it(tmp_path: Path):
         flip(file, offset)
     async with opened(tmp_path) as (log, found):
         assert log.state == b"state behind 1"
-        assert [item.file for item in found if isinstance(item, Lost)] == ["00000004.log"]
+        assert [item.file for item in found if isinstance(item, LostRange)] == ["00000004.log"]
         assert payloads(found) == [b"0", b"1", b"2"]
         log.append(FrameType.CONTROL, b"after")
     # What cannot be gone on with is left as it is.
@@ -206,7 +208,7 @@ async def test_a_file_that_was_made_and_never_written_is_as_good_as_none(tmp_pat
         log.append(FrameType.CONTROL, b"two")
     async with opened(tmp_path) as (_, found):
         assert payloads(found) == [b"one", b"two"]
-        assert not [item for item in found if isinstance(item, Lost)]
+        assert not [item for item in found if isinstance(item, LostRange)]
 
 
 async def test_a_file_of_another_log_is_refused_by_its_name(tmp_path: Path):
@@ -275,7 +277,7 @@ async def test_a_failed_write_or_sync_seals_the_file_and_every_waiter_is_told(tm
 async def test_what_was_appended_and_not_stored_goes_to_a_new_file_as_soon_as_the_disk_takes_one(
     tmp_path: Path, disk: Disk
 ):
-    moved: list[Moves] = []
+    moved: list[Relocations] = []
     told: list[str] = []
     log = Log(
         tmp_path,
@@ -324,7 +326,7 @@ async def test_a_disk_that_refuses_at_a_rotation_costs_nothing(tmp_path: Path, d
             log.append(FrameType.CONTROL, b"one")
             log.rotate(b"state")
             places = [log.append(FrameType.CONTROL, b"two")]
-            moved: list[Moves] = []
+            moved: list[Relocations] = []
             log.on_moved = moved.append
             disk.refuses, disk.after = errno.ENOSPC, after
             if after < 2:  # two files are written and synced
@@ -340,7 +342,7 @@ async def test_a_disk_that_refuses_at_a_rotation_costs_nothing(tmp_path: Path, d
             log.append(FrameType.CONTROL, b"three")
         async with opened(path) as (_, found):
             assert payloads(found) == [b"one", b"two", b"three"]
-            assert not [item for item in found if isinstance(item, Lost)]
+            assert not [item for item in found if isinstance(item, LostRange)]
 
 
 async def test_a_log_that_is_closed_while_it_tries_again_does_not_come_back(tmp_path: Path, disk: Disk):
@@ -433,7 +435,7 @@ async def test_nothing_is_acknowledged_or_stored_twice_where_it_cannot_be_told_w
 ):
     monkeypatch.setattr("headrace_orchestrator.buffer.log.log.PROBE_FIRST_S", 3600.0)
     owner = Owner()
-    async with opened(tmp_path, writing=WriterThread(tmp_path, owner)) as (log, _):
+    async with opened(tmp_path, writing=LogWriterThread(tmp_path, owner)) as (log, _):
         log.append(FrameType.CONTROL, b"safe")
         await log.synced()
         owner.blind_at = {owner.looks + 2, owner.looks + 3}  # after the sync, and when the file would be cut back
@@ -454,7 +456,7 @@ async def test_nothing_is_acknowledged_or_stored_twice_where_it_cannot_be_told_w
 
 async def test_an_old_owner_that_cannot_tell_cuts_nothing_of_what_its_successor_stored(tmp_path: Path):
     owner = Owner()
-    async with opened(tmp_path, writing=WriterThread(tmp_path, owner)) as (old, _):
+    async with opened(tmp_path, writing=LogWriterThread(tmp_path, owner)) as (old, _):
         old.append(FrameType.CONTROL, b"one")
         await old.synced()
         async with opened(tmp_path) as (new, _):  # it goes on in the same file
@@ -481,14 +483,14 @@ async def test_a_disk_that_refuses_while_the_log_is_closed_is_not_tried_again(tm
 
 async def test_nothing_is_deleted_once_the_log_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     begun, may_end = threading.Event(), threading.Event()
-    remove = LocalFiles.remove
+    remove = LocalLogFiles.remove
 
-    def slow(self: LocalFiles, number: int) -> int:
+    def slow(self: LocalLogFiles, number: int) -> int:
         begun.set()
         assert may_end.wait(30)
         return remove(self, number)
 
-    monkeypatch.setattr(LocalFiles, "remove", slow)
+    monkeypatch.setattr(LocalLogFiles, "remove", slow)
     log = Log(tmp_path, file_bytes=FILE_BYTES)
     list(log.scan())
     log.begin(lambda: None)
@@ -520,7 +522,7 @@ async def test_damage_in_the_middle_is_reported_and_costs_that_record_only(tmp_p
     flip(file, places[1].offset + 100)
     async with opened(tmp_path) as (log, found):
         assert payloads(found) == [b"A" * 100, b"C" * 100]
-        lost = [item for item in found if isinstance(item, Lost)]
+        lost = [item for item in found if isinstance(item, LostRange)]
         assert [(item.file, item.offset) for item in lost] == [("00000001.log", places[1].offset)]
         assert log.read(places[2]) == b"C" * 100
 
@@ -555,7 +557,7 @@ def test_a_torn_tail_is_cut_when_the_log_is_opened(
         os.truncate(file, length)
         whole = sum(end <= length for end in ends)
         async with opened(path) as (log, found):
-            assert not [item for item in found if isinstance(item, Lost)]
+            assert not [item for item in found if isinstance(item, LostRange)]
             assert payloads(found) == [b"x" * size for size in sizes[:whole]]
             assert log.size_bytes == file.stat().st_size
             log.append(FrameType.TRAJECTORY, b"after")

@@ -15,7 +15,7 @@ import pytest
 from headrace.errors import CorruptRecord, StoreError
 from headrace.store.log_files import path_of
 from headrace.store.log_format import FrameType, pack_frame
-from headrace_orchestrator.buffer.log.files import MAX_OPEN, LocalFiles
+from headrace_orchestrator.buffer.log.files import MAX_OPEN, LocalLogFiles
 from tests.e2e.processes import wait_for
 from tests.orchestrator.buffer.test_log import flip
 
@@ -37,7 +37,7 @@ def open_files(folder: Path) -> list[str]:
 
 def test_every_read_is_checked_against_its_checksum(tmp_path: Path) -> None:
     made(tmp_path, 1, b"payload")
-    files = LocalFiles(tmp_path)
+    files = LocalLogFiles(tmp_path)
     assert files.read(1, 0, 7) == b"payload"
     flip(path_of(tmp_path, 1), 64)
     with pytest.raises(CorruptRecord, match=r"offset 0 of 00000001\.log"):
@@ -48,7 +48,7 @@ def test_every_read_is_checked_against_its_checksum(tmp_path: Path) -> None:
 
 def test_a_file_may_be_deleted_while_a_thread_reads_from_it(tmp_path: Path) -> None:
     made(tmp_path, 1, b"payload")
-    files = LocalFiles(tmp_path)
+    files = LocalLogFiles(tmp_path)
     files.read(1, 0, 7)
     reader = files._opened[1]
     assert files.remove(1) == 128
@@ -61,7 +61,7 @@ def test_a_file_may_be_deleted_while_a_thread_reads_from_it(tmp_path: Path) -> N
 
 def test_a_number_that_was_given_away_anew_is_read_anew(tmp_path: Path) -> None:
     made(tmp_path, 1, b"before")
-    files = LocalFiles(tmp_path)
+    files = LocalLogFiles(tmp_path)
     files.read(1, 0, 6)
     path_of(tmp_path, 1).unlink()
     made(tmp_path, 1, b"behind")
@@ -71,7 +71,7 @@ def test_a_number_that_was_given_away_anew_is_read_anew(tmp_path: Path) -> None:
 
 
 def test_few_files_are_held_open_however_many_there_are(tmp_path: Path) -> None:
-    files = LocalFiles(tmp_path)
+    files = LocalLogFiles(tmp_path)
     numbers = range(1, 2 * MAX_OPEN)
     for number in numbers:
         made(tmp_path, number, b"%04d" % number)
@@ -89,7 +89,7 @@ def test_a_process_that_is_out_of_something_does_not_call_a_record_damaged(
         raise OSError(errno.EMFILE, "Too many open files")
 
     made(tmp_path, 1, b"payload")
-    files = LocalFiles(tmp_path)
+    files = LocalLogFiles(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", out)
         with pytest.raises(StoreError, match="Too many open files"):
@@ -105,7 +105,7 @@ def test_what_is_in_a_file_can_be_taken_from_the_kernels_memory_and_is_read_all_
         os.fsync(stream.fileno())
         stream.read()  # where memory is short, the kernel may have taken it by itself
     assert _in_memory(path_of(tmp_path, 1))
-    files = LocalFiles(tmp_path)
+    files = LocalLogFiles(tmp_path)
     files.let_go(2)  # there is none
 
     def is_let_go() -> bool:

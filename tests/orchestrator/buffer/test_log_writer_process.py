@@ -21,10 +21,10 @@ from headrace.errors import SetupError, StoreError
 from headrace.store.log_format import FrameType
 from headrace_orchestrator.buffer.data_directory import DataDirectory
 from headrace_orchestrator.buffer.log import writer_process
-from headrace_orchestrator.buffer.log.file_writer import Queued
-from headrace_orchestrator.buffer.log.log import Log, Lost
-from headrace_orchestrator.buffer.log.shared_memory import LEAST_BYTES
-from headrace_orchestrator.buffer.log.writer_process import SUPPORTED, WriterProcess
+from headrace_orchestrator.buffer.log.file_writer import PendingFrame
+from headrace_orchestrator.buffer.log.log import Log, LostRange
+from headrace_orchestrator.buffer.log.shared_memory import MIN_BYTES
+from headrace_orchestrator.buffer.log.writer_process import SUPPORTED, LogWriterProcess
 from tests.orchestrator.buffer.test_log import opened_by, payloads, settled
 from tests.orchestrator.buffer.test_log_writers import no_file_grows
 
@@ -44,7 +44,7 @@ async def test_frames_go_to_it_as_a_copy_of_theirs(log_dir: Path):
     async with beside(log_dir) as log:
         writing, told = of(log), asyncio.get_running_loop().create_future()
         os.kill(writing._process.pid, signal.SIGSTOP)
-        frame = Queued(1, log.size_bytes, FrameType.TRAJECTORY, memoryview(payload), 128)
+        frame = PendingFrame(1, log.size_bytes, FrameType.TRAJECTORY, memoryview(payload), 128)
         writing.write([frame], told.set_result)
         payload[:] = b"different"
         os.kill(writing._process.pid, signal.SIGCONT)
@@ -53,7 +53,7 @@ async def test_frames_go_to_it_as_a_copy_of_theirs(log_dir: Path):
 
 
 async def test_what_is_larger_than_the_shared_memory_is_written_too_and_leaves_it_small(log_dir: Path):
-    record, state = b"r" * (2 * LEAST_BYTES + 1), b"s" * (LEAST_BYTES + 1)
+    record, state = b"r" * (2 * MIN_BYTES + 1), b"s" * (MIN_BYTES + 1)
     async with beside(log_dir) as log:
         place = log.append(FrameType.TRAJECTORY, record)
         await log.synced()
@@ -61,7 +61,7 @@ async def test_what_is_larger_than_the_shared_memory_is_written_too_and_leaves_i
         await log.synced()
         log.append(FrameType.CONTROL, b"small")
         await log.synced()
-        assert os.fstat(of(log)._arena.descriptor).st_size == LEAST_BYTES
+        assert os.fstat(of(log)._arena.descriptor).st_size == MIN_BYTES
         assert log.read(place) == record
     async with beside(log_dir) as log:
         assert log.state == state
@@ -75,7 +75,7 @@ async def test_shared_memory_that_cannot_grow_is_told_and_what_waits_is_written_
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     monkeypatch.setattr("headrace_orchestrator.buffer.log.log.PROBE_FIRST_S", 3600.0)
-    large = bytes(LEAST_BYTES + 1)
+    large = bytes(MIN_BYTES + 1)
     async with beside(log_dir) as log:
         log.append(FrameType.CONTROL, b"small")
         await log.synced()
@@ -109,9 +109,9 @@ async def test_of_a_long_batch_it_writes_one_part_while_the_next_is_copied(
 ):
     parts: list[int] = []
     on_disk: list[int] = []
-    send = WriterProcess._send
+    send = LogWriterProcess._send
 
-    def watched(self: WriterProcess, message: Any) -> None:
+    def watched(self: LogWriterProcess, message: Any) -> None:
         if isinstance(message, writer_process._Part):
             parts.append(message.at)
             if len(parts) == 6:  # of seven
@@ -121,7 +121,7 @@ async def test_of_a_long_batch_it_writes_one_part_while_the_next_is_copied(
 
     async with beside(log_dir) as log:
         head_bytes = log.size_bytes
-        monkeypatch.setattr(WriterProcess, "_send", watched)
+        monkeypatch.setattr(LogWriterProcess, "_send", watched)
         for _ in range(30):
             log.append(FrameType.TRAJECTORY, bytes(100_000))
         await log.synced()
@@ -168,10 +168,10 @@ from pathlib import Path
 from headrace.store.log_format import FrameType
 from headrace_orchestrator.buffer.data_directory import DataDirectory
 from headrace_orchestrator.buffer.log.log import Log
-from headrace_orchestrator.buffer.log.writer_process import WriterProcess
+from headrace_orchestrator.buffer.log.writer_process import LogWriterProcess
 
 async def story(data, answered):
-    writing = WriterProcess(DataDirectory.claim(data))
+    writing = LogWriterProcess(DataDirectory.claim(data))
     log = Log(data / "log", file_bytes=1 << 30, writing=writing)
     log.begin(lambda: None)
     if not answered:
@@ -205,7 +205,7 @@ async def test_it_says_nothing_when_it_is_closed_with_a_batch_on_its_way(
         writing = of(log)
         if not answered:
             os.kill(writing._process.pid, signal.SIGSTOP)
-        writing.write([Queued(1, log.size_bytes, FrameType.TRAJECTORY, b"on its way", 128)], lambda outcome: None)
+        writing.write([PendingFrame(1, log.size_bytes, FrameType.TRAJECTORY, b"on its way", 128)], lambda outcome: None)
         if answered:
             assert readable(writing)
         closed = asyncio.create_task(writing.close())
@@ -240,11 +240,11 @@ async def test_when_it_ends_while_nothing_is_with_it_the_log_is_told_why_and_sto
 async def test_frames_that_cannot_be_handed_over_are_told_and_end_all_writing(
     log_dir: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    def fail(self: WriterProcess, *args: Any) -> None:
+    def fail(self: LogWriterProcess, *args: Any) -> None:
         raise ValueError("out of joint")
 
     async with beside(log_dir) as log:
-        monkeypatch.setattr(WriterProcess, "_send_all", fail)
+        monkeypatch.setattr(LogWriterProcess, "_send_all", fail)
         log.append(FrameType.CONTROL, b"one")
         with pytest.raises(StoreError, match="out of joint"):
             await log.synced()
@@ -309,7 +309,7 @@ async def test_when_it_ends_while_the_disk_refuses_only_a_restart_helps(log_dir:
 
 async def test_when_it_ends_before_the_start_is_over_the_start_is_told(log_dir: Path):
     with closing(DataDirectory.claim(log_dir.parent)) as directory:
-        writing = WriterProcess(directory)
+        writing = LogWriterProcess(directory)
         log = Log(log_dir, file_bytes=1 << 20, writing=writing)
         writing._process.kill()
         with pytest.raises(StoreError, match=r"the process that writes the log ended \(SIGKILL\)"):
@@ -324,7 +324,7 @@ async def test_signals_that_end_an_orchestrator_do_not_end_it_from_its_first_mom
     log_dir: Path, capfd: pytest.CaptureFixture[str]
 ):
     with closing(DataDirectory.claim(log_dir.parent)) as directory:
-        writing = WriterProcess(directory)
+        writing = LogWriterProcess(directory)
         for name in SIGNALS:
             os.kill(writing._process.pid, name)
         log = Log(log_dir, file_bytes=1 << 20, writing=writing)
@@ -349,7 +349,7 @@ async def test_neither_process_gathers_descriptors(log_dir: Path):
 
         async def write(rounds: int) -> list[int]:
             for number in range(rounds):
-                log.append(FrameType.TRAJECTORY, bytes(LEAST_BYTES if number % 10 == 0 else 200))
+                log.append(FrameType.TRAJECTORY, bytes(MIN_BYTES if number % 10 == 0 else 200))
                 log.rotate(b"state")
                 await log.synced()
             return [len(descriptors(pid)) for pid in both]
@@ -374,7 +374,7 @@ def test_one_that_cannot_be_started_is_told_and_leaves_no_descriptor(data_dir: P
     with closing(DataDirectory.claim(data_dir)) as directory:
         before = descriptors(os.getpid())
         with pytest.raises(SetupError, match=r"process that writes the log cannot be started: No such file"):
-            WriterProcess(directory)
+            LogWriterProcess(directory)
         assert descriptors(os.getpid()) == before
 
 
@@ -393,20 +393,20 @@ async def beside(log_dir: Path, **settings: object) -> AsyncIterator[Log]:
     """A log that is written by a process of its own."""
     with closing(DataDirectory.claim(log_dir.parent)) as directory:
         given = {"file_bytes": 1 << 30, **settings}
-        log = Log(log_dir, writing=WriterProcess(directory), **given)  # type: ignore[arg-type]
+        log = Log(log_dir, writing=LogWriterProcess(directory), **given)  # type: ignore[arg-type]
         try:
             list(log.scan())
             log.begin(lambda: None)
             yield log
         finally:
-            if isinstance(log._writing, WriterProcess):
+            if isinstance(log._writing, LogWriterProcess):
                 log._writing._process.send_signal(signal.SIGCONT)  # a test that failed may have left it standing still
             await log.close()
 
 
-def of(log: Log) -> WriterProcess:
+def of(log: Log) -> LogWriterProcess:
     """The writer of a log."""
-    assert isinstance(log._writing, WriterProcess)
+    assert isinstance(log._writing, LogWriterProcess)
     return log._writing
 
 
@@ -418,12 +418,12 @@ class Closed:
 
 async def found_in(log_dir: Path) -> list[bytes]:
     """What a start finds in a log, none of it damaged."""
-    async with opened_by(WriterProcess, log_dir) as (_, found):
-        assert not [item for item in found if isinstance(item, Lost)]
+    async with opened_by(LogWriterProcess, log_dir) as (_, found):
+        assert not [item for item in found if isinstance(item, LostRange)]
         return payloads(found)
 
 
-def readable(writing: WriterProcess) -> bool:
+def readable(writing: LogWriterProcess) -> bool:
     """Whether there is an answer; waits for it, and holds the event loop."""
     return bool(select.select([writing._socket], [], [], ENDS_S)[0])
 

@@ -18,17 +18,17 @@ from headrace.errors import StoreError
 from headrace.store.log_files import path_of
 from headrace.store.log_format import FrameType, frame_bytes, pack_frame
 from headrace_orchestrator.buffer.data_directory import DataDirectory
-from headrace_orchestrator.buffer.log.file_writer import Queued
-from headrace_orchestrator.buffer.log.log import Log, Lost, Moves
-from headrace_orchestrator.buffer.log.writer_process import WriterProcess
-from headrace_orchestrator.buffer.log.writer_thread import Outcome, Refusal, Writing
-from headrace_orchestrator.service.lifecycle import StartWriting
+from headrace_orchestrator.buffer.log.file_writer import PendingFrame
+from headrace_orchestrator.buffer.log.log import Log, LostRange, Relocations
+from headrace_orchestrator.buffer.log.writer_process import LogWriterProcess
+from headrace_orchestrator.buffer.log.writer_thread import DiskFailure, LogWriter, WriteResult
+from headrace_orchestrator.service.lifecycle import StartLogWriter
 from tests.orchestrator.buffer.test_log import opened_by, payloads, settled
 from tests.orchestrator.small_disk import small_disk
 
 
 async def test_one_batch_is_with_the_writer_at_a_time_and_what_became_of_it_is_told_on_the_event_loop(
-    log_dir: Path, start_writing: StartWriting
+    log_dir: Path, start_writing: StartLogWriter
 ):
     async with started(start_writing, log_dir) as writing:
         told_in: list[threading.Thread] = []
@@ -42,15 +42,15 @@ async def test_one_batch_is_with_the_writer_at_a_time_and_what_became_of_it_is_t
     assert path_of(log_dir, 1).read_bytes() == packed(b"one", b"two", b"three" * 100, b"four")
 
 
-async def test_whatever_goes_wrong_is_told_nothing_is_raised(log_dir: Path, start_writing: StartWriting):
+async def test_whatever_goes_wrong_is_told_nothing_is_raised(log_dir: Path, start_writing: StartLogWriter):
     async with started(start_writing, log_dir) as writing:
         assert (await written(writing, frames(1, log_dir, b"one"))).written == 1
         safe_bytes = path_of(log_dir, 1).stat().st_size
         with no_file_grows(writing):
             refused = await written(writing, [*frames(1, log_dir, b"two"), queued(2, 0, b"three")])
             again = await written(writing, [queued(2, 0, b"two")], over=True)
-        too_large = Refusal(errno.EFBIG, os.strerror(errno.EFBIG), taken_away=False)
-        assert refused == Outcome(0, 0, refused.took_s, 1, safe_bytes, safe_bytes, too_large)
+        too_large = DiskFailure(errno.EFBIG, os.strerror(errno.EFBIG), taken_away=False)
+        assert refused == WriteResult(0, 0, refused.took_s, 1, safe_bytes, safe_bytes, too_large)
         assert again.refusal == too_large
         assert path_of(log_dir, 1).stat().st_size == safe_bytes
         outcome = await written(writing, [queued(2, 0, b"two")], over=True)
@@ -60,17 +60,17 @@ async def test_whatever_goes_wrong_is_told_nothing_is_raised(log_dir: Path, star
         assert nonsense.end.startswith("its writer failed (")
 
 
-async def test_what_is_written_at_once_and_what_is_gone_on_with_is_told_too(log_dir: Path, start_writing: StartWriting):
+async def test_blocking_calls_return_their_result(log_dir: Path, start_writing: StartLogWriter):
     async with started(start_writing, log_dir) as writing:
         nothing = await asyncio.to_thread(writing.go_on, 7, 0, b"")
-        assert nothing.refusal == Refusal(errno.ENOENT, os.strerror(errno.ENOENT), taken_away=False)
+        assert nothing.refusal == DiskFailure(errno.ENOENT, os.strerror(errno.ENOENT), taken_away=False)
         with no_file_grows(writing):
             refused = await asyncio.to_thread(writing.write_now, [queued(1, 0, b"one")])
         assert refused.refusal is not None
         assert (refused.written, refused.refusal.errno) == (0, errno.EFBIG)
 
 
-async def test_a_closed_writer_has_written_what_was_with_it(log_dir: Path, start_writing: StartWriting):
+async def test_a_closed_writer_has_written_what_was_with_it(log_dir: Path, start_writing: StartLogWriter):
     async with started(start_writing, log_dir) as writing:
         writing.write(frames(1, log_dir, *(b"%d" % number for number in range(100))), lambda outcome: None)
     assert path_of(log_dir, 1).read_bytes() == packed(*(b"%d" % number for number in range(100)))
@@ -80,10 +80,10 @@ async def test_a_closed_writer_has_written_what_was_with_it(log_dir: Path, start
 
 
 async def test_a_disk_that_refuses_is_told_and_takes_what_waits_when_it_can(
-    log_dir: Path, start_writing: StartWriting, monkeypatch: pytest.MonkeyPatch
+    log_dir: Path, start_writing: StartLogWriter, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("headrace_orchestrator.buffer.log.log.PROBE_FIRST_S", 3600.0)
-    moved: list[Moves] = []
+    moved: list[Relocations] = []
     async with opened_by(start_writing, log_dir) as (log, _):
         log.on_moved = moved.append
         log.append(FrameType.CONTROL, b"safe")
@@ -105,7 +105,7 @@ async def test_a_disk_that_refuses_is_told_and_takes_what_waits_when_it_can(
 
 
 async def test_a_rotation_that_the_disk_refuses_costs_nothing(
-    log_dir: Path, start_writing: StartWriting, monkeypatch: pytest.MonkeyPatch
+    log_dir: Path, start_writing: StartLogWriter, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("headrace_orchestrator.buffer.log.log.PROBE_FIRST_S", 3600.0)
     async with opened_by(start_writing, log_dir) as (log, _):
@@ -122,7 +122,7 @@ async def test_a_rotation_that_the_disk_refuses_costs_nothing(
     await assert_holds(start_writing, log_dir, b"one", b"two", b"three")
 
 
-async def test_a_start_that_the_disk_refuses_is_told(log_dir: Path, start_writing: StartWriting):
+async def test_a_start_that_the_disk_refuses_is_told(log_dir: Path, start_writing: StartLogWriter):
     with closing(DataDirectory.claim(log_dir.parent)) as directory:
         writing = start_writing(directory)
         log = Log(log_dir, file_bytes=1 << 20, writing=writing)
@@ -133,7 +133,7 @@ async def test_a_start_that_the_disk_refuses_is_told(log_dir: Path, start_writin
 
 
 async def test_a_full_disk_is_told_and_space_brings_everything_back(
-    tmp_path: Path, start_writing: StartWriting, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, start_writing: StartLogWriter, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("headrace_orchestrator.buffer.log.log.PROBE_FIRST_S", 3600.0)
     with small_disk(tmp_path / "disk", mib=4) as disk:
@@ -153,7 +153,7 @@ async def test_a_full_disk_is_told_and_space_brings_everything_back(
         await assert_holds(start_writing, log_dir, b"a" * (1 << 20), b"b" * (1 << 20))
 
 
-async def test_a_start_on_a_disk_that_became_read_only_is_told(tmp_path: Path, start_writing: StartWriting):
+async def test_a_start_on_a_disk_that_became_read_only_is_told(tmp_path: Path, start_writing: StartLogWriter):
     with small_disk(tmp_path / "disk", mib=4) as disk:
         log_dir = disk / "data" / "log"
         async with opened_by(start_writing, log_dir) as (log, _):
@@ -176,7 +176,7 @@ async def test_a_start_on_a_disk_that_became_read_only_is_told(tmp_path: Path, s
 
 @pytest.mark.parametrize("away", ["deleted", "renamed"])
 async def test_a_file_that_was_taken_away_is_told_and_the_log_goes_on_in_a_new_one(
-    log_dir: Path, start_writing: StartWriting, away: str, monkeypatch: pytest.MonkeyPatch
+    log_dir: Path, start_writing: StartLogWriter, away: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("headrace_orchestrator.buffer.log.log.PROBE_FIRST_S", 3600.0)
     async with opened_by(start_writing, log_dir) as (log, _):
@@ -199,7 +199,7 @@ async def test_a_file_that_was_taken_away_is_told_and_the_log_goes_on_in_a_new_o
 
 @pytest.mark.parametrize("next_write", ["a record", "a change of files"])
 async def test_a_directory_that_another_process_took_is_told_and_the_log_stops(
-    log_dir: Path, start_writing: StartWriting, next_write: str
+    log_dir: Path, start_writing: StartLogWriter, next_write: str
 ):
     async with opened_by(start_writing, log_dir) as (log, _):
         log.append(FrameType.CONTROL, b"one")
@@ -223,7 +223,7 @@ async def test_a_directory_that_another_process_took_is_told_and_the_log_stops(
 
 
 @asynccontextmanager
-async def started(start_writing: StartWriting, log_dir: Path) -> AsyncIterator[Writing]:
+async def started(start_writing: StartLogWriter, log_dir: Path) -> AsyncIterator[LogWriter]:
     """A writer by itself, closed at the end."""
     with closing(DataDirectory.claim(log_dir.parent)) as directory:
         log_dir.mkdir()
@@ -235,12 +235,12 @@ async def started(start_writing: StartWriting, log_dir: Path) -> AsyncIterator[W
 
 
 async def written(
-    writing: Writing, batch: list[Queued], told_in: list[threading.Thread] | None = None, *, over: bool = False
-) -> Outcome:
+    writing: LogWriter, batch: list[PendingFrame], told_in: list[threading.Thread] | None = None, *, over: bool = False
+) -> WriteResult:
     """What became of a batch; it is told once, in one of these threads."""
-    outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+    outcome: asyncio.Future[WriteResult] = asyncio.get_running_loop().create_future()
 
-    def told(became: Outcome) -> None:
+    def told(became: WriteResult) -> None:
         if told_in is not None:
             told_in.append(threading.current_thread())
         outcome.set_result(became)
@@ -249,11 +249,11 @@ async def written(
     return await outcome
 
 
-def queued(file: int, offset: int, payload: bytes, kind: FrameType = FrameType.TRAJECTORY) -> Queued:
-    return Queued(file, offset, kind, payload, frame_bytes(kind, len(payload)))
+def queued(file: int, offset: int, payload: bytes, kind: FrameType = FrameType.TRAJECTORY) -> PendingFrame:
+    return PendingFrame(file, offset, kind, payload, frame_bytes(kind, len(payload)))
 
 
-def frames(file: int, log_dir: Path, *payloads: bytes) -> list[Queued]:
+def frames(file: int, log_dir: Path, *payloads: bytes) -> list[PendingFrame]:
     """Frames behind what a file has."""
     path = path_of(log_dir, file)
     offset = path.stat().st_size if path.exists() else 0
@@ -269,9 +269,9 @@ def packed(*payloads: bytes) -> bytes:
 
 
 @contextmanager
-def no_file_grows(writing: Writing) -> Iterator[None]:
+def no_file_grows(writing: LogWriter) -> Iterator[None]:
     """Refuses all that is appended in the process in which the writer is: a limit of the system says so."""
-    pid = writing._process.pid if isinstance(writing, WriterProcess) else 0
+    pid = writing._process.pid if isinstance(writing, LogWriterProcess) else 0
     before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, before[1]))
     try:
@@ -280,8 +280,8 @@ def no_file_grows(writing: Writing) -> Iterator[None]:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
 
 
-async def assert_holds(start_writing: StartWriting, log_dir: Path, *expected: bytes) -> None:
+async def assert_holds(start_writing: StartLogWriter, log_dir: Path, *expected: bytes) -> None:
     """What a start finds: nothing else, and no damage."""
     async with opened_by(start_writing, log_dir) as (_, found):
         assert payloads(found) == list(expected)
-        assert not [item for item in found if isinstance(item, Lost)]
+        assert not [item for item in found if isinstance(item, LostRange)]

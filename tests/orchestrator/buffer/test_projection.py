@@ -16,10 +16,10 @@ from headrace.store import log_files
 from headrace.trajectory import Failure, Version
 from headrace.wire import messages
 from headrace_orchestrator.buffer.log.location import Location
-from headrace_orchestrator.buffer.projection.entries import BatchListed, TrajectoryListed, Unprojected
-from headrace_orchestrator.buffer.projection.sqlite import Projection
+from headrace_orchestrator.buffer.projection.entries import BatchEntry, LocatedEntry, TrajectoryEntry
+from headrace_orchestrator.buffer.projection.sqlite import SqliteProjection
 from headrace_orchestrator.scheduler.events import BatchAcked
-from headrace_orchestrator.service.storage.record_events import outcome_of
+from headrace_orchestrator.service.storage.record_events import event_of
 from tests.builders import make_failed, make_trajectory
 from tests.orchestrator.buffer.test_log import flip
 from tests.orchestrator.serving import Api, orchestrator
@@ -93,14 +93,14 @@ async def test_it_never_runs_ahead_of_the_disk(data_dir: Path):
     async with orchestrator(data_dir) as api:
         await a_little_history(api)
         await api.ask("GET", "/v1/runs/run/trajectories")
-        cursor = Projection(data_dir / "projection.sqlite", log_id(data_dir))
+        cursor = SqliteProjection(data_dir / "projection.sqlite", log_id(data_dir))
         size = sum(file.stat().st_size for file in (data_dir / "log").glob("*.log"))
         assert 0 < Location.at(cursor.cursor, 0).offset <= size
         cursor.close()
 
 
 async def test_a_listing_is_read_by_pages_and_no_reader_holds_the_database(tmp_path: Path):
-    projection = Projection(tmp_path / "p.sqlite", "log")
+    projection = SqliteProjection(tmp_path / "p.sqlite", "log")
     for number in range(30):
         projection.write([row(number + 1)], number + 1)
     page, before = projection.page("run", {}, 10, None, now_ms=0)
@@ -115,7 +115,7 @@ async def test_a_listing_is_read_by_pages_and_no_reader_holds_the_database(tmp_p
 
 
 def test_listings_are_narrowed_by_status_environment_and_evaluation(tmp_path: Path):
-    projection = Projection(tmp_path / "p.sqlite", "log")
+    projection = SqliteProjection(tmp_path / "p.sqlite", "log")
     broken = make_failed(number=2, failure=Failure(layer="tool", kind="timeout", message="Too slow."))
     projection.write([row(1), row_of(broken, 2)], 2)
     page, _ = projection.page("run", {"status": "failed"}, 10, None, now_ms=0)
@@ -127,17 +127,17 @@ def test_listings_are_narrowed_by_status_environment_and_evaluation(tmp_path: Pa
 
 
 def test_batches_are_open_until_they_are_acked_or_dissolved(tmp_path: Path):
-    projection = Projection(tmp_path / "p.sqlite", "log")
+    projection = SqliteProjection(tmp_path / "p.sqlite", "log")
     projection.write([batch("b", "run", ["g"], Location(1, 64, 10))], 1)
     assert [row[-2:] for row in rows(tmp_path / "p.sqlite")["batches"]] == [("open", "")]
     acked = BatchAcked(run="run", batch="b", generation=1, version=Version(0, 2))
-    projection.write([Unprojected(acked, Location(1, 128, 10))], 2)
+    projection.write([LocatedEntry(acked, Location(1, 128, 10))], 2)
     assert [row[-2:] for row in rows(tmp_path / "p.sqlite")["batches"]] == [("acked", "0.2")]
     projection.close()
 
 
 def test_the_batch_of_a_group_is_the_last_that_it_was_frozen_into(tmp_path: Path):
-    projection = Projection(tmp_path / "p.sqlite", "log")
+    projection = SqliteProjection(tmp_path / "p.sqlite", "log")
     projection.write([batch("b1", "run", ["g"], Location(1, 64, 10))], 1)
     projection.write([batch("b2", "other", ["g"], Location(1, 128, 10))], 1)
     projection.write([batch("b3", "run", ["g"], Location(2, 64, 20))], 2)
@@ -147,7 +147,7 @@ def test_the_batch_of_a_group_is_the_last_that_it_was_frozen_into(tmp_path: Path
 
 
 def test_records_that_share_an_id_are_all_listed(tmp_path: Path):
-    projection = Projection(tmp_path / "p.sqlite", "log")
+    projection = SqliteProjection(tmp_path / "p.sqlite", "log")
     twin = make_trajectory(number=2, id=make_trajectory(number=1).id)
     projection.write([row(1), row_of(twin, 2), row_of(twin, 2)], 2)
     assert [line.episode for line in projection.page("run", {}, 10, None, now_ms=0)[0]] == ["episode-2", "episode-1"]
@@ -156,7 +156,7 @@ def test_records_that_share_an_id_are_all_listed(tmp_path: Path):
 
 def test_an_id_behind_all_that_are_here_is_known_to_be_new_without_a_lookup(tmp_path: Path):
     early, middle, late = (make_trajectory(number=number).id for number in (1, 2, 3))
-    projection = Projection(tmp_path / "p.sqlite", "log")
+    projection = SqliteProjection(tmp_path / "p.sqlite", "log")
     projection.write([row(2)], 1)
     assert not looked_up_for(projection, late)
     assert looked_up_for(projection, early)
@@ -168,10 +168,10 @@ def test_an_id_behind_all_that_are_here_is_known_to_be_new_without_a_lookup(tmp_
 
 def test_what_was_here_before_a_restart_is_found(tmp_path: Path):
     early, late = (make_trajectory(number=number).id for number in (1, 2))
-    projection = Projection(tmp_path / "p.sqlite", "log")
+    projection = SqliteProjection(tmp_path / "p.sqlite", "log")
     projection.write([row(2), row(1)], 1)
     projection.close()
-    projection = Projection(tmp_path / "p.sqlite", "log")
+    projection = SqliteProjection(tmp_path / "p.sqlite", "log")
     assert projection.owners([early, late]) == {early: "episode-1", late: "episode-2"}
     projection.reset()
     assert projection.owners([early, late]) == {}
@@ -180,14 +180,14 @@ def test_what_was_here_before_a_restart_is_found(tmp_path: Path):
 
 def test_a_damaged_last_id_makes_no_stored_id_new(tmp_path: Path):
     file, ids = tmp_path / "p.sqlite", [make_trajectory(number=number).id for number in (1, 2)]
-    projection = Projection(file, "log")
+    projection = SqliteProjection(file, "log")
     projection.write([row(1), row(2)], 5)
     projection.close()
     whole, anew = file.read_bytes(), 0
     for found in re.finditer(re.escape(ids[1].encode()), whole):  # in its row, and in the index
         file.write_bytes(whole)
         flip(file, found.end() - 1)
-        projection = Projection(file, "log")
+        projection = SqliteProjection(file, "log")
         is_anew = projection.cursor == 0
         assert is_anew or looked_up_for(projection, ids[1])
         anew += is_anew
@@ -195,7 +195,7 @@ def test_a_damaged_last_id_makes_no_stored_id_new(tmp_path: Path):
     assert anew == 1
 
 
-def looked_up_for(projection: Projection, id: str) -> list[str]:
+def looked_up_for(projection: SqliteProjection, id: str) -> list[str]:
     """The statements that are carried out to find whose an id is."""
     statements: list[str] = []
     projection._lookups.set_trace_callback(statements.append)
@@ -217,7 +217,7 @@ async def test_a_projection_of_another_log_is_built_anew_however_long_that_log_i
 
 
 def test_a_failed_write_changes_nothing_and_says_what_to_do(tmp_path: Path):
-    projection = Projection(tmp_path / "p.sqlite", "log")
+    projection = SqliteProjection(tmp_path / "p.sqlite", "log")
     with pytest.raises(StoreError, match="delete the file"):
         projection.write([row(1), batch("b", "run", [], Location(1, 64, 1 << 64))], 5)
     assert projection.find(make_trajectory(number=1).id) is None
@@ -226,24 +226,24 @@ def test_a_failed_write_changes_nothing_and_says_what_to_do(tmp_path: Path):
 
 
 async def test_writing_is_off_the_hot_path(tmp_path: Path):
-    projection = Projection(tmp_path / "p.sqlite", "log")
+    projection = SqliteProjection(tmp_path / "p.sqlite", "log")
     writing = asyncio.to_thread(projection.write, [row(number) for number in range(1, 2000)], 1)
     await asyncio.gather(writing, asyncio.sleep(0))
     assert len(projection.page("run", {}, 5000, None, now_ms=0)[0]) == 1999
     projection.close()
 
 
-def row(number: int) -> Unprojected:
+def row(number: int) -> LocatedEntry:
     return row_of(make_trajectory(number=number), number)
 
 
-def row_of(trajectory: Any, number: int) -> Unprojected:
-    listed = TrajectoryListed(outcome_of(trajectory, 640), trajectory.stop_reason, trajectory.provenance, ())
-    return Unprojected(listed, Location(1, number * 64, 640))
+def row_of(trajectory: Any, number: int) -> LocatedEntry:
+    listed = TrajectoryEntry(event_of(trajectory, 640), trajectory.stop_reason, trajectory.provenance, ())
+    return LocatedEntry(listed, Location(1, number * 64, 640))
 
 
-def batch(id: str, run: str, groups: list[str], head: Location) -> Unprojected:
-    return Unprojected(BatchListed(id, run, "0.1", tuple(groups)), head)
+def batch(id: str, run: str, groups: list[str], head: Location) -> LocatedEntry:
+    return LocatedEntry(BatchEntry(id, run, "0.1", tuple(groups)), head)
 
 
 async def test_a_flipped_byte_in_a_listed_row_is_noticed_and_the_next_start_builds_it_anew(data_dir: Path):
@@ -277,15 +277,15 @@ async def test_tables_that_are_not_as_they_were_made_are_made_anew(data_dir: Pat
 
 def test_an_asset_is_not_deleted_on_the_word_of_a_damaged_projection(tmp_path: Path):
     file = tmp_path / "p.sqlite"
-    projection = Projection(file, "log")
+    projection = SqliteProjection(file, "log")
     names = [f"{number:064x}" for number in range(1, 4)]
     trajectory = make_trajectory()
-    listed = TrajectoryListed(outcome_of(trajectory, 640), trajectory.stop_reason, trajectory.provenance, names)
-    projection.write([Unprojected(listed, Location(1, 64, 640))], 1)
+    listed = TrajectoryEntry(event_of(trajectory, 640), trajectory.stop_reason, trajectory.provenance, names)
+    projection.write([LocatedEntry(listed, Location(1, 64, 640))], 1)
     projection.check()
     projection.close()
     flip(file, file.read_bytes().index(bytes.fromhex(names[1])) + 3)
-    projection = Projection(file, "log")
+    projection = SqliteProjection(file, "log")
     with pytest.raises(StoreError, match="damaged"):
         projection.check()
     assert projection.cursor == 0

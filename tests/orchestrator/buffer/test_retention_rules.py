@@ -7,51 +7,51 @@ from hypothesis import strategies as st
 
 from headrace.ids import new_id
 from headrace_orchestrator.buffer.log.location import Location
-from headrace_orchestrator.buffer.retention_rules import FileUse, Retention, removable
-from headrace_orchestrator.service.storage.group_locations import GroupAt
-from headrace_orchestrator.service.storage.location_index import Index, InUse
+from headrace_orchestrator.buffer.retention_rules import FileUse, RetentionRules, removable_files
+from headrace_orchestrator.service.storage.group_locations import GroupLocations
+from headrace_orchestrator.service.storage.location_index import FileInUse, LocationIndex
 
 NOW = 1_000_000.0
 FILES = [FileUse(number, 100, 10, NOW - 1000 + 100 * number) for number in range(1, 6)]
 """Five files of 100 bytes and 10 trajectories, last written 900 to 500 seconds ago."""
 
 
-def gone(retention: Retention, needed: int = 99) -> list[int]:
-    return removable(FILES, retention, now_s=NOW, needed=needed)
+def gone(retention: RetentionRules, needed: int = 99) -> list[int]:
+    return removable_files(FILES, retention, now_s=NOW, needed=needed)
 
 
 def test_nothing_is_deleted_unless_a_rule_says_so():
-    assert gone(Retention()) == []
-    assert not Retention().deletes
+    assert gone(RetentionRules()) == []
+    assert not RetentionRules().deletes
 
 
 def test_by_age_a_file_goes_when_its_newest_record_is_older():
-    assert gone(Retention(age_s=750)) == [1, 2]
-    assert gone(Retention(age_s=901)) == []
+    assert gone(RetentionRules(age_s=750)) == [1, 2]
+    assert gone(RetentionRules(age_s=901)) == []
 
 
 def test_by_count_a_file_goes_when_what_stays_still_reaches_the_number():
-    assert gone(Retention(trajectories=30)) == [1, 2]
-    assert gone(Retention(trajectories=31)) == [1]
+    assert gone(RetentionRules(trajectories=30)) == [1, 2]
+    assert gone(RetentionRules(trajectories=31)) == [1]
 
 
 def test_by_bytes_a_file_goes_when_what_stays_still_reaches_the_number():
-    assert gone(Retention(size_bytes=300)) == [1, 2]
-    assert gone(Retention(size_bytes=301)) == [1]
+    assert gone(RetentionRules(size_bytes=300)) == [1, 2]
+    assert gone(RetentionRules(size_bytes=301)) == [1]
 
 
 def test_each_rule_counts_alone():
-    assert gone(Retention(age_s=850, size_bytes=300)) == [1, 2]
+    assert gone(RetentionRules(age_s=850, size_bytes=300)) == [1, 2]
 
 
 def test_a_file_that_is_needed_stays_and_all_behind_it():
-    assert gone(Retention(age_s=0), needed=3) == [1, 2]
-    assert gone(Retention(age_s=0), needed=1) == []
+    assert gone(RetentionRules(age_s=0), needed=3) == [1, 2]
+    assert gone(RetentionRules(age_s=0), needed=1) == []
 
 
 def test_the_file_that_is_written_stays():
-    assert gone(Retention(age_s=0, trajectories=0, size_bytes=0)) == [1, 2, 3, 4]
-    assert removable([], Retention(age_s=0), now_s=NOW, needed=99) == []
+    assert gone(RetentionRules(age_s=0, trajectories=0, size_bytes=0)) == [1, 2, 3, 4]
+    assert removable_files([], RetentionRules(age_s=0), now_s=NOW, needed=99) == []
 
 
 @given(
@@ -62,8 +62,8 @@ def test_the_file_that_is_written_stays():
 )
 def test_what_stays_reaches_each_number_and_is_the_newest(sizes, keep_bytes, keep_count, needed):
     files = [FileUse(number, size, count, NOW) for number, (size, count) in enumerate(sizes, 1)]
-    retention = Retention(trajectories=keep_count, size_bytes=keep_bytes)
-    deleted = removable(files, retention, now_s=NOW, needed=needed)
+    retention = RetentionRules(trajectories=keep_count, size_bytes=keep_bytes)
+    deleted = removable_files(files, retention, now_s=NOW, needed=needed)
     assert deleted == [file.number for file in files[: len(deleted)]]
     assert all(number < needed for number in deleted)
     left = files[len(deleted) :]
@@ -73,24 +73,24 @@ def test_what_stays_reaches_each_number_and_is_the_newest(sizes, keep_bytes, kee
 
 
 def test_files_are_small_beside_what_is_kept():
-    assert Retention(age_s=100).file_age_s == 25
-    assert Retention().file_age_s is None
-    assert Retention(size_bytes=100 << 20).file_bytes(256 << 20) == 25 << 20
-    assert Retention(size_bytes=0).file_bytes(256 << 20) == 1 << 20
-    assert Retention(age_s=1).file_bytes(256 << 20) == 256 << 20
+    assert RetentionRules(age_s=100).file_age_s == 25
+    assert RetentionRules().file_age_s is None
+    assert RetentionRules(size_bytes=100 << 20).file_bytes(256 << 20) == 25 << 20
+    assert RetentionRules(size_bytes=0).file_bytes(256 << 20) == 1 << 20
+    assert RetentionRules(age_s=1).file_bytes(256 << 20) == 256 << 20
 
 
 def test_below_the_bound_of_the_disk_there_is_more_than_the_file_that_is_written():
-    assert Retention(trajectories=1).file_bytes(256 << 20, max_disk_bytes=64 << 20) == 16 << 20
-    assert Retention(size_bytes=16 << 20).file_bytes(256 << 20, max_disk_bytes=64 << 20) == 4 << 20
-    assert Retention().file_bytes(256 << 20, max_disk_bytes=64 << 20) == 256 << 20
+    assert RetentionRules(trajectories=1).file_bytes(256 << 20, max_disk_bytes=64 << 20) == 16 << 20
+    assert RetentionRules(size_bytes=16 << 20).file_bytes(256 << 20, max_disk_bytes=64 << 20) == 4 << 20
+    assert RetentionRules().file_bytes(256 << 20, max_disk_bytes=64 << 20) == 256 << 20
 
 
 def test_many_groups_that_wait_in_the_oldest_file_are_not_all_looked_at():
-    index = Index()
+    index = LocationIndex()
     looked_at: list[int] = []
 
-    class Waiting(GroupAt):
+    class Waiting(GroupLocations):
         @property
         def first_file(self) -> int:
             looked_at.append(super().first_file)
@@ -100,6 +100,6 @@ def test_many_groups_that_wait_in_the_oldest_file_are_not_all_looked_at():
     for number in range(1000):
         groups[str(number)] = Waiting(1)
         groups[str(number)].add(new_id(), Location(3 + number // 100, 64, 8))
-    assert index.oldest_in_use(floor=3) == InUse(3, "run", "group 0")
+    assert index.oldest_in_use(floor=3) == FileInUse(3, "run", "group 0")
     assert len(looked_at) == 1
-    assert index.oldest_in_use(floor=2) == index.oldest_in_use() == InUse(3, "run", "group 0")
+    assert index.oldest_in_use(floor=2) == index.oldest_in_use() == FileInUse(3, "run", "group 0")

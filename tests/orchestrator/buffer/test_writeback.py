@@ -43,8 +43,8 @@ def test_where_there_is_no_such_call_nothing_happens(reason: int, monkeypatch: p
 
 def test_an_error_that_comes_up_is_the_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(writeback, "_call", refusing(errno.EIO))
-    opened = file_writer.Writer(tmp_path)
-    with pytest.raises(file_writer.Failed, match=os.strerror(errno.EIO)):
+    opened = file_writer.LogFileWriter(tmp_path)
+    with pytest.raises(file_writer.PartialWrite, match=os.strerror(errno.EIO)):
         opened.write(frames([bytes(file_writer.PIECE_BYTES), b"more"]))
     opened.close()
 
@@ -59,7 +59,7 @@ def test_of_a_long_append_the_disk_stores_one_piece_while_the_next_is_packed_and
     monkeypatch.setattr(file_writer, "pack_frame", lambda kind, payload: (calls.append("pack"), pack(kind, payload))[1])
     monkeypatch.setattr(file_writer, "sync", lambda descriptor: (calls.append("sync"), sync(descriptor)))
     short, *long = frames([b"short", *(os.urandom(file_writer.PIECE_BYTES // 2) for _ in range(5))])
-    opened = file_writer.Writer(tmp_path)
+    opened = file_writer.LogFileWriter(tmp_path)
     opened.write([short])
     opened.write(long)
     opened.close()
@@ -77,7 +77,7 @@ def test_no_piece_has_more_buffers_than_one_call_takes(tmp_path: Path, monkeypat
         file_writer, "_write_all", lambda file, buffers: (counts.append(len(buffers)), write(file, buffers))[1]
     )
     batch = frames([b"%d" % number for number in range(800)])
-    opened = file_writer.Writer(tmp_path)
+    opened = file_writer.LogFileWriter(tmp_path)
     opened.write(batch)
     opened.close()
     assert sum(counts) == 3 * len(batch)
@@ -97,22 +97,22 @@ def test_a_frame_of_more_buffers_than_the_others_begins_the_next_piece(
     )
     batch = frames([bytes(64)] * trajectories)
     at = sum(frame.size_bytes for frame in batch)
-    batch.append(file_writer.Queued(1, at, FrameType.CONTROL, b"facts", frame_bytes(FrameType.CONTROL, 5)))
-    opened = file_writer.Writer(tmp_path)
+    batch.append(file_writer.PendingFrame(1, at, FrameType.CONTROL, b"facts", frame_bytes(FrameType.CONTROL, 5)))
+    opened = file_writer.LogFileWriter(tmp_path)
     opened.write(batch)
     opened.close()
     assert max(counts) <= 20
     assert (tmp_path / "00000001.log").read_bytes() == content(batch)
 
 
-def frames(payloads: list[bytes]) -> list[file_writer.Queued]:
+def frames(payloads: list[bytes]) -> list[file_writer.PendingFrame]:
     """Trajectories for the first file, one behind the other."""
-    kind, at, placed = FrameType.TRAJECTORY, 0, list[file_writer.Queued]()
+    kind, at, placed = FrameType.TRAJECTORY, 0, list[file_writer.PendingFrame]()
     for payload in payloads:
-        placed.append(file_writer.Queued(1, at, kind, payload, frame_bytes(kind, len(payload))))
+        placed.append(file_writer.PendingFrame(1, at, kind, payload, frame_bytes(kind, len(payload))))
         at += placed[-1].size_bytes
     return placed
 
 
-def content(batch: list[file_writer.Queued]) -> bytes:
+def content(batch: list[file_writer.PendingFrame]) -> bytes:
     return b"".join(buffer for frame in batch for buffer in pack_frame(frame.kind, frame.payload))

@@ -18,7 +18,7 @@ import pytest
 from headrace.assets import AssetData, asset_of, read_asset
 from headrace.batch.batch import Batch
 from headrace.wire import codec, messages
-from headrace_orchestrator.buffer.retention_rules import Retention
+from headrace_orchestrator.buffer.retention_rules import RetentionRules
 from headrace_orchestrator.service.storage import retention as retaining
 from tests.orchestrator.buffer.test_assets import claim, fetch, send, showing
 from tests.orchestrator.forked import RETAIN_EVERY_S, Forked
@@ -168,14 +168,14 @@ class RetentionSteps:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._ended = asyncio.Semaphore(0)
-        step = retaining.Retainer.step
+        step = retaining.RetentionLoop.step
 
-        async def counted(retainer: retaining.Retainer) -> list[int]:
+        async def counted(retainer: retaining.RetentionLoop) -> list[int]:
             gone = await step(retainer)
             self._ended.release()
             return gone
 
-        monkeypatch.setattr(retaining.Retainer, "step", counted)
+        monkeypatch.setattr(retaining.RetentionLoop, "step", counted)
 
     async def more(self, count: int) -> None:
         """Wait until so many more have ended."""
@@ -191,7 +191,7 @@ async def test_G07_a_leased_batch_keeps_what_it_refers_to_until_its_last_use(  #
     steps = RetentionSteps(monkeypatch)
     asset = asset_of(random.Random(7).randbytes(ASSET_BYTES), "image/png")
     async with orchestrator(
-        data_dir, log_file_bytes=1, asset_promise_s=0.01, retention=Retention(trajectories=0)
+        data_dir, log_file_bytes=1, asset_promise_s=0.01, retention=RetentionRules(trajectories=0)
     ) as api:
         names = (f"later-{number}" for number in count())
 

@@ -21,10 +21,10 @@ from headrace.ids import new_id
 from headrace.store.log_format import Frame, FrameType, scan
 from headrace_orchestrator.buffer.log.location import Location
 from headrace_orchestrator.buffer.log.log import Log
-from headrace_orchestrator.buffer.projection.sqlite import Projection
+from headrace_orchestrator.buffer.projection.sqlite import SqliteProjection
 from headrace_orchestrator.scheduler.core import Scheduler
-from headrace_orchestrator.service.fsck.findings import Finding
-from headrace_orchestrator.service.fsck.fsck import Reading, check
+from headrace_orchestrator.service.fsck.findings import FsckFinding
+from headrace_orchestrator.service.fsck.fsck import LogCheck, check
 from headrace_orchestrator.service.storage.replay import replay
 from headrace_orchestrator.service.storage.store import Store
 from tests.orchestrator.buffer.test_projection import rows
@@ -87,8 +87,8 @@ def log_files(data: Path) -> list[Path]:
     return sorted((data / "log").glob("*.log"))
 
 
-def findings_in_log(data: Path) -> list[Finding]:
-    reading = Reading(data, None, lambda done, total: None)
+def findings_in_log(data: Path) -> list[FsckFinding]:
+    reading = LogCheck(data, None, lambda done, total: None)
     reading.run()
     return reading.findings
 
@@ -124,7 +124,7 @@ async def start(data: Path, *, with_projection: bool = False) -> Started:
         for file in data.glob("projection.sqlite*"):
             file.unlink()
     log = Log(data / "log", file_bytes=1 << 20)
-    store = Store(log, Projection(data / "projection.sqlite", log.id))
+    store = Store(log, SqliteProjection(data / "projection.sqlite", log.id))
     core = Scheduler(epoch=9, new_id=new_id, new_nonce=lambda: secrets.token_hex(8))
     passed_over: list[None] = []
     replay(core, store, 0.0, damaged=lambda: passed_over.append(None), stopping=lambda: False)
@@ -175,7 +175,7 @@ def test_a_log_that_is_cut_anywhere_loses_only_what_is_behind_the_cut(one_file: 
     for length in reversed(range(file.stat().st_size)):
         with file.open("r+b", buffering=0) as stream:
             stream.truncate(length)
-        reading = Reading(copied, None, lambda done, total: None)
+        reading = LogCheck(copied, None, lambda done, total: None)
         reading.run()
         left = [frame for frame in frames if frame.offset + frame.size <= length]
         assert reading.findings == []

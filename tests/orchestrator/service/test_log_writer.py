@@ -126,9 +126,9 @@ def test_it_has_no_descriptor_that_it_does_not_need(service: Service, data_dir: 
 def test_a_start_without_it_ends_with_a_sentence(data_dir: Path, command: tuple[str, ...], sentence: str):
     code = (
         "import sys\n"
-        "from headrace_orchestrator.buffer import writerprocess\n"
+        "from headrace_orchestrator.buffer.log import writer_process\n"
         "from headrace_orchestrator.cli import main\n"
-        f"writerprocess.COMMAND = {command!r}\n"
+        f"writer_process.COMMAND = {command!r}\n"
         f"sys.argv[1:] = ['orchestrator', '--data', {str(data_dir)!r}, '--port', '0']\n"
         "main()\n"
     )

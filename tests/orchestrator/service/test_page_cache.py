@@ -14,8 +14,8 @@ from headrace.errors import StoreError
 from headrace_orchestrator.buffer.log.location import Location
 from headrace_orchestrator.service import lifecycle
 from headrace_orchestrator.service.storage import page_cache
-from headrace_orchestrator.service.storage.group_locations import GroupAt
-from headrace_orchestrator.service.storage.page_cache import LOOK_EVERY_S, LOOK_SHARE, PageCache, pause_s
+from headrace_orchestrator.service.storage.group_locations import GroupLocations
+from headrace_orchestrator.service.storage.page_cache import LOOK_EVERY_S, LOOK_SHARE, PageCacheTrimmer, pause_s
 from headrace_orchestrator.service.storage.store import Store
 from tests.orchestrator.service.test_retention import train
 from tests.orchestrator.serving import orchestrator
@@ -25,28 +25,28 @@ SMALL = {"log_file_bytes": 40_000}
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[PageCache]:
+def made(monkeypatch: pytest.MonkeyPatch) -> list[PageCacheTrimmer]:
     """The page cache of each service that was started; it steps when it is told to."""
-    made: list[PageCache] = []
+    made: list[PageCacheTrimmer] = []
 
-    class Still(PageCache):
+    class Still(PageCacheTrimmer):
         def __init__(self, store: Store) -> None:
             super().__init__(store)
             made.append(self)
 
         async def run(self) -> None: ...
 
-    monkeypatch.setattr(lifecycle, "PageCache", Still)
+    monkeypatch.setattr(lifecycle, "PageCacheTrimmer", Still)
     return made
 
 
-def sealed(cache: PageCache) -> list[int]:
+def sealed(cache: PageCacheTrimmer) -> list[int]:
     """All files but the one that is written."""
     return list(range(1, Location.at(cache._store.log.tail, 0).file))
 
 
 async def test_a_sealed_file_that_no_group_and_no_batch_needs_is_let_go_once(
-    data_dir: Path, made: list[PageCache]
+    data_dir: Path, made: list[PageCacheTrimmer]
 ) -> None:
     async with orchestrator(data_dir, **SMALL) as api:
         await api.create_run()
@@ -57,7 +57,9 @@ async def test_a_sealed_file_that_no_group_and_no_batch_needs_is_let_go_once(
         await api.ask("GET", f"/v1/trajectories/{stored[0]}/advantages")  # it is read all the same
 
 
-async def test_what_an_open_batch_or_a_group_in_flight_needs_stays(data_dir: Path, made: list[PageCache]) -> None:
+async def test_what_an_open_batch_or_a_group_in_flight_needs_stays(
+    data_dir: Path, made: list[PageCacheTrimmer]
+) -> None:
     async with orchestrator(data_dir, **SMALL) as api:
         await api.create_run(max_staleness=3)
         await api.play(free=4)
@@ -70,7 +72,7 @@ async def test_what_an_open_batch_or_a_group_in_flight_needs_stays(data_dir: Pat
 
 
 async def test_nothing_is_let_go_that_is_not_on_the_disk(
-    data_dir: Path, made: list[PageCache], monkeypatch: pytest.MonkeyPatch
+    data_dir: Path, made: list[PageCacheTrimmer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with orchestrator(data_dir, **SMALL) as api:
         await api.create_run()
@@ -85,7 +87,7 @@ async def test_nothing_is_let_go_that_is_not_on_the_disk(
         assert await made[0].step() == sealed(made[0])
 
 
-async def test_files_of_before_the_start_are_left_to_the_kernel(data_dir: Path, made: list[PageCache]) -> None:
+async def test_files_of_before_the_start_are_left_to_the_kernel(data_dir: Path, made: list[PageCacheTrimmer]) -> None:
     async with orchestrator(data_dir, **SMALL) as api:
         await api.create_run()
         await train(api, 30)
@@ -96,7 +98,7 @@ async def test_files_of_before_the_start_are_left_to_the_kernel(data_dir: Path, 
 async def test_a_look_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     looks, again = 0, asyncio.Event()
 
-    async def step(cache: PageCache) -> list[int]:
+    async def step(cache: PageCacheTrimmer) -> list[int]:
         nonlocal looks
         looks += 1
         if looks == 1:
@@ -104,17 +106,17 @@ async def test_a_look_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch
         again.set()
         return []
 
-    monkeypatch.setattr(PageCache, "step", step)
+    monkeypatch.setattr(PageCacheTrimmer, "step", step)
     monkeypatch.setattr(page_cache, "pause_s", lambda looked_s: 0.0)
     store = SimpleNamespace(log=SimpleNamespace(tail=0))
-    running = asyncio.create_task(PageCache(cast(Store, store)).run())
+    running = asyncio.create_task(PageCacheTrimmer(cast(Store, store)).run())
     async with asyncio.timeout(10):
         await again.wait()
     running.cancel()
 
 
 def test_a_group_may_be_moved_while_its_files_are_listed() -> None:
-    group = GroupAt(2)
+    group = GroupLocations(2)
     for file in (3, 4):
         group.add(f"{file}", Location(file, 0, 64))
     files = group.files()

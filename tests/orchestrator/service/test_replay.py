@@ -25,10 +25,10 @@ from headrace.wire import messages
 from headrace_orchestrator.buffer.data_directory import DataDirectory
 from headrace_orchestrator.buffer.log.location import Location
 from headrace_orchestrator.buffer.log.log import Log
-from headrace_orchestrator.buffer.projection.sqlite import Projection
+from headrace_orchestrator.buffer.projection.sqlite import SqliteProjection
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.service import Service
-from headrace_orchestrator.service.batches import Served
+from headrace_orchestrator.service.batches import ServedBatch
 from headrace_orchestrator.service.storage.replay import replay
 from headrace_orchestrator.service.storage.store import Store
 from headrace_orchestrator.settings import Settings
@@ -72,7 +72,7 @@ async def read(data: Path, *, states: bool = True, listed: bool = True, damaged:
         (data / "projection.sqlite").unlink()
     if not states:
         log.state, log.base = None, 0
-    store = Store(log, Projection(data / "projection.sqlite", log.id))
+    store = Store(log, SqliteProjection(data / "projection.sqlite", log.id))
     core = Scheduler(epoch=99, new_id=new_id, new_nonce=new_id)
     lost: list[None] = [] if damaged is None else damaged
     await asyncio.to_thread(replay, core, store, 0.0, damaged=lambda: lost.append(None), stopping=lambda: False)
@@ -134,7 +134,7 @@ class House:
         served = await self.service.pull(
             "run", messages.PullRequest(learner="l", session="s", request=new_id()), self.left
         )
-        if isinstance(served, Served):
+        if isinstance(served, ServedBatch):
             batch = Batch.parse(await whole(served), generation=served.generation, lease_s=served.lease_s)
             batch.verify()
             self.batches.append(batch)

@@ -11,13 +11,13 @@ import pytest
 from headrace.batch.batch import Batch
 from headrace.errors import StoreError
 from headrace.wire import messages
-from headrace_orchestrator.buffer.retention_rules import Retention
+from headrace_orchestrator.buffer.retention_rules import RetentionRules
 from headrace_orchestrator.service.storage import retention as retaining
 from headrace_orchestrator.service.storage.store import Store
 from tests.orchestrator.buffer.test_log import flip
 from tests.orchestrator.serving import Api, orchestrator, until
 
-SMALL = {"log_file_bytes": 40_000, "retention": Retention(trajectories=20)}
+SMALL = {"log_file_bytes": 40_000, "retention": RetentionRules(trajectories=20)}
 """A file holds some dozen records."""
 
 
@@ -94,7 +94,7 @@ async def test_no_file_goes_that_an_open_batch_needs(data_dir: Path, monkeypatch
 
 
 async def test_a_start_may_need_the_last_two_control_states(data_dir: Path) -> None:
-    keep_nothing = {**SMALL, "retention": Retention(trajectories=0)}
+    keep_nothing = {**SMALL, "retention": RetentionRules(trajectories=0)}
     async with orchestrator(data_dir, **keep_nothing) as api:
         await api.create_run()
         await train(api, 30)
@@ -111,7 +111,7 @@ async def test_a_start_may_need_the_last_two_control_states(data_dir: Path) -> N
 
 
 async def test_by_age_a_file_ends_in_time_to_be_deleted(data_dir: Path) -> None:
-    async with orchestrator(data_dir, retention=Retention(age_s=0.2)) as api:
+    async with orchestrator(data_dir, retention=RetentionRules(age_s=0.2)) as api:
         await api.create_run()
         await train(api, 1)
 
@@ -182,14 +182,14 @@ async def test_at_the_bound_of_the_disk_admission_stops_and_a_pull_says_so(
 
 async def test_what_is_in_use_does_not_make_a_quiet_log_grow(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[None] = []
-    step = retaining.Retainer.step
+    step = retaining.RetentionLoop.step
 
-    async def count(retainer: retaining.Retainer) -> list[int]:
+    async def count(retainer: retaining.RetentionLoop) -> list[int]:
         steps.append(None)
         return await step(retainer)
 
-    monkeypatch.setattr(retaining.Retainer, "step", count)
-    async with orchestrator(data_dir, retention=Retention(age_s=0.1)) as api:
+    monkeypatch.setattr(retaining.RetentionLoop, "step", count)
+    async with orchestrator(data_dir, retention=RetentionRules(age_s=0.1)) as api:
         await api.create_run()
         await api.play(free=4)  # nobody pulls it
 

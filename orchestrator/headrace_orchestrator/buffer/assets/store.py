@@ -32,14 +32,16 @@ COLLECT_EVERY_S = 5.0
 COLLECT_STEP = 500
 """Assets that are looked up at a time: some milliseconds of the event loop."""
 
-Referred = Callable[[Sequence[str]], Set[str]]
+ReferenceLookup = Callable[[Sequence[str]], Set[str]]
 """Which of these assets a stored record refers to, or one that is on its way to the disk."""
 
 
-class Assets:
+class AssetStore:
     """The assets of one data directory. ``clock`` gives monotonic seconds; a promise holds for ``promise_s``."""
 
-    def __init__(self, folder: Path, referred: Referred, *, clock: Callable[[], float], promise_s: float) -> None:
+    def __init__(
+        self, folder: Path, referred: ReferenceLookup, *, clock: Callable[[], float], promise_s: float
+    ) -> None:
         self.folder = folder
         self.promise_s = promise_s
         self._files = AssetFiles(folder)

@@ -28,14 +28,14 @@ from headrace.errors import InvalidRequest, SetupError, StoreError
 from headrace.store import log_files, log_format
 from headrace.store.log_format import Damage
 from headrace_orchestrator.buffer.backup.file_copy import (
-    Gone,
-    Moved,
+    CopyProgress,
+    LogFileDeleted,
     OnProgress,
     assets_in,
     copy,
     copy_asset,
     digest_of,
-    refusals_told,
+    disk_errors,
 )
 from headrace_orchestrator.buffer.data_directory import MANIFEST, last_epoch, replace, sync_directory
 
@@ -54,7 +54,7 @@ class CopiedFile(msgspec.Struct, frozen=True, kw_only=True):
     sha256: str
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+class BackupManifest(msgspec.Struct, frozen=True, kw_only=True):
     """What a copy is. ``log`` is the id of the log, ``epoch`` that of the directory at that time, ``made_ms`` the Unix
     time in milliseconds."""
 
@@ -65,7 +65,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     files: list[CopiedFile]
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class BackupReport(msgspec.Struct, frozen=True, kw_only=True):
     """What was done. ``file`` and ``offset``: where the cut is in the log. ``damaged_assets``: those that
     are not what their names say; they are not in the copy. ``kept_files``: files of the log that are not any more what
     was copied; the copy has them as they were."""
@@ -83,7 +83,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 def back_up(
     data: Path, destination: Path, *, now_ms: int, on_progress: OnProgress = lambda done, total: None
-) -> Report:
+) -> BackupReport:
     """Copy what is new in the data directory into ``destination``, made if missing. Blocking. Raises SetupError,
     InvalidRequest, StoreError or CorruptRecord; then the copy before this one is still there."""
     if not (data / "log").is_dir():
@@ -93,7 +93,7 @@ def back_up(
         )
     if destination.resolve().is_relative_to(data.resolve()):
         raise InvalidRequest(f"{destination} is in {data} itself.", hint="Name a folder elsewhere, on another disk.")
-    with refusals_told(destination), _alone(destination):
+    with disk_errors(destination), _alone(destination):
         if last_epoch(destination):
             raise InvalidRequest(
                 f"{destination} is a data directory: the copy would take the place of what is stored there.",
@@ -102,17 +102,17 @@ def back_up(
         for _ in range(_ATTEMPTS):
             try:
                 return _Copy(data, destination, on_progress).make(now_ms)
-            except Gone:
+            except LogFileDeleted:
                 continue
     raise StoreError(
         f"Files of {data} were deleted faster than they could be copied.", hint="Try again, or keep data for longer."
     )
 
 
-def read_manifest(backup: Path) -> Manifest:
+def read_manifest(backup: Path) -> BackupManifest:
     """What a copy says of itself. Raises SetupError."""
     try:
-        return msgspec.json.decode((backup / MANIFEST).read_bytes(), type=Manifest)
+        return msgspec.json.decode((backup / MANIFEST).read_bytes(), type=BackupManifest)
     except FileNotFoundError as error:
         raise SetupError(
             f"{backup} is no backup: there is no {MANIFEST} in it.",
@@ -129,7 +129,7 @@ class _Copy:
         self._data, self._destination = data, destination
         self._files = sorted((data / "log").glob("*.log"))
         sizes = [_size(file) for file in self._files]
-        self._moved = Moved(on_progress, sum(sizes))
+        self._moved = CopyProgress(on_progress, sum(sizes))
         self._damaged_assets: set[str] = set()
         self._kept_files: list[str] = []
         self._copied_files = self._copied_assets = self._copied_bytes = 0
@@ -147,7 +147,7 @@ class _Copy:
             self._sealed = {file.name for file in before.files[:-1]}
             self._require_no_less()
 
-    def make(self, now_ms: int) -> Report:
+    def make(self, now_ms: int) -> BackupReport:
         # Assets are stored before the record that refers to them, and deleted with the last one: those of old records
         # are taken before the log, those of new ones after it.
         self._take_assets()
@@ -155,10 +155,10 @@ class _Copy:
         files = [self._take(file, last=file == self._files[-1]) for file in self._files]
         self._take_assets()
         sync_directory(self._destination)
-        manifest = Manifest(log=self._log, epoch=last_epoch(self._data), made_ms=now_ms, files=files)
+        manifest = BackupManifest(log=self._log, epoch=last_epoch(self._data), made_ms=now_ms, files=files)
         replace(self._destination / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
         self._forget({file.name for file in files})
-        return Report(
+        return BackupReport(
             file=files[-1].name if files else "",
             offset=files[-1].size_bytes if files else 0,
             files=len(files),
@@ -172,7 +172,7 @@ class _Copy:
 
     def _require_no_less(self) -> None:
         """Retention deletes the oldest files, and a file only grows. What else is missing was lost, and is perhaps
-        nowhere but in the copy. Raises InvalidRequest, or Gone where retention deletes just now."""
+        nowhere but in the copy. Raises InvalidRequest, or LogFileDeleted where retention deletes just now."""
         there = {file.name for file in self._files}
         oldest = min(there, default="")
         missing = [name for name in self._before if name > oldest and name not in there]
@@ -182,7 +182,7 @@ class _Copy:
         if not missing:
             return
         if not self._files[0].exists():
-            raise Gone
+            raise LogFileDeleted
         raise InvalidRequest(
             f"{self._destination} has what {self._data} lost: {', '.join(sorted(missing))} is missing in the log "
             "there, or is another file now.",
@@ -246,7 +246,7 @@ def _log_of(data: Path) -> str:
             if file.head is not None:
                 return file.head.log
     except FileNotFoundError:
-        raise Gone from None
+        raise LogFileDeleted from None
     return ""
 
 
@@ -279,7 +279,7 @@ def _probe(path: Path) -> tuple[int, bytes, bytes]:
             stream.seek(max(0, size - _PROBE_BYTES))
             return size, first, stream.read()
     except FileNotFoundError:
-        raise Gone from None
+        raise LogFileDeleted from None
 
 
 def _durable_size(file: Path) -> int:
@@ -290,7 +290,7 @@ def _durable_size(file: Path) -> int:
             os.fdatasync(stream.fileno())
             return size
     except FileNotFoundError:
-        raise Gone from None
+        raise LogFileDeleted from None
 
 
 def _whole_size(file: Path) -> int:
@@ -306,7 +306,7 @@ def _size(file: Path) -> int:
     try:
         return file.stat().st_size
     except FileNotFoundError:
-        raise Gone from None
+        raise LogFileDeleted from None
 
 
 @contextmanager

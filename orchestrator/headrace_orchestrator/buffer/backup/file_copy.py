@@ -24,11 +24,11 @@ _CHUNK_BYTES = 4 << 20
 _ASSET_NAME = re.compile(r"[0-9a-f]{64}")
 
 
-class Gone(Exception):
+class LogFileDeleted(Exception):
     """A file of the log was deleted since it was listed."""
 
 
-class Moved:
+class CopyProgress:
     """Bytes that were moved so far."""
 
     def __init__(self, on_progress: OnProgress, total: int) -> None:
@@ -42,16 +42,16 @@ class Moved:
         self._on_progress(min(self.done, self._total), self._total)
 
 
-def copy(source: Path, copied: Path, size: int, moved: Moved) -> str:
+def copy(source: Path, copied: Path, size: int, moved: CopyProgress) -> str:
     """Put the first ``size`` bytes of a file in place, durably; returns their SHA-256, which was compared with what is
-    on disk now. Raises Gone, FileNotFoundError for what is no file of a log, CorruptRecord, OSError."""
+    on disk now. Raises LogFileDeleted, FileNotFoundError for what is no file of a log, CorruptRecord, OSError."""
     partial = copied.with_name(copied.name + ".partial")
     digest = hashlib.sha256()
     try:
         reading = source.open("rb")
     except FileNotFoundError:
         if source.suffix == ".log":
-            raise Gone from None
+            raise LogFileDeleted from None
         raise
     with reading, partial.open("wb") as writing:
         left = size
@@ -77,7 +77,7 @@ def copy(source: Path, copied: Path, size: int, moved: Moved) -> str:
     return digest.hexdigest()
 
 
-def copy_asset(asset: Path, directory: Path, moved: Moved) -> bool:
+def copy_asset(asset: Path, directory: Path, moved: CopyProgress) -> bool:
     """Put an asset into another directory; whether it is what its name says. Raises what ``copy`` raises."""
     copied = asset_path(directory / FOLDER, asset.name)
     if not copied.parent.is_dir():
@@ -104,7 +104,7 @@ def digest_of(path: Path, size: int) -> str:
 
 
 @contextmanager
-def refusals_told(destination: Path) -> Iterator[None]:
+def disk_errors(destination: Path) -> Iterator[None]:
     """A disk that refuses is told as StoreError."""
     try:
         yield

@@ -18,13 +18,20 @@ import msgspec
 from headrace.assets import FOLDER
 from headrace.errors import CorruptRecord, SetupError
 from headrace_orchestrator.buffer.backup.backup import read_manifest
-from headrace_orchestrator.buffer.backup.file_copy import Moved, OnProgress, assets_in, copy, copy_asset, refusals_told
+from headrace_orchestrator.buffer.backup.file_copy import (
+    CopyProgress,
+    OnProgress,
+    assets_in,
+    copy,
+    copy_asset,
+    disk_errors,
+)
 from headrace_orchestrator.buffer.data_directory import replace
 
 _OF_A_FRESH_VOLUME = "lost+found"
 
 
-class Restored(msgspec.Struct, frozen=True, kw_only=True):
+class RestoreReport(msgspec.Struct, frozen=True, kw_only=True):
     """What was put back. ``damaged``: files that are not what was copied, put back all the same."""
 
     epoch: int
@@ -41,7 +48,7 @@ def restore(
     now_s: int,
     despite_damage: bool = False,
     on_progress: OnProgress = lambda done, total: None,
-) -> Restored:
+) -> RestoreReport:
     """Put a backup back into ``data``, which must be missing or empty. Blocking. Raises SetupError, StoreError or
     CorruptRecord."""
     manifest = read_manifest(backup)
@@ -49,8 +56,8 @@ def restore(
         raise SetupError(f"{data} is not empty.", hint="Name a new directory; two logs cannot be mixed.")
     assets = list(assets_in(backup))
     total = sum(file.size_bytes for file in manifest.files) + sum(asset.stat().st_size for asset in assets)
-    moved, damaged = Moved(on_progress, total), list[str]()
-    with refusals_told(data), _all_or_nothing(data):
+    moved, damaged = CopyProgress(on_progress, total), list[str]()
+    with disk_errors(data), _all_or_nothing(data):
         (data / "log").mkdir(parents=True, exist_ok=True)
         for file in manifest.files:
             source = backup / "log" / file.name
@@ -60,7 +67,7 @@ def restore(
         # Starts are seconds apart, so no count of them has come as far as the clock; a later copy comes after this one.
         epoch = max(manifest.epoch + 1, now_s)
         replace(data / "epoch", b"%d\n" % epoch)  # last: without it nothing starts here
-    return Restored(epoch=epoch, files=len(manifest.files), assets=len(assets), size_bytes=total, damaged=damaged)
+    return RestoreReport(epoch=epoch, files=len(manifest.files), assets=len(assets), size_bytes=total, damaged=damaged)
 
 
 def _told(path: Path, despite_damage: bool) -> str:

@@ -33,7 +33,7 @@ PIECE_BYTES = 768 << 10
 """Of a long append: smaller ones cost the disk more than is won, and of larger ones too little is under way."""
 
 
-class Queued(NamedTuple):
+class PendingFrame(NamedTuple):
     """A frame on its way to the disk: the file and the offset that it is meant for, and its size there."""
 
     file: int
@@ -43,7 +43,7 @@ class Queued(NamedTuple):
     size_bytes: int
 
 
-class Failed(Exception):
+class PartialWrite(Exception):
     """The disk refused; ``written`` frames of the batch are durable all the same."""
 
     def __init__(self, error: OSError, written: int) -> None:
@@ -52,11 +52,11 @@ class Failed(Exception):
         self.written = written
 
 
-class TakenAway(OSError):
+class LogFileMissing(OSError):
     """The file that is written was deleted or renamed: what was reported as written to it is not in the log."""
 
 
-class Writer:
+class LogFileWriter:
     """The file that is written. ``number`` of it, ``durable_bytes`` in it, and bytes of all files up to it.
 
     ``require_owned`` raises what ends all writing, or OSError."""
@@ -81,9 +81,9 @@ class Writer:
         self.number, self.durable_bytes = number, os.fstat(self._descriptor).st_size
         self.total_bytes = total_bytes
 
-    def write(self, batch: Iterable[Queued]) -> None:
+    def write(self, batch: Iterable[PendingFrame]) -> None:
         """Append frames to their files and sync; a new number opens a new file. Frames may come while others are
-        written. Raises Failed, and then writes no more until ``start_over``; or what ``require_owned`` raises."""
+        written. Raises PartialWrite, and then writes no more until ``start_over``; or what ``require_owned`` raises."""
         written = 0
         try:
             self._require_owned()
@@ -93,9 +93,9 @@ class Writer:
                 written += self._append(frames)
         except OSError as error:
             self._give_up()
-            raise Failed(error, written) from error
+            raise PartialWrite(error, written) from error
 
-    def start_over(self, batch: Iterable[Queued]) -> None:
+    def start_over(self, batch: Iterable[PendingFrame]) -> None:
         """Write frames to a new file after a failure, if the disk takes them now. Raises OSError, and then nothing has
         changed."""
         try:
@@ -119,7 +119,7 @@ class Writer:
         self.number, self.durable_bytes, self._digest = number, 0, hashlib.sha256()
         sync_directory(self._directory)
 
-    def _append(self, frames: Iterable[Queued]) -> int:
+    def _append(self, frames: Iterable[PendingFrame]) -> int:
         """Write and sync frames of one file; gives their number."""
         at, count = self.durable_bytes, 0
         for buffers, held in self._pieces(frames):
@@ -134,7 +134,7 @@ class Writer:
         self.durable_bytes = at
         return count
 
-    def _pieces(self, frames: Iterable[Queued]) -> Iterator[tuple[list[bytes | memoryview], int]]:
+    def _pieces(self, frames: Iterable[PendingFrame]) -> Iterator[tuple[list[bytes | memoryview], int]]:
         """Buffers for one ``writev`` each, and how many frames are in them."""
         buffers: list[bytes | memoryview] = []
         count = size_bytes = 0
@@ -152,7 +152,7 @@ class Writer:
         if buffers:
             yield buffers, count
 
-    def _pack(self, frame: Queued) -> list[bytes | memoryview]:
+    def _pack(self, frame: PendingFrame) -> list[bytes | memoryview]:
         payload = frame.payload
         if frame.kind is FrameType.FOOTER:
             payload = with_digest(bytes(payload), self._digest.digest())
@@ -168,7 +168,7 @@ class Writer:
         except FileNotFoundError:
             there = False
         if not there:
-            raise TakenAway(errno.ENOENT, f"the file {path.name}, which is written, was deleted or renamed")
+            raise LogFileMissing(errno.ENOENT, f"the file {path.name}, which is written, was deleted or renamed")
 
     def _give_up(self) -> None:
         """Cut the file back: after a failed sync the kernel may show what is not on disk as if it were. The head of the

@@ -25,7 +25,7 @@ _OUT_OF = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM))
 """What a process may be out of: it says nothing of the record."""
 
 
-class LocalFiles:
+class LocalLogFiles:
     """The files ``NNNNNNNN.log`` of a directory. Methods may be called from any thread."""
 
     def __init__(self, directory: Path) -> None:

@@ -32,11 +32,11 @@ from headrace.store import log_files, log_format
 from headrace.store.log_files import LogFile, path_of
 from headrace.store.log_format import Damage, FileHead, Frame, FrameType, Tally
 from headrace_orchestrator.buffer.data_directory import sync_directory
-from headrace_orchestrator.buffer.log.file_writer import Queued
-from headrace_orchestrator.buffer.log.files import LocalFiles
+from headrace_orchestrator.buffer.log.file_writer import PendingFrame
+from headrace_orchestrator.buffer.log.files import LocalLogFiles
 from headrace_orchestrator.buffer.log.location import OFFSET_BITS, Location
-from headrace_orchestrator.buffer.log.writer_thread import Outcome, Refusal, WriterThread, Writing
-from headrace_orchestrator.buffer.storage_protocols import Files
+from headrace_orchestrator.buffer.log.writer_thread import DiskFailure, LogWriter, LogWriterThread, WriteResult
+from headrace_orchestrator.buffer.storage_protocols import LogFiles
 
 PROBE_FIRST_S, PROBE_LONGEST_S = 1.0, 8.0
 """How soon after a failure the disk is tried again; the wait doubles up to the second."""
@@ -49,7 +49,7 @@ OnSync = Callable[[float, int], None]
 """Called after each group commit with its duration in seconds and its bytes."""
 
 
-class Placed(NamedTuple):
+class LocatedFrame(NamedTuple):
     """A frame that was read, and where it is."""
 
     frame: Frame
@@ -61,7 +61,7 @@ class Placed(NamedTuple):
         return self.location.position + self.frame.size
 
 
-class Lost(NamedTuple):
+class LostRange(NamedTuple):
     """Damage that was found in the log: so many bytes at an offset of a file."""
 
     file: str
@@ -70,7 +70,7 @@ class Lost(NamedTuple):
     problem: str
 
 
-Moves = Mapping[int, Location]
+Relocations = Mapping[int, Location]
 """New places by old positions, of frames that had to be stored elsewhere than was meant."""
 
 
@@ -93,9 +93,9 @@ class _Filling:
         self.intact = True
         """Whether it can be gone on with."""
 
-    def place(self, kind: FrameType, payload: bytes | memoryview) -> Queued:
+    def place(self, kind: FrameType, payload: bytes | memoryview) -> PendingFrame:
         """A frame behind the last one."""
-        frame = Queued(self.number, self.offset, kind, payload, log_format.frame_bytes(kind, len(payload)))
+        frame = PendingFrame(self.number, self.offset, kind, payload, log_format.frame_bytes(kind, len(payload)))
         self.tally.place(kind, self.offset)
         self.offset += frame.size_bytes
         self.head_bytes = self.head_bytes or self.offset
@@ -132,9 +132,9 @@ class Log:
         on_failure: Callable[[], None] = lambda: None,
         on_recovery: Callable[[], None] = lambda: None,
         clock_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
-        writing: Writing | None = None,
+        writing: LogWriter | None = None,
     ) -> None:
-        self.on_moved: Callable[[Moves], None] = lambda moves: None
+        self.on_moved: Callable[[Relocations], None] = lambda moves: None
         """Called with what moved, before anything else is told of a recovery."""
         self.failure = ""
         """Why nothing can be stored now; empty when all is well."""
@@ -144,7 +144,7 @@ class Log:
         """Whether only a restart helps."""
         self.incomplete = False
         """Whether what was stored was taken away, so that only a new control state tells all that was decided."""
-        self.files: Files = LocalFiles(directory)
+        self.files: LogFiles = LocalLogFiles(directory)
         """What was written, by files."""
         self._directory = directory
         self._file_bytes = file_bytes
@@ -152,14 +152,14 @@ class Log:
         self._on_sync, self._on_failure, self._on_recovery = on_sync, on_failure, on_recovery
         self._clock_ms = clock_ms
         self._require_owned = require_owned
-        self._writing = writing or WriterThread(directory, require_owned)
+        self._writing = writing or LogWriterThread(directory, require_owned)
         self._writing.on_end = self.stop
-        self._reached = Outcome(0, 0, 0.0, 0, 0, 0)
+        self._reached = WriteResult(0, 0, 0.0, 0, 0, 0)
         self._at = _Filling(0, 0)
         self._bytes_before = 0  # in files before the current one
         self._removed_bytes = 0  # of files that were deleted since the log was opened
         self._appended, self._durable = 0, 0  # counts of frames
-        self._queue: deque[Queued] = deque()
+        self._queue: deque[PendingFrame] = deque()
         self._busy = False  # the writer has frames, or is about to be given some
         self._begun = self._ended = False
         self._unwritten: dict[int, bytes] = {}
@@ -215,7 +215,7 @@ class Log:
             return 0
         return Location(self._numbers[-1], path_of(self._directory, self._numbers[-1]).stat().st_size, 0).position
 
-    def scan(self, since: int = 0) -> Iterator[Placed | Lost]:
+    def scan(self, since: int = 0) -> Iterator[LocatedFrame | LostRange]:
         """Everything in the log from a frame's position on, in order; a torn tail is cut at the end. Blocking: run it
         in a thread. ``scanned_bytes`` grows up to ``found_bytes`` meanwhile. Raises SetupError."""
         start = Location.at(since, 0)
@@ -240,16 +240,16 @@ class Log:
                 yield _placed(file, item)
             self.scanned_bytes = base + file.size_bytes
             if following is not None and (missing := log_files.missing_behind(file, following)) is not None:
-                yield Lost(file.path.name, missing.offset, missing.size_bytes, missing.problem)
+                yield LostRange(file.path.name, missing.offset, missing.size_bytes, missing.problem)
             if last is not None:
                 last.intact = last.intact and file.head is not None
                 self._last = last
 
-    def _gaps_before(self, file: int) -> Iterator[Lost]:
+    def _gaps_before(self, file: int) -> Iterator[LostRange]:
         """Files that are missing among those that need not be read."""
         for number, following in pairwise(self._numbers):
             if number < file and (problem := log_files.missing_between(number, following)):
-                yield Lost(f"{number:08d}.log", path_of(self._directory, number).stat().st_size, 0, problem)
+                yield LostRange(f"{number:08d}.log", path_of(self._directory, number).stat().st_size, 0, problem)
 
     def begin(self, state: Callable[[], bytes | None], *, anew: bool = False) -> None:
         """Be open for appending behind what was scanned; in a new file where the last one cannot be gone on with, or
@@ -292,7 +292,7 @@ class Log:
         self._queue.clear()
         self._begun = True
 
-    def _require(self, outcome: Outcome) -> None:
+    def _require(self, outcome: WriteResult) -> None:
         """Take an outcome. Raises OSError or StoreError."""
         self._reached = outcome
         if outcome.end:
@@ -351,7 +351,7 @@ class Log:
         head = FileHead(log=self.id, number=number, epoch=self._epoch, before_bytes=before_bytes, state=state)
         return _encoder.encode(head)
 
-    def _enqueue(self, kind: FrameType, payload: bytes) -> Queued:
+    def _enqueue(self, kind: FrameType, payload: bytes) -> PendingFrame:
         frame = self._at.place(kind, payload)
         self._appended += 1
         self._queue.append(frame)
@@ -390,7 +390,7 @@ class Log:
         self._waiters.append((self._appended, waiter))
         await waiter
 
-    def _written(self, batch: Sequence[Queued], outcome: Outcome) -> None:
+    def _written(self, batch: Sequence[PendingFrame], outcome: WriteResult) -> None:
         self._busy = False
         self._reached = outcome
         if outcome.end:
@@ -421,7 +421,7 @@ class Log:
 
     # A disk that refuses --------------------------------------------------------------------------------------
 
-    def _fail(self, refusal: Refusal, left: Sequence[Queued]) -> None:
+    def _fail(self, refusal: DiskFailure, left: Sequence[PendingFrame]) -> None:
         """Keep what is not on disk, tell everybody, and try again later."""
         # A footer is of a file that will not be sealed, a state was to open one that was not made.
         kept = [frame for frame in (*left, *self._queue) if frame.kind not in _OF_FILES]
@@ -452,7 +452,7 @@ class Log:
         self._busy = True
         self._writing.write([head, *moved], functools.partial(self._tried, file, moved), over=True)
 
-    def _tried(self, file: _Filling, moved: list[Queued], outcome: Outcome) -> None:
+    def _tried(self, file: _Filling, moved: list[PendingFrame], outcome: WriteResult) -> None:
         self._busy = False
         self._reached = outcome
         if self._ended:
@@ -543,11 +543,11 @@ class Log:
             self.files.close()
 
 
-def _placed(file: LogFile, item: Frame | Damage) -> Placed | Lost:
+def _placed(file: LogFile, item: Frame | Damage) -> LocatedFrame | LostRange:
     if isinstance(item, Frame):
-        return Placed(item, Location(file.number, item.offset, len(item.payload)))
-    return Lost(file.path.name, item.offset, item.size, item.problem)
+        return LocatedFrame(item, Location(file.number, item.offset, len(item.payload)))
+    return LostRange(file.path.name, item.offset, item.size, item.problem)
 
 
-def _location(frame: Queued) -> Location:
+def _location(frame: PendingFrame) -> Location:
     return Location(frame.file, frame.offset, len(frame.payload))

@@ -12,11 +12,11 @@ import mmap
 import os
 from typing import Self
 
-LEAST_BYTES = 16 << 20
+MIN_BYTES = 16 << 20
 """Of what is never touched nothing is really taken."""
 
 
-class Arena:
+class SharedMemory:
     """Shared memory behind a descriptor. One process fits it and writes, another one sees it."""
 
     def __init__(self, descriptor: int) -> None:
@@ -31,7 +31,7 @@ class Arena:
 
     def fit(self, size_bytes: int) -> mmap.mmap:
         """The memory, for so many bytes. Raises OSError."""
-        wanted = max(LEAST_BYTES, size_bytes + -size_bytes % LEAST_BYTES)
+        wanted = max(MIN_BYTES, size_bytes + -size_bytes % MIN_BYTES)
         if wanted != self.size_bytes:
             self._map, self.size_bytes = None, 0  # if one of these fails, what was seen is not there any more
             os.ftruncate(self.descriptor, wanted)

@@ -29,9 +29,9 @@ from headrace.errors import SetupError
 from headrace.store.log_format import FrameType
 from headrace.wire.alignment import padded
 from headrace_orchestrator.buffer.data_directory import DataDirectory, Ownership
-from headrace_orchestrator.buffer.log.file_writer import Queued, Writer
-from headrace_orchestrator.buffer.log.shared_memory import Arena
-from headrace_orchestrator.buffer.log.writer_thread import Outcome, Refusal, Told, carry_out, write
+from headrace_orchestrator.buffer.log.file_writer import LogFileWriter, PendingFrame
+from headrace_orchestrator.buffer.log.shared_memory import SharedMemory
+from headrace_orchestrator.buffer.log.writer_thread import DiskFailure, ResultCallback, WriteResult, carry_out, write
 
 COMMAND = (sys.executable, "-P", "-m", "headrace_orchestrator.buffer.log.writer_process")
 """Starts it, with the path of the data directory and its ``_Opening`` as JSON behind it."""
@@ -97,20 +97,20 @@ _encoder = msgspec.msgpack.Encoder()
 _jobs = msgspec.msgpack.Decoder(_Job)
 _parts = msgspec.msgpack.Decoder(_Part)
 _places = msgspec.msgpack.Decoder(list[_Place])
-_outcomes = msgspec.msgpack.Decoder(Outcome)
+_outcomes = msgspec.msgpack.Decoder(WriteResult)
 
 
 # Here -------------------------------------------------------------------------------------------------------------
 
 
-class WriterProcess:
+class LogWriterProcess:
     """A writer of the log in a data directory."""
 
     def __init__(self, directory: DataDirectory) -> None:
         """Raises SetupError."""
         self.on_end: Callable[[str], None] = lambda reason: None
-        self._told: Told | None = None
-        self._reached = Outcome(0, 0, 0.0, 0, 0, 0)
+        self._told: ResultCallback | None = None
+        self._reached = WriteResult(0, 0, 0.0, 0, 0, 0)
         self._is_watched = False
         try:
             with ExitStack() as made:
@@ -118,7 +118,7 @@ class WriterProcess:
                 made.callback(self._socket.close)
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SENT_BYTES)
                 with theirs:
-                    self._arena = Arena.make()
+                    self._arena = SharedMemory.make()
                     made.callback(self._arena.close)
                     self._process = _start(directory, theirs.fileno(), self._arena.descriptor)
                 made.pop_all()
@@ -128,14 +128,14 @@ class WriterProcess:
                 hint="It needs a free process, some descriptors and 30 MB of memory.",
             ) from error
 
-    def go_on(self, number: int, total_bytes: int, headers: bytes) -> Outcome:
+    def go_on(self, number: int, total_bytes: int, headers: bytes) -> WriteResult:
         def send(arena: mmap) -> None:
             arena[: len(headers)] = headers
             self._send(_Job("go on", self._arena.size_bytes, number, total_bytes, headers_bytes=len(headers)))
 
         return self._ask(len(headers), send)
 
-    def write_now(self, batch: Sequence[Queued]) -> Outcome:
+    def write_now(self, batch: Sequence[PendingFrame]) -> WriteResult:
         return self._ask(_needed_bytes(batch), lambda arena: self._send_all("write", batch, arena))
 
     def watch(self) -> None:
@@ -143,7 +143,7 @@ class WriterProcess:
             self._is_watched = True
             asyncio.get_running_loop().add_reader(self._socket.fileno(), self._heard)
 
-    def write(self, batch: Sequence[Queued], told: Told, *, over: bool = False) -> None:
+    def write(self, batch: Sequence[PendingFrame], told: ResultCallback, *, over: bool = False) -> None:
         self.watch()
         self._told = told
         what: Literal["write", "start over"] = "start over" if over else "write"
@@ -158,7 +158,7 @@ class WriterProcess:
         await asyncio.to_thread(self._process.wait)
         self._arena.close()
 
-    def _ask(self, needed_bytes: int, send: Callable[[mmap], None]) -> Outcome:
+    def _ask(self, needed_bytes: int, send: Callable[[mmap], None]) -> WriteResult:
         """Have something done, and wait for it."""
         became = self._hand_over(needed_bytes, send)
         if became is None:
@@ -170,12 +170,12 @@ class WriterProcess:
         self._reached = became
         return became
 
-    def _hand_over(self, needed_bytes: int, send: Callable[[mmap], None]) -> Outcome | None:
+    def _hand_over(self, needed_bytes: int, send: Callable[[mmap], None]) -> WriteResult | None:
         """Send something through the arena; what became of it where that is known at once."""
         try:
             arena = self._arena.fit(needed_bytes)
         except OSError as error:  # there is no memory for it
-            return self._reached._replace(written=0, size_bytes=0, refusal=Refusal.of(error))
+            return self._reached._replace(written=0, size_bytes=0, refusal=DiskFailure.of(error))
         try:
             send(arena)
         except OSError:
@@ -185,7 +185,7 @@ class WriterProcess:
             return self._reached._replace(written=0, size_bytes=0, end=reason)
         return None
 
-    def _send_all(self, what: Literal["write", "start over"], batch: Sequence[Queued], arena: mmap) -> None:
+    def _send_all(self, what: Literal["write", "start over"], batch: Sequence[PendingFrame], arena: mmap) -> None:
         """Send the job, and its frames part by part."""
         self._send(_Job(what, self._arena.size_bytes, frames=len(batch)))
         places: list[_Place] = []
@@ -215,7 +215,7 @@ class WriterProcess:
             answer = b""
         self._tell(_outcomes.decode(answer) if answer else self._ended())
 
-    def _tell(self, outcome: Outcome) -> None:
+    def _tell(self, outcome: WriteResult) -> None:
         self._reached = outcome
         told, self._told = self._told, None
         if outcome.end:
@@ -225,7 +225,7 @@ class WriterProcess:
         elif outcome.end:
             self.on_end(outcome.end)
 
-    def _ended(self) -> Outcome:
+    def _ended(self) -> WriteResult:
         """It is gone: what of the last batch is on disk nobody knows."""
         try:
             reason = f"the process that writes the log ended ({_how(self._process.wait(1))})"
@@ -234,7 +234,7 @@ class WriterProcess:
         return self._reached._replace(written=0, size_bytes=0, end=reason)
 
 
-def _needed_bytes(batch: Sequence[Queued]) -> int:
+def _needed_bytes(batch: Sequence[PendingFrame]) -> int:
     """Of the arena: for the payloads and, behind those of each part, their places."""
     return sum(padded(len(frame.payload)) + 2 * _PLACE_BYTES for frame in batch) + _PLACE_BYTES
 
@@ -269,8 +269,8 @@ def _start(directory: DataDirectory, socket: int, arena: int) -> subprocess.Pope
 def serve(path: str, opening: str) -> None:
     """Write what comes until the orchestrator is gone."""
     given = msgspec.json.decode(opening, type=_Opening)
-    arena = Arena(given.arena)
-    writer = Writer(Path(path) / "log", given.ownership._replace(path=path).require)
+    arena = SharedMemory(given.arena)
+    writer = LogFileWriter(Path(path) / "log", given.ownership._replace(path=path).require)
     # A reset: the orchestrator is gone, or has closed this, and never took the last answer.
     with socket.socket(fileno=given.socket) as orchestrator, suppress(ConnectionError):
         while job := orchestrator.recv(_MESSAGE_BYTES):
@@ -279,7 +279,7 @@ def serve(path: str, opening: str) -> None:
             orchestrator.send(_encoder.encode(outcome._replace(end=end)))
 
 
-def _done(writer: Writer, arena: Arena, job: _Job, orchestrator: socket.socket) -> Outcome:
+def _done(writer: LogFileWriter, arena: SharedMemory, job: _Job, orchestrator: socket.socket) -> WriteResult:
     memory = memoryview(arena.see(job.arena_bytes))
     if job.what == "go on":
         headers = memory[: job.headers_bytes]
@@ -291,13 +291,13 @@ def _done(writer: Writer, arena: Arena, job: _Job, orchestrator: socket.socket) 
     return outcome
 
 
-def _arriving(job: _Job, memory: memoryview, orchestrator: socket.socket) -> Iterator[Queued]:
+def _arriving(job: _Job, memory: memoryview, orchestrator: socket.socket) -> Iterator[PendingFrame]:
     left = job.frames
     while left:
         part = _parts.decode(orchestrator.recv(_MESSAGE_BYTES))
         places = _places.decode(memory[part.at : part.at + part.length])
         for file, offset, kind, at, length, size_bytes in places:
-            yield Queued(file, offset, kind, memory[at : at + length], size_bytes)
+            yield PendingFrame(file, offset, kind, memory[at : at + length], size_bytes)
         left -= len(places)
 
 

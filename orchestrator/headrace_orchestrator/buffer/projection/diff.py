@@ -24,7 +24,7 @@ _OVERWRITTEN = frozenset(("batch_members",))
 """Tables whose rows a later record replaces: the same."""
 
 
-class Twin:
+class ProjectionCopy:
     """A copy of the projection that a service left. ``cursor`` is the position up to which it has the log; ``broken``
     says why it cannot be read, if it cannot."""
 
@@ -80,7 +80,7 @@ class Twin:
         self.connection.close()
 
 
-def copy_of(source: Path, target: Path, *, live: bool) -> Twin | None:
+def copy_projection(source: Path, target: Path, *, live: bool) -> ProjectionCopy | None:
     """A copy to look into; None if there is no projection."""
     if not source.exists():
         return None
@@ -96,11 +96,11 @@ def copy_of(source: Path, target: Path, *, live: bool) -> Twin | None:
             file = source.with_name(source.name + suffix)
             if file.exists():
                 shutil.copyfile(file, target.with_name(target.name + suffix))
-    return Twin(target)
+    return ProjectionCopy(target)
 
 
 def differences(
-    lived: Twin, built: Path, passed_over: Sequence[tuple[int, int]], *, settled: bool
+    lived: ProjectionCopy, built: Path, passed_over: Sequence[tuple[int, int]], *, settled: bool
 ) -> Iterator[tuple[list[str], str]]:
     """Where the tables are not the same: ids, and what is wrong with their rows. Rows of records in the ranges of
     positions are passed over; ``settled``: no event is among these."""

@@ -14,11 +14,11 @@ from headrace.wire.codec import TrajectoryHead
 from headrace_orchestrator.buffer.log.location import Location
 from headrace_orchestrator.scheduler.events import AnyEvent, BatchAcked, BatchDissolved, EpisodeEnded
 
-FILTERS = ("status", "environment", "evaluation")
+FILTER_COLUMNS = ("status", "environment", "evaluation")
 """Columns that a listing can be narrowed by."""
 
 
-class TrajectoryListed(NamedTuple):
+class TrajectoryEntry(NamedTuple):
     """A stored trajectory: its outcome, and what that does not say of the record."""
 
     outcome: EpisodeEnded
@@ -27,7 +27,7 @@ class TrajectoryListed(NamedTuple):
     assets: Sequence[str]
 
 
-class BatchListed(NamedTuple):
+class BatchEntry(NamedTuple):
     """A frozen batch, and the groups in it."""
 
     batch: str
@@ -36,24 +36,24 @@ class BatchListed(NamedTuple):
     groups: tuple[str, ...]
 
 
-class FileGone(NamedTuple):
+class FileDeleted(NamedTuple):
     """A file of the log was deleted."""
 
     number: int
 
 
-Listed = TrajectoryListed | BatchListed | BatchAcked | BatchDissolved | FileGone
+Entry = TrajectoryEntry | BatchEntry | BatchAcked | BatchDissolved | FileDeleted
 """What has rows in the projection."""
 
 
-class Unprojected(NamedTuple):
+class LocatedEntry(NamedTuple):
     """Something to be listed, and where its frame is."""
 
-    listed: Listed
+    listed: Entry
     location: Location
 
 
-class Stored(NamedTuple):
+class StoredTrajectory(NamedTuple):
     """Where a trajectory is, and whose it is."""
 
     id: str
@@ -66,15 +66,15 @@ class Stored(NamedTuple):
     location: Location
 
 
-def listed_of(events: Sequence[AnyEvent], source: TrajectoryHead | Manifest | None) -> Iterator[Listed]:
+def entries_of(events: Sequence[AnyEvent], source: TrajectoryHead | Manifest | None) -> Iterator[Entry]:
     """What is to be listed of a frame that was read: its events, and the head or the manifest that one is read from."""
     if isinstance(source, Manifest):
         groups = tuple(group.id for group in source.groups)
-        yield BatchListed(source.batch, source.run, str(source.version), groups)
+        yield BatchEntry(source.batch, source.run, str(source.version), groups)
         return
     for event in events:
         if isinstance(event, EpisodeEnded) and isinstance(source, TrajectoryHead):
             names = tuple(asset.name for asset in source.assets)
-            yield TrajectoryListed(event, source.stop_reason, source.provenance, names)
+            yield TrajectoryEntry(event, source.stop_reason, source.provenance, names)
         elif isinstance(event, (BatchAcked, BatchDissolved)):
             yield event

@@ -15,7 +15,7 @@ import msgspec
 
 from headrace.trajectory import Version
 from headrace_orchestrator.buffer.log.location import OFFSET_BITS, Location
-from headrace_orchestrator.buffer.projection.entries import BatchListed, FileGone, TrajectoryListed, Unprojected
+from headrace_orchestrator.buffer.projection.entries import BatchEntry, FileDeleted, LocatedEntry, TrajectoryEntry
 from headrace_orchestrator.scheduler.events import BatchAcked, BatchDissolved
 
 SCHEMA = 5
@@ -77,15 +77,15 @@ Statement = tuple[str, tuple[Any, ...]]
 """One change to the tables: SQL and its values. A plain tuple: there is one for each record."""
 
 
-def rows(waiting: Iterable[Unprojected]) -> Iterator[Statement]:
+def rows(waiting: Iterable[LocatedEntry]) -> Iterator[Statement]:
     """The changes to the projection, in order."""
     for listed, location in waiting:
         match listed:
-            case TrajectoryListed():
+            case TrajectoryEntry():
                 yield _trajectory_row(listed, location)
                 if listed.assets:
                     yield from (_asset_reference(name, location.file) for name in listed.assets)
-            case BatchListed(batch, run, version, groups):
+            case BatchEntry(batch, run, version, groups):
                 yield _batch_row(batch, run, version, location)
                 yield from (_member_row(run, group, location) for group in groups)
             case BatchAcked():
@@ -93,11 +93,11 @@ def rows(waiting: Iterable[Unprojected]) -> Iterator[Statement]:
                 yield _batch_settled(listed.batch, "acked", made)
             case BatchDissolved():
                 yield _batch_settled(listed.batch, "dissolved")
-            case FileGone(number):
+            case FileDeleted(number):
                 yield from _file_gone(number)
 
 
-def _trajectory_row(listed: TrajectoryListed, location: Location) -> Statement:
+def _trajectory_row(listed: TrajectoryEntry, location: Location) -> Statement:
     outcome, stop_reason, provenance, _ = listed
     file, offset, length = location
     values = (

@@ -27,7 +27,12 @@ from headrace.errors import StoreError
 from headrace.trajectory import Failure
 from headrace.wire import messages
 from headrace_orchestrator.buffer.log.location import OFFSET_BITS, Location
-from headrace_orchestrator.buffer.projection.entries import FILTERS, Stored, TrajectoryListed, Unprojected
+from headrace_orchestrator.buffer.projection.entries import (
+    FILTER_COLUMNS,
+    LocatedEntry,
+    StoredTrajectory,
+    TrajectoryEntry,
+)
 from headrace_orchestrator.buffer.projection.rows import (
     COLUMNS,
     LENGTH,
@@ -53,7 +58,7 @@ BUSY_MS = 5000
 """How long a statement waits for a lock that somebody outside holds, in milliseconds."""
 
 
-class Projection:
+class SqliteProjection:
     """The database of the log with this id. ``write`` is called by one thread at a time; readers may be in any.
 
     ``owners`` reads over a connection of its own, so that whoever asks on the event loop never waits for a writer.
@@ -145,10 +150,10 @@ class Projection:
             self._last_id = ""
             self._lookups = _connect(self._path)
 
-    def write(self, waiting: Iterable[Unprojected], cursor: int) -> None:
+    def write(self, waiting: Iterable[LocatedEntry], cursor: int) -> None:
         """Take in what is listed, in order, and move the cursor, in one transaction. Raises StoreError."""
         waiting = tuple(waiting)
-        ids = (listed.outcome.trajectory for listed, _ in waiting if isinstance(listed, TrajectoryListed))
+        ids = (listed.outcome.trajectory for listed, _ in waiting if isinstance(listed, TrajectoryEntry))
         with self._locked() as connection:
             self._last_id = max(self._last_id, max(ids, default=""))  # before any of them is here
             connection.execute("BEGIN IMMEDIATE")
@@ -161,15 +166,15 @@ class Projection:
                 raise
             connection.execute("COMMIT")
 
-    def find(self, trajectory: str) -> Stored | None:
+    def find(self, trajectory: str) -> StoredTrajectory | None:
         """A trajectory by its id."""
         return self._stored("id = ?", trajectory)
 
-    def find_episode(self, episode: str) -> Stored | None:
+    def find_episode(self, episode: str) -> StoredTrajectory | None:
         """The terminal record of an episode."""
         return self._stored("episode = ?", episode)
 
-    def _stored(self, where: str, value: str) -> Stored | None:
+    def _stored(self, where: str, value: str) -> StoredTrajectory | None:
         with self._locked() as connection:
             row = connection.execute(
                 f"SELECT {COLUMNS} FROM trajectories WHERE {where} ORDER BY position LIMIT 1", (value,)
@@ -178,7 +183,7 @@ class Projection:
                 return None
             _verify(row)
         position, name, run, group, _, episode, attempt, *_ = row
-        return Stored(name, run, group, episode, attempt, row[WORKER], Location.at(position, row[LENGTH]))
+        return StoredTrajectory(name, run, group, episode, attempt, row[WORKER], Location.at(position, row[LENGTH]))
 
     def owners(self, trajectories: Sequence[str]) -> dict[str, str]:
         """Of these trajectories those that are here, with their episodes. For one thread: the event loop's."""
@@ -244,7 +249,7 @@ class Projection:
     ) -> tuple[list[messages.TrajectorySummary], int | None]:
         """A page, newest first, and the ``before`` of the next one (None at the end)."""
         where, values = ["run = ?"], [run]
-        for name in FILTERS:
+        for name in FILTER_COLUMNS:
             if name in filters:
                 where.append(f"{name} = ?")
                 values.append(filters[name])

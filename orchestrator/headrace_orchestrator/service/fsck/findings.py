@@ -8,14 +8,14 @@ import msgspec
 
 from headrace.store.log_format import FrameType
 
-Kind = Literal["record", "copy", "head", "footer", "file", "projection", "asset"]
+FindingKind = Literal["record", "copy", "head", "footer", "file", "projection", "asset"]
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class FsckFinding(msgspec.Struct, frozen=True, kw_only=True):
     """One piece of damage. ``names``: ids of the trajectories or batches that it is about, as far as they are known.
     ``lost``: something is gone that nothing gives back; otherwise the rest of the directory makes up for it."""
 
-    kind: Kind
+    kind: FindingKind
     lost: bool
     file: str
     offset: int = 0
@@ -26,7 +26,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     cost: str
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class FsckReport(msgspec.Struct, frozen=True, kw_only=True):
     """What was found. ``unfinished_bytes``: an append at the end that was under way or was cut off, so that nobody was
     told that it is stored. ``unprojected_bytes``: what the projection is still behind, as it may be."""
 
@@ -37,7 +37,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     assets: int
     unfinished_bytes: int
     unprojected_bytes: int
-    findings: list[Finding]
+    findings: list[FsckFinding]
 
 
 COST_OF: dict[FrameType | None, str] = {

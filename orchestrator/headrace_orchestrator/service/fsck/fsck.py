@@ -25,12 +25,12 @@ from headrace.store.log_files import LogFile
 from headrace.store.log_format import Damage, Frame, FrameType, Tally
 from headrace.wire.codec import TrajectoryHead
 from headrace_orchestrator.buffer.assets import store as assets
-from headrace_orchestrator.buffer.data_directory import hold, is_owned, sync_directory
+from headrace_orchestrator.buffer.data_directory import is_owned, lock_directory, sync_directory
 from headrace_orchestrator.buffer.log.location import Location
-from headrace_orchestrator.buffer.projection.diff import Twin, copy_of, differences
-from headrace_orchestrator.buffer.projection.entries import Unprojected, listed_of
-from headrace_orchestrator.buffer.projection.sqlite import Projection
-from headrace_orchestrator.service.fsck.findings import COST_OF, Finding, Kind, Report
+from headrace_orchestrator.buffer.projection.diff import ProjectionCopy, copy_projection, differences
+from headrace_orchestrator.buffer.projection.entries import LocatedEntry, entries_of
+from headrace_orchestrator.buffer.projection.sqlite import SqliteProjection
+from headrace_orchestrator.service.fsck.findings import COST_OF, FindingKind, FsckFinding, FsckReport
 from headrace_orchestrator.service.storage.store import events_of
 
 OnProgress = Callable[[int, int], None]
@@ -43,16 +43,16 @@ _UNREADABLE = (HeadraceError, msgspec.MsgspecError, ValueError)
 """What a payload raises that is not what its type says, though its checksum is right."""
 
 
-def check(data: Path, *, on_progress: OnProgress = lambda done, total: None) -> Report:
+def check(data: Path, *, on_progress: OnProgress = lambda done, total: None) -> FsckReport:
     """Read everything; blocking. Raises SetupError if this is no data directory or its log cannot be told from
     another's, UnknownLogFormat."""
     _require_log(data)
     live = is_owned(data)
     with TemporaryDirectory(prefix="headrace-fsck-") as folder:
         # First the projection, then the log: what the projection has, the log has had.
-        lived = copy_of(data / PROJECTION, Path(folder) / "lived.sqlite", live=live)
-        reading = Reading(data, lived, on_progress)
-        built = Projection(Path(folder) / "built.sqlite", reading.log)
+        lived = copy_projection(data / PROJECTION, Path(folder) / "lived.sqlite", live=live)
+        reading = LogCheck(data, lived, on_progress)
+        built = SqliteProjection(Path(folder) / "built.sqlite", reading.log)
         try:
             reading.run(built)
         finally:
@@ -68,11 +68,11 @@ def rebuild(data: Path, *, on_progress: OnProgress = lambda done, total: None) -
     """Put a projection in place that is made from the log alone; blocking. Returns how many trajectories are in it.
     Raises DataDirectoryInUse while an orchestrator owns the directory, and what ``check`` raises."""
     _require_log(data)
-    with hold(data):
+    with lock_directory(data):
         new = data / f"{PROJECTION}.new"
-        reading = Reading(data, None, on_progress)
+        reading = LogCheck(data, None, on_progress)
         _unlink(new)
-        built = Projection(new, reading.log)
+        built = SqliteProjection(new, reading.log)
         try:
             reading.run(built)
         finally:
@@ -96,10 +96,10 @@ def _unlink(database: Path) -> None:
         database.with_name(database.name + suffix).unlink(missing_ok=True)
 
 
-class Reading:
+class LogCheck:
     """One reading of a log from its start to its end."""
 
-    def __init__(self, data: Path, lived: Twin | None, on_progress: OnProgress) -> None:
+    def __init__(self, data: Path, lived: ProjectionCopy | None, on_progress: OnProgress) -> None:
         directory = data / "log"
         self._files: list[LogFile] = []
         with suppress(FileNotFoundError):  # a live service deletes its oldest files, whole
@@ -112,7 +112,7 @@ class Reading:
         log_bytes = sum(file.size_bytes for file in self._files)
         self._total = log_bytes + assets.stored_bytes(self._assets)
         self._done = 0
-        self._waiting: list[Unprojected] = []
+        self._waiting: list[LocatedEntry] = []
         # A service deletes its oldest files, and has listings forget what was in them a little later.
         oldest = self._files[0].number if self._files else 0
         self._damaged: list[tuple[int, int]] = [(0, Location(oldest, 0, 0).position)]
@@ -123,11 +123,11 @@ class Reading:
         self.log = next((file.head.log for file in reversed(self._files) if file.head is not None), "")
         self.frames: Counter[FrameType] = Counter()
         self.assets = 0
-        self.findings: list[Finding] = []
+        self.findings: list[FsckFinding] = []
 
     # The log --------------------------------------------------------------------------------------------------
 
-    def run(self, built: Projection | None = None) -> None:
+    def run(self, built: SqliteProjection | None = None) -> None:
         """Read all files; their rows go into ``built``, those of the lived one's past only if there is one."""
         for number, file in enumerate(self._files):
             following = self._files[number + 1] if number + 1 < len(self._files) else None
@@ -152,7 +152,7 @@ class Reading:
             cost="The records in the part that is missing are lost.",
         )  # fmt: skip
 
-    def _read(self, file: LogFile, built: Projection | None, *, last: bool) -> None:
+    def _read(self, file: LogFile, built: SqliteProjection | None, *, last: bool) -> None:
         tally, sealed = Tally(0), False
         for item in file.scan():
             self._on_progress(self._done + item.offset, self._total)
@@ -212,11 +212,11 @@ class Reading:
             if self._lived is not None and location.position >= self._lived.cursor:
                 self._unprojected_bytes += frame.size
             else:
-                self._waiting += [Unprojected(listed, location) for listed in listed_of(events, source)]
+                self._waiting += [LocatedEntry(listed, location) for listed in entries_of(events, source)]
         except _UNREADABLE as error:
             self._lose(file, frame.offset, frame.size, frame.type, f"it does not decode: {error}")
 
-    def _write(self, built: Projection | None) -> None:
+    def _write(self, built: SqliteProjection | None) -> None:
         if built is not None:
             built.write(self._waiting, self._end)
         self._waiting = []
@@ -229,7 +229,7 @@ class Reading:
         self._damaged.append((start, start + size))
         self._control_lost |= type in (FrameType.CONTROL, None)
         names = self._names(file, offset, size)
-        kind: Kind = "record"
+        kind: FindingKind = "record"
         lost = True
         # Of what begins where a head does, and cannot be read, more may be gone than that.
         head_only = type is None and not offset and not names and size < file.size_bytes
@@ -248,7 +248,7 @@ class Reading:
 
     def _find(
         self,
-        kind: Kind,
+        kind: FindingKind,
         file: LogFile,
         *,
         lost: bool,
@@ -260,7 +260,7 @@ class Reading:
         names: list[str] | None = None,
     ) -> None:
         self.findings.append(
-            Finding(
+            FsckFinding(
                 kind=kind,
                 lost=lost,
                 file=f"log/{file.path.name}",
@@ -282,7 +282,7 @@ class Reading:
 
     # The projection -------------------------------------------------------------------------------------------
 
-    def compare(self, lived: Twin, built: Path) -> None:
+    def compare(self, lived: ProjectionCopy, built: Path) -> None:
         """Find where the projection is not what the log gives."""
         for problem in lived.problems(self.log):
             self._find_in_projection([], problem)
@@ -302,7 +302,7 @@ class Reading:
 
     def _find_in_projection(self, names: list[str], problem: str) -> None:
         self.findings.append(
-            Finding(
+            FsckFinding(
                 kind="projection",
                 lost=False,
                 file=PROJECTION,
@@ -330,14 +330,14 @@ class Reading:
 
     def _find_asset(self, name: str, problem: str) -> None:
         self.findings.append(
-            Finding(
+            FsckFinding(
                 kind="asset", lost=True, file=str(asset_path(Path(FOLDER), name)), names=[name], problem=problem,
                 cost="This asset is lost; the tokens of the records that refer to it are intact.",
             )
         )  # fmt: skip
 
-    def report(self, live: bool) -> Report:
-        return Report(
+    def report(self, live: bool) -> FsckReport:
+        return FsckReport(
             live=live,
             files=len(self._files),
             size_bytes=self._total,

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterator
 
 from headrace_orchestrator.buffer.log.location import Location
-from headrace_orchestrator.buffer.log.log import Moves
+from headrace_orchestrator.buffer.log.log import Relocations
 
 _ENTRY = struct.Struct("<QIi")
 """Position, length in bytes, and bytes of the id that follows as text; ``_UUID`` for an id of 16 bytes."""
@@ -19,7 +19,7 @@ _UUID = -1
 _UUID_BYTES, _UUID_CHARS = 16, 36
 
 
-class GroupAt:
+class GroupLocations:
     """A group in flight: how many episodes it was admitted with, and the places of its usable records."""
 
     __slots__ = ("expected", "packed")
@@ -49,7 +49,7 @@ class GroupAt:
             yield Location.at(position, length).file
             start += _ENTRY.size + (_UUID_BYTES if size == _UUID else size)
 
-    def move(self, moves: Moves) -> None:
+    def move(self, moves: Relocations) -> None:
         """Records were stored elsewhere than was meant."""
         moved = [(id, moves.get(at.position, at)) for id, at in self]
         self.packed = b""
@@ -67,7 +67,7 @@ class GroupAt:
             start = end
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, GroupAt) and (self.expected, self.packed) == (other.expected, other.packed)
+        return isinstance(other, GroupLocations) and (self.expected, self.packed) == (other.expected, other.packed)
 
     __hash__ = None  # type: ignore[assignment]  # it changes
 

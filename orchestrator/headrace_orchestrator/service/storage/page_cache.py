@@ -19,8 +19,8 @@ from itertools import chain
 from headrace.errors import StoreError
 from headrace.server import logs
 from headrace_orchestrator.buffer.log.location import Location
-from headrace_orchestrator.service.storage.group_locations import GroupAt
-from headrace_orchestrator.service.storage.location_index import BatchAt
+from headrace_orchestrator.service.storage.group_locations import GroupLocations
+from headrace_orchestrator.service.storage.location_index import BatchLocations
 from headrace_orchestrator.service.storage.store import Store
 
 log = logs.logger(__name__)
@@ -32,7 +32,7 @@ LOOK_SHARE = 0.02
 """Of a processor's time that looking may take: with very many groups it happens less often."""
 
 
-class PageCache:
+class PageCacheTrimmer:
     """Of the log of one store. Files that were sealed before the process began are left to the kernel."""
 
     def __init__(self, store: Store) -> None:
@@ -81,7 +81,7 @@ def pause_s(looked_s: float) -> float:
     return max(LOOK_EVERY_S, looked_s / LOOK_SHARE)
 
 
-def _unneeded(files: Set[int], batches: Iterable[BatchAt], groups: Iterable[GroupAt]) -> list[int]:
+def _unneeded(files: Set[int], batches: Iterable[BatchLocations], groups: Iterable[GroupLocations]) -> list[int]:
     """Of some sealed files those that none of these has a record in: no record is added to them."""
     left = set(files)
     for batch in batches:

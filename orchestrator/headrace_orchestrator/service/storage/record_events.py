@@ -17,7 +17,7 @@ SCORED = frozenset({"finished", "truncated"})
 """Statuses whose rewards count; a failure is not a zero."""
 
 
-def outcome_of(head: Trajectory | TrajectoryHead, size_bytes: int) -> EpisodeEnded:
+def event_of(head: Trajectory | TrajectoryHead, size_bytes: int) -> EpisodeEnded:
     """What the scheduler needs to know of a record."""
     turns = rows = row_tokens = longest_row = 0
     low: tuple[int, int] | None = None
@@ -62,7 +62,7 @@ def outcome_of(head: Trajectory | TrajectoryHead, size_bytes: int) -> EpisodeEnd
     )
 
 
-def record_of(outcome: EpisodeEnded, *, new_id: Callable[[], str], headrace_version: str) -> Trajectory:
+def record_for_event(outcome: EpisodeEnded, *, new_id: Callable[[], str], headrace_version: str) -> Trajectory:
     """The record of an episode that the scheduler ended itself."""
     stop_reason: StopReason = "cancelled" if outcome.status == "cancelled" else "failure"
     return Trajectory(

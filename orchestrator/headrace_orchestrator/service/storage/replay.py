@@ -18,7 +18,7 @@ from headrace.errors import CorruptRecord, HeadraceError
 from headrace.server import logs
 from headrace.store.log_format import FrameType
 from headrace_orchestrator.buffer.log.location import Location
-from headrace_orchestrator.buffer.log.log import Lost, Placed
+from headrace_orchestrator.buffer.log.log import LocatedFrame, LostRange
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.service.storage.store import Store, events_of
 
@@ -53,7 +53,7 @@ def replay(
     for item in store.log.scan(min(cursor, base)):
         if stopping():
             return
-        if isinstance(item, Lost):
+        if isinstance(item, LostRange):
             log.error("log damaged", file=item.file, offset=item.offset, bytes=item.length, problem=item.problem)
             damaged()
             continue
@@ -83,7 +83,7 @@ def _restore(core: Scheduler, store: Store, now: float, damaged: Callable[[], No
 
 
 def _take(
-    core: Scheduler, store: Store, placed: Placed, now: float, *, apply: bool, project: bool
+    core: Scheduler, store: Store, placed: LocatedFrame, now: float, *, apply: bool, project: bool
 ) -> Iterator[Exception]:
     """Take the events of a frame; gives the reason for each that had to be passed over."""
     if placed.frame.type in _OF_FILES:

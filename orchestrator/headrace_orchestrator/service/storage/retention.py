@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 
 from headrace.errors import HeadraceError
 from headrace.server import logs
-from headrace_orchestrator.buffer.assets.store import Assets
+from headrace_orchestrator.buffer.assets.store import AssetStore
 from headrace_orchestrator.buffer.log.location import Location
-from headrace_orchestrator.buffer.retention_rules import FileUse, Retention, removable
+from headrace_orchestrator.buffer.retention_rules import FileUse, RetentionRules, removable_files
 from headrace_orchestrator.scheduler.state.admission.bounds import Bounds
-from headrace_orchestrator.service.storage.location_index import InUse
+from headrace_orchestrator.service.storage.location_index import FileInUse
 from headrace_orchestrator.service.storage.store import Store
 
 log = logs.logger(__name__)
@@ -29,15 +29,15 @@ RETAIN_EVERY_S = 1.0
 little beside any bound worth setting."""
 
 
-class Retainer:
+class RetentionLoop:
     """Of one store. ``end_file`` has the log go on in a new file; ``deleted`` is told of the bytes of each file that
     went; ``now_s`` gives Unix time."""
 
     def __init__(
         self,
         store: Store,
-        assets: Assets,
-        retention: Retention,
+        assets: AssetStore,
+        retention: RetentionRules,
         bounds: Bounds,
         *,
         end_file: Callable[[], None],
@@ -54,7 +54,7 @@ class Retainer:
         #: Trajectories of files that are sealed, by number.
         self._counts: dict[int, int] = {}
         #: What held it up when it was last looked at.
-        self._waits_for: InUse | None = None
+        self._waits_for: FileInUse | None = None
         #: Files that were deleted and are still listed.
         self._unforgotten: list[int] = []
 
@@ -120,7 +120,7 @@ class Retainer:
         self._tell_waiting(in_use if len(gone) < len(self._removable(files, needed=start)) else None)
         return gone
 
-    def _tell_waiting(self, in_use: InUse | None) -> None:
+    def _tell_waiting(self, in_use: FileInUse | None) -> None:
         """Say what retention waits for: it may be a run that everybody has forgotten."""
         if in_use is not None and in_use != self._waits_for:
             log.warning(
@@ -135,7 +135,7 @@ class Retainer:
         if not files:
             return []
         last = files[-1].number if needed is None else needed
-        return removable(files, self._retention, now_s=self._now_s(), needed=last)
+        return removable_files(files, self._retention, now_s=self._now_s(), needed=last)
 
     def _uses(self) -> list[FileUse]:
         """All files, in order. Blocking. Raises StoreError."""

@@ -23,16 +23,16 @@ from headrace.store.log_format import Frame, FrameType
 from headrace.wire import codec
 from headrace.wire.codec import TrajectoryHead
 from headrace_orchestrator.buffer.log.location import Location
-from headrace_orchestrator.buffer.log.log import Log, Moves
+from headrace_orchestrator.buffer.log.log import Log, Relocations
 from headrace_orchestrator.buffer.projection.entries import (
-    BatchListed,
-    FileGone,
-    Listed,
-    TrajectoryListed,
-    Unprojected,
-    listed_of,
+    BatchEntry,
+    Entry,
+    FileDeleted,
+    LocatedEntry,
+    TrajectoryEntry,
+    entries_of,
 )
-from headrace_orchestrator.buffer.storage_protocols import Listings
+from headrace_orchestrator.buffer.storage_protocols import Projection
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.scheduler.events import (
     AnyEvent,
@@ -41,8 +41,8 @@ from headrace_orchestrator.scheduler.events import (
     BatchFormed,
     EpisodeEnded,
 )
-from headrace_orchestrator.service.storage.location_index import Index
-from headrace_orchestrator.service.storage.record_events import outcome_of
+from headrace_orchestrator.service.storage.location_index import LocationIndex
+from headrace_orchestrator.service.storage.record_events import event_of
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[AnyEvent])
@@ -58,14 +58,14 @@ GROUPS_AN_EVENT = 0.5
 proportion to what it saves."""
 
 
-class Ended(NamedTuple):
+class TrajectoryWrite(NamedTuple):
     """A terminal record to be stored as its trajectory's own bytes, and what is listed of it."""
 
-    listed: TrajectoryListed
+    listed: TrajectoryEntry
     record: bytes
 
 
-class Frozen(NamedTuple):
+class BatchWrite(NamedTuple):
     """A frozen batch to be stored as its head's own bytes; its trajectories by group, in the order of the body."""
 
     formed: BatchFormed
@@ -73,7 +73,7 @@ class Frozen(NamedTuple):
     groups: Sequence[tuple[str, Sequence[str]]]
 
 
-Decided = AnyEvent | Ended | Frozen
+StoreWrite = AnyEvent | TrajectoryWrite | BatchWrite
 """What is stored: an event as it is, the others with the bytes of their frames."""
 
 
@@ -103,13 +103,13 @@ _state_decoder = msgspec.msgpack.Decoder(ControlState)
 class Store:
     """Log, index and projection of one data directory."""
 
-    def __init__(self, log: Log, projection: Listings) -> None:
+    def __init__(self, log: Log, projection: Projection) -> None:
         self.log = log
         self.projection = projection
-        self.index = Index()
+        self.index = LocationIndex()
         self._events = 0  # since the last control state
         self._events_a_state = EVENTS_A_STATE
-        self._unprojected: list[Unprojected] = []
+        self._unprojected: list[LocatedEntry] = []
         #: Of what waits for the projection; and of that what it is being told of now.
         self._unprojected_names = _Names()
         self._projecting_names = _Names()
@@ -118,16 +118,16 @@ class Store:
 
     # Events of commands ----------------------------------------------------------------------------------------
 
-    def put(self, decided: Sequence[Decided]) -> None:
+    def put(self, decided: Sequence[StoreWrite]) -> None:
         """Store what was decided together, in order. Raises StoreError, or whatever cannot be encoded raises; then
         nothing was stored."""
         for kind, payload, entries in list(_frames(decided)):
             location = self.log.append(kind, payload)
             for entry in entries:
-                if isinstance(entry, Ended):
+                if isinstance(entry, TrajectoryWrite):
                     self.index.note_trajectory(entry.listed.outcome, location)
                     self._list(entry.listed, location)
-                elif isinstance(entry, Frozen):
+                elif isinstance(entry, BatchWrite):
                     self.index.note_batch(entry.formed, location, entry.groups)
                     self._list(_listed(entry), location)
                 else:
@@ -172,7 +172,7 @@ class Store:
         """Take a control state, into a core and a store that know nothing yet. Raises CorruptRecord or
         msgspec.MsgspecError, and has taken nothing."""
         found = _state_decoder.decode(state)
-        index = Index()
+        index = LocationIndex()
         index.restore(found.index)
         core.restore(found.core, now)
         self.index = index
@@ -192,7 +192,7 @@ class Store:
         self, events: Sequence[AnyEvent], source: TrajectoryHead | Manifest | None, location: Location
     ) -> None:
         """Have the projection told of a frame of the log."""
-        for listed in listed_of(events, source):
+        for listed in entries_of(events, source):
             self._list(listed, location)
 
     # Reading --------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ class Store:
         await self.project()
         doubtful = [name for number in numbers for name in await asyncio.to_thread(self.projection.assets_of, number)]
         for number in numbers:
-            self._list(FileGone(number), Location(number, 0, 0))
+            self._list(FileDeleted(number), Location(number, 0, 0))
         await self.project()
         return doubtful
 
@@ -228,9 +228,9 @@ class Store:
         """Frames that the projection was not told of yet."""
         return len(self._unprojected)
 
-    def _list(self, listed: Listed, location: Location) -> None:
-        self._unprojected.append(Unprojected(listed, location))
-        if isinstance(listed, TrajectoryListed):
+    def _list(self, listed: Entry, location: Location) -> None:
+        self._unprojected.append(LocatedEntry(listed, location))
+        if isinstance(listed, TrajectoryEntry):
             names, outcome = self._unprojected_names, listed.outcome
             names.ids.setdefault(outcome.trajectory, outcome.episode)
             if listed.assets:
@@ -261,15 +261,15 @@ class Store:
             finally:
                 self._projecting_names = _Names()
 
-    def _write(self, waiting: Sequence[Unprojected], cursor: int) -> None:
+    def _write(self, waiting: Sequence[LocatedEntry], cursor: int) -> None:
         self.projection.write(waiting, cursor)
         self.projection.trim()
 
-    def _move(self, moves: Moves) -> None:
+    def _move(self, moves: Relocations) -> None:
         """Frames were stored elsewhere than was meant, and nobody was told yet where they are."""
         self.index.move(moves)
         self._unprojected = [
-            Unprojected(listed, moves.get(location.position, location)) for listed, location in self._unprojected
+            LocatedEntry(listed, moves.get(location.position, location)) for listed, location in self._unprojected
         ]
 
     async def abandon(self) -> None:
@@ -294,16 +294,16 @@ def events_of(frame: Frame) -> tuple[list[AnyEvent], TrajectoryHead | Manifest |
     MsgspecError or a HeadraceError."""
     if frame.type is FrameType.TRAJECTORY:
         head = codec.decode_head(frame.payload)
-        return [outcome_of(head, len(frame.payload))], head
+        return [event_of(head, len(frame.payload))], head
     if frame.type is FrameType.BATCH:
         manifest = read_manifest(frame.payload)
         return [_formed(manifest)], manifest
     return _decoder.decode(frame.payload), None
 
 
-def _listed(entry: Frozen) -> BatchListed:
+def _listed(entry: BatchWrite) -> BatchEntry:
     formed = entry.formed
-    return BatchListed(formed.batch, formed.run, str(formed.version), tuple(group for group, _ in entry.groups))
+    return BatchEntry(formed.batch, formed.run, str(formed.version), tuple(group for group, _ in entry.groups))
 
 
 def _formed(manifest: Manifest) -> BatchFormed:
@@ -316,20 +316,20 @@ def _formed(manifest: Manifest) -> BatchFormed:
     )
 
 
-def _frames(decided: Sequence[Decided]) -> Iterator[tuple[FrameType, bytes, Sequence[Decided]]]:
+def _frames(decided: Sequence[StoreWrite]) -> Iterator[tuple[FrameType, bytes, Sequence[StoreWrite]]]:
     """The frames of what was decided, with what each carries; events in a row share theirs."""
     plain: list[AnyEvent] = []
     for entry in (*decided, None):
-        if entry is not None and not isinstance(entry, (Ended, Frozen)):
+        if entry is not None and not isinstance(entry, (TrajectoryWrite, BatchWrite)):
             plain.append(entry)
             continue
         for start in range(0, len(plain), EVENTS_A_FRAME):
             share = plain[start : start + EVENTS_A_FRAME]
             yield FrameType.CONTROL, _encoder.encode(share), share
         plain = []
-        if isinstance(entry, Ended):
+        if isinstance(entry, TrajectoryWrite):
             yield FrameType.TRAJECTORY, entry.record, [entry]
-        elif isinstance(entry, Frozen):
+        elif isinstance(entry, BatchWrite):
             yield FrameType.BATCH, entry.head, [entry]
 
 
