@@ -16,14 +16,9 @@ from collections.abc import Callable
 
 from headrace.server import logs
 from headrace.server.auth import load_auth
-from headrace.server.process import KEEP_ALIVE_S, listen, run_until_signal, serving
-from headrace.server.request_timeouts import RequestTimeouts
+from headrace.server.process import listen, run_until_signal, serving
 from headrace_orchestrator import allocator
-from headrace_orchestrator.api.answering import AnsweringProtocol
 from headrace_orchestrator.api.app import OrchestratorApp
-from headrace_orchestrator.api.direct import DirectProtocol
-from headrace_orchestrator.api.gathering import GatheringProtocol
-from headrace_orchestrator.api.receiving import ReceivingProtocol
 from headrace_orchestrator.buffer.data_directory import DataDirectory
 from headrace_orchestrator.buffer.log import writer_process
 from headrace_orchestrator.service import Service
@@ -89,7 +84,9 @@ async def _serve(
     stopping = asyncio.create_task(stop.wait())
     starting = asyncio.create_task(service.start())
     try:
-        async with serving(app, Protocol, listener, shutdown_timeout_s=settings.shutdown_timeout_s) as http:
+        async with serving(
+            app, listener, request_timeout_s=REQUEST_TIMEOUT_S, shutdown_timeout_s=settings.shutdown_timeout_s
+        ) as http:
             try:
                 await asyncio.wait({http, stopping, starting}, return_when=asyncio.FIRST_COMPLETED)
                 if starting.done() and not stopping.done():
@@ -104,9 +101,3 @@ async def _serve(
         await asyncio.wait({starting})
         await service.close()
     log.info("stopped")
-
-
-class Protocol(RequestTimeouts, DirectProtocol, ReceivingProtocol, AnsweringProtocol, GatheringProtocol):
-    """HTTP as the orchestrator speaks it."""
-
-    idle_timeout_s, request_timeout_s = KEEP_ALIVE_S, REQUEST_TIMEOUT_S

@@ -20,7 +20,6 @@ from headrace.errors import SandboxFailure, SetupError
 from headrace_sandbox.client import ServiceRuntime, client_of
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Template
-from headrace_sandbox.service.protocol import Protocol
 from tests.sandbox.memory import ISOLATION, MemoryRuntime
 from tests.sandbox.serving import service
 
@@ -347,8 +346,7 @@ HEAD = b"POST /v1/run HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/m
 async def test_a_connection_whose_request_is_not_here_in_time_is_closed(
     runtime: MemoryRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: bytes, is_first: bool
 ) -> None:
-    monkeypatch.setattr(Protocol, "idle_timeout_s", 0.05)
-    monkeypatch.setattr(Protocol, "request_timeout_s", 0.05)
+    monkeypatch.setattr("headrace_sandbox.service.server.REQUEST_TIMEOUT_S", 0.05)
     monkeypatch.setattr("headrace.server.process.KEEP_ALIVE_S", 0.05)
     async with service(runtime, tmp_path / "s"):
         reader, writer = await asyncio.open_unix_connection(tmp_path / "s")
@@ -362,17 +360,20 @@ async def test_a_connection_whose_request_is_not_here_in_time_is_closed(
 
 
 async def test_a_request_that_is_here_in_time_is_heard_however_long_its_answer_takes(
-    address: str, client: ServiceRuntime, runtime: MemoryRuntime, monkeypatch: pytest.MonkeyPatch
+    runtime: MemoryRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Protocol, "request_timeout_s", 0.3)
+    monkeypatch.setattr("headrace_sandbox.service.server.REQUEST_TIMEOUT_S", 0.3)
     asked = {"program": {"code": "sleep 0.5"}, "limits": {"memory_bytes": 1 << 20}, "wait_s": 10.0}
     body = msgspec.msgpack.encode(asked)
-    reader, writer = await asyncio.open_unix_connection(address.removeprefix("unix://"))
-    with contextlib.closing(writer):
-        writer.write(HEAD % len(body) + body[:-1])
-        await client.run_code(code("meanwhile"), LIMITS)
-        writer.write(body[-1:])
-        assert b" 200 " in await reader.readline()
+    async with service(runtime, tmp_path / "s") as address:
+        client = client_of(address, owner="run", wait_s=10.0)
+        reader, writer = await asyncio.open_unix_connection(tmp_path / "s")
+        with contextlib.closing(writer):
+            writer.write(HEAD % len(body) + body[:-1])
+            await client.run_code(code("meanwhile"), LIMITS)
+            writer.write(body[-1:])
+            assert b" 200 " in await reader.readline()
+        await client.close()
     assert runtime.ran == ["meanwhile", "sleep 0.5"]
 
 

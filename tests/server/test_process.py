@@ -12,10 +12,10 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import uvicorn
 
 from headrace.errors import PortInUse, SetupError
-from headrace.server.process import listen, serving
+from headrace.server.process import listen, run_until_signal, serving
 
 REQUEST = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
@@ -40,6 +40,15 @@ def test_sigterm_and_sigint_set_an_event_and_the_service_stops_in_order(name: si
         process.send_signal(name)
         assert process.communicate(timeout=30) == ("stops in order\n", None)
         assert process.returncode == 0
+
+
+def test_a_uvicorn_that_is_too_old_or_too_new_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    async def serve(stop: asyncio.Event) -> None:
+        raise AssertionError("it was started")
+
+    monkeypatch.setattr(uvicorn, "__version__", "0.34.0")
+    with pytest.raises(SetupError, match=r"uvicorn 0\.34\.0 is installed"):
+        run_until_signal(serve)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
@@ -86,7 +95,7 @@ async def test_a_stop_lets_open_requests_end():
     app = App(b"ok")
     with contextlib.closing(listen("127.0.0.1", 0, option="--port")) as listener:
         async with contextlib.AsyncExitStack() as client:
-            async with serving(app, HttpToolsProtocol, listener, shutdown_timeout_s=60):
+            async with serving(app, listener, request_timeout_s=60, shutdown_timeout_s=60):
                 reader = await client.enter_async_context(asked(app, listener))
                 asyncio.get_running_loop().call_later(0.2, app.proceed.set)
             assert (await reader.read()).endswith(b"connection: close\r\n\r\nok")
@@ -97,7 +106,7 @@ async def test_a_stop_closes_the_connections_that_are_left():
     app.proceed.set()
     with contextlib.closing(listen("127.0.0.1", 0, option="--port")) as listener:
         async with contextlib.AsyncExitStack() as client:
-            async with serving(app, HttpToolsProtocol, listener, shutdown_timeout_s=1):
+            async with serving(app, listener, request_timeout_s=60, shutdown_timeout_s=1):
                 reader = await client.enter_async_context(asked(app, listener))  # it reads nothing
             with contextlib.suppress(ConnectionResetError):
                 assert len(await reader.read()) < len(app.body)

@@ -24,8 +24,8 @@ from headrace.errors import HeadraceError, InternalError, MethodNotAllowed, NotF
 from headrace.ids import new_id
 from headrace.server import logs
 from headrace.server.auth import Auth
+from headrace.server.uvicorn_protocol import SMALL_BYTES, BodyHandler, Respond
 from headrace.wire.messages import HEADER_WAIT_S, PROBLEM_MEDIA_TYPE
-from headrace_orchestrator.api.direct import SMALL_BYTES, Direct, Reply
 from headrace_orchestrator.api.http import (
     HttpRequest,
     HttpResponse,
@@ -103,7 +103,7 @@ class OrchestratorApp:
         self._max_wait_s = max_wait_s
         self._router = Router(ROUTES)
         self._direct = {(route.method, route.path): route for route in ROUTES if route.direct is not None}
-        self._pending: list[tuple[_DirectRequest, bytes, Reply]] = []
+        self._pending: list[tuple[_DirectRequest, bytes, Respond]] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -127,13 +127,13 @@ class OrchestratorApp:
             except Exception as error:  # noqa: BLE001 - the last resort: it is logged whole, and the client gets an id
                 response = _internal_error(error, method, scope["path"])
             status = response.status
-            await send_response(scope, send, response, self._service.epoch)
+            await send_response(send, response, self._service.epoch)
         finally:
             if request is not None:
                 request.close()
             self._metrics.answered(method, template, status, time.perf_counter() - begun)
 
-    def direct(self, scope: Scope) -> Direct | None:
+    def direct(self, scope: Scope) -> BodyHandler | None:
         """The function that takes the body of a request to a direct handler. None for all other requests, and for those
         that are refused: these are answered by ``__call__``."""
         route = self._direct.get((scope["method"], scope["path"]))
@@ -149,18 +149,18 @@ class OrchestratorApp:
             return None
         return functools.partial(self._enqueue, _DirectRequest(route, scope, time.perf_counter()))
 
-    def _enqueue(self, request: _DirectRequest, body: bytes, reply: Reply) -> None:
+    def _enqueue(self, request: _DirectRequest, body: bytes, respond: Respond) -> None:
         """Queue a request. Those of one turn of the event loop are handled together: one step after the other for all
         of them is faster than all steps for one request after the other."""
         if not self._pending:
             asyncio.get_running_loop().call_soon(self._handle_pending)
-        self._pending.append((request, body, reply))
+        self._pending.append((request, body, respond))
 
     def _handle_pending(self) -> None:
         pending, self._pending = self._pending, []
-        for request, body, reply in pending:
+        for request, body, respond in pending:
             route, scope, _ = request
-            on_stored = functools.partial(self._respond, request, reply)
+            on_stored = functools.partial(self._respond, request, respond)
             try:
                 assert route.direct is not None
                 http_request = HttpRequest({}, scope["query_string"], body, _no_more_messages, self._max_wait_s)
@@ -168,7 +168,7 @@ class OrchestratorApp:
             except Exception as error:  # noqa: BLE001 - it becomes the response, in a turn of its own
                 asyncio.get_running_loop().call_soon(on_stored, error)
 
-    def _respond(self, request: _DirectRequest, reply: Reply, given: msgspec.Struct | Exception) -> None:
+    def _respond(self, request: _DirectRequest, respond: Respond, given: msgspec.Struct | Exception) -> None:
         route, _, begun = request
         if isinstance(given, HeadraceError):
             response = problem_response(given)
@@ -178,7 +178,7 @@ class OrchestratorApp:
             response = HttpResponse(msgspec.json.encode(given), status=route.status)
         assert isinstance(response.body, bytes)
         self._metrics.answered(route.method, route.path, response.status, time.perf_counter() - begun)
-        reply(response.status, response_head(response, response.body, self._service.epoch), response.body)
+        respond(response.status, response_head(response, response.body, self._service.epoch), response.body)
 
     def _authorize(self, header: Callable[[bytes], str], route: Route) -> None:
         """Raise Unauthorized or Forbidden."""

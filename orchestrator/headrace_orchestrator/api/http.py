@@ -22,9 +22,8 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from headrace.errors import InvalidRequest, RequestTooLarge
+from headrace.server.uvicorn_protocol import BodyParts
 from headrace.wire.messages import HEADER_EPOCH
-from headrace_orchestrator.api.answering import WHOLE
-from headrace_orchestrator.api.gathering import Pieces
 from headrace_orchestrator.service.callbacks import StoredCallback
 from headrace_orchestrator.service.waiters import ClientDisconnected
 
@@ -195,14 +194,9 @@ def too_large(limit: int) -> RequestTooLarge:
     )
 
 
-async def send_response(scope: Scope, send: Send, response: HttpResponse, epoch: int) -> None:
+async def send_response(send: Send, response: HttpResponse, epoch: int) -> None:
     """Send a response, with the epoch in a header."""
     body = response.body
-    if isinstance(body, bytes) and WHOLE in scope.get("extensions", ()):
-        await send(
-            {"type": WHOLE, "status": response.status, "head": response_head(response, body, epoch), "body": body}
-        )
-        return
     length = len(body) if isinstance(body, bytes) else response.length
     headers: list[Header] = [
         (b"content-type", response.media_type.encode()),
@@ -216,7 +210,7 @@ async def send_response(scope: Scope, send: Send, response: HttpResponse, epoch:
         await send({"type": "http.response.body", "body": body})
         return
     async for part in body:
-        piece = part if isinstance(part, bytes) else Pieces(part)
+        piece = part if isinstance(part, bytes) else BodyParts(part)
         await send({"type": "http.response.body", "body": piece, "more_body": True})
     await send({"type": "http.response.body", "body": b""})
 

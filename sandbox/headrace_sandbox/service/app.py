@@ -28,6 +28,7 @@ from headrace.errors import (
 from headrace.ids import new_id
 from headrace.server import logs
 from headrace.server.auth import Auth, Role
+from headrace.server.uvicorn_protocol import DISCONNECT_CALLBACKS
 from headrace.wire.messages import PROBLEM_MEDIA_TYPE
 from headrace_sandbox.pool.leased_sandbox import Leased, over
 from headrace_sandbox.pool.pool import Pool
@@ -36,7 +37,6 @@ from headrace_sandbox.runtimes.base import Session
 from headrace_sandbox.service import messages
 from headrace_sandbox.service.messages import API, MEDIA_TYPE
 from headrace_sandbox.service.metrics import Metrics
-from headrace_sandbox.service.protocol import HUNG_UP
 
 T = TypeVar("T")
 
@@ -65,7 +65,7 @@ class Answer(NamedTuple):
 
 
 class App:
-    """The ASGI application, under a protocol that tells of ``HUNG_UP``."""
+    """The ASGI application, under a protocol with ``DISCONNECT_CALLBACKS``."""
 
     def __init__(self, pool: Pool, auth: Auth, metrics: Metrics, max_body_bytes: int) -> None:
         self._pool = pool
@@ -302,17 +302,17 @@ class _Watch:
     """Cancels the task of a request whose client hangs up."""
 
     def __init__(self, scope: Scope) -> None:
-        self._hung_up: list[Callable[[], object]] = scope["extensions"][HUNG_UP]
+        self._callbacks: list[Callable[[], object]] = scope["extensions"][DISCONNECT_CALLBACKS]
         self._task: asyncio.Task[Any] | None = None
         self.has_left = False
 
     def begin(self) -> None:
         self._task = asyncio.current_task()
-        self._hung_up.append(self._leave)
+        self._callbacks.append(self._leave)
 
     def end(self) -> None:
         if self._task is not None:
-            self._hung_up.remove(self._leave)
+            self._callbacks.remove(self._leave)
             self._task = None
 
     def _leave(self) -> None:

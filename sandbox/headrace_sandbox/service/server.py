@@ -31,10 +31,13 @@ from headrace_sandbox.runtimes.base import Runtime, Sweeps, Template
 from headrace_sandbox.runtimes.registry import ready_runtime
 from headrace_sandbox.service.app import App
 from headrace_sandbox.service.metrics import Metrics
-from headrace_sandbox.service.protocol import Protocol
 from headrace_sandbox.service.settings import ServiceSettings
 
 log = logs.logger(__name__)
+
+REQUEST_TIMEOUT_S = 120.0
+"""Seconds for a request to be here whole, from its first byte. The largest body that is read by default comes in time
+at 0.6 MB/s."""
 
 
 def run(settings: ServiceSettings, *, ready: Callable[[str], None] = lambda address: None) -> None:
@@ -88,7 +91,7 @@ async def _serve(
     stop: asyncio.Event,
 ) -> None:
     stopping = asyncio.create_task(stop.wait())
-    async with serving(app, Protocol, listener, shutdown_timeout_s=settings.grace_s) as http:
+    async with serving(app, listener, request_timeout_s=REQUEST_TIMEOUT_S, shutdown_timeout_s=settings.grace_s) as http:
         try:
             ready()
             log.info("ready", runtime=pool.runtime.name)

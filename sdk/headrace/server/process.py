@@ -1,5 +1,6 @@
 """The process of an HTTP service: its event loop, its signals, the port that it listens on, uvicorn.
 
+* A uvicorn that is too old or too new is refused with what to install.
 * SIGTERM and SIGINT set an event, and the service stops in order.
 * A port that is in use, or that cannot be bound, is refused with what to do.
 * A stop lets open requests end for a while, and then closes the connections that are left.
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -19,6 +21,8 @@ import uvicorn
 import uvloop
 
 from headrace.errors import PortInUse, SetupError
+from headrace.server.request_timeouts import RequestTimeouts
+from headrace.server.uvicorn_protocol import HttpProtocol, require_supported_uvicorn
 
 BACKLOG = 2048
 """Connections that may wait to be accepted: a whole fleet reconnects at once after a restart."""
@@ -29,7 +33,9 @@ closed under a request."""
 
 
 def run_until_signal(serve: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
-    """Run ``serve`` in an event loop of its own. It is given an event that SIGTERM and SIGINT set."""
+    """Run ``serve`` in an event loop of its own. It is given an event that SIGTERM and SIGINT set. Raises SetupError
+    for a uvicorn that is not supported."""
+    require_supported_uvicorn()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_with_signals(serve))
 
@@ -67,14 +73,16 @@ def listen(host: str, port: int, *, option: str) -> socket.socket:
 
 @contextlib.asynccontextmanager
 async def serving(
-    app: Any, protocol: type[asyncio.Protocol], listener: socket.socket, *, shutdown_timeout_s: float
+    app: Any, listener: socket.socket, *, request_timeout_s: float, shutdown_timeout_s: float
 ) -> AsyncIterator[asyncio.Task[None]]:
-    """Serve the ASGI application in this event loop; gives a task that is done if serving ends by itself. Leaving the
-    block stops it: open requests get ``shutdown_timeout_s`` seconds to end."""
+    """Serve the ASGI application in this event loop; gives a task that is done if serving ends by itself. A request
+    must be here whole within ``request_timeout_s`` seconds. Leaving the block stops it: open requests get
+    ``shutdown_timeout_s`` seconds to end."""
+    protocol = functools.partial(HttpProtocol, RequestTimeouts(idle_s=KEEP_ALIVE_S, request_s=request_timeout_s))
     server = _Server(
         uvicorn.Config(
             app,
-            http=protocol,
+            http=protocol,  # type: ignore[arg-type]  # it is called as a class is
             ws="none",
             lifespan="off",
             log_config=None,

@@ -1,4 +1,4 @@
-"""Timeouts of an HTTP server for the requests of its clients.
+"""Timeouts of a connection for the requests of its client.
 
 * A connection on which no request begins is closed after a while: one that a client opened and forgot.
 * A connection whose request is not here whole in time is closed: a body that never ends.
@@ -7,57 +7,58 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any
+from asyncio import TimerHandle
+from collections.abc import Callable
+from typing import NamedTuple
 
 
-class RequestTimeouts(asyncio.Protocol):
-    """A base class of a server's protocol, named before uvicorn's ``HttpToolsProtocol``. Between an answer and the next
-    bytes of the client uvicorn's own timer runs, ``timeout_keep_alive``."""
+class RequestTimeouts(NamedTuple):
+    """Seconds. Between an answer and the next bytes of the client the server's own timer runs."""
 
-    idle_timeout_s: float
-    """Seconds for the first request to begin, after the client connected: as long as an idle connection is kept."""
+    idle_s: float
+    """For a request to begin, after the client connected: as long as an idle connection is kept."""
 
-    request_timeout_s: float
-    """Seconds for a request to be here whole, from its first byte."""
+    request_s: float
+    """For a request to be here whole, from its first byte."""
 
-    loop: asyncio.AbstractEventLoop
-    transport: asyncio.Transport
-    cycle: Any
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
+class RequestTimer:
+    """The timer of one connection, told of what the server reads."""
+
+    def __init__(
+        self,
+        timeouts: RequestTimeouts,
+        call_later: Callable[[float, Callable[[], object]], TimerHandle],
+        close: Callable[[], object],
+    ) -> None:
+        self._timeouts = timeouts
+        self._call_later = call_later
+        self._close = close
         self._is_within_request = False
-        self._timer: asyncio.TimerHandle | None = None
-        self._start_timer(self.idle_timeout_s)
+        self._handle: TimerHandle | None = None
+        self._start(timeouts.idle_s)
 
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._timer is not None:
+    def bytes_received(self, *, is_idle: bool) -> None:
+        """To be called behind what came of them. ``is_idle``: no request is under way, and none is answered."""
+        if self._handle is not None:
             return
         if self._is_within_request:
-            self._start_timer(self.request_timeout_s)
-        elif self.cycle is None or self.cycle.response_complete:
-            self._start_timer(self.idle_timeout_s)  # an empty line, which ended uvicorn's timer
+            self._start(self._timeouts.request_s)
+        elif is_idle:
+            self._start(self._timeouts.idle_s)  # an empty line, which ended the server's timer
 
-    def on_message_begin(self) -> None:
-        super().on_message_begin()  # type: ignore[misc]  # of uvicorn's protocol, which comes behind this class
+    def request_begun(self) -> None:
         self._is_within_request = True
-        self._stop_timer()
+        self.stop()
 
-    def on_message_complete(self) -> None:
-        super().on_message_complete()  # type: ignore[misc]
+    def request_complete(self) -> None:
         self._is_within_request = False
-        self._stop_timer()
+        self.stop()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._stop_timer()
+    def stop(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
 
-    def _start_timer(self, duration_s: float) -> None:
-        self._timer = self.loop.call_later(duration_s, self.transport.abort)
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def _start(self, duration_s: float) -> None:
+        self._handle = self._call_later(duration_s, self._close)

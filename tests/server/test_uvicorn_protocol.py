@@ -1,0 +1,247 @@
+"""The HTTP protocol of the services."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+import tomllib
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import uvicorn
+
+from headrace.errors import SetupError
+from headrace.server.uvicorn_protocol import (
+    DISCONNECT_CALLBACKS,
+    SEND_BUFFER_BYTES,
+    UVICORN_RANGE,
+    BodyHandler,
+    BodyParts,
+    HttpProtocol,
+    Respond,
+    _bound_send_buffer,
+    require_supported_uvicorn,
+)
+from scripts.check_tree import ROOT
+from tests.server.wire import Wire, connected, settled
+
+HEAD = b"POST /direct HTTP/1.1\r\nContent-Length: 4\r\n"
+
+
+@pytest.mark.parametrize("version", ["0.52.0", "0.55.0", "0.55.0.dev1", "1.0.0"])
+def test_a_uvicorn_that_is_not_supported_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch, version: str):
+    monkeypatch.setattr(uvicorn, "__version__", version)
+    with pytest.raises(SetupError, match=f"uvicorn {version} is installed") as refused:
+        require_supported_uvicorn()
+    assert refused.value.hint == f"pip install 'uvicorn{UVICORN_RANGE}'"
+
+
+@pytest.mark.parametrize("version", ["0.53.0", "0.54.0", "0.54.7"])
+def test_a_uvicorn_that_is_supported_is_taken(monkeypatch: pytest.MonkeyPatch, version: str):
+    monkeypatch.setattr(uvicorn, "__version__", version)
+    require_supported_uvicorn()
+
+
+@pytest.mark.parametrize("extra", ["server", "sandbox-service"])
+def test_the_extras_ask_for_the_versions_that_are_checked_at_the_start(extra: str):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert f"uvicorn{UVICORN_RANGE}" in project["optional-dependencies"][extra]
+
+
+class App:
+    """Takes what is sent to /direct; ``tasks`` are the paths of the requests that got a task."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[bytes, Respond]] = []
+        self.tasks: list[str] = []
+        self.ends: list[str] = []
+
+    def direct(self, scope: Any) -> BodyHandler | None:
+        return (lambda body, respond: self.taken.append((body, respond))) if scope["path"] == "/direct" else None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.tasks.append(scope["path"])
+        self.ends.append((await receive())["type"])
+
+    def respond(self, number: int) -> None:
+        body, respond = self.taken[number]
+        respond(200, b"content-length: %d\r\n" % len(body), body)
+
+
+def answers(*bodies: bytes) -> list[bytes]:
+    return [b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body) for body in bodies]
+
+
+async def test_a_request_is_handed_over_when_its_body_is_whole_and_answered_in_one_write_without_a_task():
+    app, wire = App(), Wire()
+    protocol = connected(app, wire)
+    protocol.data_received(HEAD + b"\r\nbo")
+    await settled()
+    assert not app.taken
+    protocol.data_received(b"dy")
+    assert [body for body, _ in app.taken] == [b"body"]
+    await settled()
+    assert not wire.written
+    app.respond(0)
+    assert wire.written == answers(b"body")
+    assert not app.tasks
+    protocol.connection_lost(None)
+
+
+async def test_requests_of_a_connection_are_answered_one_after_the_other_in_their_order():
+    app, wire = App(), Wire()
+    protocol = connected(app, wire)
+    protocol.data_received(HEAD + b"\r\none." + HEAD + b"\r\ntwo.")
+    assert [body for body, _ in app.taken] == [b"one."]
+    app.respond(0)
+    assert [body for body, _ in app.taken] == [b"one.", b"two."]
+    app.respond(1)
+    assert wire.written == answers(b"one.", b"two.")
+    protocol.connection_lost(None)
+
+
+@pytest.mark.parametrize(
+    "request_", [HEAD + b"Expect: 100-continue\r\n\r\n", HEAD.replace(b"/direct", b"/all") + b"\r\n"]
+)
+async def test_a_request_that_waits_for_a_word_before_its_body_gets_a_task_as_does_one_that_is_not_taken(
+    request_: bytes,
+):
+    app, wire = App(), Wire()
+    protocol = connected(app, wire)
+    protocol.data_received(request_)
+    await settled()
+    protocol.data_received(b"body")
+    await settled()
+    assert not app.taken
+    assert len(app.tasks) == 1
+    protocol.connection_lost(None)
+
+
+async def test_a_client_that_leaves_in_the_middle_of_its_body_is_treated_as_any_other():
+    app, wire = App(), Wire()
+    protocol = connected(app, wire)
+    protocol.data_received(HEAD + b"\r\nbo")
+    protocol.connection_lost(None)
+    await settled()
+    assert not app.taken
+    assert app.ends == ["http.disconnect"]
+
+
+@pytest.mark.parametrize("close", [b"Connection: close\r\n", b""], ids=["its client asked for it", "the service stops"])
+async def test_an_answer_says_that_its_connection_ends(close: bytes):
+    app, wire = App(), Wire()
+    protocol = connected(app, wire)
+    protocol.data_received(HEAD + close + b"\r\nbody")
+    if not close:
+        protocol.shutdown()
+    app.respond(0)
+    assert wire.written == [b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\nconnection: close\r\n\r\nbody"]
+    assert wire.closed
+    protocol.connection_lost(None)
+
+
+async def test_nothing_of_a_request_is_kept_once_it_is_answered():
+    """The collector of cycles seldom looks at what is old."""
+    app, wire = App(), Wire()
+    gc.disable()
+    try:
+        protocol: HttpProtocol | None = connected(app, wire)
+        assert protocol is not None
+        protocol.data_received(HEAD + b"\r\nbody")
+        assert not protocol.cycle.body
+        app.respond(0)
+        app.taken.clear()
+        protocol.connection_lost(None)
+        kept = weakref.ref(protocol)
+        protocol = None
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("end", [lambda protocol, wire: protocol.connection_lost(None), lambda _, wire: wire.close()])
+async def test_an_answer_is_dropped_where_the_client_left_or_the_connection_was_closed(
+    end: Callable[[HttpProtocol, Wire], None],
+):
+    app, wire = App(), Wire()
+    protocol = connected(app, wire)
+    protocol.data_received(HEAD + b"\r\nbody")
+    end(protocol, wire)
+    app.respond(0)
+    assert not wire.written
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_an_answer_waits_for_a_client_that_does_not_read(leaves: bool):
+    app, wire = App(), Wire()
+    protocol = connected(app, wire)
+    protocol.data_received(HEAD + b"\r\nbody")
+    protocol.pause_writing()
+    app.respond(0)
+    await settled()
+    assert not wire.written
+    if leaves:
+        protocol.connection_lost(None)
+    else:
+        protocol.resume_writing()
+    await settled()
+    assert wire.written == ([] if leaves else answers(b"body"))
+    if not leaves:
+        protocol.connection_lost(None)
+
+
+async def test_callbacks_of_a_request_are_called_when_its_client_disconnects():
+    called: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        scope["extensions"][DISCONNECT_CALLBACKS].append(lambda: called.append(scope["path"]))
+        await receive()
+
+    protocol = connected(app, Wire())
+    protocol.data_received(b"GET /here HTTP/1.1\r\n\r\n")
+    await settled()
+    assert not called
+    protocol.connection_lost(None)
+    assert called == ["/here"]
+    await settled()
+
+
+async def test_a_body_of_several_buffers_reaches_the_transport_and_nobody_joins_them():
+    parts = BodyParts((b"bo", memoryview(b"dy")))
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
+        await send({"type": "http.response.body", "body": parts})
+
+    wire = Wire()
+    protocol = connected(app, wire)
+    protocol.data_received(b"GET / HTTP/1.1\r\n\r\n")
+    await settled()
+    assert wire.written == [b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\n"]
+    assert wire.buffers == list(parts.buffers)
+    protocol.connection_lost(None)
+
+
+@pytest.mark.parametrize(("theirs", "bounded"), [("127.0.0.1", True), ("127.0.0.2", False)])
+async def test_what_is_on_its_way_to_a_client_of_this_machine_fits_a_processors_cache(theirs: str, bounded: bool):
+    """Another address of the loopback stands for another machine. What is asked for may be more than the kernel's bound
+    (``net.core.wmem_max``): then the bound is meant."""
+    accepted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    class Sizes(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            _bound_send_buffer(transport)
+            ours = transport.get_extra_info("socket")
+            accepted.set_result(ours.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF))
+            transport.close()
+
+    server = await asyncio.get_running_loop().create_server(Sizes, "127.0.0.1", 0)
+    async with server:
+        with socket.create_connection(server.sockets[0].getsockname(), source_address=(theirs, 0)):
+            size_bytes = await accepted
+    with socket.socket() as asked:
+        asked.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        assert (size_bytes == asked.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)) is bounded
