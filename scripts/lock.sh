@@ -1,6 +1,7 @@
 #!/bin/sh
 # Writes requirements/*.txt from pyproject.toml: every package pinned and hashed, for Python 3.11 to 3.14 on any
 # platform, with no address of a registry inside. Pins that still fit are kept; `sh scripts/lock.sh --upgrade` moves them.
+# uvicorn-floor.txt is the oldest uvicorn that the services take; the tests run them with it, and with the locked one.
 # vllm.txt stands apart: its own inputs beside pyproject.toml, and one Python on one platform. Locked for that platform
 # alone, because intel-openmp's wheels disagree about what they need and a lock for all platforms asks the wrong one.
 set -eu
@@ -8,20 +9,22 @@ set -eu
 cd "$(dirname "$0")/.."
 uv=$(command -v uv || printf '%s' .venv/bin/uv)
 
-# output, then what it covers. Pins of all.txt bind the others but vllm, so that the four agree.
+# output, input, then what it covers. Pins of all.txt bind the others but vllm and the floor, so that the four agree.
 compile() {
     out=requirements/$1.txt
     shift
-    "$uv" pip compile pyproject.toml --quiet --python-version 3.11 --generate-hashes \
+    "$uv" pip compile --quiet --python-version 3.11 --generate-hashes \
         --no-header --no-annotate --no-emit-index-url --no-emit-find-links --output-file "$out" "$@"
     printf 'lock: %s\n' "$out" >&2
 }
 
-compile all --universal --extra all "$@"
-compile base --universal --constraint requirements/all.txt
-compile reasoning-gym --universal --extra reasoning-gym --constraint requirements/all.txt
+compile all pyproject.toml --universal --extra all "$@"
+compile base pyproject.toml --universal --constraint requirements/all.txt
+compile reasoning-gym pyproject.toml --universal --extra reasoning-gym --constraint requirements/all.txt
 # Development without reasoning-gym: that one alone needs a C compiler.
-compile dev --universal --extra worker --extra docker --extra wasm --extra renderers --extra math --extra server --extra plots \
+compile dev pyproject.toml --universal --extra worker --extra docker --extra wasm --extra renderers --extra math --extra server --extra plots \
     --extra export --group dev --constraint requirements/all.txt "$@"
-compile vllm requirements/vllm.in --override requirements/vllm-overrides.in --extra async --only-binary :all: \
+compile vllm pyproject.toml requirements/vllm.in --override requirements/vllm-overrides.in --extra async --only-binary :all: \
     --python-platform x86_64-manylinux_2_31 "$@"
+sed -n 's/^  "\(uvicorn>=.*\)",$/\1/p' pyproject.toml | sort -u |
+    compile uvicorn-floor - --universal --no-deps --resolution lowest-direct --upgrade

