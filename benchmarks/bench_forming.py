@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from benchmarks.table import Row, report
-from headrace.ids import new_id
+from headrace.common.ids import new_id
 from headrace.runspec import RunSpec
 from headrace.trajectory import Version
 from headrace.wire import messages

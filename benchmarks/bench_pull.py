@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks.service import Service, service
 from benchmarks.table import Row, report
 from headrace import Client, Version
-from headrace.ids import new_id
+from headrace.common.ids import new_id
 from headrace.trajectory import (
     PolicyRef,
     Provenance,
@@ -161,7 +161,7 @@ def fill(running: Service) -> None:
     assert len(reply.attempts) == TRAJECTORIES, len(reply.attempts)
     records = [encode(long_trajectory(attempt, number)) for number, attempt in enumerate(reply.attempts)]
     heads = [
-        wire.Submission(episode=item.episode, attempt=item.attempt, nonce=item.nonce, size_bytes=len(record))
+        wire.SubmissionHead(episode=item.episode, attempt=item.attempt, nonce=item.nonce, size_bytes=len(record))
         for item, record in zip(reply.attempts, records, strict=True)
     ]
     text = msgspec.json.encode(heads)

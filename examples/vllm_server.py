@@ -48,7 +48,7 @@ ARGUMENTS = [
     *("--host", "127.0.0.1", "--served-model-name", NAME),
     # Without, a float32 model is served in bfloat16, and its logprobs are not the learner's.
     *("--dtype", "float32"),
-    *("--worker-extension-cls", "headrace.integrations.vllm.Weights", "--enable-scale-out"),
+    *("--worker-extension-cls", "headrace.integrations.vllm.WorkerExtension", "--enable-scale-out"),
     # No compilation, and engine and worker in one process: that is most of the time that a start takes.
     *("--enforce-eager", "--distributed-executor-backend", "uni"),
     *("--max-num-seqs", "64", "--uvicorn-log-level", "warning"),

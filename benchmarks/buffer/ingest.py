@@ -7,7 +7,7 @@ from typing import NamedTuple
 from benchmarks.buffer import load
 from benchmarks.service import Service
 from headrace import Client
-from headrace.ids import new_id
+from headrace.common.ids import new_id
 
 TRAJECTORIES = 4096
 """Of one measurement: half a second or more."""

@@ -95,7 +95,9 @@ def requests_of(attempts: Sequence[messages.Assignment], records: Sequence[bytes
     for start in range(0, len(attempts), together):
         chosen = records[start : start + together]
         heads = [
-            messages.Submission(episode=item.episode, attempt=item.attempt, nonce=item.nonce, size_bytes=len(record))
+            messages.SubmissionHead(
+                episode=item.episode, attempt=item.attempt, nonce=item.nonce, size_bytes=len(record)
+            )
             for item, record in zip(attempts[start : start + together], chosen, strict=True)
         ]
         text = msgspec.json.encode(heads)

@@ -11,7 +11,7 @@ from typing import NamedTuple, Self
 from benchmarks.buffer import ingest, load
 from benchmarks.service import Service, service
 from headrace import Client
-from headrace.ids import new_id
+from headrace.common.ids import new_id
 
 ROUND, TOGETHER, CONNECTIONS = 2048, 256, 4
 """Trajectories that are leased, submitted and pulled as one batch; how they are submitted."""

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from headrace.errors import HeadraceError, RequestError, SandboxFailure
-from headrace.http.connections import Connections, Lost, Unreachable
+from headrace.http.client import HttpClient, NoResponse, Unreachable
 from headrace.http.problems import GATEWAY_STATUSES, read_problem
 from headrace_sandbox.result import LONGEST_S, ExecResult, Isolation, Limits, check_range
 from headrace_sandbox.runtimes.base import Command, FileInfo, PythonProgram, SessionKind, Template
@@ -184,7 +184,7 @@ class _Calls:
     def __init__(self, address: str, token: str) -> None:
         headers = {"Content-Type": MEDIA_TYPE, **({"Authorization": f"Bearer {token}"} if token else {})}
         try:
-            self._connections = Connections(address, headers)
+            self._connections = HttpClient(address, headers)
         except ValueError as error:
             raise SandboxFailure(
                 f"A sandbox service cannot be spoken to: {error}.",
@@ -216,7 +216,7 @@ class _Calls:
                 status, said = await self._connections.request(method, path, body, timeout_s)
             except Unreachable as error:
                 failure = self._unreachable(error)
-            except Lost as error:
+            except NoResponse as error:
                 failure = self._lost(error)
                 if not is_safe:
                     raise failure from error
@@ -255,7 +255,7 @@ class _Calls:
             retryable=True,
         )
 
-    def _lost(self, error: Lost) -> SandboxFailure:
+    def _lost(self, error: NoResponse) -> SandboxFailure:
         return SandboxFailure(
             f"The sandbox service did not answer ({error}); whether the program ran is not known.",
             hint="It is not run again by itself; a client that is `repeatable` does.",

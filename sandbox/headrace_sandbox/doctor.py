@@ -15,8 +15,8 @@ from typing import Literal
 
 import msgspec
 
+from headrace.common.timeouts import timeout
 from headrace.errors import HeadraceError, SandboxFailure
-from headrace.timeouts import timeout
 from headrace_sandbox.host.cgroups import find_driver
 from headrace_sandbox.runtimes.base import Runtime
 from headrace_sandbox.runtimes.registry import DEFAULT, made_in_time, runtime_names

@@ -106,7 +106,7 @@ class Image:
             raise InvalidAsset(
                 f"The data of an image is {_short(self.data)}.", hint="Give bytes that are not empty, or a u1 array."
             )
-        return asset_of(bytes(self.data), self.media_type)
+        return make_asset(bytes(self.data), self.media_type)
 
     def __eq__(self, other: object) -> bool:
         """Whether both show the same now, with the same text."""
@@ -115,7 +115,7 @@ class Image:
     __hash__ = None  # type: ignore[assignment]  # its content may change
 
 
-def asset_of(data: bytes, media_type: str) -> AssetData:
+def make_asset(data: bytes, media_type: str) -> AssetData:
     """These bytes as an asset."""
     return AssetData(hashlib.sha256(data).hexdigest(), media_type, data)
 
@@ -141,7 +141,7 @@ def encode_array(array: npt.NDArray[Any]) -> AssetData:
     flat = np.ascontiguousarray(array).reshape(array.shape)
     head = io.BytesIO()
     np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(flat))
-    return asset_of(head.getvalue() + flat.tobytes(), ARRAY_MEDIA_TYPE)
+    return make_asset(head.getvalue() + flat.tobytes(), ARRAY_MEDIA_TYPE)
 
 
 def decode_array(data: bytes | bytearray | memoryview) -> npt.NDArray[Any]:

@@ -1,17 +1,17 @@
-"""The one error vocabulary of Headrace.
+"""All error classes of Headrace.
 
 * Every error that crosses a boundary is a ``HeadraceError`` with a stable ``code``.
 * A message says what was wrong; ``hint`` says what to do about it.
-* Over HTTP an error is a problem body (RFC 9457) and comes back as the same class.
-* What goes wrong inside an episode is an ``EpisodeFailure``: recorded with its layer, never scored.
+* Over HTTP an error is a problem body (RFC 9457), and a client raises it again as the same class.
+* A failure inside an episode is an ``EpisodeFailure``: it is recorded with its layer and never scored.
 
 The tree::
 
     HeadraceError
-    ├── RequestError                        the caller asked for something that cannot be  (4xx)
-    │   ├── InvalidRequest                  400  not readable as this request
-    │   ├── Unauthorized                    401  no token, or an unknown one
-    │   ├── Forbidden                       403  the token's role may not do this
+    ├── RequestError                        the caller sent a request that cannot be carried out  (4xx)
+    │   ├── InvalidRequest                  400  malformed
+    │   ├── Unauthorized                    401  the token is missing or unknown
+    │   ├── Forbidden                       403  the token's role does not allow this
     │   ├── NotFound                        404
     │   │   ├── UnknownRun
     │   │   ├── UnknownBatch
@@ -21,54 +21,55 @@ The tree::
     │   │   ├── UnknownEvaluation
     │   │   ├── UnknownServer
     │   │   └── UnknownEnvironment
-    │   ├── MethodNotAllowed                405  the address is there, the method is not
-    │   ├── Conflict                        409  well formed, but not now
+    │   ├── MethodNotAllowed                405  the route exists, but not with this method
+    │   ├── Conflict                        409  well formed, but not allowed in the current state
     │   │   ├── RunExists
     │   │   ├── GroupExists
     │   │   ├── BatchAlreadyAcked
-    │   │   ├── BatchSuperseded             an old generation, or a lease that ran out
-    │   │   ├── ShardsNotFetched            an ack came before every rank had its shard
-    │   │   ├── SessionSuperseded           a newer process of the learner took its place
+    │   │   ├── BatchSuperseded             an old generation, or an expired lease
+    │   │   ├── ShardsNotFetched            acked before every rank fetched its shard
+    │   │   ├── SessionSuperseded           a newer process of the learner took over
     │   │   ├── AttemptSuperseded           a newer attempt of the episode exists
     │   │   ├── AttemptNotYours             the attempt belongs to another worker, or the nonce is wrong
-    │   │   ├── AssetsMissing               a record refers to assets that are not there: send them again
+    │   │   ├── AssetsMissing               a record refers to assets that are not stored: send them again
     │   │   ├── VersionUnknown              never announced
     │   │   └── VersionConflict             announced out of order
-    │   ├── RequestTooLarge                 413  the body is over the server's limit
+    │   ├── RequestTooLarge                 413  the body exceeds the server's limit
     │   ├── InvalidRunSpec                  422
-    │   ├── InvalidAsset                    422  bytes that are not the image or array that they should be
-    │   ├── InvalidWeights                  422  announced weights that no server could load
+    │   ├── InvalidAsset                    422  the bytes are not the declared image or array
+    │   ├── InvalidWeights                  422  no policy server could load the announced weights
     │   │   ├── WeightsMissing
-    │   │   ├── WeightsDamaged              cut short, or no safetensors
-    │   │   ├── WeightsDoNotFit             other tensors or shapes than those that are loaded
-    │   │   └── AdapterDoesNotFit           another rank than the adapter that is loaded
+    │   │   ├── WeightsDamaged              truncated, or not safetensors
+    │   │   ├── WeightsDoNotFit             tensors or shapes differ from the loaded model's
+    │   │   └── AdapterDoesNotFit           the rank differs from the loaded adapter's
     │   └── InvalidTrajectory               422
-    │       ├── UnreadableRecord            bytes that are no record of this schema
+    │       ├── UnreadableRecord            the bytes are not a record of this schema
     │       ├── WrongDtype
     │       ├── WrongShape
     │       ├── TokenOutOfRange
-    │       ├── NonFiniteValue              a NaN, an infinity, a logprob above 0
+    │       ├── NonFiniteValue              a NaN, an infinity, or a logprob above 0
     │       ├── NotAppendOnly
     │       ├── SpansDoNotCover
     │       ├── VersionRunsDoNotCover
-    │       └── FailureHasReward            a status and its failure disagree
-    ├── ServiceError                        the service cannot, now or at all  (5xx)
-    │   ├── Unavailable                     503  starting, draining, no connection; try again
-    │   ├── StoreError                      507  the disk refuses
+    │       ├── PlaceholdersDoNotMatch
+    │       └── FailureHasReward            the status and the failure disagree
+    ├── ServiceError                        the service failed  (5xx)
+    │   ├── Unavailable                     503  starting, draining or unreachable; try again
+    │   ├── StoreError                      507  the disk cannot be written
     │   ├── CorruptRecord                   500  a stored record fails its checksum
-    │   ├── CorruptAsset                    500  a stored asset is not what its name says
+    │   ├── CorruptAsset                    500  a stored asset does not match its name
     │   └── InternalError                   500
-    ├── ServingEnd                          a pull has nothing to give
-    │   ├── NothingToServe                  the caller's patience ended first; says why
-    │   ├── GroupEnded                      an awaited group was retired and will not be served
-    │   ├── GroupIncomplete                 an awaited group has fewer episodes than were asked for
-    │   └── RunFinished                     tasks exhausted, or the run was closed
-    ├── SetupError                          this process cannot start as it was asked to
+    ├── ServingEnd                          a pull ended without a batch
+    │   ├── NothingToServe                  the caller's timeout passed; says why
+    │   ├── GroupEnded                      an awaited group was retired unserved
+    │   ├── GroupIncomplete                 an awaited group has fewer episodes than requested
+    │   └── RunFinished                     the tasks are exhausted, or the run was closed
+    ├── SetupError                          this process cannot start as configured
     │   ├── PortInUse
     │   ├── DataDirectoryInUse
-    │   ├── UnknownLogFormat                the data was written in a format that this version does not read
+    │   ├── UnknownLogFormat                this version cannot read the format of the data
     │   └── MissingExtra
-    └── EpisodeFailure                      one layer each; becomes a stored ``Failure``
+    └── EpisodeFailure                      one subclass per layer; stored as a ``Failure``
         ├── PolicyFailure
         ├── EnvironmentFailure
         ├── SandboxFailure
@@ -84,17 +85,17 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, get_args
 
 Layer = Literal["policy", "environment", "sandbox", "tool", "simulator", "judge", "infrastructure"]
-"""Where a failure happened."""
+"""The part of the system in which a failure happened."""
 
 LAYERS: tuple[Layer, ...] = get_args(Layer)
 
 
 TYPE_PREFIX = "urn:headrace:problem:"
-"""How the ``type`` of every problem body of Headrace begins."""
+"""Prefix of ``type`` in every problem body of Headrace."""
 
 
 class HeadraceError(Exception):
-    """Base of all. ``detail`` is the message, ``hint`` what to do, ``extra`` JSON-able facts."""
+    """Base class of all errors. ``detail`` is the message, ``hint`` says what to do, ``extra`` holds JSON facts."""
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "error"
@@ -123,7 +124,7 @@ class HeadraceError(Exception):
 
 
 def from_problem(body: Mapping[str, Any]) -> HeadraceError:
-    """The error that a problem body stands for; an unknown code gives the base class of its status."""
+    """The error described by a problem body; an unknown code gives the base class for its status."""
     known = {"type", "title", "status", "code", "detail", "hint"}
     extra = {str(k): v for k, v in body.items() if k not in known}
     cls = by_code().get(str(body.get("code", "")))
@@ -144,7 +145,7 @@ def by_code() -> dict[str, type[HeadraceError]]:
 
 
 class RequestError(HeadraceError):
-    """The caller asked for something that cannot be."""
+    """The caller sent a request that cannot be carried out."""
 
     status = 400
     code = "request-error"
@@ -152,14 +153,14 @@ class RequestError(HeadraceError):
 
 
 class InvalidRequest(RequestError):
-    """The bytes do not read as this request."""
+    """The request is malformed."""
 
     code = "invalid-request"
     title = "The request is not valid"
 
 
 class Unauthorized(RequestError):
-    """No token was sent, or nobody knows it."""
+    """The token is missing or unknown."""
 
     status = 401
     code = "unauthorized"
@@ -167,15 +168,15 @@ class Unauthorized(RequestError):
 
 
 class Forbidden(RequestError):
-    """The token's role does not include this route."""
+    """The token's role does not allow this route."""
 
     status = 403
     code = "forbidden"
-    title = "The token's role may not do this"
+    title = "The token's role does not allow this"
 
 
 class NotFound(RequestError):
-    """No such thing here."""
+    """The named thing does not exist."""
 
     status = 404
     code = "not-found"
@@ -223,43 +224,43 @@ class UnknownEnvironment(NotFound):
 
 
 class MethodNotAllowed(RequestError):
-    """``extra["allowed"]`` lists the methods that the address takes."""
+    """``extra["allowed"]`` lists the methods that the route accepts."""
 
     status = 405
     code = "method-not-allowed"
-    title = "The address does not take this method"
+    title = "The route does not accept this method"
 
 
 class Conflict(RequestError):
-    """Well formed, but the state of the service does not allow it."""
+    """The request is well formed, but the current state does not allow it."""
 
     status = 409
     code = "conflict"
-    title = "Not in this state"
+    title = "The current state does not allow this"
 
 
 class RunExists(Conflict):
     code = "run-exists"
-    title = "A run of that name exists"
+    title = "A run of that name already exists"
 
 
 class GroupExists(Conflict):
     code = "group-exists"
-    title = "A group of that id exists"
+    title = "A group of that id already exists"
 
 
 class BatchAlreadyAcked(Conflict):
     code = "batch-already-acked"
-    title = "The batch was acked before"
+    title = "The batch was already acked"
 
 
 class BatchSuperseded(Conflict):
     code = "batch-superseded"
-    title = "The batch lease is of an old generation or ran out"
+    title = "The batch lease has an old generation or expired"
 
 
 class ShardsNotFetched(Conflict):
-    """``extra["missing"]`` lists the shards that nobody has fetched."""
+    """``extra["missing"]`` lists the shards that were not fetched."""
 
     code = "shards-not-fetched"
     title = "Not every shard of the batch was fetched"
@@ -267,7 +268,7 @@ class ShardsNotFetched(Conflict):
 
 class SessionSuperseded(Conflict):
     code = "session-superseded"
-    title = "A newer session of the learner took over its batches"
+    title = "A newer session of the learner took over the batches"
 
 
 class AttemptSuperseded(Conflict):
@@ -281,10 +282,10 @@ class AttemptNotYours(Conflict):
 
 
 class AssetsMissing(Conflict):
-    """A record refers to assets that are not stored; ``extra["assets"]`` names them. Nothing of it was stored."""
+    """A record refers to assets that are not stored; ``extra["assets"]`` names them. The record is not stored."""
 
     code = "assets-missing"
-    title = "Assets of the record are not there"
+    title = "Assets of the record are not stored"
 
 
 class VersionUnknown(Conflict):
@@ -294,11 +295,11 @@ class VersionUnknown(Conflict):
 
 class VersionConflict(Conflict):
     code = "version-conflict"
-    title = "The version does not follow the last one announced"
+    title = "The version does not follow the last announced one"
 
 
 class RequestTooLarge(RequestError):
-    """The body is over the server's limit; ``extra`` has ``limit_bytes`` and ``setting``."""
+    """The body exceeds the server's limit; ``extra`` has ``limit_bytes`` and ``setting``."""
 
     status = 413
     code = "request-too-large"
@@ -320,31 +321,34 @@ class InvalidAsset(RequestError):
 
 
 class InvalidWeights(RequestError):
-    """A pull says it as a reason: the announcement itself is taken, and the files may be mended."""
+    """Weights that no policy server could load.
+
+    A pull reports it as a reason: the announcement itself is accepted, since the files may be repaired.
+    """
 
     status = 422
     code = "invalid-weights"
-    title = "No server could load these weights"
+    title = "No policy server could load these weights"
 
 
 class WeightsMissing(InvalidWeights):
     code = "weights-missing"
-    title = "The weights are not there"
+    title = "The weights do not exist"
 
 
 class WeightsDamaged(InvalidWeights):
     code = "weights-damaged"
-    title = "The files of the weights are damaged"
+    title = "The weight files are damaged"
 
 
 class WeightsDoNotFit(InvalidWeights):
     code = "weights-do-not-fit"
-    title = "The weights have other tensors or shapes than the model that is served"
+    title = "Tensors or shapes of the weights differ from the served model's"
 
 
 class AdapterDoesNotFit(InvalidWeights):
     code = "adapter-does-not-fit"
-    title = "The adapter has another rank than the one that is served"
+    title = "The rank of the adapter differs from the served one's"
 
 
 class InvalidTrajectory(RequestError):
@@ -357,7 +361,7 @@ class InvalidTrajectory(RequestError):
 
 class UnreadableRecord(InvalidTrajectory):
     code = "unreadable-record"
-    title = "The bytes are no record of this schema"
+    title = "The bytes are not a record of this schema"
 
 
 class WrongDtype(InvalidTrajectory):
@@ -406,23 +410,23 @@ class FailureHasReward(InvalidTrajectory):
 
 
 class ServiceError(HeadraceError):
-    """The service cannot, now or at all."""
+    """The service failed, temporarily or for good."""
 
     status = 500
     code = "service-error"
-    title = "The service cannot do this"
+    title = "The service failed"
 
 
 class Unavailable(ServiceError):
-    """Starting, draining, or not reachable; the same request may work later."""
+    """The service is starting, draining or unreachable; the same request may succeed later."""
 
     status = 503
     code = "unavailable"
-    title = "Not available now"
+    title = "The service is not available"
 
 
 class StoreError(ServiceError):
-    """The disk refuses; nothing was acknowledged."""
+    """The disk cannot be written; nothing was acknowledged."""
 
     status = 507
     code = "store-error"
@@ -437,7 +441,7 @@ class CorruptRecord(ServiceError):
 
 
 class CorruptAsset(ServiceError):
-    """The bytes of an asset are not those of its name."""
+    """The bytes of a stored asset do not match its name."""
 
     code = "corrupt-asset"
     title = "A stored asset is damaged"
@@ -449,30 +453,29 @@ class InternalError(ServiceError):
 
 
 class ServingEnd(HeadraceError):
-    """A pull has nothing to give."""
+    """A pull ended without a batch."""
 
     status = 409
     code = "serving-end"
-    title = "Nothing more to serve"
+    title = "The pull ended without a batch"
 
 
 class NothingToServe(ServingEnd):
-    """The caller's patience ended before a batch was ready; ``extra["reasons"]`` says why."""
+    """The caller's timeout passed before a batch was ready; ``extra["reasons"]`` says why."""
 
     code = "nothing-to-serve"
-    title = "No batch became ready in time"
+    title = "No batch was ready in time"
 
 
 class GroupEnded(ServingEnd):
-    """An awaited group was retired, so it will not be served; ``extra["reasons"]`` says which and why."""
+    """An awaited group was retired and will not be served; ``extra["reasons"]`` says which and why."""
 
     code = "group-ended"
     title = "An awaited group will not be served"
 
 
 class GroupIncomplete(ServingEnd):
-    """An awaited group came with fewer episodes than were asked for; ``extra`` has ``group``, ``episodes``,
-    ``wanted``."""
+    """An awaited group has fewer episodes than requested; ``extra`` has ``group``, ``episodes``, ``wanted``."""
 
     code = "group-incomplete"
     title = "An awaited group has too few episodes"
@@ -486,7 +489,7 @@ class RunFinished(ServingEnd):
 
 
 class SetupError(HeadraceError):
-    """This process cannot start as it was asked to."""
+    """This process cannot start as configured."""
 
     code = "setup-error"
     title = "Cannot start"
@@ -504,7 +507,7 @@ class DataDirectoryInUse(SetupError):
 
 class UnknownLogFormat(SetupError):
     code = "unknown-log-format"
-    title = "The log is of a format that this version does not read"
+    title = "This version cannot read the format of the log"
 
 
 class MissingExtra(SetupError):
@@ -513,7 +516,7 @@ class MissingExtra(SetupError):
 
 
 class EpisodeFailure(HeadraceError):
-    """Something broke inside an episode. Stored as ``Failure(layer, kind, message, retryable)``."""
+    """A failure inside an episode. Stored as ``Failure(layer, kind, message, retryable)``."""
 
     code = "episode-failure"
     title = "The episode failed"

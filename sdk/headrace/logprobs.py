@@ -30,7 +30,7 @@ MAX_TRIES = 5
 """Questions whose answer new weights may spoil. They change every few seconds at most; a question takes less."""
 
 _encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder(policy_server.CompletionAnswer).decode
+_decode = msgspec.json.Decoder(policy_server.CompletionResponse).decode
 
 
 class Scores(NamedTuple):
@@ -48,7 +48,7 @@ def score(
     ``model`` is the name that the server knows the policy by. ``timeout_s`` bounds each request. Raises PolicyFailure:
     ``unreachable``, ``request-refused``, ``unknown-version``, ``version-changed``, and the kinds of ``read_scores``.
     """
-    address = policy_server.base_of(endpoint)
+    address = policy_server.base_url(endpoint)
     body = scoring_body(model, [int(token) for token in token_ids])
     after = _weights(address, timeout_s)
     for _ in range(MAX_TRIES):
@@ -98,7 +98,7 @@ def _prompt_logprobs(body: bytes) -> policy_server.PromptLogprobs:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         try:
             choices = msgspec.convert(
-                json.loads(body), policy_server.CompletionAnswer, strict=False
+                json.loads(body), policy_server.CompletionResponse, strict=False
             ).choices  # NaN, for one
         except (ValueError, msgspec.ValidationError, RecursionError):
             raise _broken("unreadable-response", f"The answer cannot be read: {error}.") from error
@@ -139,7 +139,7 @@ def _weights(address: str, timeout_s: float) -> _Weights:
     said = _ask(f"{address}{policy_server.WEIGHT_INFO}", timeout_s)
     try:
         name = str(msgspec.json.decode(said, type=policy_server.WeightInfo).weight_version)
-        version = policy_server.version_of(name)
+        version = policy_server.parse_weight_version(name)
     except (msgspec.DecodeError, UnicodeDecodeError):
         version = None
     if version is None:

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple, get_args
 
 import msgspec
 
-from headrace._arguments import names, require_one_of
 from headrace.assets import FOLDER, read_asset
 from headrace.batch.batch import Batch, RowAdvantages, read_advantages, read_manifest
 from headrace.batch.manifest import Manifest
+from headrace.common.arguments import require_known, sorted_names
 from headrace.errors import CorruptRecord, HeadraceError, InvalidRequest, SetupError, UnknownBatch, UnknownTrajectory
 from headrace.store import log_files, log_format
 from headrace.store.catalog import BatchEntry, BatchState, Catalog
@@ -34,11 +34,11 @@ from headrace.store.log_format import Frame, FrameType
 from headrace.trajectory import Status, Trajectory, Version
 from headrace.wire.codec import TrajectoryHead, decode, decode_head
 
-OnProgress = Callable[[int, int], None]
+ReadProgress = Callable[[int, int], None]
 """Called now and then with the bytes that were read, and how many there are."""
 
 
-def open(path: str | os.PathLike[str], *, strict: bool = False, on_progress: OnProgress | None = None) -> Reader:
+def open(path: str | os.PathLike[str], *, strict: bool = False, on_progress: ReadProgress | None = None) -> Reader:
     """A reader of the data directory at ``path``, of a live service too.
 
     ``strict``: damage raises CorruptRecord instead of being passed over. Raises SetupError if this is no data
@@ -48,7 +48,7 @@ def open(path: str | os.PathLike[str], *, strict: bool = False, on_progress: OnP
     return Reader(Path(path), strict=strict, on_progress=on_progress)
 
 
-class Damaged(NamedTuple):
+class LogDamage(NamedTuple):
     """A part of the log that cannot be used: so many bytes at an offset of a file, and what is wrong with them."""
 
     file: str
@@ -58,7 +58,7 @@ class Damaged(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Filter:
+class TrajectoryFilter:
     """Which trajectories are wanted; None: any.
 
     ``low`` and ``high`` bound the versions: a trajectory fits if a row of it has one of ``low`` to ``high``, ends
@@ -74,8 +74,8 @@ class Filter:
     high: Version | None = None
 
     def __post_init__(self) -> None:
-        names("tags", self.tags)
-        require_one_of("status", self.status, get_args(Status))
+        sorted_names("tags", self.tags)
+        require_known("status", self.status, get_args(Status))
 
     def fits(self, head: TrajectoryHead) -> bool:
         """Whether the trajectory is wanted."""
@@ -154,9 +154,9 @@ class Reader:
     ``damaged`` is all damage that was met so far, each part once.
     """
 
-    def __init__(self, path: Path, *, strict: bool, on_progress: OnProgress | None) -> None:
+    def __init__(self, path: Path, *, strict: bool, on_progress: ReadProgress | None) -> None:
         self.path = path
-        self.damaged: list[Damaged] = []
+        self.damaged: list[LogDamage] = []
         self.strict = strict
         self._on_progress = on_progress
         if not (path / "log").is_dir():
@@ -176,9 +176,11 @@ class Reader:
         low: Version | str | None = None,
         high: Version | str | None = None,
     ) -> Iterator[Trajectory]:
-        """All stored trajectories that fit, in the order in which they were stored; see ``Filter``. A version may be
-        text, as in ``"0.12"``. Raises InvalidRequest for a filter that nothing can fit."""
-        wanted = Filter(
+        """All matching stored trajectories, in the order in which they were stored; see ``TrajectoryFilter``.
+
+        A version may be text, as in ``"0.12"``. Raises InvalidRequest for a filter that nothing can match.
+        """
+        wanted = TrajectoryFilter(
             run=run,
             environment=environment,
             status=status,
@@ -189,7 +191,7 @@ class Reader:
         )
         return self.matching(wanted)
 
-    def matching(self, wanted: Filter) -> Iterator[Trajectory]:
+    def matching(self, wanted: TrajectoryFilter) -> Iterator[Trajectory]:
         """All stored trajectories that fit, in the order in which they were stored."""
         for file, frame in self._frames():
             if frame.type is not FrameType.TRAJECTORY:
@@ -198,7 +200,7 @@ class Reader:
                 if wanted.fits(decode_head(frame.payload)):
                     yield decode(frame.payload)
             except HeadraceError as error:
-                self._pass_over(Damaged(file.path.name, frame.offset, frame.size, error.detail))
+                self._pass_over(LogDamage(file.path.name, frame.offset, frame.size, error.detail))
 
     def trajectory(self, id: str) -> Trajectory:
         """One trajectory. Raises UnknownTrajectory or CorruptRecord."""
@@ -220,7 +222,7 @@ class Reader:
 
     def batches(self, *, run: str | None = None, state: BatchState | None = None) -> Iterator[StoredBatch]:
         """All batches, in the order in which they were frozen. Raises InvalidRequest for a state that there is not."""
-        require_one_of("state", state, get_args(BatchState))
+        require_known("state", state, get_args(BatchState))
         return self._batches(run, state)
 
     def _batches(self, run: str | None, state: BatchState | None) -> Iterator[StoredBatch]:
@@ -263,7 +265,7 @@ class Reader:
             try:
                 catalog.take(file.number, frame)
             except (HeadraceError, msgspec.MsgspecError, ValueError) as error:
-                self._pass_over(Damaged(file.path.name, frame.offset, frame.size, str(error)))
+                self._pass_over(LogDamage(file.path.name, frame.offset, frame.size, str(error)))
         return catalog
 
     # The log --------------------------------------------------------------------------------------------------
@@ -278,8 +280,8 @@ class Reader:
                     self._on_progress(min(done + item.offset, total), total)
                 yield file, item
             done += file.size_bytes
-            if following is not None and (missing := log_files.missing_behind(file, following)) is not None:
-                self._pass_over(Damaged(file.path.name, missing.offset, missing.size_bytes, missing.problem))
+            if following is not None and (missing := log_files.gap_after(file, following)) is not None:
+                self._pass_over(LogDamage(file.path.name, missing.offset, missing.size_bytes, missing.problem))
         if self._on_progress is not None:
             self._on_progress(total, total)
 
@@ -297,7 +299,7 @@ class Reader:
                 if isinstance(item, Frame):
                     yield item
                 elif not (item.torn and last):
-                    self._pass_over(Damaged(file.path.name, item.offset, item.size, item.problem))
+                    self._pass_over(LogDamage(file.path.name, item.offset, item.size, item.problem))
 
     def _payload(self, number: int, offset: int, length: int) -> bytes:
         file = log_files.path_of(self.path / "log", number)
@@ -315,7 +317,7 @@ class Reader:
         finally:
             os.close(descriptor)
 
-    def _pass_over(self, damage: Damaged) -> None:
+    def _pass_over(self, damage: LogDamage) -> None:
         if damage not in self.damaged:
             self.damaged.append(damage)
         if self.strict:

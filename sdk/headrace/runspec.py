@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from headrace.errors import InvalidRequest, InvalidRunSpec
 from headrace.estimators import NONE, estimator_names, find_estimator
 from headrace.selection import find_selection_rule, selection_rule_names
-from headrace.wire.policy_server import BY_NAME, address_of
+from headrace.wire.policy_server import DNS_PREFIX, canonical_address
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 """Names that are safe in paths, URLs and metric labels."""
@@ -154,7 +154,7 @@ class AdapterSpec(_Model):
 
 def _plain_addresses(value: list[str]) -> list[str]:
     for endpoint in value:
-        if address_of(endpoint).startswith(BY_NAME):
+        if canonical_address(endpoint).startswith(DNS_PREFIX):
             raise ValueError(
                 f"{endpoint!r} is a name that stands for several servers; only policy.endpoints take those"
             )
@@ -300,7 +300,7 @@ class PolicySpec(_Model):
     @classmethod
     def _endpoints_are_addresses(cls, value: list[str]) -> list[str]:
         for endpoint in value:
-            address_of(endpoint)
+            canonical_address(endpoint)
         return value
 
 

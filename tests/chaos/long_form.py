@@ -22,7 +22,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from headrace.timeouts import timeout
+from headrace.common.timeouts import timeout
 from tests.e2e.processes import ROOT
 
 END_S = 30.0

@@ -21,7 +21,7 @@ from typing import Any
 
 from headrace import Client
 from headrace.batch.batch import Batch
-from headrace.client.connection_pool import Connections
+from headrace.client.connection_pool import ConnectionPool
 from headrace.errors import BatchAlreadyAcked, BatchSuperseded, HeadraceError, StoreError
 from headrace.store import log_format
 from headrace_orchestrator import server
@@ -277,16 +277,16 @@ def _train(plan: Plan, points: Points, client: Client, shards: Sequence[Batch]) 
 
 def _watch_requests(points: Points) -> None:
     """Some time after a request was begun, with or without its answer."""
-    send = Connections.send
+    send = ConnectionPool.send
     phases = {"pull": "pulling", "ack": "acking", "nack": "nacking"}
 
-    def watched(self: Connections, request: Any) -> Any:
+    def watched(self: ConnectionPool, request: Any) -> Any:
         phase = phases.get(request.target.rpartition("/")[2], "")
         if phase and points.is_due(phase):
             threading.Timer(random.uniform(0, 0.01), die).start()
         return send(self, request)
 
-    Connections.send = watched  # type: ignore[method-assign]
+    ConnectionPool.send = watched  # type: ignore[method-assign]
 
 
 def _replace(file: Path, text: str) -> None:

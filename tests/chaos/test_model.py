@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from headrace.batch import batch as batches
+from headrace.common.ids import new_id
 from headrace.errors import BatchAlreadyAcked, BatchSuperseded, UnknownBatch
-from headrace.ids import new_id
 from headrace.trajectory import Provenance, Version
 from headrace.wire import codec, messages
 from headrace_orchestrator.buffer.data_directory import DataDirectory

@@ -23,7 +23,7 @@ import pytest
 
 from headrace import Client
 from headrace.batch.batch import Batch
-from headrace.ids import new_id
+from headrace.common.ids import new_id
 from headrace.wire import messages
 from tests.builders import make_segment
 from tests.chaos.campaign import SPEC

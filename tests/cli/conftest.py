@@ -8,7 +8,7 @@ from click.testing import CliRunner, Result
 
 from headrace.wire import messages
 from headrace_orchestrator.cli.app import cli
-from tests.client.stub import Stub
+from tests.sdk.client.stub_server import Stub
 
 Headrace = Callable[..., Result]
 

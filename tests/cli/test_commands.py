@@ -18,7 +18,7 @@ from headrace_orchestrator.cli.app import cli
 from headrace_orchestrator.cli.run import fields
 from tests import builders
 from tests.cli.conftest import Headrace, run_status, service_status, waiting_run
-from tests.client.stub import Reply, Stub, good, page, problem
+from tests.sdk.client.stub_server import Reply, Stub, good, page, problem
 
 COMMANDS = ["close", "demo", "doctor", "orchestrator", "run", "runs", "servers", "top", "trajectories", "up", "version"]
 
@@ -143,12 +143,12 @@ def test_runs_as_json_are_the_statuses(headrace: Headrace, stub: Stub) -> None:
     assert (found["name"], found["in_flight"]) == ("guess", 7)
 
 
-SERVERS = messages.ServersReply(
+SERVERS = messages.PolicyServersReply(
     epoch=1,
     revision=7,
     servers=[
-        messages.PolicyServer(address="http://a:1", state="serving", version="0.3", paused_s=61.0),
-        messages.PolicyServer(address="http://b:1", state="ejected", reason="nobody listens there"),
+        messages.PolicyServerStatus(address="http://a:1", state="serving", version="0.3", paused_s=61.0),
+        messages.PolicyServerStatus(address="http://b:1", state="ejected", reason="nobody listens there"),
     ],
 )
 
@@ -174,7 +174,7 @@ def test_a_run_without_servers_is_said_to_have_none_for_the_reason_that_it_has(
     headrace: Headrace, stub: Stub, state: str, endpoints: list[str], said: str
 ) -> None:
     run = run_status(state=state, spec={"policy": {"endpoints": endpoints}})
-    stub.on("GET /v1/runs/guess/servers", good(messages.ServersReply(epoch=1, revision=1 << 32)))
+    stub.on("GET /v1/runs/guess/servers", good(messages.PolicyServersReply(epoch=1, revision=1 << 32)))
     stub.on("GET /v1/runs/guess", good(run))
     assert said in headrace("servers", "guess").stderr
 

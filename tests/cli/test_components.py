@@ -10,7 +10,7 @@ import pytest
 from headrace.errors import PortInUse, SetupError
 from headrace_orchestrator.cli.processes import components
 from headrace_orchestrator.cli.processes.supervisor import Component, LocalFleet
-from tests.client.stub import Stub, good, page
+from tests.sdk.client.stub_server import Stub, good, page
 
 SLEEPER = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
 

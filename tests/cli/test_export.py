@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import headrace
-from headrace.assets import asset_of, asset_path, read_asset
+from headrace.assets import asset_path, make_asset, read_asset
 from headrace.store.log_format import FrameType, pack_frame
 from headrace.store.tables import table_schema, tables
 from headrace.trajectory import Asset, ContentPart, Message, Segment, Task, Trajectory, Turn, Version
@@ -173,7 +173,7 @@ def test_without_pyarrow_it_says_what_to_install(stored: Path, tmp_path: Path, m
 
 
 def test_assets_that_are_referred_to_come_with_it(tmp_path: Path):
-    found, lost = (asset_of(content, "image/png") for content in (b"an image", b"another"))
+    found, lost = (make_asset(content, "image/png") for content in (b"an image", b"another"))
     log = tmp_path / "data" / "log"
     log.mkdir(parents=True)
     record = codec.encode(make_trajectory(assets=[found.entry, lost.entry]))

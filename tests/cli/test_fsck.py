@@ -15,9 +15,9 @@ from click.testing import CliRunner, Result
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace.assets import asset_of, asset_path
+from headrace.assets import asset_path, make_asset
 from headrace.batch.batch import Batch
-from headrace.ids import new_id
+from headrace.common.ids import new_id
 from headrace.store.log_files import path_of
 from headrace.store.log_format import FileHead, FrameType, pack_frame, scan
 from headrace.trajectory import Asset, Failure, Version
@@ -194,7 +194,7 @@ async def test_a_file_that_is_missing_or_cut_short_is_named(data_dir: Path):
 async def test_what_retention_deleted_is_no_damage_though_listings_did_not_forget_it_yet(data_dir: Path):
     async with orchestrator(data_dir, log_file_bytes=SMALL_FILE_BYTES) as api:
         await api.create_run()
-        asset = asset_of(b"an image", "image/png")
+        asset = make_asset(b"an image", "image/png")
         assert await claim(api, asset)
         await send(api, asset)
         await api.play(free=8, **showing(asset))
@@ -229,7 +229,7 @@ async def test_an_append_that_never_finished_is_no_damage(data_dir: Path):
 
 async def test_assets_that_are_damaged_or_missing_are_named(data_dir: Path):
     data = [f"asset {number}".encode() for number in range(2)]
-    names = [asset_of(each, "image/png").name for each in data]
+    names = [make_asset(each, "image/png").name for each in data]
     stored = [Asset(name=name, media_type="image/png", size_bytes=7) for name in names]
     (data_dir / "log").mkdir(parents=True)
     head = FileHead(log="log", number=1, epoch=1, before_bytes=0, state=None)

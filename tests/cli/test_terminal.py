@@ -17,7 +17,7 @@ from headrace_orchestrator.cli import runs, top, trajectories
 from headrace_orchestrator.cli.output import fitting, rich_table
 from tests import builders
 from tests.cli.conftest import Headrace, run_status, service_status
-from tests.client.stub import Reply, Stub, good, problem
+from tests.sdk.client.stub_server import Reply, Stub, good, problem
 
 
 def drawn(columns: tuple[str, ...], rows: list[list[str]], width: int) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from headrace.assets import AssetData, asset_of, encode_array
-from headrace.ids import new_id
+from headrace.assets import AssetData, encode_array, make_asset
+from headrace.common.ids import new_id
 from headrace.trajectory import (
     ContentPart,
     Message,
@@ -19,7 +19,7 @@ from headrace.trajectory import (
 from headrace.wire.messages import Assignment
 from tests.builders import make_multi_segment, replace_segment, replace_turn
 
-IMAGE = asset_of(b"bytes of an image", "image/png")
+IMAGE = make_asset(b"bytes of an image", "image/png")
 ARRAY = encode_array(np.arange(12, dtype=np.uint8).reshape(4, 3))
 ASSETS: tuple[AssetData, ...] = (IMAGE, ARRAY)
 """What it refers to."""

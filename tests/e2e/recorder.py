@@ -130,7 +130,7 @@ class Recorder:
 
 
 def split_submission(body: bytes) -> list[tuple[str, bytes]]:
-    """(episode, record) of a submission body, as ``headrace.wire.messages.Submission`` describes it."""
+    """(episode, record) of a submission body, as ``headrace.wire.messages.SubmissionHead`` describes it."""
     (length,) = struct.unpack_from("<I", body)
     heads = json.loads(body[4 : 4 + length])
     offset = -(-(4 + length) // 64) * 64

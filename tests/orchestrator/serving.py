@@ -20,7 +20,7 @@ import msgspec
 import pytest
 
 from headrace.batch.batch import Batch
-from headrace.ids import new_id
+from headrace.common.ids import new_id
 from headrace.trajectory import Trajectory
 from headrace.wire import codec, messages
 from headrace_orchestrator.server import serve
@@ -115,7 +115,7 @@ def submission(records: Iterable[tuple[messages.Assignment, Trajectory | bytes]]
         data = record if isinstance(record, bytes) else codec.encode(record)
         parts.append(data)
         heads.append(
-            messages.Submission(
+            messages.SubmissionHead(
                 episode=assignment.episode, attempt=assignment.attempt, nonce=assignment.nonce, size_bytes=len(data)
             )
         )

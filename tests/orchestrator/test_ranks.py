@@ -15,8 +15,8 @@ import pytest
 from headrace.batch.batch import Batch, Row
 from headrace.batch.manifest import MomentSet
 from headrace.client.async_client import AsyncClient
+from headrace.common.ids import new_id
 from headrace.errors import BatchAlreadyAcked, BatchSuperseded, NothingToServe, SessionSuperseded, ShardsNotFetched
-from headrace.ids import new_id
 from headrace.layouts import FillerRow, filled, packed
 from headrace.moments import Moments, merge_all
 from headrace.trajectory import Trajectory, Version

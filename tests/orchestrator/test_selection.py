@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from headrace.batch.batch import Batch
-from headrace.batch.manifest import SelectionUsed
+from headrace.batch.manifest import BatchSelection
 from headrace.wire import messages
 from tests.orchestrator.serving import Api, orchestrator, record_for, submission
 
@@ -25,7 +25,7 @@ async def test_a_batch_says_how_it_was_chosen_and_a_restart_knows_it_too(tmp_pat
         batch = await api.pull(tags=["hard"], request="hard")
         assert isinstance(batch, Batch)
         batch.verify()
-        assert batch.manifest.selection == SelectionUsed(order="prioritized", tags=["hard"])
+        assert batch.manifest.selection == BatchSelection(order="prioritized", tags=["hard"])
         assert {tuple(group.task.tags) for group in batch.manifest.groups} == {("hard",)}
         assert (batch.manifest.bin_tokens, batch.manifest.counts.bins) == (1000, 1)
         reply = await set_priorities(api, {batch.manifest.groups[0].id: 3.0, "none": 1.0})

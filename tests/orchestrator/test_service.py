@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from headrace.batch.batch import Batch
-from headrace.ids import new_id
+from headrace.common.ids import new_id
 from headrace.store.log_format import FrameType
 from headrace.wire import codec, messages
 from headrace_orchestrator.buffer.log import log as log_module

@@ -111,13 +111,13 @@ class Plant:
         body = messages.VersionRequest(version=f"0.{n}", weights=weights or self.write(n))
         await self.api.ask("POST", "/v1/runs/run/version", body)
 
-    async def servers(self, **query: Any) -> messages.ServersReply:
+    async def servers(self, **query: Any) -> messages.PolicyServersReply:
         fields = "&".join(f"{name}={value}" for name, value in query.items())
-        return msgspec.convert(await self.api.ask("GET", f"{SERVERS}?{fields}"), messages.ServersReply)
+        return msgspec.convert(await self.api.ask("GET", f"{SERVERS}?{fields}"), messages.PolicyServersReply)
 
     async def until(
-        self, enough: Callable[[dict[str, messages.PolicyServer]], bool], within_s: float = 30
-    ) -> messages.ServersReply:
+        self, enough: Callable[[dict[str, messages.PolicyServerStatus]], bool], within_s: float = 30
+    ) -> messages.PolicyServersReply:
         """Wait for news until the servers are as they should be."""
         end = time.monotonic() + within_s
         reply = await self.servers()

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from headrace.runspec import SyncSpec
 from headrace.trajectory import Version
 from headrace.wire.messages import Weights
-from headrace.wire.policy_server import loading, version_of
+from headrace.wire.policy_server import loading_name, parse_weight_version
 from headrace_orchestrator.policy_servers.controller import Call, Controller, Failed, Resumed, Target
 from headrace_orchestrator.policy_servers.server_state import Problem, Seen
 
@@ -32,7 +32,7 @@ class Engine:
     @property
     def lies(self) -> bool:
         """Whether it samples tokens under a name that is not true."""
-        named = version_of(self.name)
+        named = parse_weight_version(self.name)
         return self.up and self.paused_at is None and named is not None and named != self.holds
 
     @property
@@ -168,7 +168,7 @@ class World:
             assert call.version is not None
             if engine.paused_at is None:
                 return Problem("not-paused", "started again", untouched=True)
-            engine.name = loading(engine.name, str(call.version))
+            engine.name = loading_name(engine.name, str(call.version))
             engine.holds = MIXED if fault == "half" else call.version
             if not fault or (fault == "lost" and self.random.random() < 0.5):
                 engine.name = str(call.version)

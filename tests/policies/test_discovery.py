@@ -6,7 +6,7 @@ import pytest
 
 from headrace.errors import InvalidRunSpec
 from headrace.runspec import parse_run_spec
-from headrace.wire.policy_server import address_of
+from headrace.wire.policy_server import canonical_address
 from headrace_orchestrator.policy_servers.discovery import DRAIN_S, LOOKUP_EVERY_S, Discovery, host_of
 
 NAME = "dns+http://vllm.train.svc:8000"
@@ -99,6 +99,6 @@ def test_addresses_of_both_families_are_written_as_urls_have_them():
 @pytest.mark.parametrize("text", ["dns+http://vllm", "dns+https://vllm:8000", "dns+http://vllm:8000/v1", "vllm:8000"])
 def test_what_is_no_address_and_no_name_is_refused_with_what_is(text):
     with pytest.raises(ValueError, match="dns\\+http://vllm:8000"):
-        address_of(text)
+        canonical_address(text)
     with pytest.raises(InvalidRunSpec, match="no address of a policy server"):
         parse_run_spec({"name": "r", "policy": {"endpoints": [text]}})

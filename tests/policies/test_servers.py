@@ -20,12 +20,14 @@ PATH = "/v1/runs/run/servers"
 NOBODY = "http://127.0.0.1:9"
 
 
-async def servers(api: Api, **query: Any) -> messages.ServersReply:
+async def servers(api: Api, **query: Any) -> messages.PolicyServersReply:
     fields = "&".join(f"{name}={value}" for name, value in query.items())
-    return msgspec.convert(await api.ask("GET", f"{PATH}?{fields}"), messages.ServersReply)
+    return msgspec.convert(await api.ask("GET", f"{PATH}?{fields}"), messages.PolicyServersReply)
 
 
-async def until(api: Api, enough: Callable[[dict[str, messages.PolicyServer]], bool]) -> messages.ServersReply:
+async def until(
+    api: Api, enough: Callable[[dict[str, messages.PolicyServerStatus]], bool]
+) -> messages.PolicyServersReply:
     """Wait for news until the servers are as they should be."""
     reply = await servers(api)
     end = time.monotonic() + 20

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from headrace import Image
 from headrace.assets import (
     ARRAY_MEDIA_TYPE,
-    asset_of,
     asset_path,
     check_asset,
     decode_array,
     encode_array,
+    make_asset,
     pack_assets,
     read_asset,
     unpack_assets,
@@ -31,7 +31,7 @@ PIXELS = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3)
 
 
 def test_the_name_of_an_asset_is_the_sha256_of_its_bytes() -> None:
-    asset = asset_of(b"pixels", "image/png")
+    asset = make_asset(b"pixels", "image/png")
     assert asset.name == hashlib.sha256(b"pixels").hexdigest()
     assert (asset.entry.media_type, asset.entry.size_bytes) == ("image/png", 6)
     check_asset(asset.name, b"pixels")
@@ -92,7 +92,7 @@ def test_an_image_is_copied_when_it_is_encoded() -> None:
 
 
 def test_an_image_is_bytes_with_a_media_type_or_pixels() -> None:
-    assert Image(data=bytearray(b"x"), media_type="image/png").encoded() == asset_of(b"x", "image/png")
+    assert Image(data=bytearray(b"x"), media_type="image/png").encoded() == make_asset(b"x", "image/png")
     assert Image(data=PIXELS[:, :, 0]).encoded().media_type == ARRAY_MEDIA_TYPE
     for image, error in (
         (Image(data=b"x"), InvalidAsset),
@@ -116,7 +116,7 @@ def test_images_that_show_the_same_are_equal() -> None:
 
 
 def test_bytes_that_are_not_those_of_their_name_are_never_given_out(tmp_path: Path) -> None:
-    asset = asset_of(b"pixels", "image/png")
+    asset = make_asset(b"pixels", "image/png")
     path = asset_path(tmp_path, asset.name)
     path.parent.mkdir()
     path.write_bytes(asset.data)

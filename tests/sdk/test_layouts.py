@@ -7,7 +7,7 @@ from headrace.batch.batch import Row
 from headrace.errors import InvalidRequest
 from headrace.layouts import Layout, packed, padded, scalar_advantages, split_turns
 from tests.builders import make_segment, make_trajectory
-from tests.sdk.batches import EPISODE, SIBLING, g24_rows, rows_of
+from tests.sdk.batch.batches import EPISODE, SIBLING, g24_rows, rows_of
 
 LAYOUTS = {
     "packed": packed,

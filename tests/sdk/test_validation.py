@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from headrace.assets import asset_of
+from headrace.assets import make_asset
 from headrace.errors import (
     FailureHasReward,
     InvalidRunSpec,
@@ -208,7 +208,7 @@ def test_spans_cover_a_missing_turn_is_found() -> None:
     refused(replace_segment(trajectory, turns=kept), SpansDoNotCover, "position 13: sampled is 1, but no turn")
 
 
-PICTURE = asset_of(b"pixels", "image/png").entry
+PICTURE = make_asset(b"pixels", "image/png").entry
 
 
 def test_assets_are_listed_once_each_whoever_refers_to_them() -> None:

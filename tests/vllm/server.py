@@ -184,7 +184,7 @@ class Trainer:
     """A process that trains with TRL, once, when it is told what."""
 
     def __init__(self) -> None:
-        script = ROOT / "tests" / "integrations" / "trl_trainer.py"
+        script = ROOT / "tests" / "sdk" / "integrations" / "trl_trainer.py"
         self._folder = tempfile.TemporaryDirectory(prefix="headrace-trl-")
         self._log = Path(self._folder.name) / "log"
         with self._log.open("wb") as log:

@@ -60,9 +60,9 @@ async def test_two_adapters_answer_differently_and_new_versions_come_under_runni
 
     async with orchestrator(tmp_path / "data") as api:
 
-        async def servers(run: str, revision: int, wait_s: float) -> messages.ServersReply:
+        async def servers(run: str, revision: int, wait_s: float) -> messages.PolicyServersReply:
             reply = await api.ask("GET", f"/v1/runs/{run}/servers?revision={revision}&wait_s={wait_s}")
-            return msgspec.convert(reply, messages.ServersReply)
+            return msgspec.convert(reply, messages.PolicyServersReply)
 
         plant = Plant("", api, tmp_path, [vllm.address])
         opponent = {"name": "opponent", "path": str(folders["opponent"])}

@@ -113,7 +113,7 @@ class Orchestrator:
             raise InternalError("A defect.")
         return messages.SubmitReply(epoch=self.epoch, results=[self._judge(head, data) for head, data in records])
 
-    def _judge(self, head: messages.Submission, data: bytes) -> messages.SubmitResult:
+    def _judge(self, head: messages.SubmissionHead, data: bytes) -> messages.SubmitResult:
         record = codec.decode(data)
         validate(record)
         missing = [asset.name for asset in record.assets if asset.name not in self.assets]
@@ -172,9 +172,9 @@ class Orchestrator:
         )
 
 
-def _records(body: bytes) -> list[tuple[messages.Submission, bytes]]:
+def _records(body: bytes) -> list[tuple[messages.SubmissionHead, bytes]]:
     (length,) = struct.unpack_from("<I", body)
-    heads = msgspec.json.decode(body[4 : 4 + length], type=list[messages.Submission])
+    heads = msgspec.json.decode(body[4 : 4 + length], type=list[messages.SubmissionHead])
     offset = 4 + length + -(4 + length) % 64
     records = []
     for head in heads:

@@ -11,7 +11,7 @@ from aiohttp import web
 from headrace.errors import PolicyFailure
 from headrace.runspec import RunSpec
 from headrace.trajectory import PolicyRef
-from headrace.wire.messages import PolicyServer, ServersReply
+from headrace.wire.messages import PolicyServersReply, PolicyServerStatus
 from headrace_workers.episode.run_plan import make_plan
 from headrace_workers.policies import ServedPolicies
 from headrace_workers.policies import http_policies as served_module
@@ -32,10 +32,10 @@ def following(engine: Engine, *versions: str) -> ServedPolicies:
     """A client whose orchestrator says these versions of the server, one after the other."""
     left = list(versions)
 
-    async def servers(run: str, revision: int, wait_s: float) -> ServersReply:
+    async def servers(run: str, revision: int, wait_s: float) -> PolicyServersReply:
         version = left.pop(0) if len(left) > 1 else left[0]
-        server = PolicyServer(address=engine.url, state="serving", version=version)
-        return ServersReply(epoch=1, revision=revision + 1, servers=[server])
+        server = PolicyServerStatus(address=engine.url, state="serving", version=version)
+        return PolicyServersReply(epoch=1, revision=revision + 1, servers=[server])
 
     return ServedPolicies(default_endpoints=[], clock=Clock(), list_servers=servers)
 

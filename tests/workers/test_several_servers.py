@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from headrace.errors import PolicyFailure, Unavailable
-from headrace.wire.messages import PolicyServer, ServersReply
+from headrace.wire.messages import PolicyServersReply, PolicyServerStatus
 from headrace_workers.policies import Policy, ServedPolicies
 from headrace_workers.policies import http_policies as served_module
 from headrace_workers.policies import probes as watching_module
@@ -174,15 +174,15 @@ class Orchestrator:
     """Answers long polls with the list that it was told."""
 
     def __init__(self) -> None:
-        self.reply: ServersReply | None = None
+        self.reply: PolicyServersReply | None = None
         self._change = asyncio.Event()
 
-    def tell(self, revision: int, *servers: PolicyServer) -> None:
-        self.reply = ServersReply(epoch=1, revision=revision, servers=list(servers))
+    def tell(self, revision: int, *servers: PolicyServerStatus) -> None:
+        self.reply = PolicyServersReply(epoch=1, revision=revision, servers=list(servers))
         self._change.set()
         self._change = asyncio.Event()
 
-    async def list_servers(self, run: str, revision: int, wait_s: float) -> ServersReply:
+    async def list_servers(self, run: str, revision: int, wait_s: float) -> PolicyServersReply:
         if self.reply is None:
             raise Unavailable("nobody there")
         while self.reply.revision == revision:
@@ -209,11 +209,11 @@ async def test_a_server_that_the_orchestrator_does_not_call_serving_gets_nothing
     orchestrator = Orchestrator()
     async with kept(orchestrator, fine, fine) as (engines, policy), asyncio.timeout(10):
         a, b = (engine.url for engine in engines)
-        orchestrator.tell(1, PolicyServer(address=a, state=state), PolicyServer(address=b, state="serving"))
+        orchestrator.tell(1, PolicyServerStatus(address=a, state=state), PolicyServerStatus(address=b, state="serving"))
         for number in range(6):
             await policy.sample(msgspec.structs.replace(REQUEST, episode=f"e{number}", group=f"g{number}"))
         assert (len(engines[0].bodies), len(engines[1].bodies)) == (0, 6)
-        orchestrator.tell(2, PolicyServer(address=a, state="serving"), PolicyServer(address=b, state=state))
+        orchestrator.tell(2, PolicyServerStatus(address=a, state="serving"), PolicyServerStatus(address=b, state=state))
         while not engines[0].bodies:
             await policy.sample(REQUEST)
 
@@ -224,7 +224,7 @@ async def test_a_server_that_joins_or_leaves_a_run_is_heard_of() -> None:
     async with kept(orchestrator, fine) as (engines, policy), asyncio.timeout(10):
         waits = asyncio.create_task(policy.sample(REQUEST))
         await asyncio.sleep(0)
-        orchestrator.tell(2, PolicyServer(address=engines[0].url, state="unknown"))
+        orchestrator.tell(2, PolicyServerStatus(address=engines[0].url, state="unknown"))
         assert list((await waits).servers) == [engines[0].url]
 
 
@@ -236,7 +236,7 @@ async def test_without_the_orchestrator_the_servers_of_the_spec_are_asked() -> N
 async def test_when_no_server_takes_a_turn_in_time_the_failure_says_why() -> None:
     orchestrator = Orchestrator()
     async with kept(orchestrator, fine) as (engines, policy), asyncio.timeout(10):
-        orchestrator.tell(1, PolicyServer(address=engines[0].url, state="ejected", reason="missed version 0.8"))
+        orchestrator.tell(1, PolicyServerStatus(address=engines[0].url, state="ejected", reason="missed version 0.8"))
         with pytest.raises(PolicyFailure) as caught:
             await policy.sample(msgspec.structs.replace(REQUEST, timeout_s=0.05))
     assert (caught.value.kind, caught.value.retryable) == ("no-server", True)
@@ -277,20 +277,20 @@ async def test_a_pause_for_new_weights_counts_against_no_deadline_and_is_waiting
     clock, orchestrator, resumed = Clock(), Orchestrator(), asyncio.Event()
 
     async def paused(engine: Engine, body: dict[str, Any]) -> Any:
-        orchestrator.tell(2, PolicyServer(address=engine.url, state="syncing", paused_s=0.0))
+        orchestrator.tell(2, PolicyServerStatus(address=engine.url, state="syncing", paused_s=0.0))
         await resumed.wait()
         return fine(engine, body)
 
     async with kept(orchestrator, paused, clock=clock) as (engines, policy), asyncio.timeout(10):
         url = engines[0].url
-        orchestrator.tell(1, PolicyServer(address=url, state="serving"))
+        orchestrator.tell(1, PolicyServerStatus(address=url, state="serving"))
         task = asyncio.create_task(policy.sample(msgspec.structs.replace(REQUEST, timeout_s=0.3)))
         while not policy_waits(policy):
             await asyncio.sleep(0.005)
         clock.now += 100
         await looks.one()
         assert not task.done()
-        orchestrator.tell(3, PolicyServer(address=url, state="serving", paused_s=100.0))
+        orchestrator.tell(3, PolicyServerStatus(address=url, state="serving", paused_s=100.0))
         resumed.set()
         sample = await task
     assert (sample.paused_s, sample.waiting_s) == (100.0, 100.0)
@@ -301,7 +301,7 @@ async def test_a_turn_that_comes_while_all_servers_are_paused_waits_for_one(monk
     clock, orchestrator = Clock(), Orchestrator()
     async with kept(orchestrator, fine, clock=clock) as (engines, policy), asyncio.timeout(10):
         url = engines[0].url
-        orchestrator.tell(1, PolicyServer(address=url, state="syncing"))
+        orchestrator.tell(1, PolicyServerStatus(address=url, state="syncing"))
         task = asyncio.create_task(policy.sample(msgspec.structs.replace(REQUEST, timeout_s=0.2)))
         while not policy_waits(policy):
             await asyncio.sleep(0.005)
@@ -309,7 +309,7 @@ async def test_a_turn_that_comes_while_all_servers_are_paused_waits_for_one(monk
         await looks.one()
         assert not task.done()
         assert engines[0].bodies == []
-        orchestrator.tell(2, PolicyServer(address=url, state="serving", paused_s=50.0))
+        orchestrator.tell(2, PolicyServerStatus(address=url, state="serving", paused_s=50.0))
         sample = await task
     assert (sample.paused_s, sample.waiting_s) == (50.0, 50.0)
 
@@ -317,20 +317,32 @@ async def test_a_turn_that_comes_while_all_servers_are_paused_waits_for_one(monk
 async def test_a_pause_that_a_restarted_orchestrator_counts_anew_is_counted_once() -> None:
     clock = Clock()
     pool = KeptPool("r", [], clock)
-    pool.hear(ServersReply(epoch=1, revision=1, servers=[PolicyServer(address="a", state="syncing", paused_s=5.0)]))
+    pool.hear(
+        PolicyServersReply(
+            epoch=1, revision=1, servers=[PolicyServerStatus(address="a", state="syncing", paused_s=5.0)]
+        )
+    )
     clock.now += 2
     assert pool.paused_s("a") == 7.0
-    pool.hear(ServersReply(epoch=2, revision=9, servers=[PolicyServer(address="a", state="syncing", paused_s=0.5)]))
+    pool.hear(
+        PolicyServersReply(
+            epoch=2, revision=9, servers=[PolicyServerStatus(address="a", state="syncing", paused_s=0.5)]
+        )
+    )
     assert pool.paused_s("a") == 7.0
     clock.now += 1
-    pool.hear(ServersReply(epoch=2, revision=10, servers=[PolicyServer(address="a", state="serving", paused_s=1.5)]))
+    pool.hear(
+        PolicyServersReply(
+            epoch=2, revision=10, servers=[PolicyServerStatus(address="a", state="serving", paused_s=1.5)]
+        )
+    )
     assert pool.paused_s("a") == 8.0
 
 
 async def test_a_pause_of_which_nobody_hears_any_more_is_over() -> None:
     clock = Clock()
     pool = KeptPool("r", [], clock)
-    pool.hear(ServersReply(epoch=1, revision=1, servers=[PolicyServer(address="a", state="syncing")]))
+    pool.hear(PolicyServersReply(epoch=1, revision=1, servers=[PolicyServerStatus(address="a", state="syncing")]))
     clock.now += UNHEARD_S + 1
     assert pool.addresses() == []
     pool.miss()
@@ -386,13 +398,19 @@ async def test_a_server_that_is_ejected_is_given_up_once_another_one_is_in(monke
     orchestrator = Orchestrator()
     async with kept(orchestrator, held, fine) as (engines, policy), asyncio.timeout(10):
         a, b = (engine.url for engine in engines)
-        orchestrator.tell(1, PolicyServer(address=a, state="serving"), PolicyServer(address=b, state="syncing"))
+        orchestrator.tell(
+            1, PolicyServerStatus(address=a, state="serving"), PolicyServerStatus(address=b, state="syncing")
+        )
         turn = asyncio.create_task(policy.sample(REQUEST))
         await asked.wait()
-        orchestrator.tell(2, PolicyServer(address=a, state="ejected"), PolicyServer(address=b, state="syncing"))
+        orchestrator.tell(
+            2, PolicyServerStatus(address=a, state="ejected"), PolicyServerStatus(address=b, state="syncing")
+        )
         done, _ = await asyncio.wait([turn], timeout=0.1)
         assert not done, "there is nowhere else to go"
-        orchestrator.tell(3, PolicyServer(address=a, state="ejected"), PolicyServer(address=b, state="serving"))
+        orchestrator.tell(
+            3, PolicyServerStatus(address=a, state="ejected"), PolicyServerStatus(address=b, state="serving")
+        )
         assert list((await turn).servers) == [a, b]
         await engines[0].aborted.wait()
 

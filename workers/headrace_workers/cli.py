@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 
 import click
 
+from headrace.common.ids import new_id
 from headrace.errors import SetupError
-from headrace.ids import new_id
 from headrace.server import logs
-from headrace.wire.policy_server import address_of
+from headrace.wire.policy_server import canonical_address
 from headrace_workers.imports import import_all
 from headrace_workers.worker.process import run_worker
 from headrace_workers.worker.worker import WorkerSettings
@@ -36,7 +36,7 @@ def _orchestrator(_: click.Context, __: click.Parameter, url: str) -> str:
 def _endpoints(_: click.Context, __: click.Parameter, addresses: tuple[str, ...]) -> tuple[str, ...]:
     try:
         for address in filter(None, addresses):
-            address_of(address)
+            canonical_address(address)
     except ValueError as error:
         raise click.BadParameter(f"{error}.") from error
     return addresses

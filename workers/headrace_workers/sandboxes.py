@@ -19,8 +19,8 @@ from typing import TypeVar
 
 import msgspec
 
+from headrace.common.timeouts import timeout
 from headrace.errors import SandboxFailure
-from headrace.timeouts import timeout
 from headrace_sandbox.client import ServiceRuntime, client_of
 from headrace_sandbox.host.reaper import reap
 from headrace_sandbox.result import ExecResult, Limits

@@ -20,8 +20,8 @@ import msgspec
 from starlette.routing import compile_path
 from starlette.types import Message, Receive, Scope, Send
 
+from headrace.common.ids import new_id
 from headrace.errors import HeadraceError, InternalError, MethodNotAllowed, NotFound, StoreError, Unavailable
-from headrace.ids import new_id
 from headrace.server import logs
 from headrace.server.auth import Auth
 from headrace.server.uvicorn_protocol import SMALL_BYTES, BodyHandler, Respond

@@ -182,17 +182,17 @@ async def servers(service: Service, call: HttpRequest) -> HandlerResult:
 
 
 async def add_server(service: Service, call: HttpRequest) -> HandlerResult:
-    await service.add_server(call.params["run"], call.read(messages.ServerRequest).address)
+    await service.add_server(call.params["run"], call.read(messages.PolicyServerRequest).address)
     return _done(service)
 
 
 async def drain_server(service: Service, call: HttpRequest) -> HandlerResult:
-    await service.drain_server(call.params["run"], call.read(messages.ServerRequest).address)
+    await service.drain_server(call.params["run"], call.read(messages.PolicyServerRequest).address)
     return _done(service)
 
 
 async def remove_server(service: Service, call: HttpRequest) -> HandlerResult:
-    await service.remove_server(call.params["run"], call.read(messages.ServerRequest).address)
+    await service.remove_server(call.params["run"], call.read(messages.PolicyServerRequest).address)
     return _done(service)
 
 

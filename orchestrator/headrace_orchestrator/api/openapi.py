@@ -10,7 +10,7 @@ import msgspec
 
 from headrace.errors import HeadraceError
 from headrace.runspec import RunSpec
-from headrace.wire.messages import PROBLEM_MEDIA_TYPE, AssetHead, Submission
+from headrace.wire.messages import PROBLEM_MEDIA_TYPE, AssetHead, SubmissionHead
 from headrace_orchestrator.api.route import Route
 
 _REF = "#/components/schemas/{name}"
@@ -30,7 +30,7 @@ PROBLEM: dict[str, Any] = {
 def document(routes: Sequence[Route], version: str) -> dict[str, Any]:
     """Build the whole document."""
     kinds = [kind for route in routes for kind in (route.request, route.response) if _is_msgspec(kind)]
-    kinds += [AssetHead, Submission]  # parts of bodies that are not JSON
+    kinds += [AssetHead, SubmissionHead]  # parts of bodies that are not JSON
     schemas, components = msgspec.json.schema_components(kinds, ref_template=_REF)
     schema_of = dict(zip(map(repr, kinds), schemas, strict=True))
     run_spec = RunSpec.model_json_schema(ref_template="#/components/schemas/{model}")

@@ -305,7 +305,7 @@ def _server_routes() -> list[Route]:
             summary="The policy servers of a run; waits while their revision is the one that is given.",
             handler=handlers.servers,
             roles=ANY_READER,
-            response=messages.ServersReply,
+            response=messages.PolicyServersReply,
             query=(Query("revision", "The revision that is known. Default: none.", "integer"), WAIT),
             errors=RUN_ERRORS,
         ),
@@ -315,7 +315,7 @@ def _server_routes() -> list[Route]:
             summary="Give a run another policy server, or end the drain of one.",
             handler=handlers.add_server,
             roles=LEARNER,
-            request=messages.ServerRequest,
+            request=messages.PolicyServerRequest,
             errors=(*RUN_ERRORS, errors.InvalidRequest, errors.Conflict),
         ),
         Route(
@@ -324,7 +324,7 @@ def _server_routes() -> list[Route]:
             summary="Let a policy server finish what it has; it takes nothing new.",
             handler=handlers.drain_server,
             roles=LEARNER,
-            request=messages.ServerRequest,
+            request=messages.PolicyServerRequest,
             errors=(*RUN_ERRORS, errors.UnknownServer),
         ),
         Route(
@@ -333,7 +333,7 @@ def _server_routes() -> list[Route]:
             summary="Take a policy server from a run.",
             handler=handlers.remove_server,
             roles=LEARNER,
-            request=messages.ServerRequest,
+            request=messages.PolicyServerRequest,
             errors=(*RUN_ERRORS, errors.UnknownServer),
         ),
     ]

@@ -19,7 +19,7 @@ import click
 import headrace
 from headrace.assets import FOLDER, asset_path
 from headrace.errors import CorruptAsset, InvalidRequest, UnknownAsset, UnknownRun
-from headrace.offline import Filter, Reader
+from headrace.offline import Reader, TrajectoryFilter
 from headrace.store.tables import as_json, table_schema, tables
 from headrace.trajectory import Status, Trajectory, Version
 from headrace_orchestrator.cli.output import emit, json_option, note, shared
@@ -91,10 +91,10 @@ def export(directory: Path, destination: Path, kind: str, strict: bool, **wanted
         table_schema()  # says what is missing before anything is read
     with progress("Exporting") as told, fresh_folder(destination) as folder:
         data = headrace.open(directory, strict=strict, on_progress=told)
-        counted = _Counted(data.matching(Filter(**wanted)))
+        counted = _Counted(data.matching(TrajectoryFilter(**wanted)))
         files = _write(kind, folder, counted)
         lost = _copy_assets(data, folder, counted.assets)
-        if not counted.count and Filter(**wanted) != Filter():
+        if not counted.count and TrajectoryFilter(**wanted) != TrajectoryFilter():
             _require_run(data, directory, wanted["run"])
             shutil.rmtree(folder)
             files = []

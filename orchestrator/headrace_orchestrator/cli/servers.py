@@ -32,7 +32,7 @@ FIRST_LOOK_S = 5.0
 """How long it waits for the first look at a server that was just added."""
 
 
-def row(server: messages.PolicyServer) -> list[str]:
+def row(server: messages.PolicyServerStatus) -> list[str]:
     """One server as a line of the table; ``COLUMNS`` are its columns."""
     return [
         server.address,

@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from headrace.errors import SetupError
-from headrace.wire.policy_server import address_of
+from headrace.wire.policy_server import canonical_address
 from headrace_orchestrator.cli.address_options import binding_options, data_option
 from headrace_orchestrator.cli.output import emit_line, json_option, note, shared
 from headrace_orchestrator.cli.processes import components
@@ -97,7 +97,7 @@ def up(
         raise click.UsageError("Give --tiny-policy or --policy-endpoint, not both.")
     if policy_endpoint:
         try:
-            address_of(policy_endpoint)
+            canonical_address(policy_endpoint)
         except ValueError as error:
             raise click.UsageError(f"{error}.") from error
     if tokens is not None and workers and not token:

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 from headrace.runspec import PolicySpec
 from headrace.trajectory import Version
 from headrace.wire.messages import Reason
-from headrace.wire.policy_server import adapter_at_server
+from headrace.wire.policy_server import adapter_server_name
 
 RETRY_FIRST_S = 1.0
 RETRY_MOST_S = 30.0
@@ -165,7 +165,7 @@ class Adapters:
         return self._at_server(self.spec.adapter or "", version)
 
     def _at_server(self, name: str, version: Version | None = None) -> str:
-        return adapter_at_server(self.run, name, version)
+        return adapter_server_name(self.run, name, version)
 
     def step(self, now: float) -> list[AdapterCall]:
         """The calls to make now, one for each server that is not as it should be; each is out until it is answered."""

@@ -15,8 +15,8 @@ from typing import Literal, TypeVar
 import aiohttp
 import msgspec
 
+from headrace.common.timeouts import timeout
 from headrace.errors import PolicyFailure
-from headrace.timeouts import timeout
 from headrace.wire.policy_server import (
     CHECK,
     HEALTH,
@@ -35,12 +35,12 @@ from headrace.wire.policy_server import (
     LoadResult,
     ModelList,
     PauseInfo,
-    RpcAnswer,
     RpcRequest,
+    RpcResponse,
     VersionUpdate,
     WeightInfo,
-    loading,
-    weights_name,
+    loading_name,
+    weight_version_name,
 )
 from headrace_orchestrator.policy_servers.admission import Reading
 from headrace_orchestrator.policy_servers.controller import Call
@@ -124,7 +124,7 @@ class Control:
         elif call.version is not None and call.weights is not None:
             if call.kind == "check":
                 return _refused(await self._rpc(call.address, CHECK, call.weights.path))
-            return await self._load(call.address, weights_name(call.version, call.run), call.weights.path)
+            return await self._load(call.address, weight_version_name(call.version, call.run), call.weights.path)
         return None
 
     async def _load(self, address: str, name: str, path: str) -> Problem | None:
@@ -133,7 +133,7 @@ class Control:
             return Problem("not-paused", "it is not paused any more: was it started again?", untouched=True)
         named = await self._read(address, WEIGHT_INFO, WeightInfo)
         held = "" if named is None else str(named.weight_version)
-        await self._name(address, loading(held, name))
+        await self._name(address, loading_name(held, name))
         results = await self._rpc(address, LOAD, path)
         problem = _refused(results)
         if problem is None:
@@ -153,10 +153,10 @@ class Control:
                 raise
             failure.detail += (
                 ". Does it know how to load weights of a folder? vLLM needs VLLM_SERVER_DEV_MODE=1 and "
-                "--worker-extension-cls headrace.integrations.vllm.Weights"
+                "--worker-extension-cls headrace.integrations.vllm.WorkerExtension"
             )
             raise
-        return _decoded(body or b"", RPC, RpcAnswer).results
+        return _decoded(body or b"", RPC, RpcResponse).results
 
     async def list_adapters(self, address: str) -> dict[str, str] | None:
         """The adapters that a server has, by name: the folder of each. None where it does not say."""

@@ -23,8 +23,8 @@ from typing import Literal, NamedTuple
 
 from headrace.runspec import SyncSpec
 from headrace.trajectory import Version
-from headrace.wire.messages import PolicyServer, Reason, ServerState, Weights
-from headrace.wire.policy_server import PauseMode, run_of
+from headrace.wire.messages import PolicyServerState, PolicyServerStatus, Reason, Weights
+from headrace.wire.policy_server import PauseMode, run_of_weight_version
 from headrace_orchestrator.policy_servers.admission import Load, Reading
 from headrace_orchestrator.policy_servers.server_state import Problem, Seen, Server
 
@@ -325,7 +325,7 @@ class Controller:
 
     # What to tell ---------------------------------------------------------------------------------------------
 
-    def shown(self, now: float) -> list[PolicyServer]:
+    def shown(self, now: float) -> list[PolicyServerStatus]:
         """All servers, as workers and people see them."""
         return [server.shown(now) for server in self.servers.values()]
 
@@ -379,7 +379,7 @@ class Controller:
             server.state, server.reason = state, reason
             self.revision += 1
 
-    def _judged(self, server: Server) -> tuple[ServerState, str]:
+    def _judged(self, server: Server) -> tuple[PolicyServerState, str]:
         seen = server.seen
         if seen is None:
             return "unknown", ""
@@ -408,7 +408,7 @@ class Controller:
         version, target = server.version, self.target
         why = f" ({server.problem.message})" if server.problem is not None else ""
         if seen.weights and version is None and server.is_whole:
-            return f"it holds weights of run {run_of(seen.weights)}: {seen.weights!r}{why}"
+            return f"it holds weights of run {run_of_weight_version(seen.weights)}: {seen.weights!r}{why}"
         if seen.weights and version is None:
             return f"nobody knows which weights it holds: it says {seen.weights!r}{why}"
         if target.version is None:

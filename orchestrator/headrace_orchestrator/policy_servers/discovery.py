@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from headrace.wire.messages import Reason
-from headrace.wire.policy_server import BY_NAME
+from headrace.wire.policy_server import DNS_PREFIX
 
 LOOKUP_EVERY_S = 5.0
 """Between two lookups of a name: as long as a resolver keeps an answer of Kubernetes' DNS, or so."""
@@ -41,7 +41,7 @@ class Discovery:
 
     def take_servers(self, servers: Iterable[str]) -> None:
         """The servers that the run has now: addresses, and names."""
-        given = [server for server in servers if server.startswith(BY_NAME)]
+        given = [server for server in servers if server.startswith(DNS_PREFIX)]
         self._names = {name: self._names.get(name) or _Name() for name in given}
 
     def due(self) -> float | None:
@@ -89,7 +89,7 @@ class Discovery:
                     found[address] = True
             drains = given.get(name, True)
             found |= {address: drains and found.get(address, True) for address in known.addresses}
-        return found | {server: drains for server, drains in given.items() if not server.startswith(BY_NAME)}
+        return found | {server: drains for server, drains in given.items() if not server.startswith(DNS_PREFIX)}
 
     def reasons(self) -> list[Reason]:
         """Which names stand for nothing."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from headrace.trajectory import Version
-from headrace.wire.messages import PolicyServer, ServerState, Weights
-from headrace.wire.policy_server import version_of
+from headrace.wire.messages import PolicyServerState, PolicyServerStatus, Weights
+from headrace.wire.policy_server import parse_weight_version
 from headrace_orchestrator.policy_servers.admission import Load
 
 RETRY_FIRST_S = 1.0
@@ -54,7 +54,7 @@ class Server:
         self.strange = False
         #: The version that was loaded into it last.
         self.loaded: Version | None = None
-        self.state: ServerState = "unknown"
+        self.state: PolicyServerState = "unknown"
         self.reason = ""
         self.seen: Seen | None = None
         self.load = Load()
@@ -86,12 +86,12 @@ class Server:
     @property
     def version(self) -> Version | None:
         """What it confirmed; None if that is nothing, no version, or one of another run."""
-        return version_of(self.seen.weights, self._run) if self.seen is not None and self.up else None
+        return parse_weight_version(self.seen.weights, self._run) if self.seen is not None and self.up else None
 
     @property
     def is_whole(self) -> bool:
         """Whether it confirmed a version, of whatever run: it may go on with that."""
-        return self.seen is not None and self.up and version_of(self.seen.weights) is not None
+        return self.seen is not None and self.up and parse_weight_version(self.seen.weights) is not None
 
     @property
     def paused_at(self) -> float | None:
@@ -120,11 +120,11 @@ class Server:
         self.retry_at = 0.0
         self._failures = 0
 
-    def shown(self, now: float) -> PolicyServer:
+    def shown(self, now: float) -> PolicyServerStatus:
         """As workers and people see it."""
         paused_s = self._paused_before_s + (0.0 if self._paused_at is None else now - self._paused_at)
         version = self.version
-        return PolicyServer(
+        return PolicyServerStatus(
             address=self.address,
             state=self.state,
             version="" if version is None else str(version),

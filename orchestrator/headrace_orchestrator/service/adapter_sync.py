@@ -96,11 +96,11 @@ class Adapting:
             known = self._adapters.limit
             self._adapters.limit = reading.max_adapters if known is None else min(known, reading.max_adapters)
 
-    def shown(self, servers: Sequence[messages.PolicyServer]) -> list[messages.PolicyServer]:
+    def shown(self, servers: Sequence[messages.PolicyServerStatus]) -> list[messages.PolicyServerStatus]:
         """Servers as workers are to see them: with the version of the trained adapter, and what they lack."""
         return [self._shown(server) for server in servers] if self.any else list(servers)
 
-    def _shown(self, server: messages.PolicyServer) -> messages.PolicyServer:
+    def _shown(self, server: messages.PolicyServerStatus) -> messages.PolicyServerStatus:
         if self._spec.adapter:
             server = msgspec.structs.replace(server, version=str(self._adapters.version(server.address)))
         lacks = self._adapters.lacks(server.address)

@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from headrace.batch.agent_arrays import GroupInput
 from headrace.batch.batch import build_head, read_manifest
 from headrace.batch.body import read_head
-from headrace.batch.shards import Sharding
+from headrace.batch.estimator_inputs import GroupInput
+from headrace.batch.shards import ShardedBatch
 from headrace.errors import CorruptRecord
 from headrace.runspec import RunSpec
 from headrace.server import logs
@@ -166,7 +166,7 @@ class BatchBodies:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._newest: tuple[str, BodyParts] = ("", ())
-        self._cut: tuple[str, int, Sharding] | None = None
+        self._cut: tuple[str, int, ShardedBatch] | None = None
         self._one = asyncio.Lock()
 
     def keep(self, batch: str, body: BodyParts) -> None:
@@ -236,11 +236,11 @@ class BatchBodies:
         self._newest = (batch, body)
         return body
 
-    def _sharding(self, lease: Redeliver, at: BatchLocations, whole: BodyParts | None) -> Sharding:
+    def _sharding(self, lease: Redeliver, at: BatchLocations, whole: BodyParts | None) -> ShardedBatch:
         if self._cut is not None and self._cut[:2] == (lease.batch, lease.shards):
             return self._cut[2]
         head = self._store.log.read(at.head) if whole is None else whole[0]
-        sharding = Sharding(read_head(head), lease.shards)
+        sharding = ShardedBatch(read_head(head), lease.shards)
         self._cut = (lease.batch, lease.shards, sharding)
         return sharding
 

@@ -9,8 +9,8 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 
+from headrace.common.timeouts import timeout
 from headrace.server import logs
-from headrace.timeouts import timeout
 from headrace_orchestrator.policy_servers.discovery import Discovery, host_of
 
 log = logs.logger(__name__)

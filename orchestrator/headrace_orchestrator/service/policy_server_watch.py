@@ -12,9 +12,9 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from headrace.common.timeouts import timeout
 from headrace.errors import StoreError
 from headrace.server import logs
-from headrace.timeouts import timeout
 from headrace.wire import messages
 from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.policy_servers.adapters import AdapterCall
@@ -68,7 +68,7 @@ class Watch:
         """Grows with whatever is told of the servers."""
         return self.controller.revision + self._adapting.revision
 
-    def shown(self, now: float) -> list[messages.PolicyServer]:
+    def shown(self, now: float) -> list[messages.PolicyServerStatus]:
         """All servers, as workers and people see them."""
         return self._adapting.shown(self.controller.shown(now))
 

@@ -75,7 +75,7 @@ class PolicyPlane:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         await self._control.close()
 
-    async def servers(self, run: str, revision: int, wait_s: float, left: Left) -> messages.ServersReply:
+    async def servers(self, run: str, revision: int, wait_s: float, left: Left) -> messages.PolicyServersReply:
         """The policy servers of a run; waits while ``revision`` is still theirs. Raises UnknownRun."""
         shell = self._shell
         shell.core.spec(run)  # raises UnknownRun
@@ -87,8 +87,8 @@ class PolicyPlane:
                 break
             await shell.bells.of_servers(run).wait(deadline - now, left)
         if watch is None:  # the run is closed
-            return messages.ServersReply(epoch=self._epoch, revision=0)
-        return messages.ServersReply(
+            return messages.PolicyServersReply(epoch=self._epoch, revision=0)
+        return messages.PolicyServersReply(
             epoch=self._epoch,
             revision=watch.revision,
             servers=watch.shown(now),

@@ -251,7 +251,7 @@ class Service(Lifecycle):
 
     # Policy servers -------------------------------------------------------------------------------------------
 
-    async def servers(self, run: str, revision: int, wait_s: float, left: Left) -> messages.ServersReply:
+    async def servers(self, run: str, revision: int, wait_s: float, left: Left) -> messages.PolicyServersReply:
         """The policy servers of a run; waits until there is news of them."""
         return await self._require().plane.servers(run, revision, wait_s, left)
 

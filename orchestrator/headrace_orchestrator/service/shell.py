@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version as installed_version
 from typing import TypeVar
 
+from headrace.common.ids import new_id
 from headrace.errors import InternalError, StoreError
-from headrace.ids import new_id
 from headrace.server import logs
 from headrace.wire import codec
 from headrace_orchestrator.buffer.projection.entries import TrajectoryEntry

@@ -30,7 +30,7 @@ from headrace.trajectory import PolicyRef, Trajectory
 from headrace.validation import validate
 from headrace.wire import codec
 from headrace.wire.alignment import ALIGNMENT, padded
-from headrace.wire.messages import Submission, SubmitResult
+from headrace.wire.messages import SubmissionHead, SubmitResult
 from headrace_orchestrator.buffer.assets.store import AssetStore
 from headrace_orchestrator.buffer.projection.entries import TrajectoryEntry
 from headrace_orchestrator.scheduler.core import Scheduler
@@ -41,7 +41,7 @@ from headrace_orchestrator.service.storage.store import Store, TrajectoryWrite
 log = logs.logger(__name__)
 
 _LENGTH = struct.Struct("<I")
-_decoder = msgspec.json.Decoder(list[Submission])
+_decoder = msgspec.json.Decoder(list[SubmissionHead])
 
 MAX_SUBMISSIONS = 4096
 """Most records of one body: each holds the event loop for some 50 microseconds."""
@@ -51,7 +51,7 @@ class SubmittedRecord(NamedTuple):
     """A record as it was received, with its head and the worker that submits it."""
 
     worker: str
-    head: Submission
+    head: SubmissionHead
     record: memoryview
 
 
@@ -84,7 +84,7 @@ STALE_VERDICTS = frozenset({"superseded", "not-yours"})
 """Verdicts on attempts that the worker does not hold any more; each is explained by an error of its own."""
 
 
-def explained_result(head: Submission, result: SubmitResult, worker: str) -> SubmitResult:
+def explained_result(head: SubmissionHead, result: SubmitResult, worker: str) -> SubmitResult:
     """The result with the error that explains its stale verdict."""
     attempt = f"Attempt {head.attempt} of episode {head.episode}"
     error: HeadraceError
@@ -229,7 +229,7 @@ class SubmissionJudge:
         return PolicyRef(base=base or policy.base, adapter=None if base else policy.adapter)
 
 
-def _refusal(head: Submission, error: Exception) -> SubmitResult:
+def _refusal(head: SubmissionHead, error: Exception) -> SubmitResult:
     """Turn an error into the result of its record. Raises StoreError."""
     if isinstance(error, StoreError):
         raise error  # a fault of the disk: the worker submits the record again

@@ -86,7 +86,7 @@ class Submissions:
         else:
             on_stored(self._reply_with(results))
 
-    async def _was_accepted(self, head: messages.Submission, worker: str) -> bool:
+    async def _was_accepted(self, head: messages.SubmissionHead, worker: str) -> bool:
         """Whether the stored record of the episode is of this very attempt. The scheduler forgets an episode once its
         group is complete."""
         await self._store.project()

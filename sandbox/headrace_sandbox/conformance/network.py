@@ -9,7 +9,7 @@ import sys
 
 import msgspec
 
-from headrace.timeouts import timeout
+from headrace.common.timeouts import timeout
 from headrace_sandbox.conformance.suite import ESCAPED, Escaped, Found, Lab, NotRun, Unclear, case
 
 WORLD_S = 60.0

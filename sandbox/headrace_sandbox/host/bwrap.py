@@ -26,8 +26,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from headrace.common.timeouts import timeout
 from headrace.errors import SandboxFailure
-from headrace.timeouts import timeout
 from headrace_sandbox.host import owner
 from headrace_sandbox.host.descriptors import is_readable, piped
 from headrace_sandbox.result import Limits

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 
-from headrace.timeouts import timeout
+from headrace.common.timeouts import timeout
 from headrace_sandbox.host.bwrap import SCRATCH
 from headrace_sandbox.host.descriptors import is_readable, readable
 

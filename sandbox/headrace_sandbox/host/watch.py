@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple, TypeVar
 
+from headrace.common.timeouts import timeout
 from headrace.errors import SandboxFailure
-from headrace.timeouts import timeout
 from headrace_sandbox.host.capture import Capture
 from headrace_sandbox.host.descriptors import is_readable, readable
 from headrace_sandbox.result import LimitName, Limits, Output

@@ -19,8 +19,8 @@ from typing import Any
 
 import msgspec
 
+from headrace.common.timeouts import timeout
 from headrace.errors import SandboxFailure
-from headrace.timeouts import timeout
 from headrace_sandbox.pool.core import Core
 from headrace_sandbox.pool.leased_sandbox import Leased, over
 from headrace_sandbox.pool.messages import (

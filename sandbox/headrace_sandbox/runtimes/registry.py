@@ -14,8 +14,8 @@ import threading
 from collections.abc import Callable
 from importlib.metadata import entry_points
 
+from headrace.common.timeouts import timeout
 from headrace.errors import SandboxFailure
-from headrace.timeouts import timeout
 from headrace_sandbox.runtimes.base import Runtime
 from headrace_sandbox.runtimes.self_test import self_test, self_test_failed
 

@@ -21,8 +21,8 @@ from typing import Protocol, runtime_checkable
 
 import msgspec
 
+from headrace.common.timeouts import timeout
 from headrace.errors import SandboxFailure
-from headrace.timeouts import timeout
 from headrace_sandbox import guest
 from headrace_sandbox.result import ExecResult, Isolation, Limits
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Runtime

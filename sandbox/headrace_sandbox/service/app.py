@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from headrace.common.ids import new_id
 from headrace.errors import (
     HeadraceError,
     InternalError,
@@ -25,7 +26,6 @@ from headrace.errors import (
     RequestTooLarge,
     SandboxFailure,
 )
-from headrace.ids import new_id
 from headrace.server import logs
 from headrace.server.auth import Auth, Role
 from headrace.server.uvicorn_protocol import DISCONNECT_CALLBACKS

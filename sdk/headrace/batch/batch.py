@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.batch import shards
-from headrace.batch.agent_arrays import GroupInput, Strands, collect_strands
 from headrace.batch.body import PER_ROW, PER_TURN, BatchHead, read_head
 from headrace.batch.build import build_head, compute, moment_set
+from headrace.batch.estimator_inputs import GroupInput, Strands, collect_strands
 from headrace.batch.manifest import GroupEntry, Manifest, MomentSet, Shard, ShardPart
 from headrace.errors import HeadraceError, InvalidRequest
 from headrace.estimators import F64, returns_to_go
@@ -480,7 +480,7 @@ def _check(
         raise _disagrees(manifest, f"record {position} {said}, not one of {stated_sizes[position]} bytes")
     if shard is not None:
         with np.errstate(all="ignore"):  # a damaged number may overflow; then it differs, and is refused
-            problem = shards.disagreement(manifest, shard, columns)
+            problem = shards.find_disagreement(manifest, shard, columns)
         if problem:
             raise _disagrees(manifest, problem)
 

@@ -15,7 +15,7 @@ from headrace.errors import InvalidRequest
 I64 = npt.NDArray[np.int64]
 
 
-def bins_of(row_tokens: npt.ArrayLike, bin_tokens: int) -> I64:
+def pack_bins(row_tokens: npt.ArrayLike, bin_tokens: int) -> I64:
     """The bin of each row, i64[rows], counted in the order in which bins are opened. 0 for ``bin_tokens``: each row is
     a bin of its own. Raises InvalidRequest for a row that is longer than a bin."""
     tokens = np.asarray(row_tokens, np.int64)
@@ -27,13 +27,13 @@ def bins_of(row_tokens: npt.ArrayLike, bin_tokens: int) -> I64:
             hint="Give the run larger bins, or a lower max_context_tokens.",
         )
     found = np.zeros(len(tokens), np.int64)
-    room = _Room(len(tokens), bin_tokens)
+    room = _FreeSpace(len(tokens), bin_tokens)
     for row in np.argsort(-tokens, kind="stable").tolist():
         found[row] = room.take(int(tokens[row]))
     return found
 
 
-class _Room:
+class _FreeSpace:
     """What is free in each of a row of bins, as a tree of maxima."""
 
     def __init__(self, bins: int, tokens: int) -> None:

@@ -59,7 +59,7 @@ class BatchHead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     shard: Shard | None = None
 
 
-class Head(NamedTuple):
+class ParsedHead(NamedTuple):
     """A head that was read; ``columns`` are read-only views, ``records_start`` is where the records begin in bytes."""
 
     manifest: Manifest
@@ -87,7 +87,7 @@ def pack_head(manifest: Manifest, columns: Columns, shard: Shard | None = None) 
     return b"".join([_pad(prefix + head), *parts])
 
 
-def read_head(buffer: Buffer) -> Head:
+def read_head(buffer: Buffer) -> ParsedHead:
     """Read a body, or the part of it that ``pack_head`` made. Raises InvalidRequest if it is none."""
     view = memoryview(buffer).toreadonly()
     if len(view) < PREFIX.size:
@@ -105,7 +105,7 @@ def read_head(buffer: Buffer) -> Head:
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
         raise _no_batch(f"the head does not decode: {error}") from error
     columns = {column.name: _view_column(view, column, columns_start, records_start) for column in head.columns}
-    return Head(head.manifest, columns, head.shard, records_start)
+    return ParsedHead(head.manifest, columns, head.shard, records_start)
 
 
 def _view_column(view: memoryview, column: Column, start: int, end: int) -> npt.NDArray[Any]:

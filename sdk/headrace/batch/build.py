@@ -15,10 +15,18 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from headrace.batch.agent_arrays import GroupInput, Strands, collect_strands
-from headrace.batch.bins import bins_of
+from headrace.batch.bins import pack_bins
 from headrace.batch.body import PER_ROW, pack_head
-from headrace.batch.manifest import IN_ORDER, Counts, EstimatorUsed, GroupEntry, Manifest, MomentSet, SelectionUsed
+from headrace.batch.estimator_inputs import GroupInput, Strands, collect_strands
+from headrace.batch.manifest import (
+    DISPATCH_ORDER,
+    BatchCounts,
+    BatchEstimator,
+    BatchSelection,
+    GroupEntry,
+    Manifest,
+    MomentSet,
+)
 from headrace.estimators import (
     F64,
     I64,
@@ -50,7 +58,7 @@ class EstimatorSettings(Protocol):
     def weighting(self) -> Weighting: ...
 
 
-class Computed(NamedTuple):
+class ComputedBatch(NamedTuple):
     """Everything in a batch that follows from its records."""
 
     manifest: Manifest
@@ -64,7 +72,7 @@ def build_head(
     estimator: EstimatorSettings,
     version: Version,
     groups: Sequence[GroupInput],
-    selection: SelectionUsed = IN_ORDER,
+    selection: BatchSelection = DISPATCH_ORDER,
     bin_tokens: int = 0,
 ) -> bytes:
     """The body of a batch up to its records; append the members' records in the order given.
@@ -91,9 +99,9 @@ def compute(
     estimator: EstimatorSettings,
     version: Version,
     groups: Sequence[GroupInput],
-    selection: SelectionUsed = IN_ORDER,
+    selection: BatchSelection = DISPATCH_ORDER,
     bin_tokens: int = 0,
-) -> Computed:
+) -> ComputedBatch:
     """Manifest and columns of these groups. Raises as ``build_head``."""
     strands = collect_strands(groups)
     estimate = _estimate(estimator, strands)
@@ -102,7 +110,7 @@ def compute(
     heads = [head for group in groups for head, _ in group.members]
     ranges = [_version_ranges(group) for group in groups]
     entries = _group_entries(groups, ranges, strands, estimate, version)
-    bins = bins_of(strands.row_tokens, bin_tokens)
+    bins = pack_bins(strands.row_tokens, bin_tokens)
     stale = [entry.staleness for entry in entries if entry.low is not None]
     manifest = Manifest(
         schema=SCHEMA,
@@ -115,11 +123,11 @@ def compute(
         staleness_max=max(stale, default=0),
         selection=selection,
         bin_tokens=bin_tokens,
-        estimator=EstimatorUsed(
+        estimator=BatchEstimator(
             name=estimator.name, gamma=estimator.gamma, ddof=estimator.ddof, eps=estimator.eps, weighting=weighting
         ),
         whitening=estimate.whitening,
-        counts=Counts(
+        counts=BatchCounts(
             rows=len(strands.row_tokens),
             trajectories=len(heads),
             groups=len(groups),
@@ -136,7 +144,7 @@ def compute(
     columns = _columns(groups, strands, estimate, weighting) | {"row_bin": bins}
     if estimator.name == NONE:
         del columns["advantages"]
-    return Computed(manifest, columns)
+    return ComputedBatch(manifest, columns)
 
 
 def _columns(

@@ -1,6 +1,6 @@
 """The manifest: what a batch says about itself, computed over exactly the rows that it serves.
 
-* Counts are of the whole batch, whatever part of it a learner holds.
+* BatchCounts are of the whole batch, whatever part of it a learner holds.
 * A shard says what every shard holds, so that one alone can be checked against the manifest.
 * γ names its unit, and σ its ddof and ε: nobody has to guess how an advantage was made.
 * Moments are float64 ``[n, mean, M2]``: of returns by turn and by token, and of episode rewards; overall, per
@@ -21,7 +21,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 """As many as a float64 can count."""
 
 
-class EstimatorUsed(msgspec.Struct, frozen=True, kw_only=True):
+class BatchEstimator(msgspec.Struct, frozen=True, kw_only=True):
     """How advantages were computed. ``gamma`` is the discount per ``gamma_unit``."""
 
     name: str
@@ -32,7 +32,7 @@ class EstimatorUsed(msgspec.Struct, frozen=True, kw_only=True):
     weighting: Weighting
 
 
-class SelectionUsed(msgspec.Struct, frozen=True, kw_only=True):
+class BatchSelection(msgspec.Struct, frozen=True, kw_only=True):
     """How the groups were chosen: the order (``awaited``: by name), and what the pull asked for; empty: anything."""
 
     order: str = "fifo"
@@ -45,11 +45,11 @@ class SelectionUsed(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.environments or self.tags)
 
 
-IN_ORDER = SelectionUsed()
+DISPATCH_ORDER = BatchSelection()
 """Nothing but the order of dispatch chose."""
 
 
-class Counts(msgspec.Struct, frozen=True, kw_only=True):
+class BatchCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Of the whole batch. ``turns`` and tokens are those of rows; ``tokens`` counts prompts and observations too.
     ``bins``: what rows are packed into; as many as rows where they are not packed."""
 
@@ -107,11 +107,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     version_max: Version | None
     staleness_min: int
     staleness_max: int
-    selection: SelectionUsed
+    selection: BatchSelection
     bin_tokens: Count
-    estimator: EstimatorUsed
+    estimator: BatchEstimator
     whitening: Moments | None
-    counts: Counts
+    counts: BatchCounts
     moments: MomentSet
     environments: dict[str, MomentSet]
     groups: list[GroupEntry]

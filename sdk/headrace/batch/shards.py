@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from headrace.batch.body import PER_ROW, PER_TURN, Columns, Head, pack_head
+from headrace.batch.body import PER_ROW, PER_TURN, Columns, ParsedHead, pack_head
 from headrace.batch.manifest import Manifest, MomentSet, Shard, ShardPart
 from headrace.errors import InvalidRequest
 from headrace.estimators import I64
@@ -24,14 +24,14 @@ from headrace.moments import Moments, merge_all
 _COUNTED = ("rows", "turns", "sampled_tokens", "tokens", "bins")
 
 
-class Cut(NamedTuple):
+class ShardBody(NamedTuple):
     """One shard: its body up to the records, and the records that follow, by number i64[records]."""
 
     head: bytes
     records: I64
 
 
-def assign(bin_tokens: npt.ArrayLike, shards: int) -> I64:
+def assign_bins(bin_tokens: npt.ArrayLike, shards: int) -> I64:
     """The shard of each bin, i64[bins]: from the fullest bin on, each goes to the shard with the fewest tokens."""
     tokens = np.asarray(bin_tokens, np.int64)
     lightest = [(0, number) for number in range(shards)]
@@ -43,10 +43,10 @@ def assign(bin_tokens: npt.ArrayLike, shards: int) -> I64:
     return found
 
 
-class Sharding:
+class ShardedBatch:
     """A batch cut into ``shards``. ``head`` is that of the whole batch. Raises InvalidRequest for fewer than one."""
 
-    def __init__(self, head: Head, shards: int) -> None:
+    def __init__(self, head: ParsedHead, shards: int) -> None:
         if shards < 1:
             raise InvalidRequest(f"A batch cannot be cut into {shards} shards.", hint="Ask for 1 or more.")
         self._manifest = head.manifest
@@ -54,18 +54,18 @@ class Sharding:
         bins = head.columns["row_bin"]
         loads = np.zeros(head.manifest.counts.bins, np.int64)
         np.add.at(loads, bins, head.columns["row_tokens"])
-        of_row = assign(loads, shards)[bins]
+        of_row = assign_bins(loads, shards)[bins]
         of_turn = np.repeat(of_row, np.diff(head.columns["row_turn_offsets"]))
         self._rows = [np.flatnonzero(of_row == number) for number in range(shards)]
         self._turns = [np.flatnonzero(of_turn == number) for number in range(shards)]
         self._own = [self._columns_of(number) for number in range(shards)]
-        self._parts = [part_of(head.manifest, columns) for columns in self._own]
+        self._parts = [shard_part(head.manifest, columns) for columns in self._own]
 
-    def cut(self, number: int) -> Cut:
+    def cut(self, number: int) -> ShardBody:
         """One shard."""
         columns = self._own[number]
         head = pack_head(self._manifest, columns, Shard(number=number, parts=self._parts))
-        return Cut(head, columns["record_number"])
+        return ShardBody(head, columns["record_number"])
 
     def _columns_of(self, number: int) -> dict[str, npt.NDArray[Any]]:
         columns, rows, turns = self._columns, self._rows[number], self._turns[number]
@@ -80,7 +80,7 @@ class Sharding:
         }
 
 
-def part_of(manifest: Manifest, columns: Columns) -> ShardPart:
+def shard_part(manifest: Manifest, columns: Columns) -> ShardPart:
     """What these columns hold."""
     names = [group.task.environment for group in manifest.groups]
     rows_by_environment: dict[str, list[int]] = {}
@@ -114,7 +114,7 @@ def _moments(columns: Columns, rows: npt.NDArray[np.bool_]) -> MomentSet:
     )
 
 
-def disagreement(manifest: Manifest, shard: Shard, columns: Columns) -> str:
+def find_disagreement(manifest: Manifest, shard: Shard, columns: Columns) -> str:
     """Why a shard is not what it says, or its parts do not merge to the manifest; empty where all is well."""
     if shard.number >= len(shard.parts):
         return f"it says that it is shard {shard.number} of {len(shard.parts)}"
@@ -122,7 +122,7 @@ def disagreement(manifest: Manifest, shard: Shard, columns: Columns) -> str:
         total, stated = sum(getattr(part, name) for part in shard.parts), getattr(manifest.counts, name)
         if total != stated:
             return f"its shards have {total} {name.replace('_', ' ')}, the batch has {stated}"
-    own = part_of(manifest, columns)
+    own = shard_part(manifest, columns)
     for name in (*_COUNTED, "trajectories"):
         if getattr(own, name) != getattr(shard.part, name):
             return f"shard {shard.number} has {getattr(own, name)} {name}, it says {getattr(shard.part, name)}"

@@ -16,24 +16,24 @@ from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from headrace._arguments import names
 from headrace.batch.batch import Batch
-from headrace.client.buffers import Buffers
+from headrace.client.buffer_pool import BufferPool
 from headrace.client.connection_pool import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, Origin
 from headrace.client.methods import AsyncMethods
 from headrace.client.operations import (
     PAGE,
-    Flows,
+    Operations,
     PullField,
+    PullQuery,
     Resumed,
-    Wanted,
 )
-from headrace.client.prefetch import UNUSED
-from headrace.client.requests import Answer, Flow, Lost, Request, Sleep, headers
+from headrace.client.prefetch import UNUSED_REASON
+from headrace.client.requests import ApiRequest, ApiResponse, Operation, Sleep, TransportFailure, request_headers
 from headrace.client.sync_client import address, bearer
-from headrace.client.wait_reports import OnWait, nothing_in_time, tell
+from headrace.client.wait_reports import WaitCallback, report_wait, timeout_error
+from headrace.common.arguments import sorted_names
+from headrace.common.timeouts import timeout
 from headrace.errors import HeadraceError, MissingExtra, RunFinished
-from headrace.timeouts import timeout
 from headrace.trajectory import Status
 from headrace.wire import messages
 
@@ -64,11 +64,13 @@ class AsyncClient(AsyncMethods):
         retry_for_s: float = 60.0,
         poll_s: float = 20.0,
         keepalive: bool = True,
-        on_wait: OnWait | None = None,
+        on_wait: WaitCallback | None = None,
     ) -> None:
         self.url = address(url)
-        self._flows = Flows(learner=learner, session=session, retry_for_s=retry_for_s, poll_s=poll_s, on_wait=on_wait)
-        self._connections = _Connections(Origin(self.url), bearer(token))
+        self._flows = Operations(
+            learner=learner, session=session, retry_for_s=retry_for_s, poll_s=poll_s, on_wait=on_wait
+        )
+        self._connections = _AsyncConnectionPool(Origin(self.url), bearer(token))
         self._keepalive = keepalive
         self._renewals: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
@@ -89,8 +91,8 @@ class AsyncClient(AsyncMethods):
     ) -> None:
         await self.close()
 
-    async def _run(self, flow: Flow[T]) -> T:
-        answer: Answer | Lost | None = None
+    async def _run(self, flow: Operation[T]) -> T:
+        answer: ApiResponse | TransportFailure | None = None
         try:
             while True:
                 asked = flow.send(answer)
@@ -127,24 +129,24 @@ class AsyncClient(AsyncMethods):
         groups: Sequence[str] | None = None,
         environments: Collection[str] = (),
         tags: Collection[str] = (),
-        on_wait: OnWait | None = None,
+        on_wait: WaitCallback | None = None,
         fields: Collection[PullField] = (),
         shard: int = 0,
         shards: int = 1,
     ) -> Batch:
         """As ``Client.pull``. Cancelled, it leaves the batch to the next pull."""
-        wanted = Wanted(
+        wanted = PullQuery(
             run=run,
             groups=None if groups is None else tuple(groups),
-            environments=names("environments", environments),
-            tags=names("tags", tags),
+            environments=sorted_names("environments", environments),
+            tags=sorted_names("tags", tags),
             fields=tuple(fields),
             shard=shard,
             shards=shards,
         )
         return await self._pulled(wanted, timeout_s, on_wait)
 
-    async def _pulled(self, wanted: Wanted, timeout_s: float | None, on_wait: OnWait | None) -> Batch:
+    async def _pulled(self, wanted: PullQuery, timeout_s: float | None, on_wait: WaitCallback | None) -> Batch:
         batch = await self._run(self._flows.pull(wanted, timeout_s, on_wait))
         self._held()
         return batch
@@ -160,7 +162,7 @@ class AsyncClient(AsyncMethods):
         run: str,
         *,
         timeout_s: float | None = None,
-        on_wait: OnWait | None = None,
+        on_wait: WaitCallback | None = None,
         environments: Collection[str] = (),
         tags: Collection[str] = (),
         fields: Collection[PullField] = (),
@@ -169,10 +171,10 @@ class AsyncClient(AsyncMethods):
         prefetch: int = 0,
     ) -> AsyncIterator[Batch]:
         """As ``Client.batches``. Wrap it in ``contextlib.aclosing`` where the loop may end early."""
-        wanted = Wanted(
+        wanted = PullQuery(
             run=run,
-            environments=names("environments", environments),
-            tags=names("tags", tags),
+            environments=sorted_names("environments", environments),
+            tags=sorted_names("tags", tags),
             fields=tuple(fields),
             shard=shard,
             shards=shards,
@@ -186,10 +188,10 @@ class AsyncClient(AsyncMethods):
                     yield batch
 
     async def _ahead(
-        self, wanted: Wanted, timeout_s: float | None, on_wait: OnWait | None, prefetch: int
+        self, wanted: PullQuery, timeout_s: float | None, on_wait: WaitCallback | None, prefetch: int
     ) -> AsyncGenerator[Batch]:
         await self._run(self._flows.require_room(wanted.run, prefetch))
-        news = _News()
+        news = _PullStatus()
         pulls: deque[asyncio.Task[Batch]] = deque()
         try:
             while True:
@@ -202,14 +204,16 @@ class AsyncClient(AsyncMethods):
                 pull.cancel()
             for found in await asyncio.gather(*pulls, return_exceptions=True):
                 if isinstance(found, Batch):
-                    await self._run(self._flows.give_back(found, UNUSED))
+                    await self._run(self._flows.give_back(found, UNUSED_REASON))
 
-    def _pull_ahead(self, pulls: deque[asyncio.Task[Batch]], wanted: Wanted, prefetch: int, news: _News) -> None:
+    def _pull_ahead(
+        self, pulls: deque[asyncio.Task[Batch]], wanted: PullQuery, prefetch: int, news: _PullStatus
+    ) -> None:
         while len(pulls) < prefetch:
             pull = self._after(pulls[-1] if pulls else None, wanted, news)
             pulls.append(asyncio.create_task(pull, name="headrace-prefetch"))
 
-    async def _after(self, before: asyncio.Task[Batch] | None, wanted: Wanted, news: _News) -> Batch:
+    async def _after(self, before: asyncio.Task[Batch] | None, wanted: PullQuery, news: _PullStatus) -> Batch:
         """The next batch, once the pull before it has one: ranks name their pulls in order."""
         if before is not None:
             await asyncio.shield(before)
@@ -217,7 +221,7 @@ class AsyncClient(AsyncMethods):
 
     async def resume(self, run: str, *, fields: Collection[PullField] = (), shard: int = 0, shards: int = 1) -> Resumed:
         """As ``Client.resume``."""
-        wanted = Wanted(run=run, fields=tuple(fields), shard=shard, shards=shards)
+        wanted = PullQuery(run=run, fields=tuple(fields), shard=shard, shards=shards)
         resumed = await self._run(self._flows.resume(wanted))
         if resumed.batches:
             self._held()
@@ -246,7 +250,7 @@ class AsyncClient(AsyncMethods):
                 return
 
 
-class _News:
+class _PullStatus:
     """Why the pulls ahead wait, told to the loop when it waits for them."""
 
     def __init__(self) -> None:
@@ -258,7 +262,7 @@ class _News:
         self._arrived.set()
 
     async def first(
-        self, pulls: deque[asyncio.Task[Batch]], run: str, timeout_s: float | None, on_wait: OnWait | None
+        self, pulls: deque[asyncio.Task[Batch]], run: str, timeout_s: float | None, on_wait: WaitCallback | None
     ) -> Batch:
         """The batch of the first pull, which is taken out; raises what that raised, and NothingToServe in time."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -272,13 +276,13 @@ class _News:
             if pulls[0].done():
                 break
             if not self._arrived.is_set():
-                raise nothing_in_time(run, timeout_s or 0.0, self._reasons)
+                raise timeout_error(run, timeout_s or 0.0, self._reasons)
             self._arrived.clear()
-            tell(on_wait, run, self._reasons)
+            report_wait(on_wait, run, self._reasons)
         return pulls.popleft().result()
 
 
-class _Connections:
+class _AsyncConnectionPool:
     """aiohttp's pool, opened with the first request because a session belongs to an event loop."""
 
     def __init__(self, origin: Origin, token: str) -> None:
@@ -292,9 +296,9 @@ class _Connections:
         self._origin = origin
         self._token = token
         self._session: aiohttp.ClientSession | None = None
-        self._buffers = Buffers()
+        self._buffers = BufferPool()
 
-    async def send(self, request: Request) -> Answer | Lost:
+    async def send(self, request: ApiRequest) -> ApiResponse | TransportFailure:
         session = self._opened()
         for _ in range(2):  # lets the loop see, and act on, that the server has closed an idle connection
             await asyncio.sleep(0)
@@ -306,24 +310,24 @@ class _Connections:
                 request.method,
                 self._url(request),
                 data=request.body or None,
-                headers=headers(self._token, request),
+                headers=request_headers(self._token, request),
                 timeout=timeout,
                 allow_redirects=False,
             ) as response:
                 body = await _read(response, self._buffers)
         except self._aiohttp.ClientConnectorError as error:
-            return Lost(detail=f"cannot connect to {self._origin.url}: {error}", sent=False)
+            return TransportFailure(detail=f"cannot connect to {self._origin.url}: {error}", sent=False)
         except (self._aiohttp.ClientError, OSError, TimeoutError) as error:
-            return Lost(detail=f"{type(error).__name__}: {error}".rstrip(": "), sent=True)
+            return TransportFailure(detail=f"{type(error).__name__}: {error}".rstrip(": "), sent=True)
         found = {name.lower(): value for name, value in response.headers.items()}
-        return Answer(status=response.status, headers=found, body=body)
+        return ApiResponse(status=response.status, headers=found, body=body)
 
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
             self._session = None
 
-    def _url(self, request: Request) -> Any:
+    def _url(self, request: ApiRequest) -> Any:
         from yarl import URL
 
         origin = self._origin
@@ -340,7 +344,7 @@ class _Connections:
         return self._session
 
 
-async def _read(response: aiohttp.ClientResponse, buffers: Buffers) -> memoryview:
+async def _read(response: aiohttp.ClientResponse, buffers: BufferPool) -> memoryview:
     size = response.content_length
     if size is None:
         return memoryview(await response.read())

@@ -19,12 +19,12 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from headrace.client.buffers import Buffers
-from headrace.client.requests import Answer, Lost, Request, headers
+from headrace.client.buffer_pool import BufferPool
+from headrace.client.requests import ApiRequest, ApiResponse, TransportFailure, request_headers
 from headrace.errors import InvalidRequest
 
 IDLE_CONNECTIONS = 2
-"""Connections kept open: one for the training loop, one for lease renewal."""
+"""ConnectionPool kept open: one for the training loop, one for lease renewal."""
 
 CONNECT_TIMEOUT_S = 5.0
 """To open a connection; a loopback or cluster address answers in milliseconds or not at all."""
@@ -53,28 +53,28 @@ class Origin:
         self.url = url.rstrip("/")
 
 
-class Connections:
+class ConnectionPool:
     """Sends requests and reads answers; every thread may use it."""
 
     def __init__(self, origin: Origin, token: str) -> None:
         self.origin = origin
         self.token = token
         self._lock = threading.Lock()
-        self._buffers = Buffers()
+        self._buffers = BufferPool()
         self._idle: list[http.client.HTTPConnection] = []
         self._busy: set[http.client.HTTPConnection] = set()
         self._closed = self._aborted = False
         self._tls = ssl.create_default_context() if origin.secure else None
 
-    def send(self, request: Request) -> Answer | Lost:
-        """Send once. Never raises for what the network does: that is a ``Lost``."""
+    def send(self, request: ApiRequest) -> ApiResponse | TransportFailure:
+        """Send once. Never raises for what the network does: that is a ``TransportFailure``."""
         connection = self._take()
         try:
             if connection.sock is None:
                 connection.connect()
         except (OSError, http.client.HTTPException) as error:
             connection.close()
-            return Lost(detail=f"cannot connect to {self.origin.url}: {_said(error)}", sent=False)
+            return TransportFailure(detail=f"cannot connect to {self.origin.url}: {_said(error)}", sent=False)
         with self._lock:
             self._busy.add(connection)
             aborted = self._aborted
@@ -86,22 +86,22 @@ class Connections:
                 request.method,
                 self.origin.prefix + request.target,
                 body=request.body or None,
-                headers=headers(self.token, request),
+                headers=request_headers(self.token, request),
             )
             response = connection.getresponse()
             body = self._read(response)
         except (OSError, http.client.HTTPException) as error:
             connection.close()
-            return Lost(detail=_said(error), sent=True)
+            return TransportFailure(detail=_said(error), sent=True)
         finally:
             with self._lock:
                 self._busy.discard(connection)
-        answer = Answer(status=response.status, headers=_lowered(response), body=body)
+        answer = ApiResponse(status=response.status, headers=_lowered(response), body=body)
         self._give_back(connection, keep=not response.will_close)
         return answer
 
     def abort(self) -> None:
-        """Close all, those in use too: whoever waits on one gets a ``Lost``."""
+        """Close all, those in use too: whoever waits on one gets a ``TransportFailure``."""
         self.close()
         with self._lock:
             self._aborted = True
@@ -143,8 +143,8 @@ class Connections:
     def _new(self) -> http.client.HTTPConnection:
         origin = self.origin
         if self._tls is not None:
-            return _SecureConnection(origin.host, origin.port, timeout=CONNECT_TIMEOUT_S, context=self._tls)
-        return _Connection(origin.host, origin.port, timeout=CONNECT_TIMEOUT_S)
+            return _SecureSingleWriteConnection(origin.host, origin.port, timeout=CONNECT_TIMEOUT_S, context=self._tls)
+        return _SingleWriteConnection(origin.host, origin.port, timeout=CONNECT_TIMEOUT_S)
 
     def _give_back(self, connection: http.client.HTTPConnection, *, keep: bool) -> None:
         with self._lock:
@@ -154,7 +154,7 @@ class Connections:
         connection.close()
 
 
-class _Connection(http.client.HTTPConnection):
+class _SingleWriteConnection(http.client.HTTPConnection):
     """``http.client`` sends head and body one by one: two system calls here, two wake-ups of the server."""
 
     def request(self, *args: Any, **options: Any) -> None:
@@ -167,7 +167,7 @@ class _Connection(http.client.HTTPConnection):
         self._parts.append(data)
 
 
-class _SecureConnection(_Connection, http.client.HTTPSConnection):
+class _SecureSingleWriteConnection(_SingleWriteConnection, http.client.HTTPSConnection):
     pass
 
 

@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from headrace.client.connection_pool import Connections
-from headrace.client.operations import Flows
-from headrace.client.requests import Answer, Flow, Lost, Sleep
+from headrace.client.connection_pool import ConnectionPool
+from headrace.client.operations import Operations
+from headrace.client.requests import ApiResponse, Operation, Sleep, TransportFailure
 from headrace.errors import HeadraceError
 
 T = TypeVar("T")
@@ -27,9 +27,9 @@ CLOSE_S = 5.0
 """How long ``close`` waits for a renewal under way; the thread is a daemon, so nothing hangs on it afterwards."""
 
 
-def drive(flow: Flow[T], connections: Connections, sleep: Callable[[float], None] = time.sleep) -> T:
+def run_operation(flow: Operation[T], connections: ConnectionPool, sleep: Callable[[float], None] = time.sleep) -> T:
     """Run a flow to its end; what it raises passes through."""
-    answer: Answer | Lost | None = None
+    answer: ApiResponse | TransportFailure | None = None
     try:
         while True:
             asked = flow.send(answer)
@@ -45,10 +45,10 @@ def drive(flow: Flow[T], connections: Connections, sleep: Callable[[float], None
         flow.close()
 
 
-class Keepalive:
+class LeaseRenewer:
     """One daemon thread, started with the first batch that is held."""
 
-    def __init__(self, flows: Flows, connections: Connections) -> None:
+    def __init__(self, flows: Operations, connections: ConnectionPool) -> None:
         self._flows = flows
         self._connections = connections
         self._changed = threading.Event()
@@ -84,6 +84,6 @@ class Keepalive:
 
     def _renew(self, run: str) -> None:
         try:
-            drive(self._flows.renew(run), self._connections)
+            run_operation(self._flows.renew(run), self._connections)
         except HeadraceError as error:
             log.warning("The batch leases of run %r could not be renewed: %s", run, error)

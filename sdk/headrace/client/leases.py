@@ -17,24 +17,24 @@ RENEW_AT = 1 / 3
 
 
 @dataclass
-class _Held:
+class _HeldLease:
     lease_s: float
     renew_at: float
 
 
-class Leases:
+class BatchLeases:
     """Which batches are held, by (run, batch). Safe for use by several threads."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._held: dict[tuple[str, str], _Held] = {}
+        self._held: dict[tuple[str, str], _HeldLease] = {}
         self._said: dict[str, Doing] = {}
 
     def hold(self, run: str, batch: str, lease_s: float) -> None:
         """A batch came, or came again."""
         with self._lock:
-            self._held[run, batch] = _Held(lease_s, self._clock() + lease_s * RENEW_AT)
+            self._held[run, batch] = _HeldLease(lease_s, self._clock() + lease_s * RENEW_AT)
 
     def drop(self, run: str, batch: str) -> None:
         """The batch is held no longer."""

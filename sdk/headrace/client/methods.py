@@ -10,15 +10,15 @@ import inspect
 from collections.abc import Callable, Coroutine
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from headrace.client.operations import Flows
-from headrace.client.requests import Flow
+from headrace.client.operations import Operations
+from headrace.client.requests import Operation
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def blocking(
-    operation: Callable[Concatenate[Flows, P], Flow[T]],
+    operation: Callable[Concatenate[Operations, P], Operation[T]],
 ) -> Callable[Concatenate[BlockingMethods, P], T]:
     """A method that returns when the operation is over."""
 
@@ -29,7 +29,7 @@ def blocking(
 
 
 def awaitable(
-    operation: Callable[Concatenate[Flows, P], Flow[T]],
+    operation: Callable[Concatenate[Operations, P], Operation[T]],
 ) -> Callable[Concatenate[AsyncMethods, P], Coroutine[Any, Any, T]]:
     """The same method for ``async`` code."""
 
@@ -46,7 +46,7 @@ def _documented(method: M, operation: Callable[..., Any]) -> M:
     """Name, docstring and signature of the operation, with what the method returns in place of the flow."""
     functools.update_wrapper(method, operation)
     signature = inspect.signature(operation)
-    returned = str(signature.return_annotation).removeprefix("Flow[").removesuffix("]")
+    returned = str(signature.return_annotation).removeprefix("Operation[").removesuffix("]")
     method.__signature__ = signature.replace(return_annotation=returned)  # type: ignore[attr-defined]
     return method
 
@@ -54,98 +54,98 @@ def _documented(method: M, operation: Callable[..., Any]) -> M:
 class BlockingMethods:
     """The declared operations, for ``Client``."""
 
-    _flows: Flows
+    _flows: Operations
 
-    def _run(self, flow: Flow[T]) -> T:
+    def _run(self, flow: Operation[T]) -> T:
         raise NotImplementedError
 
     # Runs
 
-    create_run = blocking(Flows.create_run)
-    runs = blocking(Flows.runs)
-    run = blocking(Flows.run)
-    close_run = blocking(Flows.close_run)
-    status = blocking(Flows.status)
-    drain_worker = blocking(Flows.drain_worker)
+    create_run = blocking(Operations.create_run)
+    runs = blocking(Operations.runs)
+    run = blocking(Operations.run)
+    close_run = blocking(Operations.close_run)
+    status = blocking(Operations.status)
+    drain_worker = blocking(Operations.drain_worker)
 
     # Batches
 
-    ack = blocking(Flows.ack)
-    nack = blocking(Flows.nack)
+    ack = blocking(Operations.ack)
+    nack = blocking(Operations.nack)
 
     # Versions
 
-    announce = blocking(Flows.announce)
-    rewind = blocking(Flows.rewind)
-    set_priorities = blocking(Flows.set_priorities)
-    doing = blocking(Flows.doing)
-    hold = blocking(Flows.hold)
+    announce = blocking(Operations.announce)
+    rewind = blocking(Operations.rewind)
+    set_priorities = blocking(Operations.set_priorities)
+    doing = blocking(Operations.doing)
+    hold = blocking(Operations.hold)
 
     # Policy servers
 
-    servers = blocking(Flows.servers)
-    add_server = blocking(Flows.add_server)
-    drain_server = blocking(Flows.drain_server)
-    remove_server = blocking(Flows.remove_server)
+    servers = blocking(Operations.servers)
+    add_server = blocking(Operations.add_server)
+    drain_server = blocking(Operations.drain_server)
+    remove_server = blocking(Operations.remove_server)
 
     # Groups and evaluations
 
-    submit_groups = blocking(Flows.submit_groups)
-    evaluate = blocking(Flows.evaluate)
-    evaluation = blocking(Flows.evaluation)
+    submit_groups = blocking(Operations.submit_groups)
+    evaluate = blocking(Operations.evaluate)
+    evaluation = blocking(Operations.evaluation)
 
     # Trajectories
 
-    trajectory = blocking(Flows.trajectory)
-    asset = blocking(Flows.asset)
-    advantages = blocking(Flows.advantages)
+    trajectory = blocking(Operations.trajectory)
+    asset = blocking(Operations.asset)
+    advantages = blocking(Operations.advantages)
 
 
 class AsyncMethods:
     """The declared operations, for ``AsyncClient``."""
 
-    _flows: Flows
+    _flows: Operations
 
-    async def _run(self, flow: Flow[T]) -> T:
+    async def _run(self, flow: Operation[T]) -> T:
         raise NotImplementedError
 
     # Runs
 
-    create_run = awaitable(Flows.create_run)
-    runs = awaitable(Flows.runs)
-    run = awaitable(Flows.run)
-    close_run = awaitable(Flows.close_run)
-    status = awaitable(Flows.status)
-    drain_worker = awaitable(Flows.drain_worker)
+    create_run = awaitable(Operations.create_run)
+    runs = awaitable(Operations.runs)
+    run = awaitable(Operations.run)
+    close_run = awaitable(Operations.close_run)
+    status = awaitable(Operations.status)
+    drain_worker = awaitable(Operations.drain_worker)
 
     # Batches
 
-    ack = awaitable(Flows.ack)
-    nack = awaitable(Flows.nack)
+    ack = awaitable(Operations.ack)
+    nack = awaitable(Operations.nack)
 
     # Versions
 
-    announce = awaitable(Flows.announce)
-    rewind = awaitable(Flows.rewind)
-    set_priorities = awaitable(Flows.set_priorities)
-    doing = awaitable(Flows.doing)
-    hold = awaitable(Flows.hold)
+    announce = awaitable(Operations.announce)
+    rewind = awaitable(Operations.rewind)
+    set_priorities = awaitable(Operations.set_priorities)
+    doing = awaitable(Operations.doing)
+    hold = awaitable(Operations.hold)
 
     # Policy servers
 
-    servers = awaitable(Flows.servers)
-    add_server = awaitable(Flows.add_server)
-    drain_server = awaitable(Flows.drain_server)
-    remove_server = awaitable(Flows.remove_server)
+    servers = awaitable(Operations.servers)
+    add_server = awaitable(Operations.add_server)
+    drain_server = awaitable(Operations.drain_server)
+    remove_server = awaitable(Operations.remove_server)
 
     # Groups and evaluations
 
-    submit_groups = awaitable(Flows.submit_groups)
-    evaluate = awaitable(Flows.evaluate)
-    evaluation = awaitable(Flows.evaluation)
+    submit_groups = awaitable(Operations.submit_groups)
+    evaluate = awaitable(Operations.evaluate)
+    evaluation = awaitable(Operations.evaluation)
 
     # Trajectories
 
-    trajectory = awaitable(Flows.trajectory)
-    asset = awaitable(Flows.asset)
-    advantages = awaitable(Flows.advantages)
+    trajectory = awaitable(Operations.trajectory)
+    asset = awaitable(Operations.asset)
+    advantages = awaitable(Operations.advantages)

@@ -30,19 +30,19 @@ from pydantic import BaseModel
 
 from headrace.assets import check_asset
 from headrace.batch.batch import Batch
-from headrace.client.leases import Leases
+from headrace.client.leases import BatchLeases
 from headrace.client.requests import (
-    Answer,
-    Call,
-    Flow,
+    ApiCall,
+    ApiResponse,
+    Operation,
     Sleep,
-    check,
+    check_response,
     json_reader,
     request,
     unexpected_body,
 )
 from headrace.client.responses import checked_asset, read_asset, read_assets, read_nothing, read_trajectory
-from headrace.client.wait_reports import OnWait, nothing_in_time, said, tell
+from headrace.client.wait_reports import WaitCallback, reasons_text, report_wait, timeout_error
 from headrace.errors import (
     BatchAlreadyAcked,
     BatchSuperseded,
@@ -97,7 +97,7 @@ TaskLike = Task | BaseModel | Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class PullQuery:
     """What a pull asks for."""
 
     run: str
@@ -119,29 +119,29 @@ class Resumed(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class Flows:
+class Operations:
     """The operations, and what a client must remember between them. ``clock`` is monotonic, in seconds."""
 
     learner: str = "learner"
     retry_for_s: float = 60.0
     poll_s: float = 20.0
-    on_wait: OnWait | None = None
+    on_wait: WaitCallback | None = None
     clock: Callable[[], float] = time.monotonic
     jitter: Callable[[], float] = random.random
     session: str = ""
     epoch: int = 0
 
     def __post_init__(self) -> None:
-        self.leases = Leases(self.clock)
+        self.leases = BatchLeases(self.clock)
         self._lock = threading.Lock()
         self._shared = bool(self.session)
         self.session = self.session or uuid.uuid4().hex
-        self._unserved: dict[Wanted, str] = {}
+        self._unserved: dict[PullQuery, str] = {}
         self._pulls: Counter[str] = Counter()
 
     # The policy ----------------------------------------------------------------------------------------------
 
-    def call(self, call: Call[T], *, retry_for_s: float | None = None) -> Flow[T]:
+    def call(self, call: ApiCall[T], *, retry_for_s: float | None = None) -> Operation[T]:
         """Ask until there is an answer. A ``Conflict`` that may be the echo of a first try that got lost carries
         ``extra["repeated"] = True``."""
         give_up_at = self.clock() + (self.retry_for_s if retry_for_s is None else retry_for_s)
@@ -151,7 +151,7 @@ class Flows:
             answer = yield call.request
             try:
                 assert answer is not None
-                good = check(call.request, answer, newest_epoch=self.epoch)
+                good = check_response(call.request, answer, newest_epoch=self.epoch)
                 self.epoch = max(self.epoch, good.epoch or 0)
                 return call.read(good)
             except (Unavailable, StoreError) as error:
@@ -167,7 +167,7 @@ class Flows:
             yield Sleep(pause)
             delay = min(2 * delay, MAX_DELAY_S)
 
-    def _fit_wait(self, call: Call[T], error: ServiceError) -> Call[T]:
+    def _fit_wait(self, call: ApiCall[T], error: ServiceError) -> ApiCall[T]:
         wait_s = call.request.wait_s
         if error.extra.get("http_status") not in GATEWAY_STATUSES or wait_s <= MIN_POLL_S:
             return call
@@ -176,12 +176,12 @@ class Flows:
 
     # Runs ----------------------------------------------------------------------------------------------------
 
-    def create_run(self, spec: RunSpec | Mapping[str, Any], *, exist_ok: bool = False) -> Flow[messages.RunStatus]:
+    def create_run(self, spec: RunSpec | Mapping[str, Any], *, exist_ok: bool = False) -> Operation[messages.RunStatus]:
         """Create a run. With ``exist_ok`` a run of the same name and spec is fine. Raises RunExists, InvalidRunSpec."""
         parsed = spec if isinstance(spec, RunSpec) else parse_run_spec(spec)
         body = parsed.model_dump(mode="json", exclude_unset=True)
         try:
-            return (yield from self.call(Call(request=request("POST", "runs", body=body), read=_run_status)))
+            return (yield from self.call(ApiCall(request=request("POST", "runs", body=body), read=_run_status)))
         except RunExists as error:
             if not (exist_ok or error.extra.get("repeated")):
                 raise
@@ -195,29 +195,33 @@ class Flows:
                 ) from error
             return there
 
-    def runs(self) -> Flow[list[messages.RunStatus]]:
+    def runs(self) -> Operation[list[messages.RunStatus]]:
         """All runs."""
-        return (yield from self.call(Call(request=request("GET", "runs"), read=json_reader(list[messages.RunStatus]))))
+        return (
+            yield from self.call(ApiCall(request=request("GET", "runs"), read=json_reader(list[messages.RunStatus])))
+        )
 
-    def run(self, run: str) -> Flow[messages.RunStatus]:
+    def run(self, run: str) -> Operation[messages.RunStatus]:
         """One run. Raises UnknownRun."""
-        return (yield from self.call(Call(request=request("GET", "runs", run), read=_run_status)))
+        return (yield from self.call(ApiCall(request=request("GET", "runs", run), read=_run_status)))
 
-    def close_run(self, run: str) -> Flow[None]:
+    def close_run(self, run: str) -> Operation[None]:
         """Admit nothing more and cancel what is out."""
-        yield from self.call(Call(request=request("POST", "runs", run, "close"), read=read_nothing))
+        yield from self.call(ApiCall(request=request("POST", "runs", run, "close"), read=read_nothing))
 
-    def status(self) -> Flow[messages.ServiceStatus]:
+    def status(self) -> Operation[messages.ServiceStatus]:
         """The whole service."""
-        return (yield from self.call(Call(request=request("GET", "status"), read=json_reader(messages.ServiceStatus))))
+        return (
+            yield from self.call(ApiCall(request=request("GET", "status"), read=json_reader(messages.ServiceStatus)))
+        )
 
-    def drain_worker(self, worker: str) -> Flow[None]:
+    def drain_worker(self, worker: str) -> Operation[None]:
         """Give the worker nothing new; it ends when its episodes have."""
-        yield from self.call(Call(request=request("POST", "workers", worker, "drain"), read=read_nothing))
+        yield from self.call(ApiCall(request=request("POST", "workers", worker, "drain"), read=read_nothing))
 
     # Batches -------------------------------------------------------------------------------------------------
 
-    def pull(self, wanted: Wanted, timeout_s: float | None, on_wait: OnWait | None) -> Flow[Batch]:
+    def pull(self, wanted: PullQuery, timeout_s: float | None, on_wait: WaitCallback | None) -> Operation[Batch]:
         self._require_session(wanted)
         name = self._name(wanted)
         over = False
@@ -234,7 +238,7 @@ class Flows:
                 with self._lock:
                     self._unserved[wanted] = name
 
-    def _name(self, wanted: Wanted) -> str:
+    def _name(self, wanted: PullQuery) -> str:
         """Names a pull. All ranks name their k-th alike, so that each gets its shard of the same batch."""
         with self._lock:
             name = self._unserved.pop(wanted, None)
@@ -243,7 +247,7 @@ class Flows:
                 self._pulls[wanted.run] += 1
             return name or uuid.uuid4().hex
 
-    def _require_session(self, wanted: Wanted) -> None:
+    def _require_session(self, wanted: PullQuery) -> None:
         if not 0 <= wanted.shard < wanted.shards:
             raise InvalidRequest(f"There is no shard {wanted.shard} of {wanted.shards}.", hint="Shards count from 0.")
         if wanted.shards > 1 and not self._shared:
@@ -257,7 +261,9 @@ class Flows:
                 f"A pull brings no {sorted(set(wanted.fields) - {'assets'})}.", hint='It brings "assets".'
             )
 
-    def _poll_batch(self, wanted: Wanted, name: str, timeout_s: float | None, on_wait: OnWait | None) -> Flow[Batch]:
+    def _poll_batch(
+        self, wanted: PullQuery, name: str, timeout_s: float | None, on_wait: WaitCallback | None
+    ) -> Operation[Batch]:
         run = wanted.run
         deadline = None if timeout_s is None else self.clock() + timeout_s
         while True:
@@ -271,18 +277,18 @@ class Flows:
                 if "assets" in wanted.fields:
                     reply.assets.update((yield from self.assets(reply.asset_names())))
                 return reply
-            told, facts = said(reply.reasons), {"run": run, "reasons": msgspec.to_builtins(reply.reasons)}
+            told, facts = reasons_text(reply.reasons), {"run": run, "reasons": msgspec.to_builtins(reply.reasons)}
             if any(reason.code == "group-ended" for reason in reply.reasons):
                 raise GroupEnded(f"What is awaited of run {run!r} will not come. {told}", **facts)
             if reply.finished:
                 raise RunFinished(f"Run {run!r} is finished. {told}", **facts)
             if deadline is not None and self.clock() >= deadline:
-                raise nothing_in_time(run, timeout_s or 0.0, reply.reasons)
-            tell(on_wait, run, reply.reasons)
+                raise timeout_error(run, timeout_s or 0.0, reply.reasons)
+            report_wait(on_wait, run, reply.reasons)
             if self.clock() - asked < min(wait_s, MIN_POLL_S) / 2:
                 yield Sleep(min(EARLY_POLL_DELAY_S, wait_s))
 
-    def _pull_call(self, wanted: Wanted, name: str, wait_s: float) -> Call[Batch | messages.EmptyReply]:
+    def _pull_call(self, wanted: PullQuery, name: str, wait_s: float) -> ApiCall[Batch | messages.EmptyReply]:
         def build(wait_s: float) -> Any:
             body = messages.PullRequest(
                 learner=self.learner,
@@ -298,12 +304,12 @@ class Flows:
             )
             return request("POST", "runs", wanted.run, "pull", body=body, wait_s=wait_s)
 
-        def read(answer: Answer) -> Batch | messages.EmptyReply:
+        def read(answer: ApiResponse) -> Batch | messages.EmptyReply:
             return self._read_batch(wanted.run, answer)
 
-        return Call(request=build(wait_s), read=read, rebuild=build)
+        return ApiCall(request=build(wait_s), read=read, rebuild=build)
 
-    def _read_batch(self, run: str, answer: Answer) -> Batch | messages.EmptyReply:
+    def _read_batch(self, run: str, answer: ApiResponse) -> Batch | messages.EmptyReply:
         if answer.media_type == "application/json":
             return _empty_reply(answer)
         if answer.media_type != messages.BATCH_MEDIA_TYPE:
@@ -317,10 +323,10 @@ class Flows:
         self.leases.hold(run, batch.id, lease_s)
         return batch
 
-    def resume(self, wanted: Wanted) -> Flow[Resumed]:
+    def resume(self, wanted: PullQuery) -> Operation[Resumed]:
         self._require_session(wanted)
         body = messages.ResumeRequest(learner=self.learner, session=self.session, shards=wanted.shards)
-        call = Call(
+        call = ApiCall(
             request=request("POST", "runs", wanted.run, "resume", body=body), read=json_reader(messages.ResumeReply)
         )
         reply = yield from self.call(call)
@@ -336,7 +342,7 @@ class Flows:
 
     def ack(
         self, batch: Batch, version: VersionLike | None = None, *, weights: WeightsLike | None = None
-    ) -> Flow[messages.AckReply]:
+    ) -> Operation[messages.AckReply]:
         """The batch was trained on. ``version``: the one that the step made; an int counts in the batch's lineage.
         ``weights``: where it is, and the service loads it into the run's policy servers; without, it is loaded already.
         Raises BatchSuperseded if the lease was lost."""
@@ -350,7 +356,7 @@ class Flows:
             version=text,
             weights=_weights(weights),
         )
-        call = Call(
+        call = ApiCall(
             request=request("POST", "runs", run, "batches", batch.id, "ack", body=body),
             read=json_reader(messages.AckReply),
         )
@@ -363,15 +369,15 @@ class Flows:
         self.leases.drop(run, batch.id)
         return reply
 
-    def nack(self, batch: Batch, reason: str) -> Flow[None]:
+    def nack(self, batch: Batch, reason: str) -> Operation[None]:
         """Give the batch back untrained; it is served again while it is fresh enough."""
         yield from self._nack(batch, reason, None)
 
-    def _nack(self, batch: Batch, reason: str, retry_for_s: float | None) -> Flow[None]:
+    def _nack(self, batch: Batch, reason: str, retry_for_s: float | None) -> Operation[None]:
         body = messages.NackRequest(
             learner=self.learner, session=self.session, generation=batch.generation, reason=reason
         )
-        call = Call(
+        call = ApiCall(
             request=request("POST", "runs", batch.run, "batches", batch.id, "nack", body=body), read=read_nothing
         )
         try:
@@ -382,7 +388,7 @@ class Flows:
                 raise
         self.leases.drop(batch.run, batch.id)
 
-    def give_back(self, batch: Batch, reason: str) -> Flow[None]:
+    def give_back(self, batch: Batch, reason: str) -> Operation[None]:
         """Give a batch back with one try: where that fails it comes back when its lease ends."""
         try:
             yield from self._nack(batch, reason, 0.0)
@@ -392,7 +398,7 @@ class Flows:
             self.leases.drop(batch.run, batch.id)
             log.warning("Batch %s could not be given back: %s", batch.id, error)
 
-    def require_room(self, run: str, ahead: int) -> Flow[None]:
+    def require_room(self, run: str, ahead: int) -> Operation[None]:
         """Raise InvalidRequest where the run's staleness does not let so many more batches be held than one."""
         if ahead < 1:
             raise InvalidRequest(f"prefetch={ahead} fetches nothing ahead.", hint="Give 1 or more, or leave it out.")
@@ -409,7 +415,7 @@ class Flows:
 
     def announce(
         self, run: str, version: VersionLike, *, weights: WeightsLike | None = None
-    ) -> Flow[messages.VersionReply]:
+    ) -> Operation[messages.VersionReply]:
         """A version is there: its weights are loaded, or the service loads them from ``weights``. An int counts in the
         run's lineage now. Raises VersionConflict."""
         if isinstance(version, int):
@@ -424,7 +430,7 @@ class Flows:
                 return messages.VersionReply(epoch=self.epoch, version=now.version)
             raise
 
-    def rewind(self, run: str, version: VersionLike) -> Flow[messages.VersionReply]:
+    def rewind(self, run: str, version: VersionLike) -> Operation[messages.VersionReply]:
         """Go back to a checkpoint, named in full as in ``"0.12"``: opens a new lineage, which the reply names."""
         if isinstance(version, int):
             raise InvalidRequest(
@@ -433,62 +439,64 @@ class Flows:
         call = _version_call(run, "rewind", messages.RewindRequest(version=str(version)), repeatable=False)
         return (yield from self.call(call))
 
-    def set_priorities(self, run: str, priorities: Mapping[str, float]) -> Flow[messages.PrioritiesReply]:
+    def set_priorities(self, run: str, priorities: Mapping[str, float]) -> Operation[messages.PrioritiesReply]:
         """Set what a prioritized draw goes by, by group id, 1e-6 to 1e6. The reply names groups that are over. Raises
         Conflict where the run's order knows no priorities."""
         body = messages.PrioritiesRequest(priorities={id: float(priority) for id, priority in priorities.items()})
-        call = Call(
+        call = ApiCall(
             request=request("POST", "runs", run, "priorities", body=body), read=json_reader(messages.PrioritiesReply)
         )
         return (yield from self.call(call))
 
-    def doing(self, run: str, doing: messages.Doing) -> Flow[None]:
+    def doing(self, run: str, doing: messages.Doing) -> Operation[None]:
         """Say what the learner is doing now; renews all its batch leases in the run."""
         self.leases.say(run, doing)
         yield from self.call(self._doing_call(run, doing))
         self.leases.renewed(run)
 
-    def renew(self, run: str) -> Flow[None]:
+    def renew(self, run: str) -> Operation[None]:
         """Renew all leases held in the run, with one try: the next renewal is the repetition."""
         self.leases.renewed(run)
         yield from self.call(self._doing_call(run, self.leases.doing(run)), retry_for_s=0.0)
 
-    def _doing_call(self, run: str, doing: messages.Doing) -> Call[None]:
+    def _doing_call(self, run: str, doing: messages.Doing) -> ApiCall[None]:
         body = messages.DoingRequest(learner=self.learner, session=self.session, doing=doing)
-        return Call(request=request("POST", "runs", run, "doing", body=body), read=read_nothing)
+        return ApiCall(request=request("POST", "runs", run, "doing", body=body), read=read_nothing)
 
-    def hold(self, run: str, wait_s: float = 0.0) -> Flow[messages.HoldReply]:
+    def hold(self, run: str, wait_s: float = 0.0) -> Operation[messages.HoldReply]:
         """Whether weights may be replaced now; waits up to ``wait_s`` for evaluations that need the old ones."""
         return (yield from self.call(_poll("runs", run, "hold", kind=messages.HoldReply).waiting(wait_s)))
 
     # Policy servers ------------------------------------------------------------------------------------------
 
-    def servers(self, run: str, *, revision: int | None = None, wait_s: float = 0.0) -> Flow[messages.ServersReply]:
+    def servers(
+        self, run: str, *, revision: int | None = None, wait_s: float = 0.0
+    ) -> Operation[messages.PolicyServersReply]:
         """The run's policy servers and what each is at. With the ``revision`` of an earlier reply: waits up to
         ``wait_s`` for news."""
         query = {} if revision is None else {"revision": revision}
-        poll = _poll("runs", run, "servers", kind=messages.ServersReply, **query)
+        poll = _poll("runs", run, "servers", kind=messages.PolicyServersReply, **query)
         return (yield from self.call(poll.waiting(wait_s)))
 
-    def add_server(self, run: str, address: str) -> Flow[None]:
+    def add_server(self, run: str, address: str) -> Operation[None]:
         """Give the run another policy server while it runs, or end the drain of one."""
         yield from self.call(_server_call("POST", run, address))
 
-    def drain_server(self, run: str, address: str) -> Flow[None]:
+    def drain_server(self, run: str, address: str) -> Operation[None]:
         """Let a policy server finish what it has; it takes nothing new. Raises UnknownServer."""
         yield from self.call(_server_call("POST", run, address, "drain"))
 
-    def remove_server(self, run: str, address: str) -> Flow[None]:
+    def remove_server(self, run: str, address: str) -> Operation[None]:
         """Take a policy server from the run. Raises UnknownServer."""
         yield from self.call(_server_call("DELETE", run, address))
 
     # Groups and evaluations ----------------------------------------------------------------------------------
 
-    def submit_groups(self, run: str, groups: Sequence[messages.GroupRequest | TaskLike]) -> Flow[list[str]]:
+    def submit_groups(self, run: str, groups: Sequence[messages.GroupRequest | TaskLike]) -> Operation[list[str]]:
         """Ask for groups of the learner's own choice; gives their ids, which ``pull(groups=...)`` awaits."""
         named = [_group_request(group) for group in groups]
         ids = [group.id for group in named]
-        call = Call(
+        call = ApiCall(
             request=request("POST", "runs", run, "groups", body=messages.SubmitGroupsRequest(groups=named)),
             read=json_reader(messages.SubmitGroupsReply),
         )
@@ -499,7 +507,7 @@ class Flows:
                 return ids
             raise
 
-    def evaluation(self, run: str, evaluation: str, wait_s: float = 0.0) -> Flow[messages.EvaluationReply]:
+    def evaluation(self, run: str, evaluation: str, wait_s: float = 0.0) -> Operation[messages.EvaluationReply]:
         """An evaluation as it stands; waits up to ``wait_s`` for its end."""
         poll = _poll("runs", run, "evaluations", evaluation, kind=messages.EvaluationReply)
         return (yield from self.call(poll.waiting(wait_s)))
@@ -515,7 +523,7 @@ class Flows:
         deadline_s: float = 600.0,
         wait: bool = True,
         timeout_s: float | None = None,
-    ) -> Flow[messages.EvaluationReply]:
+    ) -> Operation[messages.EvaluationReply]:
         """Run episodes outside of training, pinned to a version (default: the one now); 0 is the greedy temperature.
 
         The service cancels what is unfinished after ``deadline_s``. With ``wait`` this returns when the evaluation is
@@ -528,7 +536,7 @@ class Flows:
             temperature=temperature,
             deadline_s=deadline_s,
         )
-        started = Call(
+        started = ApiCall(
             request=request("POST", "runs", run, "evaluations", body=body),
             read=json_reader(messages.EvaluationReply),
             repeatable=False,
@@ -547,41 +555,41 @@ class Flows:
 
     # Trajectories --------------------------------------------------------------------------------------------
 
-    def page(self, run: str, filters: Mapping[str, Any], limit: int, before: str) -> Flow[messages.TrajectoryList]:
+    def page(self, run: str, filters: Mapping[str, Any], limit: int, before: str) -> Operation[messages.TrajectoryList]:
         query = {**filters, "limit": limit, "before": before or None}
-        call = Call(
+        call = ApiCall(
             request=request("GET", "runs", run, "trajectories", query=query), read=json_reader(messages.TrajectoryList)
         )
         return (yield from self.call(call))
 
-    def trajectory(self, trajectory: str) -> Flow[Trajectory]:
+    def trajectory(self, trajectory: str) -> Operation[Trajectory]:
         """One stored trajectory. Raises UnknownTrajectory."""
-        call = Call(request=request("GET", "trajectories", trajectory), read=read_trajectory)
+        call = ApiCall(request=request("GET", "trajectories", trajectory), read=read_trajectory)
         return (yield from self.call(call))
 
-    def asset(self, name: str) -> Flow[memoryview]:
+    def asset(self, name: str) -> Operation[memoryview]:
         """The bytes of an image or a large array, checked against its name. Raises UnknownAsset, CorruptAsset."""
-        found = yield from self.call(Call(request=request("GET", "assets", name), read=read_asset))
+        found = yield from self.call(ApiCall(request=request("GET", "assets", name), read=read_asset))
         check_asset(name, found)
         return found
 
-    def assets(self, names: Sequence[str]) -> Flow[dict[str, memoryview | HeadraceError]]:
+    def assets(self, names: Sequence[str]) -> Operation[dict[str, memoryview | HeadraceError]]:
         """Each of these assets, or what is wrong with it."""
         found: dict[str, memoryview | HeadraceError] = {}
         left = list(dict.fromkeys(names))
         while left:
             asked = left[: messages.MAX_ASSET_NAMES]
             body = messages.AssetsRequest(names=asked)
-            items = yield from self.call(Call(request=request("POST", "assets", body=body), read=read_assets))
+            items = yield from self.call(ApiCall(request=request("POST", "assets", body=body), read=read_assets))
             for name, item in zip(asked, items, strict=False):
                 found[name] = checked_asset(name, item)
             left = left[len(items) :]
         return found
 
-    def advantages(self, trajectory: str) -> Flow[messages.TrajectoryAdvantages]:
+    def advantages(self, trajectory: str) -> Operation[messages.TrajectoryAdvantages]:
         """What the batch that it was last frozen into says of its turns. Raises UnknownTrajectory, and UnknownBatch
         while it is in none."""
-        call = Call(request=request("GET", "trajectories", trajectory, "advantages"), read=_advantages)
+        call = ApiCall(request=request("GET", "trajectories", trajectory, "advantages"), read=_advantages)
         return (yield from self.call(call))
 
 
@@ -595,24 +603,26 @@ def _weights(given: WeightsLike | None) -> messages.Weights | None:
     return messages.Weights(path=os.path.abspath(given)) if isinstance(given, str | os.PathLike) else given
 
 
-def _version_call(run: str, what: str, body: msgspec.Struct, *, repeatable: bool = True) -> Call[messages.VersionReply]:
-    return Call(
+def _version_call(
+    run: str, what: str, body: msgspec.Struct, *, repeatable: bool = True
+) -> ApiCall[messages.VersionReply]:
+    return ApiCall(
         request=request("POST", "runs", run, what, body=body),
         read=json_reader(messages.VersionReply),
         repeatable=repeatable,
     )
 
 
-def _server_call(method: str, run: str, address: str, *parts: str) -> Call[None]:
-    body = messages.ServerRequest(address=address)
-    return Call(request=request(method, "runs", run, "servers", *parts, body=body), read=read_nothing)
+def _server_call(method: str, run: str, address: str, *parts: str) -> ApiCall[None]:
+    body = messages.PolicyServerRequest(address=address)
+    return ApiCall(request=request(method, "runs", run, "servers", *parts, body=body), read=read_nothing)
 
 
-def _poll(*parts: str, kind: type[T], **query: Any) -> Call[T]:
+def _poll(*parts: str, kind: type[T], **query: Any) -> ApiCall[T]:
     def build(wait_s: float) -> Any:
         return request("GET", *parts, query={**query, "wait_s": f"{wait_s:g}"}, wait_s=wait_s)
 
-    return Call(request=build(0.0), read=json_reader(kind), rebuild=build)
+    return ApiCall(request=build(0.0), read=json_reader(kind), rebuild=build)
 
 
 def plain_task(task: TaskLike) -> dict[str, Any]:

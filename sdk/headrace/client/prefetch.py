@@ -14,55 +14,55 @@ from collections import deque
 from collections.abc import Callable
 
 from headrace.batch.batch import Batch
-from headrace.client.connection_pool import Connections
-from headrace.client.lease_renewal import CLOSE_S, drive
-from headrace.client.requests import Answer, Flow, Lost, Request
-from headrace.client.wait_reports import OnWait, nothing_in_time, tell
+from headrace.client.connection_pool import ConnectionPool
+from headrace.client.lease_renewal import CLOSE_S, run_operation
+from headrace.client.requests import ApiRequest, ApiResponse, Operation, TransportFailure
+from headrace.client.wait_reports import WaitCallback, report_wait, timeout_error
 from headrace.errors import InvalidRequest
 from headrace.wire import messages
 
-UNUSED = "prefetched and not used"
+UNUSED_REASON = "prefetched and not used"
 """Reason with which batches are given back."""
 
 
-class _Ended(Exception):
+class _PullCancelled(Exception):
     """Ends a pull that nobody waits for any more."""
 
 
-class _UntilEnded(Connections):
+class _CancellablePool(ConnectionPool):
     """A thread's own connections, and its sleep: both end at once when the loop does."""
 
-    def __init__(self, like: Connections) -> None:
+    def __init__(self, like: ConnectionPool) -> None:
         super().__init__(like.origin, like.token)
         self.ended = threading.Event()
 
-    def send(self, request: Request) -> Answer | Lost:
+    def send(self, request: ApiRequest) -> ApiResponse | TransportFailure:
         answer = super().send(request)
         if self.ended.is_set():
-            raise _Ended
+            raise _PullCancelled
         return answer
 
     def sleep(self, seconds: float) -> None:
         if self.ended.wait(seconds):
-            raise _Ended
+            raise _PullCancelled
 
 
-class Prefetch:
+class Prefetcher:
     """A daemon thread that keeps up to ``ahead`` batches of a run ready. ``pull`` makes the flow of one pull;
     ``give_back`` is called for each batch that nobody took."""
 
     def __init__(
         self,
         run: str,
-        pull: Callable[[OnWait], Flow[Batch]],
+        pull: Callable[[WaitCallback], Operation[Batch]],
         give_back: Callable[[Batch], None],
-        connections: Connections,
+        connections: ConnectionPool,
         ahead: int,
     ) -> None:
         self._run = run
         self._pull = pull
         self._give_back = give_back
-        self._connections = _UntilEnded(connections)
+        self._connections = _CancellablePool(connections)
         self._room = threading.Semaphore(ahead)
         self._changed = threading.Condition()
         self._ready: deque[Batch] = deque()
@@ -72,7 +72,7 @@ class Prefetch:
         self._thread = threading.Thread(target=self._loop, name="headrace-prefetch", daemon=True)
         self._thread.start()
 
-    def take(self, timeout_s: float | None, on_wait: OnWait | None) -> Batch:
+    def take(self, timeout_s: float | None, on_wait: WaitCallback | None) -> Batch:
         """The next batch; raises what its pull raised, and NothingToServe at the timeout."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -87,9 +87,9 @@ class Prefetch:
                 if self._error is not None:
                     raise self._error
                 if not self._news:
-                    raise nothing_in_time(self._run, timeout_s or 0.0, self._reasons)
+                    raise timeout_error(self._run, timeout_s or 0.0, self._reasons)
                 self._news = False
-            tell(on_wait, self._run, self._reasons)
+            report_wait(on_wait, self._run, self._reasons)
 
     def close(self) -> None:
         """End the thread and give back what nobody took."""
@@ -110,8 +110,8 @@ class Prefetch:
             if self._connections.ended.is_set():
                 return
             try:
-                batch = drive(self._pull(self._note), self._connections, self._connections.sleep)
-            except _Ended:
+                batch = run_operation(self._pull(self._note), self._connections, self._connections.sleep)
+            except _PullCancelled:
                 return
             except BaseException as error:  # noqa: BLE001 - it is raised in the loop that takes the batches
                 with self._changed:

@@ -5,7 +5,8 @@
 * A page with a good status is no decoding error.
 * An answer of an older epoch is refused and asked for again.
 
-A client *flow* is a generator: it yields a ``Request`` and is sent an ``Answer`` (or ``Lost``), or yields a ``Sleep``.
+An *operation* is a generator: it yields an ``ApiRequest`` and is sent an ``ApiResponse`` or a ``TransportFailure``, or
+yields a ``Sleep``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _HEAD_CHARS = 120
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class ApiRequest:
     """One HTTP request. ``wait_s`` is the wait that it asks the server for; the read timeout goes beyond it."""
 
     method: str
@@ -38,7 +39,7 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class ApiResponse:
     """One HTTP answer. Header names are in lower case."""
 
     status: int
@@ -56,7 +57,7 @@ class Answer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lost:
+class TransportFailure:
     """No answer came. ``sent``: the service may have carried the request out all the same."""
 
     detail: str
@@ -70,21 +71,21 @@ class Sleep:
     seconds: float
 
 
-Flow = Generator[Request | Sleep, Answer | Lost | None, T]
-"""What a driver runs: it answers each ``Request``, and sends None after each ``Sleep``."""
+Operation = Generator[ApiRequest | Sleep, ApiResponse | TransportFailure | None, T]
+"""What a driver runs: it answers each ``ApiRequest``, and sends None after each ``Sleep``."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call(Generic[T]):
+class ApiCall(Generic[T]):
     """A request and how its answer reads. ``repeatable``: doing it twice is the same as doing it once.
     ``rebuild`` makes a long poll again with another wait."""
 
-    request: Request
-    read: Callable[[Answer], T]
+    request: ApiRequest
+    read: Callable[[ApiResponse], T]
     repeatable: bool = True
-    rebuild: Callable[[float], Request] | None = None
+    rebuild: Callable[[float], ApiRequest] | None = None
 
-    def waiting(self, wait_s: float) -> Call[T]:
+    def waiting(self, wait_s: float) -> ApiCall[T]:
         """The same long poll with another wait."""
         return self if self.rebuild is None else replace(self, request=self.rebuild(wait_s))
 
@@ -95,19 +96,21 @@ def request(
     body: msgspec.Struct | Any = None,
     query: Mapping[str, Any] | None = None,
     wait_s: float = 0.0,
-) -> Request:
+) -> ApiRequest:
     """A request for ``/v1/<parts>``; parts are quoted, query entries that are None are left out."""
     target = "/".join((messages.API, *(quote(part, safe="") for part in parts)))
     given = {name: value for name, value in (query or {}).items() if value is not None}
     if given:
         target += "?" + urlencode(given)
-    return Request(method=method, target=target, body=b"" if body is None else msgspec.json.encode(body), wait_s=wait_s)
+    return ApiRequest(
+        method=method, target=target, body=b"" if body is None else msgspec.json.encode(body), wait_s=wait_s
+    )
 
 
-def json_reader(kind: type[T]) -> Callable[[Answer], T]:
+def json_reader(kind: type[T]) -> Callable[[ApiResponse], T]:
     """Reads a JSON body as that type. Raises ServiceError where the body is something else."""
 
-    def read(answer: Answer) -> T:
+    def read(answer: ApiResponse) -> T:
         try:
             return msgspec.json.decode(answer.body, type=kind)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -116,7 +119,7 @@ def json_reader(kind: type[T]) -> Callable[[Answer], T]:
     return read
 
 
-def unexpected_body(answer: Answer, wanted: str) -> ServiceError:
+def unexpected_body(answer: ApiResponse, wanted: str) -> ServiceError:
     """The error for a good status with a body that nobody asked for."""
     return ServiceError(
         f"The answer ({answer.status}, {answer.media_type or 'no media type'}) is not {wanted}.",
@@ -127,12 +130,12 @@ def unexpected_body(answer: Answer, wanted: str) -> ServiceError:
     )
 
 
-def check(request: Request, answer: Answer | Lost, *, newest_epoch: int) -> Answer:
+def check_response(request: ApiRequest, answer: ApiResponse | TransportFailure, *, newest_epoch: int) -> ApiResponse:
     """The answer, if it is a good one; otherwise raises what it stands for.
 
     ``Unavailable`` has ``extra["outcome"]``: ``"not-done"`` or ``"unknown"`` (it may have been carried out).
     """
-    if isinstance(answer, Lost):
+    if isinstance(answer, TransportFailure):
         raise Unavailable(
             f"No answer from the orchestrator to {request.method} {request.target}: {answer.detail}.",
             hint="Is it running, and is the address right? `headrace doctor` checks it.",
@@ -150,7 +153,7 @@ def check(request: Request, answer: Answer | Lost, *, newest_epoch: int) -> Answ
     raise _problem(answer) or _foreign(request, answer)
 
 
-def _problem(answer: Answer) -> HeadraceError | None:
+def _problem(answer: ApiResponse) -> HeadraceError | None:
     """The orchestrator's own error, or None where the body is not one of its problem bodies."""
     error = read_problem(answer.status, answer.body)
     if isinstance(error, Unavailable):
@@ -158,7 +161,7 @@ def _problem(answer: Answer) -> HeadraceError | None:
     return error
 
 
-def _foreign(request: Request, answer: Answer) -> HeadraceError:
+def _foreign(request: ApiRequest, answer: ApiResponse) -> HeadraceError:
     """An error that the orchestrator did not write: a proxy's page, most of the time."""
     facts: dict[str, Any] = {
         "http_status": answer.status,
@@ -189,11 +192,11 @@ def _foreign(request: Request, answer: Answer) -> HeadraceError:
     )
 
 
-def _head(answer: Answer) -> str:
+def _head(answer: ApiResponse) -> str:
     return bytes(answer.body[: 4 * _HEAD_CHARS]).decode("utf-8", "replace")[:_HEAD_CHARS]
 
 
-def headers(token: str, request: Request) -> dict[str, str]:
+def request_headers(token: str, request: ApiRequest) -> dict[str, str]:
     """Headers of every request. No compression: batches hold float arrays, and views need the plain bytes."""
     found = {"Accept-Encoding": "identity", "User-Agent": "headrace"}
     if token:

@@ -24,21 +24,21 @@ from types import TracebackType
 from typing import Self, TypeVar
 from weakref import WeakSet
 
-from headrace._arguments import names
 from headrace.batch.batch import Batch
-from headrace.client.connection_pool import Connections, Origin
-from headrace.client.lease_renewal import Keepalive, drive
+from headrace.client.connection_pool import ConnectionPool, Origin
+from headrace.client.lease_renewal import LeaseRenewer, run_operation
 from headrace.client.methods import BlockingMethods
 from headrace.client.operations import (
     PAGE,
-    Flows,
+    Operations,
     PullField,
+    PullQuery,
     Resumed,
-    Wanted,
 )
-from headrace.client.prefetch import UNUSED, Prefetch
-from headrace.client.requests import Flow
-from headrace.client.wait_reports import OnWait
+from headrace.client.prefetch import UNUSED_REASON, Prefetcher
+from headrace.client.requests import Operation
+from headrace.client.wait_reports import WaitCallback
+from headrace.common.arguments import sorted_names
 from headrace.errors import RunFinished, SetupError
 from headrace.trajectory import Status
 from headrace.wire import messages
@@ -69,7 +69,7 @@ class Client(BlockingMethods):
     """A learner's connection to an orchestrator. All durations are in seconds.
 
     ``learner`` is a name that survives a restart of the learner: a new process of the same name takes over the
-    batches that the old one held. ``session`` names one start of it, by default this process; all ranks of a
+    batches that the old one held. ``session`` sorted_names one start of it, by default this process; all ranks of a
     data-parallel learner give the same, and a new one at each start. ``retry_for_s``: how long one outage is borne
     before ``Unavailable`` is raised. ``poll_s``: wait of one long poll. ``keepalive``: renew leases in the background
     while batches are held. ``on_wait(run, reasons)`` is called while a pull waits; by default the reasons are logged.
@@ -87,13 +87,15 @@ class Client(BlockingMethods):
         retry_for_s: float = 60.0,
         poll_s: float = 20.0,
         keepalive: bool = True,
-        on_wait: OnWait | None = None,
+        on_wait: WaitCallback | None = None,
     ) -> None:
         self.url = address(url)
-        self._flows = Flows(learner=learner, session=session, retry_for_s=retry_for_s, poll_s=poll_s, on_wait=on_wait)
-        self._connections = Connections(Origin(self.url), bearer(token))
-        self._keepalive = Keepalive(self._flows, self._connections) if keepalive else None
-        self._prefetching: WeakSet[Prefetch] = WeakSet()
+        self._flows = Operations(
+            learner=learner, session=session, retry_for_s=retry_for_s, poll_s=poll_s, on_wait=on_wait
+        )
+        self._connections = ConnectionPool(Origin(self.url), bearer(token))
+        self._keepalive = LeaseRenewer(self._flows, self._connections) if keepalive else None
+        self._prefetching: WeakSet[Prefetcher] = WeakSet()
 
     def close(self) -> None:
         """Give back what was prefetched and not used, stop renewing leases and close the connections. Batches still
@@ -112,8 +114,8 @@ class Client(BlockingMethods):
     ) -> None:
         self.close()
 
-    def _run(self, flow: Flow[T]) -> T:
-        return drive(flow, self._connections)
+    def _run(self, flow: Operation[T]) -> T:
+        return run_operation(flow, self._connections)
 
     # Batches
 
@@ -125,7 +127,7 @@ class Client(BlockingMethods):
         groups: Sequence[str] | None = None,
         environments: Collection[str] = (),
         tags: Collection[str] = (),
-        on_wait: OnWait | None = None,
+        on_wait: WaitCallback | None = None,
         fields: Collection[PullField] = (),
         shard: int = 0,
         shards: int = 1,
@@ -139,18 +141,18 @@ class Client(BlockingMethods):
         RunFinished when no batch will come, NothingToServe with ``extra["reasons"]`` at the timeout, Unavailable after
         an outage, BatchSuperseded where the batch of the other ranks is over already.
         """
-        wanted = Wanted(
+        wanted = PullQuery(
             run=run,
             groups=None if groups is None else tuple(groups),
-            environments=names("environments", environments),
-            tags=names("tags", tags),
+            environments=sorted_names("environments", environments),
+            tags=sorted_names("tags", tags),
             fields=tuple(fields),
             shard=shard,
             shards=shards,
         )
         return self._run(self._pulled(wanted, timeout_s, on_wait))
 
-    def _pulled(self, wanted: Wanted, timeout_s: float | None, on_wait: OnWait | None) -> Flow[Batch]:
+    def _pulled(self, wanted: PullQuery, timeout_s: float | None, on_wait: WaitCallback | None) -> Operation[Batch]:
         batch = yield from self._flows.pull(wanted, timeout_s, on_wait)
         if self._keepalive is not None:
             self._keepalive.wake()
@@ -161,7 +163,7 @@ class Client(BlockingMethods):
         run: str,
         *,
         timeout_s: float | None = None,
-        on_wait: OnWait | None = None,
+        on_wait: WaitCallback | None = None,
         environments: Collection[str] = (),
         tags: Collection[str] = (),
         fields: Collection[PullField] = (),
@@ -175,10 +177,10 @@ class Client(BlockingMethods):
         ``prefetch`` fetches so many ahead while the loop trains, so that a batch that is there costs it nothing; what
         is not used is given back when the loop ends. Raises InvalidRequest where the run's staleness does not allow it.
         """
-        wanted = Wanted(
+        wanted = PullQuery(
             run=run,
-            environments=names("environments", environments),
-            tags=names("tags", tags),
+            environments=sorted_names("environments", environments),
+            tags=sorted_names("tags", tags),
             fields=tuple(fields),
             shard=shard,
             shards=shards,
@@ -189,7 +191,9 @@ class Client(BlockingMethods):
                     yield self._run(self._pulled(wanted, timeout_s, on_wait))
             yield from self._ahead(wanted, timeout_s, on_wait, prefetch)
 
-    def _ahead(self, wanted: Wanted, timeout_s: float | None, on_wait: OnWait | None, prefetch: int) -> Iterator[Batch]:
+    def _ahead(
+        self, wanted: PullQuery, timeout_s: float | None, on_wait: WaitCallback | None, prefetch: int
+    ) -> Iterator[Batch]:
         self._run(self._flows.require_room(wanted.run, prefetch))
         ahead = self._prefetch(wanted, prefetch)
         try:
@@ -198,12 +202,12 @@ class Client(BlockingMethods):
         finally:
             ahead.close()
 
-    def _prefetch(self, wanted: Wanted, ahead: int) -> Prefetch:
+    def _prefetch(self, wanted: PullQuery, ahead: int) -> Prefetcher:
         """Pull ahead, until it is closed or the client is."""
-        begun = Prefetch(
+        begun = Prefetcher(
             wanted.run,
             lambda note: self._pulled(wanted, None, note),
-            lambda batch: self._run(self._flows.give_back(batch, UNUSED)),
+            lambda batch: self._run(self._flows.give_back(batch, UNUSED_REASON)),
             self._connections,
             ahead,
         )
@@ -214,7 +218,7 @@ class Client(BlockingMethods):
         """What a learner that was started again left: the batches that it leased and never acked and that are still
         within bound, the same bytes; and the names of the others, with why they are lost. Ask once, before the first
         pull. With ``shards`` every rank asks, and gets its part of each."""
-        wanted = Wanted(run=run, fields=tuple(fields), shard=shard, shards=shards)
+        wanted = PullQuery(run=run, fields=tuple(fields), shard=shard, shards=shards)
         resumed = self._run(self._flows.resume(wanted))
         if self._keepalive is not None and resumed.batches:
             self._keepalive.wake()

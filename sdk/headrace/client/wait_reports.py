@@ -12,29 +12,29 @@ from headrace.wire import messages
 
 log = logging.getLogger("headrace.client.sync_client")
 
-OnWait = Callable[[str, list[messages.Reason]], None]
+WaitCallback = Callable[[str, list[messages.Reason]], None]
 """Called while a pull waits, with the run and why nothing can be served."""
 
 
-def nothing_in_time(run: str, timeout_s: float, reasons: list[messages.Reason]) -> NothingToServe:
+def timeout_error(run: str, timeout_s: float, reasons: list[messages.Reason]) -> NothingToServe:
     """The error of a caller whose patience ended first."""
     return NothingToServe(
-        f"Run {run!r} had no batch ready within {timeout_s:g} s. {said(reasons)}",
+        f"Run {run!r} had no batch ready within {timeout_s:g} s. {reasons_text(reasons)}",
         run=run,
         reasons=msgspec.to_builtins(reasons),
     )
 
 
-def tell(on_wait: OnWait | None, run: str, reasons: list[messages.Reason]) -> None:
+def report_wait(on_wait: WaitCallback | None, run: str, reasons: list[messages.Reason]) -> None:
     """Say why a pull waits."""
     if on_wait is not None:
         on_wait(run, reasons)
         return
     # A warning, because those are seen where nobody has set up logging: a loop that waits in silence looks hung.
-    log.warning("Run %r has no batch yet. %s", run, said(reasons))
+    log.warning("Run %r has no batch yet. %s", run, reasons_text(reasons))
 
 
-def said(reasons: list[messages.Reason]) -> str:
+def reasons_text(reasons: list[messages.Reason]) -> str:
     """Reasons as sentences."""
     return " ".join(_sentence(reason.message) for reason in reasons) or "No reason was given."
 

@@ -7,7 +7,7 @@
 
 ::
 
-    (episodes,) = roll_out(client, "own", [Asked({"environment": "math:Arithmetic-v0", "seed": 7}, 8)])
+    (episodes,) = roll_out(client, "own", [PromptGroup({"environment": "math:Arithmetic-v0", "seed": 7}, 8)])
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from headrace.errors import GroupIncomplete, HeadraceError, InvalidRequest
 from headrace.wire import messages
 
 
-class Asked(NamedTuple):
+class PromptGroup(NamedTuple):
     """So many episodes of a task, as one group."""
 
     task: TaskLike
     episodes: int
 
 
-class Episode(NamedTuple):
+class EpisodeTokens(NamedTuple):
     """One episode as lists. ``prompt_ids`` end where the policy's first token stands; the others have one entry for
     each token from there on. ``mask`` is 1 where the policy sampled, ``logprobs`` and ``rewards`` are 0 elsewhere."""
 
@@ -43,8 +43,8 @@ class Episode(NamedTuple):
 
 
 def roll_out(
-    client: Client, run: str, asked: Sequence[Asked], *, timeout_s: float | None = None
-) -> list[list[Episode]]:
+    client: Client, run: str, asked: Sequence[PromptGroup], *, timeout_s: float | None = None
+) -> list[list[EpisodeTokens]]:
     """Submit a group for each, wait for all of them, and give the episodes of each.
 
     The batch is acked: a trainer that loses what it was given asks anew. Raises GroupEnded where a group cannot be
@@ -68,7 +68,7 @@ def roll_out(
     return [found[id] for id in ids]
 
 
-def sizes(keys: Sequence[Any], most: int) -> list[int]:
+def group_sizes(keys: Sequence[Any], most: int) -> list[int]:
     """How many entries in a row are equal, at most so many at a time: the groups of a trainer that repeats each prompt
     for its generations. They add up to all entries."""
     found: list[int] = []
@@ -80,13 +80,13 @@ def sizes(keys: Sequence[Any], most: int) -> list[int]:
     return found
 
 
-def _by_group(batch: Batch) -> dict[str, list[Episode]]:
-    found: dict[str, list[Episode]] = {group.id: [] for group in batch.manifest.groups}
+def _by_group(batch: Batch) -> dict[str, list[EpisodeTokens]]:
+    found: dict[str, list[EpisodeTokens]] = {group.id: [] for group in batch.manifest.groups}
     seen: set[str] = set()
     for row in batch.rows:
         if row.trajectory.id in seen:
             raise InvalidRequest(
-                f"Episode {row.trajectory.id} is several rows, of which this trainer takes one.",
+                f"EpisodeTokens {row.trajectory.id} is several rows, of which this trainer takes one.",
                 hint="Its history was edited, or several of its agents train. Let one agent train, keep its history, "
                 "or use a trainer that pulls batches.",
             )
@@ -95,12 +95,12 @@ def _by_group(batch: Batch) -> dict[str, list[Episode]]:
     return found
 
 
-def _episode(row: Row) -> Episode:
+def _episode(row: Row) -> EpisodeTokens:
     first = row.turns[0].start
     rewards = [0.0] * (len(row.token_ids) - first)
     for turn in row.turns:
         rewards[turn.end - 1 - first] += turn.reward
-    return Episode(
+    return EpisodeTokens(
         prompt_ids=row.token_ids[:first].tolist(),
         response_ids=row.token_ids[first:].tolist(),
         mask=row.sampled[first:].tolist(),

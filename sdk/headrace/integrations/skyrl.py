@@ -21,7 +21,7 @@ from typing import Any
 from headrace.client.operations import TaskLike
 from headrace.client.sync_client import Client
 from headrace.errors import InvalidRequest
-from headrace.integrations.prompts import Asked, Episode, roll_out, sizes
+from headrace.integrations.prompts import EpisodeTokens, PromptGroup, group_sizes, roll_out
 from headrace.runspec import MAX_COUNT
 
 
@@ -49,8 +49,8 @@ class HeadraceGenerator:
         ids = given.get("trajectory_ids")
         keys = prompts if ids is None else [id.instance_id for id in ids]
         asked, start = [], 0
-        for size in sizes(keys, MAX_COUNT):
-            asked.append(Asked(self._task(names[start], extras[start], prompts[start]), size))
+        for size in group_sizes(keys, MAX_COUNT):
+            asked.append(PromptGroup(self._task(names[start], extras[start], prompts[start]), size))
             start += size
         groups = roll_out(self._client, self._run, asked, timeout_s=self._timeout_s)
         return {**_output([episode for group in groups for episode in group]), "trajectory_ids": ids}
@@ -65,7 +65,7 @@ class HeadraceGenerator:
             )
 
 
-def _output(episodes: list[Episode]) -> dict[str, Any]:
+def _output(episodes: list[EpisodeTokens]) -> dict[str, Any]:
     return {
         "prompt_token_ids": [episode.prompt_ids for episode in episodes],
         "response_ids": [episode.response_ids for episode in episodes],

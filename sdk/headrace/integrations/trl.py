@@ -26,24 +26,24 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from headrace.batch.batch import Batch
-from headrace.client.operations import Wanted
+from headrace.client.operations import PullQuery
 from headrace.client.sync_client import Client
 from headrace.errors import BatchAlreadyAcked, BatchSuperseded, NothingToServe, RunFinished, UnknownBatch
-from headrace.integrations._samples import RolloutSample, samples
-from headrace.integrations._weights import WeightFolder
+from headrace.integrations.trl_samples import RolloutSample, samples
+from headrace.integrations.weight_folder import WeightFolder
 from headrace.trajectory import Version
 
 if TYPE_CHECKING:
     import torch
 
-    from headrace.client.prefetch import Prefetch
+    from headrace.client.prefetch import Prefetcher
 
 log = logging.getLogger("headrace.trl")
 
-AHEAD = 1
+PREFETCH = 1
 """Batches that are pulled ahead. Where the run's staleness does not allow it, the pull waits for the ack."""
 
-FEW_VERSIONS = 2
+WARN_AFTER_VERSIONS = 2
 """Versions that may be made of one batch before it is worth a warning: its last rows get older with each."""
 
 
@@ -80,10 +80,10 @@ class HeadraceRollouts:
         weights: HeadraceWeights | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.rollout_buffer = _Rows(self._more)
+        self.rollout_buffer = _SampleQueue(self._more)
         self.metrics_queue: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._client, self._run, self._weights, self._clock = client, run, weights, clock
-        self._ahead: Prefetch | None = None
+        self._ahead: Prefetcher | None = None
         self._batch: Batch | None = None  # the one whose rows the trainer takes
         self._finished: list[Batch] = []  # all rows taken, and no version made since; oldest first
         self._room = 1  # batches that may be held at a time
@@ -100,7 +100,7 @@ class HeadraceRollouts:
         """Begin to pull."""
         self._served_at = self._clock()
         self._room = self._client.run(self._run).spec["max_staleness"] + 1
-        self._ahead = self._client._prefetch(Wanted(run=self._run), AHEAD)
+        self._ahead = self._client._prefetch(PullQuery(run=self._run), PREFETCH)
 
     def stop(self) -> None:
         """Stop pulling; give back what no version was made of."""
@@ -194,12 +194,12 @@ class HeadraceRollouts:
 
     def _watch_size(self) -> None:
         self._versions_of_batch += self._batch is not None
-        if self._versions_of_batch == FEW_VERSIONS:
+        if self._versions_of_batch == WARN_AFTER_VERSIONS:
             log.warning(
                 "The trainer made %d versions and batch %s is not used up: its rows get older, and TRL drops those "
                 "beyond its max_staleness. Let a step take about a batch: per_device_train_batch_size times "
                 "gradient_accumulation_steps samples, or a smaller batch_size of the run.",
-                FEW_VERSIONS,
+                WARN_AFTER_VERSIONS,
                 self._batch and self._batch.id,
             )
 
@@ -217,7 +217,7 @@ class HeadraceRollouts:
         )
 
 
-class _Rows:
+class _SampleQueue:
     """What the trainer reads like a ``queue.Queue``: the samples of the batch in hand; then those of the next."""
 
     def __init__(self, more: Callable[[float | None], Iterable[RolloutSample]]) -> None:

@@ -26,8 +26,8 @@ from typing import Any
 from headrace.client.operations import TaskLike
 from headrace.client.sync_client import Client
 from headrace.errors import InvalidRequest
-from headrace.integrations._weights import WeightFolder
-from headrace.integrations.prompts import Asked, Episode, roll_out, sizes
+from headrace.integrations.prompts import EpisodeTokens, PromptGroup, group_sizes, roll_out
+from headrace.integrations.weight_folder import WeightFolder
 from headrace.trajectory import Version
 
 __all__ = ["WeightFolder", "headrace_reward", "rollout_func"]
@@ -63,8 +63,8 @@ def rollout_func(
         training = trainer.model.training
         most = trainer.num_generations if training else trainer.num_generations_eval
         asked, start = [], 0
-        for size in sizes(prompts, most):
-            asked.append(Asked(task(prompts[start]), size))
+        for size in group_sizes(prompts, most):
+            asked.append(PromptGroup(task(prompts[start]), size))
             start += size
         groups = roll_out(client, run, asked, timeout_s=timeout_s)
         return _output([episode for group in groups for episode in group])
@@ -77,7 +77,7 @@ def headrace_reward(reward: list[float], **_: Any) -> list[float]:
     return reward
 
 
-def _output(episodes: list[Episode]) -> dict[str, Any]:
+def _output(episodes: list[EpisodeTokens]) -> dict[str, Any]:
     return {
         "prompt_ids": [episode.prompt_ids for episode in episodes],
         "completion_ids": [episode.response_ids for episode in episodes],

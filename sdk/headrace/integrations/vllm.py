@@ -1,6 +1,6 @@
 """What Headrace adds to the workers of a vLLM server, so that weights of a folder get in exactly or not at all.
 
-    vllm serve MODEL --worker-extension-cls headrace.integrations.vllm.Weights        # and VLLM_SERVER_DEV_MODE=1
+    vllm serve MODEL --worker-extension-cls headrace.integrations.vllm.WorkerExtension    # and VLLM_SERVER_DEV_MODE=1
 
 * `headrace_check` says whether a folder's safetensors files fit the model, and changes nothing. A folder that does not
   exist, is incomplete, is cut short, or holds other names or shapes is refused with the reason.
@@ -31,11 +31,11 @@ FLOATS = {"F64", "F32", "F16", "BF16"}
 """Types that may stand for one another: a learner may train in another precision than it serves."""
 
 
-class Refused(ValueError):
+class CheckpointError(ValueError):
     """A folder that cannot be loaded; the message says why."""
 
 
-class Kind(NamedTuple):
+class TensorType(NamedTuple):
     """Of a tensor, as safetensors writes it."""
 
     type: str
@@ -43,12 +43,12 @@ class Kind(NamedTuple):
 
 
 class Checkpoint(ExitStack):
-    """The open safetensors files of a folder: file and kind of each tensor by its name. Raises Refused."""
+    """The open safetensors files of a folder: file and kind of each tensor by its name. Raises CheckpointError."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()
         self.files: dict[str, Any] = {}
-        self.kinds: dict[str, Kind] = {}
+        self.kinds: dict[str, TensorType] = {}
         self.size_bytes = 0
         try:
             self._open(Path(folder))
@@ -65,57 +65,61 @@ class Checkpoint(ExitStack):
 
         paths = sorted(folder.glob("*.safetensors"))
         if not paths:
-            raise Refused(
+            raise CheckpointError(
                 f"{folder}: {'no *.safetensors in it' if folder.is_dir() else 'there is no such folder here'}"
             )
         for path in paths:
             try:
                 file = self.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
-                raise Refused(f"{path} is no whole safetensors file, or is still being written: {error}") from None
+                raise CheckpointError(
+                    f"{path} is no whole safetensors file, or is still being written: {error}"
+                ) from None
             self.size_bytes += os.stat(path).st_size
             for name in file.keys():  # noqa: SIM118  (no dict)
                 if name in self.files:
-                    raise Refused(f"{path}: {name} is in another file of the folder, too")
+                    raise CheckpointError(f"{path}: {name} is in another file of the folder, too")
                 self.files[name] = file
                 entry = file.get_slice(name)
-                self.kinds[name] = Kind(entry.get_dtype(), entry.get_shape())
+                self.kinds[name] = TensorType(entry.get_dtype(), entry.get_shape())
 
 
-def compare(found: dict[str, Kind], expected: dict[str, Kind], *, tied: bool) -> None:
-    """Raises Refused unless names, shapes and types are those of the checkpoint that the server was started with. Of
-    tied embeddings a checkpoint may hold the output's copy or not."""
+def compare(found: dict[str, TensorType], expected: dict[str, TensorType], *, tied: bool) -> None:
+    """Raise CheckpointError unless names, shapes and types match the checkpoint that the server was started with.
+
+    With tied embeddings a checkpoint may include or omit the output layer's copy.
+    """
     spare = {HEAD} if tied else set()
     if missing := sorted(expected.keys() - found.keys() - spare):
-        raise Refused(f"{len(missing)} tensors are missing, {missing[0]} for one")
+        raise CheckpointError(f"{len(missing)} tensors are missing, {missing[0]} for one")
     if unknown := sorted(found.keys() - expected.keys() - spare):
-        raise Refused(f"{len(unknown)} tensors are not the model's, {unknown[0]} for one")
+        raise CheckpointError(f"{len(unknown)} tensors are not the model's, {unknown[0]} for one")
     for name in sorted(found.keys() & expected.keys()):
         kind, wanted = found[name], expected[name]
         if kind.shape != wanted.shape:
-            raise Refused(f"{name} has shape {kind.shape}, the model's is {wanted.shape}")
+            raise CheckpointError(f"{name} has shape {kind.shape}, the model's is {wanted.shape}")
         if kind.type != wanted.type and not {kind.type, wanted.type} <= FLOATS:
-            raise Refused(f"{name} is of type {kind.type}, the model's is {wanted.type}")
+            raise CheckpointError(f"{name} is of type {kind.type}, the model's is {wanted.type}")
 
 
-class Weights:
+class WorkerExtension:
     """Mixed into vLLM's worker class; `self` is the worker."""
 
-    headrace_kinds: dict[str, Kind]
+    headrace_kinds: dict[str, TensorType]
 
     def headrace_check(self: Any, folder: str) -> dict[str, Any]:
         """Whether a load would be accepted. `folder`: a path on this machine."""
         try:
             with self.headrace_open(folder) as checkpoint:
                 return {"tensors": len(checkpoint.files), "bytes": checkpoint.size_bytes}
-        except Refused as error:
+        except CheckpointError as error:
             return {"refused": str(error)}
 
     def headrace_load(self: Any, folder: str) -> dict[str, Any]:
         """Replaces the model's weights in place, or refuses and leaves them as they are."""
         try:
             checkpoint = self.headrace_open(folder)
-        except Refused as error:
+        except CheckpointError as error:
             return {"refused": str(error)}
         with checkpoint:
             try:
@@ -129,7 +133,7 @@ class Weights:
             return {"tensors": len(checkpoint.files), "bytes": checkpoint.size_bytes}
 
     def headrace_open(self: Any, folder: str) -> Checkpoint:
-        """The folder, if it fits. Raises Refused."""
+        """The folder, if it fits. Raises CheckpointError."""
         if not hasattr(self, "headrace_kinds"):  # once: that folder may be gone later
             with Checkpoint(_local(self.model_config)) as started_with:
                 self.headrace_kinds = started_with.kinds
@@ -137,9 +141,9 @@ class Weights:
         checkpoint = Checkpoint(folder)
         try:
             compare(checkpoint.kinds, self.headrace_kinds, tied=tied)
-        except Refused as error:
+        except CheckpointError as error:
             checkpoint.close()
-            raise Refused(f"{folder}: {error}") from None
+            raise CheckpointError(f"{folder}: {error}") from None
         return checkpoint
 
     def headrace_mend(self: Any) -> None:

@@ -74,7 +74,7 @@ def newest_first(directory: Path, numbers: Sequence[int]) -> Iterator[LogFile]:
         following = head
 
 
-class Missing(NamedTuple):
+class LogGap(NamedTuple):
     """Where a file is not followed by what was written next: ``size_bytes`` are gone at its end, or it is followed by
     a file that is not the next one, and then nobody knows how many. ``problem`` says which."""
 
@@ -83,16 +83,16 @@ class Missing(NamedTuple):
     problem: str
 
 
-def missing_behind(file: LogFile, following: LogFile) -> Missing | None:
+def gap_after(file: LogFile, following: LogFile) -> LogGap | None:
     """What is missing between a file and the next one that is there."""
-    if problem := missing_between(file.number, following.number):
-        return Missing(file.size_bytes, 0, problem)
+    if problem := missing_files(file.number, following.number):
+        return LogGap(file.size_bytes, 0, problem)
     if following.head is not None and (size_bytes := following.head.before_bytes - file.size_bytes) > 0:
-        return Missing(file.size_bytes, size_bytes, f"the file ends {size_bytes} bytes before its end")
+        return LogGap(file.size_bytes, size_bytes, f"the file ends {size_bytes} bytes before its end")
     return None
 
 
-def missing_between(number: int, following: int) -> str:
+def missing_files(number: int, following: int) -> str:
     """Which files are missing between two that are there; empty if none."""
     first, last = f"{number + 1:08d}.log", f"{following - 1:08d}.log"
     if following <= number + 1:

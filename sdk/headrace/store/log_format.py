@@ -148,7 +148,7 @@ class _Header(NamedTuple):
         return self.copy_size * _COPIES[self.type]
 
 
-class Tally:
+class FooterBuilder:
     """What a footer says, gathered while the frames are placed or read in order."""
 
     def __init__(self, opened_ms: int) -> None:

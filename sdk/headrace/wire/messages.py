@@ -131,7 +131,7 @@ class ReturnRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     attempts: list[AttemptKey]
 
 
-class Submission(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SubmissionHead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Head of one record in a submission; the records' bytes follow in this order.
 
     ``POST /v1/worker/submit`` has the body ``u32 little-endian length of the JSON | JSON (list of these) | padding
@@ -327,18 +327,18 @@ class VersionReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """The version now. After a rewind: ``(new lineage, n of the fork point)``."""
 
 
-ServerState = Literal["unknown", "serving", "syncing", "draining", "ejected"]
+PolicyServerState = Literal["unknown", "serving", "syncing", "draining", "ejected"]
 """unknown: not heard of yet. serving: takes requests. syncing: paused for new weights. draining: finishes what it has,
 takes nothing new. ejected: takes nothing until it confirms a version that it should have."""
 
 
-class PolicyServer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class PolicyServerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One policy server of a run. ``version``: what it last confirmed; empty if it never did. ``paused_s``: seconds
     that it was paused for new weights so far, the pause that lasts included. ``running``, ``waiting``: requests in the
     engine. ``kv_cache_used``: share of its KV cache, 0 to 1. ``reason``: why it is not serving."""
 
     address: str
-    state: ServerState
+    state: PolicyServerState
     version: str = ""
     paused_s: float = 0.0
     running: float = 0.0
@@ -347,7 +347,7 @@ class PolicyServer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     reason: str = ""
 
 
-class ServersReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class PolicyServersReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The policy servers of a run. ``revision`` grows whenever a server comes, goes or changes its state or version: a
     long poll that names the one it knows is answered at the next. ``sync``: what the weight sync is at, or why the last
     one failed; empty if there is nothing to say. ``skipped``: versions that were overtaken before any server had them,
@@ -355,12 +355,12 @@ class ServersReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     epoch: int
     revision: int
-    servers: list[PolicyServer] = []
+    servers: list[PolicyServerStatus] = []
     sync: str = ""
     skipped: list[str] = []
 
 
-class ServerRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class PolicyServerRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Add, drain or remove a policy server of a run while it runs. ``address``: as in ``policy.endpoints``."""
 
     address: str

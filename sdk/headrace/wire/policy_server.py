@@ -43,7 +43,7 @@ UPDATE_WEIGHT_VERSION = "/update_weight_version"
 REQUEST_ID = "X-Request-Id"
 """Header: the id of a request. No two that are open at one server share theirs."""
 
-FRESH_VERSION = "default"
+INITIAL_VERSION = "default"
 """The weight version of a vLLM server before anybody named one. It reads as 0.0."""
 
 CLAMPED_LOGPROB = -9999.0
@@ -52,7 +52,7 @@ CLAMPED_LOGPROB = -9999.0
 ABORTED = "abort"
 """The finish reason of a request that the server ended itself, with what was sampled until then."""
 
-BAD_ANSWERS = frozenset(
+BAD_RESPONSE_KINDS = frozenset(
     {
         "empty-sample",
         "logprob-infinite",
@@ -71,11 +71,11 @@ BAD_ANSWERS = frozenset(
 """Kinds of policy failures in which a server that works answered this very prompt wrongly. Unlike an engine that is
 away, they may be the task's doing, such as a context that is too long for the engine's arithmetic."""
 
-BY_NAME = "dns+http://"
+DNS_PREFIX = "dns+http://"
 """What an address begins with that is a name: it stands for the servers at all IP addresses that it resolves to."""
 
 
-def base_of(text: str) -> str:
+def base_url(text: str) -> str:
     """The one spelling of a base address: scheme and host in lower case, no slash at the end, and without the ``/v1``
     of an OpenAI client's base URL, which routes begin with themselves."""
     text = text.rstrip("/").removesuffix("/v1").rstrip("/")
@@ -85,17 +85,17 @@ def base_of(text: str) -> str:
     return f"{scheme.lower()}{mark}{user}{at}{host.lower()}{slash}{path}" if mark else text
 
 
-def address_of(text: str) -> str:
+def canonical_address(text: str) -> str:
     """An address of a policy server, or a name of several, as they are known by; raises ValueError for what is none."""
     parts = urlsplit(text)
     plain = not (parts.query or parts.fragment)
     if parts.scheme in ("http", "https") and parts.netloc and plain:
-        return base_of(text)
-    if text.startswith(BY_NAME) and parts.hostname and parts.port and plain and parts.path in ("", "/"):
-        return base_of(text)
+        return base_url(text)
+    if text.startswith(DNS_PREFIX) and parts.hostname and parts.port and plain and parts.path in ("", "/"):
+        return base_url(text)
     raise ValueError(
         f"{text!r} is no address of a policy server: give its base address, as in http://127.0.0.1:8471, or a name and "
-        f"a port that stand for several, as in {BY_NAME}vllm:8000"
+        f"a port that stand for several, as in {DNS_PREFIX}vllm:8000"
     )
 
 
@@ -110,31 +110,31 @@ LOAD = "headrace_load"
 _LOADING = " -> "
 
 
-def weights_name(version: Version, run: str = "") -> str:
+def weight_version_name(version: Version, run: str = "") -> str:
     """What a server calls the weights of a run, such as ``math@0.12``. Two runs may have the same server and count from
     0.0 both; without its run, a version is whosever asks."""
     return f"{run}@{version}" if run else str(version)
 
 
-def loading(held: str, name: str) -> str:
+def loading_name(held: str, name: str) -> str:
     """What a server is made to call its weights while those called ``name`` are loaded over those called ``held``."""
-    return f"{held_before(held)}{_LOADING}{name}"
+    return f"{name_before_load(held)}{_LOADING}{name}"
 
 
-def held_before(text: str) -> str:
+def name_before_load(text: str) -> str:
     """What a server called its weights before the load that is under way, or that was broken off; else the text."""
     return text.split(_LOADING)[0]
 
 
-def run_of(text: str) -> str:
+def run_of_weight_version(text: str) -> str:
     """The run that a server's word for its weights names; empty if it names none."""
     return text.rpartition("@")[0]
 
 
-def version_of(text: str, run: str = "") -> Version | None:
+def parse_weight_version(text: str, run: str = "") -> Version | None:
     """The version that a server's word for its weights stands for; None if it stands for none, as in a load, or for one
     of another run than ``run``. Without ``run`` it may be of any."""
-    if text == FRESH_VERSION:
+    if text == INITIAL_VERSION:
         return Version(0, 0)
     named, _, version = text.rpartition("@")
     if _LOADING in text or (named and run and named != run):
@@ -156,7 +156,7 @@ class AdapterRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     lora_path: str = ""
 
 
-def adapter_at_server(run: str, adapter: str, version: Version | None = None) -> str:
+def adapter_server_name(run: str, adapter: str, version: Version | None = None) -> str:
     """What a run's adapter is called at the servers; ``version``: of the trained one. A request names it as its model,
     so that the version of every token is known by the name; a name is never used for two versions."""
     return f"{run}/{adapter}" + (f"@{version}" if version is not None else "")
@@ -304,7 +304,7 @@ class PlaceholderRange(msgspec.Struct, frozen=True, kw_only=True):
     length: int
 
 
-class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class GenerateResponse(msgspec.Struct, frozen=True, kw_only=True):
     """Answer to a ``GenerateRequest``. ``prompt_token_ids`` have all placeholder tokens of each image;
     ``mm_placeholders`` says where they are, by kind (``image``)."""
 
@@ -332,7 +332,7 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     weight_versions: list[VersionSpan] | None = None
 
 
-class CompletionAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class CompletionResponse(msgspec.Struct, frozen=True, kw_only=True):
     """Answer to a ``CompletionRequest``."""
 
     choices: list[CompletionChoice] = []
@@ -350,7 +350,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     weight_versions: list[VersionSpan] | None = None
 
 
-class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class ChatResponse(msgspec.Struct, frozen=True, kw_only=True):
     """Answer to a ``ChatRequest``."""
 
     choices: list[ChatChoice] = []
@@ -361,7 +361,7 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to ``GET /weight_info``: the version of the weights, in text form ``lineage.n``, or ``FRESH_VERSION``."""
+    """Response to ``GET /weight_info``: the version of the weights as ``lineage.n``, or ``INITIAL_VERSION``."""
 
     weight_version: str | int | float | None = None
 
@@ -389,7 +389,7 @@ class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
     mixed: str = ""
 
 
-class RpcAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class RpcResponse(msgspec.Struct, frozen=True, kw_only=True):
     """One result for each process of the engine."""
 
     results: list[LoadResult]
@@ -426,7 +426,7 @@ class EngineError(msgspec.Struct, frozen=True, kw_only=True):
     code: int | str | None = None
 
 
-class ErrorAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class ErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
     """Body of an answer with an error status."""
 
     error: EngineError

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from headrace.assets import AssetData, asset_of, read_asset
+from headrace.assets import AssetData, make_asset, read_asset
 from headrace.errors import UnknownAsset
 from headrace_orchestrator.buffer.assets.files import AssetFiles, shelves
 from tests.chaos.disk import Disk, cut_power, note_all
@@ -38,7 +38,7 @@ class _Crashes:
 
 def batches(draw: Random) -> list[list[AssetData]]:
     """Assets as they arrive together; some come twice."""
-    pool = [asset_of(draw.randbytes(draw.randrange(1, 3000)), "image/png") for _ in range(8)]
+    pool = [make_asset(draw.randbytes(draw.randrange(1, 3000)), "image/png") for _ in range(8)]
     return [
         list({asset.name: asset for asset in draw.choices(pool, k=draw.randrange(1, 4))}.values()) for _ in range(6)
     ]
@@ -93,7 +93,7 @@ def _write(files: AssetFiles, batches: list[list[AssetData]]) -> tuple[dict[str,
 
 
 def test_what_is_written_and_deleted_is_counted(tmp_path: Path) -> None:
-    one, two, three = (asset_of(bytes([value]) * (value + 10), "image/png") for value in range(3))
+    one, two, three = (make_asset(bytes([value]) * (value + 10), "image/png") for value in range(3))
     files = AssetFiles(tmp_path / "assets")
     files.open()
     files.write([(one.name, one.data), (two.name, two.data)])

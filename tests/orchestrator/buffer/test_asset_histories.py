@@ -11,11 +11,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headrace.assets import AssetData, asset_of
+from headrace.assets import AssetData, make_asset
 from headrace_orchestrator.buffer.assets.store import AssetStore, check
 
 PROMISE_S = 10.0
-POOL = [asset_of(bytes([number]) * (number + 1), "image/png") for number in range(4)]
+POOL = [make_asset(bytes([number]) * (number + 1), "image/png") for number in range(4)]
 ASSETS = st.sampled_from(POOL)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import headrace
-from headrace.assets import AssetData, asset_of, asset_path, unpack_assets
+from headrace.assets import AssetData, asset_path, make_asset, unpack_assets
 from headrace.errors import CorruptAsset, InvalidAsset, StoreError, UnknownAsset
 from headrace.trajectory import ContentPart, Message
 from headrace.wire import messages
@@ -22,7 +22,7 @@ from headrace_orchestrator.buffer.assets.files import AssetFiles
 from headrace_orchestrator.buffer.assets.store import AssetStore, check
 from tests.orchestrator.serving import Api, orchestrator, record_for, submission
 
-ONE, TWO, THREE = (asset_of(bytes([value]) * 1000, "image/png") for value in range(3))
+ONE, TWO, THREE = (make_asset(bytes([value]) * 1000, "image/png") for value in range(3))
 PROMISE_S = 10.0
 
 
@@ -273,7 +273,7 @@ async def test_G07_a_record_keeps_its_assets_before_the_projection_knows_of_it( 
         await send(api, ONE)
         assert (await submit_one(api, ONE)).verdict == "accepted"
         for number in range(200, 203):  # each goes when its promise is over, and so would the other
-            passing = asset_of(bytes([number]), "image/png")
+            passing = make_asset(bytes([number]), "image/png")
             await send(api, passing)
             async with asyncio.timeout(10):
                 while (await api.ask("GET", "/v1/status"))["store"]["assets"] > 1:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from headrace.errors import CorruptRecord, SetupError, StoreError, UnknownLogFormat
 from headrace.store import log_files, log_format
-from headrace.store.log_format import FileHead, Frame, FrameType, Tally
+from headrace.store.log_format import FileHead, FooterBuilder, Frame, FrameType
 from headrace_orchestrator.buffer.data_directory import DataDirectory
 from headrace_orchestrator.buffer.log.files import LocalLogFiles
 from headrace_orchestrator.buffer.log.location import Location
@@ -140,7 +140,7 @@ async def test_a_file_that_is_full_is_sealed_with_its_footer_and_never_changed_a
         *frames, last = file.scan()
         assert isinstance(last, Frame)
         assert last.type is FrameType.FOOTER
-        footer, tally = log_format.parse_footer(last.payload), Tally(0)
+        footer, tally = log_format.parse_footer(last.payload), FooterBuilder(0)
         assert [footer.count(kind) for kind in FrameType] == [1, 0, 6, 0, 0]
         for frame in frames:
             assert isinstance(frame, Frame)

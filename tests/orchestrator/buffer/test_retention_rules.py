@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.ids import new_id
+from headrace.common.ids import new_id
 from headrace_orchestrator.buffer.log.location import Location
 from headrace_orchestrator.buffer.retention_rules import FileUse, RetentionRules, removable_files
 from headrace_orchestrator.service.storage.group_locations import GroupLocations

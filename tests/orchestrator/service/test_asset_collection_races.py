@@ -15,7 +15,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from headrace.assets import AssetData, asset_of, read_asset
+from headrace.assets import AssetData, make_asset, read_asset
 from headrace.batch.batch import Batch
 from headrace.wire import codec, messages
 from headrace_orchestrator.buffer.retention_rules import RetentionRules
@@ -74,7 +74,7 @@ class Rounds:
             await self._session.close()
 
     async def play(self, number: int) -> None:
-        asset = asset_of(random.Random(number // SAME_FOR).randbytes(ASSET_BYTES), "image/png")
+        asset = make_asset(random.Random(number // SAME_FOR).randbytes(ASSET_BYTES), "image/png")
         (attempt,) = await self.api.lease(free=1)
         body = submission([(attempt, record_for(attempt, **showing(asset)))])
         if number % KILL_EVERY == KILL_EVERY - 1:
@@ -189,7 +189,7 @@ async def test_G07_a_leased_batch_keeps_what_it_refers_to_until_its_last_use(  #
 ) -> None:
     monkeypatch.setattr(retaining, "RETAIN_EVERY_S", RETAIN_EVERY_S)
     steps = RetentionSteps(monkeypatch)
-    asset = asset_of(random.Random(7).randbytes(ASSET_BYTES), "image/png")
+    asset = make_asset(random.Random(7).randbytes(ASSET_BYTES), "image/png")
     async with orchestrator(
         data_dir, log_file_bytes=1, asset_promise_s=0.01, retention=RetentionRules(trajectories=0)
     ) as api:

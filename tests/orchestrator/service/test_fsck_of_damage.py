@@ -16,8 +16,8 @@ import pytest
 
 import headrace
 from headrace.batch.batch import Batch
+from headrace.common.ids import new_id
 from headrace.errors import CorruptRecord, StoreError
-from headrace.ids import new_id
 from headrace.store.log_format import Frame, FrameType, scan
 from headrace_orchestrator.buffer.log.location import Location
 from headrace_orchestrator.buffer.log.log import Log

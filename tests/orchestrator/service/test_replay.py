@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace.batch.batch import Batch
+from headrace.common.ids import new_id
 from headrace.errors import BatchSuperseded, CorruptRecord, ServiceError
-from headrace.ids import new_id
 from headrace.store import log_format
 from headrace.store.log_files import LogFile
 from headrace.store.log_format import FrameType

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from headrace.errors import StoreError
-from headrace.wire.messages import Submission, SubmitResult
+from headrace.wire.messages import SubmissionHead, SubmitResult
 from headrace_orchestrator.service import submission_batcher
 from headrace_orchestrator.service.shell import Shell
 from headrace_orchestrator.service.submission_batcher import SubmissionBatcher
@@ -52,7 +52,7 @@ class Judge:
 
 def body(*episodes: str) -> list[SubmittedRecord]:
     return [
-        SubmittedRecord("w", Submission(episode=id, attempt=1, nonce="n", size_bytes=64), memoryview(b""))
+        SubmittedRecord("w", SubmissionHead(episode=id, attempt=1, nonce="n", size_bytes=64), memoryview(b""))
         for id in episodes
     ]
 

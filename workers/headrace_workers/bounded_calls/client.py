@@ -17,8 +17,8 @@ import socket
 import sys
 from typing import Any, Literal
 
+from headrace.common.timeouts import timeout
 from headrace.errors import EnvironmentFailure
-from headrace.timeouts import timeout
 
 Limit = Literal["time", "memory", "stack"]
 

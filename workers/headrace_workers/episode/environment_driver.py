@@ -21,9 +21,9 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from headrace.common.timeouts import timeout
 from headrace.environment import make
 from headrace.errors import EnvironmentFailure, EpisodeFailure, UnknownEnvironment
-from headrace.timeouts import timeout
 from headrace.trajectory import Task
 from headrace_workers.bounded_calls import BoundedCalls
 from headrace_workers.episode import environment_adapter

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from headrace.timeouts import timeout
+from headrace.common.timeouts import timeout
 
 
 class CallAbandonedError(Exception):

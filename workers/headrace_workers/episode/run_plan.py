@@ -16,7 +16,7 @@ import msgspec
 from headrace.errors import InfrastructureFailure
 from headrace.runspec import AgentSpec, LimitSpec, RunSpec, ScorerSpec
 from headrace.trajectory import PolicyRef, Sampling
-from headrace.wire.policy_server import adapter_at_server
+from headrace.wire.policy_server import adapter_server_name
 from headrace_workers.policies.base import AnyProtocol, Interrupted
 from headrace_workers.renderers import Renderer, make_renderer
 
@@ -45,7 +45,7 @@ class AgentPlan:
     def played_by(self, adapter: str) -> AgentPlan:
         """The same with a frozen adapter."""
         policy = PolicyRef(base=self.policy.base, adapter=adapter)
-        return replace(self, model=adapter_at_server(self.run, adapter), policy=policy, adapter="", frozen=True)
+        return replace(self, model=adapter_server_name(self.run, adapter), policy=policy, adapter="", frozen=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from headrace.common.timeouts import timeout
 from headrace.errors import PolicyFailure
-from headrace.timeouts import timeout
-from headrace.wire.policy_server import base_of
+from headrace.wire.policy_server import base_url
 from headrace_workers.policies.base import AnyProtocol, Policy, Sample, SampleRequest, ScoreRequest, one_version
 from headrace_workers.policies.logprobs import scored
 from headrace_workers.policies.pausable_deadline import Deadline
@@ -104,7 +104,7 @@ class ServedPolicies:
     def _follower(self, run: str, endpoints: Sequence[str], ask: ListServers) -> Follower:
         follower = self._followers.get(run)
         if follower is None:
-            pool = KeptPool(run, [base_of(address) for address in endpoints], self._clock)
+            pool = KeptPool(run, [base_url(address) for address in endpoints], self._clock)
             follower = self._followers[run] = Follower(run, pool, ask, lambda: self._heard(pool), self._clock)
         return follower
 
@@ -114,7 +114,7 @@ class ServedPolicies:
         return self._fixed_pool(endpoints)
 
     def _fixed_pool(self, endpoints: Sequence[str]) -> Pool:
-        addresses = list(dict.fromkeys(base_of(address) for address in endpoints or self._default_endpoints))
+        addresses = list(dict.fromkeys(base_url(address) for address in endpoints or self._default_endpoints))
         if not any(addresses):
             raise PolicyFailure(
                 "Nothing says where the policy is served.",

@@ -14,8 +14,8 @@ from typing import Any, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
+from headrace.common.timeouts import timeout
 from headrace.errors import EpisodeFailure, PolicyFailure, SetupError
-from headrace.timeouts import timeout
 from headrace_workers.policies.base import AnyProtocol, Policy, Sample, SampleRequest, ScoreRequest, check_sample
 
 

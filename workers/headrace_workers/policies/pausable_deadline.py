@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from types import TracebackType
 
-from headrace.timeouts import timeout
+from headrace.common.timeouts import timeout
 
 
 class Deadline:

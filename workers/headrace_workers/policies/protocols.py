@@ -48,9 +48,9 @@ class Protocol(NamedTuple):
 
 
 _encode = msgspec.json.Encoder().encode
-_generate_answer = msgspec.json.Decoder(policy_server.GenerateAnswer)
-_completion_answer = msgspec.json.Decoder(policy_server.CompletionAnswer)
-_chat_answer = msgspec.json.Decoder(policy_server.ChatAnswer)
+_generate_answer = msgspec.json.Decoder(policy_server.GenerateResponse)
+_completion_answer = msgspec.json.Decoder(policy_server.CompletionResponse)
+_chat_answer = msgspec.json.Decoder(policy_server.ChatResponse)
 
 T = TypeVar("T")
 

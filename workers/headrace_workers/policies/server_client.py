@@ -19,10 +19,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from headrace.common.timeouts import timeout
 from headrace.errors import PolicyFailure
-from headrace.http.connections import Answer, BrokenOff, Connections, Lost, Unreachable
+from headrace.http.client import HttpClient, HttpResponse, IncompleteResponse, NoResponse, Unreachable
 from headrace.logprobs import read_scores, scoring_body, version_changed
-from headrace.timeouts import timeout
 from headrace.trajectory import VersionRun
 from headrace.wire import policy_server
 from headrace_workers.policies.base import AnyProtocol, Sample, SampleRequest, ScoreRequest, one_version
@@ -90,7 +90,7 @@ class PolicyServer:
         self._longest: dict[str, int] = {}
         self._open: dict[asyncio.Timeout, Callable[[], bool]] = {}
         self._given_up: dict[asyncio.Timeout, PolicyFailure] = {}
-        self._aborts: set[asyncio.Task[Answer]] = set()
+        self._aborts: set[asyncio.Task[HttpResponse]] = set()
 
     async def sample(
         self, request: SampleRequest, *, protocol: AnyProtocol, request_id: str, movable: Callable[[], bool], run: str
@@ -163,7 +163,7 @@ class PolicyServer:
         self._aborts.add(task)
         task.add_done_callback(self._aborted)
 
-    def _aborted(self, task: asyncio.Task[Answer]) -> None:
+    def _aborted(self, task: asyncio.Task[HttpResponse]) -> None:
         self._aborts.discard(task)
         if not task.cancelled():
             task.exception()  # a server that cannot be told is found out by those who still want something of it
@@ -315,7 +315,7 @@ class PolicyServer:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return policy_server.ModelList()  # not every server keeps a list
 
-    async def _refused(self, answer: Answer) -> PolicyFailure:
+    async def _refused(self, answer: HttpResponse) -> PolicyFailure:
         failure = refusal(self.address, *answer)
         if failure.kind != "unknown-model":
             return failure
@@ -329,7 +329,7 @@ class PolicyServer:
 
     # HTTP
 
-    async def _post(self, path: str, body: bytes, request_id: str, movable: Callable[[], bool]) -> Answer:
+    async def _post(self, path: str, body: bytes, request_id: str, movable: Callable[[], bool]) -> HttpResponse:
         try:
             async with timeout(None) as scope:
                 self._open[scope] = movable
@@ -344,15 +344,15 @@ class PolicyServer:
             if failure is None:
                 raise
             raise failure from error
-        except (Unreachable, Lost) as error:
+        except (Unreachable, NoResponse) as error:
             raise self._unreachable(error) from error
         finally:
             self._given_up.pop(scope, None)
 
-    async def _get(self, path: str, timeout_s: float) -> Answer:
+    async def _get(self, path: str, timeout_s: float) -> HttpResponse:
         return await self._ask("GET", path, timeout_s)
 
-    async def _ask(self, method: str, path: str, timeout_s: float, body: bytes = b"") -> Answer:
+    async def _ask(self, method: str, path: str, timeout_s: float, body: bytes = b"") -> HttpResponse:
         try:
             async with timeout(timeout_s):
                 return await self._connections.request(method, path, body, None)
@@ -360,11 +360,11 @@ class PolicyServer:
             raise PolicyFailure(
                 f"{self.address}{path} did not answer within {timeout_s:g} s.", kind="timeout", retryable=True
             ) from error
-        except (Unreachable, Lost) as error:
+        except (Unreachable, NoResponse) as error:
             raise self._unreachable(error) from error
 
-    def _unreachable(self, error: Unreachable | Lost) -> PolicyFailure:
-        if isinstance(error, BrokenOff):
+    def _unreachable(self, error: Unreachable | NoResponse) -> PolicyFailure:
+        if isinstance(error, IncompleteResponse):
             return PolicyFailure(
                 f"The answer of {self.address} broke off: {error}.", kind="unreadable-response", retryable=True
             )
@@ -377,9 +377,9 @@ class PolicyServer:
         )
 
 
-def _connections(address: str) -> Connections:
+def _connections(address: str) -> HttpClient:
     try:
-        return Connections(address, {"Content-Type": "application/json"}, MAX_ANSWER_BYTES)
+        return HttpClient(address, {"Content-Type": "application/json"}, MAX_ANSWER_BYTES)
     except ValueError as error:
         raise PolicyFailure(
             f"A policy server cannot be spoken to: {error}.",

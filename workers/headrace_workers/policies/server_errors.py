@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from headrace.errors import PolicyFailure
-from headrace.wire.policy_server import ErrorAnswer
+from headrace.wire.policy_server import ErrorResponse
 
 QUOTE_CHARACTERS = 300
 """How much of an error body a failure quotes."""
@@ -20,7 +20,7 @@ _VOCABULARY_WORDS = ("out of vocabulary", "outside the vocabulary")
 _UNWRITABLE = b"out of range float"
 """What Python's JSON says of NaN and infinities, and servers pass on."""
 
-_decode_error = msgspec.json.Decoder(ErrorAnswer).decode
+_decode_error = msgspec.json.Decoder(ErrorResponse).decode
 
 
 def refusal(who: str, status: int, body: bytes) -> PolicyFailure:

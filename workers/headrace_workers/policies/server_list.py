@@ -12,10 +12,10 @@ import contextlib
 from collections.abc import Awaitable, Callable
 
 from headrace.errors import HeadraceError
-from headrace.wire.messages import ServersReply
+from headrace.wire.messages import PolicyServersReply
 from headrace_workers.policies.server_pools import KeptPool
 
-ListServers = Callable[[str, int, float], Awaitable[ServersReply]]
+ListServers = Callable[[str, int, float], Awaitable[PolicyServersReply]]
 """Asks the orchestrator for the servers of a run: its name, the revision that is known, and how long to wait."""
 
 WAIT_S = 20.0

@@ -19,8 +19,8 @@ from typing import Protocol
 
 from headrace.errors import PolicyFailure
 from headrace.trajectory import Version
-from headrace.wire.messages import PolicyServer, ServersReply
-from headrace.wire.policy_server import BY_NAME, adapter_at_server, base_of
+from headrace.wire.messages import PolicyServersReply, PolicyServerStatus
+from headrace.wire.policy_server import DNS_PREFIX, adapter_server_name, base_url
 
 BASE = Version(0, 0)
 """What a trained adapter is before its first version: nothing, added to the base."""
@@ -103,9 +103,9 @@ class KeptPool:
         self.name = f"run {run}"
         self._run = run
         #: Those that are names of several are known to the orchestrator alone.
-        self._named = [server for server in named if not server.startswith(BY_NAME)]
+        self._named = [server for server in named if not server.startswith(DNS_PREFIX)]
         self._clock = clock
-        self._servers: dict[str, PolicyServer] = {}
+        self._servers: dict[str, PolicyServerStatus] = {}
         self._earlier_s: dict[str, float] = {}
         self._takers: list[str] = []
         self._heard_at: float | None = None
@@ -113,13 +113,13 @@ class KeptPool:
         self._held_s = 0.0
         self._change = asyncio.Event()
 
-    def hear(self, reply: ServersReply) -> None:
+    def hear(self, reply: PolicyServersReply) -> None:
         """What the orchestrator says now."""
         if not reply.revision and not reply.servers:
             self.miss()  # it keeps no list of this run
             return
         # A server that left may still answer; its pauses are over.
-        servers = {base_of(server.address): server for server in reply.servers}
+        servers = {base_url(server.address): server for server in reply.servers}
         for name, server in servers.items():
             if name in self._servers and server.paused_s < self._servers[name].paused_s:
                 self._earlier_s[name] = self.paused_s(name) - server.paused_s  # it began to count anew
@@ -157,7 +157,7 @@ class KeptPool:
         if server is None or not server.version:
             raise _unknown_version(address, name)
         version = Version.parse(server.version)
-        return "" if version == BASE else adapter_at_server(self._run, name, version), version
+        return "" if version == BASE else adapter_server_name(self._run, name, version), version
 
     def held_s(self) -> float:
         now_s = 0.0 if self._hold_began_at is None else self._clock() - self._hold_began_at

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 
 from headrace.errors import PolicyFailure
 from headrace.trajectory import Version
-from headrace.wire.policy_server import held_before, run_of, version_of
+from headrace.wire.policy_server import name_before_load, parse_weight_version, run_of_weight_version
 
 FRESH_S = 0.05
 """A confirmation this young still counts as "before". Under load one is always younger; after a pause the endpoint
@@ -25,10 +25,10 @@ is asked again, so that the first calls after new weights are not charged to the
 def read_version(text: object, run: str = "") -> Version:
     """The version of a run that an endpoint's word stands for; any run's without ``run``. Raises PolicyFailure
     ``unknown-version`` or ``weights-of-another-run``."""
-    version = version_of(str(text), run)
-    if version is None and version_of(str(text)) is not None:
+    version = parse_weight_version(str(text), run)
+    if version is None and parse_weight_version(str(text)) is not None:
         raise PolicyFailure(
-            f"The endpoint has weights of run {run_of(str(text))}: it names them {text!r}.",
+            f"The endpoint has weights of run {run_of_weight_version(str(text))}: it names them {text!r}.",
             hint="`headrace servers` says which run loads weights into a server. Servers of its own keep a run apart.",
             kind="weights-of-another-run",
             retryable=True,
@@ -38,7 +38,8 @@ def read_version(text: object, run: str = "") -> Version:
             f"The endpoint names its weights {text!r}, which is no version.",
             hint="Give the server a weight version of the form 'lineage.n', as in '0.12', when its weights change.",
             kind="unknown-version",
-            retryable=held_before(str(text)) != str(text),  # a load is under way, or broke off: it is mended or ejected
+            retryable=name_before_load(str(text))
+            != str(text),  # a load is under way, or broke off: it is mended or ejected
         )
     return version
 
@@ -46,7 +47,7 @@ def read_version(text: object, run: str = "") -> Version:
 def confirmed_name(text: object) -> str:
     """The name of the weights that cover all that an endpoint has sampled up to now. While new ones are loaded it
     samples nothing, so that are those before. Raises PolicyFailure ``unknown-version``."""
-    name = held_before(str(text))
+    name = name_before_load(str(text))
     read_version(name)
     return name
 

@@ -14,7 +14,7 @@ import click
 
 from headrace.errors import EpisodeFailure, MissingExtra, SetupError
 from headrace.runspec import parse_run_spec
-from headrace.wire.policy_server import base_of
+from headrace.wire.policy_server import base_url
 from headrace_workers.policies import ServedPolicies
 from headrace_workers.policy_check import CHECKS, Finding, Server, Subject, run_checks
 from headrace_workers.renderers import make_renderer
@@ -103,7 +103,7 @@ async def check_server(
     """All findings about a server; ``asked`` are fields of a run spec's policy. Each finding is shown as it comes.
     Raises SetupError where the renderer cannot be made."""
     findings = []
-    async with _subject(base_of(endpoint), asked, tolerance, timeout_s) as subject:
+    async with _subject(base_url(endpoint), asked, tolerance, timeout_s) as subject:
         async for finding in run_checks(CHECKS, subject):
             show(finding)
             findings.append(finding)

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 import aiohttp
 import msgspec
 
+from headrace.common.timeouts import timeout
 from headrace.errors import PolicyFailure
-from headrace.timeouts import timeout
 from headrace.wire import policy_server
 from headrace_workers.policies.protocols import lenient
 from headrace_workers.policies.server_errors import quoted
@@ -83,7 +83,7 @@ class Server:
         )
         if answer.status != 200:
             raise Failed(f"{policy_server.COMPLETIONS} refused the request ({answer.said})", _ENGINE)
-        choices = answer.read(policy_server.CompletionAnswer).choices
+        choices = answer.read(policy_server.CompletionResponse).choices
         if not choices:
             raise Failed("the answer holds no choice", _ENGINE)
         return choices

@@ -311,7 +311,7 @@ class Server:
             result = await self._engine.load(request.args[0], *self._misbehaving.next_load())
         else:
             raise _Refused(500)
-        return _encode(policy_server.RpcAnswer(results=[result]))
+        return _encode(policy_server.RpcResponse(results=[result]))
 
     def _metrics(self, scope: Scope, body: bytes) -> tuple[bytes, str, str]:
         values = {

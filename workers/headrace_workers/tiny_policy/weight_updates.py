@@ -19,9 +19,9 @@ from pathlib import Path
 
 import numpy as np
 
+from headrace.common.timeouts import timeout
 from headrace.errors import InvalidRequest
-from headrace.timeouts import timeout
-from headrace.wire.policy_server import LoadResult, PauseMode, version_of
+from headrace.wire.policy_server import LoadResult, PauseMode, parse_weight_version
 from headrace_workers.tiny_policy.model import SIZE, Floats
 from headrace_workers.tiny_policy.policy import TinyPolicy
 
@@ -138,7 +138,7 @@ class Engine:
 
     def rename(self, name: str) -> None:
         """What the weights are called from now on."""
-        version = version_of(name)
+        version = parse_weight_version(name)
         self._called = name if name != str(version) else ""
         if version is not None:
             self._policy.load(self._policy.weights, version)

@@ -16,7 +16,7 @@ import msgspec
 
 from headrace.assets import AssetData
 from headrace.errors import HeadraceError, RequestTooLarge, Unavailable
-from headrace.http.connections import Connections, Lost, Unreachable
+from headrace.http.client import HttpClient, NoResponse, Unreachable
 from headrace.http.problems import read_problem
 from headrace.runspec import RunSpec, parse_run_spec
 from headrace.wire import messages
@@ -35,7 +35,7 @@ Reply = TypeVar(
     messages.HeartbeatReply,
     messages.SubmitReply,
     messages.AssetsReply,
-    messages.ServersReply,
+    messages.PolicyServersReply,
 )
 
 
@@ -63,7 +63,7 @@ class OrchestratorConnection:
         self._worker = worker
         self._token = token
         self._fence = fence
-        self._connections: Connections | None = None
+        self._connections: HttpClient | None = None
 
     async def lease(self, request: messages.LeaseRequest, *, answer_s: float = ANSWER_S) -> messages.LeaseReply:
         """Ask for work. ``answer_s``: the longest silence beyond the wait that the request asks for."""
@@ -108,11 +108,11 @@ class OrchestratorConnection:
         body = await self._request("GET", f"/runs/{quote(run, safe='')}", b"", "", ANSWER_S)
         return parse_run_spec(_decoded(body, messages.RunStatus).spec)
 
-    async def servers(self, run: str, revision: int, wait_s: float) -> messages.ServersReply:
+    async def servers(self, run: str, revision: int, wait_s: float) -> messages.PolicyServersReply:
         """The policy servers of a run; waits while ``revision`` is still theirs. Raises UnknownRun."""
         target = f"/runs/{quote(run, safe='')}/servers?revision={revision}&wait_s={wait_s:g}"
         body = await self._request("GET", target, b"", "", wait_s + ANSWER_S)
-        return self._fenced(_decoded(body, messages.ServersReply))
+        return self._fenced(_decoded(body, messages.PolicyServersReply))
 
     async def close(self) -> None:
         """Close the connections."""
@@ -128,7 +128,7 @@ class OrchestratorConnection:
         headers = {"Content-Type": media_type} if media_type else None
         try:
             status, answer = await self._open().request(method, f"{messages.API}{target}", body, timeout_s, headers)
-        except (Unreachable, Lost, ValueError) as error:
+        except (Unreachable, NoResponse, ValueError) as error:
             raise Unavailable(
                 f"No answer from the orchestrator at {self._url}: {error}.", hint="Is it running at that address?"
             ) from error
@@ -136,10 +136,10 @@ class OrchestratorConnection:
             raise _error(status, answer, len(body))
         return answer
 
-    def _open(self) -> Connections:
+    def _open(self) -> HttpClient:
         if self._connections is None:
             headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
-            self._connections = Connections(self._url, headers)
+            self._connections = HttpClient(self._url, headers)
         return self._connections
 
     def _fenced(self, reply: Reply) -> Reply:
@@ -151,7 +151,7 @@ def submission_body(entries: Sequence[tuple[messages.AttemptKey, bytes]]) -> byt
     """The body of ``POST /v1/worker/submit``: heads as JSON, then the records, see ``wire.Submission``."""
     heads = _encode(
         [
-            messages.Submission(episode=key.episode, attempt=key.attempt, nonce=key.nonce, size_bytes=len(record))
+            messages.SubmissionHead(episode=key.episode, attempt=key.attempt, nonce=key.nonce, size_bytes=len(record))
             for key, record in entries
         ]
     )

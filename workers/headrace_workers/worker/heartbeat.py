@@ -14,8 +14,8 @@ import contextlib
 import threading
 from collections.abc import Callable
 
+from headrace.common.timeouts import timeout
 from headrace.errors import HeadraceError
-from headrace.timeouts import timeout
 from headrace.wire import messages
 from headrace_workers.worker.backoff import REFUSED_LAST_S, refusal_of
 from headrace_workers.worker.connection import OrchestratorConnection

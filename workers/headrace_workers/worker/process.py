@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import uvloop
 
-from headrace.ids import new_id
+from headrace.common.ids import new_id
 from headrace_workers import environments
 from headrace_workers.episode import EnvironmentProcesses, EnvironmentThreads, EpisodeTools
 from headrace_workers.policies import PolicySource, ServedPolicies, load_in_process_policy

@@ -24,8 +24,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from headrace.assets import AssetData
+from headrace.common.timeouts import timeout
 from headrace.errors import EpisodeFailure, HeadraceError, InfrastructureFailure, InvalidTrajectory
-from headrace.timeouts import timeout
 from headrace.trajectory import Failure, Trajectory
 from headrace.wire import codec, messages
 from headrace_workers.episode import Episode, EpisodeTools, Outcome, failed, record_of

@@ -26,11 +26,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from headrace.common.ids import new_id
 from headrace.errors import CorruptRecord, DataDirectoryInUse, StoreError
-from headrace.ids import new_id
 from headrace.store import log_files, log_format
 from headrace.store.log_files import LogFile, path_of
-from headrace.store.log_format import Damage, FileHead, Frame, FrameType, Tally
+from headrace.store.log_format import Damage, FileHead, FooterBuilder, Frame, FrameType
 from headrace_orchestrator.buffer.data_directory import sync_directory
 from headrace_orchestrator.buffer.log.file_writer import PendingFrame
 from headrace_orchestrator.buffer.log.files import LocalLogFiles
@@ -84,7 +84,7 @@ class _Filling:
 
     def __init__(self, number: int, opened_ms: int) -> None:
         self.number = number
-        self.tally = Tally(opened_ms)
+        self.tally = FooterBuilder(opened_ms)
         self.opened_ms = opened_ms
         self.offset = 0
         self.head_bytes = 0
@@ -239,7 +239,7 @@ class Log:
                         continue
                 yield _placed(file, item)
             self.scanned_bytes = base + file.size_bytes
-            if following is not None and (missing := log_files.missing_behind(file, following)) is not None:
+            if following is not None and (missing := log_files.gap_after(file, following)) is not None:
                 yield LostRange(file.path.name, missing.offset, missing.size_bytes, missing.problem)
             if last is not None:
                 last.intact = last.intact and file.head is not None
@@ -248,7 +248,7 @@ class Log:
     def _gaps_before(self, file: int) -> Iterator[LostRange]:
         """Files that are missing among those that need not be read."""
         for number, following in pairwise(self._numbers):
-            if number < file and (problem := log_files.missing_between(number, following)):
+            if number < file and (problem := log_files.missing_files(number, following)):
                 yield LostRange(f"{number:08d}.log", path_of(self._directory, number).stat().st_size, 0, problem)
 
     def begin(self, state: Callable[[], bytes | None], *, anew: bool = False) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from headrace.errors import InternalError
 from headrace.trajectory import Failure, Version
-from headrace.wire.policy_server import BAD_ANSWERS
+from headrace.wire.policy_server import BAD_RESPONSE_KINDS
 from headrace_orchestrator.scheduler import events
 from headrace_orchestrator.scheduler.state.admission.task_sources import task_key
 from headrace_orchestrator.scheduler.state.batches import EARLIER_SESSIONS, SHARDED_PULLS, Batch, Sessions
@@ -203,7 +203,7 @@ def _count_failure(run: Run, episode: Episode, failure: Failure | None) -> None:
     if failure.kind not in UNCOUNTED_KINDS:
         run.recent.append(failure)
         # An engine that is away says nothing about the task; one that answers it wrongly again and again does.
-        if failure.layer != "policy" or failure.kind in BAD_ANSWERS:
+        if failure.layer != "policy" or failure.kind in BAD_RESPONSE_KINDS:
             what = f"{failure.layer}/{failure.kind}: {failure.message}"
             _killed(run, episode, what, once=failure.kind == LEASE_EXPIRED)
 

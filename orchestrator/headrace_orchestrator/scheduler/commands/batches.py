@@ -22,7 +22,7 @@
 
 from __future__ import annotations
 
-from headrace.batch.manifest import SelectionUsed
+from headrace.batch.manifest import BatchSelection
 from headrace.errors import (
     BatchAlreadyAcked,
     BatchSuperseded,
@@ -274,7 +274,7 @@ def _plan(state: SchedulerState, run: Run, awaited: list[str] | None, filter: Fi
         state.new_id(),
         run.versions.now,
         [(group.id, group.trajectories) for group in groups],
-        SelectionUsed(order=order, environments=sorted(filter.environments), tags=sorted(filter.tags)),
+        BatchSelection(order=order, environments=sorted(filter.environments), tags=sorted(filter.tags)),
     )
 
 

@@ -28,7 +28,7 @@ MAX_SERVERS = 4096
 def _address(text: str) -> str:
     """An address as servers are known by; raises InvalidRequest for what is none."""
     try:
-        return policy_server.address_of(text)
+        return policy_server.canonical_address(text)
     except ValueError as error:
         raise InvalidRequest(f"{error}.") from error
 

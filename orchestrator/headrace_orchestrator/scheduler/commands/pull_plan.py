@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from headrace.batch.manifest import SelectionUsed
+from headrace.batch.manifest import BatchSelection
 from headrace.trajectory import Version
 from headrace.wire import messages
 
@@ -28,7 +28,7 @@ class Form(msgspec.Struct, frozen=True):
     batch: str
     version: Version
     groups: list[tuple[str, list[str]]]
-    selection: SelectionUsed
+    selection: BatchSelection
 
 
 Plan = Redeliver | Form | messages.EmptyReply

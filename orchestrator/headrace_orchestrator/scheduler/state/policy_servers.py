@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from headrace.trajectory import Version
 from headrace.wire.messages import Reason, Weights
-from headrace.wire.policy_server import base_of
+from headrace.wire.policy_server import base_url
 
 REMEMBERED_SKIPPED = 32
 """Skipped versions that are remembered: what a person wants to look back on."""
@@ -19,7 +19,7 @@ class PolicyServersState:
 
     def __init__(self, endpoints: Iterable[str]) -> None:
         #: By address: whether it drains.
-        self.servers: dict[str, bool] = {base_of(endpoint): False for endpoint in endpoints}
+        self.servers: dict[str, bool] = {base_url(endpoint): False for endpoint in endpoints}
         #: The version that the service is to load, and where it is; None where the learner loads.
         self.target: Version | None = None
         self.weights: Weights | None = None

@@ -22,7 +22,7 @@ from headrace.assets import FOLDER, asset_path
 from headrace.errors import HeadraceError, SetupError
 from headrace.store import log_files, log_format
 from headrace.store.log_files import LogFile
-from headrace.store.log_format import Damage, Frame, FrameType, Tally
+from headrace.store.log_format import Damage, FooterBuilder, Frame, FrameType
 from headrace.wire.codec import TrajectoryHead
 from headrace_orchestrator.buffer.assets import store as assets
 from headrace_orchestrator.buffer.data_directory import is_owned, lock_directory, sync_directory
@@ -140,7 +140,7 @@ class LogCheck:
         self._write(built)
 
     def _check_length(self, file: LogFile, following: LogFile | None) -> None:
-        missing = log_files.missing_behind(file, following) if following is not None else None
+        missing = log_files.gap_after(file, following) if following is not None else None
         if following is None or missing is None:
             return
         start = Location(file.number, missing.offset, 0).position
@@ -153,7 +153,7 @@ class LogCheck:
         )  # fmt: skip
 
     def _read(self, file: LogFile, built: SqliteProjection | None, *, last: bool) -> None:
-        tally, sealed = Tally(0), False
+        tally, sealed = FooterBuilder(0), False
         for item in file.scan():
             self._on_progress(self._done + item.offset, self._total)
             if isinstance(item, Damage):
@@ -187,7 +187,7 @@ class LogCheck:
             "copy", file, offset=frame.offset, size=frame.size, type=frame.type, lost=False, problem=problem, cost=cost
         )
 
-    def _check_footer(self, file: LogFile, frame: Frame, tally: Tally) -> None:
+    def _check_footer(self, file: LogFile, frame: Frame, tally: FooterBuilder) -> None:
         self.frames[frame.type] += 1
         try:
             matches = tally.matches(log_format.parse_footer(frame.payload))

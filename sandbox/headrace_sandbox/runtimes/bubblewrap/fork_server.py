@@ -20,8 +20,8 @@ from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 
+from headrace.common.timeouts import timeout
 from headrace.errors import SandboxFailure
-from headrace.timeouts import timeout
 from headrace_sandbox.host import bwrap
 from headrace_sandbox.host.bwrap import SCRATCH, Bwrap
 from headrace_sandbox.host.cgroups import Driver, Groups, find_driver

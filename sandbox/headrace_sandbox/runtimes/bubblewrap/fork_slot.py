@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from headrace.timeouts import timeout
+from headrace.common.timeouts import timeout
 from headrace_sandbox.host import bwrap
 from headrace_sandbox.host.cgroups import LEFT_BYTES, Cgroup, no_cgroup
 from headrace_sandbox.host.descriptors import Descriptors, is_readable

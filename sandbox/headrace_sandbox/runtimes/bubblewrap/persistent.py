@@ -26,8 +26,8 @@ from typing import Any, NamedTuple, get_args
 
 import msgspec
 
+from headrace.common.timeouts import timeout
 from headrace.errors import SandboxFailure
-from headrace.timeouts import timeout
 from headrace_sandbox.host import bwrap
 from headrace_sandbox.host.bwrap import SCRATCH, SPARE_PIDS, Bwrap
 from headrace_sandbox.host.cgroups import Cgroup, Groups, since

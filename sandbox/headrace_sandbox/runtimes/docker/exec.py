@@ -19,8 +19,8 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from headrace.common.timeouts import timeout
 from headrace.errors import SandboxFailure
-from headrace.timeouts import timeout
 from headrace_sandbox.guest.isolation import is_full
 from headrace_sandbox.host.bwrap import SCRATCH
 from headrace_sandbox.host.cgroups import Cgroup, group_of, since

@@ -19,8 +19,8 @@ from typing import Any
 
 import msgspec
 
+from headrace.common.timeouts import timeout
 from headrace.errors import SandboxFailure
-from headrace.timeouts import timeout
 from headrace_sandbox.host.watch import to_the_end
 from headrace_sandbox.result import ExecResult, Isolation, Limits, Output, Usage
 from headrace_sandbox.runtimes.base import Command, Session, SessionKind, Template

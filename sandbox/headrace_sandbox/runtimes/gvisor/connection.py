@@ -17,8 +17,8 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from headrace.common.timeouts import timeout
 from headrace.errors import SandboxFailure
-from headrace.timeouts import timeout
 from headrace_sandbox.host.watch import Started
 from headrace_sandbox.runtimes.gvisor.runsc import Container, not_made
 from headrace_sandbox.runtimes.shared.guest_programs import HERE, PYTHON

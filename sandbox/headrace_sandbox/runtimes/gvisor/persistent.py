@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from headrace.common.timeouts import timeout
 from headrace.errors import SandboxFailure
-from headrace.timeouts import timeout
 from headrace_sandbox.host.bwrap import environment, too_large
 from headrace_sandbox.host.cgroups import Cgroup, Groups, since
 from headrace_sandbox.host.watch import supervise, to_the_end

@@ -20,8 +20,8 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from headrace.common.timeouts import timeout
 from headrace.errors import SandboxFailure
-from headrace.timeouts import timeout
 from headrace_sandbox.host.capture import Capture
 from headrace_sandbox.host.cgroups import since
 from headrace_sandbox.host.watch import to_the_end

@@ -27,8 +27,8 @@ from pathlib import Path
 
 import msgspec
 
+from headrace.common.timeouts import timeout
 from headrace.errors import SandboxFailure
-from headrace.timeouts import timeout
 from headrace_sandbox import guest
 from headrace_sandbox.host import owner
 from headrace_sandbox.host.bwrap import QUOTED_BYTES, environment

@@ -8,7 +8,7 @@ from headrace.errors import Conflict, InvalidRequest, InvalidRunSpec, UnknownSer
 from headrace.runspec import parse_run_spec
 from headrace.trajectory import Version
 from headrace.wire import messages
-from headrace.wire.policy_server import base_of
+from headrace.wire.policy_server import base_url
 from headrace_orchestrator.scheduler import events
 from headrace_orchestrator.scheduler.state.evaluations import HOLD_LEASE_S
 
@@ -64,7 +64,7 @@ def test_a_server_is_one_however_its_address_is_written(harness, other):
     harness.run(policy={"endpoints": [plain, f"HTTP://Policy:8471/Behind{other}"]})
     harness.core.add_server("r", f"http://POLICY:8471/Behind{other}", harness.now)
     assert harness.core.policy_servers("r").servers == {plain: False}
-    assert base_of("http://Me:Secret@HOST/") == "http://Me:Secret@host"
+    assert base_url("http://Me:Secret@HOST/") == "http://Me:Secret@host"
 
 
 def test_what_changes_nothing_is_no_record_and_what_is_not_there_is_named(harness):

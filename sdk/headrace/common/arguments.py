@@ -1,0 +1,24 @@
+"""Checks of arguments that are names or lists of names.
+
+* A string in place of a list is refused, since its letters would be taken as the names.
+* An unknown name is refused, and the error lists the known ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from headrace.errors import InvalidRequest
+
+
+def sorted_names(argument: str, given: Collection[str]) -> tuple[str, ...]:
+    """The names in a list argument, sorted. Raises InvalidRequest for a string in place of a list."""
+    if isinstance(given, str):
+        raise InvalidRequest(f"{argument} is the string {given!r}, not a list.", hint=f"Write {argument}=[{given!r}].")
+    return tuple(sorted(given))
+
+
+def require_known(argument: str, given: str | None, known: Collection[str]) -> None:
+    """Raise InvalidRequest for an unknown name; None is accepted."""
+    if given is not None and given not in known:
+        raise InvalidRequest(f"There is no {argument} {given!r}.", hint=f"It is one of {', '.join(known)}.")

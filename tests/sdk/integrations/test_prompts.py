@@ -1,0 +1,319 @@
+"""Trainers that own their prompts, against a scripted orchestrator."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from headrace.batch.batch import build_head
+from headrace.batch.estimator_inputs import GroupInput
+from headrace.client.sync_client import Client
+from headrace.errors import GroupEnded, GroupIncomplete, InvalidRequest
+from headrace.integrations.prompts import EpisodeTokens, PromptGroup, group_sizes, roll_out
+from headrace.integrations.skyrl import HeadraceGenerator
+from headrace.integrations.trl_grpo import headrace_reward, rollout_func
+from headrace.runspec import EstimatorSpec
+from headrace.trajectory import Segment, Task, Trajectory, Version
+from headrace.wire import messages
+from headrace.wire.codec import decode_head, encode
+from tests.builders import make_segment, make_trajectory
+from tests.sdk.batch.batches import EPISODE
+from tests.sdk.client.routes import PULL, run_status
+from tests.sdk.client.stub_server import Stub, batch, good
+
+SUBMIT = "POST /v1/runs/guess/groups"
+ACK = "POST /v1/runs/guess/batches/b/ack"
+NACK = "POST /v1/runs/guess/batches/b/nack"
+VERSION = "POST /v1/runs/guess/version"
+ENDED = messages.EmptyReply(epoch=1, reasons=[messages.Reason(code="group-ended", message="g2 was retired: failed")])
+
+
+def body(*groups: list[Trajectory]) -> bytes:
+    """A batch of groups ``g1``, ``g2``, ..."""
+    inputs, records = [], []
+    for number, members in enumerate(groups, 1):
+        made = [encode(member) for member in members]
+        heads = [(decode_head(record), len(record)) for record in made]
+        inputs.append(GroupInput(f"g{number}", Task(environment="test:Echo", seed=number), len(made), heads))
+        records += made
+    head = build_head(
+        batch="b", run="guess", estimator=EstimatorSpec(name="none"), version=Version(0, 3), groups=inputs
+    )
+    return head + b"".join(records)
+
+
+def group(first: int, *rewards: list[float]) -> list[Trajectory]:
+    return [make_trajectory(number=first + k, rewards=of, group="g") for k, of in enumerate(rewards)]
+
+
+def task(prompt: Any) -> dict[str, Any]:
+    return {"environment": "test:Echo", "example": {"prompt": prompt}}
+
+
+@pytest.fixture
+def served(stub: Stub) -> Stub:
+    """A run that takes groups ``g1`` and ``g2`` and serves two episodes of each, of rewards 1, 2, 3 and 4 to 9."""
+    stub.on("GET /v1/runs/guess", good(run_status(spec={"sampling": {"temperature": 1.0}, "max_staleness": 0})))
+    stub.on(SUBMIT, good(messages.SubmitGroupsReply(epoch=1, groups=["g1", "g2"])))
+    stub.on(PULL, batch(body(group(1, [1.0], [2.0]), group(3, [3.0], [4.0, 5.0]))))
+    stub.on(ACK, good(messages.AckReply(epoch=1, batch="b", version="0.3")))
+    stub.on(NACK, good({}))
+    return stub
+
+
+@pytest.fixture
+def client(stub: Stub) -> Iterator[Client]:
+    with Client(stub.url, keepalive=False, poll_s=1.0) as made:
+        yield made
+
+
+TWICE = [PromptGroup(task("a"), 2), PromptGroup(task("b"), 2)]
+
+
+# Groups ---------------------------------------------------------------------------------------------------------
+
+
+def test_episodes_come_in_the_order_in_which_they_were_asked_for(served: Stub, client: Client) -> None:
+    found = roll_out(client, "guess", TWICE)
+    assert [[sum(episode.rewards) for episode in of] for of in found] == [[1.0, 2.0], [3.0, 9.0]]
+    submitted = served.asked(SUBMIT)[0].json["groups"]
+    assert [(one["size"], one["task"]["example"]) for one in submitted] == [(2, {"prompt": "a"}), (2, {"prompt": "b"})]
+    assert served.asked(PULL)[0].json["groups"] == ["g1", "g2"]
+    assert len(served.asked(ACK)) == 1
+
+
+def test_the_order_of_the_batch_does_not_matter(stub: Stub, client: Client) -> None:
+    stub.on(SUBMIT, good(messages.SubmitGroupsReply(epoch=1, groups=["g2", "g1"])))
+    stub.on(PULL, batch(body(group(1, [1.0]), group(2, [2.0]))))
+    stub.on(ACK, good(messages.AckReply(epoch=1, batch="b", version="0.3")))
+    found = roll_out(client, "guess", [PromptGroup(task("a"), 1), PromptGroup(task("b"), 1)])
+    assert [of[0].rewards[-1] for of in found] == [2.0, 1.0]
+
+
+def test_an_episode_is_cut_where_the_policys_first_token_stands(served: Stub, client: Client) -> None:
+    found = roll_out(client, "guess", TWICE)[1][1]  # a prompt of 6, turns of 4 at 6 and 13
+    assert (len(found.prompt_ids), len(found.response_ids)) == (6, 11)
+    assert found.mask == [1] * 4 + [0] * 3 + [1] * 4
+    assert [bool(logprob) for logprob in found.logprobs] == [bool(sampled) for sampled in found.mask]
+    assert {name: len(getattr(found, name)) for name in ("mask", "logprobs", "rewards")} == {
+        "mask": 11,
+        "logprobs": 11,
+        "rewards": 11,
+    }
+
+
+def test_each_turns_reward_stands_at_its_last_token(served: Stub, client: Client) -> None:
+    assert roll_out(client, "guess", TWICE)[1][1].rewards == [0, 0, 0, 4.0, 0, 0, 0, 0, 0, 0, 5.0]
+
+
+def test_a_group_that_ended_is_an_error_and_no_gap(stub: Stub, client: Client) -> None:
+    stub.on(SUBMIT, good(messages.SubmitGroupsReply(epoch=1, groups=["g1", "g2"])))
+    stub.on(PULL, good(ENDED))
+    with pytest.raises(GroupEnded, match="g2 was retired: failed"):
+        roll_out(client, "guess", TWICE)
+
+
+def test_a_group_with_too_few_episodes_is_an_error_and_given_back(stub: Stub, client: Client) -> None:
+    stub.on(SUBMIT, good(messages.SubmitGroupsReply(epoch=1, groups=["g1", "g2"])))
+    stub.on(PULL, batch(body(group(1, [1.0], [2.0]), group(3, [3.0]))))
+    stub.on(NACK, good({}))
+    with pytest.raises(GroupIncomplete, match="Group g2 has 1 of the 2 episodes") as short:
+        roll_out(client, "guess", TWICE)
+    assert short.value.extra == {"group": "g2", "episodes": 1, "wanted": 2}
+    assert stub.asked(NACK)[0].json["reason"].startswith("group-incomplete: Group g2")
+
+
+def test_an_episode_of_several_rows_is_refused(stub: Stub, client: Client) -> None:
+    two_rows = make_trajectory(segments=[make_segment(), make_segment(indices=[1], salt=1)])
+    stub.on(SUBMIT, good(messages.SubmitGroupsReply(epoch=1, groups=["g1"])))
+    stub.on(PULL, batch(body([two_rows])))
+    stub.on(NACK, good({}))
+    with pytest.raises(InvalidRequest, match="is several rows"):
+        roll_out(client, "guess", [PromptGroup(task("a"), 1)])
+    assert len(stub.asked(NACK)) == 1
+
+
+def test_nothing_asked_asks_nothing(stub: Stub, client: Client) -> None:
+    assert roll_out(client, "guess", []) == []
+    assert stub.seen == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "most", "expected"),
+    [
+        ([], 4, []),
+        (["a", "a", "b", "b"], 2, [2, 2]),
+        (["a"] * 4, 2, [2, 2]),
+        (["a", "b", "a"], 8, [1, 1, 1]),
+        ([[{"role": "user"}], [{"role": "user"}]], 2, [2]),
+    ],
+)
+def test_the_repetitions_of_a_prompt_are_one_group(keys: list[Any], most: int, expected: list[int]) -> None:
+    assert group_sizes(keys, most) == expected
+
+
+# TRL's GRPOTrainer ----------------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """As much of the trainer as the function reads, in the shape of trl 1.16."""
+
+    num_generations = 2
+    num_generations_eval = 1
+
+    def __init__(self, step: int = 0, *, training: bool = True) -> None:
+        self.state = SimpleNamespace(global_step=step)
+        self.model = SimpleNamespace(training=training, named_parameters=lambda: iter([("w", "tensor")]))
+        self.accelerator = SimpleNamespace(
+            is_main_process=True, unwrap_model=lambda model: model, wait_for_everyone=lambda: None
+        )
+
+
+class Folder:
+    """Stands for the folder of weights."""
+
+    def __init__(self) -> None:
+        self.written: list[list[Any]] = []
+
+    def write(self, tensors: Any) -> Path:
+        self.written.append(list(tensors))
+        return Path(f"/shared/step-{len(self.written)}")
+
+
+def test_rollout_func_gives_a_completion_for_each_prompt(served: Stub, client: Client) -> None:
+    found = rollout_func(client, "guess", task)(["a", "a", "b", "b"], Trainer())
+    assert {key: len(values) for key, values in found.items()} == {
+        "prompt_ids": 4,
+        "completion_ids": 4,
+        "logprobs": 4,
+        "env_mask": 4,
+        "reward": 4,
+    }
+    assert [one["size"] for one in served.asked(SUBMIT)[0].json["groups"]] == [2, 2]
+    assert headrace_reward(prompts=["a"], completions=["x"], reward=found["reward"]) == [1.0, 2.0, 3.0, 9.0]
+
+
+def test_an_evaluation_of_the_trainer_asks_for_its_own_number_of_generations(served: Stub, client: Client) -> None:
+    with pytest.raises(GroupIncomplete, match="g1 has 2 of the 1"):  # what the stub serves
+        rollout_func(client, "guess", task)(["a", "b"], Trainer(training=False))
+    assert [one["size"] for one in served.asked(SUBMIT)[0].json["groups"]] == [1, 1]
+
+
+def test_the_weights_of_a_step_are_announced_before_its_groups_are_asked_for(served: Stub, client: Client) -> None:
+    served.on(VERSION, good(messages.VersionReply(epoch=1, version="0.4")))
+    folder: Any = Folder()
+    roll = rollout_func(client, "guess", task, weights=folder)
+    roll(["a", "a", "b", "b"], Trainer(0))
+    roll(["a", "a", "b", "b"], Trainer(0))  # the same step: nothing new to load
+    roll(["a", "a", "b", "b"], Trainer(1))
+    assert folder.written == [[("w", "tensor")]] * 2
+    (first, second) = served.asked(VERSION)
+    assert first.json == {"version": "0.4", "weights": {"path": "/shared/step-1"}}
+    assert second.json["weights"] == {"path": "/shared/step-2"}
+    routes = [f"{seen.method} {seen.path}" for seen in served.seen]
+    assert [route for route in routes if route in (VERSION, SUBMIT)] == [VERSION, SUBMIT, SUBMIT, VERSION, SUBMIT]
+
+
+def test_a_run_that_allows_staleness_is_refused(stub: Stub, client: Client) -> None:
+    stub.on("GET /v1/runs/guess", good(run_status(spec={"max_staleness": 1})))
+    with pytest.raises(InvalidRequest, match=r"max_staleness of 1.* Give the run max_staleness 0"):
+        rollout_func(client, "guess", task)
+
+
+# SkyRL ----------------------------------------------------------------------------------------------------------
+
+
+def generator_input(**fields: Any) -> dict[str, Any]:
+    given: dict[str, Any] = {
+        "prompts": [[{"role": "user", "content": text}] for text in "aabb"],
+        "env_classes": ["echo"] * 4,
+        "env_extras": [{"answer": text} for text in "aabb"],
+        "sampling_params": {"temperature": 1.0},
+        "trajectory_ids": [SimpleNamespace(instance_id=text, repetition_id=k % 2) for k, text in enumerate("aabb")],
+        "batch_metadata": None,
+    }
+    return {**given, **fields}
+
+
+def skyrl_task(name: str, extras: Any, prompt: Any) -> dict[str, Any]:
+    return {"environment": f"test:{name}", "example": {**extras, "text": prompt[0]["content"]}}
+
+
+def test_skyrl_gets_a_row_for_each_prompt_with_rewards_at_the_ends_of_turns(served: Stub, client: Client) -> None:
+    given = generator_input()
+    found = asyncio.run(HeadraceGenerator(client, "guess", skyrl_task).generate(given))
+    tasks = [one["task"] for one in served.asked(SUBMIT)[0].json["groups"]]
+    assert tasks == [{"environment": "test:echo", "example": {"answer": text, "text": text}} for text in "ab"]
+    per_token = ("response_ids", "loss_masks", "rewards", "rollout_logprobs")
+    assert len({tuple(map(len, found[key])) for key in per_token}) == 1
+    assert [sum(rewards) for rewards in found["rewards"]] == [1.0, 2.0, 3.0, 9.0]
+    assert found["stop_reasons"] == ["stop"] * 4
+    assert found["trajectory_ids"] == given["trajectory_ids"]
+    assert found["rollout_metrics"] is None
+
+
+def test_skyrl_may_leave_out_ids_and_extras(served: Stub, client: Client) -> None:
+    given = generator_input(trajectory_ids=None, env_extras=None, sampling_params=None)
+    asyncio.run(HeadraceGenerator(client, "guess", lambda *_: task("x")).generate(given))
+    assert [one["size"] for one in served.asked(SUBMIT)[0].json["groups"]] == [2, 2]
+
+
+def test_skyrl_is_refused_a_temperature_that_is_not_the_runs(served: Stub, client: Client) -> None:
+    given = generator_input(sampling_params={"temperature": 0.0})
+    with pytest.raises(InvalidRequest, match=r"asks for temperature 0; run 'guess' samples at 1"):
+        asyncio.run(HeadraceGenerator(client, "guess", skyrl_task).generate(given))
+    assert not served.asked(SUBMIT)
+
+
+# G24 ------------------------------------------------------------------------------------------------------------
+
+
+def g24_segments(rewards: tuple[float, ...]) -> list[Segment]:
+    return [
+        make_segment(spans=[(shape.start, shape.end)], length=shape.length, rewards=[reward], salt=k)
+        for k, (shape, reward) in enumerate(zip(EPISODE, rewards, strict=True))
+    ]
+
+
+@pytest.fixture
+def g24(stub: Stub, client: Client) -> list[EpisodeTokens]:
+    """The three rows of G24 as episodes of their own: what a trainer that takes one row an episode can have."""
+    stub.on(SUBMIT, good(messages.SubmitGroupsReply(epoch=1, groups=["g1"])))
+    stub.on(ACK, good(messages.AckReply(epoch=1, batch="b", version="0.3")))
+    segments = g24_segments((0.5, -0.25, 2.0))
+    stub.on(PULL, batch(body([make_trajectory(number=k, segments=[of]) for k, of in enumerate(segments, 1)])))
+    return roll_out(client, "guess", [PromptGroup(task("a"), 3)])[0]
+
+
+def test_g24_mask_and_logprobs_stand_at_each_rows_own_tokens_in_prompt_and_completion(g24: list[EpisodeTokens]) -> None:
+    for shape, episode, segment in zip(EPISODE, g24, g24_segments((0.5, -0.25, 2.0)), strict=True):
+        assert len(episode.prompt_ids) == shape.start
+        assert [*episode.prompt_ids, *episode.response_ids] == segment.token_ids.tolist()
+        assert episode.mask == [1] * (shape.end - shape.start)
+        assert episode.logprobs == segment.logprobs[shape.start : shape.end].tolist()
+    assert [sum(episode.mask) for episode in g24] == [5, 20, 3]
+
+
+def test_g24_rewards_stand_at_the_last_token_of_each_row_and_nowhere_else(g24: list[EpisodeTokens]) -> None:
+    assert [[(k, value) for k, value in enumerate(episode.rewards) if value] for episode in g24] == [
+        [(4, 0.5)],
+        [(19, -0.25)],
+        [(2, 2.0)],
+    ]
+
+
+def test_g24_an_episode_of_three_rows_is_refused_where_a_trainer_takes_one(stub: Stub, client: Client) -> None:
+    segments = [
+        make_segment(spans=[(shape.start, shape.end)], length=shape.length, indices=[k], terminated=k == 2, salt=k)
+        for k, shape in enumerate(EPISODE)
+    ]
+    stub.on(SUBMIT, good(messages.SubmitGroupsReply(epoch=1, groups=["g1"])))
+    stub.on(PULL, batch(body([make_trajectory(segments=segments)])))
+    stub.on(NACK, good({}))
+    with pytest.raises(InvalidRequest, match="is several rows, of which this trainer takes one"):
+        roll_out(client, "guess", [PromptGroup(task("a"), 1)])
