@@ -15,7 +15,7 @@ from headrace.wire.messages import PolicyServersReply, PolicyServerStatus
 from headrace_workers.episode.run_plan import make_plan
 from headrace_workers.policies import ServedPolicies
 from headrace_workers.policies import http_policies as served_module
-from headrace_workers.policies.server_pools import KeptPool
+from headrace_workers.policies.server_pools import ManagedPool
 from tests.workers.engine import Engine, serving
 from tests.workers.fakes import Clock
 from tests.workers.test_served import REQUEST, fine
@@ -74,7 +74,7 @@ async def test_without_a_word_from_the_orchestrator_no_version_of_an_adapter_is_
     async with serving(fine) as engine:
         policies = ServedPolicies(default_endpoints=[engine.url], clock=Clock())
         try:
-            with pytest.raises(PolicyFailure, match="which version") as caught:
+            with pytest.raises(PolicyFailure, match="is unknown") as caught:
                 await policies.at([]).sample(TRAINED)
         finally:
             await policies.close()
@@ -82,8 +82,8 @@ async def test_without_a_word_from_the_orchestrator_no_version_of_an_adapter_is_
 
 
 def test_names_of_several_servers_are_not_asked_themselves() -> None:
-    pool = KeptPool("run", ["dns+http://vllm:8000", "http://127.0.0.1:1"], Clock())
-    pool.miss()
+    pool = ManagedPool("run", ["dns+http://vllm:8000", "http://127.0.0.1:1"], Clock())
+    pool.mark_unreachable()
     assert list(pool.addresses()) == ["http://127.0.0.1:1"]
 
 

@@ -7,45 +7,45 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace_workers.policies import router as module
-from headrace_workers.policies.router import FAILURES_IN_A_ROW, Router, share_of
+from headrace_workers.policies.router import FAILURES_IN_A_ROW, ServerRouter, share_of
 from tests.workers.fakes import Clock
 
 A, B, C = "http://a", "http://b", "http://c"
 POOL = [A, B, C]
 
 
-def choose(router: Router, episode: str = "e", group: str = "g", pool: list[str] | None = None) -> str | None:
+def choose(router: ServerRouter, episode: str = "e", group: str = "g", pool: list[str] | None = None) -> str | None:
     return router.choose(pool if pool is not None else POOL, policy="p", group=group, episode=episode)
 
 
-def send(router: Router, episode: str, group: str = "g", pool: list[str] | None = None) -> str:
+def send(router: ServerRouter, episode: str, group: str = "g", pool: list[str] | None = None) -> str:
     address = choose(router, episode, group, pool)
     assert address is not None
     router.sent(address)
     return address
 
 
-def put_out(router: Router, address: str) -> None:
+def put_out(router: ServerRouter, address: str) -> None:
     router.sent(address)
     router.failed(address, "nobody listens", at_once=True)
 
 
 def test_the_server_with_the_fewest_open_requests_takes_the_first_request_of_a_group() -> None:
-    router = Router(Clock())
+    router = ServerRouter(Clock())
     for address in (A, A, B):
         router.sent(address)
     assert choose(router) == C
 
 
 def test_an_episode_and_its_group_stay_on_their_server() -> None:
-    router = Router(Clock())
+    router = ServerRouter(Clock())
     home = send(router, "e1")
     router.answered(home)
     assert [choose(router, episode) for episode in ("e1", "e1", "e2", "e3")] == [home] * 4
 
 
 def test_an_episode_leaves_a_server_that_has_more_than_its_share() -> None:
-    router = Router(Clock())
+    router = ServerRouter(Clock())
     home = send(router, "e1")
     router.answered(home)
     for _ in range(10):
@@ -55,14 +55,14 @@ def test_an_episode_leaves_a_server_that_has_more_than_its_share() -> None:
 
 def test_workers_agree_where_a_group_goes_when_all_servers_are_as_busy() -> None:
     groups = [f"g{number}" for number in range(30)]
-    first, second = Router(Clock()), Router(Clock())
+    first, second = ServerRouter(Clock()), ServerRouter(Clock())
     chosen = [choose(first, group, group) for group in groups]
     assert chosen == [choose(second, group, group, pool=[C, A, B]) for group in groups]
     assert set(chosen) == set(POOL)
 
 
 def test_a_server_is_put_out_after_failures_in_a_row_and_not_for_single_ones() -> None:
-    router = Router(Clock())
+    router = ServerRouter(Clock())
     for _ in range(FAILURES_IN_A_ROW - 1):
         router.sent(A)
         router.failed(A, "500")
@@ -78,7 +78,7 @@ def test_a_server_is_put_out_after_failures_in_a_row_and_not_for_single_ones() -
 
 def test_a_server_that_is_out_is_probed_later_each_time_and_returns_on_probation() -> None:
     clock = Clock()
-    router = Router(clock)
+    router = ServerRouter(clock)
     put_out(router, A)
     assert router.due() == []
     clock.now += module.FIRST_OUT_S
@@ -96,7 +96,7 @@ def test_a_server_that_is_out_is_probed_later_each_time_and_returns_on_probation
 
 
 def test_a_server_that_answers_is_in_whatever_it_did_before() -> None:
-    router = Router(Clock())
+    router = ServerRouter(Clock())
     router.sent(A)
     put_out(router, A)
     router.answered(A)
@@ -106,7 +106,7 @@ def test_a_server_that_answers_is_in_whatever_it_did_before() -> None:
 
 def test_when_all_are_out_the_one_that_returns_soonest_is_asked() -> None:
     clock = Clock()
-    router = Router(clock)
+    router = ServerRouter(clock)
     for address in (B, A, C):
         put_out(router, address)
         clock.now += 0.1
@@ -114,11 +114,11 @@ def test_when_all_are_out_the_one_that_returns_soonest_is_asked() -> None:
 
 
 def test_an_empty_pool_has_no_server() -> None:
-    assert choose(Router(Clock()), pool=[]) is None
+    assert choose(ServerRouter(Clock()), pool=[]) is None
 
 
 def test_a_server_that_left_is_forgotten_once_nothing_is_open_there() -> None:
-    router = Router(Clock())
+    router = ServerRouter(Clock())
     router.sent(A)
     router.server(B)
     router.forget(keep=[])
@@ -127,7 +127,7 @@ def test_a_server_that_left_is_forgotten_once_nothing_is_open_there() -> None:
 
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["send", "answered", "failed", "let_go", "dead", "probe", "wait", "leave", "join"]),
+        st.sampled_from(["send", "answered", "failed", "released", "dead", "probe", "wait", "leave", "join"]),
         st.integers(0, 7),
     ),
     max_size=120,
@@ -140,7 +140,7 @@ def test_no_choice_is_out_or_has_more_than_its_share_and_affinity_is_kept_where_
     events: list[tuple[str, int]],
 ) -> None:
     clock = Clock()
-    router = Router(clock)
+    router = ServerRouter(clock)
     pool = list(POOL)
     homes: dict[str, str] = {}
     opened: list[str] = []
@@ -157,16 +157,16 @@ def test_no_choice_is_out_or_has_more_than_its_share_and_affinity_is_kept_where_
             pool.remove(address)
         elif event == "join" and address not in pool:
             pool.append(address)
-        elif opened and event in ("answered", "failed", "let_go", "dead"):
+        elif opened and event in ("answered", "failed", "released", "dead"):
             address = opened.pop(number % len(opened))
-            if event in ("answered", "let_go"):
+            if event in ("answered", "released"):
                 getattr(router, event)(address)
             else:
                 router.failed(address, event, at_once=event == "dead")
         assert all(server.open == opened.count(server.address) for server in router.servers.values())
 
 
-def _check_choice(router: Router, pool: list[str], homes: dict[str, str], episode: str) -> None:
+def _check_choice(router: ServerRouter, pool: list[str], homes: dict[str, str], episode: str) -> None:
     inside = [address for address in pool if router.is_in(address)]
     share = share_of(sum(router.server(address).open for address in inside), max(1, len(inside)))
     home = homes.get(episode)

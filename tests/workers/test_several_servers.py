@@ -20,7 +20,7 @@ from headrace_workers.policies import router as router_module
 from headrace_workers.policies import server_client as server_module
 from headrace_workers.policies import server_list as following_module
 from headrace_workers.policies.pausable_deadline import Deadline
-from headrace_workers.policies.server_pools import UNHEARD_S, KeptPool
+from headrace_workers.policies.server_pools import UNHEARD_S, ManagedPool
 from tests.workers.engine import DROP, Engine, completion, serving
 from tests.workers.fakes import Clock
 from tests.workers.test_served import REQUEST, fine, raw, reply
@@ -247,7 +247,7 @@ def policy_waits(policy: Policy) -> bool:
     """Whether a pause of all servers has begun."""
     assert isinstance(policy, served_module.ServedPolicy)
     pool = policy._pool
-    assert isinstance(pool, KeptPool)
+    assert isinstance(pool, ManagedPool)
     return pool._hold_began_at is not None
 
 
@@ -316,22 +316,22 @@ async def test_a_turn_that_comes_while_all_servers_are_paused_waits_for_one(monk
 
 async def test_a_pause_that_a_restarted_orchestrator_counts_anew_is_counted_once() -> None:
     clock = Clock()
-    pool = KeptPool("r", [], clock)
-    pool.hear(
+    pool = ManagedPool("r", [], clock)
+    pool.update(
         PolicyServersReply(
             epoch=1, revision=1, servers=[PolicyServerStatus(address="a", state="syncing", paused_s=5.0)]
         )
     )
     clock.now += 2
     assert pool.paused_s("a") == 7.0
-    pool.hear(
+    pool.update(
         PolicyServersReply(
             epoch=2, revision=9, servers=[PolicyServerStatus(address="a", state="syncing", paused_s=0.5)]
         )
     )
     assert pool.paused_s("a") == 7.0
     clock.now += 1
-    pool.hear(
+    pool.update(
         PolicyServersReply(
             epoch=2, revision=10, servers=[PolicyServerStatus(address="a", state="serving", paused_s=1.5)]
         )
@@ -341,11 +341,11 @@ async def test_a_pause_that_a_restarted_orchestrator_counts_anew_is_counted_once
 
 async def test_a_pause_of_which_nobody_hears_any_more_is_over() -> None:
     clock = Clock()
-    pool = KeptPool("r", [], clock)
-    pool.hear(PolicyServersReply(epoch=1, revision=1, servers=[PolicyServerStatus(address="a", state="syncing")]))
+    pool = ManagedPool("r", [], clock)
+    pool.update(PolicyServersReply(epoch=1, revision=1, servers=[PolicyServerStatus(address="a", state="syncing")]))
     clock.now += UNHEARD_S + 1
     assert pool.addresses() == []
-    pool.miss()
+    pool.mark_unreachable()
     assert pool.addresses() == ["a"]
     assert (pool.paused_s("a"), pool.held_s()) == (UNHEARD_S, UNHEARD_S + 1)
 

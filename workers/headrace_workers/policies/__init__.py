@@ -1,4 +1,4 @@
-"""Policies: where a turn's tokens come from."""
+"""Policies: clients that sample a turn's tokens."""
 
 from headrace_workers.policies.base import Policy, PolicySource, Sample, SampleRequest, check_sample, one_version
 from headrace_workers.policies.http_policies import ServedPolicies

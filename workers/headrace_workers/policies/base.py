@@ -1,9 +1,9 @@
-"""What a policy is: prompt token ids in, sampled token ids and their logprobs out.
+"""The policy interface: prompt token ids in, sampled token ids and their logprobs out.
 
-* Every try has an id of its own: episode, attempt, turn and try are part of it.
-* Sampled ids and logprobs are taken as the engine gave them, or refused; never mended.
-* Each fault of a sample has a kind of its own and names its position.
-* Version runs cover the sample whole, in order.
+* Every try has a unique id: episode, attempt, turn and try are part of it.
+* Sampled ids and logprobs are taken as the engine returned them, or refused; never repaired.
+* Each fault of a sample has its own failure kind and names its position.
+* Version runs cover the whole sample, in order.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from headrace.errors import PolicyFailure
 from headrace.trajectory import Message, Sampling, Version, VersionRun
 
 Interrupted = Literal["continue", "restart"]
-"""``continue``: go on from the tokens that are there, on the new weights. ``restart``: sample the turn again."""
+"""``continue``: go on from the tokens sampled so far, with the new weights. ``restart``: sample the turn again."""
 
 AnyProtocol = Literal["auto", "generate", "completions", "chat"]
-"""How a server is asked. ``auto``: the best way that it knows."""
+"""The protocol of requests to a server. ``auto``: the best one that the server supports."""
 
 _TWO_SEEDS = struct.Struct("<QQ")
 _WORD = 2**64 - 1
@@ -36,19 +36,19 @@ LOWEST_LOGPROB = float(np.finfo(np.float32).min)
 
 
 class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One turn to be sampled.
+    """The request to sample one turn.
 
-    ``id`` names the turn (``episode-attempt-turn``); whoever sends a request appends the number of the try.
-    ``group`` and ``episode`` say whose turn it is: a router keeps both where their prefix is cached.
+    ``id`` names the turn (``episode-attempt-turn``); the sender appends the number of the try.
+    ``group`` and ``episode`` identify the episode: a router keeps both where their prefix is cached.
     ``prompt`` int[n] token ids, all below ``vocab_size``; ``messages`` and ``tools`` (JSON schemas of functions, in the
-    form of OpenAI's) say the same for a server that renders itself.
-    ``images``: those that the prompt shows, in order, each with one token in it.
-    ``sampling`` carries this turn's own seed; temperature 0 is greedy. ``structured_outputs``: what the answer must
-    match, as vLLM has it. ``interrupted``: what becomes of an answer that the engine ended for new weights.
-    ``timeout_s`` bounds the whole call, its retries included; what is paused for new weights is not counted.
+    form of OpenAI's) are the same prompt for a server that renders it itself.
+    ``images``: the images of the prompt, in order, each with one token in it.
+    ``sampling`` carries this turn's own seed; temperature 0 is greedy. ``structured_outputs``: the format that the
+    answer must match, as in vLLM. ``interrupted``: how to treat an answer that the engine ended for new weights.
+    ``timeout_s`` bounds the whole call, including retries; pauses for new weights do not count.
     ``adapter``: the trained adapter of the run, which samples this turn in the version that the server has; ``model``
     is then its base. ``frozen``: whether ``model`` is a frozen adapter.
-    ``text_will_do``: nothing is trained on this turn, so a server that gives no token ids is good enough.
+    ``text_will_do``: the turn is not trained on, so a server that returns no token ids is good enough.
     """
 
     id: str
@@ -74,22 +74,22 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 class SeenPrompt(NamedTuple):
     """A prompt with images, as the engine saw it. ``token_ids`` int[n]; ``images``: the range ``[start, end)`` of the
-    tokens that stand for each image, in order."""
+    tokens of each image, in order."""
 
     token_ids: list[int]
     images: list[tuple[int, int]]
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine sampled.
+    """A turn's sampled tokens, as the engine returned them.
 
     ``token_ids`` int[n] and ``logprobs`` float[n], n ≥ 1. ``versions`` are runs ``(end, version)`` over these n
-    positions. ``continued``: the positions at which sampling went on after an interruption, each part with a seed of
-    its own (``part_seed``). ``prompt``: the ids that the engine saw, where it rendered the messages itself.
-    ``seen``: a prompt with images, all tokens of each image in it.
-    ``text``: all that a server gave that gives no ids; the arrays are empty then.
-    ``servers``: where it was sampled, in order, failed tries included. ``waiting_s``: part of the call that was no
-    sampling (pauses for new weights, backoff, no server that takes requests); ``paused_s``: the pauses alone.
+    positions. ``continued``: the positions at which sampling resumed after an interruption, each part with its own seed
+    (``part_seed``). ``prompt``: the ids that the engine saw, if it rendered the messages itself.
+    ``seen``: a prompt with images, including all tokens of each image.
+    ``text``: the answer of a server that returns no ids; the arrays are then empty.
+    ``servers``: the servers that were asked, in order, including failed tries. ``waiting_s``: the part of the call
+    without sampling (pauses for new weights, backoff, no server available); ``paused_s``: the pauses alone.
     """
 
     token_ids: Sequence[int]
@@ -106,7 +106,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens whose logprobs are wanted. ``id`` names the request, as in ``SampleRequest``. ``token_ids`` int[n]."""
+    """The request for logprobs of given tokens, ``token_ids`` int[n]. ``id`` names it, as in ``SampleRequest``."""
 
     id: str
     model: str
@@ -118,23 +118,23 @@ class Policy(Protocol):
     """Samples turns."""
 
     async def sample(self, request: SampleRequest) -> Sample:
-        """Sample one turn. Raises PolicyFailure; ``extra["servers"]`` are those that were asked, as in ``Sample``.
+        """Sample one turn. Raises PolicyFailure; its ``extra["servers"]`` lists the servers asked, as in ``Sample``.
         Cancelling the call aborts it at the engine."""
         ...
 
 
 class PolicySource(Protocol):
-    """Gives the policy behind endpoints."""
+    """A provider of policies by endpoint."""
 
     def at(self, endpoints: Sequence[str], *, run: str = "", protocol: AnyProtocol = "auto") -> Policy:
         """The policy that these servers serve. Raises PolicyFailure ``no-endpoint``.
 
-        ``run``: the run whose servers these are, if the orchestrator keeps them; its list goes before ``endpoints``.
+        ``run``: the run that the servers belong to, if the orchestrator manages them; its list precedes ``endpoints``.
         """
         ...
 
     async def score(self, endpoints: Sequence[str], request: ScoreRequest) -> npt.NDArray[np.float32]:
-        """f32[n]: the logprob of each token under the policy that these servers serve, 0 for the first. Raises
+        """Logprobs f32[n] of each token under the policy that these servers serve, 0 for the first. Raises
         PolicyFailure."""
         ...
 
@@ -143,13 +143,13 @@ class PolicySource(Protocol):
         ...
 
     async def close(self) -> None:
-        """Close what is open."""
+        """Close all connections."""
         ...
 
 
 def part_seed(seed: int | None, part: int) -> int | None:
-    """The seed of a part of an interrupted turn, 63 bits; part 0 has the turn's own. With the same seed, an engine
-    would draw the first tokens of each part by the same random numbers."""
+    """The seed of a part of an interrupted turn, 63 bits; part 0 has the turn's own. If the parts shared a seed, an
+    engine would draw the first tokens of each with the same random numbers."""
     if seed is None or part == 0:
         return seed
     packed = _TWO_SEEDS.pack(seed & _WORD, part)
@@ -157,18 +157,18 @@ def part_seed(seed: int | None, part: int) -> int | None:
 
 
 def one_version(count: int, version: Version) -> list[VersionRun]:
-    """Version runs of a sample of ``count`` tokens that one version made."""
+    """Version runs of a sample of ``count`` tokens from one version."""
     return [VersionRun(count, version.lineage, version.n)]
 
 
 def check_sample(sample: Sample, vocab_size: int, max_tokens: int) -> None:
-    """Raise the PolicyFailure that says what is wrong with a sample, if anything is."""
+    """Raise a PolicyFailure that names the fault of an invalid sample."""
     count = len(sample.token_ids)
     if count == 0:
-        raise PolicyFailure("The policy sampled no token.", kind="empty-sample", retryable=True)
+        raise PolicyFailure("The policy sampled no tokens.", kind="empty-sample", retryable=True)
     if count > max_tokens:
         raise PolicyFailure(
-            f"The policy sampled {count} tokens, and {max_tokens} was the most that it was allowed.",
+            f"The policy sampled {count} tokens; the limit is {max_tokens}.",
             hint="The server must respect `max_tokens`; a proxy or a server default may override it.",
             kind="too-many-tokens",
             retryable=False,
@@ -184,7 +184,7 @@ def check_sample(sample: Sample, vocab_size: int, max_tokens: int) -> None:
 
 
 def _in_range(logprobs: Sequence[float]) -> bool:
-    # One pass in C each. A NaN hides from min and max, but not from the sum.
+    # Each is one pass in C. min and max do not detect a NaN; the sum does.
     try:
         return math.isfinite(math.fsum(logprobs)) and max(logprobs) <= 0.0 and min(logprobs) >= LOWEST_LOGPROB
     except (TypeError, ValueError, OverflowError):
@@ -196,7 +196,7 @@ def _refuse_token(token_ids: Sequence[int], vocab_size: int) -> None:
         if not 0 <= token < vocab_size:
             raise _broken(
                 "token-out-of-range",
-                f"Token id {token} at position {position} is not below {vocab_size}.",
+                f"Token id {token} at position {position} is not below the vocabulary size {vocab_size}.",
             )
 
 
@@ -204,7 +204,7 @@ def _refuse_logprob(logprobs: Sequence[float | None]) -> None:
     for position, value in enumerate(logprobs):
         where = f"at position {position}"
         if value is None:
-            raise _broken("logprob-missing", f"The engine has no logprob {where}.")
+            raise _broken("logprob-missing", f"The engine returned no logprob {where}.")
         if math.isnan(value):
             raise _broken("logprob-nan", f"The logprob {where} is NaN.")
         if math.isinf(value):
@@ -227,5 +227,5 @@ def _check_versions(versions: Sequence[VersionRun], count: int) -> None:
 
 def _broken(kind: str, detail: str) -> PolicyFailure:
     return PolicyFailure(
-        detail, hint="The sample is refused whole; nothing of it is stored or mended.", kind=kind, retryable=True
+        detail, hint="The whole sample is refused; none of it is stored or repaired.", kind=kind, retryable=True
     )

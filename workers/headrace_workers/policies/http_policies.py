@@ -1,12 +1,12 @@
-"""Policies that are served over HTTP: each is several servers, and a turn goes to one of them.
+"""Policies served over HTTP: each has several servers, and a turn goes to one of them.
 
-* What another server may cure is tried there, within the turn's deadline and under an id of its own.
-* The same server is asked again only if it gave no answer, or refused for its rate; a bounded number of times.
-* No part of an answer that was refused is kept; the sample of a turn comes from one try, or from parts of one turn that
-  the engine itself interrupted.
+* A failure that another server may not have is retried there, within the turn's deadline and under a new id.
+* The same server is asked again only if it did not answer or was over its rate limit, a bounded number of times.
+* No part of a refused answer is kept; a turn's sample comes from one try, or from the parts of a turn that the engine
+  itself interrupted.
 * Pauses for new weights do not count against the deadline; they are waiting time.
-* A server that does not even say whether it lives, or is ejected, is given up where another one is in.
-* Connections: one for each request that is open, kept for the next one; nothing ever queues for one.
+* A server that fails its health probes, or is ejected, loses its open requests if another server is in.
+* Each open request has its own connection, kept for the next one; no request queues for a connection.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from headrace.wire.policy_server import base_url
 from headrace_workers.policies.base import AnyProtocol, Policy, Sample, SampleRequest, ScoreRequest, one_version
 from headrace_workers.policies.logprobs import scored
 from headrace_workers.policies.pausable_deadline import Deadline
-from headrace_workers.policies.probes import Watch
-from headrace_workers.policies.router import Router
-from headrace_workers.policies.server_client import NO_ANSWER, NOT_ITS_HEALTH, NOT_THE_SERVERS, PolicyServer
-from headrace_workers.policies.server_list import Follower, ListServers
-from headrace_workers.policies.server_pools import FixedPool, KeptPool, Pool
-from headrace_workers.policies.turn import Turn
+from headrace_workers.policies.probes import ServerProber
+from headrace_workers.policies.router import ServerRouter
+from headrace_workers.policies.server_client import NO_ANSWER, NOT_ITS_HEALTH, NOT_THE_SERVERS, PolicyServerClient
+from headrace_workers.policies.server_list import ListServers, ServerListPoller
+from headrace_workers.policies.server_pools import FixedPool, ManagedPool, ServerPool
+from headrace_workers.policies.turn import SampledTurn
 
 MAX_TRIES = 3
-"""Tries at one server that gives no answer, the first included. More would hide a dead server."""
+"""Tries at one server that does not answer, including the first. More would hide a dead server."""
 
 BACKOFF_S = 0.1
-"""Pause before the second try at the same server; it doubles. A restarted load balancer is back within it."""
+"""Pause before the second try at the same server; it doubles. A load balancer restarts within it."""
 
 LONGEST_BACKOFF_S = 5.0
-"""Between tries at a server that refuses for its rate."""
+"""The longest pause between tries at a server that is over its rate limit."""
 
 MAX_INTERRUPTIONS = 64
-"""Parts of one turn. Weights change a few times while a long one is sampled; an engine that aborts all is broken."""
+"""Most parts of one turn. Weights change a few times during a long turn; an engine that aborts more often is broken."""
 
 
 class ServedPolicies:
-    """All servers that a worker talks to; they share one router.
+    """All policy servers of a worker, behind one router.
 
     ``default_endpoints`` serve runs that name none. ``list_servers`` asks the orchestrator for the servers of a run;
-    without it, they are those that the run's spec names.
+    without it, the run's spec names them.
     """
 
     def __init__(
@@ -60,14 +60,14 @@ class ServedPolicies:
         list_servers: ListServers | None = None,
     ) -> None:
         self._list_servers = list_servers
-        self._followers: dict[str, Follower] = {}
+        self._followers: dict[str, ServerListPoller] = {}
         self._default_endpoints = tuple(default_endpoints)
         self._clock = clock
-        self._servers: dict[str, PolicyServer] = {}
+        self._servers: dict[str, PolicyServerClient] = {}
         self._policies: dict[tuple[Any, ...], Policy] = {}
-        self._pools: dict[str, Pool] = {}
-        self.router = Router(clock)
-        self._watch = Watch(self.router, self._server, clock)
+        self._pools: dict[str, ServerPool] = {}
+        self.router = ServerRouter(clock)
+        self._watch = ServerProber(self.router, self._server, clock)
 
     def at(self, endpoints: Sequence[str], *, run: str = "", protocol: AnyProtocol = "auto") -> Policy:
         if run and self._list_servers is not None:
@@ -91,51 +91,51 @@ class ServedPolicies:
                 return await scored(request, pool, self.router, self._server)
         except TimeoutError as error:
             raise PolicyFailure(
-                f"{pool.name} gave no logprobs within {request.timeout_s:g} s.", kind="timeout", retryable=True
+                f"{pool.name} returned no logprobs within {request.timeout_s:g} s.", kind="timeout", retryable=True
             ) from error
 
     async def close(self) -> None:
-        """Close every connection; open requests end, and their engines stop."""
+        """Close every connection; this ends open requests and stops their engines."""
         await self._watch.stop()
         for follower in self._followers.values():
             await follower.stop()
         await asyncio.gather(*(server.close() for server in self._servers.values()))
 
-    def _follower(self, run: str, endpoints: Sequence[str], ask: ListServers) -> Follower:
+    def _follower(self, run: str, endpoints: Sequence[str], ask: ListServers) -> ServerListPoller:
         follower = self._followers.get(run)
         if follower is None:
-            pool = KeptPool(run, [base_url(address) for address in endpoints], self._clock)
-            follower = self._followers[run] = Follower(run, pool, ask, lambda: self._heard(pool), self._clock)
+            pool = ManagedPool(run, [base_url(address) for address in endpoints], self._clock)
+            follower = self._followers[run] = ServerListPoller(run, pool, ask, lambda: self._heard(pool), self._clock)
         return follower
 
-    def _pool(self, endpoints: Sequence[str], run: str) -> Pool:
+    def _pool(self, endpoints: Sequence[str], run: str) -> ServerPool:
         if run in self._followers:
             return self._followers[run].pool
         return self._fixed_pool(endpoints)
 
-    def _fixed_pool(self, endpoints: Sequence[str]) -> Pool:
+    def _fixed_pool(self, endpoints: Sequence[str]) -> ServerPool:
         addresses = list(dict.fromkeys(base_url(address) for address in endpoints or self._default_endpoints))
         if not any(addresses):
             raise PolicyFailure(
-                "Nothing says where the policy is served.",
+                "The policy has no endpoint.",
                 hint="Set policy.endpoints in the run spec, or start the worker with --policy-endpoint.",
                 kind="no-endpoint",
                 retryable=False,
             )
         return FixedPool(addresses)
 
-    def _heard(self, pool: KeptPool) -> None:
+    def _heard(self, pool: ManagedPool) -> None:
         for address in pool.ejected():
             if address in self._servers:
                 self._servers[address].give_up("server-ejected")
         self._tidy()
 
     def _tidy(self) -> None:
-        """Forget the servers that no policy has any more, once nothing is open there."""
+        """Forget servers that no policy uses any more and that have no open request."""
         known = set().union(*(pool.all_addresses() for pool in self._pools.values()))
         self.router.forget(known)
         for address in [name for name in self._servers if name not in known and name not in self.router.servers]:
-            self._servers.pop(address).hang_up()
+            self._servers.pop(address).close_connections()
 
     def stats(self) -> dict[str, float]:
         """Requests and failures of each server so far. Safe to call from any thread."""
@@ -145,24 +145,24 @@ class ServedPolicies:
             counts[f"policy_failures {server.address}"] = float(server.failures)
         return counts
 
-    def _server(self, address: str) -> PolicyServer:
+    def _server(self, address: str) -> PolicyServerClient:
         server = self._servers.get(address)
         if server is None:
-            server = self._servers[address] = PolicyServer(address, self._clock)
+            server = self._servers[address] = PolicyServerClient(address, self._clock)
         return server
 
 
 class ServedPolicy:
-    """One policy behind a pool of servers. ``run``: whose weights it is; empty for anybody's."""
+    """One policy behind a pool of servers. ``run``: the run that owns the weights; empty for any."""
 
     def __init__(
         self,
         run: str,
-        pool: Pool,
+        pool: ServerPool,
         protocol: AnyProtocol,
-        router: Router,
-        server: Callable[[str], PolicyServer],
-        watch: Watch,
+        router: ServerRouter,
+        server: Callable[[str], PolicyServerClient],
+        watch: ServerProber,
         clock: Callable[[], float],
     ) -> None:
         self._run = run
@@ -174,7 +174,7 @@ class ServedPolicy:
         self._clock = clock
 
     async def sample(self, request: SampleRequest) -> Sample:
-        turn = Turn(request, self._pool, self._clock)
+        turn = SampledTurn(request, self._pool, self._clock)
         deadline = Deadline(request.timeout_s, turn.paused_s)
         try:
             async with deadline:
@@ -185,7 +185,7 @@ class ServedPolicy:
             turn.named(failure)
             raise
 
-    async def _sample(self, turn: Turn, deadline: Deadline) -> Sample:
+    async def _sample(self, turn: SampledTurn, deadline: Deadline) -> Sample:
         while True:
             address = await self._take(turn)
             try:
@@ -203,8 +203,8 @@ class ServedPolicy:
             if not part.token_ids:
                 await turn.pause(BACKOFF_S)
 
-    async def _take(self, turn: Turn) -> str:
-        """The server that is asked next; waits while none may be."""
+    async def _take(self, turn: SampledTurn) -> str:
+        """Choose the server to ask next; waits until one is available."""
         request = turn.request
         while True:
             candidates = turn.untried(self._pool.addresses())
@@ -214,11 +214,11 @@ class ServedPolicy:
             if address is not None:
                 return address
             if turn.failure is not None and self._pool.addresses():
-                raise turn.failure  # all that there are have failed it
+                raise turn.failure  # every server has failed this turn
             await turn.wait_for_a_server()
 
-    async def _ask(self, turn: Turn, address: str, deadline: Deadline) -> Sample:
-        """One try at one server; the router is told how it went."""
+    async def _ask(self, turn: SampledTurn, address: str, deadline: Deadline) -> Sample:
+        """Try one server, and report the result to the router."""
         router = self._router
         server = self._server(address)
         asked = turn.request
@@ -234,17 +234,20 @@ class ServedPolicy:
                 protocol=self._protocol,
                 request_id=request_id,
                 movable=lambda: self._others(turn, address),
-                # What an adapter is called says whose it is, and of which version; whose the base is does not matter.
+                # An adapter's name at the server contains its run and version; the base may belong to any run.
                 run="" if asked.adapter or asked.frozen else self._run,
             )
-            if version is not None:  # the name that was asked for is the version
+            if version is not None:  # the requested name contains the version
                 sample = msgspec.structs.replace(sample, versions=one_version(len(sample.token_ids), version))
             turn.check(sample)
         except PolicyFailure as failure:
             if failure.kind == "unknown-model" and (request.adapter or request.frozen):
-                failure.kind, failure.retryable = "adapter-not-loaded", True  # it is loaded again, or was overtaken
+                failure.kind, failure.retryable = (
+                    "adapter-not-loaded",
+                    True,
+                )  # it is loading, or was replaced
             if failure.kind in NOT_THE_SERVERS | NOT_ITS_HEALTH:
-                router.let_go(address)
+                router.released(address)
             else:
                 router.failed(address, str(failure), at_once=failure.kind == "connection-refused")
             raise
@@ -253,15 +256,15 @@ class ServedPolicy:
                 turn.late = address
                 router.failed(address, f"No answer within {turn.request.timeout_s:g} s.")
             else:
-                router.let_go(address)
+                router.released(address)
             raise
         finally:
             turn.end()
         router.answered(address)
         return sample
 
-    async def _recover(self, turn: Turn, address: str, failure: PolicyFailure) -> None:
-        """Prepare another try, or raise."""
+    async def _recover(self, turn: SampledTurn, address: str, failure: PolicyFailure) -> None:
+        """Prepare another try, or raise the failure."""
         turn.failure = failure
         if failure.kind in NOT_THE_SERVERS:
             raise failure
@@ -278,6 +281,6 @@ class ServedPolicy:
         else:
             raise failure
 
-    def _others(self, turn: Turn, address: str) -> bool:
-        """Whether another server is in that this turn has not tried."""
+    def _others(self, turn: SampledTurn, address: str) -> bool:
+        """Return whether a server is in that this turn has not tried."""
         return any(other != address and self._router.is_in(other) for other in turn.untried(self._pool.addresses()))

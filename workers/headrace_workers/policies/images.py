@@ -1,7 +1,7 @@
-"""Images on their way to a policy server, and what it made of a prompt that shows them.
+"""Images of a prompt: their encoding for a policy server, and the check of the prompt that the engine saw.
 
-* An encoded image is sent as it is stored; an array of pixels is sent as a PNG, which loses nothing.
-* A prompt is sent with one token for each image. What the engine saw must be that prompt, with more tokens for images
+* An encoded image is sent as it is stored; an array of pixels is sent as a PNG, which is lossless.
+* A prompt is sent with one token for each image. The engine must have seen that prompt, with more tokens for the images
   and no other difference.
 """
 
@@ -23,11 +23,11 @@ PNG_COLOURS = {1: 0, 3: 2, 4: 6}
 """PNG's colour type by number of channels: grey, RGB, RGBA."""
 
 NO_FILTER = b"\0"
-"""How PNG stores a row as it is."""
+"""PNG's filter type of an unfiltered row."""
 
 
 def data_url(image: AssetData) -> str:
-    """The image as a ``data:`` URL."""
+    """Encode the image as a ``data:`` URL."""
     media_type, data = image.media_type, image.data
     if media_type == ARRAY_MEDIA_TYPE:
         media_type, data = "image/png", png(decode_array(data))
@@ -35,7 +35,7 @@ def data_url(image: AssetData) -> str:
 
 
 def png(pixels: npt.NDArray[np.uint8]) -> bytes:
-    """Pixels u1[height, width] or u1[height, width, channels] as a PNG."""
+    """Encode pixels u1[height, width] or u1[height, width, channels] as a PNG."""
     height, width = pixels.shape[:2]
     channels = 1 if pixels.ndim == 2 else pixels.shape[2]
     rows = b"".join(NO_FILTER + row.tobytes() for row in np.ascontiguousarray(pixels))
@@ -51,18 +51,18 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
 def seen_prompt(
     sent: Sequence[int], count: int, token_ids: Sequence[int] | None, images: Sequence[tuple[int, int]] | None
 ) -> SeenPrompt:
-    """What the engine saw of a prompt with ``count`` images. Raises PolicyFailure ``placeholders-missing``,
+    """The prompt with ``count`` images as the engine saw it. Raises PolicyFailure ``placeholders-missing``,
     ``images-changed`` or ``prompt-changed``."""
     if token_ids is None or images is None:
         raise PolicyFailure(
-            "The answer does not say which tokens stand for the images of the prompt.",
+            "The answer does not say which tokens of the prompt are images.",
             hint="The server must answer with `prompt_token_ids` and `mm_placeholders`, as vLLM's generate route does.",
             kind="placeholders-missing",
             retryable=False,
         )
     if len(images) != count:
         raise PolicyFailure(
-            f"{count} images were sent, and the engine saw {len(images)}.", kind="images-changed", retryable=False
+            f"{count} images were sent, but the engine saw {len(images)}.", kind="images-changed", retryable=False
         )
     collapsed: list[int] = []
     last = 0
@@ -73,8 +73,8 @@ def seen_prompt(
     collapsed += token_ids[last:]
     if collapsed != list(sent):
         raise PolicyFailure(
-            f"The engine saw a prompt of {len(token_ids)} tokens that differs from the one that was sent by more than "
-            "the tokens of its images.",
+            f"The engine saw a prompt of {len(token_ids)} tokens that differs from the sent one in "
+            "more than its image tokens.",
             kind="prompt-changed",
             retryable=False,
         )

@@ -1,4 +1,4 @@
-"""A policy that lives in the worker's own process, for benchmarks and tests.
+"""A policy inside the worker's own process, for benchmarks and tests.
 
 * The object's ``sample`` may be a plain function or a coroutine function.
 * A worker started with one asks it for every endpoint.
@@ -20,7 +20,7 @@ from headrace_workers.policies.base import AnyProtocol, Policy, Sample, SampleRe
 
 
 class InProcessSampler(Protocol):
-    """What a ``module:factory`` returns."""
+    """The object that a ``module:factory`` returns."""
 
     def sample(self, request: SampleRequest) -> Sample | Awaitable[Sample]:
         """Sample one turn; same contract as ``Policy.sample``."""
@@ -68,7 +68,7 @@ class InProcessPolicy:
 
     async def score(self, endpoints: Sequence[str], request: ScoreRequest) -> npt.NDArray[np.float32]:
         raise PolicyFailure(
-            "A policy in the worker's own process does not score.",
+            "An in-process policy cannot score tokens.",
             hint="Start the worker without --policy for runs that have scorers.",
             kind="no-scoring",
             retryable=False,
@@ -78,11 +78,11 @@ class InProcessPolicy:
         return {}
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: an in-process policy opens no connection."""
 
 
 def load_in_process_policy(path: str) -> InProcessPolicy:
-    """Call ``module:factory`` without arguments. Raises SetupError if it cannot be found or gives no policy."""
+    """Call ``module:factory`` without arguments. Raises SetupError if it does not exist or returns no policy."""
     module, _, name = path.partition(":")
     try:
         factory = cast(Callable[[], Any], getattr(importlib.import_module(module), name))
@@ -93,5 +93,5 @@ def load_in_process_policy(path: str) -> InProcessPolicy:
         ) from error
     sampler = factory()
     if not callable(getattr(sampler, "sample", None)):
-        raise SetupError(f"The policy {path!r} gave {type(sampler).__name__}, which has no sample method.")
+        raise SetupError(f"The policy {path!r} returned {type(sampler).__name__}, which has no sample method.")
     return InProcessPolicy(sampler)

@@ -1,8 +1,8 @@
-"""Asks the servers of a policy for the logprobs of given tokens.
+"""Requests for the logprobs of given tokens, over the servers of a policy.
 
-* A failure that another server may cure is tried there; the same server is asked again if weights changed meanwhile,
-  or if it gave no answer, a bounded number of times.
-* A failure is raised. No number ever takes the place of a logprob.
+* A failure that another server may not have is retried there; the same server is asked again if weights changed
+  meanwhile or if it did not answer, a bounded number of times.
+* A failure is raised. No other number ever replaces a logprob.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ import numpy.typing as npt
 
 from headrace.errors import PolicyFailure
 from headrace_workers.policies.base import ScoreRequest
-from headrace_workers.policies.router import Router
-from headrace_workers.policies.server_client import NO_ANSWER, NOT_ITS_HEALTH, NOT_THE_SERVERS, PolicyServer
-from headrace_workers.policies.server_pools import Pool
+from headrace_workers.policies.router import ServerRouter
+from headrace_workers.policies.server_client import NO_ANSWER, NOT_ITS_HEALTH, NOT_THE_SERVERS, PolicyServerClient
+from headrace_workers.policies.server_pools import ServerPool
 
 MAX_TRIES = 5
-"""Questions at most, over all servers."""
+"""Most requests, over all servers."""
 
 BACKOFF_S = 0.1
-"""Before the same server is asked again; it doubles."""
+"""Pause before the same server is asked again; it doubles."""
 
 AGAIN = NO_ANSWER | {"version-changed", "rate-limited"}
-"""Kinds of failures after which the same server may be asked again."""
+"""Failure kinds after which the same server may be asked again."""
 
 
 async def scored(
-    request: ScoreRequest, pool: Pool, router: Router, server: Callable[[str], PolicyServer]
+    request: ScoreRequest, pool: ServerPool, router: ServerRouter, server: Callable[[str], PolicyServerClient]
 ) -> npt.NDArray[np.float32]:
-    """f32[n], from the first server that gives them. Raises PolicyFailure."""
+    """Logprobs f32[n] from the first server that returns them. Raises PolicyFailure."""
     tried: set[str] = set()
     number = 0
     while True:
         number += 1
         candidates = [address for address in pool.addresses() if address not in tried]
         address = router.choose(candidates, policy=pool.name, group=request.id, episode=request.id)
-        assert address is not None  # the last one is never among those that failed
+        assert address is not None  # the last server is never among the failed ones
         try:
             return await _ask(request, f"{request.id}-{number}", address, router, server)
         except PolicyFailure as failure:
@@ -54,19 +54,23 @@ async def scored(
 
 
 async def _ask(
-    request: ScoreRequest, request_id: str, address: str, router: Router, server: Callable[[str], PolicyServer]
+    request: ScoreRequest,
+    request_id: str,
+    address: str,
+    router: ServerRouter,
+    server: Callable[[str], PolicyServerClient],
 ) -> npt.NDArray[np.float32]:
     router.sent(address)
     try:
         scores = await server(address).score(request, request_id=request_id)
     except PolicyFailure as failure:
         if failure.kind in NOT_THE_SERVERS | NOT_ITS_HEALTH:
-            router.let_go(address)
+            router.released(address)
         else:
             router.failed(address, str(failure), at_once=failure.kind == "connection-refused")
         raise
     except BaseException:
-        router.let_go(address)
+        router.released(address)
         raise
     router.answered(address)
     return scores

@@ -1,4 +1,4 @@
-"""A deadline that does not run while the servers are paused for new weights."""
+"""A deadline that stops while the policy servers are paused for new weights."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from headrace.common.timeouts import timeout
 
 
 class Deadline:
-    """``async with``: raises TimeoutError after ``timeout_s`` seconds, those not counted that ``paused_s`` says.
+    """An ``async with`` block that raises TimeoutError after ``timeout_s`` seconds, not counting pauses.
 
-    ``paused_s`` gives the seconds of pause since the block was entered; it may grow while nobody looks.
+    ``paused_s`` returns the seconds of pause since the block was entered; it may grow between calls.
     """
 
     def __init__(self, timeout_s: float, paused_s: Callable[[], float]) -> None:

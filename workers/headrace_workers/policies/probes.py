@@ -1,9 +1,9 @@
-"""Probes servers: those that are out, for their return; those that are silent, for whether they live.
+"""Health probes of policy servers that are out or silent.
 
-* A server that is out is probed when its time has come, and returns when it lives.
-* A server with open requests that has said nothing for a while is asked whether it lives. If it does not say so, twice
-  in a row, it is put out, and its requests go elsewhere where they can.
-* Nothing is probed while nothing is asked of any server.
+* A server that is out is probed when it is due, and returns when it answers.
+* A server with open requests that has been silent for a while is probed. If two probes in a row fail, it is put out,
+  and its requests move to other servers where possible.
+* No server is probed while no requests are sent.
 """
 
 from __future__ import annotations
@@ -12,23 +12,25 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from headrace_workers.policies.router import Router
-from headrace_workers.policies.server_client import PolicyServer
+from headrace_workers.policies.router import ServerRouter
+from headrace_workers.policies.server_client import PolicyServerClient
 
 LOOK_S = 0.5
-"""How often the watch looks whether somebody is to be probed."""
+"""Interval at which the prober looks for servers to probe."""
 
 SILENT_S = 5.0
-"""A server with open requests is probed after so much silence. Long answers are longer than this; a probe is cheap."""
+"""Silence after which a server with open requests is probed. Long answers take longer than this; a probe is cheap."""
 
 MISSES = 2
-"""Probes without an answer that mean a frozen server. One may be lost in a busy moment."""
+"""Failed probes in a row that mean a frozen server. A busy server may miss one."""
 
 
-class Watch:
-    """Probes the servers of a router in the background, while there is something to watch."""
+class ServerProber:
+    """Probes the servers of a router in the background."""
 
-    def __init__(self, router: Router, server: Callable[[str], PolicyServer], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, router: ServerRouter, server: Callable[[str], PolicyServerClient], clock: Callable[[], float]
+    ) -> None:
         self._router = router
         self._server = server
         self._clock = clock
@@ -37,12 +39,12 @@ class Watch:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Watch from now on, if nobody does."""
+        """Start the background task if it is not running."""
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._watch())
 
     async def stop(self) -> None:
-        """Stop, and end all probes."""
+        """Stop the background task and all probes."""
         tasks = [task for task in (self._task, *self._probes.values()) if task is not None]
         for task in tasks:
             task.cancel()
@@ -67,7 +69,7 @@ class Watch:
             task.add_done_callback(lambda _: self._probes.pop(address, None))
 
     async def _ask_back(self, address: str) -> None:
-        """Whether a server that is out is back."""
+        """Probe a server that is out."""
         server = self._server(address)
         problem = await server.problem()
         if not problem:
@@ -75,7 +77,7 @@ class Watch:
         self._router.probed(address, problem)
 
     async def _ask_alive(self, address: str) -> None:
-        """Whether a silent server lives."""
+        """Probe a silent server."""
         server = self._server(address)
         problem = await server.problem()
         if not problem:

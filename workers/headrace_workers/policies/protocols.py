@@ -1,10 +1,10 @@
-"""The three ways to ask a server for tokens, each as a request body and a reader of the answer.
+"""The three protocols for sampling tokens, each as a request body and a reader of the answer.
 
 * ``generate`` and ``completions`` send the prompt as token ids; ``chat`` sends messages, and the server renders them.
-* A reader takes ids and logprobs as they stand; what is not there is None.
-* An answer that is no JSON, or holds not one choice, is ``unreadable-response``. NaN and infinities are read, so that
-  the check of the sample can name their position.
-* A logprob that vLLM had to make up reads as missing.
+* A reader takes ids and logprobs unchanged; missing ones are None.
+* An answer that is not JSON, or has not exactly one choice, is ``unreadable-response``. NaN and infinities are read, so
+  that the check of the sample can name their position.
+* A logprob that vLLM had to invent reads as missing.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from headrace_workers.policies.server_errors import quoted
 ProtocolName = Literal["generate", "completions", "chat"]
 
 
-class Choice(NamedTuple):
-    """One choice of an answer, whatever route gave it. ``prompt``: the ids that the server says it saw. ``spans``:
-    which weights sampled which tokens. ``images``: the ranges of the prompt that stand for images."""
+class AnswerChoice(NamedTuple):
+    """One choice of an answer, in the form shared by all protocols. ``prompt``: the ids that the server says it saw.
+    ``spans``: the weights that sampled each range of tokens. ``images``: the ranges of the prompt that are images."""
 
     token_ids: list[int] | None
     logprobs: list[float | None] | None
@@ -38,13 +38,13 @@ class Choice(NamedTuple):
     images: list[tuple[int, int]] | None = None
 
 
-class Protocol(NamedTuple):
-    """One way to ask. ``body`` makes a request's body; ``read`` gives the choice of an answer."""
+class SamplingProtocol(NamedTuple):
+    """A protocol: ``body`` makes a request's body; ``read`` returns the choice of an answer."""
 
     name: ProtocolName
     path: str
     body: Callable[[SampleRequest], bytes]
-    read: Callable[[bytes], Choice]
+    read: Callable[[bytes], AnswerChoice]
 
 
 _encode = msgspec.json.Encoder().encode
@@ -77,13 +77,13 @@ def _generate_body(request: SampleRequest) -> bytes:
     )
 
 
-def _read_generate(body: bytes) -> Choice:
+def _read_generate(body: bytes) -> AnswerChoice:
     answer = _decoded(_generate_answer, body)
     choice = _only(answer.choices)
     logprobs = None if choice.logprobs is None else choice.logprobs.content
     if logprobs is not None and choice.token_ids is not None:
         _check_same_tokens(choice.token_ids, logprobs)
-    return Choice(
+    return AnswerChoice(
         token_ids=choice.token_ids,
         logprobs=None if logprobs is None else _known([item.logprob for item in logprobs]),
         finish_reason=choice.finish_reason or "",
@@ -117,10 +117,10 @@ def _completion_body(request: SampleRequest) -> bytes:
     )
 
 
-def _read_completion(body: bytes) -> Choice:
+def _read_completion(body: bytes) -> AnswerChoice:
     choice = _only(_decoded(_completion_answer, body).choices)
     logprobs = None if choice.logprobs is None else choice.logprobs.token_logprobs
-    return Choice(
+    return AnswerChoice(
         token_ids=choice.token_ids,
         logprobs=None if logprobs is None else _known(logprobs),
         finish_reason=choice.finish_reason or "",
@@ -145,7 +145,7 @@ def _chat_body(request: SampleRequest) -> bytes:
             stop_token_ids=request.stop_token_ids,
             logprobs=True,
             return_token_ids=True,
-            # What OpenAI's own interface has, where that can say it.
+            # OpenAI's own field, where it can express the schema.
             response_format=None
             if schema is None
             else {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}},
@@ -163,11 +163,11 @@ def _chat_message(message: Message) -> policy_server.ChatMessage:
     return policy_server.ChatMessage(role=message.role, content=content)
 
 
-def _read_chat(body: bytes) -> Choice:
+def _read_chat(body: bytes) -> AnswerChoice:
     answer = _decoded(_chat_answer, body)
     choice = _only(answer.choices)
     logprobs = None if choice.logprobs is None else choice.logprobs.content
-    return Choice(
+    return AnswerChoice(
         token_ids=choice.token_ids,
         logprobs=None if logprobs is None else _known([item.logprob for item in logprobs]),
         finish_reason=choice.finish_reason or "",
@@ -177,18 +177,18 @@ def _read_chat(body: bytes) -> Choice:
     )
 
 
-PROTOCOLS: dict[ProtocolName, Protocol] = {
+PROTOCOLS: dict[ProtocolName, SamplingProtocol] = {
     protocol.name: protocol
     for protocol in (
-        Protocol("generate", policy_server.GENERATE, _generate_body, _read_generate),
-        Protocol("completions", policy_server.COMPLETIONS, _completion_body, _read_completion),
-        Protocol("chat", policy_server.CHAT, _chat_body, _read_chat),
+        SamplingProtocol("generate", policy_server.GENERATE, _generate_body, _read_generate),
+        SamplingProtocol("completions", policy_server.COMPLETIONS, _completion_body, _read_completion),
+        SamplingProtocol("chat", policy_server.CHAT, _chat_body, _read_chat),
     )
 }
 
 
 def _known(logprobs: list[float | None]) -> list[float | None]:
-    """The same, with None where the engine made one up."""
+    """Logprobs with None for those that the engine invented."""
     if policy_server.CLAMPED_LOGPROB not in logprobs:
         return logprobs
     return [None if value == policy_server.CLAMPED_LOGPROB else value for value in logprobs]
@@ -200,7 +200,7 @@ def _check_same_tokens(token_ids: list[int], logprobs: Sequence[policy_server.To
     for position, (token, item) in enumerate(zip(token_ids, logprobs, strict=False)):
         if item.token_id is not None and item.token_id != token:
             raise PolicyFailure(
-                f"The logprob at position {position} is of token {item.token_id}, and the token there is {token}.",
+                f"The logprob at position {position} is of token {item.token_id}, but the sampled token is {token}.",
                 kind="logprob-of-another-token",
                 retryable=True,
             )

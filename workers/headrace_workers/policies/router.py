@@ -1,12 +1,12 @@
-"""Which of a policy's servers takes the next request: a pure core, with the clock passed in.
+"""The choice of the policy server for each request: a pure core, with the clock passed in.
 
-* A server that is out takes nothing while another is in; when all are out, the one that returns soonest is asked.
-* An episode stays on its server, and a group near the first one's, unless that has more than its share.
-* Else the server with the fewest open requests takes it. So none has more than ``OVERLOAD`` times its share.
-* A server is put out after failures in a row, at once when nobody answers there, each time for longer.
-* A server that is out returns when it answers, or when a probe of it does; then one failure puts it out again.
+* A server that is out gets no request while another is in; when all are out, the one due back first is asked.
+* An episode stays on its server, and a group on its first episode's, unless that server has more than its share.
+* Otherwise the server with the fewest open requests takes it, so none has more than ``OVERLOAD`` times its share.
+* A server is put out after several failures in a row, or at once if it cannot be reached, each time for longer.
+* A server that is out returns when a request or a probe succeeds; one more failure then puts it out again.
 
-``sent`` opens a request at a server; exactly one of ``answered``, ``failed`` and ``let_go`` closes it.
+``sent`` opens a request at a server; exactly one of ``answered``, ``failed`` and ``released`` closes it.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 OVERLOAD = 1.5
-"""A request leaves the server that has its prefix in its cache when that has so many times the mean of open requests.
-Reading a prefix again costs less than waiting behind half as many requests again."""
+"""Multiple of the mean of open requests above which a request leaves the server that caches its prefix.
+Computing a prefix again costs less than waiting behind half as many requests again."""
 
 FAILURES_IN_A_ROW = 3
-"""So many put a server out. One may be the request's own fault, or an unlucky moment."""
+"""Failures in a row that put a server out. A single one may be the request's own fault or bad luck."""
 
 FIRST_OUT_S = 1.0
-"""How long a server is out the first time; it doubles."""
+"""Time that a server is out the first time; it doubles."""
 
 LONGEST_OUT_S = 60.0
-"""A server that loads a large model is back within minutes; a probe a minute costs nothing."""
+"""Longest time that a server is out. One that loads a large model returns within minutes; a probe a minute is cheap."""
 
 MAX_HOMES = 1 << 16
-"""Episodes and groups whose server is remembered; the least recent are forgotten, and lose a cached prefix."""
+"""Most episodes and groups whose server is remembered; the least recent are forgotten and lose a cached prefix."""
 
 
 @dataclass(slots=True)
 class ServerRecord:
-    """What is known of one server. ``out_until`` None: it is in. ``row``: failures in a row. ``outs``: how often it was
-    put out since it last answered. ``heard_at``: when it last answered, or was asked with nothing open."""
+    """The router's state of one server. ``out_until`` None: it is in. ``row``: failures in a row. ``outs``: times
+    that it was put out since its last answer. ``heard_at``: its last answer, or a request while it was idle."""
 
     address: str
     open: int = 0
@@ -50,8 +50,8 @@ class ServerRecord:
     reason: str = ""
 
 
-class Router:
-    """All servers that a worker sends requests to. ``clock`` is monotonic, in seconds."""
+class ServerRouter:
+    """The state of all servers that a worker sends requests to. ``clock`` is monotonic, in seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -66,13 +66,13 @@ class Router:
         return record
 
     def is_in(self, address: str) -> bool:
-        """Whether it takes requests."""
+        """Return whether the server takes requests."""
         return self.server(address).out_until is None
 
     def choose(self, pool: Sequence[str], *, policy: str, group: str, episode: str) -> str | None:
-        """The server of ``pool`` that takes the next request of an episode; None if the pool is empty.
+        """The server of ``pool`` for the next request of an episode; None if the pool is empty.
 
-        ``policy`` tells apart the policies that an episode talks to: it has a home with each.
+        ``policy`` distinguishes the policies of an episode: it has a preferred server for each.
         """
         if len(pool) == 1:
             return pool[0]
@@ -103,10 +103,10 @@ class Router:
         if len(self._homes) > MAX_HOMES:
             self._homes.popitem(last=False)
 
-    # What becomes of requests
+    # Outcomes of requests
 
     def sent(self, address: str) -> None:
-        """A request was opened there."""
+        """Record that a request was opened."""
         server = self.server(address)
         if not server.open:
             server.heard_at = self._clock()
@@ -114,7 +114,7 @@ class Router:
         server.requests += 1
 
     def answered(self, address: str) -> None:
-        """A request got an answer that is one."""
+        """Record that a request got a valid answer."""
         server = self.server(address)
         server.open -= 1
         server.heard_at = self._clock()
@@ -122,12 +122,12 @@ class Router:
         server.out_until = None
         server.reason = ""
 
-    def let_go(self, address: str) -> None:
-        """A request ended, and that says nothing about the server."""
+    def released(self, address: str) -> None:
+        """Record that a request ended for a reason unrelated to the server."""
         self.server(address).open -= 1
 
     def failed(self, address: str, reason: str, *, at_once: bool = False) -> None:
-        """A request failed by the server's fault. ``at_once``: so that no other should be sent there."""
+        """Record a failure of the server. ``at_once``: put it out immediately."""
         server = self.server(address)
         server.open -= 1
         server.failures += 1
@@ -138,7 +138,7 @@ class Router:
     # Probes
 
     def due(self) -> list[str]:
-        """The servers that are out and whose time to be probed has come."""
+        """The servers that are out and due for a probe."""
         now = self._clock()
         return [
             server.address
@@ -147,20 +147,20 @@ class Router:
         ]
 
     def heard(self, address: str) -> None:
-        """A server with open requests said that it lives."""
+        """Record a successful probe of a server with open requests."""
         self.server(address).heard_at = self._clock()
 
     def silent(self, address: str, problem: str) -> None:
-        """A server with open requests did not say that it lives."""
+        """Record a failed probe of a server with open requests."""
         server = self.server(address)
         if server.out_until is None:
             self._put_out(server, problem)
 
     def probed(self, address: str, problem: str) -> None:
-        """What a probe of a server that is out found; empty: it lives."""
+        """Record the result of probing a server that is out; empty means healthy."""
         server = self.servers.get(address)
         if server is None:
-            return  # forgotten meanwhile
+            return  # the server was forgotten meanwhile
         if problem:
             self._put_out(server, problem)
         elif server.out_until is not None:
@@ -168,7 +168,7 @@ class Router:
             server.row = FAILURES_IN_A_ROW - 1
 
     def forget(self, keep: Collection[str]) -> None:
-        """Forget the servers without open requests that are not among these."""
+        """Forget all servers without open requests except these."""
         for address in [name for name, server in self.servers.items() if not server.open and name not in keep]:
             del self.servers[address]
 
@@ -179,10 +179,10 @@ class Router:
 
 
 def share_of(open_requests: int, servers: int) -> int:
-    """Most open requests that a server may have for one more to go there for its cache's sake."""
+    """Most open requests of a server that still gets one more because of its cached prefix."""
     return math.ceil(OVERLOAD * (open_requests + 1) / servers)
 
 
 def _rank(group: str, address: str) -> int:
-    """The order in which a group prefers equally loaded servers: the same on every worker."""
+    """The order in which a group prefers equally loaded servers, the same on every worker."""
     return zlib.crc32(f"{group} {address}".encode())

@@ -1,11 +1,12 @@
 """The client of one policy server.
 
-* A request is sent once: who may be asked again, and where, is decided elsewhere.
-* Token ids are asked for and needed, unless the request says that text will do.
-* Each way a request can fail has a kind of its own, and says whether another try could help.
-* Cancelling a call closes its connection, so that the engine stops; where it can be told by the request's id, it is.
-* What the server is (the best way to ask it, its models) is found out once, by requests that sample nothing.
-* An answer that says which weights made which token is believed; else it is bracketed by what the server confirms.
+* A request is sent once; the caller decides about retries.
+* Token ids are required, unless the request accepts text.
+* Each way a request can fail has its own failure kind, and says whether another try could help.
+* Cancelling a call closes its connection and aborts the request by its id, so that the engine stops.
+* The server's protocol and models are determined once, by requests that sample nothing.
+* An answer that states the weights of each token is trusted; otherwise the versions that the server confirms before and
+  after the call bracket it.
 * Redirects are not followed.
 """
 
@@ -27,24 +28,24 @@ from headrace.trajectory import VersionRun
 from headrace.wire import policy_server
 from headrace_workers.policies.base import AnyProtocol, Sample, SampleRequest, ScoreRequest, one_version
 from headrace_workers.policies.images import seen_prompt
-from headrace_workers.policies.protocols import PROTOCOLS, Choice, Protocol, lenient
+from headrace_workers.policies.protocols import PROTOCOLS, AnswerChoice, SamplingProtocol, lenient
 from headrace_workers.policies.server_errors import context_overflow, refusal
 from headrace_workers.policies.version_confirmation import Confirmations, confirmed_name, read_version
 
 CONFIRM_TIMEOUT_S = 10.0
-"""Deadline of one question for the weight version, or for what the server is."""
+"""Deadline of one request for the weight version, or for the server's properties."""
 
 PROBE_TIMEOUT_S = 5.0
-"""Deadline of one question whether the server lives. A busy one answers late, a frozen one never."""
+"""Deadline of one health probe. A busy server answers late, a frozen one never."""
 
 LAST_WORDS_S = 1.0
-"""At the end, for aborts that are under way."""
+"""Time that closing waits for aborts under way."""
 
 NO_ANSWER = frozenset({"connection-refused", "connection-lost"})
-"""Kinds of failures without any answer: the same server may be asked again."""
+"""Failure kinds without any answer: the same server may be asked again."""
 
 NOT_THE_SERVERS = frozenset({"context-overflow", "request-refused", "prompt-out-of-vocabulary"})
-"""Kinds of failures that the request brings with it: another server would say the same."""
+"""Failure kinds caused by the request: another server would answer the same."""
 
 NOT_ITS_HEALTH = frozenset(
     {
@@ -56,19 +57,18 @@ NOT_ITS_HEALTH = frozenset(
         "server-ejected",
     }
 )
-"""Kinds of failures that another try may cure, and that do not make the server a bad one for other requests."""
+"""Failure kinds that another try may cure and that do not count against the server."""
 
 GivenUp = Literal["not-responding", "server-ejected"]
-"""Kinds of failures of requests that a server is not waited for with. One that was ejected may hold them back for
-ever."""
+"""Failure kinds of requests that were moved off a server. An ejected server may hold them back for ever."""
 
 MAX_ANSWER_BYTES = 256 << 20
-"""Longest answer that is read: the log-probabilities of a million tokens have room in it. What never ends would take
-all memory within its deadline."""
+"""Longest answer that is read; the logprobs of a million tokens fit. An endless answer would fill the memory within
+its deadline."""
 
 _WHY: dict[GivenUp, str] = {
-    "not-responding": "does not answer, not even whether it lives",
-    "server-ejected": "was ejected, and nobody knows when it goes on",
+    "not-responding": "does not answer, not even a health probe",
+    "server-ejected": "was ejected, and it is unknown when it returns",
 }
 _ABSENT = frozenset({404, 405})
 _encode = msgspec.json.Encoder().encode
@@ -76,8 +76,8 @@ _decode_weight_info = msgspec.json.Decoder(policy_server.WeightInfo).decode
 _decode_models = msgspec.json.Decoder(policy_server.ModelList).decode
 
 
-class PolicyServer:
-    """One server, for all policies that it serves. ``clock`` is monotonic, in seconds."""
+class PolicyServerClient:
+    """The client of one server, for all policies that it serves. ``clock`` is monotonic, in seconds."""
 
     def __init__(self, address: str, clock: Callable[[], float]) -> None:
         """Raises PolicyFailure ``bad-address``."""
@@ -86,7 +86,7 @@ class PolicyServer:
         self._confirmations = Confirmations(self._weight_name, clock)
         self._answers_carry_versions = False
         self._meeting: asyncio.Task[None] | None = None
-        self._best: Protocol | None = None
+        self._best: SamplingProtocol | None = None
         self._longest: dict[str, int] = {}
         self._open: dict[asyncio.Timeout, Callable[[], bool]] = {}
         self._given_up: dict[asyncio.Timeout, PolicyFailure] = {}
@@ -97,8 +97,8 @@ class PolicyServer:
     ) -> Sample:
         """Sample one turn, or a part of it. Raises PolicyFailure; ``finish_reason`` may be ``engine.ABORTED``.
 
-        ``movable``: whether another server could take the request if this one is given up. ``run``: whose weights are
-        wanted; empty for anybody's.
+        ``movable``: whether another server could take the request. ``run``: the run whose weights are required; empty
+        for any.
         """
         if self._best is None:
             await self._meet()
@@ -134,7 +134,7 @@ class PolicyServer:
         )
 
     async def score(self, request: ScoreRequest, *, request_id: str) -> npt.NDArray[np.float32]:
-        """f32[n]: the logprob of each token under the one version that the server held. Raises PolicyFailure."""
+        """Logprobs f32[n] of the tokens under the one version that the server held. Raises PolicyFailure."""
         before = await self._confirmations.before()
         body = scoring_body(request.model, request.token_ids)
         answer = await self._post(policy_server.COMPLETIONS, body, request_id, lambda: True)
@@ -147,15 +147,15 @@ class PolicyServer:
         return scores
 
     def give_up(self, kind: GivenUp) -> None:
-        """End the open requests that could go elsewhere, as failures of this kind."""
+        """Fail the open requests that could go to another server, with this failure kind."""
         why = _WHY[kind]
         for scope in [scope for scope, movable in self._open.items() if movable()]:
             self._given_up[scope] = PolicyFailure(f"{self.address} {why}.", kind=kind, retryable=True)
             scope.reschedule(asyncio.get_running_loop().time())
 
     def _abort(self, request_id: str) -> None:
-        """End a request at the engine by its id. Closing its connection has told the server already; this is for those
-        that stand behind something that hides it."""
+        """Abort a request at the engine by its id. Closing the connection already aborts it, unless a proxy hides that
+        from the server."""
         body = _encode(policy_server.AbortRequests(request_ids=[policy_server.GENERATE_PREFIX + request_id]))
         task = asyncio.get_running_loop().create_task(
             self._ask("POST", policy_server.ABORT_REQUESTS, PROBE_TIMEOUT_S, body=body)
@@ -169,28 +169,28 @@ class PolicyServer:
             task.exception()  # a server that cannot be told is found out by those who still want something of it
 
     async def close(self) -> None:
-        """Wait for what the server is still to be told, and close all connections."""
+        """Wait for pending aborts, and close all connections."""
         if self._aborts:
             await asyncio.wait(self._aborts, timeout=LAST_WORDS_S)
         for task in self._aborts:
             task.cancel()
         await self._connections.close()
 
-    def hang_up(self) -> None:
+    def close_connections(self) -> None:
         """Close all connections."""
         self._connections.hang_up()
 
     async def problem(self) -> str:
-        """What keeps the server from answering a question for its health; empty if it lives."""
+        """Probe the server's health: the problem found, empty if it is healthy."""
         try:
             answer = await self._get(policy_server.HEALTH, PROBE_TIMEOUT_S)
         except PolicyFailure as failure:
             return str(failure)
-        # A server that has no such route lives all the same.
+        # A server without a health route is alive, too.
         return "" if answer.status < 500 else str(refusal(f"{self.address}{policy_server.HEALTH}", *answer))
 
     def is_back(self) -> None:
-        """It was away, and may be another server now: what was found out about it is asked again."""
+        """Forget the server's properties: it was away, and may now be another server."""
         self._best = None
         self._longest = {}
         self._answers_carry_versions = False
@@ -198,8 +198,8 @@ class PolicyServer:
     # One answer
 
     def _fitted(self, request: SampleRequest) -> SampleRequest:
-        """The request with no more tokens than the server's context has room for."""
-        # An adapter that came later has the context of the model below it.
+        """Reduce the request's tokens to the room left in the server's context."""
+        # An adapter that was loaded later has the context length of its base model.
         longest = self._longest.get(request.model, min(self._longest.values(), default=None))
         if longest is None:
             return request
@@ -208,25 +208,25 @@ class PolicyServer:
             raise context_overflow(f"The prompt of {len(request.prompt)} tokens fills the {longest} of {self.address}.")
         return request if request.max_tokens <= room else msgspec.structs.replace(request, max_tokens=room)
 
-    def _check_prompt(self, choice: Choice, request: SampleRequest, way: Protocol) -> list[int] | None:
-        """The prompt that the server rendered itself, if it did; one that was sent must be the one that it saw."""
+    def _check_prompt(self, choice: AnswerChoice, request: SampleRequest, way: SamplingProtocol) -> list[int] | None:
+        """The prompt if the server rendered it itself. Raises PolicyFailure if it saw another one than was sent."""
         if way.name == "chat":
             return choice.prompt
         if request.images:
-            return None  # the engine saw more tokens than were sent; `seen_prompt` compares them
+            return None  # the engine saw more tokens than were sent; `seen_prompt` compares the prompts
         if choice.prompt is not None and choice.prompt != list(request.prompt):
             raise PolicyFailure(
-                f"The engine saw a prompt of {len(choice.prompt)} tokens that is not the one of "
-                f"{len(request.prompt)} that was sent.",
+                f"The engine saw a prompt of {len(choice.prompt)} tokens that differs from the "
+                f"sent one of {len(request.prompt)}.",
                 kind="prompt-changed",
                 retryable=False,
             )
         return None
 
-    def _text_sample(self, choice: Choice, request: SampleRequest) -> Sample:
+    def _text_sample(self, choice: AnswerChoice, request: SampleRequest) -> Sample:
         if not (request.text_will_do and choice.text):
             raise PolicyFailure(
-                f"{self.address} answered with text but without token ids. Text is never turned back into tokens.",
+                f"{self.address} answered with text but without token ids. Text is never tokenized again.",
                 hint="For training the server must return token ids: it needs to know `return_token_ids` (vLLM 0.10.2 "
                 "or later). Evaluations do without.",
                 kind="no-token-ids",
@@ -244,10 +244,12 @@ class PolicyServer:
             return await self._confirmations.before()
         except PolicyFailure as failure:
             if request.text_will_do and failure.kind == "request-refused":
-                return failure  # a server that knows no versions may still answer with text
+                return failure  # a server without versions may still answer with text
             raise
 
-    async def _versions(self, choice: Choice, count: int, before: str | PolicyFailure, run: str) -> list[VersionRun]:
+    async def _versions(
+        self, choice: AnswerChoice, count: int, before: str | PolicyFailure, run: str
+    ) -> list[VersionRun]:
         if choice.spans is None:
             self._answers_carry_versions = False
             if isinstance(before, PolicyFailure):
@@ -272,7 +274,7 @@ class PolicyServer:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             return confirmed_name(lenient(answer.body, policy_server.WeightInfo, error).weight_version)
 
-    # What the server is
+    # Properties of the server
 
     async def _meet(self) -> None:
         if self._meeting is None:
@@ -283,13 +285,13 @@ class PolicyServer:
     def _met(self, task: asyncio.Task[None]) -> None:
         self._meeting = None
         if not task.cancelled():
-            task.exception()  # whoever waited has it; perhaps nobody did
+            task.exception()  # the waiting callers have it, if there are any
 
     async def _find_out(self) -> None:
         for card in (await self._models()).data:
             if card.max_model_len is not None:
                 self._longest[card.id] = card.max_model_len
-        # An empty request samples nothing. Where the route is there it is a bad one; vLLM answers 403 where it is shut.
+        # An empty request samples nothing. An existing route answers that it is invalid; vLLM answers 403 if disabled.
         if await self._status_of_nothing(policy_server.GENERATE) in (400, 422):
             self._best = PROTOCOLS["generate"]
         elif (
@@ -305,7 +307,7 @@ class PolicyServer:
             return (await self._ask("POST", path, CONFIRM_TIMEOUT_S, body=b"{}")).status
         except PolicyFailure as failure:
             if failure.kind == "connection-lost":
-                return 0  # some break off rather than refuse what they cannot read
+                return 0  # some servers break off instead of refusing a request that they cannot read
             raise
 
     async def _models(self) -> policy_server.ModelList:
@@ -313,7 +315,7 @@ class PolicyServer:
         try:
             return _decode_models(answer.body) if answer.status == 200 else policy_server.ModelList()
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return policy_server.ModelList()  # not every server keeps a list
+            return policy_server.ModelList()  # not every server lists its models
 
     async def _refused(self, answer: HttpResponse) -> PolicyFailure:
         failure = refusal(self.address, *answer)
@@ -382,8 +384,8 @@ def _connections(address: str) -> HttpClient:
         return HttpClient(address, {"Content-Type": "application/json"}, MAX_ANSWER_BYTES)
     except ValueError as error:
         raise PolicyFailure(
-            f"A policy server cannot be spoken to: {error}.",
-            hint="An address reads like http://127.0.0.1:8000.",
+            f"The address of a policy server is invalid: {error}.",
+            hint="Give an address such as http://127.0.0.1:8000.",
             kind="bad-address",
             retryable=False,
         ) from error

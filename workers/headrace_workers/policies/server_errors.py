@@ -1,7 +1,7 @@
-"""What an error answer of a policy server stands for.
+"""The mapping from error answers of a policy server to failures.
 
-* Each way to refuse has a kind of its own, and says whether another try could help.
-* The server's own words are quoted, to a bounded length.
+* Each refusal has its own failure kind, and says whether another try could help.
+* The server's own message is quoted, to a bounded length.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from headrace.errors import PolicyFailure
 from headrace.wire.policy_server import ErrorResponse
 
 QUOTE_CHARACTERS = 300
-"""How much of an error body a failure quotes."""
+"""Characters of an error body that a failure quotes."""
 
 _CONTEXT_WORDS = ("maximum context length", "maximum model length", "context_length_exceeded", "context window")
 _VOCABULARY_WORDS = ("out of vocabulary", "outside the vocabulary")
 
 _UNWRITABLE = b"out of range float"
-"""What Python's JSON says of NaN and infinities, and servers pass on."""
+"""Message of Python's JSON encoder about NaN and infinities, which servers pass on."""
 
 _decode_error = msgspec.json.Decoder(ErrorResponse).decode
 
 
 def refusal(who: str, status: int, body: bytes) -> PolicyFailure:
-    """The failure that an answer with an error status stands for."""
+    """Convert an error answer to a failure."""
     said = quoted(body)
     if status == 429:
         return PolicyFailure(f"{who} is over its rate limit (429): {said}", kind="rate-limited", retryable=True)
     if status == 500 and _UNWRITABLE in body.lower():
         return PolicyFailure(
-            f"{who} could not write a logprob that is no finite number ({status}): {said}",
-            hint="The model's arithmetic breaks down on this prompt; a shorter context or a wider dtype may help.",
+            f"{who} could not write a logprob that is not finite ({status}): {said}",
+            hint="The model computes no finite numbers for this prompt; a shorter context or a wider dtype may help.",
             kind="logprob-unwritable",
             retryable=True,
         )
@@ -49,8 +49,8 @@ def refusal(who: str, status: int, body: bytes) -> PolicyFailure:
         return context_overflow(f"{who} finds the prompt too long ({status}): {said}")
     if any(word in words for word in _VOCABULARY_WORDS):
         return PolicyFailure(
-            f"{who} does not know a token of the prompt ({status}): {said}",
-            hint="The renderer's tokenizer must be that of the model: `headrace policy check` tells.",
+            f"{who} has no such token as one in the prompt ({status}): {said}",
+            hint="The renderer's tokenizer must be that of the model: run `headrace policy check`.",
             kind="prompt-out-of-vocabulary",
             retryable=False,
         )
@@ -63,7 +63,7 @@ def refusal(who: str, status: int, body: bytes) -> PolicyFailure:
 
 
 def context_overflow(detail: str) -> PolicyFailure:
-    """The prompt does not fit into the model's context: the end of the episode, as a truncation."""
+    """The failure of a prompt that exceeds the model's context; it truncates the episode."""
     return PolicyFailure(
         detail,
         hint="Set limits.max_context_tokens to what the server allows (its max_model_len).",
@@ -73,7 +73,7 @@ def context_overflow(detail: str) -> PolicyFailure:
 
 
 def quoted(body: bytes) -> str:
-    """The beginning of a body, as text."""
+    """The beginning of a body as text."""
     text = body.decode(errors="replace").strip()
     return text if len(text) <= QUOTE_CHARACTERS else text[:QUOTE_CHARACTERS] + "…"
 

@@ -1,8 +1,8 @@
-"""Keeps a run's pool as the orchestrator tells, by a long poll for each run that is played here.
+"""The orchestrator's list of a run's policy servers, kept current by a long poll for each active run.
 
-* The pool hears of a change as soon as the orchestrator knows of it.
-* While the orchestrator is away the pool stays as it was, and is asked for again and again.
-* A run that nobody plays any more is not followed any more, until somebody does.
+* The pool gets a change as soon as the orchestrator knows it.
+* While the orchestrator is away the pool stays unchanged, and the poll is retried.
+* A run without recent turns is not polled, until its next turn.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from collections.abc import Awaitable, Callable
 
 from headrace.errors import HeadraceError
 from headrace.wire.messages import PolicyServersReply
-from headrace_workers.policies.server_pools import KeptPool
+from headrace_workers.policies.server_pools import ManagedPool
 
 ListServers = Callable[[str, int, float], Awaitable[PolicyServersReply]]
-"""Asks the orchestrator for the servers of a run: its name, the revision that is known, and how long to wait."""
+"""Request to the orchestrator for the servers of a run: its name, the known revision, and the longest wait."""
 
 WAIT_S = 20.0
-"""Long poll: below the idle limits of common proxies."""
+"""Wait of the long poll, below the idle limits of common proxies."""
 
 SHORTEST_POLL_S = 0.05
-"""Between two polls: an answer that comes at once, again and again, must not keep a processor busy."""
+"""Shortest time between two polls: immediate answers must not keep a processor busy."""
 
 RETRY_S = 1.0
-"""After a poll that got no answer."""
+"""Pause after a poll without an answer."""
 
 IDLE_S = 120.0
-"""A run is followed for so long after its last turn: longer than an environment's usual step."""
+"""Time that a run is polled after its last turn; longer than the usual step of an environment."""
 
 
-class Follower:
-    """Follows the servers of one run. Call ``used`` at each turn; ``on_change`` is called after each word of them."""
+class ServerListPoller:
+    """Polls the servers of one run. Call ``used`` at each turn; ``on_change`` is called after each update."""
 
     def __init__(
-        self, run: str, pool: KeptPool, ask: ListServers, on_change: Callable[[], None], clock: Callable[[], float]
+        self, run: str, pool: ManagedPool, ask: ListServers, on_change: Callable[[], None], clock: Callable[[], float]
     ) -> None:
         self.pool = pool
         self._on_change = on_change
@@ -46,13 +46,13 @@ class Follower:
         self._task: asyncio.Task[None] | None = None
 
     def used(self) -> None:
-        """A turn is about to be sampled: the pool is wanted."""
+        """Record that a turn is about to be sampled, and start polling if needed."""
         self._used_at = self._clock()
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._follow())
 
     async def stop(self) -> None:
-        """Follow no longer."""
+        """Stop polling."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -64,11 +64,11 @@ class Follower:
             try:
                 reply = await self._ask(self._run, revision, WAIT_S)
             except HeadraceError:
-                self.pool.miss()
+                self.pool.mark_unreachable()
                 await asyncio.sleep(RETRY_S)
                 continue
-            self.pool.hear(reply)
+            self.pool.update(reply)
             self._on_change()
-            # Revision 0: the orchestrator keeps no list, and does not wait.
+            # Revision 0: the orchestrator manages no servers of this run, and answers at once.
             await asyncio.sleep(SHORTEST_POLL_S if reply.revision else WAIT_S)
             revision = reply.revision

@@ -1,14 +1,14 @@
-"""The servers of one policy: which of them take requests now, and how long they were paused.
+"""Pools of policy servers: which of them take requests now, and how long they were paused.
 
-* A fixed pool is what a spec or a command line names; all of its servers take requests, and none is ever paused.
-* A kept pool is what the orchestrator says: servers that are paused, drained or ejected take nothing new.
-* Until the orchestrator was heard, a kept pool takes nothing; if it keeps no list, or is away from the start, what the
-  spec names takes all.
-* Which version of a trained adapter a server has is what the orchestrator saw there; its name at the server says it.
-* A pause is told by the orchestrator's own count of its seconds, and by our clock since that was heard. A restarted
-  orchestrator may count anew.
-* A pause of which nobody has heard for a while is taken to be over: the server itself holds requests while it is
-  paused, and says which weights made what.
+* A fixed pool has the servers that a spec or a command line names; all take requests, and none is ever paused.
+* A managed pool follows the orchestrator's list: servers that are paused, drained or ejected take no new requests.
+* Until the orchestrator answers, a managed pool has no servers; if it manages none for the run, or is away from the
+  start, the servers that the spec names take all requests.
+* The version of a trained adapter at a server is the one that the orchestrator saw there; its name there contains it.
+* The length of a pause is the orchestrator's own count plus our clock since its last answer. A restarted orchestrator
+  may start its count again.
+* A pause without news for a while is taken to be over: a paused server holds requests itself, and names the weights of
+  each token.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from headrace.wire.messages import PolicyServersReply, PolicyServerStatus
 from headrace.wire.policy_server import DNS_PREFIX, adapter_server_name, base_url
 
 BASE = Version(0, 0)
-"""What a trained adapter is before its first version: nothing, added to the base."""
+"""The version of a trained adapter before its first load: the base alone."""
 
 UNHEARD_S = 120.0
-"""A pause lasts no longer than its lease, and the orchestrator is back by then."""
+"""Time without an answer of the orchestrator after which its states are stale. No pause lasts longer than its lease."""
 
 
-class Pool(Protocol):
+class ServerPool(Protocol):
     """The servers of a policy."""
 
     @property
     def name(self) -> str:
-        """Tells the pool apart from others."""
+        """The pool's unique name."""
         ...
 
     def addresses(self) -> Sequence[str]:
@@ -42,33 +42,33 @@ class Pool(Protocol):
         ...
 
     def all_addresses(self) -> set[str]:
-        """Every server that the pool knows of."""
+        """Every server of the pool, whatever its state."""
         ...
 
     def paused_s(self, address: str) -> float:
-        """Seconds that a server was paused for new weights so far."""
+        """Seconds that a server has been paused for new weights so far."""
         ...
 
     def adapter(self, address: str, name: str) -> tuple[str, Version]:
-        """What the run's trained adapter is called at a server, in the version that it has there; no name where that
-        is the base alone. Raises PolicyFailure."""
+        """Name and version of the run's trained adapter at a server; the name is empty if it has only the base. Raises
+        PolicyFailure."""
         ...
 
     def held_s(self) -> float:
-        """Seconds in which no server took requests since some were paused for new weights."""
+        """Seconds in which no server took requests because of pauses for new weights."""
         ...
 
     async def changed(self) -> None:
-        """Wait until ``addresses`` may be other ones."""
+        """Wait until ``addresses`` may have changed."""
         ...
 
-    def why(self) -> str:
-        """Why no server takes requests."""
+    def unavailable_reason(self) -> str:
+        """The reason that no server takes requests."""
         ...
 
 
 class FixedPool:
-    """Servers that stay as they are."""
+    """A fixed list of servers."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self.name = " ".join(addresses)
@@ -92,17 +92,17 @@ class FixedPool:
     async def changed(self) -> None:
         await asyncio.Event().wait()
 
-    def why(self) -> str:
+    def unavailable_reason(self) -> str:
         return ""
 
 
-class KeptPool:
-    """The servers of a run, as the orchestrator tells. ``named``: those of the run's spec."""
+class ManagedPool:
+    """The servers of a run, as the orchestrator lists them. ``named``: the servers of the run's spec."""
 
     def __init__(self, run: str, named: Sequence[str], clock: Callable[[], float]) -> None:
         self.name = f"run {run}"
         self._run = run
-        #: Those that are names of several are known to the orchestrator alone.
+        #: Without DNS names of several servers: only the orchestrator resolves those.
         self._named = [server for server in named if not server.startswith(DNS_PREFIX)]
         self._clock = clock
         self._servers: dict[str, PolicyServerStatus] = {}
@@ -113,22 +113,22 @@ class KeptPool:
         self._held_s = 0.0
         self._change = asyncio.Event()
 
-    def hear(self, reply: PolicyServersReply) -> None:
-        """What the orchestrator says now."""
+    def update(self, reply: PolicyServersReply) -> None:
+        """Take the orchestrator's current list."""
         if not reply.revision and not reply.servers:
-            self.miss()  # it keeps no list of this run
+            self.mark_unreachable()  # it manages no servers of this run
             return
-        # A server that left may still answer; its pauses are over.
+        # A removed server may still answer; its pauses are over.
         servers = {base_url(server.address): server for server in reply.servers}
         for name, server in servers.items():
             if name in self._servers and server.paused_s < self._servers[name].paused_s:
-                self._earlier_s[name] = self.paused_s(name) - server.paused_s  # it began to count anew
+                self._earlier_s[name] = self.paused_s(name) - server.paused_s  # its count started again
         self._servers = servers
         self._heard_at = self._clock()
         self._take([name for name, server in self._servers.items() if server.state in ("serving", "unknown")])
 
-    def miss(self) -> None:
-        """It could not be heard."""
+    def mark_unreachable(self) -> None:
+        """Record that the orchestrator did not answer."""
         if self._heard_at is None:
             self._take(self._named)
         elif self._clock() - self._heard_at > UNHEARD_S:
@@ -142,7 +142,7 @@ class KeptPool:
         return {*self._named, *self._servers}
 
     def ejected(self) -> list[str]:
-        """The servers that take nothing until they confirm a version that they should have."""
+        """The servers that take no requests until they confirm a current version."""
         return [name for name, server in self._servers.items() if server.state == "ejected"]
 
     def paused_s(self, address: str) -> float:
@@ -166,7 +166,7 @@ class KeptPool:
     async def changed(self) -> None:
         await self._change.wait()
 
-    def why(self) -> str:
+    def unavailable_reason(self) -> str:
         if self._heard_at is None:
             return "The orchestrator did not say which servers the run has."
         states = [
@@ -188,8 +188,8 @@ class KeptPool:
 
 def _unknown_version(address: str, adapter: str) -> PolicyFailure:
     return PolicyFailure(
-        f"Nobody says which version of adapter {adapter} {address} has.",
-        hint="The orchestrator does, of servers that policy.endpoints names: does it reach that one?",
+        f"The version of adapter {adapter} at {address} is unknown.",
+        hint="The orchestrator knows it for servers in policy.endpoints: check that it reaches this one.",
         kind="adapter-not-loaded",
         retryable=True,
     )

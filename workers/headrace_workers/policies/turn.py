@@ -1,9 +1,9 @@
-"""One turn while it is sampled: its tries, its parts, and where its time went.
+"""The state of one turn while it is sampled: its tries, its parts and its time.
 
-* Each try has a number of its own, whatever server it goes to.
-* Parts that the engine interrupted are put together in order: ids, logprobs, version runs. Each has a seed of its own.
-* With ``restart``, and where going on is impossible (structured outputs, messages instead of ids), parts are dropped.
-* Time in which the asked server was paused, or all servers were, is pause; backoff and want of servers is waiting.
+* Each try has its own number, whatever server it goes to.
+* Parts that the engine interrupted are joined in order: ids, logprobs, version runs. Each has its own seed.
+* With ``restart``, and where continuing is impossible (structured outputs, messages instead of ids), parts are dropped.
+* Time in which the asked server or all servers were paused is pause; backoff and lack of servers is waiting.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from headrace.errors import PolicyFailure
 from headrace.trajectory import VersionRun
 from headrace.wire.policy_server import ABORTED
 from headrace_workers.policies.base import Sample, SampleRequest, check_sample, part_seed
-from headrace_workers.policies.server_pools import Pool
+from headrace_workers.policies.server_pools import ServerPool
 
 
-class Turn:
-    """The state of one call of ``Policy.sample``. ``failure`` is that of the last try; ``late``: the server that was
-    being asked when the time was up."""
+class SampledTurn:
+    """The state of one call of ``Policy.sample``. ``failure``: of the last try; ``late``: the server asked when the
+    time was up."""
 
-    def __init__(self, request: SampleRequest, pool: Pool, clock: Callable[[], float]) -> None:
+    def __init__(self, request: SampleRequest, pool: ServerPool, clock: Callable[[], float]) -> None:
         self.request = request
         self.tried: set[str] = set()
         self.failure: PolicyFailure | None = None
@@ -44,7 +44,7 @@ class Turn:
         self._waiting_s = 0.0
 
     def untried(self, addresses: Iterable[str]) -> list[str]:
-        """Those of these servers that did not fail this turn."""
+        """The given servers that have not failed this turn."""
         if not self.tried:
             return list(addresses)
         return [address for address in addresses if address not in self.tried]
@@ -52,7 +52,7 @@ class Turn:
     # Tries
 
     def begin(self, address: str) -> tuple[SampleRequest, str]:
-        """The request of the next try, and its id."""
+        """Begin the next try: its request and its id."""
         self._tries += 1
         if address not in self._servers:
             self._servers.append(address)
@@ -61,17 +61,17 @@ class Turn:
         return self._rest(), f"{self.request.id}-{self._tries}"
 
     def end(self) -> None:
-        """The try is over."""
+        """Record the end of the try."""
         self._paused_s += self._asked_pause_s()
         self._asked = ""
 
     def check(self, sample: Sample) -> None:
-        """Raise the PolicyFailure that says what is wrong with a part, if anything is."""
+        """Raise a PolicyFailure that names the fault of an invalid part."""
         if sample.text is None and (sample.token_ids or sample.finish_reason != ABORTED):
             check_sample(sample, self.request.vocab_size, self._left())
 
     def add(self, part: Sample) -> Sample | None:
-        """Take a part; gives the whole sample if it is the last one."""
+        """Add a part; returns the whole sample after the last one."""
         if part.finish_reason == ABORTED:
             self.interruptions += 1
             goes_on = self.request.interrupted == "continue" and part.prompt is None
@@ -115,7 +115,7 @@ class Turn:
         return self.request.max_tokens - sum(len(part.token_ids) for part in self._parts)
 
     def _rest(self) -> SampleRequest:
-        """The request for what is not sampled yet."""
+        """The request for the rest of the turn."""
         if not self._parts:
             return self.request
         sampling = self.request.sampling
@@ -138,7 +138,7 @@ class Turn:
         return paused_s
 
     def _asked_pause_s(self) -> float:
-        # Our clock may have run a little ahead of the orchestrator's count, and a server may have left meanwhile.
+        # Our clock may be slightly ahead of the orchestrator's count, and a server may have been removed meanwhile.
         return max(0.0, self._pool.paused_s(self._asked) - self._asked_paused_s)
 
     async def pause(self, seconds: float) -> None:
@@ -147,7 +147,7 @@ class Turn:
         self._waiting_s += seconds
 
     async def wait_for_a_server(self) -> None:
-        """Wait until the servers that take requests are other ones."""
+        """Wait until the set of available servers changes."""
         started_at, self._held_s = self._clock(), self._pool.held_s()
         await self._pool.changed()
         held_s = self._pool.held_s() - self._held_s
@@ -156,17 +156,17 @@ class Turn:
         self._waiting_s += max(0.0, self._clock() - started_at - held_s)
 
     def named(self, failure: PolicyFailure) -> PolicyFailure:
-        """The failure, with the servers that were asked."""
+        """Add the servers that were asked to the failure."""
         failure.extra["servers"] = self._servers
         return failure
 
     def overdue(self) -> PolicyFailure:
-        """The failure of a turn whose time is up."""
+        """The failure of a turn that exceeded its deadline."""
         limit = f"within {self.request.timeout_s:g} s"
         if self.failure is not None and (self.refusals or not self.late):
             return self.failure  # a rate limit that lasted is the reason, also if the last try was under way
         if self.late:
             return PolicyFailure(f"{self.late} did not answer {limit}.", kind="timeout", retryable=True)
         return PolicyFailure(
-            f"No server took the turn {limit}.", hint=self._pool.why(), kind="no-server", retryable=True
+            f"No server took the turn {limit}.", hint=self._pool.unavailable_reason(), kind="no-server", retryable=True
         )

@@ -1,10 +1,10 @@
-"""The version that an endpoint confirms, before and after each call (invariant 6).
+"""The weight version that an endpoint confirms before and after each call (invariant 6).
 
-* A call is bracketed by the version its endpoint confirmed before and after it.
-* Where the two differ the lower one covers the call.
-* One question is open at a time; all calls that ended before it was asked share its answer.
-* While new weights are loaded the version before covers what was sampled.
-* A version that cannot be read is a failure, never a guess. vLLM's fresh ``default`` reads as 0.0.
+* A call is bracketed by the versions that its endpoint confirmed before and after it.
+* If the two differ, the lower one covers the call.
+* One request is open at a time; all calls that ended before it was sent share its answer.
+* While new weights are being loaded, the version before covers the samples.
+* An unreadable version is a failure, never a guess. vLLM's initial ``default`` reads as 0.0.
 * Weights of another run are a failure, whatever their version: both runs count from 0.0.
 """
 
@@ -18,42 +18,42 @@ from headrace.trajectory import Version
 from headrace.wire.policy_server import name_before_load, parse_weight_version, run_of_weight_version
 
 FRESH_S = 0.05
-"""A confirmation this young still counts as "before". Under load one is always younger; after a pause the endpoint
-is asked again, so that the first calls after new weights are not charged to the old ones."""
+"""Age up to which a confirmation still counts as "before". Under load confirmations are always younger; after a pause
+the endpoint is asked again, so that the first calls after new weights are not attributed to the old ones."""
 
 
 def read_version(text: object, run: str = "") -> Version:
-    """The version of a run that an endpoint's word stands for; any run's without ``run``. Raises PolicyFailure
+    """Parse the version that an endpoint reports; without ``run`` it may be any run's. Raises PolicyFailure
     ``unknown-version`` or ``weights-of-another-run``."""
     version = parse_weight_version(str(text), run)
     if version is None and parse_weight_version(str(text)) is not None:
         raise PolicyFailure(
-            f"The endpoint has weights of run {run_of_weight_version(str(text))}: it names them {text!r}.",
-            hint="`headrace servers` says which run loads weights into a server. Servers of its own keep a run apart.",
+            f"The endpoint has weights of run {run_of_weight_version(str(text))}: it reports {text!r}.",
+            hint="`headrace servers` shows which run loads weights into a server. Give each run its own servers.",
             kind="weights-of-another-run",
             retryable=True,
         )
     if version is None:
         raise PolicyFailure(
-            f"The endpoint names its weights {text!r}, which is no version.",
+            f"The endpoint reports the weights {text!r}, which is not a version.",
             hint="Give the server a weight version of the form 'lineage.n', as in '0.12', when its weights change.",
             kind="unknown-version",
             retryable=name_before_load(str(text))
-            != str(text),  # a load is under way, or broke off: it is mended or ejected
+            != str(text),  # a load is under way or failed: it is repaired, or the server is ejected
         )
     return version
 
 
 def confirmed_name(text: object) -> str:
-    """The name of the weights that cover all that an endpoint has sampled up to now. While new ones are loaded it
-    samples nothing, so that are those before. Raises PolicyFailure ``unknown-version``."""
+    """The name of the weights that cover everything an endpoint has sampled so far. While new weights are being loaded
+    it samples nothing, so these are the weights before. Raises PolicyFailure ``unknown-version``."""
     name = name_before_load(str(text))
     read_version(name)
     return name
 
 
 class Confirmations:
-    """What one endpoint has confirmed: the names of its weights. ``ask`` sends the question; ``clock`` is monotonic, in
+    """The weight names that one endpoint has confirmed. ``ask`` sends the request; ``clock`` is monotonic, in
     seconds."""
 
     def __init__(self, ask: Callable[[], Awaitable[str]], clock: Callable[[], float]) -> None:
@@ -65,13 +65,13 @@ class Confirmations:
         self._next: asyncio.Task[str] | None = None
 
     def learn(self, name: str) -> None:
-        """Take a name that an answer carried itself."""
+        """Take a name from an answer that states it itself."""
         self._known = name
         self._known_at = self._clock()
 
     @property
     def known(self) -> str | None:
-        """The last name confirmed, however long ago."""
+        """The last confirmed name, of any age."""
         return self._known
 
     async def before(self) -> str:
@@ -81,13 +81,13 @@ class Confirmations:
         return await asyncio.shield(self._asking or self._start_next())
 
     async def after(self) -> str:
-        """A name confirmed by a question that is asked after this call."""
+        """A name confirmed by a request that is sent after this call."""
         return await asyncio.shield(self._start_next())
 
     def _start_next(self) -> asyncio.Task[str]:
         if self._next is None:
             self._next = asyncio.get_running_loop().create_task(self._question(self._asking))
-            # Every waiter may have gone; then nobody else looks at the error.
+            # If every caller was cancelled, the error must still be retrieved.
             self._next.add_done_callback(lambda task: task.cancelled() or task.exception())
         return self._next
 
