@@ -22,7 +22,8 @@ from headrace.runspec import RunSpec
 from headrace.trajectory import Version
 from headrace.wire import messages
 from headrace_orchestrator.buffer.log.location import Location
-from headrace_orchestrator.scheduler.core import Form, Redeliver, Scheduler
+from headrace_orchestrator.scheduler.commands.pull_plan import Form, Redeliver
+from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.scheduler.events import AnyEvent, BatchFormed, EpisodeEnded
 from headrace_orchestrator.service.storage.location_index import LocationIndex
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from headrace.wire import messages
 from headrace_orchestrator.buffer import data_directory
 from headrace_orchestrator.buffer.log.log import Log
-from headrace_orchestrator.service import Service
+from headrace_orchestrator.service.shell import Command, Shell
 
 
 def _answers_before_sync() -> None:
@@ -23,13 +24,13 @@ def _answers_before_sync() -> None:
 
 
 def _acks_before_sync() -> None:
-    async def ack(self: Service, run: str, batch: str, request: Any) -> Any:
-        shell = self._require().shell
-        reply = shell.core.ack(run, batch, request, shell.now())
-        shell.commit()
+    async def execute(self: Shell, command: Command[Any]) -> Any:
+        reply = self.decide(command)
+        if not isinstance(reply, messages.AckReply):
+            await self.store.log.synced()
         return reply
 
-    Service.ack = ack  # type: ignore[method-assign]
+    Shell.execute = execute  # type: ignore[method-assign]
 
 
 def _names_not_synced() -> None:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import shutil
 import sqlite3
@@ -27,6 +28,10 @@ from headrace.errors import BatchAlreadyAcked, BatchSuperseded, UnknownBatch
 from headrace.trajectory import Provenance, Version
 from headrace.wire import codec, messages
 from headrace_orchestrator.buffer.data_directory import DataDirectory
+from headrace_orchestrator.scheduler.commands import versions
+from headrace_orchestrator.scheduler.commands.batches import ack
+from headrace_orchestrator.scheduler.queries.invariants import durable
+from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 from headrace_orchestrator.service import Service
 from headrace_orchestrator.service.batches import ServedBatch
 from headrace_orchestrator.settings import Settings
@@ -124,6 +129,10 @@ class Buffer:
             }
         connection.close()
         return found
+
+
+def _ack(batch: str, request: messages.AckRequest, state: SchedulerState, now: float) -> messages.AckReply:
+    return ack(state, state.run("run"), batch, request, now)
 
 
 class Histories(RuleBasedStateMachine):
@@ -249,8 +258,9 @@ class Histories(RuleBasedStateMachine):
             request = messages.AckRequest(
                 learner="learner", session=str(session), generation=generation, version=version
             )
+            command = functools.partial(_ack, batch, request)
             try:
-                return self.buffer.do(self.buffer.service.ack("run", batch, request))
+                return self.buffer.do(self.buffer.service.execute(command))
             except BatchSuperseded as error:
                 superseded = error
         raise superseded
@@ -274,12 +284,15 @@ class Histories(RuleBasedStateMachine):
         self.model.acked(batch.id, now)
 
     def is_open(self, batch: Batch) -> bool:
-        return batch.id in self.buffer.core.durable()["runs"]["run"]["batches"]
+        return batch.id in durable(self.buffer.core.state)["runs"]["run"]["batches"]
 
     @rule(step=st.sampled_from([1, 1, 2]))
     def announce(self, step: int) -> None:
         version = self.model.version + step
-        self.buffer.do(self.buffer.service.announce("run", messages.VersionRequest(version=f"0.{version}")))
+        request = messages.VersionRequest(version=f"0.{version}")
+        self.buffer.do(
+            self.buffer.service.execute(lambda state, now: versions.announce(state, state.run("run"), request, now))
+        )
         self.model.announced(version)
 
     # Time and restarts
@@ -298,12 +311,12 @@ class Histories(RuleBasedStateMachine):
     @rule(how=st.sampled_from(["in order", "now", "older", "none"]))
     def restart(self, how: str) -> None:
         """In order, or as after a crash with this projection."""
-        before = self.buffer.core.durable()
+        before = durable(self.buffer.core.state)
         if how == "in order":
             self.buffer.restart()
         else:
             self.buffer.crash(how)
-        assert self.buffer.core.durable() == before
+        assert durable(self.buffer.core.state) == before
 
     # The end
 

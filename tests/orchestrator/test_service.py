@@ -24,6 +24,7 @@ from headrace_orchestrator.buffer.log.log import LocatedFrame, Log
 from headrace_orchestrator.buffer.projection.sqlite import SqliteProjection
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.scheduler.events import AnyEvent, GroupRetired, WorkerDraining
+from headrace_orchestrator.scheduler.queries.invariants import durable
 from headrace_orchestrator.service import batches as serving
 from headrace_orchestrator.service.storage.record_events import event_of, record_for_event
 from headrace_orchestrator.service.storage.replay import replay
@@ -333,7 +334,7 @@ async def test_a_fact_that_does_not_fit_costs_none_of_those_it_shares_a_frame_wi
     log.append(FrameType.CONTROL, msgspec.msgpack.encode(events))
     await log.close()
     core, store, passed_over = await replayed(data_dir)
-    assert core.durable()["draining"] == ["one", "two"]
+    assert durable(core.state)["draining"] == ["one", "two"]
     assert passed_over == 1
     await store.close()
 
@@ -369,7 +370,7 @@ async def test_events_that_build_on_a_lost_one_are_passed_over(data_dir: Path):
     raw[:4096] = b"\xff" * 4096
     file.write_bytes(raw)
     core, store, passed_over = await replayed(data_dir)
-    assert core.run_names() == []
+    assert core.state.runs == {}
     assert passed_over > 5
     await store.close()
 
@@ -399,7 +400,7 @@ async def test_memory_never_goes_on_without_the_log(data_dir: Path, monkeypatch:
     real = Scheduler.drain
 
     def drain(core: Scheduler) -> list[AnyEvent]:
-        return [*real(core), *([Unstorable(worker="w", number=1 << 70)] if core.run_names() else [])]
+        return [*real(core), *([Unstorable(worker="w", number=1 << 70)] if core.state.runs else [])]
 
     async with orchestrator(data_dir) as api:
         await api.create_run(name="before")

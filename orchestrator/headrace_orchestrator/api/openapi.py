@@ -69,7 +69,7 @@ def _operation(route: Route, schema_of: dict[str, Any]) -> dict[str, Any]:
         response["description"] = f"{response['description']} {_title(error)}".strip()
     operation: dict[str, Any] = {
         "summary": route.summary,
-        "operationId": route.handler.__name__,
+        "operationId": route.name or route.handler.__name__,
         "parameters": [
             *(
                 {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}

@@ -22,12 +22,14 @@ class Query:
 @dataclass(frozen=True, kw_only=True)
 class Route:
     """One operation. Without ``roles`` it is open to all, with or without a token. ``request`` and ``response`` are the
-    types of the JSON bodies, or a media type as text. ``direct`` does the same as ``handler`` without a task."""
+    types of the JSON bodies, or a media type as text. ``name``: the operation, by default the name of the handler.
+    ``direct`` does the same as ``handler`` without a task."""
 
     method: str
     path: str
     summary: str
     handler: Handler
+    name: str = ""
     direct: DirectHandler | None = None
     roles: frozenset[Role] = frozenset()
     request: Any = None

@@ -12,9 +12,13 @@ from headrace.server.auth import Role
 from headrace.wire import messages
 from headrace.wire.messages import API
 from headrace_orchestrator.api import handlers, openapi, pages
+from headrace_orchestrator.api.commands import batch_command, command, run_command
 from headrace_orchestrator.api.http import HttpRequest, HttpResponse
 from headrace_orchestrator.api.route import Query, Route
 from headrace_orchestrator.console import render
+from headrace_orchestrator.scheduler.commands import batches, leases, policy_servers, versions
+from headrace_orchestrator.scheduler.commands.priorities import set_priorities
+from headrace_orchestrator.scheduler.commands.resume import resume
 from headrace_orchestrator.service import Service
 from headrace_orchestrator.service.shell import HEADRACE_VERSION
 
@@ -32,12 +36,12 @@ BATCH_ERRORS = (errors.UnknownRun, errors.UnknownBatch, errors.BatchAlreadyAcked
 VERSION_ERRORS = (errors.VersionConflict, errors.VersionUnknown)
 
 
-async def describe(service: Service, call: HttpRequest) -> HttpResponse:
+async def describe(service: Service, request: HttpRequest) -> HttpResponse:
     """This table as OpenAPI."""
     return HttpResponse(msgspec.json.encode(openapi.document(ROUTES, HEADRACE_VERSION)))
 
 
-async def docs(service: Service, call: HttpRequest) -> HttpResponse:
+async def docs(service: Service, request: HttpRequest) -> HttpResponse:
     """This table as a page."""
     return pages.page(render.docs(openapi.document(ROUTES, HEADRACE_VERSION)))
 
@@ -53,14 +57,11 @@ def _worker_routes() -> list[Route]:
             request=messages.LeaseRequest,
             response=messages.LeaseReply,
         ),
-        Route(
-            method="POST",
-            path=f"{API}/worker/heartbeat",
-            summary="Renew the leases of all attempts of a worker.",
-            handler=handlers.heartbeat,
+        command(
+            f"{API}/worker/heartbeat",
+            leases.heartbeat,
+            "Renew the leases of all attempts of a worker.",
             roles=WORKER,
-            request=messages.HeartbeatRequest,
-            response=messages.HeartbeatReply,
         ),
         Route(
             method="POST",
@@ -93,13 +94,11 @@ def _worker_routes() -> list[Route]:
             response=messages.AssetsReply,
             errors=(errors.InvalidAsset, errors.RequestTooLarge, errors.StoreError),
         ),
-        Route(
-            method="POST",
-            path=f"{API}/worker/return",
-            summary="Hand back attempts that will not be finished.",
-            handler=handlers.hand_back,
+        command(
+            f"{API}/worker/return",
+            leases.hand_back,
+            "Hand back attempts that will not be finished.",
             roles=WORKER,
-            request=messages.ReturnRequest,
         ),
         Route(
             method="POST",
@@ -194,72 +193,53 @@ def _learner_routes() -> list[Route]:
             response=messages.BATCH_MEDIA_TYPE,
             errors=(*RUN_ERRORS, errors.UnknownGroup, errors.SessionSuperseded, errors.CorruptRecord),
         ),
-        Route(
-            method="POST",
-            path=f"{API}/runs/{{run}}/resume",
-            summary="What a learner that was started again left unacked; a pull that names one fetches it.",
-            handler=handlers.resume,
+        run_command(
+            f"{API}/runs/{{run}}/resume",
+            resume,
+            "What a learner that was started again left unacked; a pull that names one fetches it.",
             roles=LEARNER,
-            request=messages.ResumeRequest,
-            response=messages.ResumeReply,
             errors=(*RUN_ERRORS, errors.SessionSuperseded),
         ),
-        Route(
-            method="POST",
-            path=f"{API}/runs/{{run}}/batches/{{batch}}/ack",
-            summary="The batch was trained on.",
-            handler=handlers.ack,
+        batch_command(
+            f"{API}/runs/{{run}}/batches/{{batch}}/ack",
+            batches.ack,
+            "The batch was trained on.",
             roles=LEARNER,
-            request=messages.AckRequest,
-            response=messages.AckReply,
             errors=(*BATCH_ERRORS, errors.ShardsNotFetched, *VERSION_ERRORS),
         ),
-        Route(
-            method="POST",
-            path=f"{API}/runs/{{run}}/batches/{{batch}}/nack",
-            summary="Give a batch back.",
-            handler=handlers.nack,
+        batch_command(
+            f"{API}/runs/{{run}}/batches/{{batch}}/nack",
+            batches.nack,
+            "Give a batch back.",
             roles=LEARNER,
-            request=messages.NackRequest,
             errors=BATCH_ERRORS,
         ),
-        Route(
-            method="POST",
-            path=f"{API}/runs/{{run}}/version",
-            summary="Announce a version, after its weights are loaded.",
-            handler=handlers.announce,
+        run_command(
+            f"{API}/runs/{{run}}/version",
+            versions.announce,
+            "Announce a version, after its weights are loaded.",
             roles=LEARNER,
-            request=messages.VersionRequest,
-            response=messages.VersionReply,
             errors=(*RUN_ERRORS, *VERSION_ERRORS),
         ),
-        Route(
-            method="POST",
-            path=f"{API}/runs/{{run}}/priorities",
-            summary="Set the priorities of groups; what a prioritized draw goes by.",
-            handler=handlers.set_priorities,
+        run_command(
+            f"{API}/runs/{{run}}/priorities",
+            set_priorities,
+            "Set the priorities of groups; what a prioritized draw goes by.",
             roles=LEARNER,
-            request=messages.PrioritiesRequest,
-            response=messages.PrioritiesReply,
             errors=(*RUN_ERRORS, errors.Conflict),
         ),
-        Route(
-            method="POST",
-            path=f"{API}/runs/{{run}}/rewind",
-            summary="Go back to a checkpoint: open a new lineage.",
-            handler=handlers.rewind,
+        run_command(
+            f"{API}/runs/{{run}}/rewind",
+            versions.rewind,
+            "Go back to a checkpoint: open a new lineage.",
             roles=LEARNER,
-            request=messages.RewindRequest,
-            response=messages.VersionReply,
             errors=(*RUN_ERRORS, *VERSION_ERRORS),
         ),
-        Route(
-            method="POST",
-            path=f"{API}/runs/{{run}}/doing",
-            summary="Say what the learner does; renews its batch leases.",
-            handler=handlers.doing,
+        run_command(
+            f"{API}/runs/{{run}}/doing",
+            batches.doing,
+            "Say what the learner does; renews its batch leases.",
             roles=LEARNER,
-            request=messages.DoingRequest,
             errors=RUN_ERRORS,
         ),
         Route(
@@ -309,32 +289,27 @@ def _server_routes() -> list[Route]:
             query=(Query("revision", "The revision that is known. Default: none.", "integer"), WAIT),
             errors=RUN_ERRORS,
         ),
-        Route(
-            method="POST",
-            path=path,
-            summary="Give a run another policy server, or end the drain of one.",
-            handler=handlers.add_server,
+        run_command(
+            path,
+            policy_servers.add_server,
+            "Give a run another policy server, or end the drain of one.",
             roles=LEARNER,
-            request=messages.PolicyServerRequest,
             errors=(*RUN_ERRORS, errors.InvalidRequest, errors.Conflict),
         ),
-        Route(
-            method="POST",
-            path=f"{path}/drain",
-            summary="Let a policy server finish what it has; it takes nothing new.",
-            handler=handlers.drain_server,
+        run_command(
+            f"{path}/drain",
+            policy_servers.drain_server,
+            "Let a policy server finish what it has; it takes nothing new.",
             roles=LEARNER,
-            request=messages.PolicyServerRequest,
             errors=(*RUN_ERRORS, errors.UnknownServer),
         ),
-        Route(
-            method="DELETE",
-            path=path,
-            summary="Take a policy server from a run.",
-            handler=handlers.remove_server,
+        run_command(
+            path,
+            policy_servers.remove_server,
+            "Take a policy server from a run.",
             roles=LEARNER,
-            request=messages.PolicyServerRequest,
             errors=(*RUN_ERRORS, errors.UnknownServer),
+            method="DELETE",
         ),
     ]
 

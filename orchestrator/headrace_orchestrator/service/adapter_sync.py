@@ -19,6 +19,7 @@ from headrace_orchestrator.policy_servers import adapter_files
 from headrace_orchestrator.policy_servers.adapters import AdapterCall, Adapters
 from headrace_orchestrator.policy_servers.admission import Load, Reading
 from headrace_orchestrator.policy_servers.calls import Control
+from headrace_orchestrator.scheduler.commands.policy_servers import weights_served
 from headrace_orchestrator.service.shell import Shell
 
 log = logs.logger(__name__)
@@ -31,7 +32,7 @@ class Adapting:
         self._run = run
         self._shell = shell
         self._control = control
-        self._spec = shell.core.spec(run).policy
+        self._spec = shell.run(run).spec.policy
         self._adapters = Adapters(run, self._spec)
         self._before = ""
 
@@ -56,15 +57,15 @@ class Adapting:
 
     def step(self, servers: Collection[str], *, held: bool) -> list[AdapterCall]:
         """The calls to make now, at these servers. ``held``: an evaluation holds the version that is served."""
-        core, adapters = self._shell.core, self._adapters
-        state = core.policy_servers(self._run)
+        run, adapters = self._shell.run(self._run), self._adapters
+        state = run.policy_servers
         if state.loaded is not None and state.loaded.kind == "adapter":
             adapters.announced(state.held, state.loaded.path)
             adapters.is_served(state.held)
         if state.target is not None and state.weights is not None and self.trains and not held:
             adapters.announced(state.target, state.weights.path)
         self._before = state.loaded.path if state.loaded is not None else ""
-        adapters.use(core.adapters_in_use(self._run))
+        adapters.use({name for group in run.open_groups.values() for name in group.adapters.values()})
         adapters.take_servers(servers)
         return adapters.step(self._shell.now())
 
@@ -114,12 +115,14 @@ class Adapting:
 
     async def tell_served(self) -> None:
         """Keep it for good that a version is served."""
-        servers, version = self._shell.core.policy_servers(self._run), self._adapters.served
+        servers, version = self._shell.run(self._run).policy_servers, self._adapters.served
         weights = servers.weights
         if version != servers.target or version == servers.held or weights is None or weights.kind != "adapter":
             return
         try:
-            await self._shell.do(lambda now: self._shell.core.weights_served(self._run, version, weights, now))
+            await self._shell.execute(
+                lambda state, now: weights_served(state, state.run(self._run), version, weights, now)
+            )
         except StoreError as error:
             log.error("it could not be stored that new weights are served", run=self._run, problem=error.detail)
         else:

@@ -28,7 +28,7 @@ from headrace.server import logs
 from headrace.wire.codec import decode_head
 from headrace_orchestrator.buffer.log.location import Location
 from headrace_orchestrator.buffer.log.log import Log
-from headrace_orchestrator.scheduler.core import Form, Redeliver
+from headrace_orchestrator.scheduler.commands.pull_plan import Form, Redeliver
 from headrace_orchestrator.service.storage.location_index import BatchLocations
 from headrace_orchestrator.service.storage.store import Store
 

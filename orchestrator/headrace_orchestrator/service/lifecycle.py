@@ -183,7 +183,7 @@ class Lifecycle:
         self.metrics.ready.set(0)
         if self._running is not None:
             self._running.shell.draining = True
-            self._running.shell.bells.ring_all()
+            self._running.shell.queues.wake_all()
 
     @property
     def draining(self) -> bool:
@@ -269,7 +269,7 @@ class Lifecycle:
         self._show_ready()
         if self._running is not None:
             self._running.shell.stop_timer()
-            self._running.shell.bells.ring_all()
+            self._running.shell.queues.wake_all()
 
     def _disk_takes(self) -> None:
         log.info("the disk takes data again")

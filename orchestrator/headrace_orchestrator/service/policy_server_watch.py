@@ -22,6 +22,9 @@ from headrace_orchestrator.policy_servers.calls import Control
 from headrace_orchestrator.policy_servers.capacity import Meter
 from headrace_orchestrator.policy_servers.controller import Call, Controller, Resumed, Target
 from headrace_orchestrator.policy_servers.discovery import Discovery
+from headrace_orchestrator.scheduler.commands.evaluations import sync_hold
+from headrace_orchestrator.scheduler.commands.policy_servers import weights_served
+from headrace_orchestrator.scheduler.state.admission.concurrency_cap import set_slots
 from headrace_orchestrator.scheduler.state.policy_servers import PolicyServersState
 from headrace_orchestrator.service.adapter_sync import Adapting
 from headrace_orchestrator.service.dns_lookups import Resolve, look_up
@@ -43,11 +46,11 @@ class Watch:
         driver: Callable[[str], str],
         revision: int,
     ) -> None:
-        self.controller = Controller(shell.core.spec(run).policy.sync, revision, run)
+        self.controller = Controller(shell.run(run).spec.policy.sync, revision, run)
         #: What the weight sync is at, in words; empty where there is nothing to say.
         self.sync = ""
         self._discovery = Discovery()
-        self._meter = Meter(shell.core.spec(run).policy.admission)
+        self._meter = Meter(shell.run(run).spec.policy.admission)
         self._resolver = resolver
         self._adapting = Adapting(run, shell, control)
         self._driver = driver
@@ -74,10 +77,10 @@ class Watch:
 
     def drives(self, address: str) -> bool:
         """Whether this run would load its weights into a server."""
-        core = self._shell.core
-        if self._adapting.trains or core.over(self._run) or core.closed(self._run):
+        run = self._shell.run(self._run)
+        if self._adapting.trains or run.done:
             return False
-        return address in self.controller.servers and core.policy_servers(self._run).target is not None
+        return address in self.controller.servers and run.policy_servers.target is not None
 
     def wake(self) -> None:
         """Something happened that may concern the servers."""
@@ -86,7 +89,7 @@ class Watch:
     async def run(self) -> None:
         """Watch until the run is closed."""
         try:
-            while not self._shell.core.closed(self._run):
+            while not self._shell.run(self._run).closed:
                 self._news.clear()
                 if self._broken is not None:
                     raise self._broken
@@ -106,11 +109,11 @@ class Watch:
             await asyncio.gather(*let_go, return_exceptions=True)
 
     async def _step(self) -> None:
-        controller, core, now = self.controller, self._shell.core, self._shell.now()
-        servers = core.policy_servers(self._run)
-        hold_s, holders = core.sync_hold(self._run, now)
+        controller, run, now = self.controller, self._shell.run(self._run), self._shell.now()
+        servers = run.policy_servers
+        hold_s, holders = sync_hold(run, now)
         self._take_servers()
-        if self._adapting.trains or core.over(self._run):
+        if self._adapting.trains or run.done:
             controller.take_target(Target(held=servers.held))  # who is over leaves its servers to others
         else:
             hold = (holders[0] if holders else "", hold_s)
@@ -124,11 +127,11 @@ class Watch:
                 self._begin(self._adapt(change))
         self._count()
         reasons = controller.reasons()
-        core.tell_servers(self._run, reasons + self._discovery.reasons() + self._adapting.reasons())
+        servers.told = reasons + self._discovery.reasons() + self._adapting.reasons()
         self.sync = " ".join(reason.message for reason in reasons if reason.code == "weight-sync")
         if self.revision != self._told:
             self._told = self.revision
-            self._shell.bells.of_servers(self._run).ring_all()
+            self._shell.queues.for_policy_servers(self._run).wake_all()
         await self._served(servers)
 
     def _begin(self, call: Coroutine[Any, Any, None]) -> None:
@@ -144,26 +147,28 @@ class Watch:
 
     def _take_servers(self) -> None:
         """The servers that the run has now, and how many episodes they take."""
-        core, servers = self._shell.core, self.controller.servers
-        given = core.policy_servers(self._run).servers
+        run, servers = self._shell.run(self._run), self.controller.servers
+        given = run.policy_servers.servers
         ejected = {server.address for server in servers.values() if server.state == "ejected"}
         self._discovery.take_servers(given)
         drivers = {address: self._driver(address) for address in servers}
         others = {address: run for address, run in drivers.items() if run not in ("", self._run)}
         self.controller.take_servers(self._discovery.servers(given, ejected, self._shell.now()), others)
-        self._meter.take_servers(servers.values(), core.leased(self._run))
+        self._meter.take_servers(servers.values(), run.leased)
         self._cap()
 
     def _cap(self) -> None:
-        if self._shell.core.set_inference_slots(self._run, self._meter.attainable):
-            self._shell.bells.offer_work()
+        if set_slots(self._shell.run(self._run), self._meter.attainable):
+            self._shell.queues.offer_work()
 
     async def _served(self, servers: PolicyServersState) -> None:
         version, weights = servers.target, servers.weights
         if version is None or weights is None or version == servers.held or not self.controller.newest_served:
             return
         try:
-            await self._shell.do(lambda now: self._shell.core.weights_served(self._run, version, weights, now))
+            await self._shell.execute(
+                lambda state, now: weights_served(state, state.run(self._run), version, weights, now)
+            )
         except StoreError as error:
             log.error("it could not be stored that new weights are served", run=self._run, problem=error.detail)
         else:
@@ -213,7 +218,7 @@ class Watch:
         self._adapting.measured(reading)
         server = self.controller.servers.get(address)
         if server is not None:
-            self._meter.measured(server, reading, self._shell.core.leased(self._run))
+            self._meter.measured(server, reading, self._shell.run(self._run).leased)
             self._cap()
 
     async def _adapt(self, change: AdapterCall) -> None:

@@ -30,7 +30,7 @@ from headrace_orchestrator.scheduler.events import (
 from headrace_orchestrator.service.dns_lookups import Resolve, resolve
 from headrace_orchestrator.service.policy_server_watch import Watch
 from headrace_orchestrator.service.shell import Shell
-from headrace_orchestrator.service.waiters import Left
+from headrace_orchestrator.service.waiters import Disconnected
 
 log = logs.logger(__name__)
 
@@ -65,7 +65,7 @@ class PolicyPlane:
         self._watches: dict[str, Watch] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         shell.listeners.append(self._tell)
-        for name in shell.core.run_names():
+        for name in shell.core.state.runs:
             self._begin(name)
 
     async def close(self) -> None:
@@ -75,25 +75,31 @@ class PolicyPlane:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         await self._control.close()
 
-    async def servers(self, run: str, revision: int, wait_s: float, left: Left) -> messages.PolicyServersReply:
+    async def servers(
+        self, run: str, revision: int, wait_s: float, disconnected: Disconnected
+    ) -> messages.PolicyServersReply:
         """The policy servers of a run; waits while ``revision`` is still theirs. Raises UnknownRun."""
         shell = self._shell
-        shell.core.spec(run)  # raises UnknownRun
-        deadline = shell.now() + wait_s
-        while True:
-            watch = self._watches.get(run)
-            now = shell.now()
-            if watch is None or watch.revision != revision or now >= deadline or shell.draining:
-                break
-            await shell.bells.of_servers(run).wait(deadline - now, left)
+        state = shell.run(run).policy_servers
+
+        async def attempt() -> Watch | None:
+            return self._watches.get(run)
+
+        watch = await shell.long_poll(
+            attempt,
+            complete=lambda watch: watch is None or watch.revision != revision,
+            queue=shell.queues.for_policy_servers(run),
+            deadline=shell.now() + wait_s,
+            disconnected=disconnected,
+        )
         if watch is None:  # the run is closed
             return messages.PolicyServersReply(epoch=self._epoch, revision=0)
         return messages.PolicyServersReply(
             epoch=self._epoch,
             revision=watch.revision,
-            servers=watch.shown(now),
+            servers=watch.shown(shell.now()),
             sync=watch.sync,
-            skipped=[str(version) for version in shell.core.policy_servers(run).skipped],
+            skipped=[str(version) for version in state.skipped],
         )
 
     def shown(self, run: str) -> tuple[dict[str, int], str]:
@@ -118,7 +124,7 @@ class PolicyPlane:
                     self._watches[event.run].wake()
 
     def _begin(self, name: str) -> None:
-        if not self._shell.core.closed(name):
+        if not self._shell.run(name).closed:
             self._watches[name] = self._watch(name)
             self._tasks[name] = asyncio.create_task(self._keep_watching(name))
 
@@ -142,5 +148,5 @@ class PolicyPlane:
                 self._watches[name] = self._watch(name, watch.revision + 1)
             else:
                 del self._watches[name], self._tasks[name]
-                self._shell.bells.of_servers(name).ring_all()
+                self._shell.queues.for_policy_servers(name).wake_all()
                 return

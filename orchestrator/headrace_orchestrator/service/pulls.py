@@ -1,11 +1,11 @@
-"""Pulls: a learner waits for a batch, and leaves with one or with the reasons why there is none.
+"""Pulls: a learner waits for a batch, and gets one or the reasons for which it has to wait.
 
-* A pull waits until a batch is ready, its time is over, or nothing will ever come.
-* Forming a batch does not hold up the event loop; what changed meanwhile is planned anew, so nothing stale is frozen.
-* One batch of a run is formed at a time; who waits for its turn is answered from what is left.
-* A batch is on its way while its lease is written, and ends when that is on disk: without its end it is no batch.
-* A learner that left before its answer began leaves no lease behind; one that others hold too stays.
-* A frozen batch that is damaged later is dissolved, and what is left of its groups is served in the same pull.
+* A pull waits until a batch is ready, its time is over, or the run has ended.
+* Forming a batch does not block the event loop; an outdated plan is made anew, so nothing stale is frozen.
+* One batch of a run is formed at a time; the pulls that wait for their turn get batches of the groups that are left.
+* A batch is sent while its lease is written, and its end only when that is on disk: without its end it is not valid.
+* A learner that disconnected before its response began leaves no lease behind; a lease that others share stays.
+* A frozen batch that is found damaged is dissolved; the same pull is served the rest of its groups.
 """
 
 from __future__ import annotations
@@ -22,16 +22,19 @@ from headrace.server import logs
 from headrace.wire import messages
 from headrace.wire.alignment import ALIGNMENT
 from headrace_orchestrator.metrics import Metrics
-from headrace_orchestrator.scheduler.core import Form, Plan, Redeliver
+from headrace_orchestrator.scheduler.commands import batches
+from headrace_orchestrator.scheduler.commands.follow_ups import evict
+from headrace_orchestrator.scheduler.commands.pull_plan import Form, Plan, Redeliver
+from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 from headrace_orchestrator.service.batches import BatchBodies, BodyParts, ServedBatch, build_batch, planned_groups
 from headrace_orchestrator.service.shell import Shell
-from headrace_orchestrator.service.waiters import ClientDisconnected, Left
+from headrace_orchestrator.service.waiters import ClientDisconnected, Disconnected
 
 log = logs.logger(__name__)
 
 
 REMEMBERED = 64
-"""Leases that are known to have reached their learner: far more than pulls that can be under way for one."""
+"""Leases that are known to have reached their learner: far more than one learner has pulls at a time."""
 
 
 class Pulls:
@@ -42,22 +45,23 @@ class Pulls:
         self._bodies = bodies
         self._metrics = metrics
         self._epoch = epoch
-        self._waiting: Counter[str] = Counter()
         self._serving: Counter[tuple[str, int]] = Counter()
         self._served: deque[tuple[str, int]] = deque(maxlen=REMEMBERED)
         self._forming: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def waiting(self, run: str) -> bool:
         """Whether a pull of the run waits now."""
-        return self._waiting[run] > 0
+        return len(self._shell.queues.for_pulls(run)) > 0
 
-    async def pull(self, run: str, request: messages.PullRequest, left: Left) -> ServedBatch | messages.EmptyReply:
+    async def pull(
+        self, run: str, request: messages.PullRequest, disconnected: Disconnected
+    ) -> ServedBatch | messages.EmptyReply:
         """Lease a batch; waits up to ``wait_s`` until one is ready. Raises ClientDisconnected."""
         begun = self._shell.now()
         deadline = begun + request.wait_s
         answer: ServedBatch | messages.EmptyReply | None = None
-        while answer is None:  # there is an end to it: each round has fewer records
-            answer = await self._answer(run, request, deadline, left)
+        while answer is None:  # this ends: each round has fewer records
+            answer = await self._answer(run, request, deadline, disconnected)
         waited_s = self._shell.now() - begun
         self._metrics.pull_wait.labels(self._metrics.run_label(run)).observe(waited_s)
         if isinstance(answer, ServedBatch):
@@ -67,19 +71,19 @@ class Pulls:
         return msgspec.structs.replace(answer, waited_s=waited_s)
 
     async def _answer(
-        self, run: str, request: messages.PullRequest, deadline: float, left: Left
+        self, run: str, request: messages.PullRequest, deadline: float, disconnected: Disconnected
     ) -> ServedBatch | messages.EmptyReply | None:
-        """A batch, whose end comes when what it rests on is on disk; or why there is none, when that is so; None where
-        the batch is damaged."""
+        """A batch, whose end is sent when what it rests on is on disk; or the reasons to wait, when what they rest on
+        is; None where the batch is damaged."""
         lease: Redeliver | None = None
         served: ServedBatch | None = None
         try:
-            plan = await self._wait(run, request, deadline, left)
+            plan = await self._wait(run, request, deadline, disconnected)
             if isinstance(plan, messages.EmptyReply):
                 return plan
             lease = plan
             self._serving[lease.batch, lease.generation] += 1
-            served = await self._serve(run, lease, request, left)
+            served = await self._serve(run, lease, request, disconnected)
             return replace(served, body=self._ended_on_disk(served.body))
         except CorruptRecord as error:
             if lease is None:
@@ -88,13 +92,14 @@ class Pulls:
             return None
         finally:
             if lease is not None:
-                self._done_with(lease)
+                self._release_lease(lease)
             self._shell.commit()
             if served is None:
                 await self._shell.store.log.synced()
 
     async def _ended_on_disk(self, body: AsyncIterator[BodyParts]) -> AsyncIterator[BodyParts]:
-        """A body on its way while what it rests on is written: whoever has not got its end has no batch."""
+        """Send a body while its events are written, and its last bytes when they are on disk: without these it is not
+        valid."""
         held: BodyParts = ()
         async for parts in body:
             if held:
@@ -105,82 +110,85 @@ class Pulls:
         await self._shell.store.log.synced()
         yield (end[-ALIGNMENT:],)
 
-    def _done_with(self, lease: Redeliver) -> None:
+    def _release_lease(self, lease: Redeliver) -> None:
         key = (lease.batch, lease.generation)
         self._serving[key] -= 1
         if not self._serving[key]:
             del self._serving[key]
 
     def _dissolve(self, run: str, lease: Redeliver, error: CorruptRecord) -> None:
-        """Give up a frozen batch that cannot be read: the same id never stands for other bytes."""
+        """Dissolve a frozen batch that cannot be read: the same id never names other bytes."""
         batch = lease.batch
         log.error("a frozen batch is damaged", run=run, batch=batch, detail=error.detail, **error.extra)
         self._metrics.damaged.inc()
         self._bodies.forget(batch)
         try:
             answering = self._serving[batch, lease.generation]
-            self._shell.core.dissolve(run, batch, "damaged", self._shell.now(), answering=answering)
+            self._shell.decide(
+                lambda state, now: batches.dissolve(state, state.run(run), batch, "damaged", now, answering)
+            )
         except BatchAlreadyAcked:
             log.info("a damaged batch was acked while it was read", run=run, batch=batch)
-        finally:
-            self._shell.commit()
 
     async def _wait(
-        self, run: str, request: messages.PullRequest, deadline: float, left: Left
+        self, run: str, request: messages.PullRequest, deadline: float, disconnected: Disconnected
     ) -> Redeliver | messages.EmptyReply:
         shell = self._shell
-        while True:
-            if shell.store.log.failure:
-                await shell.store.log.synced()  # raises StoreError, which says what the disk says
-            plan = await self._try(run, request)
-            if isinstance(plan, Redeliver) or plan.finished or shell.draining or shell.now() >= deadline:
-                return plan
-            self._waiting[run] += 1
-            try:
-                await shell.bells.of_run(run).wait(deadline - shell.now(), left)
-            finally:
-                self._waiting[run] -= 1
 
-    async def _try(self, run: str, request: messages.PullRequest) -> Redeliver | messages.EmptyReply:
-        plan = self._ask(run, request)
+        async def attempt() -> Redeliver | messages.EmptyReply:
+            if shell.store.log.failure:
+                await shell.store.log.synced()  # raises StoreError with the disk's error
+            return await self._lease(run, request)
+
+        return await shell.long_poll(
+            attempt,
+            complete=lambda plan: isinstance(plan, Redeliver) or plan.finished,
+            queue=shell.queues.for_pulls(run),
+            deadline=deadline,
+            disconnected=disconnected,
+        )
+
+    async def _lease(self, run: str, request: messages.PullRequest) -> Redeliver | messages.EmptyReply:
+        plan = self._plan(run, request)
         if not isinstance(plan, Form):
             return plan
         async with self._forming[run]:
             while True:
-                plan = self._ask(run, request)  # another pull may have taken what was planned
+                plan = self._plan(run, request)  # another pull may have taken the planned groups
                 if not isinstance(plan, Form):
                     return plan
                 lease = await self._form(run, plan, request)
                 if lease is not None:
                     return lease
 
-    def _ask(self, run: str, request: messages.PullRequest) -> Plan:
+    def _plan(self, run: str, request: messages.PullRequest) -> Plan:
         shell = self._shell
         if shell.draining:
             reason = messages.Reason(
                 code="draining", message="The orchestrator is stopping; pull again after its restart."
             )
             return messages.EmptyReply(epoch=self._epoch, reasons=[reason])
-        plan = shell.core.pull(run, request, shell.now())
-        shell.commit()
+        plan = shell.decide(lambda state, now: batches.pull(state, state.run(run), request, now))
         if isinstance(plan, messages.EmptyReply):
-            shell.bells.offer_work()  # a pull that waits may have let one more group in
+            shell.queues.offer_work()  # a pull that waits may have admitted one more group
         return plan
 
     async def _form(self, run: str, plan: Form, request: messages.PullRequest) -> Redeliver | None:
-        """Form a planned batch; None where it has to be planned anew. There is an end to it: each round has fewer
-        groups, or a version was announced meanwhile."""
+        """Form a planned batch; None where it has to be planned anew. That ends: each round has fewer groups, or a
+        version was announced meanwhile."""
         shell = self._shell
         groups = planned_groups(shell.store, run, plan)
-        formed = await asyncio.to_thread(build_batch, shell.store.log, plan, groups, shell.core.spec(run))
+        formed = await asyncio.to_thread(build_batch, shell.store.log, plan, groups, shell.run(run).spec)
         if planned_groups(shell.store, run, plan) != groups:
-            return None  # its records were moved to another file, or its groups are over
+            return None  # its records were moved to another file, or its groups have retired
         self._metrics.damaged.inc(formed.damaged)
         if formed.lost:
             self._evict(run, formed.lost)
             return None
         try:
-            lease = shell.core.form(run, formed.plan, request, shell.now())
+            now = shell.now()
+            state = shell.core.state_at(now)
+            lease = batches.form(state, state.run(run), formed.plan, request, now)
         except Conflict as error:
             if isinstance(error, SessionSuperseded):
                 raise
@@ -193,14 +201,19 @@ class Pulls:
         return lease
 
     def _evict(self, run: str, groups: Sequence[str]) -> None:
-        """Retire groups of which nothing is left to serve."""
-        for group in groups:
-            self._shell.core.evict(run, group, self._shell.now())
-        self._shell.commit()
+        """Retire groups whose stored records are all lost."""
 
-    async def _serve(self, run: str, lease: Redeliver, request: messages.PullRequest, left: Left) -> ServedBatch:
+        def evict_all(state: SchedulerState, now: float) -> None:
+            for group in groups:
+                evict(state, state.run(run), group, now)
+
+        self._shell.decide(evict_all)
+
+    async def _serve(
+        self, run: str, lease: Redeliver, request: messages.PullRequest, disconnected: Disconnected
+    ) -> ServedBatch:
         served = await self._bodies.serve(lease, lambda error: self._dissolve(run, lease, error))
-        if left().done():
+        if disconnected().done():
             key = (lease.batch, lease.generation)
             if lease.shards > 1 or self._serving[key] > 1 or key in self._served:
                 raise ClientDisconnected  # the lease is shared: with other ranks, or with a repetition of this pull
@@ -210,7 +223,7 @@ class Pulls:
                 generation=lease.generation,
                 reason="the client left before its answer began",
             )
-            await self._shell.do(lambda now: self._shell.core.nack(run, lease.batch, back, now))
+            await self._shell.execute(lambda state, now: batches.nack(state, state.run(run), lease.batch, back, now))
             raise ClientDisconnected
         self._served.append((lease.batch, lease.generation))
         return served

@@ -1,7 +1,7 @@
-"""The service: every command of workers and learners, and what pages ask.
+"""The service of a data directory: requests of workers and learners, and the views of pages.
 
 * A repeated submission gets the first result, however long ago it was.
-* A worker that left before its answer began leaves no lease behind.
+* A worker that disconnected before its response began leaves no lease behind.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from headrace.wire import messages
 from headrace_orchestrator.buffer.data_directory import DataDirectory
 from headrace_orchestrator.buffer.projection.entries import StoredTrajectory
 from headrace_orchestrator.metrics import Metrics
-from headrace_orchestrator.scheduler.core import Scheduler
+from headrace_orchestrator.scheduler.commands import evaluations, groups, leases, runs
+from headrace_orchestrator.scheduler.queries import views
+from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 from headrace_orchestrator.service.batches import ServedBatch
 from headrace_orchestrator.service.callbacks import StoredCallback
 from headrace_orchestrator.service.lifecycle import Lifecycle, RunningService, StartLogWriter, start_log_writer_thread
-from headrace_orchestrator.service.shell import HEADRACE_VERSION
+from headrace_orchestrator.service.shell import HEADRACE_VERSION, Command
 from headrace_orchestrator.service.storage.store import Store
-from headrace_orchestrator.service.waiters import ClientDisconnected, Left
+from headrace_orchestrator.service.waiters import ClientDisconnected, Disconnected
 from headrace_orchestrator.settings import Settings
 
 T = TypeVar("T")
@@ -37,7 +39,7 @@ T = TypeVar("T")
 log = logs.logger(__name__)
 
 ASSETS_BYTES = 32 << 20
-"""Of assets in one answer: enough that asking costs little, small enough for the memory of several learners."""
+"""Most bytes of assets in one response: requests cost little, and several learners fit into memory."""
 
 
 class Service(Lifecycle):
@@ -53,49 +55,42 @@ class Service(Lifecycle):
     ) -> None:
         super().__init__(settings, directory, Metrics(self.status), clock, start_writing)
 
-    async def _do(self, command: Callable[[Scheduler, float], T]) -> T:
-        shell = self._require().shell
-        return await shell.do(lambda now: command(shell.core, now))
+    async def execute(self, command: Command[T]) -> T:
+        """Carry out a command of the scheduler; returns, or raises, when what it rests on is on disk."""
+        return await self._require().shell.execute(command)
 
     # Workers --------------------------------------------------------------------------------------------------
 
-    async def lease(self, request: messages.LeaseRequest, left: Left) -> messages.LeaseReply:
-        """Grant work; waits up to ``wait_s`` until there is some."""
+    async def lease(self, request: messages.LeaseRequest, disconnected: Disconnected) -> messages.LeaseReply:
+        """Grant work; waits up to ``wait_s`` for some."""
         shell = self._require().shell
-        deadline = shell.now() + request.wait_s
-        bell = shell.bells.of_worker(request)
-        waited = False
-        while True:
+        queue = shell.queues.for_worker(request)
+        attempts = 0
+
+        async def attempt() -> messages.LeaseReply:
+            nonlocal attempts
+            attempts += 1
             if self.draining:
                 raise self._busy()
             self._require()
-            reply = shell.core.lease(request, shell.now())
-            shell.commit()
-            remaining_s = deadline - shell.now()
-            if reply.attempts or reply.cancels or reply.drain or request.free <= 0 or remaining_s <= 0:
-                break
-            waited = True
-            await bell.wait(remaining_s, left)
+            return shell.decide(lambda state, now: leases.lease(state, request, now))
+
+        def complete(reply: messages.LeaseReply) -> bool:
+            return bool(reply.attempts or reply.cancels) or reply.drain or request.free <= 0
+
+        deadline = shell.now() + request.wait_s
+        reply = await shell.long_poll(
+            attempt, complete=complete, queue=queue, deadline=deadline, disconnected=disconnected
+        )
         if reply.attempts:
-            bell.ring()
+            queue.wake_first()
         await shell.store.log.synced()
-        if waited and reply.attempts and left().done():
+        if attempts > 1 and reply.attempts and disconnected().done():
             keys = [messages.AttemptKey(a.episode, a.attempt, a.nonce) for a in reply.attempts]
-            await self.hand_back(messages.ReturnRequest(worker=request.worker, attempts=keys))
+            returned = messages.ReturnRequest(worker=request.worker, attempts=keys)
+            await shell.execute(lambda state, now: leases.hand_back(state, returned, now))
             raise ClientDisconnected
         return reply
-
-    async def heartbeat(self, request: messages.HeartbeatRequest) -> messages.HeartbeatReply:
-        """Renew a worker's leases."""
-        return await self._do(lambda core, now: core.heartbeat(request, now))
-
-    async def hand_back(self, request: messages.ReturnRequest) -> None:
-        """Take attempts back."""
-        await self._do(lambda core, now: core.hand_back(request, now))
-
-    async def drain_worker(self, worker: str) -> None:
-        """Give a worker nothing new."""
-        await self._do(lambda core, now: core.drain_worker(worker, now))
 
     async def submit(self, worker: str, body: bytes) -> messages.SubmitReply:
         """Judge submitted records; returns when the accepted ones are on disk. Raises InvalidRequest, StoreError."""
@@ -107,7 +102,7 @@ class Service(Lifecycle):
         self._require().submissions.submit_nowait(worker, body, on_stored)
 
     def claim_assets(self, request: messages.AssetsRequest) -> messages.AssetsReply:
-        """Keep assets for a worker's records, and say which of them it is to send."""
+        """Keep assets for a worker's records, and name those that it has to send."""
         assets = self._require().assets
         return messages.AssetsReply(epoch=self.epoch, missing=assets.claim(request.names), keep_s=assets.promise_s)
 
@@ -122,7 +117,7 @@ class Service(Lifecycle):
         return await self._require().assets.read(name)
 
     async def assets(self, request: messages.AssetsRequest) -> bytes:
-        """The first of these assets, as many as one answer takes, or what is wrong with them."""
+        """The first of these assets, as many as one response takes; an error in place of a missing or damaged one."""
         found = await self._require().assets.read_many(request.names, ASSETS_BYTES)
         return await asyncio.to_thread(pack_assets, found)
 
@@ -133,21 +128,19 @@ class Service(Lifecycle):
         parsed = parse_run_spec(spec)
         self._check_environments([entry.id for entry in parsed.environments])
         self._check_environments([task.environment for task in parsed.tasks or ()])
-        await self._do(lambda core, now: core.create_run(parsed, now))
-        log.info("run created", run=parsed.name)
+        await self.execute(lambda state, now: runs.create_run(state, parsed, now))
         return self.run_status(parsed.name)
 
     async def close_run(self, run: str) -> messages.RunStatus:
         """End a run."""
-        await self._do(lambda core, now: core.close_run(run, now))
-        log.info("run closed", run=run)
+        await self.execute(lambda state, now: runs.close_run(state, state.run(run), now))
         return self.run_status(run)
 
     async def submit_groups(self, run: str, request: messages.SubmitGroupsRequest) -> messages.SubmitGroupsReply:
         """Add groups of the learner's own."""
         self._check_environments([str(group.task.get("environment")) for group in request.groups])
-        groups = await self._do(lambda core, now: core.submit_groups(run, request.groups, now))
-        return messages.SubmitGroupsReply(epoch=self.epoch, groups=groups)
+        ids = await self.execute(lambda state, now: groups.submit(state, state.run(run), request.groups, now))
+        return messages.SubmitGroupsReply(epoch=self.epoch, groups=ids)
 
     def _check_environments(self, names: Iterable[str]) -> None:
         known = self._settings.environments
@@ -161,114 +154,74 @@ class Service(Lifecycle):
 
     # Learners -------------------------------------------------------------------------------------------------
 
-    async def pull(self, run: str, request: messages.PullRequest, left: Left) -> ServedBatch | messages.EmptyReply:
+    async def pull(
+        self, run: str, request: messages.PullRequest, disconnected: Disconnected
+    ) -> ServedBatch | messages.EmptyReply:
         """Lease a batch; waits up to ``wait_s`` until one is ready."""
-        return await self._require().pulls.pull(run, request, left)
-
-    async def resume(self, run: str, request: messages.ResumeRequest) -> messages.ResumeReply:
-        """Give a learner that was started again what it left unacked."""
-        reply = await self._do(lambda core, now: core.resume(run, request, now))
-        log.info("resumed", run=run, learner=request.learner, batches=len(reply.batches), lost=len(reply.lost))
-        return reply
-
-    async def ack(self, run: str, batch: str, request: messages.AckRequest) -> messages.AckReply:
-        """The batch was trained on."""
-        reply = await self._do(lambda core, now: core.ack(run, batch, request, now))
-        log.info("batch acked", run=run, batch=batch, version=reply.version)
-        return reply
-
-    async def nack(self, run: str, batch: str, request: messages.NackRequest) -> None:
-        """Take a batch back."""
-        await self._do(lambda core, now: core.nack(run, batch, request, now))
-        log.info("batch given back", run=run, batch=batch, reason=request.reason)
-
-    async def announce(self, run: str, request: messages.VersionRequest) -> messages.VersionReply:
-        """A version is loaded."""
-        return await self._do(lambda core, now: core.announce(run, request, now))
-
-    async def rewind(self, run: str, request: messages.RewindRequest) -> messages.VersionReply:
-        """Open a new lineage."""
-        reply = await self._do(lambda core, now: core.rewind(run, request, now))
-        log.info("rewound", run=run, version=reply.version)
-        return reply
-
-    async def set_priorities(self, run: str, request: messages.PrioritiesRequest) -> messages.PrioritiesReply:
-        """What a prioritized draw goes by."""
-        return await self._do(lambda core, now: core.set_priorities(run, request, now))
-
-    async def doing(self, run: str, request: messages.DoingRequest) -> None:
-        """The learner says what it does."""
-        await self._do(lambda core, now: core.doing(run, request, now))
+        return await self._require().pulls.pull(run, request, disconnected)
 
     # Evaluations ----------------------------------------------------------------------------------------------
 
     async def start_evaluation(self, run: str, request: messages.EvaluationRequest) -> messages.EvaluationReply:
         """Start episodes pinned to a version."""
         self._check_environments([str(task.get("environment")) for task in request.tasks])
-        evaluation = await self._do(lambda core, now: core.start_evaluation(run, request, now))
-        return await self._do(lambda core, now: core.evaluation(run, evaluation, now))
+        id = await self.execute(lambda state, now: evaluations.start(state, state.run(run), request, now))
+        return await self.execute(lambda state, now: evaluations.report(state, state.run(run), id, now))
 
-    async def evaluation(self, run: str, evaluation: str, wait_s: float, left: Left) -> messages.EvaluationReply:
-        """How an evaluation stands; waits until it is finished."""
-        return await self._poll(
+    async def evaluation(
+        self, run: str, evaluation: str, wait_s: float, disconnected: Disconnected
+    ) -> messages.EvaluationReply:
+        """The progress of an evaluation; waits until it is finished."""
+        return await self._poll_run(
             run,
             wait_s,
-            left,
-            ask=lambda core, now: core.evaluation(run, evaluation, now),
-            enough=lambda reply: reply.finished,
+            disconnected,
+            query=lambda state, now: evaluations.report(state, state.run(run), evaluation, now),
+            complete=lambda reply: reply.finished,
         )
 
-    async def hold(self, run: str, wait_s: float, left: Left) -> messages.HoldReply:
-        """Whether weights may be replaced; waits until they may."""
+    async def hold(self, run: str, wait_s: float, disconnected: Disconnected) -> messages.HoldReply:
+        """Seconds for which weights may not be replaced yet; waits until they may."""
 
-        def ask(core: Scheduler, now: float) -> messages.HoldReply:
-            hold_s, evaluations = core.sync_hold(run, now)
-            return messages.HoldReply(epoch=self.epoch, hold_s=hold_s, evaluations=evaluations)
+        def query(state: SchedulerState, now: float) -> messages.HoldReply:
+            hold_s, holders = evaluations.sync_hold(state.run(run), now)
+            return messages.HoldReply(epoch=self.epoch, hold_s=hold_s, evaluations=holders)
 
-        return await self._poll(run, wait_s, left, ask=ask, enough=lambda reply: reply.hold_s <= 0)
+        return await self._poll_run(run, wait_s, disconnected, query=query, complete=lambda reply: reply.hold_s <= 0)
 
-    async def _poll(
+    async def _poll_run(
         self,
         run: str,
         wait_s: float,
-        left: Left,
+        disconnected: Disconnected,
         *,
-        ask: Callable[[Scheduler, float], T],
-        enough: Callable[[T], bool],
+        query: Command[T],
+        complete: Callable[[T], bool],
     ) -> T:
         shell = self._require().shell
-        deadline = shell.now() + wait_s
+
+        async def attempt() -> T:
+            self._require()
+            return shell.decide(query)
+
         try:
-            while True:
-                self._require()
-                reply = ask(shell.core, shell.now())
-                shell.commit()
-                if enough(reply) or self.draining or shell.now() >= deadline:
-                    return reply
-                await shell.bells.of_run(run).wait(deadline - shell.now(), left)
+            return await shell.long_poll(
+                attempt,
+                complete=complete,
+                queue=shell.queues.for_run(run),
+                deadline=shell.now() + wait_s,
+                disconnected=disconnected,
+            )
         finally:
             await shell.store.log.synced()
 
     # Policy servers -------------------------------------------------------------------------------------------
 
-    async def servers(self, run: str, revision: int, wait_s: float, left: Left) -> messages.PolicyServersReply:
-        """The policy servers of a run; waits until there is news of them."""
-        return await self._require().plane.servers(run, revision, wait_s, left)
-
-    async def add_server(self, run: str, address: str) -> None:
-        """Give a run another policy server."""
-        await self._do(lambda core, now: core.add_server(run, address, now))
-        log.info("policy server added", run=run, address=address)
-
-    async def drain_server(self, run: str, address: str) -> None:
-        """Let a policy server finish what it has."""
-        await self._do(lambda core, now: core.drain_server(run, address, now))
-        log.info("policy server drains", run=run, address=address)
-
-    async def remove_server(self, run: str, address: str) -> None:
-        """Take a policy server from a run."""
-        await self._do(lambda core, now: core.remove_server(run, address, now))
-        log.info("policy server removed", run=run, address=address)
+    async def servers(
+        self, run: str, revision: int, wait_s: float, disconnected: Disconnected
+    ) -> messages.PolicyServersReply:
+        """The policy servers of a run; waits until they differ from that revision."""
+        return await self._require().plane.servers(run, revision, wait_s, disconnected)
 
     # Views ----------------------------------------------------------------------------------------------------
 
@@ -277,7 +230,8 @@ class Service(Lifecycle):
         return self._run_status(self._require(), run)
 
     def _run_status(self, running: RunningService, run: str) -> messages.RunStatus:
-        status = running.shell.core.run_status(run, running.shell.now())
+        shell = running.shell
+        status = views.run_status(shell.core.state, shell.run(run), shell.now())
         servers, sync = running.plane.shown(run)
         return msgspec.structs.replace(
             status, learner_waiting=running.pulls.waiting(run), servers=servers, weight_sync=sync
@@ -285,22 +239,22 @@ class Service(Lifecycle):
 
     def groups(self, run: str) -> list[dict[str, Any]]:
         """The oldest groups in flight. Raises UnknownRun."""
-        return self._require().shell.core.groups(run)
+        return views.groups(self._require().shell.run(run))
 
     def status(self) -> messages.ServiceStatus:
-        """The whole service, for whoever watches it: without runs and workers while it starts, and as it is in memory
-        while the store fails."""
-        runs: list[messages.RunStatus] = []
+        """The whole service, for operators: without runs and workers while it starts, and as it is in memory while the
+        store fails."""
+        statuses: list[messages.RunStatus] = []
         workers: list[messages.WorkerStatus] = []
         if self._running is not None:
             shell = self._running.shell
-            runs = [self._run_status(self._running, name) for name in shell.core.run_names()]
-            workers = shell.core.worker_statuses(shell.now())
+            statuses = [self._run_status(self._running, name) for name in shell.core.state.runs]
+            workers = views.worker_statuses(shell.core.state, shell.now())
         return messages.ServiceStatus(
             epoch=self.epoch,
             version=HEADRACE_VERSION,
             uptime_s=self._clock() - self._started_at,
-            runs=runs,
+            runs=statuses,
             workers=workers,
             store=self._store_status(),
         )
@@ -325,7 +279,7 @@ class Service(Lifecycle):
     ) -> messages.TrajectoryList:
         """A page of a run's trajectories, newest first. Raises UnknownRun."""
         shell = self._require().shell
-        shell.core.spec(run)  # raises UnknownRun
+        shell.run(run)  # raises UnknownRun
         await shell.store.project()
         now_ms = time.time_ns() // 1_000_000
         page, following = await asyncio.to_thread(
@@ -342,7 +296,7 @@ class Service(Lifecycle):
         return await asyncio.to_thread(store.log.read, found.location)
 
     async def advantages(self, trajectory: str) -> messages.TrajectoryAdvantages:
-        """What the batch that it was last frozen into says of a trajectory. Raises UnknownTrajectory, UnknownBatch,
+        """Returns and advantages of a trajectory in its latest batch. Raises UnknownTrajectory, UnknownBatch,
         CorruptRecord."""
         store = self._require().shell.store
         found = await self._find(store, trajectory)

@@ -1,17 +1,17 @@
-"""The shell around the scheduler core: the one way in which a command is carried out.
+"""The shell around the scheduler core, which carries out all commands.
 
-* A command is decided and appended without giving the event loop away in between.
-* No answer ends before everything that it rests on is on disk, errors included.
-* Time passes by a timer that is set for the core's next deadline; while the disk refuses, it does not pass.
-* Memory never goes on without the log: a decision that cannot be stored stops the service until a restart.
+* A command is decided and its events are appended in one turn of the event loop.
+* No response ends before everything that it rests on is on disk; neither does an error.
+* A timer for the scheduler's next deadline lets time pass; while the disk refuses, time stands still.
+* The state in memory never gets ahead of the log: a decision that cannot be stored stops the service until a restart.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib.metadata import version as installed_version
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from headrace.common.ids import new_id
 from headrace.errors import InternalError, StoreError
@@ -23,16 +23,31 @@ from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.scheduler.events import (
     AnyEvent,
     AttemptEnded,
+    BatchAcked,
     BatchFormed,
+    BatchReleased,
     EpisodeEnded,
+    RunClosed,
+    RunCreated,
+    ServerAdded,
+    ServerDrained,
+    ServerRemoved,
+    SessionStarted,
     TaskQuarantined,
+    VersionAnnounced,
 )
+from headrace_orchestrator.scheduler.state.batches import NACKED
+from headrace_orchestrator.scheduler.state.run import Run
+from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 from headrace_orchestrator.service.batches import BuiltBatch
 from headrace_orchestrator.service.storage.record_events import event_of, record_for_event
 from headrace_orchestrator.service.storage.store import BatchWrite, Store, StoreWrite, TrajectoryWrite
-from headrace_orchestrator.service.waiters import Bells
+from headrace_orchestrator.service.waiters import Disconnected, WaitQueue, WaitQueues
 
 T = TypeVar("T")
+
+Command = Callable[[SchedulerState, float], T]
+"""A command of the scheduler with all but its last arguments bound: the state, and the time in seconds."""
 
 log = logs.logger(__name__)
 
@@ -40,14 +55,14 @@ HEADRACE_VERSION = installed_version("headrace")
 
 
 class Shell:
-    """Core, store, metrics and bells of a running service. ``clock`` gives monotonic seconds."""
+    """Scheduler, store, metrics and wait queues of a running service. ``clock`` gives monotonic seconds."""
 
     def __init__(self, core: Scheduler, store: Store, metrics: Metrics, clock: Callable[[], float]) -> None:
         self.core = core
         self.store = store
-        self.bells = Bells()
+        self.queues = WaitQueues()
         self.draining = False
-        #: Told of events when they are appended.
+        #: Called with events when they are appended.
         self.listeners: list[Callable[[Sequence[AnyEvent]], None]] = []
         self._metrics = metrics
         self._clock = clock
@@ -55,29 +70,61 @@ class Shell:
         self._timer_at = 0.0
 
     def now(self) -> float:
-        """Monotonic seconds, as the core counts them."""
+        """Monotonic seconds of the scheduler's clock."""
         return self._clock()
 
-    async def do(self, command: Callable[[float], T]) -> T:
-        """Carry out a command of the core; returns, or raises, when what it rests on is on disk."""
+    def run(self, name: str) -> Run:
+        """The run of that name, to be read only; raises UnknownRun."""
+        return self.core.state.run(name)
+
+    def decide(self, command: Command[T]) -> T:
+        """Carry out a command of the scheduler and append its events. They are not on disk yet."""
+        now = self._clock()
         try:
-            return command(self.now())
+            return command(self.core.state_at(now), now)
+        finally:
+            self.commit()
+
+    async def execute(self, command: Command[T]) -> T:
+        """Carry out a command of the scheduler; returns, or raises, when what it rests on is on disk."""
+        now = self._clock()
+        try:
+            return command(self.core.state_at(now), now)
         finally:
             self.commit()
             await self.store.log.synced()
 
+    async def long_poll(
+        self,
+        attempt: Callable[[], Awaitable[T]],
+        *,
+        complete: Callable[[T], bool],
+        queue: WaitQueue,
+        deadline: float,
+        disconnected: Disconnected,
+    ) -> T:
+        """Repeat an attempt after each wake-up of the queue, until its result is complete, the deadline has passed or
+        the service drains; returns the last result. Raises ClientDisconnected."""
+        while True:
+            result = await attempt()
+            remaining_s = deadline - self.now()
+            if complete(result) or self.draining or remaining_s <= 0:
+                return result
+            await queue.wait(remaining_s, disconnected)
+
     def commit(self, accepted: Mapping[str, TrajectoryWrite] | None = None, formed: BuiltBatch | None = None) -> None:
-        """Append what the core has decided since the last time. ``accepted`` are the records of submissions by
-        episode, ``formed`` the batch that was frozen."""
+        """Append the events since the last commit. ``accepted``: the records of submissions by episode; ``formed``: the
+        batch that was frozen."""
         try:
             events, before = self.core.drain(), self.store.log.size_bytes
-            self.store.put([self._decided(event, accepted or {}, formed) for event in events])
+            self.store.put([self._stored_form(event, accepted or {}, formed) for event in events])
             self.core.bounds.disk_bytes += self.store.log.size_bytes - before
             self.store.keep_state(self.core)
             for event in events:
-                _log(event)
+                if (log_event := _LOG_EVENT.get(type(event))) is not None:
+                    log_event(event)
             self._metrics.observe(events)
-            self.bells.tell(events)
+            self.queues.notify(events)
             for listener in self.listeners:
                 listener(events)
             self.set_timer()
@@ -86,10 +133,10 @@ class Shell:
         except Exception as error:
             raise self._stop(error) from error
 
-    def _decided(
+    def _stored_form(
         self, event: AnyEvent, accepted: Mapping[str, TrajectoryWrite], formed: BuiltBatch | None
     ) -> StoreWrite:
-        """What is stored of an event."""
+        """The event with the record or the batch that is stored along with it."""
         if isinstance(event, BatchFormed):
             if formed is None:
                 raise InternalError(f"Batch {event.batch} was formed without its head.")
@@ -104,7 +151,7 @@ class Shell:
         return TrajectoryWrite(TrajectoryEntry(outcome, trajectory.stop_reason, trajectory.provenance, ()), record)
 
     def _stop(self, error: Exception) -> InternalError:
-        """Nothing more is decided or stored: a restart goes back to what the log says."""
+        """Stop deciding and storing: a restart goes back to the state in the log."""
         log.exception("a decision could not be stored; restart the orchestrator")
         problem = f"a decision could not be stored ({type(error).__name__}: {error}), so memory and log differ"
         self.store.log.stop(problem)
@@ -114,9 +161,9 @@ class Shell:
     # Time -----------------------------------------------------------------------------------------------------
 
     def set_timer(self) -> None:
-        """See that ``tick`` runs at the core's next deadline. A timer that is early only looks once too often.
+        """Have ``tick`` run at the scheduler's next deadline. A timer that is too early does no harm.
 
-        While the disk refuses, time stands still: who holds a lease cannot renew it."""
+        While the disk refuses, time stands still: no holder of a lease could renew it."""
         if self.store.log.failure:
             return
         deadline = self.core.next_deadline()
@@ -127,6 +174,7 @@ class Shell:
         self._timer = asyncio.get_running_loop().call_later(max(0.0, deadline - self.now()), self._tick)
 
     def stop_timer(self) -> None:
+        """Let no more time pass until ``set_timer``."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -138,30 +186,54 @@ class Shell:
             self.commit()
         except StoreError as error:
             log.error("time does not pass any more; restart the orchestrator", problem=error.detail)
-        except Exception as error:  # noqa: BLE001 - nobody waits for a timer: it is logged whole, and the service stops
+        except Exception as error:  # noqa: BLE001 - nothing awaits a timer: it is logged whole, and the service stops
             if not self.store.log.failure:
                 self._stop(error)
-        self.bells.ring_all()
+        self.queues.wake_all()
 
 
-def _log(event: AnyEvent) -> None:
-    """Say what people want to read; the rest is in the log of the data directory."""
-    match event:
-        case EpisodeEnded() if event.failure is not None and event.status == "failed":
-            log.warning(
-                "episode failed",
-                run=event.run,
-                episode=event.episode,
-                attempt=event.attempt,
-                layer=event.failure.layer,
-                kind=event.failure.kind,
-                message=event.failure.message,
-            )
-        case AttemptEnded():
-            log.info(
-                "attempt requeued", run=event.run, episode=event.episode, attempt=event.attempt, reason=event.reason
-            )
-        case TaskQuarantined():
-            log.warning("task quarantined", run=event.run, environment=event.task.environment, history=event.history)
-        case _:
-            pass
+def _log_episode_ended(event: EpisodeEnded) -> None:
+    if event.failure is not None and event.status == "failed":
+        log.warning(
+            "episode failed",
+            run=event.run,
+            episode=event.episode,
+            attempt=event.attempt,
+            layer=event.failure.layer,
+            kind=event.failure.kind,
+            message=event.failure.message,
+        )
+
+
+def _log_batch_released(event: BatchReleased) -> None:
+    if event.reason.startswith(NACKED):
+        reason = event.reason.removeprefix(NACKED)
+        log.info("batch given back", run=event.run, batch=event.batch, reason=reason)
+
+
+def _log_version_announced(event: VersionAnnounced) -> None:
+    if event.fork is not None:
+        log.info("rewound", run=event.run, version=str(event.version))
+
+
+_LOG_EVENT: dict[type, Callable[[Any], None]] = {
+    RunCreated: lambda event: log.info("run created", run=event.run),
+    RunClosed: lambda event: log.info("run closed", run=event.run),
+    EpisodeEnded: _log_episode_ended,
+    AttemptEnded: lambda event: log.info(
+        "attempt requeued", run=event.run, episode=event.episode, attempt=event.attempt, reason=event.reason
+    ),
+    TaskQuarantined: lambda event: log.warning(
+        "task quarantined", run=event.run, environment=event.task.environment, history=event.history
+    ),
+    SessionStarted: lambda event: log.info("session started", run=event.run, learner=event.learner),
+    BatchAcked: lambda event: log.info(
+        "batch acked", run=event.run, batch=event.batch, version=str(event.version or "")
+    ),
+    BatchReleased: _log_batch_released,
+    VersionAnnounced: _log_version_announced,
+    ServerAdded: lambda event: log.info("policy server added", run=event.run, address=event.address),
+    ServerDrained: lambda event: log.info("policy server drains", run=event.run, address=event.address),
+    ServerRemoved: lambda event: log.info("policy server removed", run=event.run, address=event.address),
+}
+"""Events that operators read in the program's log. The log of the data directory has all of them."""

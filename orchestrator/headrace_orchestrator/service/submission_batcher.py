@@ -106,7 +106,8 @@ class SubmissionBatcher:
     def _judge(self, batch: Sequence[_PendingSubmission]) -> list[SubmitResult]:
         shell = self._shell
         records = [record for submission in batch for record in submission.records]
-        judge = SubmissionJudge(shell.core, shell.store, self._assets, shell.now())
+        now = shell.now()
+        judge = SubmissionJudge(shell.core.state_at(now), shell.store, self._assets, now)
         try:
             return judge.judge(records)
         finally:

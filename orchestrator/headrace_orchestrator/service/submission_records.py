@@ -33,8 +33,9 @@ from headrace.wire.alignment import ALIGNMENT, padded
 from headrace.wire.messages import SubmissionHead, SubmitResult
 from headrace_orchestrator.buffer.assets.store import AssetStore
 from headrace_orchestrator.buffer.projection.entries import TrajectoryEntry
-from headrace_orchestrator.scheduler.core import Scheduler
+from headrace_orchestrator.scheduler.commands.submissions import judge
 from headrace_orchestrator.scheduler.events import EpisodeEnded
+from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 from headrace_orchestrator.service.storage.record_events import event_of
 from headrace_orchestrator.service.storage.store import Store, TrajectoryWrite
 
@@ -108,9 +109,9 @@ class SubmissionJudge:
     its memory is still in the processor's cache.
     """
 
-    def __init__(self, core: Scheduler, store: Store, assets: AssetStore, now: float) -> None:
+    def __init__(self, state: SchedulerState, store: Store, assets: AssetStore, now: float) -> None:
         self.accepted: dict[str, TrajectoryWrite] = {}
-        self._core = core
+        self._state = state
         self._store = store
         self._assets = assets
         self._now = now
@@ -161,7 +162,7 @@ class SubmissionJudge:
         self._check_owner(outcome)
         if listed.assets:
             self._check_assets(listed.assets)
-        verdict = self._core.judge(item.worker, head.nonce, outcome, self._now)
+        verdict = judge(self._state, item.worker, head.nonce, outcome, self._now)
         if verdict == "accepted":
             self.accepted[head.episode] = ended
             self._owners[outcome.trajectory] = head.episode
@@ -216,7 +217,7 @@ class SubmissionJudge:
         """The policy that a run trains as that agent; None for an unknown run, which the scheduler handles. Raises
         InvalidTrajectory for an agent that the run freezes."""
         try:
-            policy = self._core.spec(run).policy
+            policy = self._state.run(run).spec.policy
         except UnknownRun:
             return None
         spec = policy.agents.get(agent)

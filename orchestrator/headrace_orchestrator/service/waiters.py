@@ -1,8 +1,8 @@
-"""Long polls: who waits for what, and who is woken.
+"""Long polls: queues of waiting requests, and the events that wake them.
 
-* A change wakes the first in line; who finds work wakes the next.
+* A change wakes the first waiter; a waiter that finds work wakes the next.
 * A wake-up is never lost: a waiter that leaves passes it on.
-* A client that leaves ends its wait at once.
+* A client that disconnects ends its wait at once.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from headrace_orchestrator.scheduler.events import (
     WorkerDraining,
 )
 
-Left = Callable[[], "asyncio.Task[None]"]
-"""Gives the task that is done when the client has left; called only by those who wait."""
+Disconnected = Callable[[], "asyncio.Task[None]"]
+"""Gives the task that is done when the client has disconnected. Only a request that waits calls it."""
 
 FOR_ALL_WORKERS = frozenset((AttemptCancelled, RunClosed, WorkerDraining))
-"""Events that workers other than the first in line want to know at once."""
+"""Events that wake every waiting worker, not only the first."""
 
 
 class ClientDisconnected(Exception):
-    """The client closed the connection; there is nobody to answer."""
+    """The client closed the connection before its response."""
 
 
-class Bell:
-    """Waiters in the order in which they came."""
+class WaitQueue:
+    """Waiters in the order of their arrival."""
 
     def __init__(self) -> None:
         self._waiters: deque[asyncio.Future[None]] = deque()
@@ -40,77 +40,86 @@ class Bell:
     def __len__(self) -> int:
         return len(self._waiters)
 
-    def ring(self) -> None:
-        """Wake the first in line."""
+    def wake_first(self) -> None:
+        """Wake the first waiter."""
         while self._waiters:
             waiter = self._waiters.popleft()
             if not waiter.done():
                 waiter.set_result(None)
                 return
 
-    def ring_all(self) -> None:
-        """Wake all."""
+    def wake_all(self) -> None:
+        """Wake all waiters."""
         while self._waiters:
-            self.ring()
+            self.wake_first()
 
-    async def wait(self, timeout_s: float, left: Left) -> None:
-        """Until the bell rings, the time is over, or the client has left. Raises ClientDisconnected for the last."""
+    async def wait(self, timeout_s: float, disconnected: Disconnected) -> None:
+        """Wait for a wake-up, or until the time is over. Raises ClientDisconnected."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
-        gone = left()
-        heard = False
+        gone = disconnected()
+        finished = False
         try:
             await asyncio.wait((waiter, gone), timeout=max(0.0, timeout_s), return_when=asyncio.FIRST_COMPLETED)
             if gone.done():
                 raise ClientDisconnected
-            heard = True
+            finished = True
         finally:
             if not waiter.done():
                 waiter.cancel()
                 self._waiters.remove(waiter)
-            elif not heard:
-                self.ring()
+            elif not finished:
+                self.wake_first()
 
 
-class Bells:
-    """Bells for each run and for its policy servers, and one for each kind of worker."""
+class WaitQueues:
+    """Queues for each run, for its pulls and for its policy servers, and one for each kind of worker."""
 
     def __init__(self) -> None:
-        self._runs: dict[str, Bell] = {}
-        self._servers: dict[str, Bell] = {}
-        self._workers: dict[tuple[str, tuple[str, ...]], Bell] = {}
+        self._runs: dict[str, WaitQueue] = {}
+        self._pulls: dict[str, WaitQueue] = {}
+        self._policy_servers: dict[str, WaitQueue] = {}
+        self._workers: dict[tuple[str, tuple[str, ...]], WaitQueue] = {}
 
-    def of_run(self, run: str) -> Bell:
-        """Rung when something happens in the run."""
-        return self._runs.setdefault(run, Bell())
+    def for_run(self, run: str) -> WaitQueue:
+        """The queue that every event of the run wakes."""
+        return self._runs.setdefault(run, WaitQueue())
 
-    def of_servers(self, run: str) -> Bell:
-        """Rung when something happens to the run's policy servers."""
-        return self._servers.setdefault(run, Bell())
+    def for_pulls(self, run: str) -> WaitQueue:
+        """The queue of the run's pulls, which every event of the run wakes."""
+        return self._pulls.setdefault(run, WaitQueue())
 
-    def of_worker(self, request: LeaseRequest) -> Bell:
-        """Rung when there may be work for a worker like this one."""
-        return self._workers.setdefault((request.pool, tuple(sorted(request.capabilities))), Bell())
+    def for_policy_servers(self, run: str) -> WaitQueue:
+        """The queue that a change of the run's policy servers wakes."""
+        return self._policy_servers.setdefault(run, WaitQueue())
 
-    def tell(self, events: Sequence[AnyEvent]) -> None:
-        """Wake those whom these events concern."""
-        news = {type(event) for event in events} - {Dispatched}
+    def for_worker(self, request: LeaseRequest) -> WaitQueue:
+        """The queue of workers that offer the same as this one."""
+        return self._workers.setdefault((request.pool, tuple(sorted(request.capabilities))), WaitQueue())
+
+    def notify(self, events: Sequence[AnyEvent]) -> None:
+        """Wake the waiters that these events concern."""
+        kinds = {type(event) for event in events} - {Dispatched}
         for run in {event.run for event in events if not isinstance(event, (Dispatched, WorkerDraining))}:
-            bell = self._runs.get(run)
-            if bell is not None:
-                bell.ring_all()
-        if news & FOR_ALL_WORKERS:
-            for bell in self._workers.values():
-                bell.ring_all()
-        elif news:
+            for queues in (self._runs, self._pulls):
+                queue = queues.get(run)
+                if queue is not None:
+                    queue.wake_all()
+        if kinds & FOR_ALL_WORKERS:
+            for queue in self._workers.values():
+                queue.wake_all()
+        elif kinds:
             self.offer_work()
 
     def offer_work(self) -> None:
-        """Wake the first in line of each kind of worker."""
-        for bell in self._workers.values():
-            bell.ring()
+        """Wake the first worker of each kind."""
+        for queue in self._workers.values():
+            queue.wake_first()
 
-    def ring_all(self) -> None:
-        """Wake everybody."""
-        for bell in (*self._runs.values(), *self._servers.values(), *self._workers.values()):
-            bell.ring_all()
+    def wake_all(self) -> None:
+        """Wake all waiters."""
+        for queues in (self._runs, self._pulls, self._policy_servers):
+            for queue in queues.values():
+                queue.wake_all()
+        for queue in self._workers.values():
+            queue.wake_all()

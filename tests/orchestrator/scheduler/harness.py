@@ -12,8 +12,9 @@ from headrace.runspec import RunSpec
 from headrace.trajectory import Failure, Status, Version
 from headrace.wire import messages
 from headrace_orchestrator.scheduler import events
-from headrace_orchestrator.scheduler.core import Form, Redeliver, Scheduler
+from headrace_orchestrator.scheduler.commands.pull_plan import Form, Redeliver
 from headrace_orchestrator.scheduler.state.admission.bounds import Bounds
+from tests.orchestrator.scheduler.commanded import CommandedScheduler
 from tests.orchestrator.scheduler.oracle import Told, faults
 
 FLAKY = Failure(layer="environment", kind="step-timeout", message="The step took too long.", retryable=True)
@@ -49,8 +50,8 @@ class Harness:
         self.holding: dict[str, dict[str, messages.AttemptKey]] = {}
         self.tasks: dict[str, str] = {}
 
-    def _scheduler(self) -> Scheduler:
-        return Scheduler(
+    def _scheduler(self) -> CommandedScheduler:
+        return CommandedScheduler(
             epoch=1,
             new_id=lambda: f"id{next(self._ids)}",
             new_nonce=lambda: f"nonce{next(self._ids)}",
@@ -102,13 +103,13 @@ class Harness:
         self.core.tick(self.now)
         return self.settle()
 
-    def replayed(self, log: Iterable[events.AnyEvent] | None = None) -> Scheduler:
+    def replayed(self, log: Iterable[events.AnyEvent] | None = None) -> CommandedScheduler:
         core = self._scheduler()
         for event in self.log if log is None else log:
             core.apply(event, self.now)
         return core
 
-    def restored(self, snapshot: bytes, since: int | None = None) -> Scheduler:
+    def restored(self, snapshot: bytes, since: int | None = None) -> CommandedScheduler:
         """A scheduler that took a snapshot, and the events from ``since`` on."""
         core = self._scheduler()
         core.restore(snapshot, self.now)
@@ -116,10 +117,10 @@ class Harness:
             core.apply(event, self.now)
         return core
 
-    def restart(self, core: Scheduler | None = None) -> None:
+    def restart(self, core: CommandedScheduler | None = None) -> None:
         core = core or self.replayed()
         assert core.durable() == self.core.durable()
-        retiring = any(run.retiring for run in self.core._state.runs.values())
+        retiring = any(run.retiring for run in self.core.state.runs.values())
         self.core = core
         self.core.tick(self.now)
         assert self.settle() == [] or retiring

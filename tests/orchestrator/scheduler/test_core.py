@@ -89,7 +89,7 @@ def test_applying_the_records_of_a_log_in_order_gives_the_state_back_but_for_dea
 
 def test_between_commands_no_group_waits_for_a_decision_and_no_credit_lies_idle():
     harness = busy()
-    run = harness.core._state.runs["r"]
+    run = harness.core.state.runs["r"]
     assert (run.due, run.ledger.free) == ({}, 0)
 
 
@@ -98,18 +98,18 @@ def test_between_commands_no_group_waits_for_a_decision_and_no_credit_lies_idle(
 
 def notices(harness: Harness, history: str) -> None:
     with pytest.raises(AssertionError, match=history):
-        check(harness.core._state)
+        check(harness.core.state)
 
 
 def test_groups_in_flight_are_exactly_the_runs_own_groups_that_are_not_retired():
     harness = busy()
-    harness.core._state.runs["r"].ledger.in_flight += 1
+    harness.core.state.runs["r"].ledger.in_flight += 1
     notices(harness, "counts .* groups in flight; has .* open")
 
 
 def test_each_groups_state_agrees_with_its_members_states():
     harness = busy()
-    run = harness.core._state.runs["r"]
+    run = harness.core.state.runs["r"]
     group = next(group for group in run.groups.values() if group.state == "open")
     group.state = "eligible"
     notices(harness, "complete and open at once, or neither: group .* its history")
@@ -117,7 +117,7 @@ def test_each_groups_state_agrees_with_its_members_states():
 
 def test_an_attempt_is_held_by_exactly_the_worker_that_it_was_granted_to():
     harness = busy()
-    workers = harness.core._state.workers
+    workers = harness.core.state.workers
     thief = workers.named("thief", "default", harness.now)
     thief.attempts.update(workers.by_name["w"].attempts)
     notices(harness, "is held by w and thief: episode .* its history")
@@ -125,14 +125,14 @@ def test_an_attempt_is_held_by_exactly_the_worker_that_it_was_granted_to():
 
 def test_a_group_in_a_batch_is_in_exactly_one_and_is_leased():
     harness = busy()
-    run = harness.core._state.runs["r"]
+    run = harness.core.state.runs["r"]
     next(iter(run.batches.values())).groups.pop()
     notices(harness, "is in no batch or several")
 
 
 def test_bytes_held_and_episodes_reserved_are_those_of_the_groups_in_flight():
     harness = busy()
-    ledger = harness.core._state.runs["r"].ledger
+    ledger = harness.core.state.runs["r"].ledger
     ledger.unfinished -= 1
     notices(harness, "reserves for")
     ledger.unfinished += 1
@@ -142,7 +142,7 @@ def test_bytes_held_and_episodes_reserved_are_those_of_the_groups_in_flight():
 
 def test_every_index_says_what_the_episodes_and_groups_say():
     harness = busy()
-    run = harness.core._state.runs["r"]
+    run = harness.core.state.runs["r"]
     kept = run.queue.pop()
     notices(harness, "it is queued in no queue")
     run.queue.append(kept)
@@ -153,4 +153,4 @@ def test_every_index_says_what_the_episodes_and_groups_say():
     run.leased += 1
     notices(harness, "miscounts leased")
     run.leased -= 1
-    check(harness.core._state)
+    check(harness.core.state)

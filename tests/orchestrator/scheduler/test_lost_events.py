@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from headrace.errors import InternalError, RequestError
 from headrace.wire import messages
 from headrace_orchestrator.scheduler import events
-from headrace_orchestrator.scheduler.core import Scheduler
+from tests.orchestrator.scheduler.commanded import CommandedScheduler
 from tests.orchestrator.scheduler.harness import BROKEN, FLAKY, Harness, Served, version
 
 
@@ -74,7 +74,7 @@ def pull_some(harness: Harness, session: str, draw: random.Random) -> Served | m
     return harness.pull(session, name, shard=1, shards=2)
 
 
-def replay(harness: Harness, log: list[events.AnyEvent]) -> Scheduler:
+def replay(harness: Harness, log: list[events.AnyEvent]) -> CommandedScheduler:
     """Take what fits of a log, as a restart does."""
     core = harness._scheduler()
     refused = 0

@@ -254,7 +254,7 @@ class Histories(RuleBasedStateMachine):
 
     def assert_formed_in_bound(self, begun: int) -> None:
         """No batch is formed of what waits to be retired."""
-        run = self.harness.core._state.runs["r"]
+        run = self.harness.core.state.runs["r"]
         for event in self.harness.found(events.BatchFormed, begun):
             assert not any(run.out_of_bound(run.groups[id]) for id in event.groups)
 
@@ -296,7 +296,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(index=INDEX, priority=st.sampled_from([0.25, 1.0, 1e6]))
     def prioritize(self, index, priority):
-        groups = list(self.harness.core._state.runs["r"].groups) or ["nobody"]
+        groups = list(self.harness.core.state.runs["r"].groups) or ["nobody"]
         self.attempt(self.harness.prioritize, {groups[index % len(groups)]: priority})
 
     @rule(session=SESSIONS)

@@ -57,7 +57,7 @@ def test_a_snapshot_carries_quarantine_kills_and_what_the_brake_looks_at(harness
     harness.run(group_size=2, batch_size=2, retries={"max_attempts": 1, "quarantine_after": 2})
     for attempt in harness.lease(3):
         harness.finish(attempt, "failed", failure=BROKEN)
-    run = harness.core._state.runs["r"]
+    run = harness.core.state.runs["r"]
     again = harness.restored(harness.core.snapshot())._state.runs["r"]
     assert all((run.quarantined, run.kills, run.recent))
     assert (again.quarantined, again.kills, list(again.recent)) == (run.quarantined, run.kills, list(run.recent))
@@ -165,5 +165,5 @@ ROWS = {
 
 @pytest.mark.parametrize("kind", list(ROWS), ids=lambda kind: kind.__name__)
 def test_what_is_soft_is_not_in_it_and_a_slot_of_the_state_is_named_here_or_named_soft(kind):
-    slots = set(vars(busy().core._state.runs["r"])) if kind is Run else set(kind.__slots__)
+    slots = set(vars(busy().core.state.runs["r"])) if kind is Run else set(kind.__slots__)
     assert set(ROWS[kind].__struct_fields__) == slots - SOFT[kind] - BY_REFERENCE[kind]

@@ -26,7 +26,9 @@ from headrace_orchestrator.buffer.data_directory import DataDirectory
 from headrace_orchestrator.buffer.log.location import Location
 from headrace_orchestrator.buffer.log.log import Log
 from headrace_orchestrator.buffer.projection.sqlite import SqliteProjection
+from headrace_orchestrator.scheduler.commands import batches
 from headrace_orchestrator.scheduler.core import Scheduler
+from headrace_orchestrator.scheduler.queries.invariants import durable
 from headrace_orchestrator.service import Service
 from headrace_orchestrator.service.batches import ServedBatch
 from headrace_orchestrator.service.storage.replay import replay
@@ -61,7 +63,7 @@ class Known(NamedTuple):
 
 def known(core: Scheduler, store: Store) -> Known:
     groups = {(run, id): group for run, groups in store.index.groups.items() for id, group in groups.items()}
-    return Known(core.durable(), groups, store.index.batches, store.index.trajectories)
+    return Known(durable(core.state), groups, store.index.batches, store.index.trajectories)
 
 
 async def read(data: Path, *, states: bool = True, listed: bool = True, damaged: list[None] | None = None) -> Known:
@@ -145,7 +147,9 @@ class House:
             version = Version(0, self.version + 1)
             request = messages.AckRequest(learner="l", session="s", generation=batch.generation, version=str(version))
             try:
-                await self.service.ack("run", batch.id, request)
+                await self.service.execute(
+                    lambda state, now: batches.ack(state, state.run("run"), batch.id, request, now)
+                )
             except BatchSuperseded:
                 return
             self.version += 1
@@ -154,7 +158,7 @@ class House:
         if self.batches:
             batch = self.batches.pop()
             request = messages.NackRequest(learner="l", session="s", generation=batch.generation, reason="why not")
-            await self.service.nack("run", batch.id, request)
+            await self.service.execute(lambda state, now: batches.nack(state, state.run("run"), batch.id, request, now))
 
     async def project(self) -> None:
         await self.store.project()
@@ -176,7 +180,10 @@ class House:
 
     async def let_time_pass(self) -> None:
         self.clock.now += 70.0
-        await self.service._do(lambda core, now: core.tick(now))
+        shell = self.service._require().shell
+        shell.core.tick(shell.now())
+        shell.commit()
+        await shell.store.log.synced()
 
 
 PARTS = ("lease", "lease", "submit", "submit", "pull", "ack", "nack", "project", "restart", "let_time_pass")

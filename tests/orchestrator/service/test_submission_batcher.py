@@ -29,7 +29,7 @@ class Judge:
         self._error = error
         monkeypatch.setattr(submission_batcher, "SubmissionJudge", lambda *given: self)
         self.store = SimpleNamespace(log=self)
-        self.core = None
+        self.core = SimpleNamespace(state_at=lambda now: None)
 
     def now(self) -> float:
         return 0.0

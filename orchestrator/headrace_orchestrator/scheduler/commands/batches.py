@@ -36,8 +36,7 @@ from headrace.errors import (
 from headrace.trajectory import Version
 from headrace.wire import messages
 from headrace_orchestrator.scheduler import events
-from headrace_orchestrator.scheduler.commands import follow_ups
-from headrace_orchestrator.scheduler.commands import versions as announcing
+from headrace_orchestrator.scheduler.commands import follow_ups, versions
 from headrace_orchestrator.scheduler.commands.pull_plan import Form, Plan, Redeliver
 from headrace_orchestrator.scheduler.queries import empty_reasons, selection
 from headrace_orchestrator.scheduler.state.batches import NACKED, Batch
@@ -324,7 +323,7 @@ def ack(state: SchedulerState, run: Run, id: str, request: messages.AckRequest, 
     _require_fetched(batch)
     version: Version | None = None
     if request.version:
-        version = announcing.checked(run, request.version, request.weights)
+        version = versions.checked(run, request.version, request.weights)
     elif request.weights is not None:
         raise InvalidRequest(
             f"The ack of batch {id} brings weights and names no version.", hint="Name the version that the step made."
@@ -420,7 +419,7 @@ def dissolve(state: SchedulerState, run: Run, id: str, reason: str, now: float, 
         follow_ups.settle(state, run, now)
 
 
-def doing(run: Run, request: messages.DoingRequest, now: float) -> None:
+def doing(state: SchedulerState, run: Run, request: messages.DoingRequest, now: float) -> None:
     """A learner says what it is doing: all its batch leases are renewed."""
     learner = meet(run, request.learner, now)
     learner.doing = request.doing

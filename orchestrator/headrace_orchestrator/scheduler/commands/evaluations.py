@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.errors import InvalidRequest, UnknownEvaluation, VersionUnknown
+from headrace.errors import Conflict, InvalidRequest, UnknownEvaluation, VersionUnknown
 from headrace.wire import messages
 from headrace_orchestrator.scheduler import events
 from headrace_orchestrator.scheduler.commands import follow_ups
@@ -15,6 +15,8 @@ from headrace_orchestrator.scheduler.state.versions import parse_version
 
 def start(state: SchedulerState, run: Run, request: messages.EvaluationRequest, now: float) -> str:
     """Admit the groups of an evaluation; returns its id."""
+    if run.closed:
+        raise Conflict(f"Run {run.name} was closed.")
     tasks = [parse_task(task, str(index)) for index, task in enumerate(request.tasks)]
     if not tasks or not 1 <= request.episodes_per_task <= MAX_GROUP_SIZE or not request.deadline_s > 0:
         raise InvalidRequest(

@@ -85,6 +85,12 @@ def hand_back(state: SchedulerState, request: messages.ReturnRequest, now: float
         follow_ups.settle(state, run, now)
 
 
+def drain_worker(state: SchedulerState, worker: str, now: float) -> None:
+    """Give the worker nothing new, until it has gone."""
+    if worker not in state.workers.draining:
+        state.emit(events.WorkerDraining(worker=worker), now)
+
+
 def _is_current(episode: Episode, key: messages.AttemptKey, worker: str) -> bool:
     return episode.attempt == key.attempt and episode.nonce == key.nonce and episode.worker == worker
 

@@ -7,7 +7,7 @@
 * Weights that are served are not replaced under the same version.
 * Once a version is served, evaluations that are pinned to an older one are cancelled: nothing can answer them any more.
 
-What the servers do at the moment is not known here; who drives them says so in ``told``.
+What the servers do at the moment is not known here; their controller says so in ``told``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 from headrace.errors import Conflict, InvalidRequest, UnknownServer, VersionConflict
 from headrace.trajectory import Version
 from headrace.wire import policy_server
-from headrace.wire.messages import Reason, Weights
+from headrace.wire.messages import PolicyServerRequest, Weights
 from headrace_orchestrator.scheduler import events
 from headrace_orchestrator.scheduler.commands import follow_ups
 from headrace_orchestrator.scheduler.state.run import Run
@@ -33,9 +33,9 @@ def _address(text: str) -> str:
         raise InvalidRequest(f"{error}.") from error
 
 
-def add(state: SchedulerState, run: Run, address: str, now: float) -> None:
+def add_server(state: SchedulerState, run: Run, request: PolicyServerRequest, now: float) -> None:
     """Know a server from now on; one that drains takes requests again."""
-    address = _address(address)
+    address = _address(request.address)
     if run.closed:
         raise Conflict(f"Run {run.name} was closed.")
     if not run.spec.policy.endpoints:
@@ -50,16 +50,16 @@ def add(state: SchedulerState, run: Run, address: str, now: float) -> None:
         state.emit(events.ServerAdded(run=run.name, address=address), now)
 
 
-def drain(state: SchedulerState, run: Run, address: str, now: float) -> None:
+def drain_server(state: SchedulerState, run: Run, request: PolicyServerRequest, now: float) -> None:
     """Let a server finish what it has."""
-    address = _known(run, address)
+    address = _known(run, request.address)
     if not run.policy_servers.servers[address]:
         state.emit(events.ServerDrained(run=run.name, address=address), now)
 
 
-def remove(state: SchedulerState, run: Run, address: str, now: float) -> None:
+def remove_server(state: SchedulerState, run: Run, request: PolicyServerRequest, now: float) -> None:
     """Forget a server."""
-    state.emit(events.ServerRemoved(run=run.name, address=_known(run, address)), now)
+    state.emit(events.ServerRemoved(run=run.name, address=_known(run, request.address)), now)
 
 
 def _known(run: Run, address: str) -> str:
@@ -93,7 +93,7 @@ def require_weights_fit(run: Run, version: Version, weights: Weights | None) -> 
         )
 
 
-def served(state: SchedulerState, run: Run, version: Version, weights: Weights, now: float) -> None:
+def weights_served(state: SchedulerState, run: Run, version: Version, weights: Weights, now: float) -> None:
     """A server takes requests with this version, the first one to do so."""
     if run.policy_servers.held != version:
         state.emit(events.WeightsLoaded(run=run.name, version=version, weights=weights), now)
@@ -107,8 +107,3 @@ def _cancel_unservable(state: SchedulerState, run: Run, now: float) -> None:
                 if group.state == "open":
                     follow_ups.retire(state, group, events.REPLACED, now)
     follow_ups.settle(state, run, now)
-
-
-def tell(run: Run, told: list[Reason]) -> None:
-    """Take what the policy servers and their weights are at, for those whose pull waits."""
-    run.policy_servers.told = told

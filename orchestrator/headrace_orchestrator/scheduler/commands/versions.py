@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from headrace.errors import VersionConflict, VersionUnknown
 from headrace.trajectory import Version
+from headrace.wire import messages
 from headrace.wire.messages import Weights
 from headrace_orchestrator.scheduler import events
 from headrace_orchestrator.scheduler.commands import follow_ups, policy_servers
@@ -35,19 +36,21 @@ def checked(run: Run, text: str, weights: Weights | None) -> Version:
     return version
 
 
-def announce(state: SchedulerState, run: Run, text: str, weights: Weights | None, now: float) -> None:
-    """Take a new version, or say where the weights of the version now are."""
-    version = checked(run, text, weights)
+def announce(state: SchedulerState, run: Run, request: messages.VersionRequest, now: float) -> messages.VersionReply:
+    """Take a new version of the lineage, or the weights of the version now."""
+    weights = request.weights
+    version = checked(run, request.version, weights)
     known = weights is None or (version, weights) == (run.policy_servers.target, run.policy_servers.weights)
     if version != run.versions.now or not known:
         state.emit(events.VersionAnnounced(run=run.name, version=version, weights=weights), now)
         follow_ups.retire_out_of_bound(state, run, now)
         follow_ups.settle(state, run, now)
+    return _version_reply(state, run)
 
 
-def rewind(state: SchedulerState, run: Run, text: str, now: float) -> None:
+def rewind(state: SchedulerState, run: Run, request: messages.RewindRequest, now: float) -> messages.VersionReply:
     """Fork a new lineage from an earlier version."""
-    fork = parse_version(text)
+    fork = parse_version(request.version)
     if fork.lineage >= len(run.versions.forks) or fork.n > run.versions.now.n or run.versions.distance(fork) is None:
         raise VersionUnknown(
             f"Run {run.name} has no version {fork} on the way to {run.versions.now}.",
@@ -57,3 +60,8 @@ def rewind(state: SchedulerState, run: Run, text: str, now: float) -> None:
     state.emit(events.VersionAnnounced(run=run.name, version=version, fork=fork), now)
     follow_ups.retire_out_of_bound(state, run, now)
     follow_ups.settle(state, run, now)
+    return _version_reply(state, run)
+
+
+def _version_reply(state: SchedulerState, run: Run) -> messages.VersionReply:
+    return messages.VersionReply(epoch=state.epoch, version=str(run.versions.now))

@@ -18,7 +18,8 @@ from headrace.runspec import RunSpec
 from headrace.trajectory import Version
 from headrace.wire import messages
 from headrace_orchestrator.scheduler import events
-from headrace_orchestrator.scheduler.core import Form, Redeliver, Scheduler
+from headrace_orchestrator.scheduler.commands.pull_plan import Form, Redeliver
+from tests.orchestrator.scheduler.commanded import CommandedScheduler
 from tests.orchestrator.scheduler.harness import BROKEN
 
 SLOTS = 96
@@ -43,7 +44,7 @@ class Simulation:
 
     def __post_init__(self) -> None:
         ids = itertools.count()
-        self.core = Scheduler(epoch=1, new_id=lambda: f"i{next(ids)}", new_nonce=lambda: f"n{next(ids)}")
+        self.core = CommandedScheduler(epoch=1, new_id=lambda: f"i{next(ids)}", new_nonce=lambda: f"n{next(ids)}")
         spec = RunSpec(name="r", **self.spec)
         self.capacity_of_run = (spec.max_staleness + 1) * spec.batch_groups
         self.capacity = self.capacity_of_run + self.overshoot

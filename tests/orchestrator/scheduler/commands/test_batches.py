@@ -14,7 +14,7 @@ from headrace.errors import (
 )
 from headrace.wire import messages
 from headrace_orchestrator.scheduler import events
-from headrace_orchestrator.scheduler.core import Form
+from headrace_orchestrator.scheduler.commands.pull_plan import Form
 from tests.orchestrator.scheduler.harness import version
 
 

@@ -83,7 +83,7 @@ def test_a_batch_that_was_planned_before_its_run_was_closed_is_not_formed(harnes
     harness.core.close_run("r", harness.now)
     harness.settle()
     last = msgspec.structs.replace(plan, groups=plan.groups[-1:])
-    assert harness.core._state.runs["r"].groups[last.groups[0][0]].state == "eligible"
+    assert harness.core.state.runs["r"].groups[last.groups[0][0]].state == "eligible"
     with pytest.raises(Conflict, match="closed"):
         harness.core.form("r", last, request, harness.now)
 

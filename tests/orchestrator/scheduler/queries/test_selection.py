@@ -44,7 +44,7 @@ def test_a_batch_takes_whole_groups_up_to_its_budget_of_tokens(order):
 
 def drawn(harness: Harness, times: int) -> list[tuple[str, ...]]:
     """Batches that would be chosen, were so many formed before."""
-    run = harness.core._state.runs["r"]
+    run = harness.core.state.runs["r"]
     found, formed = [], run.batches_formed
     for number in range(times):
         run.batches_formed = number
@@ -260,7 +260,7 @@ def test_a_pull_whose_kind_is_not_ready_is_told_what_is():
         pass
     reply = harness.empty(tags=["new"])
     reason = next(reason for reason in reply.reasons if reason.code == "filtered")
-    fitting = harness.core._state.runs["r"].eligible.count(Filter.of((), ["new"]))
+    fitting = harness.core.state.runs["r"].eligible.count(Filter.of((), ["new"]))
     assert reason.facts == {"groups": harness.status().groups.eligible - fitting, "batches": 0}
     ready = f"{reason.facts['groups']} groups."
     assert reason.message == f"What is ready is not what this pull asks for (tags ['new']): {ready}"

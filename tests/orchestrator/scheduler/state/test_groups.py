@@ -15,11 +15,11 @@ def test_of_the_members_of_a_complete_group_only_what_batches_are_made_of_is_kep
     harness.finish(third, low=version("0.0"), high=version("0.1"))
     harness.finish(first, "failed")
     harness.finish(second)
-    group = harness.core._state.runs["r"].groups[first.group]
+    group = harness.core.state.runs["r"].groups[first.group]
     assert (group.state, group.members) == ("eligible", [])
     assert group.trajectories == [f"trajectory of {attempt.episode}" for attempt in (second, third)]
     assert group.kept == (version("0.0"), version("0.1"))
-    assert not {first.episode, second.episode, third.episode} & harness.core._state.episodes.keys()
+    assert not {first.episode, second.episode, third.episode} & harness.core.state.episodes.keys()
     assert harness.finish(first) == "superseded"  # the store knows whose the record is
 
 
@@ -49,5 +49,5 @@ def test_a_story_keeps_its_last_steps(harness):
     for _ in range(2 * HISTORY_STEPS):
         (attempt, *_) = harness.lease(1)
         harness.hand_back([attempt])
-    history = harness.core._state.episodes[attempt.episode].history
+    history = harness.core.state.episodes[attempt.episode].history
     assert history == [("leased", "Dispatched"), ("queued", "handed back")] * (HISTORY_STEPS // 2)

@@ -174,7 +174,7 @@ def test_old_evaluations_are_forgotten_once_their_lines_are_too_many(monkeypatch
     for _ in range(3):
         ids.append(harness.evaluate(2, episodes_per_task=1, deadline_s=900.0))
         harness.work()
-    assert list(harness.core._state.runs["r"].evaluations) == ids[1:]
+    assert list(harness.core.state.runs["r"].evaluations) == ids[1:]
     with pytest.raises(UnknownEvaluation):
         harness.core.evaluation("r", ids[0], harness.now)
 
