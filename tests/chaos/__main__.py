@@ -37,7 +37,8 @@ def main() -> int:
 
 
 def course(given: argparse.Namespace) -> Course:
-    """A mutant's orchestrator dies in slow syncs, each time with the power: there its fault shows."""
+    """A mutant's orchestrator dies in slow syncs, each time with the power and all that was not synced: there its fault
+    shows, if its answer came out before."""
     if not given.mutant:
         return Course(kills=given.kills, seed=given.seed, pace=given.pace, within_s=given.within_s)
     return Course(
@@ -49,8 +50,9 @@ def course(given: argparse.Namespace) -> Course:
         pace=0.3,
         log_file_bytes=24 << 10,
         cuts=1.0,
+        reached=(0.0,),
         refusals=0.0,
-        sync_s=(0.02,),
+        sync_s=(0.2,),
         mutant=given.mutant,
     )
 

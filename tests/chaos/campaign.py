@@ -2,7 +2,8 @@
 
 * Phases take turns, and one that was not come to takes another. One that was left out all the same is a finding, and
   so are too few kills.
-* A process that does not come to its point in time is killed where it is, and counts as "at any moment".
+* A process that does not come to its point in time is killed where it is, and counts as "at any moment"; the next one
+  has less to do and more time. Time is what the orchestrator serves: how long it takes to start is the machine's.
 * With an orchestrator's death the power may be cut: then its disk forgets what was not synced.
 * An orchestrator that lost the process that writes its log says so in a typed error, and is then killed.
 * What was acknowledged is seen by a proxy in front of the service, and held against what is there at the end.
@@ -26,7 +27,7 @@ from headrace import Client
 from headrace.errors import HeadraceError, StoreError, Unavailable
 from tests.chaos import roles
 from tests.chaos.checker import Findings, check
-from tests.chaos.disk import cut_power, note_all
+from tests.chaos.disk import REACHED, cut_power, note_all
 from tests.chaos.logwriter import LOST
 from tests.chaos.plan import Plan
 from tests.chaos.roles import PHASES
@@ -48,10 +49,10 @@ SPEC: dict[str, Any] = {
 }
 
 LIFE_S = 3.0
-"""A process that has not come to its point by then is killed where it is."""
+"""A process that has not come to its point by then, in time that was served, is killed where it is."""
 
-STOPPING_S = 10.0
-"""For an orchestrator to say that nobody writes its log any more."""
+STOPPING_S = 60.0
+"""For an orchestrator to say that nobody writes its log any more; only one that does not takes so long."""
 
 ENDING_S = 60.0
 """For the end of the run once the kills are over."""
@@ -70,6 +71,8 @@ class Course:
     """Share of lives that end at any moment."""
     cuts: float = 0.6
     """Share of the orchestrator's deaths that are power cuts."""
+    reached: Sequence[float] = REACHED
+    """Of each of them, as ``cut_power`` takes it."""
     sync_s: Sequence[float] = (0.0, 0.0, 0.002, 0.01)
     """How long a sync lasts; one of these a life."""
     refusals: float = 0.2
@@ -82,18 +85,35 @@ class Course:
     within_s: float = 480.0
 
 
+class Served:
+    """Time in which the orchestrator answers requests. ``look`` is to be called often."""
+
+    def __init__(self, ready: Path) -> None:
+        self._ready = ready
+        self._looked_at = time.monotonic()
+        self._seconds = 0.0
+
+    def look(self) -> None:
+        before, self._looked_at = self._looked_at, time.monotonic()
+        if self._ready.exists():
+            self._seconds += self._looked_at - before
+
+    def seconds(self) -> float:
+        return self._seconds
+
+
 class Actor:
     """A process of one role, started again whenever it dies."""
 
-    def __init__(self, role: str, plan: Plan, course: Course, chance: random.Random) -> None:
+    def __init__(self, role: str, plan: Plan, course: Course, chance: random.Random, served: Served) -> None:
         self.role = role
-        self._plan, self._course, self._chance = plan, course, chance
+        self._plan, self._course, self._chance, self._served = plan, course, chance, served
         phases = list(course.phases.get(role, ()))
         chance.shuffle(phases)
-        self._turns = deque((phase, course.pace) for phase in phases)
+        self._turns = deque((phase, 0) for phase in phases)
         self._child: ForkServerProcess | None = None
-        self._phase, self._pace = "", course.pace
-        self._ends_at = float("inf")
+        self._phase, self._misses = "", 0
+        self._clock, self._ends_at = time.monotonic, float("inf")
         self._saw_loss = False
         self.is_cut = False
         """Whether the power goes with it."""
@@ -111,42 +131,47 @@ class Actor:
             sync_s = self._chance.choice(self._course.sync_s)
             plan = replace(plan, sync_s=sync_s, refuses_at=refuses_at, is_cut=self.is_cut)
             plan.lost.unlink(missing_ok=True)
+            plan.ready.unlink(missing_ok=True)
             self._saw_loss = False
         context = multiprocessing.get_context("forkserver")
         self._child = context.Process(target=roles.ROLES[self.role], args=(plan,), daemon=True, name=plan.name)
         self._child.start()
 
     def _armed(self, plan: Plan) -> Plan:
-        now = time.monotonic()
         if self._chance.random() < self._course.any_moment:
             self._phase = ANY_MOMENT
-            self._ends_at = now + self._chance.uniform(0.05, LIFE_S / 2)
+            self._live(self._chance.uniform(0.05, LIFE_S / 2), time.monotonic)
             return plan
-        self._phase, self._pace = self._turns.popleft()
-        self._ends_at = now + LIFE_S * max(1.0, self._course.pace)
-        most = max(1, round(PHASES[self.role][self._phase] * self._pace))
+        self._phase, self._misses = self._turns.popleft()
+        self._live(LIFE_S * max(1.0, self._course.pace) * 2**self._misses, self._served.seconds)
+        most = max(1, round(PHASES[self.role][self._phase] * self._course.pace / 4**self._misses))
         return replace(plan, phase=self._phase, passes=self._chance.randint(1, most))
+
+    def _live(self, seconds: float, clock: Callable[[], float]) -> None:
+        """No longer than so many seconds from now."""
+        self._clock, self._ends_at = clock, clock() + seconds
 
     def died(self) -> str:
         """The phase that it died in, or nothing while it lives. One that lives too long is killed."""
         assert self._child is not None
         if self._child.is_alive() and not self._says_that_it_lost_its_writer():
-            if time.monotonic() < self._ends_at:
+            if self._clock() < self._ends_at:
                 return ""
             self.end()
             if self._phase != ANY_MOMENT:
-                self._turns.appendleft((self._phase, self._pace / 4))  # sooner, next time
+                self._turns.appendleft((self._phase, self._misses + 1))
             return ANY_MOMENT
         self.end()
         if self._phase != ANY_MOMENT:
-            self._turns.append((self._phase, self._course.pace))
+            self._turns.append((self._phase, 0))
         return self._phase
 
     def _says_that_it_lost_its_writer(self) -> bool:
         if not self.has_lost_its_writer:
             return False
         if not self._saw_loss:
-            self._saw_loss, self._ends_at = True, time.monotonic() + STOPPING_S
+            self._saw_loss = True
+            self._live(STOPPING_S, time.monotonic)
         with Client(f"http://127.0.0.1:{self._plan.port}", keepalive=False, retry_for_s=0) as client:
             try:
                 client.pull("run", timeout_s=0)
@@ -209,8 +234,12 @@ class Campaign:
         self.report = Report()
         self._course, self._say = course, say
         self._chance = random.Random(course.seed)
-        self._port = free_port()
-        self._url = f"http://127.0.0.1:{self._port}"
+        port = free_port()
+        self._url = f"http://127.0.0.1:{port}"
+        self._plan = Plan(
+            folder=folder, url=self._url, port=port, log_file_bytes=course.log_file_bytes, mutant=course.mutant
+        )
+        self._served = Served(self._plan.ready)
         self._surprises: list[str] = []
 
     def run(self) -> Report:
@@ -234,16 +263,12 @@ class Campaign:
         return self.report
 
     def _actors(self, url: str) -> list[Actor]:
-        plan = Plan(
-            folder=self.folder,
-            url=url,
-            port=self._port,
-            log_file_bytes=self._course.log_file_bytes,
-            mutant=self._course.mutant,
-        )
+        plan = replace(self._plan, url=url)
         names = {"orchestrator": ["orchestrator"], "worker": ["worker-0", "worker-1"], "learner": ["learner"]}
         return [
-            Actor(role, replace(plan, name=name), self._course, self._chance) for role in names for name in names[role]
+            Actor(role, replace(plan, name=name), self._course, self._chance, self._served)
+            for role in names
+            for name in names[role]
         ]
 
     def _begin(self, orchestrator: Actor) -> None:
@@ -259,6 +284,7 @@ class Campaign:
     def _crash(self, actors: Sequence[Actor], deadline: float) -> None:
         said = time.monotonic()
         while (self.report.total < self._course.kills or self._left_out()) and time.monotonic() < deadline:
+            self._served.look()
             for actor in actors:
                 if phase := actor.died():
                     self._note(actor, phase)
@@ -290,7 +316,7 @@ class Campaign:
             self._cut()
 
     def _cut(self) -> None:
-        cut = cut_power(self.folder / "data", self.folder / "vault", self._chance)
+        cut = cut_power(self.folder / "data", self.folder / "vault", self._chance, self._course.reached)
         self.report.cuts += 1
         self.report.cut_names += cut.names
         self.report.cut_bytes += cut.size_bytes

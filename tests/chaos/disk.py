@@ -18,7 +18,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from random import Random
@@ -35,6 +35,9 @@ OWNER = "owner"
 
 ENDING_S = 30.0
 """For who writes there to be gone."""
+
+REACHED = (0.0, 0.5, 0.5, 1.0)
+"""Shares of what was not synced that reached the disk all the same; one of these a power cut."""
 
 Names = dict[str, int]
 """What a directory holds: name → inode."""
@@ -136,11 +139,11 @@ class Cut(NamedTuple):
     size_bytes: int
 
 
-def cut_power(data: Path, vault: Path, chance: Random) -> Cut:
+def cut_power(data: Path, vault: Path, chance: Random, reached: Sequence[float] = REACHED) -> Cut:
     """Make the directory one that could be left by a power cut now, as soon as nobody writes there: a process that is
     killed may be a moment in going. ``vault`` is forgotten: what is left is what the disk holds."""
     _await_end(data)
-    rate = chance.choice([0.0, 0.5, 0.5, 1.0])  # the share of unsynced names and sectors that reached the disk
+    rate = chance.choice(reached)
     cut = _cut_directory(data, Path(), vault, chance, rate)
     _cut_projection(data, chance)
     note_all(data, vault)

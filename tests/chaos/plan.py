@@ -43,6 +43,11 @@ class Plan:
         """A file that is there once the process that writes the log was killed alone."""
         return self.folder / "writer-lost"
 
+    @property
+    def ready(self) -> Path:
+        """A file that is there once the orchestrator answers requests."""
+        return self.folder / "ready"
+
     def as_json(self) -> str:
         return json.dumps(asdict(self), default=str)
 

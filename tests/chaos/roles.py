@@ -36,7 +36,7 @@ from headrace_orchestrator.service import Service, pulls
 from headrace_orchestrator.service.batches import BatchBodies
 from headrace_orchestrator.service.storage.store import Store
 from headrace_orchestrator.service.submission_records import SubmissionJudge
-from headrace_orchestrator.settings import Settings
+from headrace_orchestrator.settings import Address, Settings
 from headrace_workers.worker.connection import OrchestratorConnection
 from headrace_workers.worker.process import run_worker
 from headrace_workers.worker.worker import WorkerSettings
@@ -107,10 +107,15 @@ def orchestrator(plan: Plan) -> None:
         MUTANTS[plan.mutant]()
     _watch_service(points)
     _start_own_writer(plan)
-    if plan.phase == "closing":
-        threading.Timer(0.3 + 0.02 * plan.passes, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    settings = Settings(data=plan.data, port=plan.port, log_file_bytes=plan.log_file_bytes, shutdown_timeout_s=1)
+
+    def ready(address: Address) -> None:
+        plan.ready.touch()
+        if plan.phase == "closing":
+            threading.Timer(0.3 + 0.02 * plan.passes, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
     try:
-        server.run(Settings(data=plan.data, port=plan.port, log_file_bytes=plan.log_file_bytes, shutdown_timeout_s=1))
+        server.run(settings, ready=ready)
     except StoreError:
         if not plan.lost.exists():
             raise
