@@ -167,7 +167,7 @@ def _watch_service(points: Points) -> None:
     points.around(Scheduler, "lease", "leasing")
     points.around(Scheduler, "ack", "acking")
     points.around(Scheduler, "nack", "nacking")
-    points.around(pulls, "compose", "forming")
+    points.around(pulls, "build_batch", "forming")
     points.around(Scheduler, "form", "forming")
     points.around_async(BatchBodies, "serve", "serving")
     points.around(Scheduler, "snapshot", "snapshotting")
