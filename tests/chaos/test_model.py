@@ -79,7 +79,7 @@ class Buffer:
 
     @property
     def core(self) -> Any:
-        return self.service._require().shell.core
+        return self.service.require_stored().shell.core
 
     def stop(self) -> None:
         self.service.drain()
@@ -92,7 +92,7 @@ class Buffer:
 
     def crash(self, projection: str) -> None:
         """Go on with a copy of the directory as it is now. ``projection``: the one of now, an older one, or none."""
-        store = self.service._require().shell.store
+        store = self.service.require_stored().shell.store
         if projection == "now":
             self.do(store.project())
         self.lives += 1
@@ -177,7 +177,7 @@ class Histories(RuleBasedStateMachine):
         now, self.attempts = self.attempts[:count], self.attempts[count:]
         version = max(0, self.model.version - behind)
         made = [(attempt, record_of(attempt, version, length)) for attempt in now]
-        reply = self.buffer.do(self.buffer.service.submit("w", submission(made)))
+        reply = self.buffer.do(self.buffer.service.require_stored().submissions.submit("w", submission(made)))
         for (attempt, record), result in zip(made, reply.results, strict=True):
             if result.verdict == "accepted":
                 self.model.accepted(attempt.group, attempt.episode, version, record)
@@ -209,7 +209,9 @@ class Histories(RuleBasedStateMachine):
     @rule(index=st.integers(0, 1000))
     def submit_again(self, index: int) -> None:
         attempt, record = self.submitted[index % len(self.submitted)]
-        (result,) = self.buffer.do(self.buffer.service.submit("w", submission([(attempt, record)]))).results
+        (result,) = self.buffer.do(
+            self.buffer.service.require_stored().submissions.submit("w", submission([(attempt, record)]))
+        ).results
         assert result.verdict == "duplicate", result
 
     # Learners
@@ -219,7 +221,7 @@ class Histories(RuleBasedStateMachine):
         """``restarts``: the learner is a new process now."""
         self.session += restarts
         request = messages.PullRequest(learner="learner", session=str(self.session), request=new_id())
-        found = self.buffer.do(self.buffer.service.pull("run", request, self.buffer.left))
+        found = self.buffer.do(self.buffer.service.require_stored().pulls.pull("run", request, self.buffer.left))
         if isinstance(found, messages.EmptyReply):
             open_batches = [batch for batch in self.model.batches.values() if not batch.acked]
             assert self.model.next_batch() is None or open_batches, (found, self.model)
@@ -300,7 +302,7 @@ class Histories(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([1.0, 20.0, 31.0]))
     def wait(self, seconds: float) -> None:
         self.buffer.now += seconds
-        shell = self.buffer.service._require().shell
+        shell = self.buffer.service.require_stored().shell
 
         async def tick() -> None:
             shell._tick()
@@ -339,7 +341,7 @@ class Histories(RuleBasedStateMachine):
             self.scratch.cleanup()
 
     def listing_is_what_was_accepted(self) -> None:
-        store = self.buffer.service._require().shell.store
+        store = self.buffer.service.require_stored().shell.store
         self.buffer.do(store.project())
         for episode, record in self.model.records.items():
             found = store.projection.find_episode(episode)

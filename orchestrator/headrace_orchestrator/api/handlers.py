@@ -37,11 +37,11 @@ async def lease(service: Service, request: HttpRequest) -> HandlerResult:
 
 
 async def submit(service: Service, request: HttpRequest) -> HandlerResult:
-    return await service.submit(_worker(request), request.body)
+    return await service.require_stored().submissions.submit(_worker(request), request.body)
 
 
 def submit_nowait(service: Service, request: HttpRequest, on_stored: StoredCallback[messages.SubmitReply]) -> None:
-    service.submit_nowait(_worker(request), request.body, on_stored)
+    service.require_stored().submissions.submit_nowait(_worker(request), request.body, on_stored)
 
 
 def _worker(request: HttpRequest) -> str:
@@ -110,7 +110,7 @@ async def groups(service: Service, request: HttpRequest) -> HandlerResult:
 async def pull(service: Service, request: HttpRequest) -> HandlerResult:
     body = request.read(messages.PullRequest)
     granted = msgspec.structs.replace(body, wait_s=request.grant(body.wait_s))
-    served = await service.pull(request.params["run"], granted, request.disconnected)
+    served = await service.require_stored().pulls.pull(request.params["run"], granted, request.disconnected)
     if isinstance(served, messages.EmptyReply):
         return served
     return HttpResponse(
@@ -140,7 +140,9 @@ async def evaluation(service: Service, request: HttpRequest) -> HandlerResult:
 
 async def servers(service: Service, request: HttpRequest) -> HandlerResult:
     revision = request.number("revision", -1, int)
-    return await service.servers(request.params["run"], revision, request.wait_s(), request.disconnected)
+    return await service.require_stored().plane.servers(
+        request.params["run"], revision, request.wait_s(), request.disconnected
+    )
 
 
 # Reading
@@ -162,7 +164,8 @@ async def trajectory(service: Service, request: HttpRequest) -> HandlerResult:
 
 
 async def asset(service: Service, request: HttpRequest) -> HandlerResult:
-    return HttpResponse(await service.asset(request.params["asset"]), media_type=messages.ASSET_MEDIA_TYPE)
+    found = await service.require_stored().assets.read(request.params["asset"])
+    return HttpResponse(found, media_type=messages.ASSET_MEDIA_TYPE)
 
 
 async def assets(service: Service, request: HttpRequest) -> HandlerResult:

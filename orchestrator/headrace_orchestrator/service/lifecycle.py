@@ -202,7 +202,7 @@ class Lifecycle:
             await self._running.shell.store.close()
 
     async def _project(self) -> None:
-        store = self._require().shell.store
+        store = self.require_stored().shell.store
         while True:
             await asyncio.sleep(PROJECT_EVERY_S)
             try:
@@ -228,7 +228,7 @@ class Lifecycle:
 
     async def _collect_assets(self) -> None:
         """Delete assets that nobody needs. What was there at the start may be promised to somebody since before it."""
-        running = self._require()
+        running = self.require_stored()
         await running.assets.measure()
         await self._forget_deleted_files(running.shell.store)
         await asyncio.sleep(running.assets.promise_s)
@@ -300,14 +300,9 @@ class Lifecycle:
 
     def require_ready(self) -> None:
         """Raises Unavailable unless everything works, with ``phase``, ``done`` and ``total``."""
-        self._require()
+        self.require_stored()
         if self._phase != "ready":
             raise self._busy()
-
-    def require_stored(self) -> None:
-        """Raises Unavailable until the log is read, for before that there are no answers, not empty ones; and while the
-        store fails, for programs act on what they are told."""
-        self._require()
 
     def _busy(self) -> Unavailable:
         phase = self.phase()
@@ -321,7 +316,8 @@ class Lifecycle:
             estimate_s=None if phase.estimate_s is None else round(phase.estimate_s, 1),
         )
 
-    def _require(self) -> RunningService:
+    def require_stored(self) -> RunningService:
+        """The parts of the running service. Raises Unavailable until the log is read, and while the store fails."""
         if self._running is None:
             raise self._busy()
         if self._failure:

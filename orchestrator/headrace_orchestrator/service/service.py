@@ -26,8 +26,6 @@ from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.scheduler.commands import evaluations, groups, leases, runs
 from headrace_orchestrator.scheduler.queries import views
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
-from headrace_orchestrator.service.batches import ServedBatch
-from headrace_orchestrator.service.callbacks import StoredCallback
 from headrace_orchestrator.service.lifecycle import Lifecycle, RunningService, StartLogWriter, start_log_writer_thread
 from headrace_orchestrator.service.shell import HEADRACE_VERSION, Command
 from headrace_orchestrator.service.storage.store import Store
@@ -57,13 +55,13 @@ class Service(Lifecycle):
 
     async def execute(self, command: Command[T]) -> T:
         """Carry out a command of the scheduler; returns, or raises, when what it rests on is on disk."""
-        return await self._require().shell.execute(command)
+        return await self.require_stored().shell.execute(command)
 
     # Workers --------------------------------------------------------------------------------------------------
 
     async def lease(self, request: messages.LeaseRequest, disconnected: Disconnected) -> messages.LeaseReply:
         """Grant work; waits up to ``wait_s`` for some."""
-        shell = self._require().shell
+        shell = self.require_stored().shell
         queue = shell.queues.for_worker(request)
         attempts = 0
 
@@ -72,7 +70,7 @@ class Service(Lifecycle):
             attempts += 1
             if self.draining:
                 raise self._busy()
-            self._require()
+            self.require_stored()
             return shell.decide(lambda state, now: leases.lease(state, request, now))
 
         def complete(reply: messages.LeaseReply) -> bool:
@@ -92,33 +90,20 @@ class Service(Lifecycle):
             raise ClientDisconnected
         return reply
 
-    async def submit(self, worker: str, body: bytes) -> messages.SubmitReply:
-        """Judge submitted records; returns when the accepted ones are on disk. Raises InvalidRequest, StoreError."""
-        return await self._require().submissions.submit(worker, body)
-
-    def submit_nowait(self, worker: str, body: bytes, on_stored: StoredCallback[messages.SubmitReply]) -> None:
-        """Do what ``submit`` does without a task: ``on_stored`` gets the reply, or StoreError. Raises
-        InvalidRequest."""
-        self._require().submissions.submit_nowait(worker, body, on_stored)
-
     def claim_assets(self, request: messages.AssetsRequest) -> messages.AssetsReply:
         """Keep assets for a worker's records, and name those that it has to send."""
-        assets = self._require().assets
+        assets = self.require_stored().assets
         return messages.AssetsReply(epoch=self.epoch, missing=assets.claim(request.names), keep_s=assets.promise_s)
 
     async def add_asset(self, name: str, data: bytes) -> messages.AssetsReply:
         """Store an asset; returns when it is on disk. Raises InvalidAsset, StoreError."""
-        assets = self._require().assets
+        assets = self.require_stored().assets
         await assets.add(name, data)
         return messages.AssetsReply(epoch=self.epoch, missing=[], keep_s=assets.promise_s)
 
-    async def asset(self, name: str) -> bytes:
-        """An asset, checked. Raises UnknownAsset, CorruptAsset."""
-        return await self._require().assets.read(name)
-
     async def assets(self, request: messages.AssetsRequest) -> bytes:
         """The first of these assets, as many as one response takes; an error in place of a missing or damaged one."""
-        found = await self._require().assets.read_many(request.names, ASSETS_BYTES)
+        found = await self.require_stored().assets.read_many(request.names, ASSETS_BYTES)
         return await asyncio.to_thread(pack_assets, found)
 
     # Runs -----------------------------------------------------------------------------------------------------
@@ -151,14 +136,6 @@ class Service(Lifecycle):
                     hint=f"Known are: {', '.join(sorted(known)) or 'none'}.",
                     environment=name,
                 )
-
-    # Learners -------------------------------------------------------------------------------------------------
-
-    async def pull(
-        self, run: str, request: messages.PullRequest, disconnected: Disconnected
-    ) -> ServedBatch | messages.EmptyReply:
-        """Lease a batch; waits up to ``wait_s`` until one is ready."""
-        return await self._require().pulls.pull(run, request, disconnected)
 
     # Evaluations ----------------------------------------------------------------------------------------------
 
@@ -198,10 +175,10 @@ class Service(Lifecycle):
         query: Command[T],
         complete: Callable[[T], bool],
     ) -> T:
-        shell = self._require().shell
+        shell = self.require_stored().shell
 
         async def attempt() -> T:
-            self._require()
+            self.require_stored()
             return shell.decide(query)
 
         try:
@@ -215,19 +192,11 @@ class Service(Lifecycle):
         finally:
             await shell.store.log.synced()
 
-    # Policy servers -------------------------------------------------------------------------------------------
-
-    async def servers(
-        self, run: str, revision: int, wait_s: float, disconnected: Disconnected
-    ) -> messages.PolicyServersReply:
-        """The policy servers of a run; waits until they differ from that revision."""
-        return await self._require().plane.servers(run, revision, wait_s, disconnected)
-
     # Views ----------------------------------------------------------------------------------------------------
 
     def run_status(self, run: str) -> messages.RunStatus:
         """One run. Raises UnknownRun."""
-        return self._run_status(self._require(), run)
+        return self._run_status(self.require_stored(), run)
 
     def _run_status(self, running: RunningService, run: str) -> messages.RunStatus:
         shell = running.shell
@@ -239,7 +208,7 @@ class Service(Lifecycle):
 
     def groups(self, run: str) -> list[dict[str, Any]]:
         """The oldest groups in flight. Raises UnknownRun."""
-        return views.groups(self._require().shell.run(run))
+        return views.groups(self.require_stored().shell.run(run))
 
     def status(self) -> messages.ServiceStatus:
         """The whole service, for operators: without runs and workers while it starts, and as it is in memory while the
@@ -278,7 +247,7 @@ class Service(Lifecycle):
         self, run: str, filters: Mapping[str, str], limit: int, before: int | None
     ) -> messages.TrajectoryList:
         """A page of a run's trajectories, newest first. Raises UnknownRun."""
-        shell = self._require().shell
+        shell = self.require_stored().shell
         shell.run(run)  # raises UnknownRun
         await shell.store.project()
         now_ms = time.time_ns() // 1_000_000
@@ -291,14 +260,14 @@ class Service(Lifecycle):
 
     async def trajectory(self, trajectory: str) -> bytes:
         """A record as it is stored. Raises UnknownTrajectory, CorruptRecord."""
-        store = self._require().shell.store
+        store = self.require_stored().shell.store
         found = await self._find(store, trajectory)
         return await asyncio.to_thread(store.log.read, found.location)
 
     async def advantages(self, trajectory: str) -> messages.TrajectoryAdvantages:
         """Returns and advantages of a trajectory in its latest batch. Raises UnknownTrajectory, UnknownBatch,
         CorruptRecord."""
-        store = self._require().shell.store
+        store = self.require_stored().shell.store
         found = await self._find(store, trajectory)
         at = await asyncio.to_thread(store.projection.batch_of, found.run, found.group)
         head = await asyncio.to_thread(store.log.read, at) if at is not None else b""

@@ -117,7 +117,7 @@ class House:
         return self.service._running.shell.store
 
     def known(self) -> Known:
-        return known(self.service._require().shell.core, self.store)
+        return known(self.service.require_stored().shell.core, self.store)
 
     async def restart(self) -> None:
         await self.close()
@@ -130,10 +130,10 @@ class House:
     async def submit(self) -> None:
         submitted, self.held = self.held, []
         records = [(a, record_for(a, provenance=Provenance(worker="w"))) for a in submitted]
-        await self.service.submit("w", submission(records))
+        await self.service.require_stored().submissions.submit("w", submission(records))
 
     async def pull(self) -> None:
-        served = await self.service.pull(
+        served = await self.service.require_stored().pulls.pull(
             "run", messages.PullRequest(learner="l", session="s", request=new_id()), self.left
         )
         if isinstance(served, ServedBatch):
@@ -180,7 +180,7 @@ class House:
 
     async def let_time_pass(self) -> None:
         self.clock.now += 70.0
-        shell = self.service._require().shell
+        shell = self.service.require_stored().shell
         shell.core.tick(shell.now())
         shell.commit()
         await shell.store.log.synced()
