@@ -33,30 +33,30 @@ class HttpWorker:
     """The worker ``name`` of a pool, for an orchestrator at ``url``."""
 
     def __init__(self, url: str, name: str, pool: str) -> None:
-        self._url, self._name, self._pool = url, name, pool
+        self._url, self.name, self._pool = url, name, pool
 
     def lease(self, count: int) -> list[messages.Assignment]:
         """Exactly so many attempts."""
-        request = {"worker": self._name, "pool": self._pool, "slots": 8, "free": count, "wait_s": 10}
+        request = {"worker": self.name, "pool": self._pool, "slots": 8, "free": count, "wait_s": 10}
         reply = msgspec.convert(ask("POST", f"{self._url}/v1/worker/lease", request), messages.LeaseReply)
         assert len(reply.attempts) == count, reply
         return reply.attempts
 
     def say_it_holds(self, *attempts: messages.Assignment) -> list[messages.Cancel]:
         """A heartbeat; gives what of it is to be stopped."""
-        request = {"worker": self._name, "pool": self._pool, "slots": 8, "holding": _keys(*attempts)}
+        request = {"worker": self.name, "pool": self._pool, "slots": 8, "holding": _keys(*attempts)}
         reply = ask("POST", f"{self._url}/v1/worker/heartbeat", request)
         return msgspec.convert(reply, messages.HeartbeatReply).cancels
 
     def submit(self, attempt: messages.Assignment, record: Trajectory) -> None:
         """Hand in a record, which is to be accepted."""
         body = submission([(attempt, record)])
-        (result,) = ask("POST", f"{self._url}/v1/worker/submit?worker={self._name}", body)["results"]
+        (result,) = ask("POST", f"{self._url}/v1/worker/submit?worker={self.name}", body)["results"]
         assert result["verdict"] == "accepted", result
 
     def give_back(self, *attempts: messages.Assignment) -> None:
         """Hand attempts back unfinished."""
-        ask("POST", f"{self._url}/v1/worker/return", {"worker": self._name, "attempts": _keys(*attempts)})
+        ask("POST", f"{self._url}/v1/worker/return", {"worker": self.name, "attempts": _keys(*attempts)})
 
 
 def _keys(*attempts: messages.Assignment) -> list[tuple[str, int, str]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 POOLS = ("default", "hosted", "still")
 """Pools of real workers, each with a policy server of its own: a learner loads the first one, the service the second,
-nobody the third. The workers of ``plain`` and ``brief`` are made of plain requests."""
+nobody the third. The other pools have workers of plain requests."""
 
 ADAPTERS = ("opponent-1", "opponent-2")
 """Frozen adapters of the run ``nim``."""
@@ -15,7 +15,16 @@ ADAPTERS = ("opponent-1", "opponent-2")
 
 def all_specs(addresses: dict[str, str], weights: Path) -> list[dict[str, Any]]:
     """``addresses``: of the policy servers, by pool. ``weights``: the folder of the adapters."""
-    return [guess(), nim(addresses["hosted"], weights), pictures(addresses["still"]), chosen(), plain(), brief()]
+    return [
+        guess(),
+        nim(addresses["hosted"], weights),
+        pictures(addresses["still"]),
+        chosen(),
+        plain(),
+        brief(),
+        stale(),
+        ends(),
+    ]
 
 
 def guess() -> dict[str, Any]:
@@ -119,4 +128,27 @@ def brief() -> dict[str, Any]:
         "batch_size": 1,
         "pool": "brief",
         "attempt_lease_s": 1.0,
+    }
+
+
+def stale() -> dict[str, Any]:
+    """Groups go stale, and rows fit into no bin."""
+    return {
+        "name": "stale",
+        "environments": [{"id": "test:Echo"}],
+        "batch_size": 1,
+        "bin_tokens": 32,
+        "pool": "stale",
+    }
+
+
+def ends() -> dict[str, Any]:
+    """Episodes end for every reason there is."""
+    return {
+        "name": "ends",
+        "environments": [{"id": "test:Echo"}],
+        "batch_size": 1,
+        "max_staleness": 31,
+        "policy": {"logprobs": "processed"},
+        "pool": "ends",
     }

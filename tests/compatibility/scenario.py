@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import get_args
 
+import msgspec
 import pytest
 
 from examples.learner import State, fetch, improve, load
 from headrace import Batch, Client, Version
-from headrace.errors import GroupEnded
-from headrace.trajectory import Failure, Provenance
+from headrace.errors import LAYERS, GroupEnded
+from headrace.trajectory import Failure, Provenance, Segment, StopReason
 from headrace.wire.messages import Assignment, GroupRequest
 from headrace_workers.tiny_policy.model import neutral_weights
 from headrace_workers.tiny_policy.weight_updates import write_folder
+from tests.builders import make_segment
 from tests.compatibility.full_record import ASSETS, full_record
 from tests.compatibility.http_worker import HttpWorker, ask, ask_for_bytes
 from tests.e2e.processes import wait_for
@@ -37,12 +40,15 @@ class Scenario:
     def first_file(self) -> None:
         """Nearly every kind of record."""
         self._train_and_go_back()
-        self._share_among_ranks("ranks-1", Version(1, 3))
+        self._share_among_ranks("ranks-1")
         self._have_weights_loaded(1)
         self._pull_all_pictures()
         self._submit_groups()
         self._end_attempts()
         self._lose_attempts()
+        self._go_stale()
+        self._end_in_every_way()
+        self._close_a_run("over")
         with self._learner("trainer", "trainer-1") as trainer:
             trainer.pull("guess", timeout_s=PULL_S, tags=["game"])
         with self._learner("ranks", "ranks-2") as rank:
@@ -52,23 +58,25 @@ class Scenario:
         """Sessions that were started again, and what the state at the head of the next file is to hold."""
         with self._learner("trainer", "trainer-2") as trainer:
             (batch,) = trainer.resume("guess").batches
-            self._step(trainer, batch, Version(1, 4))
+            self._step(trainer, batch, Version(1, 3))
             trainer.drain_worker("default-2")
         with self._learner("ranks", "ranks-3") as rank:
             (batch,) = rank.resume("guess", shard=0, shards=2).batches
         self._have_weights_loaded(2)
+        self._announce_weights_without_a_server(3, 4)
         self._hold_attempts()
 
     def third_file(self) -> None:
         """Records behind the newest state."""
         self._share_among_ranks("ranks-4")
+        self._close_a_run("over-too")
         with self._learner("trainer", "trainer-2") as trainer:
             batch = trainer.pull("guess", timeout_s=PULL_S)
             trainer.nack(batch, "its checkpoint is not written yet")
-            self._step(trainer, trainer.pull("guess", timeout_s=PULL_S), Version(1, 5))
+            self._step(trainer, trainer.pull("guess", timeout_s=PULL_S), Version(1, 4))
             trainer.evaluate("guess", [{"environment": "math:Arithmetic-v0", "seed": 4}], deadline_s=60)
-            trainer.create_run({"name": "late", "tasks": [{"environment": "test:Echo"}], "pool": "nobody"})
-            trainer.close_run("late")
+            trainer.add_server("nim", self._addresses["hosted"])
+            wait_for("weights are served", lambda: [s.version for s in trainer.servers("nim").servers] == ["0.4"])
             trainer.submit_groups("chosen", [GroupRequest(id="last", task={"environment": "math:Arithmetic-v0"})])
             trainer.set_priorities("chosen", {"last": 0.125, "b": 2.0})
             wait_for("all is played", lambda: not any(_busy(trainer, run) for run in ("guess", "chosen")))
@@ -78,12 +86,10 @@ class Scenario:
         """Batches, groups and attempts that are open at the end; the real workers have gone."""
         with self._learner("trainer", "trainer-3") as trainer, self._learner("ranks", "ranks-5") as rank:
             trainer.resume("guess")
+            self._announce_weights_without_a_server(5, 6)
             for address in NOBODY:
                 trainer.add_server("nim", address)
             trainer.drain_server("nim", NOBODY[1])
-            trainer.remove_server("nim", self._addresses["hosted"])
-            for n in (3, 4):  # nobody loads them: the first is skipped
-                trainer.announce("nim", n, weights=str(self._weights / "2"))
             trainer.drain_worker("plain-1")
             trainer.pull("guess", timeout_s=PULL_S)
             rank.pull("guess", timeout_s=PULL_S, shard=0, shards=2)
@@ -94,8 +100,10 @@ class Scenario:
         """The trainer acks its batch and pulls another one."""
         with self._learner("trainer", "trainer-4") as trainer:
             (batch,) = trainer.resume("guess").batches
-            trainer.ack(batch, version=6)
+            trainer.ack(batch, version=5)
             trainer.pull("guess", timeout_s=PULL_S)
+        with self._learner("ranks", "ranks-6") as rank:
+            rank.resume("guess", shard=0, shards=2)
 
     # One run at a time ----------------------------------------------------------------------------------------
 
@@ -115,25 +123,30 @@ class Scenario:
             self._serve(Version(1, 1))
             self._step(trainer, trainer.pull("guess", timeout_s=PULL_S), Version(1, 2))
 
-    def _share_among_ranks(self, session: str, made: Version | None = None) -> None:
+    def _share_among_ranks(self, session: str) -> None:
         with self._learner("ranks", session) as first, self._learner("ranks", session) as second:
             batch = first.pull("guess", timeout_s=PULL_S, shard=0, shards=2)
             second.pull("guess", timeout_s=PULL_S, shard=1, shards=2)
-            if made is not None:
-                self._serve(made)
-            first.ack(batch, version=made)
+            first.ack(batch)
 
     def _have_weights_loaded(self, n: int) -> None:
-        write_folder(self._weights / str(n), neutral_weights())
         with self._learner("nim-learner", f"nim-{n}") as learner:
             batch = learner.pull("nim", timeout_s=PULL_S)
-            learner.ack(batch, version=n, weights=str(self._weights / str(n)))
-            wait_for(
-                "its weights are served", lambda: [s.version for s in learner.servers("nim").servers] == [f"0.{n}"]
-            )
+            learner.ack(batch, version=n, weights=self._write_weights(n))
+            wait_for("weights are served", lambda: [s.version for s in learner.servers("nim").servers] == [f"0.{n}"])
             learner.add_server("nim", NOBODY[0])
             learner.drain_server("nim", NOBODY[0])
             learner.remove_server("nim", NOBODY[0])
+
+    def _announce_weights_without_a_server(self, *versions: int) -> None:
+        with self._learner("nim-learner", f"nim-{versions[0]}") as learner:
+            learner.remove_server("nim", self._addresses["hosted"])
+            for n in versions:  # all but the last are skipped
+                learner.announce("nim", n, weights=self._write_weights(n))
+
+    def _write_weights(self, n: int) -> str:
+        write_folder(self._weights / str(n), neutral_weights())
+        return str(self._weights / str(n))
 
     def _pull_all_pictures(self) -> None:
         with self._learner("viewer", "viewer-1") as learner:
@@ -171,30 +184,61 @@ class Scenario:
         _finish(worker, six, 0.0)
         for asset in ASSETS:
             ask_for_bytes("PUT", f"{self._url}/v1/assets/{asset.name}", asset.data)
-        worker.submit(seven, full_record(seven, "plain-1"))
+        worker.submit(seven, full_record(seven, worker.name))
 
     def _lose_attempts(self) -> None:
         worker = HttpWorker(self._url, "brief-1", "brief")
         with self._learner("nobody", "nobody-1") as client:
-            worker.lease(1)
-            wait_for("a silent worker is given up", lambda: not client.run("brief").leased)
+            for _ in range(2):
+                worker.lease(1)
+                wait_for("a silent worker is given up", lambda: not client.run("brief").leased)
             worker.lease(1)
             wait_for("a worker drops it", lambda: not worker.say_it_holds() and not client.run("brief").leased)
 
+    def _go_stale(self) -> None:
+        worker = HttpWorker(self._url, "stale-1", "stale")
+        with self._learner("nobody", "nobody-1") as client:
+            for version in (2, 4):  # each leaves one group behind
+                (attempt,) = worker.lease(1)
+                _submit(worker, attempt, version=Version(0, version - 2))
+                client.announce("stale", version)
+        short, long = worker.lease(2)
+        _submit(worker, short, version=Version(0, 4))
+        _submit(worker, long, version=Version(0, 4), turns=8)  # longer than a bin
+
+    def _end_in_every_way(self) -> None:
+        worker = HttpWorker(self._url, "ends-1", "ends")
+        for reason in sorted(set(get_args(StopReason)) - {"terminated", "failure", "cancelled"}):
+            (attempt,) = worker.lease(1)
+            segment = make_segment(terminated=False, truncated=reason == "environment_truncated")
+            _submit(worker, attempt, status="truncated", stop_reason=reason, segments=[_processed(segment)])
+        for layer in LAYERS:
+            attempt, other = worker.lease(2)
+            _submit(worker, other, segments=[_processed(make_segment())])  # a run that only fails is slowed down
+            failure = Failure(layer=layer, kind="broken", message=f"The {layer} broke.")
+            _submit(worker, attempt, status="failed", stop_reason="failure", failure=failure, segments=[], messages=[])
+
+    def _close_a_run(self, name: str) -> None:
+        with self._learner("nobody", "nobody-1") as client:
+            client.create_run({"name": name, "tasks": [{"environment": "test:Echo"}], "pool": "nobody"})
+            client.close_run(name)
+
     def _hold_attempts(self) -> None:
         worker = HttpWorker(self._url, "plain-1", "plain")
-        one, two = worker.lease(2)
-        _finish(worker, one, 2.5)
+        one, two, three, four = worker.lease(4)
+        worker.submit(one, full_record(one, worker.name))
         wait_for("the rest of its group is waited for no longer", lambda: bool(worker.say_it_holds(two)))
-        with self._learner("nobody", "nobody-1") as client:
-            tasks = [{"environment": "test:Echo", "seed": seed} for seed in (8, 9)]
-            started = client.evaluate("plain", tasks, temperature=0.5, deadline_s=3600, wait=False)
+        with self._learner("slow", "slow-1") as slow, self._learner("fast", "fast-1") as fast:
+            slow.pull("plain", timeout_s=PULL_S)
+            fast.pull("plain", timeout_s=PULL_S)  # once the lease of the slow one ran out; then its own does
+            _finish(worker, three, 1.0)
+            _finish(worker, four, 1.0)
+            tasks = [{"environment": "test:Echo", "seed": seed} for seed in (6, 7, 8, 9)]
+            started = fast.evaluate("plain", tasks, temperature=0.5, deadline_s=3600, wait=False)
         (evaluated,) = worker.lease(1)
         assert evaluated.evaluation == started.evaluation
         _finish(worker, evaluated, 0.5)
-        worker.lease(2)
-        with self._learner("slow", "slow-1") as slow:
-            slow.pull("plain", timeout_s=PULL_S)  # its lease runs out
+        worker.lease(3)
 
     # Helpers --------------------------------------------------------------------------------------------------
 
@@ -226,6 +270,11 @@ def _finish(worker: HttpWorker, attempt: Assignment, reward: float) -> None:
     _submit(worker, attempt, rewards=[0.0, reward], version=Version.parse(attempt.pinned_version or "0.0"))
 
 
+def _processed(segment: Segment) -> Segment:
+    """Of an engine whose logprobs are those after temperature and filters."""
+    return msgspec.structs.replace(segment, sampling=msgspec.structs.replace(segment.sampling, logprobs="processed"))
+
+
 def _submit(worker: HttpWorker, attempt: Assignment, **fields: object) -> None:
-    made_by = Provenance(worker="plain-1", evaluation=attempt.evaluation, sampling_seed=attempt.sampling_seed)
+    made_by = Provenance(worker=worker.name, evaluation=attempt.evaluation, sampling_seed=attempt.sampling_seed)
     worker.submit(attempt, record_for(attempt, provenance=made_by, **fields))

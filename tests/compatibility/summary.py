@@ -23,8 +23,9 @@ from tests.compatibility.http_worker import ask, ask_for_bytes
 from tests.compatibility.orchestrator_process import HEADRACE, Orchestrator
 from tests.e2e.processes import Processes
 
-LEARNERS = {"trainer": 1, "ranks": 2, "other": 1}
-"""Learners of the run ``guess``, with their ranks: two that left a batch open, and one that gave it back."""
+LEARNERS = {"trainer": ("after", 1), "ranks": ("ranks-6", 2), "other": ("after", 1)}
+"""Learners of the run ``guess``, the session in which each asks, and its ranks. The first two left a batch open, and
+the last one gave it back."""
 
 SOFT = frozenset(("epoch", "age_s", "hold_s", "seen_s", "reasons", "attainable", "servers", "weight_sync")) | {
     "learner_doing",
@@ -159,8 +160,8 @@ def _hard(value: Any) -> Any:
 def redelivered(url: str) -> dict[str, Any]:
     """The batches that learners get which left some open, and the SHA-256 of each of their shards."""
     found = {}
-    for learner, shards in LEARNERS.items():
-        request = {"learner": learner, "session": "after", "shards": shards}
+    for learner, (session, shards) in LEARNERS.items():
+        request = {"learner": learner, "session": session, "shards": shards}
         reply = ask("POST", f"{url}/v1/runs/guess/resume", request)
         bodies = {
             batch: [_body(url, batch, {**request, "shard": n}) for n in range(shards)] for batch in reply["batches"]
