@@ -15,9 +15,9 @@ from typing import Any
 import aiohttp
 import uvicorn
 
-from headrace_workers.tiny_policy.faults import Misbehaving
+from headrace_workers.tiny_policy.faults import FaultInjector
 from headrace_workers.tiny_policy.policy import TinyPolicy
-from headrace_workers.tiny_policy.server import Server
+from headrace_workers.tiny_policy.server import TinyPolicyServer
 
 COMMAND = [sys.executable, "-m", "headrace_workers.tiny_policy"]
 
@@ -27,7 +27,7 @@ async def double(port: int = 0) -> AsyncIterator[str]:
     """A double in this event loop; gives its address."""
     listener = socket.create_server(("127.0.0.1", port))
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # the event loop sets it for sockets of its own only
-    app = Server(TinyPolicy(), Misbehaving())
+    app = TinyPolicyServer(TinyPolicy(), FaultInjector())
     config = uvicorn.Config(app, ws="none", lifespan="off", log_level="error", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from headrace_workers.environments.guess_the_number import GuessTheNumber
 from headrace_workers.renderers.bytes_renderer import END
 from headrace_workers.tiny_policy.model import SIZE, neutral_weights
 from headrace_workers.tiny_policy.policy import TinyPolicy
-from headrace_workers.tiny_policy.sampler import Sampling
+from headrace_workers.tiny_policy.sampler import SamplerSettings
 from tests.tiny_policy.prompts import prompt_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -45,7 +45,7 @@ def play(policy: TinyPolicy, seed: int) -> SimpleNamespace:
     texts, turns, done = [environment.reset(seed)[0]], [], False
     ids = prompt_of(*texts)
     while not done:
-        made = policy.generate(ids, Sampling(max_tokens=32, stop_token_ids=[END]), seed=seed)[0][0]
+        made = policy.generate(ids, SamplerSettings(max_tokens=32, stop_token_ids=[END]), seed=seed)[0][0]
         turns.append(SimpleNamespace(start=len(ids), end=len(ids) + len(made.token_ids)))
         step = environment.step(made.text)
         done = step.terminated

@@ -12,14 +12,14 @@ from headrace.trajectory import Sampling as TrajectorySampling
 from headrace_workers.policies import ServedPolicies
 from headrace_workers.policies.base import SampleRequest
 from headrace_workers.renderers.bytes_renderer import ASSISTANT, BOS, END, USER, VOCAB_SIZE
-from headrace_workers.tiny_policy.faults import LIES, Misbehaving, Misbehaviour
+from headrace_workers.tiny_policy.faults import LIES, FaultInjector, FaultSettings
 from tests.tiny_policy import prompts
 
 GUESSING = prompts.guessing()
 
 
 def faults(count: int, **settings) -> list:
-    misbehaving = Misbehaving(Misbehaviour(**settings))
+    misbehaving = FaultInjector(FaultSettings(**settings))
     return [misbehaving.next_fault() for _ in range(count)]
 
 
@@ -42,17 +42,17 @@ def test_lies_begin_after_honest_answers_and_end():
 
 
 def test_new_settings_replace_the_old_ones_whole_and_start_their_counts_afresh():
-    misbehaving = Misbehaving(Misbehaviour(fail_next=1))
+    misbehaving = FaultInjector(FaultSettings(fail_next=1))
     misbehaving.next_fault()
-    misbehaving.set(Misbehaviour(fail_next=1))
+    misbehaving.set(FaultSettings(fail_next=1))
     assert misbehaving.next_fault().fail
-    misbehaving.set(Misbehaviour(slow_s=1.0))
+    misbehaving.set(FaultSettings(slow_s=1.0))
     assert misbehaving.next_fault() == (False, 1.0, "")
 
 
 def test_a_lie_that_nobody_knows_is_refused():
     with pytest.raises(InvalidRequest, match="nan-logprob"):
-        Misbehaving(Misbehaviour(lie="white"))
+        FaultInjector(FaultSettings(lie="white"))
 
 
 async def test_unknown_settings_are_refused(api):
@@ -204,9 +204,9 @@ async def test_the_workers_client_tells_the_lies_apart(api, lie):
 
 
 def test_a_script_is_said_turn_by_turn_and_its_last_line_from_then_on():
-    told = Misbehaviour(script=["one", "two"], reply="never")
+    told = FaultSettings(script=["one", "two"], reply="never")
     first = [BOS, USER, 104, END, ASSISTANT]
     second = [*first, 111, END, USER, 104, END, ASSISTANT]
     third = [*second, 111, END, USER, 104, END, ASSISTANT]
     assert [told.reply_to(prompt) for prompt in (first, second, third)] == ["one", "two", "two"]
-    assert Misbehaviour(reply="this").reply_to(second) == "this"
+    assert FaultSettings(reply="this").reply_to(second) == "this"

@@ -19,7 +19,7 @@ from headrace_workers.tiny_policy.model import (
     choice_for,
     neutral_weights,
 )
-from headrace_workers.tiny_policy.sampler import Answers, Sampling
+from headrace_workers.tiny_policy.sampler import SamplerSettings, WeightedAnswers
 from headrace_workers.tiny_policy.situations import Guess, prompt_text, read_situation
 from tests.tiny_policy import prompts
 
@@ -53,16 +53,16 @@ def test_probabilities_sum_to_1(seed, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_an_answers_tokens_sum_to_its_log_probability(name):
     prompt, weights = prompts.ALL[name], random_weights(7)
-    answers = Answers(choice_for(read_situation(prompt_text(prompt))), weights)
+    answers = WeightedAnswers(choice_for(read_situation(prompt_text(prompt))), weights)
     rng = np.random.default_rng(0)
     for _ in range(50):
-        made = answers.sample(Sampling(max_tokens=64), rng)  # numpy's generator has random() too
+        made = answers.sample(SamplerSettings(max_tokens=64), rng)  # numpy's generator has random() too
         assert math.fsum(made.logprobs) == pytest.approx(Model(weights).log_prob(prompt, made.token_ids), abs=1e-12)
 
 
 def test_a_byte_that_nothing_else_could_follow_is_forced_and_has_log_probability_exactly_0():
-    made = Answers(choice_for(Guess(30, 39)), random_weights(1)).sample(
-        Sampling(max_tokens=64), np.random.default_rng(0)
+    made = WeightedAnswers(choice_for(Guess(30, 39)), random_weights(1)).sample(
+        SamplerSettings(max_tokens=64), np.random.default_rng(0)
     )
     assert made.text.startswith("\\boxed{3")
     assert [value == 0.0 for value in made.logprobs] == [True] * 8 + [False] + [True] * 2

@@ -11,10 +11,10 @@ from headrace_workers.policies.in_process import load_in_process_policy
 from headrace_workers.renderers.bytes_renderer import END, VOCAB_SIZE
 from headrace_workers.tiny_policy.model import SIZE, neutral_weights
 from headrace_workers.tiny_policy.policy import TinyPolicy
-from headrace_workers.tiny_policy.sampler import Sampling
+from headrace_workers.tiny_policy.sampler import SamplerSettings
 from tests.tiny_policy import prompts
 
-SAMPLING = Sampling(max_tokens=64)
+SAMPLING = SamplerSettings(max_tokens=64)
 
 
 def test_the_same_seed_and_the_same_prompt_give_the_same_answer_whatever_else_was_asked():
@@ -52,7 +52,7 @@ def test_without_a_seed_answers_come_from_the_policys_own_generator():
 
 def test_new_weights_come_with_their_version_and_replace_the_old_ones_in_one_step():
     policy = TinyPolicy()
-    greedy = Sampling(0.0, max_tokens=64)
+    greedy = SamplerSettings(0.0, max_tokens=64)
     before, version = policy.generate(prompts.guessing(), greedy)
     assert (before[0].text, version) == ("\\boxed{10}", Version(0, 0))
     weights = neutral_weights()
@@ -90,7 +90,9 @@ async def test_the_in_process_form_answers_as_the_policy_does():
     local = load_in_process_policy("headrace_workers.tiny_policy.in_process:factory")
     sample = await local.sample(request(prompts.guessing(), seed=4))
     check_sample(sample, VOCAB_SIZE, 64)
-    made, version = TinyPolicy().generate(prompts.guessing(), Sampling(max_tokens=64, stop_token_ids=(END,)), seed=4)
+    made, version = TinyPolicy().generate(
+        prompts.guessing(), SamplerSettings(max_tokens=64, stop_token_ids=(END,)), seed=4
+    )
     assert (sample.token_ids, sample.logprobs) == (made[0].token_ids, made[0].logprobs)
     assert sample.versions[0].version == version
 

@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 
 from headrace_workers.renderers.bytes_renderer import END
 from headrace_workers.tiny_policy.model import SIZE, choice_for
-from headrace_workers.tiny_policy.sampler import Answers, Sampling, end_generation
+from headrace_workers.tiny_policy.sampler import SamplerSettings, WeightedAnswers, end_generation
 from headrace_workers.tiny_policy.situations import Guess
 
 WEIGHTS = np.random.default_rng(11).normal(0.0, 2.0, SIZE)
 
 
-def answers(low: int = 1, high: int = 30) -> Answers:
-    return Answers(choice_for(Guess(low, high)), WEIGHTS)
+def answers(low: int = 1, high: int = 30) -> WeightedAnswers:
+    return WeightedAnswers(choice_for(Guess(low, high)), WEIGHTS)
 
 
-def draw(sampling: Sampling, count: int = 4000) -> Counter[str]:
+def draw(sampling: SamplerSettings, count: int = 4000) -> Counter[str]:
     ready, rng = answers(), random.Random(5)
     return Counter(ready.sample(sampling, rng).text for _ in range(count))
 
@@ -41,7 +41,7 @@ def tempered(temperature: float) -> dict[str, float]:
     return found
 
 
-def branch_masses(prefix: bytes, ready: Answers) -> dict[int, float]:
+def branch_masses(prefix: bytes, ready: WeightedAnswers) -> dict[int, float]:
     masses: dict[int, float] = {}
     for text, mass in zip(choice_for(Guess(1, 30)).texts, ready._masses, strict=True):
         if text.startswith(prefix):
@@ -53,30 +53,30 @@ def branch_masses(prefix: bytes, ready: Answers) -> dict[int, float]:
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_temperature_acts_on_each_byte(temperature):
     count = 4000
-    seen, expected = draw(Sampling(temperature, max_tokens=64), count), tempered(temperature)
+    seen, expected = draw(SamplerSettings(temperature, max_tokens=64), count), tempered(temperature)
     for text, probability in expected.items():
         spread = math.sqrt(count * probability * (1 - probability))
         assert abs(seen[text] - count * probability) <= 5 * spread + 1
 
 
 def test_zero_is_greedy_and_ties_go_to_the_lowest_id():
-    assert len(draw(Sampling(0.0, max_tokens=64), 50)) == 1
-    neutral = Answers(choice_for(Guess(30, 39)), np.zeros(SIZE))
-    assert neutral.sample(Sampling(0.0, max_tokens=64), random.Random(0)).text == "\\boxed{30}"
+    assert len(draw(SamplerSettings(0.0, max_tokens=64), 50)) == 1
+    neutral = WeightedAnswers(choice_for(Guess(30, 39)), np.zeros(SIZE))
+    assert neutral.sample(SamplerSettings(0.0, max_tokens=64), random.Random(0)).text == "\\boxed{30}"
 
 
 def test_top_p_keeps_the_fewest_tokens_that_reach_it():
-    greedy = next(iter(draw(Sampling(0.0, max_tokens=64), 1)))
-    assert set(draw(Sampling(1.0, 1e-9, max_tokens=64), 100)) == {greedy}
-    assert len(draw(Sampling(1.0, 0.999999, max_tokens=64))) > 5
+    greedy = next(iter(draw(SamplerSettings(0.0, max_tokens=64), 1)))
+    assert set(draw(SamplerSettings(1.0, 1e-9, max_tokens=64), 100)) == {greedy}
+    assert len(draw(SamplerSettings(1.0, 0.999999, max_tokens=64))) > 5
 
 
 def test_log_probabilities_are_raw_before_temperature_and_top_p():
     ready = answers()
-    greedy = ready.sample(Sampling(0.0, max_tokens=64), random.Random(0))
+    greedy = ready.sample(SamplerSettings(0.0, max_tokens=64), random.Random(0))
     known = {
         made.text: made.logprobs
-        for made in (ready.sample(Sampling(max_tokens=64), random.Random(s)) for s in range(500))
+        for made in (ready.sample(SamplerSettings(max_tokens=64), random.Random(s)) for s in range(500))
     }
     assert known[greedy.text] == greedy.logprobs
 
@@ -89,9 +89,9 @@ def test_log_probabilities_are_raw_before_temperature_and_top_p():
 )
 @settings(deadline=None)
 def test_ids_text_and_log_probabilities_end_together(seed, max_tokens, stop, stop_token_ids):
-    whole = answers().sample(Sampling(max_tokens=64), random.Random(seed))
+    whole = answers().sample(SamplerSettings(max_tokens=64), random.Random(seed))
     made = answers().sample(
-        Sampling(max_tokens=max_tokens, stop=stop, stop_token_ids=stop_token_ids), random.Random(seed)
+        SamplerSettings(max_tokens=max_tokens, stop=stop, stop_token_ids=stop_token_ids), random.Random(seed)
     )
     count = len(made.token_ids)
     assert made.token_ids == whole.token_ids[:count]
@@ -113,9 +113,9 @@ def test_ids_text_and_log_probabilities_end_together(seed, max_tokens, stop, sto
 @pytest.mark.parametrize(
     ("sampling", "ids", "text", "finish", "stop"),
     [
-        (Sampling(max_tokens=9, stop=["</a>"]), b"7</a>", "7", "stop", "</a>"),
-        (Sampling(max_tokens=4, stop=["</a>"]), b"7</a", "7</a", "length", None),
-        (Sampling(max_tokens=9, stop_token_ids=[60]), b"7<", "7", "stop", 60),
+        (SamplerSettings(max_tokens=9, stop=["</a>"]), b"7</a>", "7", "stop", "</a>"),
+        (SamplerSettings(max_tokens=4, stop=["</a>"]), b"7</a", "7</a", "length", None),
+        (SamplerSettings(max_tokens=9, stop_token_ids=[60]), b"7<", "7", "stop", 60),
     ],
 )
 def test_text_leaves_out_a_stop_token_and_a_stop_string_with_all_after_it(sampling, ids, text, finish, stop):

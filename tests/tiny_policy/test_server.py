@@ -11,7 +11,7 @@ import pytest
 from headrace_workers.renderers.bytes_renderer import END, VOCAB_SIZE
 from headrace_workers.tiny_policy.model import SIZE, neutral_weights
 from headrace_workers.tiny_policy.policy import TinyPolicy
-from headrace_workers.tiny_policy.sampler import Sampling
+from headrace_workers.tiny_policy.sampler import SamplerSettings
 from tests.tiny_policy import prompts
 from tests.tiny_policy.conftest import COMMAND
 
@@ -27,7 +27,7 @@ async def load(api, weights: np.ndarray, version: str) -> tuple[int, dict]:
 
 async def test_completions_take_prompt_token_ids_and_give_token_ids_log_probabilities_and_weight_versions(api):
     status, answer = await api.complete(GUESSING, seed=5, stop_token_ids=[END])
-    expected, version = TinyPolicy().generate(GUESSING, Sampling(max_tokens=64, stop_token_ids=[END]), seed=5)
+    expected, version = TinyPolicy().generate(GUESSING, SamplerSettings(max_tokens=64, stop_token_ids=[END]), seed=5)
     made = expected[0]
     choice = answer["choices"][0]
     assert status == 200

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from headrace.errors import SetupError
 from headrace_workers.policy_check import stop_checks
 from headrace_workers.policy_check.cli import check_server, policy
-from headrace_workers.policy_check.findings import Finding
+from headrace_workers.policy_check.findings import CheckFinding
 from headrace_workers.renderers.folder_tokenizer import load_tokenizer
 from tests.workers.models import CHATML, STRIPS_THINKING, make_model
 from tests.workers.token_server import TokenServer, serving_tokens
@@ -22,7 +22,7 @@ from tests.workers.token_server import TokenServer, serving_tokens
 
 async def found(
     folder: Path, *, wrong: str = "", served: Path | None = None, renderer: str = "template"
-) -> dict[str, Finding]:
+) -> dict[str, CheckFinding]:
     """What a check of a server of the model in ``served`` (or ``folder``) finds, by name."""
     asked = {"model": "policy", "renderer": renderer, "tokenizer": str(folder)}
     async with serving_tokens(TokenServer(load_tokenizer(str(served or folder)), wrong)) as server:
@@ -30,7 +30,7 @@ async def found(
     return {finding.check: finding for finding in findings}
 
 
-def failed(findings: dict[str, Finding]) -> list[str]:
+def failed(findings: dict[str, CheckFinding]) -> list[str]:
     return [name for name, finding in findings.items() if finding.status == "FAIL"]
 
 
@@ -72,13 +72,13 @@ async def test_each_fault_of_a_server_is_named_by_its_check(
 
 async def test_what_a_server_does_not_offer_is_skipped_and_fails_nothing(tmp_path: Path) -> None:
     findings = await found(make_model(tmp_path), wrong="unscored")
-    assert findings["scores"] == Finding("scores", "SKIPPED", "the server gives no prompt_logprobs")
+    assert findings["scores"] == CheckFinding("scores", "SKIPPED", "the server gives no prompt_logprobs")
     assert failed(findings) == []
 
 
 async def test_a_server_that_names_no_models_is_not_said_to_lack_the_policy(tmp_path: Path) -> None:
     findings = await found(make_model(tmp_path), wrong="unnamed")
-    assert findings["model"] == Finding("model", "SKIPPED", "/v1/models names none")
+    assert findings["model"] == CheckFinding("model", "SKIPPED", "/v1/models names none")
     assert findings["ids"].status == "PASS"
 
 

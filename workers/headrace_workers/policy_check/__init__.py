@@ -1,31 +1,31 @@
 """Checks of a live policy server: whether rendering, ids and log-probabilities agree."""
 
 from headrace_workers.policy_check import renderer_checks, sample_checks, server_checks, stop_checks, turn_checks
-from headrace_workers.policy_check.findings import Check, Finding, run_checks
-from headrace_workers.policy_check.requests import Server
-from headrace_workers.policy_check.target import Subject
+from headrace_workers.policy_check.findings import CheckFinding, PolicyCheck, run_checks
+from headrace_workers.policy_check.requests import CheckedServer
+from headrace_workers.policy_check.target import CheckTarget
 
 CHECKS = (
-    Check("server", server_checks.server, vital=True),
-    Check("model", server_checks.model, vital=True),
-    Check("renderer", renderer_checks.renderer),
-    Check("vocabulary", renderer_checks.vocabulary),
-    Check("template", renderer_checks.template),
-    Check("text", renderer_checks.text),
-    Check("ids", sample_checks.ids, vital=True),
-    Check("logprobs", sample_checks.logprobs),
-    Check("scores", sample_checks.scores),
-    Check("greedy", sample_checks.greedy),
-    Check("seeds", sample_checks.seeds),
-    Check("several", sample_checks.several),
-    Check("stop token", stop_checks.stop_token),
-    Check("stop string", stop_checks.stop_string),
-    Check("context", stop_checks.context),
-    Check("version", server_checks.version),
-    Check("turns", turn_checks.turns),
-    Check("image", turn_checks.image),
-    Check("abort", stop_checks.abort),
+    PolicyCheck("server", server_checks.server, vital=True),
+    PolicyCheck("model", server_checks.model, vital=True),
+    PolicyCheck("renderer", renderer_checks.renderer),
+    PolicyCheck("vocabulary", renderer_checks.vocabulary),
+    PolicyCheck("template", renderer_checks.template),
+    PolicyCheck("text", renderer_checks.text),
+    PolicyCheck("ids", sample_checks.ids, vital=True),
+    PolicyCheck("logprobs", sample_checks.logprobs),
+    PolicyCheck("scores", sample_checks.scores),
+    PolicyCheck("greedy", sample_checks.greedy),
+    PolicyCheck("seeds", sample_checks.seeds),
+    PolicyCheck("several", sample_checks.several),
+    PolicyCheck("stop token", stop_checks.stop_token),
+    PolicyCheck("stop string", stop_checks.stop_string),
+    PolicyCheck("context", stop_checks.context),
+    PolicyCheck("version", server_checks.version),
+    PolicyCheck("turns", turn_checks.turns),
+    PolicyCheck("image", turn_checks.image),
+    PolicyCheck("abort", stop_checks.abort),
 )
-"""All checks, in the order in which they are made: a fault is named by the first check that it breaks."""
+"""All checks, in order: a fault is reported by the first check that it breaks."""
 
-__all__ = ["CHECKS", "Finding", "Server", "Subject", "run_checks"]
+__all__ = ["CHECKS", "CheckFinding", "CheckTarget", "CheckedServer", "run_checks"]

@@ -1,4 +1,4 @@
-"""``headrace policy check``: whether a live policy server, a renderer and a tokenizer belong together."""
+"""``headrace policy check``: a test that a live policy server, a renderer and a tokenizer agree."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headrace.errors import EpisodeFailure, MissingExtra, SetupError
 from headrace.runspec import parse_run_spec
 from headrace.wire.policy_server import base_url
 from headrace_workers.policies import ServedPolicies
-from headrace_workers.policy_check import CHECKS, Finding, Server, Subject, run_checks
+from headrace_workers.policy_check import CHECKS, CheckedServer, CheckFinding, CheckTarget, run_checks
 from headrace_workers.renderers import make_renderer
 
 COLOURS = {"PASS": "green", "FAIL": "red", "SKIPPED": "yellow"}
@@ -24,7 +24,7 @@ COLOURS = {"PASS": "green", "FAIL": "red", "SKIPPED": "yellow"}
 
 @click.group("policy", short_help="Check that a policy server, a renderer and a tokenizer agree.")
 def policy() -> None:
-    """Look at policy servers."""
+    """Inspect policy servers."""
 
 
 @policy.command("check")
@@ -36,7 +36,7 @@ def policy() -> None:
 @click.option(
     "--tolerance", default=0.1, show_default=True, help="Largest difference of a token's two log-probabilities."
 )
-@click.option("--timeout-s", default=120.0, show_default=True, help="Deadline of each question, in seconds.")
+@click.option("--timeout-s", default=120.0, show_default=True, help="Deadline of each request, in seconds.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
 @click.pass_context
 def check(
@@ -63,7 +63,7 @@ def check(
     chosen = renderer or ("auto" if tokenizer else "bytes")
     asked = {"model": model, "renderer": chosen, "tokenizer": tokenizer, "renderer_options": _options(renderer_options)}
 
-    def show(finding: Finding) -> None:
+    def show(finding: CheckFinding) -> None:
         if not as_json:
             _print(finding)
 
@@ -85,7 +85,7 @@ def _options(text: str) -> Any:
         raise click.UsageError(f"--renderer-options is not JSON: {error}.") from error
 
 
-def _print(finding: Finding) -> None:
+def _print(finding: CheckFinding) -> None:
     status = click.style(f"{finding.status:8}", fg=COLOURS[finding.status])
     click.echo(f"{status}{finding.check:13}{finding.detail}")
     if finding.remedy:
@@ -98,12 +98,12 @@ async def check_server(
     *,
     tolerance: float,
     timeout_s: float,
-    show: Callable[[Finding], None] = lambda finding: None,
-) -> list[Finding]:
-    """All findings about a server; ``asked`` are fields of a run spec's policy. Each finding is shown as it comes.
-    Raises SetupError where the renderer cannot be made."""
+    show: Callable[[CheckFinding], None] = lambda finding: None,
+) -> list[CheckFinding]:
+    """Check a server and return all findings; ``asked`` holds fields of a run spec's policy. Each finding is shown at
+    once. Raises SetupError if the renderer cannot be created."""
     findings = []
-    async with _subject(base_url(endpoint), asked, tolerance, timeout_s) as subject:
+    async with _target(base_url(endpoint), asked, tolerance, timeout_s) as subject:
         async for finding in run_checks(CHECKS, subject):
             show(finding)
             findings.append(finding)
@@ -111,7 +111,9 @@ async def check_server(
 
 
 @asynccontextmanager
-async def _subject(endpoint: str, asked: dict[str, Any], tolerance: float, timeout_s: float) -> AsyncIterator[Subject]:
+async def _target(
+    endpoint: str, asked: dict[str, Any], tolerance: float, timeout_s: float
+) -> AsyncIterator[CheckTarget]:
     spec = parse_run_spec({"name": "check", "policy": asked}).policy
     try:
         renderer = make_renderer(spec)
@@ -121,9 +123,9 @@ async def _subject(endpoint: str, asked: dict[str, Any], tolerance: float, timeo
         raise kind(failure.detail, hint=failure.hint) from failure
     policies = ServedPolicies(default_endpoints=[endpoint], clock=time.monotonic)
     async with aiohttp.ClientSession(trust_env=False) as session:
-        server = Server(session, endpoint, spec.model, timeout_s)
+        server = CheckedServer(session, endpoint, spec.model, timeout_s)
         try:
-            yield Subject(
+            yield CheckTarget(
                 server=server,
                 renderer=renderer,
                 encode=encode,
@@ -136,7 +138,7 @@ async def _subject(endpoint: str, asked: dict[str, Any], tolerance: float, timeo
 
 
 def _reader(tokenizer: str) -> tuple[Callable[[str], list[int]], Callable[[Sequence[int]], str]]:
-    """How text becomes ids, and ids text; bytes without a tokenizer."""
+    """The functions that encode and decode text; bytes without a tokenizer."""
     if not tokenizer:
         return lambda text: list(text.encode()), lambda ids: bytes(i for i in ids if i < 256).decode(errors="replace")
     from headrace_workers.renderers.folder_tokenizer import load_tokenizer

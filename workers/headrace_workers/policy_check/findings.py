@@ -1,8 +1,8 @@
-"""What a check finds, and how checks are run one after another.
+"""Findings of checks, and the function that runs the checks in order.
 
-* Each check ends as PASS with what it saw, as FAIL with what to do about it, or as SKIPPED with the reason.
-* What a check does not foresee (the connection breaks, an answer is no JSON) is its failure, never the program's.
-* After a check that all others need has failed, the others are skipped.
+* Each check ends as PASS with its observation, as FAIL with a remedy, or as SKIPPED with the reason.
+* An unforeseen error (a broken connection, an answer that is not JSON) fails the check, never the program.
+* If a vital check fails, all later ones are skipped.
 """
 
 from __future__ import annotations
@@ -10,30 +10,30 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
-Status = Literal["PASS", "FAIL", "SKIPPED"]
+CheckStatus = Literal["PASS", "FAIL", "SKIPPED"]
 
 S = TypeVar("S")
 
 
-class Finding(NamedTuple):
-    """``detail``: what was seen. ``remedy``: what to do, if anything."""
+class CheckFinding(NamedTuple):
+    """The result of a check. ``detail``: the observation. ``remedy``: the action to take, if any."""
 
     check: str
-    status: Status
+    status: CheckStatus
     detail: str
     remedy: str = ""
 
 
-class Check(NamedTuple):
-    """``run`` gives what it saw, or raises Failed or Skipped. ``vital``: without it no other makes sense."""
+class PolicyCheck(NamedTuple):
+    """A check. ``run`` returns its observation, or raises CheckFailed or CheckSkipped. ``vital``: others need it."""
 
     name: str
     run: Callable[..., Awaitable[str]]
     vital: bool = False
 
 
-class Failed(Exception):
-    """The check fails."""
+class CheckFailed(Exception):
+    """Raised by a check that fails."""
 
     def __init__(self, detail: str, remedy: str) -> None:
         super().__init__(detail)
@@ -41,16 +41,16 @@ class Failed(Exception):
         self.remedy = remedy
 
 
-class Skipped(Exception):
-    """The check cannot be made here, for this reason."""
+class CheckSkipped(Exception):
+    """Raised by a check that cannot run, with the reason."""
 
 
-async def run_checks(checks: Sequence[Check], subject: S) -> AsyncIterator[Finding]:
-    """The findings about ``subject``, each as soon as it is there."""
+async def run_checks(checks: Sequence[PolicyCheck], subject: S) -> AsyncIterator[CheckFinding]:
+    """Run the checks on ``subject``, and yield each finding at once."""
     lost = ""
     for check in checks:
         if lost:
-            yield Finding(check.name, "SKIPPED", f"it needs the check {lost!r}")
+            yield CheckFinding(check.name, "SKIPPED", f"it needs the check {lost!r}")
             continue
         finding = await _found(check, subject)
         if check.vital and finding.status == "FAIL":
@@ -58,10 +58,10 @@ async def run_checks(checks: Sequence[Check], subject: S) -> AsyncIterator[Findi
         yield finding
 
 
-async def _found(check: Check, subject: S) -> Finding:
+async def _found(check: PolicyCheck, subject: S) -> CheckFinding:
     try:
-        return Finding(check.name, "PASS", await check.run(subject))
-    except Skipped as skipped:
-        return Finding(check.name, "SKIPPED", str(skipped))
-    except Failed as failed:
-        return Finding(check.name, "FAIL", failed.detail, failed.remedy)
+        return CheckFinding(check.name, "PASS", await check.run(subject))
+    except CheckSkipped as skipped:
+        return CheckFinding(check.name, "SKIPPED", str(skipped))
+    except CheckFailed as failed:
+        return CheckFinding(check.name, "FAIL", failed.detail, failed.remedy)

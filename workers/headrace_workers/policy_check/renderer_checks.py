@@ -8,9 +8,9 @@ from __future__ import annotations
 from headrace.errors import EpisodeFailure
 from headrace.trajectory import Message
 from headrace.wire import policy_server
-from headrace_workers.policy_check.findings import Failed, Skipped
+from headrace_workers.policy_check.findings import CheckFailed, CheckSkipped
 from headrace_workers.policy_check.requests import Detokenized, Tokenized
-from headrace_workers.policy_check.target import ABSENT, IDS, MISMATCH, MORE, QUESTION, Subject, cut
+from headrace_workers.policy_check.target import ABSENT, IDS, MISMATCH, MORE, QUESTION, CheckTarget, cut
 
 AWKWARD = (
     "plain",
@@ -26,13 +26,13 @@ AWKWARD = (
     "0123456789 3.14159 1e-9",
     "\u0000\u001f control",
 )
-"""Texts that tokenizers treat differently."""
+"""Texts that different tokenizers encode differently."""
 
 
-async def renderer(subject: Subject) -> str:
+async def renderer(subject: CheckTarget) -> str:
     it = subject.renderer
     if not it.stop_token_ids:
-        raise Failed(
+        raise CheckFailed(
             "neither the template nor the tokenizer names a token that ends a turn",
             "Set sampling.stop in the run spec, or name eos_token in the model's tokenizer_config.json.",
         )
@@ -40,8 +40,8 @@ async def renderer(subject: Subject) -> str:
     return f"{it.tokenizer.name}: {it.tokenizer.vocab_size} ids; a turn ends with {ends}"
 
 
-async def vocabulary(subject: Subject) -> str:
-    """The server encodes as we do, and knows as many ids."""
+async def vocabulary(subject: CheckTarget) -> str:
+    """Check that the server encodes text as the tokenizer does, with the same number of ids."""
     compared = 0
     for text in AWKWARD:
         theirs = await _their_ids(subject, text)
@@ -49,13 +49,13 @@ async def vocabulary(subject: Subject) -> str:
             break
         ours = subject.encode(text)
         if theirs != ours:
-            raise Failed(f"{text!r} is {cut(ours)} to the tokenizer, but {cut(theirs)} to the server", MISMATCH)
+            raise CheckFailed(f"{text!r} is {cut(ours)} to the tokenizer, but {cut(theirs)} to the server", MISMATCH)
         compared += 1
     size = subject.renderer.tokenizer.vocab_size
     if not await _takes(subject, size - 1):
-        raise Failed(f"the server refuses id {size - 1}; the tokenizer has {size} ids", MISMATCH)
+        raise CheckFailed(f"the server refuses id {size - 1}; the tokenizer has {size} ids", MISMATCH)
     if await _takes(subject, size):
-        raise Failed(
+        raise CheckFailed(
             f"the server knows id {size}; the tokenizer has {size} ids, so what it samples may be refused",
             MISMATCH + " The folder must have the model's config.json.",
         )
@@ -63,21 +63,21 @@ async def vocabulary(subject: Subject) -> str:
     return f"the server knows exactly {size} ids; {texts}"
 
 
-async def _their_ids(subject: Subject, text: str) -> list[int] | None:
+async def _their_ids(subject: CheckTarget, text: str) -> list[int] | None:
     answer = await subject.server.post("/tokenize", prompt=text, add_special_tokens=False)
     return answer.read(Tokenized).tokens if answer.status == 200 else None
 
 
-async def _takes(subject: Subject, id_: int) -> bool:
+async def _takes(subject: CheckTarget, id_: int) -> bool:
     body = {"prompt": [*subject.prompt, id_], "max_tokens": 1}
     answer = await subject.server.post(policy_server.COMPLETIONS, **body)
     if answer.status not in (200, 400, 422):
-        raise Failed(f"{policy_server.COMPLETIONS} answers {answer.said}", IDS)
+        raise CheckFailed(f"{policy_server.COMPLETIONS} answers {answer.said}", IDS)
     return answer.status == 200
 
 
-async def template(subject: Subject) -> str:
-    """The server's chat route would ask the policy the same."""
+async def template(subject: CheckTarget) -> str:
+    """Check that the server's chat route renders the same prompts."""
     conversations = (
         [QUESTION],
         [Message(role="system", content="Be brief."), QUESTION],
@@ -91,16 +91,18 @@ async def template(subject: Subject) -> str:
             ours = subject.renderer.start(messages).new_ids
         except EpisodeFailure as failure:
             if answer.status != 200:
-                continue  # both refuse it
-            raise Failed(f"the renderer refuses what the server takes: {failure}", MISMATCH) from failure
+                continue  # renderer and server both refuse it
+            raise CheckFailed(
+                f"the renderer refuses messages that the server accepts: {failure}", MISMATCH
+            ) from failure
         if answer.status in ABSENT:
-            raise Skipped("the server has no /tokenize")
+            raise CheckSkipped("the server has no /tokenize")
         if answer.status != 200:
-            raise Skipped(f"the server renders no chat ({answer.said})")
+            raise CheckSkipped(f"the server renders no chat ({answer.said})")
         theirs = answer.read(Tokenized).tokens
         if theirs != ours:
             at = _same_until(ours, theirs)
-            raise Failed(
+            raise CheckFailed(
                 f"prompts differ from position {at} on: {subject.decode(ours[at : at + 12])!r} here, "
                 f"{subject.decode(theirs[at : at + 12])!r} at the server",
                 "Use the template that the server uses (policy.renderer = 'template', its --chat-template), and the "
@@ -115,8 +117,8 @@ def _same_until(ours: list[int], theirs: list[int]) -> int:
     return next((at for at, (one, other) in pairs if one != other), min(len(ours), len(theirs)))
 
 
-async def text(subject: Subject) -> str:
-    """Awkward text comes back from ids as it was, half characters too."""
+async def text(subject: CheckTarget) -> str:
+    """Check that awkward texts, including partial characters, survive encoding and decoding."""
     changed = [text for text in AWKWARD if subject.decode(subject.encode(text)) != text]
     halves = subject.encode("🙂")[:1]
     subject.decode(halves)
@@ -127,10 +129,10 @@ async def text(subject: Subject) -> str:
         if answer.status in ABSENT:
             break
         if answer.status != 200:
-            raise Failed(f"/detokenize refuses {cut(ids)} ({answer.said})", MISMATCH)
+            raise CheckFailed(f"/detokenize refuses {cut(ids)} ({answer.said})", MISMATCH)
         theirs = answer.read(Detokenized).prompt
         if theirs != subject.decode(ids):
-            raise Failed(f"{cut(ids)} say {subject.decode(ids)!r} here, and {theirs!r} at the server", MISMATCH)
+            raise CheckFailed(f"{cut(ids)} say {subject.decode(ids)!r} here, and {theirs!r} at the server", MISMATCH)
         compared += 1
     kept = f"{len(AWKWARD) - len(changed)} of {len(AWKWARD)} awkward texts come back from ids as they were"
     theirs_too = f"; the server reads {compared} id lists as we do" if compared else ""

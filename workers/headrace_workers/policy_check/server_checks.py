@@ -1,47 +1,47 @@
-"""Checks of the server itself: it lives, serves the model, and names its weights."""
+"""Checks of the server itself: it is healthy, serves the model, and names its weights."""
 
 from __future__ import annotations
 
 from headrace.errors import EpisodeFailure
 from headrace.wire import policy_server
 from headrace_workers.policies.version_confirmation import read_version
-from headrace_workers.policy_check.findings import Failed, Skipped
-from headrace_workers.policy_check.target import Subject
+from headrace_workers.policy_check.findings import CheckFailed, CheckSkipped
+from headrace_workers.policy_check.target import CheckTarget
 
 
-async def server(subject: Subject) -> str:
+async def server(subject: CheckTarget) -> str:
     answer = await subject.server.get(policy_server.HEALTH)
     if answer.status >= 500:
-        raise Failed(
+        raise CheckFailed(
             f"{policy_server.HEALTH} answers {answer.said}", "Wait until the server is ready, or look at its log."
         )
     return "answers"
 
 
-async def model(subject: Subject) -> str:
+async def model(subject: CheckTarget) -> str:
     answer = await subject.server.get(policy_server.MODELS)
     if answer.status != 200:
-        raise Skipped(f"{policy_server.MODELS} answers {answer.status}")
+        raise CheckSkipped(f"{policy_server.MODELS} answers {answer.status}")
     names = [card.id for card in answer.read(policy_server.ModelList).data]
     if not names:
-        raise Skipped(f"{policy_server.MODELS} names none")
+        raise CheckSkipped(f"{policy_server.MODELS} names none")
     if subject.server.model not in names:
-        raise Failed(
+        raise CheckFailed(
             f"the server has {', '.join(names)}, not {subject.server.model}",
             "Set policy.model in the run spec (here --model) to one of them, or serve with --served-model-name.",
         )
     return f"{subject.server.model} is served"
 
 
-async def version(subject: Subject) -> str:
+async def version(subject: CheckTarget) -> str:
     answer = await subject.server.get(policy_server.WEIGHT_INFO)
     if answer.status != 200:
-        raise Failed(
+        raise CheckFailed(
             f"{policy_server.WEIGHT_INFO} answers {answer.said}",
             "For training the server must name its weights (vLLM: VLLM_SERVER_DEV_MODE=1).",
         )
     try:
         found = read_version(answer.read(policy_server.WeightInfo).weight_version)
     except EpisodeFailure as failure:
-        raise Failed(failure.detail, failure.hint) from failure
+        raise CheckFailed(failure.detail, failure.hint) from failure
     return f"the weights are version {found}"

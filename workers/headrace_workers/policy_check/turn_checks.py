@@ -1,5 +1,5 @@
-"""Two turns, played as a worker plays them: through its own client, the second prompt standing on the first answer.
-And a turn with an image, for a model that sees images."""
+"""Checks of whole turns through the worker's own client: two turns where the second prompt extends the first answer,
+and a turn with an image for vision models."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from headrace.assets import AssetData, encode_array
 from headrace.errors import EpisodeFailure
 from headrace.trajectory import ContentPart, Message, Sampling
 from headrace_workers.policies import Sample, SampleRequest, check_sample
-from headrace_workers.policy_check.findings import Failed, Skipped
-from headrace_workers.policy_check.target import MORE, QUESTION, TOKENS, Subject
+from headrace_workers.policy_check.findings import CheckFailed, CheckSkipped
+from headrace_workers.policy_check.target import MORE, QUESTION, TOKENS, CheckTarget
 from headrace_workers.renderers import Prompt, Reply, Standing
 
 PIXELS = 64
-"""Height and width of the image that is shown: more than the patches of any model."""
+"""Height and width of the test image: larger than the patches of any model."""
 
 
-async def turns(subject: Subject) -> str:
-    """Two turns through the worker's own client; the second prompt stands on the first answer."""
+async def turns(subject: CheckTarget) -> str:
+    """Play two turns through the worker's own client; the second prompt extends the first answer."""
     first = subject.renderer.start([QUESTION])
     sample = await _asked(subject, first.new_ids, 0)
     standing = _standing(subject, first, sample)
@@ -29,24 +29,24 @@ async def turns(subject: Subject) -> str:
     await _asked(subject, prompt or subject.renderer.start([*standing.conversation, MORE]).new_ids, 1)
     if following is not None:
         return "two turns in one segment"
-    return "two turns in two segments: this template shows what was sampled in another way than it was"
+    return "two turns in two segments: this template renders sampled tokens differently"
 
 
-async def image(subject: Subject) -> str:
-    """An image reaches the model, and the answer says which tokens stand for it."""
+async def image(subject: CheckTarget) -> str:
+    """Check that an image reaches the model and the answer names its tokens."""
     if subject.renderer.image_token_id is None:
-        raise Skipped("the renderer reads text only")
+        raise CheckSkipped("the renderer reads text only")
     shown = encode_array(np.zeros((PIXELS, PIXELS, 3), np.uint8))
     parts = [ContentPart(type="image", asset=shown.name), ContentPart(type="text", text="What do you see?")]
     prompt = subject.renderer.start([Message(role="user", content=parts)]).new_ids
     sample = await _asked(subject, prompt, 0, [shown])
     if sample.seen is None:
-        raise Failed("the answer does not say which tokens stand for the image", "Serve with vLLM's generate route.")
+        raise CheckFailed("the answer does not name the tokens of the image", "Serve with vLLM's generate route.")
     ((start, end),) = sample.seen.images
     return f"an image of {PIXELS} × {PIXELS} pixels is {end - start} tokens"
 
 
-async def _asked(subject: Subject, prompt: list[int], turn: int, images: Sequence[AssetData] = ()) -> Sample:
+async def _asked(subject: CheckTarget, prompt: list[int], turn: int, images: Sequence[AssetData] = ()) -> Sample:
     vocab_size = subject.renderer.tokenizer.vocab_size
     request = SampleRequest(
         id=f"check-{turn}",
@@ -66,10 +66,10 @@ async def _asked(subject: Subject, prompt: list[int], turn: int, images: Sequenc
         sample = await subject.policies.at([subject.server.address]).sample(request)
         check_sample(sample, vocab_size, TOKENS)
     except EpisodeFailure as failure:
-        raise Failed(f"turn {turn}: {failure.kind}: {failure.detail}", failure.hint) from failure
+        raise CheckFailed(f"turn {turn}: {failure.kind}: {failure.detail}", failure.hint) from failure
     return sample
 
 
-def _standing(subject: Subject, asked: Prompt, sample: Sample) -> Standing:
+def _standing(subject: CheckTarget, asked: Prompt, sample: Sample) -> Standing:
     reply = Reply(sample.token_ids, subject.renderer.parse(sample.token_ids))
     return Standing([*asked.new_ids, *sample.token_ids], len(asked.new_ids), [QUESTION, reply], asked.text)

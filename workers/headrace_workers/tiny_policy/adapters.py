@@ -1,7 +1,7 @@
-"""LoRA adapters of the double: each is another weight vector under a name of its own, loaded as vLLM loads them.
+"""LoRA adapters of the tiny policy: each is another weight vector with its own name, loaded as vLLM loads them.
 
 * A folder is refused, and changes nothing, unless PEFT could have written it and it holds a weight vector.
-* A name that is taken is not loaded over; what was loaded under it stays with the requests that are under way.
+* A name that is in use is not replaced; running requests keep the adapter that they began with.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from headrace_workers.tiny_policy.weight_updates import read_folder, write_folde
 CONFIG = "adapter_config.json"
 FILE = "adapter_model.safetensors"
 MAX_RANK = 8
-"""As ``--max-lora-rank`` of vLLM."""
+"""The limit that vLLM calls ``--max-lora-rank``."""
 
 
 def write_adapter(folder: Path, weights: Floats, *, rank: int = 4, base: str = "policy") -> None:
-    """Write weights f64[SIZE] as the double loads an adapter."""
+    """Write weights f64[SIZE] as an adapter folder that the tiny policy loads."""
     write_folder(folder, weights, FILE)
     config = {"peft_type": "LORA", "r": rank, "base_model_name_or_path": base}
     (folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
 
 
-class Adapters:
-    """The adapters of one server, beside its own policy, which is called ``model``."""
+class TinyPolicyAdapters:
+    """The adapters of one server; its own policy has the name ``model``."""
 
     def __init__(self, model: str, policy: TinyPolicy) -> None:
         self._model = model
@@ -45,14 +45,14 @@ class Adapters:
         return self._loaded[model][1]
 
     def cards(self) -> list[dict[str, object]]:
-        """The adapters, as a list of models has them."""
+        """The adapters as entries of the list of models."""
         return [
             {"id": name, "object": "model", "root": root, "parent": self._model, "max_model_len": None}
             for name, (root, _) in self._loaded.items()
         ]
 
     def load(self, request: AdapterRequest) -> str:
-        """Load a folder under a name. Raises InvalidRequest, or NotFound for a folder that is not there."""
+        """Load a folder under a name. Raises InvalidRequest, or NotFound for a missing folder."""
         name = request.lora_name
         if name in self._loaded:
             raise InvalidRequest(f"The lora adapter '{name}' has already been loaded.")

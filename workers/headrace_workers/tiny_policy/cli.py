@@ -9,24 +9,24 @@ import click
 import uvicorn
 
 from headrace.errors import HeadraceError, PortInUse
-from headrace_workers.tiny_policy.faults import LIES, Misbehaving, Misbehaviour
+from headrace_workers.tiny_policy.faults import LIES, FaultInjector, FaultSettings
 from headrace_workers.tiny_policy.policy import TinyPolicy
-from headrace_workers.tiny_policy.server import Server
+from headrace_workers.tiny_policy.server import TinyPolicyServer
 
 BACKLOG = 2048
-"""Connections that may wait to be accepted: a fleet may connect at once."""
+"""Connections that may wait to be accepted: all workers may connect at once."""
 
 
 @click.command("tiny-policy", short_help="Serve a small policy that learns on a CPU.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=8471, show_default=True, help="Port to listen on; 0 takes a free one.")
-@click.option("--seed", default=0, show_default=True, help="Seed of answers to requests that bring none.")
+@click.option("--seed", default=0, show_default=True, help="Seed of answers to requests without one.")
 @click.option("--model", default="policy", show_default=True, help="Model name that requests must carry.")
 @click.option("--slow-s", default=0.0, show_default=True, help="Wait before each answer, in seconds.")
-@click.option("--fail-every", default=0, show_default=True, help="Refuse each so-manieth request; 0: none.")
-@click.option("--stall-every", default=0, show_default=True, help="Hold each so-manieth request; 0: none.")
-@click.option("--stall-s", default=5.0, show_default=True, help="How long a stall lasts, in seconds.")
-@click.option("--lie", type=click.Choice(list(LIES)), help="Lie about this in every answer.")
+@click.option("--fail-every", default=0, show_default=True, help="Refuse every Nth request; 0: none.")
+@click.option("--stall-every", default=0, show_default=True, help="Stall every Nth request; 0: none.")
+@click.option("--stall-s", default=5.0, show_default=True, help="Length of a stall, in seconds.")
+@click.option("--lie", type=click.Choice(list(LIES)), help="Falsify this in every answer.")
 def command(
     host: str,
     port: int,
@@ -42,7 +42,7 @@ def command(
 
     One line of JSON on standard output gives its address once it accepts connections.
     """
-    settings = Misbehaviour(
+    settings = FaultSettings(
         slow_s=slow_s, fail_every=fail_every, stall_every=stall_every, stall_s=stall_s, lie=lie or ""
     )
     try:
@@ -51,7 +51,7 @@ def command(
         raise click.ClickException(str(error)) from error
     address, bound = listener.getsockname()[:2]
     click.echo(json.dumps({"address": f"http://{address}:{bound}"}))
-    app = Server(TinyPolicy(seed), Misbehaving(settings), model=model)
+    app = TinyPolicyServer(TinyPolicy(seed), FaultInjector(settings), model=model)
     config = uvicorn.Config(
         app, loop="uvloop", http="httptools", ws="none", lifespan="off", access_log=False, log_level="warning"
     )

@@ -1,8 +1,8 @@
-"""How the tiny policy misbehaves when a test asks it to: slow, failing, stalling, lying.
+"""Faults of the tiny policy that tests can request: slow, failing, stalling or false answers.
 
-* Each mode does what its name says and nothing else; left alone the server is honest.
-* New settings replace the old ones whole and start their counts afresh.
-* A lie sits at position 4, or at the last position of a shorter answer.
+* Each mode does what its name says and nothing else; without settings the server is honest.
+* New settings replace all old ones and restart their counts.
+* A false token is at position 4, or at the last position of a shorter answer.
 """
 
 from __future__ import annotations
@@ -19,96 +19,97 @@ from headrace.wire.policy_server import CLAMPED_LOGPROB
 from headrace_workers.renderers.bytes_renderer import ASSISTANT, VOCAB_SIZE
 
 LIE_POSITION = 4
-"""Where a lie about one token sits."""
+"""Position of a falsified token."""
 
 TOO_MANY = 10_000
-"""Tokens of an answer that is longer than anybody asked for."""
+"""Tokens of an answer that exceeds the requested length."""
 
-Answer = dict[str, Any]
+AnswerData = dict[str, Any]
 """One choice of a completion, as JSON-able data."""
 
 
-class Misbehaviour(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Settings of the double, the body of ``POST /misbehave``. Requests for tokens are counted from 1, as far as they
-    can be read."""
+class FaultSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The fault settings, the body of ``POST /misbehave``. Readable requests for tokens are counted from 1."""
 
     slow_s: float = 0.0
-    """Wait so long before each answer, in seconds."""
+    """Delay before each answer, in seconds."""
     fail_next: int = 0
-    """Refuse so many requests with ``fail_status``, from now on."""
+    """Number of requests to refuse with ``fail_status``, from now on."""
     fail_every: int = 0
-    """Refuse each so-manieth request. 0: none."""
+    """Refuse every Nth request. 0: none."""
     fail_status: int = 500
     """Status of a refusal."""
     stall_next: int = 0
-    """Hold so many requests for ``stall_s``, from now on, and then answer them."""
+    """Number of requests to stall for ``stall_s``, from now on, before they are answered."""
     stall_every: int = 0
-    """Hold each so-manieth request. 0: none."""
+    """Stall every Nth request. 0: none."""
     stall_s: float = 5.0
-    """How long a stall lasts, in seconds."""
+    """Length of a stall, in seconds."""
     keep_generating: bool = False
-    """Go on with a request whose client has gone, as an engine that notices nothing."""
+    """Continue a request whose client has disconnected, like an engine that does not notice."""
     load: Literal["", "fail", "mixed", "late", "die"] = ""
-    """How a load of weights goes wrong: half of it is done and it answers 500, or says so; it is done, but takes
-    ``load_s``; the process ends."""
+    """The fault of a weight load: half of it is applied and it answers 500 or success; it takes ``load_s``; or the
+    process ends."""
     load_times: int = -1
-    """How many loads. -1: no end."""
+    """Number of loads with the fault. -1: all."""
     load_s: float = 5.0
-    """How long a late load takes, in seconds."""
+    """Length of a late load, in seconds."""
     lie: str = ""
-    """What to lie about: a key of ``LIES``. Empty: nothing."""
+    """Part of the answer to falsify: a key of ``LIES``. Empty: nothing."""
     lie_after: int = 0
     """Honest answers before the first lie."""
     lie_times: int = -1
-    """How many lies. -1: no end."""
+    """Number of lies. -1: no end."""
     reply: str | None = None
-    """Say this, whatever is asked; each of its tokens has log-probability 0."""
+    """Fixed answer to every prompt; each of its tokens has log-probability 0."""
     script: list[str] = []
-    """Say the first of these at the first turn of a conversation, the second at the second; the last from then on."""
+    """Answers by turn of a conversation; the last one repeats."""
 
     def reply_to(self, prompt: Sequence[int]) -> str | None:
-        """What it was told to say to a prompt, if anything."""
+        """The configured answer to a prompt, if any."""
         if not self.script:
             return self.reply
         return self.script[min(prompt.count(ASSISTANT), len(self.script)) - 1]
 
 
-class Fault(NamedTuple):
-    """What happens to one request."""
+class RequestFault(NamedTuple):
+    """The faults of one request."""
 
     fail: bool
     wait_s: float
     lie: str
 
 
-class Misbehaving:
-    """Counts requests and says what happens to each."""
+class FaultInjector:
+    """Counts requests and decides the faults of each."""
 
-    def __init__(self, settings: Misbehaviour | None = None) -> None:
-        self.set(settings or Misbehaviour())
+    def __init__(self, settings: FaultSettings | None = None) -> None:
+        self.set(settings or FaultSettings())
 
-    def set(self, settings: Misbehaviour) -> None:
-        """Take new settings. Raises InvalidRequest for a lie that nobody knows."""
+    def set(self, settings: FaultSettings) -> None:
+        """Apply new settings. Raises InvalidRequest for an unknown lie."""
         if settings.lie and settings.lie not in LIES:
             raise InvalidRequest(f"No lie {settings.lie!r}.", hint=f"Known: {', '.join(LIES)}.")
         self.settings = settings
         self._asked = 0
         self._answered = 0
         self._loads = 0
-        self._calm = settings == Misbehaviour()
+        self._calm = settings == FaultSettings()
 
-    def next_fault(self) -> Fault:
-        """What happens to the request that came now."""
+    def next_fault(self) -> RequestFault:
+        """The faults of the current request."""
         if self._calm:
             return _NO_FAULT
         settings = self.settings
         self._asked += 1
         fail = self._asked <= settings.fail_next or _each(settings.fail_every, self._asked)
         stall = self._asked <= settings.stall_next or _each(settings.stall_every, self._asked)
-        return Fault(fail, settings.slow_s + (settings.stall_s if stall else 0.0), "" if fail else self._next_lie())
+        return RequestFault(
+            fail, settings.slow_s + (settings.stall_s if stall else 0.0), "" if fail else self._next_lie()
+        )
 
     def next_load(self) -> tuple[str, float]:
-        """How the load that is asked for now goes wrong, and how long it takes besides."""
+        """The fault of the current load, and its extra time in seconds."""
         self._loads += 1
         settings = self.settings
         if not settings.load or 0 <= settings.load_times < self._loads:
@@ -122,89 +123,89 @@ class Misbehaving:
         return "" if lies_before < 0 or told_enough else self.settings.lie
 
 
-_NO_FAULT = Fault(False, 0.0, "")
+_NO_FAULT = RequestFault(False, 0.0, "")
 
 
 def _each(every: int, number: int) -> bool:
     return every > 0 and number % every == 0
 
 
-def _logprob(value: float | None) -> Callable[[Answer], None]:
-    def lie(answer: Answer) -> None:
+def _logprob(value: float | None) -> Callable[[AnswerData], None]:
+    def lie(answer: AnswerData) -> None:
         logprobs = answer["logprobs"]["token_logprobs"]
         logprobs[min(LIE_POSITION, len(logprobs) - 1)] = value
 
     return lie
 
 
-def _without(key: str) -> Callable[[Answer], None]:
-    def lie(answer: Answer) -> None:
+def _without(key: str) -> Callable[[AnswerData], None]:
+    def lie(answer: AnswerData) -> None:
         answer[key] = None
 
     return lie
 
 
-def _short_logprobs(answer: Answer) -> None:
+def _short_logprobs(answer: AnswerData) -> None:
     answer["logprobs"]["token_logprobs"].pop()
 
 
-def _long_logprobs(answer: Answer) -> None:
+def _long_logprobs(answer: AnswerData) -> None:
     answer["logprobs"]["token_logprobs"].append(0.0)
 
 
-def _too_many(answer: Answer) -> None:
+def _too_many(answer: AnswerData) -> None:
     answer["token_ids"] = [0] * TOO_MANY
     answer["logprobs"]["token_logprobs"] = [-0.5] * TOO_MANY
     answer["weight_versions"][0]["end"] = TOO_MANY
 
 
-def _negative_zeros(answer: Answer) -> None:
+def _negative_zeros(answer: AnswerData) -> None:
     logprobs = answer["logprobs"]["token_logprobs"]
     logprobs[:] = [-0.0 if value == 0 else value for value in logprobs]
 
 
-def _bad_id(answer: Answer) -> None:
+def _bad_id(answer: AnswerData) -> None:
     ids = answer["token_ids"]
     ids[min(LIE_POSITION, len(ids) - 1)] = VOCAB_SIZE
 
 
-def _wrong_version(answer: Answer) -> None:
+def _wrong_version(answer: AnswerData) -> None:
     for span in answer["weight_versions"]:
         version = Version.parse(span["version"])
         span["version"] = str(Version(version.lineage, version.n + 1))
 
 
-def _unreadable_version(answer: Answer) -> None:
+def _unreadable_version(answer: AnswerData) -> None:
     for span in answer["weight_versions"]:
         span["version"] = "latest"
 
 
-def _other_prompt(answer: Answer) -> None:
+def _other_prompt(answer: AnswerData) -> None:
     answer["prompt_token_ids"] = [0]
 
 
-def _nothing(answer: Answer) -> None:
+def _nothing(answer: AnswerData) -> None:
     answer["token_ids"] = []
     answer["logprobs"]["token_logprobs"] = []
     answer["weight_versions"] = []
     answer["text"] = ""
 
 
-def _as_it_is(answer: Answer) -> None:
-    """The server itself lets the ids run on past the stop string, or spoils the bytes of the answer."""
+def _unchanged(answer: AnswerData) -> None:
+    """Leave the answer unchanged: the server itself adds ids after the stop string or corrupts the bytes."""
 
 
 STOP_OVERRUNS = ("stop-overrun", "stop-overrun-short-logprobs")
-"""Lies in which the text ends at the stop string and the ids do not."""
+"""Lies whose text ends at the stop string while the ids continue."""
 
 SPOILS: dict[str, Callable[[bytes], bytes]] = {
     "garbage": lambda body: b"<html>proxy error</html>",
     "cut-short": lambda body: body[: len(body) // 2],
 }
-"""Lies about the whole answer: what becomes of its bytes."""
+"""Lies about the whole answer: functions that corrupt its bytes."""
 
-LIES: dict[str, Callable[[Answer], None]] = {
-    **dict.fromkeys(SPOILS, _as_it_is),
+LIES: dict[str, Callable[[AnswerData], None]] = {
+    **dict.fromkeys(SPOILS, _unchanged),
     "too-many-tokens": _too_many,
     "no-token-ids": _without("token_ids"),
     "no-logprobs": _without("logprobs"),
@@ -223,7 +224,7 @@ LIES: dict[str, Callable[[Answer], None]] = {
     "wrong-version": _wrong_version,
     "unreadable-version": _unreadable_version,
     "other-prompt": _other_prompt,
-    "stop-overrun": _as_it_is,
+    "stop-overrun": _unchanged,
     "stop-overrun-short-logprobs": _short_logprobs,
 }
 """Every lie by name. ``negative-zeros`` is true: forced tokens are reported as -0.0. ``wrong-version`` names the

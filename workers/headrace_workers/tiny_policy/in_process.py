@@ -9,7 +9,7 @@ from __future__ import annotations
 from headrace.errors import PolicyFailure, RequestError
 from headrace_workers.policies.base import Sample, SampleRequest, one_version
 from headrace_workers.tiny_policy.policy import TinyPolicy
-from headrace_workers.tiny_policy.sampler import Sampling
+from headrace_workers.tiny_policy.sampler import SamplerSettings
 
 
 class LocalTinyPolicy:
@@ -19,8 +19,8 @@ class LocalTinyPolicy:
         self.policy = policy
 
     def sample(self, request: SampleRequest) -> Sample:
-        """One turn. Raises PolicyFailure ``request-refused`` for a prompt outside the vocabulary."""
-        sampling = Sampling(
+        """Sample one turn. Raises PolicyFailure ``request-refused`` for a prompt outside the vocabulary."""
+        sampling = SamplerSettings(
             temperature=request.sampling.temperature,
             top_p=request.sampling.top_p,
             max_tokens=request.max_tokens,
@@ -41,5 +41,5 @@ class LocalTinyPolicy:
 
 
 def factory() -> LocalTinyPolicy:
-    """A fresh policy with the weights of version 0.0."""
+    """Make a policy with the weights of version 0.0."""
     return LocalTinyPolicy(TinyPolicy())

@@ -1,7 +1,7 @@
-"""The shapes that the double speaks: vLLM's completions, and its generate route.
+"""The tiny policy's messages: vLLM's completions and its generate route.
 
-* A request of either route is read into one struct; a field that means nothing here is ignored, as vLLM does.
-* An answer of the generate route is that of completions in another shape: what is wrong in one is wrong in the other.
+* A request of either route is read into one struct; unused fields are ignored, as in vLLM.
+* An answer of the generate route is a converted completion, so a fault appears in both.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import msgspec
 from headrace.errors import InvalidRequest
 
 
-class CompletionRequest(msgspec.Struct, kw_only=True):
-    """The fields of vLLM's request that mean something here."""
+class TinyPolicyRequest(msgspec.Struct, kw_only=True):
+    """The fields of vLLM's request that the tiny policy uses."""
 
     model: str = ""
     prompt: msgspec.Raw
@@ -51,25 +51,25 @@ class _GenerateRequest(msgspec.Struct, kw_only=True):
     stream: bool | None = None
 
 
-_decode_completion = msgspec.json.Decoder(CompletionRequest).decode
+_decode_completion = msgspec.json.Decoder(TinyPolicyRequest).decode
 _decode_generate = msgspec.json.Decoder(_GenerateRequest).decode
 
 
-def read_completion(body: bytes) -> CompletionRequest:
-    """A request of ``/v1/completions``. Raises InvalidRequest."""
+def read_completion(body: bytes) -> TinyPolicyRequest:
+    """Read a request of ``/v1/completions``. Raises InvalidRequest."""
     try:
         return _decode_completion(body)
     except msgspec.DecodeError as error:
         raise InvalidRequest(f"The request cannot be read: {error}.") from error
 
 
-def read_generate(body: bytes) -> CompletionRequest:
-    """A request of ``/inference/v1/generate``. Raises InvalidRequest."""
+def read_generate(body: bytes) -> TinyPolicyRequest:
+    """Read a request of ``/inference/v1/generate``. Raises InvalidRequest."""
     try:
         asked = _decode_generate(body)
     except msgspec.DecodeError as error:
         raise InvalidRequest(f"The request cannot be read: {error}.") from error
-    return CompletionRequest(
+    return TinyPolicyRequest(
         model=asked.model or "",
         prompt=asked.token_ids,
         return_token_ids=asked.return_token_ids,
@@ -79,7 +79,7 @@ def read_generate(body: bytes) -> CompletionRequest:
 
 
 def generate_answer(answer: dict[str, Any]) -> dict[str, Any]:
-    """An answer of ``/v1/completions`` as ``/inference/v1/generate`` gives it."""
+    """Convert an answer of ``/v1/completions`` to one of ``/inference/v1/generate``."""
     first = answer["choices"][0]
     return {
         "request_id": answer["id"].replace("cmpl-", "generate-tokens-", 1),

@@ -1,7 +1,7 @@
 """The tiny policy as an object: weights with a version, and answers to prompts. No I/O.
 
 * New weights come with their version and replace the old ones in one step.
-* The same seed and the same prompt give the same answer, whatever else was asked.
+* The same seed and prompt give the same answer, independent of other requests.
 * Without a seed, answers come from the policy's own generator.
 """
 
@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 from headrace.trajectory import Version
 from headrace_workers.tiny_policy.model import Floats, Model, choice_for, neutral_weights
-from headrace_workers.tiny_policy.sampler import Answers, Generation, Sampling
+from headrace_workers.tiny_policy.sampler import Generation, SamplerSettings, WeightedAnswers
 from headrace_workers.tiny_policy.situations import Situation, prompt_text, read_situation
 
 MAX_CACHED_SITUATIONS = 8192
-"""Situations kept ready per version; the intervals of 1 to 50 are 1275."""
+"""Situations cached per version; the intervals within 1 to 50 are 1275."""
 
 INITIAL_VERSION = Version(0, 0)
 
@@ -26,11 +26,11 @@ INITIAL_VERSION = Version(0, 0)
 class _Loaded(NamedTuple):
     model: Model
     version: Version
-    answers: dict[Situation, Answers]
+    answers: dict[Situation, WeightedAnswers]
 
 
 class TinyPolicy:
-    """Answers prompts with the weights that were loaded last."""
+    """A policy that answers prompts with the weights loaded last."""
 
     def __init__(self, seed: int = 0, weights: Floats | None = None, version: Version = INITIAL_VERSION) -> None:
         self._rng = random.Random(seed)
@@ -52,13 +52,13 @@ class TinyPolicy:
         return self._loaded.model.weights
 
     def load(self, weights: Floats, version: Version) -> None:
-        """Use these weights from now on. Raises InvalidRequest, and changes nothing, if they do not fit."""
+        """Use these weights from now on. Raises InvalidRequest, and changes nothing, if their size is wrong."""
         self._loaded = _Loaded(Model(weights), version, {})
 
     def generate(
-        self, prompt: Sequence[int], sampling: Sampling, *, count: int = 1, seed: int | None = None
+        self, prompt: Sequence[int], sampling: SamplerSettings, *, count: int = 1, seed: int | None = None
     ) -> tuple[list[Generation], Version]:
-        """``count`` answers to one prompt, and the version that made them. Answer i of a seed is always the same."""
+        """Sample ``count`` answers to one prompt, with their version. Answer i of a seed is always the same."""
         text = prompt_text(prompt)
         loaded = self._loaded
         situation = read_situation(text)
@@ -66,8 +66,8 @@ class TinyPolicy:
         if answers is None:
             if len(loaded.answers) >= MAX_CACHED_SITUATIONS:
                 loaded.answers.clear()
-            answers = loaded.answers[situation] = Answers(choice_for(situation), loaded.model.weights)
-        # The prompt goes into the seed: an episode that sends one seed at every turn must not draw alike at every turn.
+            answers = loaded.answers[situation] = WeightedAnswers(choice_for(situation), loaded.model.weights)
+        # The prompt is part of the seed: an episode that sends one seed at every turn must not draw the same each time.
         seeded = None if seed is None else (zlib.crc32(text.encode()) << 64) ^ (seed & (1 << 64) - 1)
         generations = []
         for index in range(count):

@@ -1,8 +1,8 @@
-"""Logprobs of a prompt's tokens, as an engine tells them on request.
+"""Logprobs of a prompt's tokens, as an engine returns them on request.
 
-* What the policy said in earlier turns has the logprob that it has now, under the weights in use.
-* A token that the policy would never say there has the engine's lowest logprob.
-* What others said is given: its logprob is 0. The first token has none.
+* The policy's own earlier tokens have their logprob under the current weights.
+* A token that the policy can never sample there has the engine's lowest logprob.
+* Tokens of others are given: their logprob is 0. The first token has none.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from headrace_workers.tiny_policy.model import Model
 
 
 def prompt_logprobs(model: Model, prompt: list[int]) -> list[float | None]:
-    """One for each token of the prompt."""
+    """The logprob of each token of the prompt."""
     told: list[float | None] = [None, *[0.0] * (len(prompt) - 1)]
     for start in (at + 1 for at, token in enumerate(prompt) if token == ASSISTANT):
         end = prompt.index(END, start) + 1 if END in prompt[start:] else len(prompt)
@@ -32,5 +32,5 @@ def _answer_logprobs(model: Model, before: list[int], answer: list[int]) -> list
         except InvalidRequest:
             break
     never = [CLAMPED_LOGPROB] * (len(answer) + 1 - len(whole))
-    # A difference of sums may come out a rounding error above 0.
+    # A difference of sums may be above 0 by a rounding error.
     return [min(0.0, after - first) for first, after in pairwise(whole)] + never

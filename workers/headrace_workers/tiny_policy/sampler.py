@@ -1,6 +1,6 @@
 """Sampling from a choice of answers, byte by byte, as an engine would.
 
-* The probability of each byte is the mass of the answers that go on with it, over the mass of those still possible.
+* The probability of each byte is the mass of the answers that continue with it, over the mass of those still possible.
 * Temperature and top_p act on each byte; 0 is greedy, ties go to the lowest id.
 * Log-probabilities are raw: those of the policy itself, before temperature and top_p, as vLLM reports by default.
 * Ids, text and log-probabilities end together: the token that ends a turn or completes a stop string is the last one.
@@ -20,11 +20,11 @@ from typing import NamedTuple
 import numpy as np
 
 from headrace_workers.renderers.bytes_renderer import BOS, END
-from headrace_workers.tiny_policy.model import Choice, Floats
+from headrace_workers.tiny_policy.model import Floats, PossibleAnswers
 
 
-class Sampling(NamedTuple):
-    """How to sample, with vLLM's names and meanings."""
+class SamplerSettings(NamedTuple):
+    """Sampling parameters, with vLLM's names and meanings."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -43,10 +43,10 @@ class Generation(NamedTuple):
     stop_reason: int | str | None
 
 
-class Answers:
-    """A choice under given weights, ready to be sampled from many times."""
+class WeightedAnswers:
+    """Possible answers under given weights, ready to be sampled from."""
 
-    def __init__(self, choice: Choice, weights: Floats) -> None:
+    def __init__(self, choice: PossibleAnswers, weights: Floats) -> None:
         logits = choice.logits(weights)
         masses = np.exp(logits - logits.max())
         self._masses: list[float] = (masses / masses.sum()).tolist()
@@ -54,12 +54,12 @@ class Answers:
         self._cumulative = list(accumulate(self._masses))
         self._logprobs_of: dict[int, list[float]] = {}
 
-    def sample(self, sampling: Sampling, rng: random.Random) -> Generation:
-        """Draw one answer and end it where ``sampling`` says."""
+    def sample(self, sampling: SamplerSettings, rng: random.Random) -> Generation:
+        """Draw one answer and apply the stop conditions of ``sampling``."""
         answer = self._draw(sampling, rng)
         return end_generation(self._ids[answer], self._logprobs(answer), sampling)
 
-    def _draw(self, sampling: Sampling, rng: random.Random) -> int:
+    def _draw(self, sampling: SamplerSettings, rng: random.Random) -> int:
         if sampling.temperature == 0:
             return self._greedy
         if sampling.temperature == 1 and sampling.top_p == 1:
@@ -105,7 +105,7 @@ class Answers:
         return found
 
     def _branches(self, possible: list[int], position: int) -> dict[int, tuple[float, list[int]]]:
-        """By next token: the mass of the answers that have it at this position, and those answers."""
+        """Group the answers by their next token: their mass and the answers."""
         by_token: dict[int, list[int]] = {}
         for answer in possible:
             by_token.setdefault(self._ids[answer][position], []).append(answer)
@@ -115,8 +115,8 @@ class Answers:
         }
 
 
-def end_generation(ids: Sequence[int], logprobs: Sequence[float], sampling: Sampling) -> Generation:
-    """Cut ids, log-probabilities and text alike where the first of the stop conditions is met."""
+def end_generation(ids: Sequence[int], logprobs: Sequence[float], sampling: SamplerSettings) -> Generation:
+    """Cut ids, log-probabilities and text at the first stop condition that is met."""
     text = bytearray()
     stops = [stop.encode() for stop in sampling.stop]
     for length, token in enumerate(ids, start=1):
@@ -147,7 +147,7 @@ def _generation(
     )
 
 
-def _tempered(masses: dict[int, float], sampling: Sampling) -> dict[int, float]:
+def _tempered(masses: dict[int, float], sampling: SamplerSettings) -> dict[int, float]:
     highest = max(masses.values())
     powers = {token: (mass / highest) ** (1 / sampling.temperature) for token, mass in masses.items()}
     kept: dict[int, float] = {}

@@ -1,16 +1,16 @@
-"""The tiny policy over HTTP: vLLM's completions protocol, as raw ASGI because it must be cheap.
+"""The tiny policy over HTTP: vLLM's completions protocol, as raw ASGI for speed.
 
 * ``POST /v1/completions`` takes prompt token ids and gives token ids, log-probabilities and weight versions.
-* ``POST /inference/v1/generate`` does the same in the shape that vLLM has there.
-* Errors have vLLM's shape: 400 for a request that cannot be, 404 for another model.
-* ``POST /weights`` replaces the weights whole, and only then confirms their version.
-* It is paused, loads folders and names weights by the routes of vLLM (``headrace_workers.tiny_policy.weight_updates``).
-* It takes adapters, each another weight vector, by the routes of vLLM (``headrace_workers.tiny_policy.adapters``).
-* A client that goes away ends its request; ``vllm:num_requests_running`` counts the live ones.
+* ``POST /inference/v1/generate`` does the same in vLLM's format of that route.
+* Errors have vLLM's format: 400 for an invalid request, 404 for another model.
+* ``POST /weights`` replaces all weights, and only then confirms their version.
+* It pauses, loads folders and names weights by vLLM's routes (``headrace_workers.tiny_policy.weight_updates``).
+* It loads adapters, each another weight vector, by vLLM's routes (``headrace_workers.tiny_policy.adapters``).
+* A client that disconnects ends its request; ``vllm:num_requests_running`` counts the live ones.
 * Two live requests never share an id (``X-Request-Id``): the second is refused.
-* ``POST /misbehave`` makes it the test double of a server that fails.
+* ``POST /misbehave`` makes it a test double of a failing server.
 
-Routes besides: ``GET /health``, ``/version``, ``/v1/models``, ``/weight_info``, ``/weights``, ``/metrics``,
+Other routes: ``GET /health``, ``/version``, ``/v1/models``, ``/weight_info``, ``/weights``, ``/metrics``,
 ``/misbehave``.
 """
 
@@ -31,21 +31,21 @@ from headrace.errors import InvalidRequest, NotFound, RequestError
 from headrace.trajectory import Version
 from headrace.wire import policy_server
 from headrace_workers.renderers.bytes_renderer import END
-from headrace_workers.tiny_policy.adapters import Adapters
+from headrace_workers.tiny_policy.adapters import TinyPolicyAdapters
 from headrace_workers.tiny_policy.faults import (
     LIES,
     SPOILS,
     STOP_OVERRUNS,
-    Answer,
-    Fault,
-    Misbehaving,
-    Misbehaviour,
+    AnswerData,
+    FaultInjector,
+    FaultSettings,
+    RequestFault,
 )
-from headrace_workers.tiny_policy.messages import CompletionRequest, generate_answer, read_completion, read_generate
+from headrace_workers.tiny_policy.messages import TinyPolicyRequest, generate_answer, read_completion, read_generate
 from headrace_workers.tiny_policy.model import SIZE, Model
 from headrace_workers.tiny_policy.policy import TinyPolicy
 from headrace_workers.tiny_policy.prompt_logprobs import prompt_logprobs
-from headrace_workers.tiny_policy.sampler import Generation, Sampling, end_generation
+from headrace_workers.tiny_policy.sampler import Generation, SamplerSettings, end_generation
 from headrace_workers.tiny_policy.weight_updates import Aborted, Engine, LoadFailed, read_folder
 
 Scope = MutableMapping[str, Any]
@@ -53,7 +53,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 VERSION_HEADER = "x-weight-version"
-"""Names the version of the weights in a body of ``/weights``."""
+"""Header with the version of the weights in a body of ``/weights``."""
 
 MAX_MODEL_LEN = 131072
 """Most tokens of prompt and answer; reported by ``/v1/models`` and refused beyond, as vLLM does."""
@@ -65,30 +65,30 @@ MAX_N = 256
 
 
 ABORTED = Generation([], [], "", policy_server.ABORTED, None)
-"""What is left of a request that a pause ended."""
+"""The answer to a request that a pause ended."""
 
 
-class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
+class ClientGoneError(Exception):
+    """Raised when the client has disconnected."""
 
 
 _decode_abort = msgspec.json.Decoder(policy_server.AbortRequests).decode
 _decode_prompt = msgspec.json.Decoder(list[int]).decode
-_decode_misbehaviour = msgspec.json.Decoder(Misbehaviour).decode
+_decode_misbehaviour = msgspec.json.Decoder(FaultSettings).decode
 _encode = msgspec.json.Encoder().encode
 
 
-class Server:
+class TinyPolicyServer:
     """The ASGI application."""
 
-    def __init__(self, policy: TinyPolicy, misbehaving: Misbehaving, *, model: str = "policy") -> None:
+    def __init__(self, policy: TinyPolicy, misbehaving: FaultInjector, *, model: str = "policy") -> None:
         self._policy = policy
         self._misbehaving = misbehaving
         self._model = model
         self._engine = Engine(policy)
-        self._adapters = Adapters(model, policy)
+        self._adapters = TinyPolicyAdapters(model, policy)
         self._live: dict[str, asyncio.Event] = {}
-        """By id: set when the request is to end."""
+        """Events by request id, set when the request is to end."""
         self._finished = 0
         self._sampled_tokens = 0
         self._numbers = itertools.count(1)
@@ -131,10 +131,10 @@ class Server:
                 raise NotFound(f"No route {scope['method']} {scope['path']}.")
             payload, media_type, version = route(scope, body)
             await _answer(send, 200, payload, media_type, version)
-        except ClientGone:
+        except ClientGoneError:
             return
         except LoadFailed:
-            await _answer(send, 500, _error(500, "The double was told to break off a load."))
+            await _answer(send, 500, _error(500, "The tiny policy was told to break off a load."))
         except _Refused as refused:
             await _answer(send, refused.status, _error(refused.status, str(refused)))
         except RequestError as error:
@@ -158,9 +158,9 @@ class Server:
             del self._live[request_id]
 
     async def _later(
-        self, fault: Fault, request: CompletionRequest, request_id: str, receive: Receive, *, generate: bool
+        self, fault: RequestFault, request: TinyPolicyRequest, request_id: str, receive: Receive, *, generate: bool
     ) -> bytes:
-        """A request that takes its time, or is held back. Raises ClientGone."""
+        """Carry out a request that takes time or is held back. Raises ClientGoneError."""
 
         def make() -> bytes:
             if fault.fail:
@@ -177,7 +177,7 @@ class Server:
             )
             if work.done():
                 return work.result()
-            raise Aborted if ended.done() else ClientGone
+            raise Aborted if ended.done() else ClientGoneError
         except Aborted:
             return self._complete(request, request_id, "", generate=generate, aborted=True)
         finally:
@@ -186,7 +186,7 @@ class Server:
             work.cancel()
 
     def _complete(
-        self, request: CompletionRequest, request_id: str, lie: str, *, generate: bool, aborted: bool = False
+        self, request: TinyPolicyRequest, request_id: str, lie: str, *, generate: bool, aborted: bool = False
     ) -> bytes:
         policy = self._adapters.policy(request.model)
         prompt = _read_prompt(request.prompt)
@@ -197,7 +197,7 @@ class Server:
         want_ids = want_prompt or generate
         want_logprobs = request.logprobs is not None
         of_prompt = None if request.prompt_logprobs is None else _prompt_logprobs(policy.model, prompt)
-        choices: list[Answer] = []
+        choices: list[AnswerData] = []
         for index, made in enumerate(generated):
             self._sampled_tokens += len(made.token_ids)
             choices.append(
@@ -209,7 +209,7 @@ class Server:
                     "stop_reason": made.stop_reason,
                     "token_ids": made.token_ids if want_ids else None,
                     "prompt_logprobs": of_prompt,
-                    # The bytes as they came: an echo that need not be read or written again.
+                    # The original bytes: an echo needs no decoding.
                     "prompt_token_ids": request.prompt if want_prompt else None,
                     "weight_versions": _spans(version, len(made.token_ids)),
                 }
@@ -232,12 +232,12 @@ class Server:
             _tell(lie, answer, prompt)
         if generate:
             answer = generate_answer(answer)
-        # Only the standard library writes NaN and infinities as literals.
+        # Only the standard library's encoder writes NaN and infinities as literals.
         told = json.dumps(answer).encode() if lie else _encode(answer)
         return SPOILS[lie](told) if lie in SPOILS else told
 
     def _generate(
-        self, policy: TinyPolicy, prompt: list[int], sampling: Sampling, request: CompletionRequest, lie: str
+        self, policy: TinyPolicy, prompt: list[int], sampling: SamplerSettings, request: TinyPolicyRequest, lie: str
     ) -> list[Generation]:
         reply = self._misbehaving.settings.reply_to(prompt)
         longer = sampling._replace(stop=()) if lie in STOP_OVERRUNS else sampling
@@ -319,7 +319,7 @@ class Server:
             "vllm:num_requests_waiting": ("gauge", self._engine.waiting),
             "vllm:request_success_total": ("counter", self._finished),
             "vllm:generation_tokens_total": ("counter", self._sampled_tokens),
-            # It has no cache of any kind.
+            # The tiny policy has no cache.
             "vllm:kv_cache_usage_perc": ("gauge", 0),
             "vllm:num_preemptions_total": ("counter", 0),
             "vllm:prefix_cache_queries_total": ("counter", 0),
@@ -349,7 +349,7 @@ def _adapter(body: bytes, change: Callable[[policy_server.AdapterRequest], str])
 
 class _Refused(Exception):
     def __init__(self, status: int) -> None:
-        super().__init__("Out of range float values are not JSON compliant: the double was told to fail.")
+        super().__init__("Out of range float values are not JSON compliant: the tiny policy was told to fail.")
         self.status = status
 
 
@@ -380,8 +380,8 @@ def _read_prompt(raw: msgspec.Raw) -> list[int]:
         raise InvalidRequest(f"The prompt must be a list of token ids: {error}.") from error
 
 
-def _sampling(request: CompletionRequest, prompt_length: int, *, clipped: bool) -> Sampling:
-    """How to sample. ``clipped``: more tokens than the model has room for are asked for and not refused."""
+def _sampling(request: TinyPolicyRequest, prompt_length: int, *, clipped: bool) -> SamplerSettings:
+    """Read the sampling parameters. ``clipped``: too many requested tokens are reduced instead of refused."""
     temperature = 1.0 if request.temperature is None else request.temperature
     top_p = 1.0 if request.top_p is None else request.top_p
     max_tokens = 16 if request.max_tokens is None else request.max_tokens
@@ -400,7 +400,7 @@ def _sampling(request: CompletionRequest, prompt_length: int, *, clipped: bool) 
             raise InvalidRequest(f"{name}: {problem}.", param=name)
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     room = min(max_tokens, MAX_MODEL_LEN - prompt_length)
-    return Sampling(temperature, top_p, room, stop, request.stop_token_ids or ())
+    return SamplerSettings(temperature, top_p, room, stop, request.stop_token_ids or ())
 
 
 def _prompt_logprobs(model: Model, prompt: list[int]) -> list[dict[int, dict[str, Any]] | None]:
@@ -420,15 +420,15 @@ def _logprobs(made: Generation) -> dict[str, Any]:
     return {"text_offset": offsets, "token_logprobs": made.logprobs, "tokens": tokens, "top_logprobs": None}
 
 
-def _overrun(generation: Generation, sampling: Sampling) -> Generation:
-    """Text up to the stop string, ids of all that was sampled (without the end-of-turn token)."""
+def _overrun(generation: Generation, sampling: SamplerSettings) -> Generation:
+    """Return the text up to the stop string, but the ids of all sampled tokens without the end-of-turn token."""
     told = end_generation(generation.token_ids, generation.logprobs, sampling)
     ids = [token for token in generation.token_ids if token != END]
     return told._replace(token_ids=ids, logprobs=generation.logprobs[: len(ids)])
 
 
 def _tell(lie: str, answer: dict[str, Any], prompt: list[int]) -> None:
-    """Put the lie into the answer."""
+    """Falsify the answer."""
     for choice in answer["choices"]:
         if choice["prompt_token_ids"] is not None:
             choice["prompt_token_ids"] = prompt

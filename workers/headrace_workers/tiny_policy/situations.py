@@ -1,9 +1,9 @@
-"""What a prompt asks for: the situation that the tiny policy decides in.
+"""The situations of the tiny policy, and the parser of prompts.
 
 * A prompt is read as text, one character for each token id, so reading it needs no tokenizer.
-* Only what the environment says is used; the same hints give the same situation.
+* Only the environment's messages are used; the same hints give the same situation.
 * Situations of different kinds are never equal, whatever their numbers.
-* Every prompt is some situation; one that nothing here knows is ``UNKNOWN``.
+* Every prompt has a situation; an unrecognized one has ``UNKNOWN``.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class OtherArithmetic:
-    """An expression that has no row of its own."""
+    """An expression without its own row of weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """A prompt that the policy does not understand."""
+    """A prompt that the policy does not recognize."""
 
 
 Situation = Guess | Heaps | Sum | OtherArithmetic | Unknown
@@ -67,7 +67,7 @@ _DIGIT_SUM = re.compile(r"(\d) \+ (\d)")
 
 
 def prompt_text(prompt: Sequence[int] | npt.NDArray[np.int32]) -> str:
-    """The prompt as text: a character for each id. Raises InvalidRequest for an id outside the vocabulary."""
+    """Decode the prompt to text, one character for each id. Raises InvalidRequest for an id outside the vocabulary."""
     if isinstance(prompt, np.ndarray):
         prompt = prompt.tolist()
     try:
@@ -81,7 +81,7 @@ def prompt_text(prompt: Sequence[int] | npt.NDArray[np.int32]) -> str:
 
 
 def read_situation(text: str) -> Situation:
-    """The situation that a prompt's text describes."""
+    """Parse the situation that a prompt's text describes."""
     bounds = _RANGE.search(text)
     if bounds:
         return _read_guess(text, int(bounds[1]), int(bounds[2]))

@@ -1,10 +1,10 @@
-"""How vLLM is paused and gets new weights, for the double: requests are held back, a folder is loaded, it is named.
+"""Weight updates of the tiny policy, as in vLLM: pause, load a folder, set its name, resume.
 
-* A paused engine takes requests and holds them back. ``keep``: those under way go on after it. ``wait``: they are
-  finished before the pause answers. ``abort``: they end with what they have, which here is nothing.
-* A folder is refused whole, and changes nothing, unless it has the policy's one tensor in its shape.
-* Loads are carried out in the order in which they were asked for, also if whoever asked has gone.
-* What weights are called is changed by nobody but the caller, as in vLLM.
+* A paused engine accepts requests and holds them back. ``keep``: running requests continue after the pause. ``wait``:
+  they finish before the pause answers. ``abort``: they end with their tokens so far, which here are none.
+* A folder is refused, and changes nothing, unless it has the policy's one tensor in its shape.
+* Loads are carried out in order, even if the client has disconnected.
+* Only the caller changes the name of the weights, as in vLLM.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FILE = "model.safetensors"
 
 
 def write_folder(folder: Path, weights: Floats, file: str = FILE) -> None:
-    """Write weights f64[SIZE] as the double loads them: one safetensors file, complete before it has its name."""
+    """Write weights f64[SIZE] as a folder to load: one safetensors file, complete before it gets its name."""
     data = weights.astype("<f8").tobytes()
     head = json.dumps({TENSOR: {"dtype": "F64", "shape": list(weights.shape), "data_offsets": [0, len(data)]}}).encode()
     head += b" " * (-len(head) % 8)
@@ -41,7 +41,7 @@ def write_folder(folder: Path, weights: Floats, file: str = FILE) -> None:
 
 
 def read_folder(folder: str, file: str = FILE) -> Floats:
-    """The weights of a folder. Raises InvalidRequest that says what is wrong with it."""
+    """Read the weights of a folder. Raises InvalidRequest that names the fault."""
     path = Path(folder) / file
     try:
         data = path.read_bytes()
@@ -52,7 +52,7 @@ def read_folder(folder: str, file: str = FILE) -> Floats:
         tensors = {name: item for name, item in json.loads(data[8 : 8 + size]).items() if name != "__metadata__"}
         entry = tensors.get(TENSOR)
     except (struct.error, ValueError, AttributeError) as error:
-        raise InvalidRequest(f"{path} is no whole safetensors file: {error}") from error
+        raise InvalidRequest(f"{path} is not a complete safetensors file: {error}") from error
     if entry is None or len(tensors) > 1:
         raise InvalidRequest(f"{path} holds {sorted(tensors)}, the policy has {[TENSOR]}")
     if (entry["dtype"], entry["shape"]) != ("F64", [SIZE]):
@@ -67,11 +67,11 @@ def read_folder(folder: str, file: str = FILE) -> Floats:
 
 
 class Aborted(Exception):
-    """The engine ended the request, since it is to be paused."""
+    """Raised when a pause ends the request."""
 
 
 class Engine:
-    """What holds requests back, loads folders and names weights."""
+    """The engine: holds requests back, loads folders and names weights."""
 
     def __init__(self, policy: TinyPolicy) -> None:
         self._policy = policy
@@ -81,22 +81,22 @@ class Engine:
         self._resumed.set()
         self._abort = asyncio.Event()
         self._loading = asyncio.Lock()
-        #: Requests that are held back, and those under way.
+        #: Requests held back, and running requests.
         self.waiting = 0
         self.running = 0
 
     @property
     def name(self) -> str:
-        """What the weights are called."""
+        """The name of the weights."""
         return self._called or str(self._policy.version)
 
     @property
     def paused(self) -> bool:
-        """Whether requests are held back."""
+        """True while requests are held back."""
         return self._mode is not None
 
     async def sample(self, seconds: float, make: Callable[[], bytes]) -> bytes:
-        """Carry out a request that takes so long. Raises Aborted."""
+        """Carry out a request of the given length. Raises Aborted."""
         await self._held()
         self.running += 1
         try:
@@ -122,7 +122,7 @@ class Engine:
             self.waiting -= 1
 
     async def pause(self, mode: PauseMode) -> None:
-        """Hold requests back; returns when none is worked on."""
+        """Hold requests back; returns when none is running."""
         self._mode = mode
         self._resumed.clear()
         if mode == "abort":
@@ -132,20 +132,20 @@ class Engine:
             await asyncio.sleep(0.005)
 
     def resume(self) -> None:
-        """Let requests go on."""
+        """Resume requests."""
         self._mode = None
         self._resumed.set()
 
     def rename(self, name: str) -> None:
-        """What the weights are called from now on."""
+        """Set the name of the weights."""
         version = parse_weight_version(name)
         self._called = name if name != str(version) else ""
         if version is not None:
             self._policy.load(self._policy.weights, version)
 
     async def load(self, folder: str, fault: str, seconds: float) -> LoadResult:
-        """Load a folder under the name that the weights have; ``fault`` is how it goes wrong. Raises LoadFailed."""
-        # Not ended with whoever asked: an engine does not notice.
+        """Load a folder, keeping the name of the weights; ``fault`` is the fault to inject. Raises LoadFailed."""
+        # It continues if the client disconnects: an engine does not notice.
         return await asyncio.shield(asyncio.ensure_future(self._load(folder, fault, seconds)))
 
     async def _load(self, folder: str, fault: str, seconds: float) -> LoadResult:
@@ -157,7 +157,7 @@ class Engine:
                 weights = read_folder(folder)
             except InvalidRequest as error:
                 return LoadResult(refused=error.detail)
-            if fault:  # half of them are new
+            if fault:  # half of the weights are new
                 weights[: SIZE // 2] = self._policy.weights[: SIZE // 2]
             self._policy.load(weights, self._policy.version)
             if fault == "fail":
@@ -166,4 +166,4 @@ class Engine:
 
 
 class LoadFailed(Exception):
-    """A load that broke off."""
+    """Raised by a load that broke off."""
