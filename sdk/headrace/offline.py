@@ -22,13 +22,13 @@ from typing import Any, NamedTuple, get_args
 
 import msgspec
 
-from headrace.assets import FOLDER, read_asset
 from headrace.batch.batch import Batch, RowAdvantages, read_advantages, read_manifest
 from headrace.batch.manifest import Manifest
 from headrace.common.arguments import require_known, sorted_names
 from headrace.errors import CorruptRecord, HeadraceError, InvalidRequest, SetupError, UnknownBatch, UnknownTrajectory
 from headrace.store import log_files, log_format
-from headrace.store.catalog import BatchEntry, BatchState, Catalog
+from headrace.store.asset_files import FOLDER, read_asset
+from headrace.store.catalog import BatchState, Catalog, CatalogBatch
 from headrace.store.log_files import LogFile
 from headrace.store.log_format import Frame, FrameType
 from headrace.trajectory import Status, Trajectory, Version
@@ -253,7 +253,7 @@ class Reader:
             for name, entry in self._catalog.runs.items()
         ]
 
-    def _stored(self, entry: BatchEntry) -> StoredBatch:
+    def _stored(self, entry: CatalogBatch) -> StoredBatch:
         head = self._payload(*entry.place)
         return StoredBatch(manifest=read_manifest(head), state=entry.state, made=entry.made, _reader=self, _head=head)
 

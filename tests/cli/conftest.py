@@ -8,19 +8,19 @@ from click.testing import CliRunner, Result
 
 from headrace.wire import messages
 from headrace_orchestrator.cli.app import cli
-from tests.sdk.client.stub_server import Stub
+from tests.sdk.client.stub_server import StubServer
 
 Headrace = Callable[..., Result]
 
 
 @pytest.fixture
-def stub() -> Iterator[Stub]:
-    with Stub() as running:
+def stub() -> Iterator[StubServer]:
+    with StubServer() as running:
         yield running
 
 
 @pytest.fixture
-def headrace(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> Headrace:
+def headrace(stub: StubServer, monkeypatch: pytest.MonkeyPatch) -> Headrace:
     """Runs the command line against the stub, with output piped."""
     monkeypatch.setenv("HEADRACE_URL", stub.url)
     monkeypatch.delenv("HEADRACE_TOKEN", raising=False)

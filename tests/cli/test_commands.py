@@ -18,7 +18,7 @@ from headrace_orchestrator.cli.app import cli
 from headrace_orchestrator.cli.run import fields
 from tests import builders
 from tests.cli.conftest import Headrace, run_status, service_status, waiting_run
-from tests.sdk.client.stub_server import Reply, Stub, good, page, problem
+from tests.sdk.client.stub_server import Reply, StubServer, ok, page, problem
 
 COMMANDS = ["close", "demo", "doctor", "orchestrator", "run", "runs", "servers", "top", "trajectories", "up", "version"]
 
@@ -40,9 +40,9 @@ def test_help_states_the_exit_codes(headrace: Headrace) -> None:
         assert line in shown
 
 
-def test_piped_output_has_no_escape_codes(headrace: Headrace, stub: Stub) -> None:
-    stub.on("GET /v1/runs", good([waiting_run()]))
-    stub.on("GET /v1/status", good(service_status()))
+def test_piped_output_has_no_escape_codes(headrace: Headrace, stub: StubServer) -> None:
+    stub.on("GET /v1/runs", ok([waiting_run()]))
+    stub.on("GET /v1/status", ok(service_status()))
     for arguments in (["runs"], ["top"], ["run", "--schema"], ["version"], ["doctor"]):
         shown = headrace(*arguments)
         assert "\x1b" not in shown.output
@@ -65,12 +65,12 @@ def test_a_service_that_is_not_reachable_ends_with_3(headrace: Headrace, monkeyp
     assert failed.stdout == ""
 
 
-def test_nothing_in_time_ends_with_4(headrace: Headrace, stub: Stub) -> None:
+def test_nothing_in_time_ends_with_4(headrace: Headrace, stub: StubServer) -> None:
     stub.on("GET /v1/runs", problem(NothingToServe("No batch.")))
     assert headrace("runs").exit_code == 4
 
 
-def test_an_error_is_its_message_and_hint_without_a_traceback(headrace: Headrace, stub: Stub) -> None:
+def test_an_error_is_its_message_and_hint_without_a_traceback(headrace: Headrace, stub: StubServer) -> None:
     stub.on("GET /v1/runs/gues/trajectories", problem(UnknownRun("No run 'gues'.", hint="Known: guess.")))
     failed = headrace("trajectories", "list", "gues")
     assert failed.exit_code == 1
@@ -79,7 +79,7 @@ def test_an_error_is_its_message_and_hint_without_a_traceback(headrace: Headrace
     assert "Traceback" not in failed.stderr
 
 
-def test_with_json_an_error_is_a_problem_on_standard_error(headrace: Headrace, stub: Stub) -> None:
+def test_with_json_an_error_is_a_problem_on_standard_error(headrace: Headrace, stub: StubServer) -> None:
     stub.on("GET /v1/runs", page(500))
     failed = headrace("runs", "--json")
     body = json.loads(failed.stderr)
@@ -88,7 +88,7 @@ def test_with_json_an_error_is_a_problem_on_standard_error(headrace: Headrace, s
 
 
 def test_what_nobody_foresaw_is_a_message_too_and_debug_shows_it(
-    headrace: Headrace, stub: Stub, monkeypatch: pytest.MonkeyPatch
+    headrace: Headrace, stub: StubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def explode(*args: object) -> None:
         raise ZeroDivisionError("division by zero")
@@ -129,16 +129,16 @@ def test_version_names_release_and_schema(headrace: Headrace) -> None:
     assert set(json.loads(headrace("version", "--json").stdout)) == {"headrace", "schema", "python", "platform"}
 
 
-def test_runs_are_a_table_of_tabs_when_piped(headrace: Headrace, stub: Stub) -> None:
-    stub.on("GET /v1/runs", good([run_status(), waiting_run()]))
+def test_runs_are_a_table_of_tabs_when_piped(headrace: Headrace, stub: StubServer) -> None:
+    stub.on("GET /v1/runs", ok([run_status(), waiting_run()]))
     lines = [line.split("\t") for line in headrace("runs").stdout.splitlines()]
     assert lines[0][:4] == ["run", "version", "learner", "waits on"]
     assert lines[1] == ["guess", "0.3", "training", "–", "7", "3", "4", "22", "1", "0.625"]
     assert lines[2][2:4] == ["waiting", "no-workers"]
 
 
-def test_runs_as_json_are_the_statuses(headrace: Headrace, stub: Stub) -> None:
-    stub.on("GET /v1/runs", good([run_status()]))
+def test_runs_as_json_are_the_statuses(headrace: Headrace, stub: StubServer) -> None:
+    stub.on("GET /v1/runs", ok([run_status()]))
     (found,) = json.loads(headrace("runs", "--json").stdout)
     assert (found["name"], found["in_flight"]) == ("guess", 7)
 
@@ -153,8 +153,8 @@ SERVERS = messages.PolicyServersReply(
 )
 
 
-def test_servers_are_a_table_with_what_each_is_at_and_why(headrace: Headrace, stub: Stub) -> None:
-    stub.on("GET /v1/runs/guess/servers", good(SERVERS))
+def test_servers_are_a_table_with_what_each_is_at_and_why(headrace: Headrace, stub: StubServer) -> None:
+    stub.on("GET /v1/runs/guess/servers", ok(SERVERS))
     lines = [line.split("\t") for line in headrace("servers", "guess").stdout.splitlines()]
     assert lines[0][:4] == ["server", "state", "version", "paused"]
     assert lines[1][:4] == ["http://a:1", "serving", "0.3", "1.0 min"]
@@ -171,31 +171,31 @@ def test_servers_are_a_table_with_what_each_is_at_and_why(headrace: Headrace, st
     ],
 )
 def test_a_run_without_servers_is_said_to_have_none_for_the_reason_that_it_has(
-    headrace: Headrace, stub: Stub, state: str, endpoints: list[str], said: str
+    headrace: Headrace, stub: StubServer, state: str, endpoints: list[str], said: str
 ) -> None:
     run = run_status(state=state, spec={"policy": {"endpoints": endpoints}})
-    stub.on("GET /v1/runs/guess/servers", good(messages.PolicyServersReply(epoch=1, revision=1 << 32)))
-    stub.on("GET /v1/runs/guess", good(run))
+    stub.on("GET /v1/runs/guess/servers", ok(messages.PolicyServersReply(epoch=1, revision=1 << 32)))
+    stub.on("GET /v1/runs/guess", ok(run))
     assert said in headrace("servers", "guess").stderr
 
 
 @pytest.mark.parametrize(("action", "route"), [("add", "POST {}"), ("drain", "POST {}/drain"), ("remove", "DELETE {}")])
-def test_a_server_is_added_drained_and_removed(headrace: Headrace, stub: Stub, action: str, route: str) -> None:
+def test_a_server_is_added_drained_and_removed(headrace: Headrace, stub: StubServer, action: str, route: str) -> None:
     asked = route.format("/v1/runs/guess/servers")
-    stub.on(asked, good({}))
-    stub.on("GET /v1/runs/guess/servers", good(SERVERS))
+    stub.on(asked, ok({}))
+    stub.on("GET /v1/runs/guess/servers", ok(SERVERS))
     assert headrace("servers", "guess", action, "http://a:1").exit_code == 0
-    assert stub.asked(asked)[0].json == {"address": "http://a:1"}
+    assert stub.requests_to(asked)[0].json == {"address": "http://a:1"}
     assert headrace("servers", "guess", action).exit_code == 2
 
 
-def test_no_runs_says_how_to_make_one(headrace: Headrace, stub: Stub) -> None:
-    stub.on("GET /v1/runs", good([]))
+def test_no_runs_says_how_to_make_one(headrace: Headrace, stub: StubServer) -> None:
+    stub.on("GET /v1/runs", ok([]))
     assert "headrace run --help" in headrace("runs").stderr
 
 
-def test_top_says_first_whether_the_learner_waits_and_on_what(headrace: Headrace, stub: Stub) -> None:
-    stub.on("GET /v1/status", good(service_status()))
+def test_top_says_first_whether_the_learner_waits_and_on_what(headrace: Headrace, stub: StubServer) -> None:
+    stub.on("GET /v1/status", ok(service_status()))
     lines = headrace("top").stdout.splitlines()
     assert lines[0] == "guess: the learner waits. No worker of pool default is there."
     assert any(line.startswith("w1\tdefault\t8\t3") for line in lines)
@@ -205,15 +205,17 @@ def test_top_says_first_whether_the_learner_waits_and_on_what(headrace: Headrace
 # run
 
 
-def test_a_run_is_made_from_a_file_and_flags_that_go_before_it(headrace: Headrace, stub: Stub, tmp_path: Path) -> None:
-    stub.on("POST /v1/runs", good(run_status(), status=201))
+def test_a_run_is_made_from_a_file_and_flags_that_go_before_it(
+    headrace: Headrace, stub: StubServer, tmp_path: Path
+) -> None:
+    stub.on("POST /v1/runs", ok(run_status(), status=201))
     toml = tmp_path / "spec.toml"
     toml.write_text('name = "guess"\nbatch_size = 8\n[[environments]]\nid = "game:A"\n[estimator]\nname = "grpo"\n')
     flags = ["--name", "mine", "--set", "estimator.gamma=0.9", "--set", "limits.max_turns=7", "--set", "pool=gpu"]
     made = headrace("run", str(toml), *flags, "--json")
     assert made.exit_code == 0, made.stderr
     assert json.loads(made.stdout)["name"] == "guess"
-    assert stub.asked("POST /v1/runs")[0].json == {
+    assert stub.requests_to("POST /v1/runs")[0].json == {
         "name": "mine",
         "batch_size": 8,
         "environments": [{"id": "game:A"}],
@@ -223,11 +225,11 @@ def test_a_run_is_made_from_a_file_and_flags_that_go_before_it(headrace: Headrac
     }
 
 
-def test_a_run_is_made_from_standard_input_or_flags_alone(headrace: Headrace, stub: Stub) -> None:
-    stub.on("POST /v1/runs", good(run_status(), status=201))
+def test_a_run_is_made_from_standard_input_or_flags_alone(headrace: Headrace, stub: StubServer) -> None:
+    stub.on("POST /v1/runs", ok(run_status(), status=201))
     assert headrace("run", "-", input='{"name": "piped"}').exit_code == 0
     assert headrace("run", "--name", "flags", "--environment", "game:A", "--environment", "game:B").exit_code == 0
-    piped, flags = (seen.json for seen in stub.asked("POST /v1/runs"))
+    piped, flags = (seen.json for seen in stub.requests_to("POST /v1/runs"))
     assert piped == {"name": "piped"}
     assert flags == {"name": "flags", "environments": [{"id": "game:A"}, {"id": "game:B"}]}
 
@@ -237,14 +239,14 @@ def test_a_run_is_made_from_standard_input_or_flags_alone(headrace: Headrace, st
     [("{", "is not JSON"), ("[]", "holds no object"), ('{"name": "a", "batch": 3}', "batch: Extra inputs")],
 )
 def test_a_spec_that_cannot_be_is_refused_with_its_field(
-    headrace: Headrace, stub: Stub, tmp_path: Path, text: str, said: str
+    headrace: Headrace, stub: StubServer, tmp_path: Path, text: str, said: str
 ) -> None:
     file = tmp_path / "spec.json"
     file.write_text(text)
     failed = headrace("run", str(file))
     assert failed.exit_code == 1
     assert said in failed.stderr
-    assert stub.seen == []
+    assert stub.requests == []
 
 
 def test_a_file_that_is_not_there_is_named(headrace: Headrace) -> None:
@@ -253,15 +255,15 @@ def test_a_file_that_is_not_there_is_named(headrace: Headrace) -> None:
     assert "nowhere.json cannot be read: No such file" in failed.stderr
 
 
-def test_a_run_that_exists_ends_with_1(headrace: Headrace, stub: Stub) -> None:
+def test_a_run_that_exists_ends_with_1(headrace: Headrace, stub: StubServer) -> None:
     stub.on("POST /v1/runs", problem(RunExists("A run 'guess' exists.")))
     assert headrace("run", "--name", "guess").exit_code == 1
 
 
-def test_watching_ends_when_the_run_does(headrace: Headrace, stub: Stub) -> None:
-    stub.on("POST /v1/runs", good(run_status(), status=201))
-    stub.on("GET /v1/runs", good([run_status(state="finished"), run_status(name="other")]))
-    stub.on("GET /v1/runs/guess", good(run_status(state="finished")))
+def test_watching_ends_when_the_run_does(headrace: Headrace, stub: StubServer) -> None:
+    stub.on("POST /v1/runs", ok(run_status(), status=201))
+    stub.on("GET /v1/runs", ok([run_status(state="finished"), run_status(name="other")]))
+    stub.on("GET /v1/runs/guess", ok(run_status(state="finished")))
     watched = headrace("run", "--name", "guess", "--watch")
     assert "guess: finished" in watched.stderr
     assert watched.stdout.splitlines()[1].split("\t")[2] == "finished"
@@ -302,18 +304,20 @@ def summary(number: int, **fields: Any) -> messages.TrajectorySummary:
     return messages.TrajectorySummary(**{**given, **fields})
 
 
-def test_trajectories_are_listed_up_to_the_limit(headrace: Headrace, stub: Stub) -> None:
+def test_trajectories_are_listed_up_to_the_limit(headrace: Headrace, stub: StubServer) -> None:
     found = messages.TrajectoryList(epoch=1, trajectories=[summary(1), summary(2)], next="2")
-    stub.on("GET /v1/runs/guess/trajectories", good(found))
+    stub.on("GET /v1/runs/guess/trajectories", ok(found))
     listed = headrace("trajectories", "list", "guess", "--limit", "3", "--status", "finished")
     assert len(listed.stdout.splitlines()) == 4
     assert "0.1…0.2" in listed.stdout
-    assert [seen.query.get("before") for seen in stub.seen] == [None, "2"]
+    assert [seen.query.get("before") for seen in stub.requests] == [None, "2"]
     shown = headrace("trajectories", "list", "guess", "--limit", "1", "--json")
     assert json.loads(shown.stdout)[0]["id"] == builders.make_id(1)
 
 
-def test_a_transcript_has_reward_return_to_go_and_advantage_after_each_turn(headrace: Headrace, stub: Stub) -> None:
+def test_a_transcript_has_reward_return_to_go_and_advantage_after_each_turn(
+    headrace: Headrace, stub: StubServer
+) -> None:
     stored = builders.make_trajectory(number=7, rewards=[0.0, 1.0])
     said = messages.TrajectoryAdvantages(
         epoch=1,
@@ -322,9 +326,9 @@ def test_a_transcript_has_reward_return_to_go_and_advantage_after_each_turn(head
         estimator="rebn",
         rows=[messages.SegmentAdvantages(segment=0, returns=[0.5, 1.0], advantages=[-1.25, 1.5])],
     )
-    stub.on(f"GET /v1/trajectories/{stored.id}/advantages", good(said))
+    stub.on(f"GET /v1/trajectories/{stored.id}/advantages", ok(said))
     stub.on(f"GET /v1/trajectories/{stored.id}", Reply(200, codec.encode(stored), messages.RECORDS_MEDIA_TYPE))
-    stub.on(f"GET /v1/runs/{stored.run}", good(run_status()))
+    stub.on(f"GET /v1/runs/{stored.run}", ok(run_status()))
     shown = headrace("trajectories", "show", stored.id)
     assert shown.exit_code == 0, shown.stderr
     assert stored.id in shown.stdout
@@ -338,10 +342,10 @@ def test_a_transcript_has_reward_return_to_go_and_advantage_after_each_turn(head
     assert [turn["advantage"] for turn in data["turns"]] == [-1.25, 1.5]
 
 
-def test_a_transcript_of_what_is_in_no_batch_says_so(headrace: Headrace, stub: Stub) -> None:
+def test_a_transcript_of_what_is_in_no_batch_says_so(headrace: Headrace, stub: StubServer) -> None:
     stored = builders.make_trajectory(number=7)
     stub.on(f"GET /v1/trajectories/{stored.id}", Reply(200, codec.encode(stored), messages.RECORDS_MEDIA_TYPE))
-    stub.on(f"GET /v1/runs/{stored.run}", good(run_status()))
+    stub.on(f"GET /v1/runs/{stored.run}", ok(run_status()))
     stub.on(f"GET /v1/trajectories/{stored.id}/advantages", problem(UnknownBatch("It is in none.")))
     shown = headrace("trajectories", "show", stored.id)
     assert "in no batch yet" in shown.stdout
@@ -375,7 +379,9 @@ def test_doctor_ends_with_1_if_something_failed_and_says_what_to_do(
     )
 
 
-def test_doctor_says_what_keeps_an_orchestrator_that_is_there(headrace: Headrace, stub: Stub, tmp_path: Path) -> None:
+def test_doctor_says_what_keeps_an_orchestrator_that_is_there(
+    headrace: Headrace, stub: StubServer, tmp_path: Path
+) -> None:
     full = Unavailable("The store failed: No space left on device.", hint="Mend what failed.", phase="disk full")
     stub.on("GET /v1/status", problem(full))
     checked = headrace("doctor", "--data", str(tmp_path), "--port", stub.url.rpartition(":")[2])
@@ -383,8 +389,8 @@ def test_doctor_says_what_keeps_an_orchestrator_that_is_there(headrace: Headrace
     assert "fail\torchestrator\tThe store failed: No space left on device.\tMend what failed." in checked.stdout
 
 
-def test_doctor_looks_at_the_orchestrator(headrace: Headrace, stub: Stub, tmp_path: Path) -> None:
-    stub.on("GET /v1/status", good(service_status(workers=[])))
+def test_doctor_looks_at_the_orchestrator(headrace: Headrace, stub: StubServer, tmp_path: Path) -> None:
+    stub.on("GET /v1/status", ok(service_status(workers=[])))
     checked = headrace("doctor", "--data", str(tmp_path), "--port", stub.url.rpartition(":")[2])
     lines = {line.split("\t")[1]: line for line in checked.stdout.splitlines()}
     assert checked.exit_code == 0

@@ -10,7 +10,7 @@ import pytest
 from headrace.errors import PortInUse, SetupError
 from headrace_orchestrator.cli.processes import components
 from headrace_orchestrator.cli.processes.supervisor import Component, LocalFleet
-from tests.sdk.client.stub_server import Stub, good, page
+from tests.sdk.client.stub_server import StubServer, ok, page
 
 SLEEPER = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
 
@@ -31,13 +31,13 @@ def test_a_workers_token_is_in_its_environment_and_in_no_command_line() -> None:
     assert worker.command[-2:] == ["--policy-endpoint", "http://127.0.0.1:2"]
 
 
-def test_a_component_is_ready_when_it_answers(tmp_path: Path, stub: Stub) -> None:
-    stub.on("GET /readyz", page(503), page(503), good({"epoch": 1}))
+def test_a_component_is_ready_when_it_answers(tmp_path: Path, stub: StubServer) -> None:
+    stub.on("GET /readyz", page(503), page(503), ok({"epoch": 1}))
     port = int(stub.url.rpartition(":")[2])
     with LocalFleet(tmp_path) as fleet:
         fleet.start(Component(name="orchestrator", command=SLEEPER))
         components.await_answer(fleet, "orchestrator", port, "/readyz", sleep=lambda seconds: None)
-    assert len(stub.seen) == 3
+    assert len(stub.requests) == 3
 
 
 def test_a_component_that_stays_silent_is_an_error_after_its_time(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_a_component_that_stays_silent_is_an_error_after_its_time(tmp_path: Path
             )
 
 
-def test_a_port_that_another_process_has_is_refused_before_anything_starts(stub: Stub) -> None:
+def test_a_port_that_another_process_has_is_refused_before_anything_starts(stub: StubServer) -> None:
     with pytest.raises(PortInUse, match="Address already in use"):
         components.require_free("127.0.0.1", int(stub.url.rpartition(":")[2]))
     components.require_free("127.0.0.1", components.free_port())

@@ -13,7 +13,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 import headrace
-from headrace.assets import asset_path, make_asset, read_asset
+from headrace.assets import make_asset
+from headrace.store.asset_files import asset_path, read_asset
 from headrace.store.log_format import FrameType, pack_frame
 from headrace.store.tables import table_schema, tables
 from headrace.trajectory import Asset, ContentPart, Message, Segment, Task, Trajectory, Turn, Version

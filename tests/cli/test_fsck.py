@@ -15,9 +15,10 @@ from click.testing import CliRunner, Result
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace.assets import asset_path, make_asset
+from headrace.assets import make_asset
 from headrace.batch.batch import Batch
 from headrace.common.ids import new_id
+from headrace.store.asset_files import asset_path
 from headrace.store.log_files import path_of
 from headrace.store.log_format import FileHead, FrameType, pack_frame, scan
 from headrace.trajectory import Asset, Failure, Version

@@ -17,7 +17,7 @@ from headrace_orchestrator.cli import runs, top, trajectories
 from headrace_orchestrator.cli.output import fitting, rich_table
 from tests import builders
 from tests.cli.conftest import Headrace, run_status, service_status
-from tests.sdk.client.stub_server import Reply, Stub, good, problem
+from tests.sdk.client.stub_server import Reply, StubServer, ok, problem
 
 
 def drawn(columns: tuple[str, ...], rows: list[list[str]], width: int) -> str:
@@ -39,7 +39,7 @@ def test_a_narrow_terminal_does_without_spare_columns() -> None:
     assert fitting(columns, rows, ("tokens", "status"), 4) == (["id"], [["abc"]])
 
 
-def test_an_error_says_each_thing_once(headrace: Headrace, stub: Stub) -> None:
+def test_an_error_says_each_thing_once(headrace: Headrace, stub: StubServer) -> None:
     stub.on("GET /v1/runs/gues/trajectories", problem(UnknownRun("There is no run named 'gues'.", hint="Look.")))
     failed = headrace("trajectories", "list", "gues")
     assert failed.stderr == "Error: There is no run named 'gues'.\nLook.\n"
@@ -48,13 +48,13 @@ def test_an_error_says_each_thing_once(headrace: Headrace, stub: Stub) -> None:
 # close
 
 
-def test_close_ends_a_run_and_says_so(headrace: Headrace, stub: Stub) -> None:
-    stub.on("POST /v1/runs/guess/close", good(run_status(state="closed")))
-    stub.on("GET /v1/runs/guess", good(run_status(state="closed")))
+def test_close_ends_a_run_and_says_so(headrace: Headrace, stub: StubServer) -> None:
+    stub.on("POST /v1/runs/guess/close", ok(run_status(state="closed")))
+    stub.on("GET /v1/runs/guess", ok(run_status(state="closed")))
     closed = headrace("close", "guess")
     assert (closed.exit_code, closed.stdout, closed.stderr) == (0, "", "The run guess is closed.\n")
     assert msgspec.json.decode(headrace("close", "guess", "--json").stdout)["state"] == "closed"
-    assert len(stub.asked("POST /v1/runs/guess/close")) == 2
+    assert len(stub.requests_to("POST /v1/runs/guess/close")) == 2
 
 
 # runs and top
@@ -65,8 +65,8 @@ def failing() -> wire.RunStatus:
     return run_status(reasons=[reason])
 
 
-def test_what_keeps_failing_is_said_also_while_the_learner_trains(headrace: Headrace, stub: Stub) -> None:
-    stub.on("GET /v1/runs", good([failing()]))
+def test_what_keeps_failing_is_said_also_while_the_learner_trains(headrace: Headrace, stub: StubServer) -> None:
+    stub.on("GET /v1/runs", ok([failing()]))
     assert "guess: The policy is failing: 9 of the last 10 attempts." in headrace("runs").stderr
     assert "9 of the last 10" in top.verdict(failing())
 
@@ -86,12 +86,14 @@ def test_a_learner_that_holds_no_batch_is_silent_once_a_batch_lease_has_passed_w
     assert runs.doing(run_status(learner_doing_s=301.0, learner_waiting=True)) == "waiting"
 
 
-def test_ctrl_c_is_an_ordinary_end_of_watching(headrace: Headrace, stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_is_an_ordinary_end_of_watching(
+    headrace: Headrace, stub: StubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(client: Client) -> list[wire.RunStatus]:
         raise KeyboardInterrupt
 
-    stub.on("POST /v1/runs", good(run_status(), status=201))
-    stub.on("GET /v1/runs/guess", good(run_status()))
+    stub.on("POST /v1/runs", ok(run_status(), status=201))
+    stub.on("GET /v1/runs/guess", ok(run_status()))
     monkeypatch.setattr(Client, "runs", interrupted)
     watched = headrace("run", "--name", "guess", "--watch")
     assert watched.exit_code == 0
@@ -108,18 +110,18 @@ def test_a_transcript_names_images_and_what_was_read_for_them() -> None:
     assert f"Look:\n<image {'ab' * 32}> as text: <board>" in list(lines)
 
 
-def test_what_a_model_said_cannot_steer_a_terminal(headrace: Headrace, stub: Stub) -> None:
+def test_what_a_model_said_cannot_steer_a_terminal(headrace: Headrace, stub: StubServer) -> None:
     said = "\x1b]0;owned\x07\x1b[2J\tA\u202eB\r"
     stored = builders.make_trajectory(messages=[Message(role="assistant", content=said)])
     stub.on(f"GET /v1/trajectories/{stored.id}", Reply(200, codec.encode(stored), wire.RECORDS_MEDIA_TYPE))
-    stub.on(f"GET /v1/runs/{stored.run}", good(run_status()))
+    stub.on(f"GET /v1/runs/{stored.run}", ok(run_status()))
     stub.on(f"GET /v1/trajectories/{stored.id}/advantages", problem(UnknownBatch(said)))
     shown = headrace("trajectories", "show", stored.id).stdout
     assert r"\x1b]0;owned\x07\x1b[2J" in shown
     assert r"A\u202eB\x0d" in shown
     failing = wire.Reason(code="policy-failing", message=said)
-    stub.on("GET /v1/runs", good([run_status(learner_waiting=True, reasons=[failing])]))
-    stub.on("GET /v1/status", good(service_status(runs=[run_status(learner_waiting=True, reasons=[failing])])))
+    stub.on("GET /v1/runs", ok([run_status(learner_waiting=True, reasons=[failing])]))
+    stub.on("GET /v1/status", ok(service_status(runs=[run_status(learner_waiting=True, reasons=[failing])])))
     stub.on("GET /v1/runs/guess", problem(UnknownRun(said)))
     for command in (["runs"], ["top"], ["close", "guess"], ["servers", "guess"]):
         assert "\x1b" not in headrace(*command).output

@@ -25,7 +25,7 @@ from urllib.request import ProxyHandler, build_opener
 import click
 from rich.markup import escape
 
-from headrace.client.sync_client import address
+from headrace.client.sync_client import service_url
 from headrace.errors import HeadraceError, Unavailable
 from headrace_orchestrator.cli.address_options import data_option
 from headrace_orchestrator.cli.output import (
@@ -85,7 +85,7 @@ def doctor(data: Path, port: int, url: str | None, token: str | None) -> None:
       headrace doctor --data /var/lib/headrace --url http://127.0.0.1:8470
     """
     of_service = [*service_checks(url, token)]
-    answers = of_service[0].verdict == "ok" and urlsplit(address(url)).port == port
+    answers = of_service[0].verdict == "ok" and urlsplit(service_url(url)).port == port
     checks = [*local_checks(data, port, answers=answers), *of_service]
     if shared().json:
         emit([check._asdict() for check in checks])
@@ -181,7 +181,7 @@ def check_browser() -> Check:
 
 def service_checks(url: str | None, token: str | None) -> Iterator[Check]:
     """Whether an orchestrator answers, who works for it, and whether clocks agree."""
-    where = address(url)
+    where = service_url(url)
     try:
         with connect(url, token) as client:
             status = client.status()

@@ -17,9 +17,9 @@ from typing import Any, get_args
 import click
 
 import headrace
-from headrace.assets import FOLDER, asset_path
 from headrace.errors import CorruptAsset, InvalidRequest, UnknownAsset, UnknownRun
 from headrace.offline import Reader, TrajectoryFilter
+from headrace.store.asset_files import FOLDER, asset_path
 from headrace.store.tables import as_json, table_schema, tables
 from headrace.trajectory import Status, Trajectory, Version
 from headrace_orchestrator.cli.output import emit, json_option, note, shared

@@ -216,7 +216,7 @@ class BatchBodies:
             if whole is not None:
                 return whole
             return _Long(lease.batch, at, self._store.log.read(at.head), range(len(at.members)))
-        cut = self._sharding(lease, at, whole).cut(lease.shard)
+        cut = self._sharding(lease, at, whole).shard(lease.shard)
         records = cut.records.tolist()
         if whole is not None:
             return (cut.head, *(whole[1 + n] for n in records))

@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from headrace.assets import FOLDER
 from headrace.common.ids import new_id, random_pool
 from headrace.errors import HeadraceError, StoreError, Unavailable
 from headrace.server import logs
+from headrace.store.asset_files import FOLDER
 from headrace_orchestrator.buffer.assets.store import COLLECT_EVERY_S, AssetStore
 from headrace_orchestrator.buffer.data_directory import DataDirectory
 from headrace_orchestrator.buffer.log.log import Log

@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from headrace.assets import pack_assets
 from headrace.batch.batch import read_advantages, read_manifest
 from headrace.errors import UnknownBatch, UnknownEnvironment, UnknownTrajectory
 from headrace.runspec import parse_run_spec
 from headrace.server import logs
 from headrace.wire import messages
+from headrace.wire.asset_bodies import pack_assets
 from headrace_orchestrator.buffer.data_directory import DataDirectory
 from headrace_orchestrator.buffer.projection.entries import StoredTrajectory
 from headrace_orchestrator.metrics import Metrics

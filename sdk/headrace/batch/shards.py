@@ -61,7 +61,7 @@ class ShardedBatch:
         self._own = [self._columns_of(number) for number in range(shards)]
         self._parts = [shard_part(head.manifest, columns) for columns in self._own]
 
-    def cut(self, number: int) -> ShardBody:
+    def shard(self, number: int) -> ShardBody:
         """One shard."""
         columns = self._own[number]
         head = pack_head(self._manifest, columns, Shard(number=number, parts=self._parts))

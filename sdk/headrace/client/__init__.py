@@ -1,1 +1,1 @@
-"""The client of the orchestrator: one set of operations, driven by blocking or asynchronous sockets."""
+"""The orchestrator's clients: one set of operations, run over blocking or asynchronous sockets."""

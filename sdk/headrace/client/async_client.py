@@ -1,8 +1,6 @@
-"""``headrace.AsyncClient``: the same client for an event loop. Needs the extra ``async``.
+"""``headrace.AsyncClient``: the client for asynchronous code. Needs ``headrace[async]``.
 
 * The async client has the methods of the sync one, with the same arguments.
-* Without aiohttp it says what to install.
-* Proxy settings of the environment are ignored.
 """
 
 from __future__ import annotations
@@ -14,11 +12,11 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Self, TypeVar
 
 from headrace.batch.batch import Batch
-from headrace.client.buffer_pool import BufferPool
-from headrace.client.connection_pool import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, Origin
+from headrace.client.async_connection_pool import AsyncConnectionPool
+from headrace.client.connection_pool import Origin
 from headrace.client.methods import AsyncMethods
 from headrace.client.operations import (
     PAGE,
@@ -28,30 +26,25 @@ from headrace.client.operations import (
     Resumed,
 )
 from headrace.client.prefetch import UNUSED_REASON
-from headrace.client.requests import ApiRequest, ApiResponse, Operation, Sleep, TransportFailure, request_headers
-from headrace.client.sync_client import address, bearer
+from headrace.client.requests import ApiResponse, Operation, Sleep, TransportFailure
+from headrace.client.sync_client import bearer_token, service_url
 from headrace.client.wait_reports import WaitCallback, report_wait, timeout_error
 from headrace.common.arguments import sorted_names
 from headrace.common.timeouts import timeout
-from headrace.errors import HeadraceError, MissingExtra, RunFinished
+from headrace.errors import HeadraceError, RunFinished
 from headrace.trajectory import Status
 from headrace.wire import messages
-
-if TYPE_CHECKING:
-    import aiohttp
 
 T = TypeVar("T")
 
 log = logging.getLogger("headrace.client.sync_client")
 
-CONNECTIONS = 8
-"""Open at once at most: long polls of several runs, beside short calls."""
-
 
 class AsyncClient(AsyncMethods):
     """A learner's connection to an orchestrator, for ``async`` code. Arguments are those of ``Client``.
 
-    Made anywhere, used in one event loop: ``async with AsyncClient() as client``. Raises MissingExtra without aiohttp.
+    It may be created anywhere, and is used in one event loop: ``async with AsyncClient() as client``. Raises
+    MissingExtra without aiohttp.
     """
 
     def __init__(
@@ -66,11 +59,11 @@ class AsyncClient(AsyncMethods):
         keepalive: bool = True,
         on_wait: WaitCallback | None = None,
     ) -> None:
-        self.url = address(url)
-        self._flows = Operations(
+        self.url = service_url(url)
+        self._operations = Operations(
             learner=learner, session=session, retry_for_s=retry_for_s, poll_s=poll_s, on_wait=on_wait
         )
-        self._connections = _AsyncConnectionPool(Origin(self.url), bearer(token))
+        self._connections = AsyncConnectionPool(Origin(self.url), bearer_token(token))
         self._keepalive = keepalive
         self._renewals: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
@@ -91,31 +84,31 @@ class AsyncClient(AsyncMethods):
     ) -> None:
         await self.close()
 
-    async def _run(self, flow: Operation[T]) -> T:
-        answer: ApiResponse | TransportFailure | None = None
+    async def _run(self, operation: Operation[T]) -> T:
+        response: ApiResponse | TransportFailure | None = None
         try:
             while True:
-                asked = flow.send(answer)
-                if isinstance(asked, Sleep):
-                    answer = None
-                    await asyncio.sleep(asked.seconds)
+                step = operation.send(response)
+                if isinstance(step, Sleep):
+                    response = None
+                    await asyncio.sleep(step.seconds)
                 else:
-                    answer = await self._connections.send(asked)
+                    response = await self._connections.send(step)
         except StopIteration as end:
             value: T = end.value
             return value
         finally:
-            flow.close()
+            operation.close()
 
     async def _renew_leases(self) -> None:
         while True:
-            with contextlib.suppress(TimeoutError):  # then a lease is due
-                async with timeout(self._flows.leases.next_due_s()):
+            with contextlib.suppress(TimeoutError):  # a lease is due
+                async with timeout(self._operations.leases.next_due_s()):
                     await self._changed.wait()
             self._changed.clear()
-            for run in self._flows.leases.due():
+            for run in self._operations.leases.due():
                 try:
-                    await self._run(self._flows.renew(run))
+                    await self._run(self._operations.renew(run))
                 except HeadraceError as error:
                     log.warning("The batch leases of run %r could not be renewed: %s", run, error)
 
@@ -134,8 +127,8 @@ class AsyncClient(AsyncMethods):
         shard: int = 0,
         shards: int = 1,
     ) -> Batch:
-        """As ``Client.pull``. Cancelled, it leaves the batch to the next pull."""
-        wanted = PullQuery(
+        """Like ``Client.pull``. If it is cancelled, the next pull gets the batch."""
+        query = PullQuery(
             run=run,
             groups=None if groups is None else tuple(groups),
             environments=sorted_names("environments", environments),
@@ -144,14 +137,14 @@ class AsyncClient(AsyncMethods):
             shard=shard,
             shards=shards,
         )
-        return await self._pulled(wanted, timeout_s, on_wait)
+        return await self._pull(query, timeout_s, on_wait)
 
-    async def _pulled(self, wanted: PullQuery, timeout_s: float | None, on_wait: WaitCallback | None) -> Batch:
-        batch = await self._run(self._flows.pull(wanted, timeout_s, on_wait))
-        self._held()
+    async def _pull(self, query: PullQuery, timeout_s: float | None, on_wait: WaitCallback | None) -> Batch:
+        batch = await self._run(self._operations.pull(query, timeout_s, on_wait))
+        self._start_renewals()
         return batch
 
-    def _held(self) -> None:
+    def _start_renewals(self) -> None:
         if self._keepalive:
             if self._renewals is None:
                 self._renewals = asyncio.create_task(self._renew_leases(), name="headrace-keepalive")
@@ -170,8 +163,8 @@ class AsyncClient(AsyncMethods):
         shards: int = 1,
         prefetch: int = 0,
     ) -> AsyncIterator[Batch]:
-        """As ``Client.batches``. Wrap it in ``contextlib.aclosing`` where the loop may end early."""
-        wanted = PullQuery(
+        """Like ``Client.batches``. Wrap it in ``contextlib.aclosing`` if the loop may end early."""
+        query = PullQuery(
             run=run,
             environments=sorted_names("environments", environments),
             tags=sorted_names("tags", tags),
@@ -182,49 +175,49 @@ class AsyncClient(AsyncMethods):
         with contextlib.suppress(RunFinished):
             if not prefetch:
                 while True:
-                    yield await self._pulled(wanted, timeout_s, on_wait)
-            async with contextlib.aclosing(self._ahead(wanted, timeout_s, on_wait, prefetch)) as ahead:
-                async for batch in ahead:
+                    yield await self._pull(query, timeout_s, on_wait)
+            async with contextlib.aclosing(self._prefetched(query, timeout_s, on_wait, prefetch)) as batches:
+                async for batch in batches:
                     yield batch
 
-    async def _ahead(
-        self, wanted: PullQuery, timeout_s: float | None, on_wait: WaitCallback | None, prefetch: int
+    async def _prefetched(
+        self, query: PullQuery, timeout_s: float | None, on_wait: WaitCallback | None, prefetch: int
     ) -> AsyncGenerator[Batch]:
-        await self._run(self._flows.require_room(wanted.run, prefetch))
-        news = _PullStatus()
+        await self._run(self._operations.require_room(query.run, prefetch))
+        status = _PullStatus()
         pulls: deque[asyncio.Task[Batch]] = deque()
         try:
             while True:
-                self._pull_ahead(pulls, wanted, prefetch, news)
-                batch = await news.first(pulls, wanted.run, timeout_s, on_wait or self._flows.on_wait)
-                self._pull_ahead(pulls, wanted, prefetch, news)
+                self._start_pulls(pulls, query, prefetch, status)
+                batch = await status.first(pulls, query.run, timeout_s, on_wait or self._operations.on_wait)
+                self._start_pulls(pulls, query, prefetch, status)
                 yield batch
         finally:
             for pull in pulls:
                 pull.cancel()
-            for found in await asyncio.gather(*pulls, return_exceptions=True):
-                if isinstance(found, Batch):
-                    await self._run(self._flows.give_back(found, UNUSED_REASON))
+            for result in await asyncio.gather(*pulls, return_exceptions=True):
+                if isinstance(result, Batch):
+                    await self._run(self._operations.give_back(result, UNUSED_REASON))
 
-    def _pull_ahead(
-        self, pulls: deque[asyncio.Task[Batch]], wanted: PullQuery, prefetch: int, news: _PullStatus
+    def _start_pulls(
+        self, pulls: deque[asyncio.Task[Batch]], query: PullQuery, prefetch: int, status: _PullStatus
     ) -> None:
         while len(pulls) < prefetch:
-            pull = self._after(pulls[-1] if pulls else None, wanted, news)
+            pull = self._pull_after(pulls[-1] if pulls else None, query, status)
             pulls.append(asyncio.create_task(pull, name="headrace-prefetch"))
 
-    async def _after(self, before: asyncio.Task[Batch] | None, wanted: PullQuery, news: _PullStatus) -> Batch:
-        """The next batch, once the pull before it has one: ranks name their pulls in order."""
+    async def _pull_after(self, before: asyncio.Task[Batch] | None, query: PullQuery, status: _PullStatus) -> Batch:
+        """The next batch, pulled after the pull before it has succeeded, so that ranks name their pulls in order."""
         if before is not None:
             await asyncio.shield(before)
-        return await self._pulled(wanted, None, news.note)
+        return await self._pull(query, None, status.set_reasons)
 
     async def resume(self, run: str, *, fields: Collection[PullField] = (), shard: int = 0, shards: int = 1) -> Resumed:
-        """As ``Client.resume``."""
-        wanted = PullQuery(run=run, fields=tuple(fields), shard=shard, shards=shards)
-        resumed = await self._run(self._flows.resume(wanted))
+        """Like ``Client.resume``."""
+        query = PullQuery(run=run, fields=tuple(fields), shard=shard, shards=shards)
+        resumed = await self._run(self._operations.resume(query))
         if resumed.batches:
-            self._held()
+            self._start_renewals()
         return resumed
 
     # Trajectories
@@ -238,11 +231,11 @@ class AsyncClient(AsyncMethods):
         evaluation: str | None = None,
         page: int = PAGE,
     ) -> AsyncIterator[messages.TrajectorySummary]:
-        """As ``Client.trajectories``."""
+        """Like ``Client.trajectories``."""
         filters = {"status": status, "environment": environment, "evaluation": evaluation}
         before = ""
         while True:
-            listing = await self._run(self._flows.page(run, filters, page, before))
+            listing = await self._run(self._operations.page(run, filters, page, before))
             for summary in listing.trajectories:
                 yield summary
             before = listing.next
@@ -251,20 +244,20 @@ class AsyncClient(AsyncMethods):
 
 
 class _PullStatus:
-    """Why the pulls ahead wait, told to the loop when it waits for them."""
+    """The reasons why prefetching pulls wait, reported when the training loop waits for them."""
 
     def __init__(self) -> None:
         self._reasons: list[messages.Reason] = []
         self._arrived = asyncio.Event()
 
-    def note(self, run: str, reasons: list[messages.Reason]) -> None:
+    def set_reasons(self, run: str, reasons: list[messages.Reason]) -> None:
         self._reasons = reasons
         self._arrived.set()
 
     async def first(
         self, pulls: deque[asyncio.Task[Batch]], run: str, timeout_s: float | None, on_wait: WaitCallback | None
     ) -> Batch:
-        """The batch of the first pull, which is taken out; raises what that raised, and NothingToServe in time."""
+        """Take the batch of the first pull. Raises that pull's error, or NothingToServe at the timeout."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not pulls[0].done():
             arrived = asyncio.create_task(self._arrived.wait())
@@ -280,76 +273,3 @@ class _PullStatus:
             self._arrived.clear()
             report_wait(on_wait, run, self._reasons)
         return pulls.popleft().result()
-
-
-class _AsyncConnectionPool:
-    """aiohttp's pool, opened with the first request because a session belongs to an event loop."""
-
-    def __init__(self, origin: Origin, token: str) -> None:
-        try:
-            import aiohttp
-        except ModuleNotFoundError as error:
-            raise MissingExtra(
-                "AsyncClient needs aiohttp, which is not installed.", hint="Run: pip install 'headrace[async]'"
-            ) from error
-        self._aiohttp = aiohttp
-        self._origin = origin
-        self._token = token
-        self._session: aiohttp.ClientSession | None = None
-        self._buffers = BufferPool()
-
-    async def send(self, request: ApiRequest) -> ApiResponse | TransportFailure:
-        session = self._opened()
-        for _ in range(2):  # lets the loop see, and act on, that the server has closed an idle connection
-            await asyncio.sleep(0)
-        timeout = self._aiohttp.ClientTimeout(
-            total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=request.wait_s + READ_TIMEOUT_S
-        )
-        try:
-            async with session.request(
-                request.method,
-                self._url(request),
-                data=request.body or None,
-                headers=request_headers(self._token, request),
-                timeout=timeout,
-                allow_redirects=False,
-            ) as response:
-                body = await _read(response, self._buffers)
-        except self._aiohttp.ClientConnectorError as error:
-            return TransportFailure(detail=f"cannot connect to {self._origin.url}: {error}", sent=False)
-        except (self._aiohttp.ClientError, OSError, TimeoutError) as error:
-            return TransportFailure(detail=f"{type(error).__name__}: {error}".rstrip(": "), sent=True)
-        found = {name.lower(): value for name, value in response.headers.items()}
-        return ApiResponse(status=response.status, headers=found, body=body)
-
-    async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
-
-    def _url(self, request: ApiRequest) -> Any:
-        from yarl import URL
-
-        origin = self._origin
-        host = f"[{origin.host}]" if ":" in origin.host else origin.host
-        scheme = "https" if origin.secure else "http"
-        # The target is quoted already; yarl must not do it again.
-        return URL(f"{scheme}://{host}:{origin.port}{origin.prefix}{request.target}", encoded=True)
-
-    def _opened(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = self._aiohttp.ClientSession(
-                connector=self._aiohttp.TCPConnector(limit=CONNECTIONS), trust_env=False
-            )
-        return self._session
-
-
-async def _read(response: aiohttp.ClientResponse, buffers: BufferPool) -> memoryview:
-    size = response.content_length
-    if size is None:
-        return memoryview(await response.read())
-    buffer, at = buffers.take(size), 0
-    async for chunk in response.content.iter_any():
-        buffer[at : at + len(chunk)] = chunk
-        at += len(chunk)
-    return buffer

@@ -1,9 +1,9 @@
-"""Memory for large answers, used again once nobody looks at it.
+"""Memory for large responses, reused once no view of it is alive.
 
 * A buffer of which any view is alive is never written to again.
 * Arrays in it are aligned for any dtype.
 
-Reading into memory that is there already takes half the time: fresh pages have to be made, and zeroed, by the kernel.
+Reading into existing memory takes half the time: the kernel has to allocate and zero fresh pages.
 """
 
 from __future__ import annotations
@@ -12,38 +12,38 @@ import threading
 
 import numpy as np
 
+from headrace.wire.alignment import ALIGNMENT
+
 KEPT = 4
-"""BufferPool that are kept: for the batch in hand, one or two that were prefetched, and one to read into."""
+"""Buffers kept: for the current batch, one or two prefetched ones, and one to read into."""
 
 SMALL_BYTES = 1 << 20
-"""Up to this size fresh memory costs nothing worth saving."""
-
-_ALIGNMENT = 64
+"""Size up to which the cost of fresh memory does not matter."""
 
 
 class BufferPool:
-    """Gives buffers; every thread may ask."""
+    """A pool of buffers. Safe for use by several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: list[bytearray] = []
 
     def take(self, size: int) -> memoryview:
-        """``size`` writable bytes that begin at a multiple of 64. They are not zeroed."""
+        """``size`` writable bytes that begin at a multiple of ``ALIGNMENT``. They are not zeroed."""
         if size <= SMALL_BYTES:
-            return _aligned(bytearray(size + _ALIGNMENT), size)
+            return _aligned(bytearray(size + ALIGNMENT), size)
         with self._lock:
             for buffer in self._kept:
-                if size + _ALIGNMENT <= len(buffer) <= 2 * size + _ALIGNMENT and _unused(buffer):
+                if size + ALIGNMENT <= len(buffer) <= 2 * size + ALIGNMENT and _is_unused(buffer):
                     return _aligned(buffer, size)
-            # Room for the next batch, which is seldom of the same size.
-            buffer = bytearray(size + size // 8 + _ALIGNMENT)
+            # Some room to spare: the next batch rarely has the same size.
+            buffer = bytearray(size + size // 8 + ALIGNMENT)
             self._kept = [*self._kept[-KEPT + 1 :], buffer]
             return _aligned(buffer, size)
 
 
-def _unused(buffer: bytearray) -> bool:
-    """Whether no view of it is alive: one that is, forbids any change of size."""
+def _is_unused(buffer: bytearray) -> bool:
+    """True if no view of the buffer is alive: Python refuses to resize a bytearray that has one."""
     try:
         buffer.append(buffer.pop())
     except BufferError:
@@ -52,5 +52,5 @@ def _unused(buffer: bytearray) -> bool:
 
 
 def _aligned(buffer: bytearray, size: int) -> memoryview:
-    start = -np.frombuffer(buffer, np.uint8).ctypes.data % _ALIGNMENT
+    start = -np.frombuffer(buffer, np.uint8).ctypes.data % ALIGNMENT
     return memoryview(buffer)[start : start + size]

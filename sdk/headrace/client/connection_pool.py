@@ -1,10 +1,10 @@
-"""The sync client's sockets: ``http.client`` with a small pool of kept connections.
+"""The sync client's sockets: ``http.client`` with a small pool of connections.
 
 * Proxy settings of the environment are ignored.
 * A connection is kept between calls.
-* A connection that the server has closed is not used again.
-* A request is sent in one piece.
-* A pull gives a batch whose arrays are views of one aligned buffer.
+* A connection that the server has closed is not reused.
+* A request is sent in one write.
+* A pull returns a batch whose arrays are views of one aligned buffer.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from headrace.client.requests import ApiRequest, ApiResponse, TransportFailure, 
 from headrace.errors import InvalidRequest
 
 IDLE_CONNECTIONS = 2
-"""ConnectionPool kept open: one for the training loop, one for lease renewal."""
+"""Idle connections kept open: one for the training loop, one for lease renewal."""
 
 CONNECT_TIMEOUT_S = 5.0
-"""To open a connection; a loopback or cluster address answers in milliseconds or not at all."""
+"""Longest time to open a connection. A loopback or cluster address accepts within milliseconds or not at all."""
 
 READ_TIMEOUT_S = 30.0
-"""Silence allowed beyond the wait that a request asks for."""
+"""Longest silence beyond the wait that a request asks for."""
 
 
 class Origin:
-    """Where the service is: scheme, host, port and the path in front of ``/v1``."""
+    """The address of the service: scheme, host, port and the path before ``/v1``."""
 
     def __init__(self, url: str) -> None:
         try:
             parts = urlsplit(url)
             port = parts.port
-        except ValueError:  # half an IPv6 address, or a port that is none
+        except ValueError:  # an incomplete IPv6 address, or an invalid port
             parts, port = urlsplit(""), None
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise InvalidRequest(
-                f"{url!r} is not an address of an orchestrator.", hint="It reads like http://127.0.0.1:8470."
+                f"{url!r} is not the address of an orchestrator.", hint="Write it as in http://127.0.0.1:8470."
             )
         self.secure = parts.scheme == "https"
         self.host = parts.hostname
@@ -54,7 +54,7 @@ class Origin:
 
 
 class ConnectionPool:
-    """Sends requests and reads answers; every thread may use it."""
+    """Sends requests and reads responses. Safe for use by several threads."""
 
     def __init__(self, origin: Origin, token: str) -> None:
         self.origin = origin
@@ -67,14 +67,14 @@ class ConnectionPool:
         self._tls = ssl.create_default_context() if origin.secure else None
 
     def send(self, request: ApiRequest) -> ApiResponse | TransportFailure:
-        """Send once. Never raises for what the network does: that is a ``TransportFailure``."""
+        """Send once. A network error is returned as a ``TransportFailure``, never raised."""
         connection = self._take()
         try:
             if connection.sock is None:
                 connection.connect()
         except (OSError, http.client.HTTPException) as error:
             connection.close()
-            return TransportFailure(detail=f"cannot connect to {self.origin.url}: {_said(error)}", sent=False)
+            return TransportFailure(detail=f"cannot connect to {self.origin.url}: {_describe(error)}", sent=False)
         with self._lock:
             self._busy.add(connection)
             aborted = self._aborted
@@ -92,25 +92,25 @@ class ConnectionPool:
             body = self._read(response)
         except (OSError, http.client.HTTPException) as error:
             connection.close()
-            return TransportFailure(detail=_said(error), sent=True)
+            return TransportFailure(detail=_describe(error), sent=True)
         finally:
             with self._lock:
                 self._busy.discard(connection)
-        answer = ApiResponse(status=response.status, headers=_lowered(response), body=body)
+        received = ApiResponse(status=response.status, headers=_lower_case_headers(response), body=body)
         self._give_back(connection, keep=not response.will_close)
-        return answer
+        return received
 
     def abort(self) -> None:
-        """Close all, those in use too: whoever waits on one gets a ``TransportFailure``."""
+        """Close all connections, including those in use: their requests end as a ``TransportFailure``."""
         self.close()
         with self._lock:
             self._aborted = True
             for connection in self._busy:
-                with contextlib.suppress(OSError, AttributeError):  # it is closed already
+                with contextlib.suppress(OSError, AttributeError):  # already closed
                     connection.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close what is idle; a connection in use closes after its answer."""
+        """Close idle connections; a connection in use closes after its response."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -118,15 +118,15 @@ class ConnectionPool:
             connection.close()
 
     def _read(self, response: http.client.HTTPResponse) -> memoryview:
-        if response.length is None:  # chunked, or until the connection closes
+        if response.length is None:  # chunked, or delimited by the end of the connection
             return memoryview(response.read())
         buffer = self._buffers.take(response.length)
         size, at = len(buffer), 0
         while at < size:
-            got = response.readinto(buffer[at:])
-            if not got:
+            count = response.readinto(buffer[at:])
+            if not count:
                 raise http.client.IncompleteRead(b"", size - at)
-            at += got
+            at += count
         response.close()
         return buffer
 
@@ -155,7 +155,10 @@ class ConnectionPool:
 
 
 class _SingleWriteConnection(http.client.HTTPConnection):
-    """``http.client`` sends head and body one by one: two system calls here, two wake-ups of the server."""
+    """A connection that sends head and body in one write.
+
+    ``http.client`` sends them one by one: two system calls here, and two wake-ups of the server.
+    """
 
     def request(self, *args: Any, **options: Any) -> None:
         self._parts: list[Any] = []
@@ -172,19 +175,19 @@ class _SecureSingleWriteConnection(_SingleWriteConnection, http.client.HTTPSConn
 
 
 def _closed_by_peer(sock: socket.socket) -> bool:
-    """An idle connection has nothing to say; if it is readable, the server has closed it."""
+    """True if the server closed an idle connection, which is then readable."""
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     return bool(poll.poll(0))
 
 
-def _lowered(response: http.client.HTTPResponse) -> Mapping[str, str]:
+def _lower_case_headers(response: http.client.HTTPResponse) -> Mapping[str, str]:
     return {name.lower(): value for name, value in response.getheaders()}
 
 
-def _said(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     if isinstance(error, TimeoutError):
-        return "it was silent for too long"
+        return "the server was silent for too long"
     if isinstance(error, http.client.IncompleteRead):
-        return f"the answer broke off {error.expected} bytes before its end"
+        return f"the response broke off {error.expected} bytes before its end"
     return f"{type(error).__name__}: {error}".rstrip(": ")

@@ -1,4 +1,4 @@
-"""The batch leases that a client holds, and when each wants to be renewed. Pure: the clock is passed in.
+"""The batch leases that a client holds, and the times at which to renew them. Pure: the clock is passed in.
 
 * A lease is renewed at a third of its term.
 * A batch that was acked or given back is not renewed.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from headrace.wire.messages import Doing
 
 RENEW_AT = 1 / 3
-"""Share of a term after which it is renewed: two renewals may get lost before a lease runs out."""
+"""Share of a term after which it is renewed: two renewals may fail before a lease expires."""
 
 
 @dataclass
@@ -23,37 +23,37 @@ class _HeldLease:
 
 
 class BatchLeases:
-    """Which batches are held, by (run, batch). Safe for use by several threads."""
+    """The held batches by (run, batch). Safe for use by several threads."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._held: dict[tuple[str, str], _HeldLease] = {}
-        self._said: dict[str, Doing] = {}
+        self._activities: dict[str, Doing] = {}
 
     def hold(self, run: str, batch: str, lease_s: float) -> None:
-        """A batch came, or came again."""
+        """Add a batch that was served, or served again."""
         with self._lock:
             self._held[run, batch] = _HeldLease(lease_s, self._clock() + lease_s * RENEW_AT)
 
     def drop(self, run: str, batch: str) -> None:
-        """The batch is held no longer."""
+        """Remove a batch that is no longer held."""
         with self._lock:
             self._held.pop((run, batch), None)
 
-    def say(self, run: str, doing: Doing) -> None:
-        """What the learner says it is doing from now on."""
+    def set_activity(self, run: str, doing: Doing) -> None:
+        """Set the learner's activity, which renewals report from now on."""
         with self._lock:
-            self._said[run] = doing
+            self._activities[run] = doing
 
-    def doing(self, run: str) -> Doing:
-        """What a renewal repeats. A learner that holds a batch and has said nothing trains on it."""
+    def activity(self, run: str) -> Doing:
+        """The activity that a renewal reports. A learner that holds a batch and reported nothing trains on it."""
         with self._lock:
-            said = self._said.get(run, "training")
-            return "training" if said in ("waiting", "idle") else said
+            activity = self._activities.get(run, "training")
+            return "training" if activity in ("waiting", "idle") else activity
 
-    def renewed(self, run: str) -> None:
-        """A renewal was sent: the next one is a third of a term later, whatever becomes of this one."""
+    def mark_renewed(self, run: str) -> None:
+        """Schedule the next renewal a third of a term after this one was sent, whether or not this one succeeds."""
         with self._lock:
             now = self._clock()
             for (other, _), held in self._held.items():
@@ -61,13 +61,13 @@ class BatchLeases:
                     held.renew_at = now + held.lease_s * RENEW_AT
 
     def due(self) -> list[str]:
-        """Runs that hold a lease to be renewed now."""
+        """Runs with a lease to renew now."""
         with self._lock:
             now = self._clock()
             return sorted({run for (run, _), held in self._held.items() if held.renew_at <= now})
 
     def next_due_s(self) -> float | None:
-        """Seconds until a run is due, or None if nothing is held."""
+        """Seconds until the next renewal is due, or None if no batch is held."""
         with self._lock:
             if not self._held:
                 return None

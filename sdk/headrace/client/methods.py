@@ -1,4 +1,4 @@
-"""Methods of both clients that need no more than one operation each: every operation is declared once for either.
+"""Methods of both clients that run one operation each. Every operation is declared once per client.
 
 * A method has the signature and the docstring of its operation.
 """
@@ -20,10 +20,10 @@ T = TypeVar("T")
 def blocking(
     operation: Callable[Concatenate[Operations, P], Operation[T]],
 ) -> Callable[Concatenate[BlockingMethods, P], T]:
-    """A method that returns when the operation is over."""
+    """A blocking method that runs the operation."""
 
     def method(self: BlockingMethods, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self._run(operation(self._flows, *args, **kwargs))
+        return self._run(operation(self._operations, *args, **kwargs))
 
     return _documented(method, operation)
 
@@ -31,10 +31,10 @@ def blocking(
 def awaitable(
     operation: Callable[Concatenate[Operations, P], Operation[T]],
 ) -> Callable[Concatenate[AsyncMethods, P], Coroutine[Any, Any, T]]:
-    """The same method for ``async`` code."""
+    """An ``async`` method that runs the operation."""
 
     async def method(self: AsyncMethods, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await self._run(operation(self._flows, *args, **kwargs))
+        return await self._run(operation(self._operations, *args, **kwargs))
 
     return _documented(method, operation)
 
@@ -43,7 +43,7 @@ M = TypeVar("M", bound=Callable[..., Any])
 
 
 def _documented(method: M, operation: Callable[..., Any]) -> M:
-    """Name, docstring and signature of the operation, with what the method returns in place of the flow."""
+    """Copy name, docstring and signature of the operation, with the result type in place of the operation's."""
     functools.update_wrapper(method, operation)
     signature = inspect.signature(operation)
     returned = str(signature.return_annotation).removeprefix("Operation[").removesuffix("]")
@@ -52,11 +52,11 @@ def _documented(method: M, operation: Callable[..., Any]) -> M:
 
 
 class BlockingMethods:
-    """The declared operations, for ``Client``."""
+    """The operations as methods of ``Client``."""
 
-    _flows: Operations
+    _operations: Operations
 
-    def _run(self, flow: Operation[T]) -> T:
+    def _run(self, operation: Operation[T]) -> T:
         raise NotImplementedError
 
     # Runs
@@ -102,11 +102,11 @@ class BlockingMethods:
 
 
 class AsyncMethods:
-    """The declared operations, for ``AsyncClient``."""
+    """The operations as methods of ``AsyncClient``."""
 
-    _flows: Operations
+    _operations: Operations
 
-    async def _run(self, flow: Operation[T]) -> T:
+    async def _run(self, operation: Operation[T]) -> T:
         raise NotImplementedError
 
     # Runs

@@ -1,15 +1,15 @@
-"""Every client operation as a flow: written once, driven by sockets of either client.
+"""The operations of both clients, as generators that are independent of sockets.
 
-* Calls that may be repeated are, until there is an answer.
-* An outage longer than ``retry_for_s`` ends in its error, ``Unavailable`` as a rule.
-* What may have been done and must not be repeated is not.
-* What was surely not done is repeated, whatever it is.
-* A disk that refuses is waited for like an outage: what it refused may be stored once it takes data again.
-* A proxy's page is repeated under the same request id, and with a shorter wait.
-* A pull that gave up is taken up by the next one.
+* Idempotent calls are repeated until there is a response.
+* An outage longer than ``retry_for_s`` raises its error, ``Unavailable`` as a rule.
+* A call that is not idempotent is not repeated if it may have been carried out.
+* A call that was certainly not carried out is repeated, idempotent or not.
+* A full disk is treated like an outage: the refused call is repeated until the disk accepts data again.
+* After a proxy's error page a pull is repeated with the same request id and a shorter wait.
+* The pull after one that gave up continues it.
 
-There is one retry policy: exponential backoff with jitter. Each answer ends an outage, so a pull goes on for as long
-as the service answers now and then, across restarts of the orchestrator.
+The retry policy is exponential backoff with jitter. Each response ends an outage, so a pull continues for as long as
+the service responds now and then, across restarts of the orchestrator.
 """
 
 from __future__ import annotations
@@ -69,36 +69,36 @@ T = TypeVar("T")
 log = logging.getLogger("headrace.client.sync_client")
 
 FIRST_DELAY_S = 0.05
-"""Before the first repetition: a restarted listener is back in less."""
+"""Delay before the first retry. A restarted listener is back sooner."""
 
 MAX_DELAY_S = 5.0
-"""Between repetitions at most: a learner on expensive hardware should not sleep through a recovery."""
+"""Longest delay between retries: a learner on expensive hardware should not sleep through a recovery."""
 
 MIN_POLL_S = 1.0
-"""A long poll is not made shorter than this, whatever a proxy does."""
+"""Shortest long poll, whatever a proxy does."""
 
 EARLY_POLL_DELAY_S = 0.25
-"""After a poll that came back early with nothing: enough that a loop over it does not spin."""
+"""Delay after a poll that returned early without a result, so that a loop over it does not spin."""
 
 PAGE = 200
-"""Trajectories of one page of a listing."""
+"""Trajectories on one page of a listing."""
 
 PullField = Literal["assets"]
-"""What a pull can bring beside the batch: the images and large arrays that its trajectories refer to."""
+"""Optional parts of a pull: ``assets`` are the images and large arrays that the trajectories refer to."""
 
 VersionLike = Version | str | int
-"""A version: ``Version(0, 12)``, ``"0.12"``, or 12 of the lineage that is current."""
+"""A version: ``Version(0, 12)``, ``"0.12"``, or 12 of the current lineage."""
 
 WeightsLike = messages.Weights | str | os.PathLike[str]
-"""Where weights are: ``Weights``, or the path of a folder of full weights."""
+"""The place of weights: ``Weights``, or the path of a folder of full weights."""
 
 TaskLike = Task | BaseModel | Mapping[str, Any]
-"""A task: a ``Task``, a ``TaskSpec``, or a mapping with their fields."""
+"""A task: a ``Task``, a ``TaskSpec``, or a mapping with the same fields."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PullQuery:
-    """What a pull asks for."""
+    """The arguments of a pull."""
 
     run: str
     groups: tuple[str, ...] | None = None
@@ -111,8 +111,11 @@ class PullQuery:
 
 
 class Resumed(NamedTuple):
-    """``batches`` that earlier processes of the learner leased and never acked, oldest first: the same bytes, or this
-    rank's shards of them. ``lost``: names of those that it does not get again, and why."""
+    """The batches of earlier processes of the learner.
+
+    ``batches`` were leased and never acked, oldest first: the same bytes, or this rank's shards of them. ``lost``: the
+    reason why a batch is not served again, by its id.
+    """
 
     batches: list[Batch]
     lost: dict[str, str]
@@ -120,7 +123,7 @@ class Resumed(NamedTuple):
 
 @dataclass(kw_only=True)
 class Operations:
-    """The operations, and what a client must remember between them. ``clock`` is monotonic, in seconds."""
+    """The operations, and the state that a client keeps between them. ``clock`` is monotonic, in seconds."""
 
     learner: str = "learner"
     retry_for_s: float = 60.0
@@ -139,19 +142,21 @@ class Operations:
         self._unserved: dict[PullQuery, str] = {}
         self._pulls: Counter[str] = Counter()
 
-    # The policy ----------------------------------------------------------------------------------------------
+    # Retries ---------------------------------------------------------------------------------------------
 
     def call(self, call: ApiCall[T], *, retry_for_s: float | None = None) -> Operation[T]:
-        """Ask until there is an answer. A ``Conflict`` that may be the echo of a first try that got lost carries
-        ``extra["repeated"] = True``."""
+        """Send a request until there is a response.
+
+        A ``Conflict`` has ``extra["repeated"] = True`` if it may come from an earlier try whose response was lost.
+        """
         give_up_at = self.clock() + (self.retry_for_s if retry_for_s is None else retry_for_s)
         delay = FIRST_DELAY_S
         unsure = False
         while True:
-            answer = yield call.request
+            response = yield call.request
             try:
-                assert answer is not None
-                good = check_response(call.request, answer, newest_epoch=self.epoch)
+                assert response is not None
+                good = check_response(call.request, response, newest_epoch=self.epoch)
                 self.epoch = max(self.epoch, good.epoch or 0)
                 return call.read(good)
             except (Unavailable, StoreError) as error:
@@ -177,7 +182,7 @@ class Operations:
     # Runs ----------------------------------------------------------------------------------------------------
 
     def create_run(self, spec: RunSpec | Mapping[str, Any], *, exist_ok: bool = False) -> Operation[messages.RunStatus]:
-        """Create a run. With ``exist_ok`` a run of the same name and spec is fine. Raises RunExists, InvalidRunSpec."""
+        """Create a run. With ``exist_ok`` it may exist with the same spec. Raises RunExists, InvalidRunSpec."""
         parsed = spec if isinstance(spec, RunSpec) else parse_run_spec(spec)
         body = parsed.model_dump(mode="json", exclude_unset=True)
         try:
@@ -185,155 +190,155 @@ class Operations:
         except RunExists as error:
             if not (exist_ok or error.extra.get("repeated")):
                 raise
-            there = yield from self.run(parsed.name)
-            other = parse_run_spec(there.spec)
+            existing = yield from self.run(parsed.name)
+            other = parse_run_spec(existing.spec)
             if other != parsed:
                 fields = [name for name in type(parsed).model_fields if getattr(other, name) != getattr(parsed, name)]
                 raise RunExists(
                     f"Run {parsed.name!r} exists with another spec: {', '.join(fields)} differ.",
                     hint="The spec of a run never changes: choose another name.",
                 ) from error
-            return there
+            return existing
 
     def runs(self) -> Operation[list[messages.RunStatus]]:
-        """All runs."""
+        """The status of all runs."""
         return (
             yield from self.call(ApiCall(request=request("GET", "runs"), read=json_reader(list[messages.RunStatus])))
         )
 
     def run(self, run: str) -> Operation[messages.RunStatus]:
-        """One run. Raises UnknownRun."""
+        """The status of a run. Raises UnknownRun."""
         return (yield from self.call(ApiCall(request=request("GET", "runs", run), read=_run_status)))
 
     def close_run(self, run: str) -> Operation[None]:
-        """Admit nothing more and cancel what is out."""
+        """Close a run: admit no more groups, and cancel the episodes that are queued or at workers."""
         yield from self.call(ApiCall(request=request("POST", "runs", run, "close"), read=read_nothing))
 
     def status(self) -> Operation[messages.ServiceStatus]:
-        """The whole service."""
+        """The status of the service, its runs and its workers."""
         return (
             yield from self.call(ApiCall(request=request("GET", "status"), read=json_reader(messages.ServiceStatus)))
         )
 
     def drain_worker(self, worker: str) -> Operation[None]:
-        """Give the worker nothing new; it ends when its episodes have."""
+        """Drain a worker: it gets no new episodes, and exits when its current ones are over."""
         yield from self.call(ApiCall(request=request("POST", "workers", worker, "drain"), read=read_nothing))
 
     # Batches -------------------------------------------------------------------------------------------------
 
-    def pull(self, wanted: PullQuery, timeout_s: float | None, on_wait: WaitCallback | None) -> Operation[Batch]:
-        self._require_session(wanted)
-        name = self._name(wanted)
+    def pull(self, query: PullQuery, timeout_s: float | None, on_wait: WaitCallback | None) -> Operation[Batch]:
+        self._require_session(query)
+        name = self._request_id(query)
         over = False
         try:
-            batch = yield from self._poll_batch(wanted, name, timeout_s, on_wait or self.on_wait)
+            batch = yield from self._poll_batch(query, name, timeout_s, on_wait or self.on_wait)
             over = True
             return batch
         except BatchSuperseded:
-            over = True  # it was answered to another rank, and that batch is gone: the next pull is the next one
+            over = True  # another rank got the batch, which is over now: the next pull gets the next batch
             raise
         finally:
             if not over:
-                # The service may have leased a batch to this very request id: the next pull asks for it again.
+                # The service may have leased a batch to this request id: the next pull uses it again.
                 with self._lock:
-                    self._unserved[wanted] = name
+                    self._unserved[query] = name
 
-    def _name(self, wanted: PullQuery) -> str:
-        """Names a pull. All ranks name their k-th alike, so that each gets its shard of the same batch."""
+    def _request_id(self, query: PullQuery) -> str:
+        """The request id of a pull. It is the same for the k-th pull of all ranks, so that they share its batch."""
         with self._lock:
-            name = self._unserved.pop(wanted, None)
-            if name is None and wanted.shards > 1:
-                name = f"pull-{self._pulls[wanted.run]}"
-                self._pulls[wanted.run] += 1
+            name = self._unserved.pop(query, None)
+            if name is None and query.shards > 1:
+                name = f"pull-{self._pulls[query.run]}"
+                self._pulls[query.run] += 1
             return name or uuid.uuid4().hex
 
-    def _require_session(self, wanted: PullQuery) -> None:
-        if not 0 <= wanted.shard < wanted.shards:
-            raise InvalidRequest(f"There is no shard {wanted.shard} of {wanted.shards}.", hint="Shards count from 0.")
-        if wanted.shards > 1 and not self._shared:
+    def _require_session(self, query: PullQuery) -> None:
+        if not 0 <= query.shard < query.shards:
+            raise InvalidRequest(f"There is no shard {query.shard} of {query.shards}.", hint="Shards count from 0.")
+        if query.shards > 1 and not self._shared:
             raise InvalidRequest(
-                f"Rank {wanted.shard} of {wanted.shards} needs a session that it shares with the others.",
+                f"Rank {query.shard} of {query.shards} needs a session that all ranks share.",
                 hint="Give all ranks the same new name at each start, as in Client(session=...): broadcast a random "
-                "one from rank 0, or take the launcher's run id with its restart count.",
+                "name from rank 0, or use the launcher's run id with its restart count.",
             )
-        if not set(wanted.fields) <= {"assets"}:
+        if not set(query.fields) <= {"assets"}:
             raise InvalidRequest(
-                f"A pull brings no {sorted(set(wanted.fields) - {'assets'})}.", hint='It brings "assets".'
+                f"A pull has no fields {sorted(set(query.fields) - {'assets'})}.", hint='The only field is "assets".'
             )
 
     def _poll_batch(
-        self, wanted: PullQuery, name: str, timeout_s: float | None, on_wait: WaitCallback | None
+        self, query: PullQuery, name: str, timeout_s: float | None, on_wait: WaitCallback | None
     ) -> Operation[Batch]:
-        run = wanted.run
+        run = query.run
         deadline = None if timeout_s is None else self.clock() + timeout_s
         while True:
             asked = self.clock()
             left = None if deadline is None else max(0.0, deadline - asked)
             wait_s = self.poll_s if left is None else min(self.poll_s, left)
             retry_for_s = self.retry_for_s if left is None else min(self.retry_for_s, left)
-            call = self._pull_call(wanted, name, wait_s)
+            call = self._pull_call(query, name, wait_s)
             reply = yield from self.call(call, retry_for_s=retry_for_s)
             if isinstance(reply, Batch):
-                if "assets" in wanted.fields:
+                if "assets" in query.fields:
                     reply.assets.update((yield from self.assets(reply.asset_names())))
                 return reply
-            told, facts = reasons_text(reply.reasons), {"run": run, "reasons": msgspec.to_builtins(reply.reasons)}
+            text, extra = reasons_text(reply.reasons), {"run": run, "reasons": msgspec.to_builtins(reply.reasons)}
             if any(reason.code == "group-ended" for reason in reply.reasons):
-                raise GroupEnded(f"What is awaited of run {run!r} will not come. {told}", **facts)
+                raise GroupEnded(f"The awaited groups of run {run!r} will not be served. {text}", **extra)
             if reply.finished:
-                raise RunFinished(f"Run {run!r} is finished. {told}", **facts)
+                raise RunFinished(f"Run {run!r} is finished. {text}", **extra)
             if deadline is not None and self.clock() >= deadline:
                 raise timeout_error(run, timeout_s or 0.0, reply.reasons)
             report_wait(on_wait, run, reply.reasons)
             if self.clock() - asked < min(wait_s, MIN_POLL_S) / 2:
                 yield Sleep(min(EARLY_POLL_DELAY_S, wait_s))
 
-    def _pull_call(self, wanted: PullQuery, name: str, wait_s: float) -> ApiCall[Batch | messages.EmptyReply]:
+    def _pull_call(self, query: PullQuery, name: str, wait_s: float) -> ApiCall[Batch | messages.EmptyReply]:
         def build(wait_s: float) -> Any:
             body = messages.PullRequest(
                 learner=self.learner,
                 session=self.session,
                 request=name,
                 wait_s=wait_s,
-                groups=None if wanted.groups is None else list(wanted.groups),
-                environments=list(wanted.environments),
-                tags=list(wanted.tags),
-                shard=wanted.shard,
-                shards=wanted.shards,
-                batch=wanted.batch,
+                groups=None if query.groups is None else list(query.groups),
+                environments=list(query.environments),
+                tags=list(query.tags),
+                shard=query.shard,
+                shards=query.shards,
+                batch=query.batch,
             )
-            return request("POST", "runs", wanted.run, "pull", body=body, wait_s=wait_s)
+            return request("POST", "runs", query.run, "pull", body=body, wait_s=wait_s)
 
-        def read(answer: ApiResponse) -> Batch | messages.EmptyReply:
-            return self._read_batch(wanted.run, answer)
+        def read(response: ApiResponse) -> Batch | messages.EmptyReply:
+            return self._read_batch(query.run, response)
 
         return ApiCall(request=build(wait_s), read=read, rebuild=build)
 
-    def _read_batch(self, run: str, answer: ApiResponse) -> Batch | messages.EmptyReply:
-        if answer.media_type == "application/json":
-            return _empty_reply(answer)
-        if answer.media_type != messages.BATCH_MEDIA_TYPE:
-            raise unexpected_body(answer, "a batch")
+    def _read_batch(self, run: str, response: ApiResponse) -> Batch | messages.EmptyReply:
+        if response.media_type == "application/json":
+            return _empty_reply(response)
+        if response.media_type != messages.BATCH_MEDIA_TYPE:
+            raise unexpected_body(response, "a batch")
         try:
-            generation = int(answer.headers[messages.HEADER_GENERATION.lower()])
-            lease_s = float(answer.headers[messages.HEADER_LEASE_S.lower()])
+            generation = int(response.headers[messages.HEADER_GENERATION.lower()])
+            lease_s = float(response.headers[messages.HEADER_LEASE_S.lower()])
         except (KeyError, ValueError) as error:
-            raise unexpected_body(answer, f"a batch with its lease in headers ({error})") from error
-        batch = Batch.parse(answer.body, generation=generation, lease_s=lease_s)
+            raise unexpected_body(response, f"a batch with its lease in headers ({error})") from error
+        batch = Batch.parse(response.body, generation=generation, lease_s=lease_s)
         self.leases.hold(run, batch.id, lease_s)
         return batch
 
-    def resume(self, wanted: PullQuery) -> Operation[Resumed]:
-        self._require_session(wanted)
-        body = messages.ResumeRequest(learner=self.learner, session=self.session, shards=wanted.shards)
+    def resume(self, query: PullQuery) -> Operation[Resumed]:
+        self._require_session(query)
+        body = messages.ResumeRequest(learner=self.learner, session=self.session, shards=query.shards)
         call = ApiCall(
-            request=request("POST", "runs", wanted.run, "resume", body=body), read=json_reader(messages.ResumeReply)
+            request=request("POST", "runs", query.run, "resume", body=body), read=json_reader(messages.ResumeReply)
         )
         reply = yield from self.call(call)
         batches, lost = [], dict(reply.lost)
         for id in reply.batches:
             try:
-                found = yield from self._poll_batch(replace(wanted, batch=id), f"resume-{id}", None, None)
+                found = yield from self._poll_batch(replace(query, batch=id), f"resume-{id}", None, None)
             except BatchSuperseded as error:
                 lost[id] = error.detail
             else:
@@ -343,9 +348,12 @@ class Operations:
     def ack(
         self, batch: Batch, version: VersionLike | None = None, *, weights: WeightsLike | None = None
     ) -> Operation[messages.AckReply]:
-        """The batch was trained on. ``version``: the one that the step made; an int counts in the batch's lineage.
-        ``weights``: where it is, and the service loads it into the run's policy servers; without, it is loaded already.
-        Raises BatchSuperseded if the lease was lost."""
+        """Acknowledge a batch that was trained on.
+
+        ``version``: the version that the step made; an int counts in the batch's lineage. ``weights``: the place of its
+        weights, which the service loads into the run's policy servers; None: the learner has loaded them itself.
+        Raises BatchSuperseded if the lease was lost.
+        """
         run, text = batch.run, ""
         if version is not None:
             text = str(Version(batch.version.lineage, version) if isinstance(version, int) else version)
@@ -363,14 +371,14 @@ class Operations:
         try:
             reply = yield from self.call(call)
         except (BatchAlreadyAcked, BatchSuperseded, UnknownBatch):
-            # Also after a try whose answer was lost: that one's own ack would have been answered as before.
+            # Also after a try whose response was lost: a repeated ack gets the response of the first one.
             self.leases.drop(run, batch.id)
             raise
         self.leases.drop(run, batch.id)
         return reply
 
     def nack(self, batch: Batch, reason: str) -> Operation[None]:
-        """Give the batch back untrained; it is served again while it is fresh enough."""
+        """Give a batch back untrained. It is served again while it is fresh enough."""
         yield from self._nack(batch, reason, None)
 
     def _nack(self, batch: Batch, reason: str, retry_for_s: float | None) -> Operation[None]:
@@ -389,23 +397,23 @@ class Operations:
         self.leases.drop(batch.run, batch.id)
 
     def give_back(self, batch: Batch, reason: str) -> Operation[None]:
-        """Give a batch back with one try: where that fails it comes back when its lease ends."""
+        """Give a batch back with one try. If that fails, it is served again when its lease expires."""
         try:
             yield from self._nack(batch, reason, 0.0)
         except BatchSuperseded:
-            log.debug("Batch %s was given back before, as by another rank.", batch.id)
+            log.debug("Batch %s was already given back, as by another rank.", batch.id)
         except HeadraceError as error:
             self.leases.drop(batch.run, batch.id)
             log.warning("Batch %s could not be given back: %s", batch.id, error)
 
-    def require_room(self, run: str, ahead: int) -> Operation[None]:
-        """Raise InvalidRequest where the run's staleness does not let so many more batches be held than one."""
-        if ahead < 1:
-            raise InvalidRequest(f"prefetch={ahead} fetches nothing ahead.", hint="Give 1 or more, or leave it out.")
+    def require_room(self, run: str, prefetch: int) -> Operation[None]:
+        """Raise InvalidRequest if the run's staleness does not allow ``prefetch`` batches to be held beside one."""
+        if prefetch < 1:
+            raise InvalidRequest(f"prefetch={prefetch} fetches nothing ahead.", hint="Give 1 or more, or omit it.")
         bound = (yield from self.run(run)).spec["max_staleness"]
-        if ahead > bound:
+        if prefetch > bound:
             raise InvalidRequest(
-                f"prefetch={ahead} holds {ahead + 1} batches, which needs max_staleness {ahead} or more; "
+                f"prefetch={prefetch} holds {prefetch + 1} batches, which needs max_staleness {prefetch} or more; "
                 f"run {run!r} has {bound}.",
                 hint="Allow the run more staleness, or prefetch less.",
                 max_staleness=bound,
@@ -416,8 +424,11 @@ class Operations:
     def announce(
         self, run: str, version: VersionLike, *, weights: WeightsLike | None = None
     ) -> Operation[messages.VersionReply]:
-        """A version is there: its weights are loaded, or the service loads them from ``weights``. An int counts in the
-        run's lineage now. Raises VersionConflict."""
+        """Announce a version. An int counts in the run's current lineage.
+
+        ``weights``: the place of its weights, which the service loads into the run's policy servers; None: the learner
+        has loaded them itself. Raises VersionConflict.
+        """
         if isinstance(version, int):
             now = yield from self.run(run)
             version = Version(Version.parse(now.version).lineage, version)
@@ -431,17 +442,19 @@ class Operations:
             raise
 
     def rewind(self, run: str, version: VersionLike) -> Operation[messages.VersionReply]:
-        """Go back to a checkpoint, named in full as in ``"0.12"``: opens a new lineage, which the reply names."""
+        """Go back to a checkpoint, named in full as in ``"0.12"``. This opens a new lineage, which the reply names."""
         if isinstance(version, int):
             raise InvalidRequest(
-                f"Rewind to {version}: of which lineage?", hint="Name the checkpoint in full, as in '0.12'."
+                f"Rewind to {version} does not name a lineage.", hint="Name the checkpoint in full, as in '0.12'."
             )
         call = _version_call(run, "rewind", messages.RewindRequest(version=str(version)), repeatable=False)
         return (yield from self.call(call))
 
     def set_priorities(self, run: str, priorities: Mapping[str, float]) -> Operation[messages.PrioritiesReply]:
-        """Set what a prioritized draw goes by, by group id, 1e-6 to 1e6. The reply names groups that are over. Raises
-        Conflict where the run's order knows no priorities."""
+        """Set the priorities of groups by id, 1e-6 to 1e6, for a prioritized draw.
+
+        The reply names groups that are no longer in flight. Raises Conflict if the run's order has no priorities.
+        """
         body = messages.PrioritiesRequest(priorities={id: float(priority) for id, priority in priorities.items()})
         call = ApiCall(
             request=request("POST", "runs", run, "priorities", body=body), read=json_reader(messages.PrioritiesReply)
@@ -449,22 +462,22 @@ class Operations:
         return (yield from self.call(call))
 
     def doing(self, run: str, doing: messages.Doing) -> Operation[None]:
-        """Say what the learner is doing now; renews all its batch leases in the run."""
-        self.leases.say(run, doing)
+        """Report the learner's activity, and renew all its batch leases in the run."""
+        self.leases.set_activity(run, doing)
         yield from self.call(self._doing_call(run, doing))
-        self.leases.renewed(run)
+        self.leases.mark_renewed(run)
 
     def renew(self, run: str) -> Operation[None]:
-        """Renew all leases held in the run, with one try: the next renewal is the repetition."""
-        self.leases.renewed(run)
-        yield from self.call(self._doing_call(run, self.leases.doing(run)), retry_for_s=0.0)
+        """Renew all leases held in the run, with one try: the next renewal is the retry."""
+        self.leases.mark_renewed(run)
+        yield from self.call(self._doing_call(run, self.leases.activity(run)), retry_for_s=0.0)
 
     def _doing_call(self, run: str, doing: messages.Doing) -> ApiCall[None]:
         body = messages.DoingRequest(learner=self.learner, session=self.session, doing=doing)
         return ApiCall(request=request("POST", "runs", run, "doing", body=body), read=read_nothing)
 
     def hold(self, run: str, wait_s: float = 0.0) -> Operation[messages.HoldReply]:
-        """Whether weights may be replaced now; waits up to ``wait_s`` for evaluations that need the old ones."""
+        """Ask if weights may be replaced now; wait up to ``wait_s`` for evaluations that need the old ones."""
         return (yield from self.call(_poll("runs", run, "hold", kind=messages.HoldReply).waiting(wait_s)))
 
     # Policy servers ------------------------------------------------------------------------------------------
@@ -472,28 +485,30 @@ class Operations:
     def servers(
         self, run: str, *, revision: int | None = None, wait_s: float = 0.0
     ) -> Operation[messages.PolicyServersReply]:
-        """The run's policy servers and what each is at. With the ``revision`` of an earlier reply: waits up to
-        ``wait_s`` for news."""
+        """The run's policy servers and their states.
+
+        With the ``revision`` of an earlier reply it waits up to ``wait_s`` for a change.
+        """
         query = {} if revision is None else {"revision": revision}
         poll = _poll("runs", run, "servers", kind=messages.PolicyServersReply, **query)
         return (yield from self.call(poll.waiting(wait_s)))
 
     def add_server(self, run: str, address: str) -> Operation[None]:
-        """Give the run another policy server while it runs, or end the drain of one."""
+        """Add a policy server to the run, or end its drain."""
         yield from self.call(_server_call("POST", run, address))
 
     def drain_server(self, run: str, address: str) -> Operation[None]:
-        """Let a policy server finish what it has; it takes nothing new. Raises UnknownServer."""
+        """Drain a policy server: it finishes its requests and takes no new ones. Raises UnknownServer."""
         yield from self.call(_server_call("POST", run, address, "drain"))
 
     def remove_server(self, run: str, address: str) -> Operation[None]:
-        """Take a policy server from the run. Raises UnknownServer."""
+        """Remove a policy server from the run. Raises UnknownServer."""
         yield from self.call(_server_call("DELETE", run, address))
 
     # Groups and evaluations ----------------------------------------------------------------------------------
 
     def submit_groups(self, run: str, groups: Sequence[messages.GroupRequest | TaskLike]) -> Operation[list[str]]:
-        """Ask for groups of the learner's own choice; gives their ids, which ``pull(groups=...)`` awaits."""
+        """Submit groups of the learner's choice. Returns their ids, for ``pull(groups=...)``."""
         named = [_group_request(group) for group in groups]
         ids = [group.id for group in named]
         call = ApiCall(
@@ -508,7 +523,7 @@ class Operations:
             raise
 
     def evaluation(self, run: str, evaluation: str, wait_s: float = 0.0) -> Operation[messages.EvaluationReply]:
-        """An evaluation as it stands; waits up to ``wait_s`` for its end."""
+        """The state of an evaluation; waits up to ``wait_s`` for its end. Raises UnknownEvaluation."""
         poll = _poll("runs", run, "evaluations", evaluation, kind=messages.EvaluationReply)
         return (yield from self.call(poll.waiting(wait_s)))
 
@@ -524,10 +539,10 @@ class Operations:
         wait: bool = True,
         timeout_s: float | None = None,
     ) -> Operation[messages.EvaluationReply]:
-        """Run episodes outside of training, pinned to a version (default: the one now); 0 is the greedy temperature.
+        """Run episodes outside of training, pinned to a version (default: the current one).
 
-        The service cancels what is unfinished after ``deadline_s``. With ``wait`` this returns when the evaluation is
-        finished or after ``timeout_s``: look at ``finished`` if you gave one.
+        ``temperature`` 0 is greedy; None is the run's. The service cancels unfinished episodes after ``deadline_s``.
+        With ``wait`` this returns when the evaluation is finished, or after ``timeout_s``: then check ``finished``.
         """
         body = messages.EvaluationRequest(
             tasks=[plain_task(task) for task in tasks],
@@ -563,7 +578,7 @@ class Operations:
         return (yield from self.call(call))
 
     def trajectory(self, trajectory: str) -> Operation[Trajectory]:
-        """One stored trajectory. Raises UnknownTrajectory."""
+        """A stored trajectory. Raises UnknownTrajectory."""
         call = ApiCall(request=request("GET", "trajectories", trajectory), read=read_trajectory)
         return (yield from self.call(call))
 
@@ -574,7 +589,7 @@ class Operations:
         return found
 
     def assets(self, names: Sequence[str]) -> Operation[dict[str, memoryview | HeadraceError]]:
-        """Each of these assets, or what is wrong with it."""
+        """These assets by name, with the error in place of each that failed."""
         found: dict[str, memoryview | HeadraceError] = {}
         left = list(dict.fromkeys(names))
         while left:
@@ -587,8 +602,10 @@ class Operations:
         return found
 
     def advantages(self, trajectory: str) -> Operation[messages.TrajectoryAdvantages]:
-        """What the batch that it was last frozen into says of its turns. Raises UnknownTrajectory, and UnknownBatch
-        while it is in none."""
+        """The advantages of a trajectory's turns in the batch that it was last frozen into.
+
+        Raises UnknownTrajectory, and UnknownBatch while it is not in a batch.
+        """
         call = ApiCall(request=request("GET", "trajectories", trajectory, "advantages"), read=_advantages)
         return (yield from self.call(call))
 
@@ -599,7 +616,7 @@ _advantages = json_reader(messages.TrajectoryAdvantages)
 
 
 def _weights(given: WeightsLike | None) -> messages.Weights | None:
-    """As it is sent. A relative path is one of this process: the servers have another folder."""
+    """The weights with an absolute path: a relative one is relative to this process, not to the policy servers."""
     return messages.Weights(path=os.path.abspath(given)) if isinstance(given, str | os.PathLike) else given
 
 
@@ -626,7 +643,7 @@ def _poll(*parts: str, kind: type[T], **query: Any) -> ApiCall[T]:
 
 
 def plain_task(task: TaskLike) -> dict[str, Any]:
-    """A task as JSON-able data."""
+    """A task as plain JSON data."""
     if isinstance(task, BaseModel):
         return task.model_dump(mode="json", exclude_unset=True)
     if isinstance(task, Mapping):
@@ -636,7 +653,7 @@ def plain_task(task: TaskLike) -> dict[str, Any]:
 
 
 def _group_request(group: messages.GroupRequest | TaskLike) -> messages.GroupRequest:
-    """With an id of its own, so that a repeated submission is known for what it is."""
+    """The group with an id, by which the service recognizes a repeated submission."""
     if not isinstance(group, messages.GroupRequest):
         group = messages.GroupRequest(task=plain_task(group))
     return group if group.id else msgspec.structs.replace(group, id=uuid.uuid4().hex)

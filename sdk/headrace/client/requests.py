@@ -1,9 +1,9 @@
-"""What the clients ask and how answers are read. No sockets here: both clients share it whole.
+"""Requests and responses, without sockets: both clients share them.
 
-* Errors of the service come back as their own class.
+* An error of the service is raised as its own class.
 * A proxy's page becomes an error with status, media type and wait.
-* A page with a good status is no decoding error.
-* An answer of an older epoch is refused and asked for again.
+* A page with a success status raises ``ServiceError``, not a decoding error.
+* A response with an older epoch is refused, and the request repeated.
 
 An *operation* is a generator: it yields an ``ApiRequest`` and is sent an ``ApiResponse`` or a ``TransportFailure``, or
 yields a ``Sleep``.
@@ -25,12 +25,12 @@ from headrace.wire import messages
 T = TypeVar("T")
 
 _HEAD_CHARS = 120
-"""So much of a foreign body is quoted: enough to see which proxy it was."""
+"""Characters of a foreign body that an error quotes: enough to recognize the proxy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ApiRequest:
-    """One HTTP request. ``wait_s`` is the wait that it asks the server for; the read timeout goes beyond it."""
+    """One HTTP request. ``wait_s`` is the long poll that it asks for; the read timeout is added to it."""
 
     method: str
     target: str
@@ -40,7 +40,7 @@ class ApiRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class ApiResponse:
-    """One HTTP answer. Header names are in lower case."""
+    """One HTTP response. Header names are in lower case."""
 
     status: int
     headers: Mapping[str, str]
@@ -58,7 +58,7 @@ class ApiResponse:
 
 @dataclass(frozen=True, kw_only=True)
 class TransportFailure:
-    """No answer came. ``sent``: the service may have carried the request out all the same."""
+    """A request without a response. ``sent``: the service may have carried it out nevertheless."""
 
     detail: str
     sent: bool
@@ -66,19 +66,43 @@ class TransportFailure:
 
 @dataclass(frozen=True)
 class Sleep:
-    """Let time pass before the next request."""
+    """A pause before the next request."""
 
     seconds: float
 
 
 Operation = Generator[ApiRequest | Sleep, ApiResponse | TransportFailure | None, T]
-"""What a driver runs: it answers each ``ApiRequest``, and sends None after each ``Sleep``."""
+"""A generator that a client runs; it is sent the response to each ``ApiRequest``, and None after each ``Sleep``."""
+
+
+def run_operation(
+    operation: Operation[T],
+    send: Callable[[ApiRequest], ApiResponse | TransportFailure],
+    sleep: Callable[[float], None],
+) -> T:
+    """Run an operation to its end over blocking sockets. Its errors pass through."""
+    response: ApiResponse | TransportFailure | None = None
+    try:
+        while True:
+            step = operation.send(response)
+            if isinstance(step, Sleep):
+                response = None
+                sleep(step.seconds)
+            else:
+                response = send(step)
+    except StopIteration as end:
+        value: T = end.value
+        return value
+    finally:
+        operation.close()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ApiCall(Generic[T]):
-    """A request and how its answer reads. ``repeatable``: doing it twice is the same as doing it once.
-    ``rebuild`` makes a long poll again with another wait."""
+    """A request and the reader of its response.
+
+    ``repeatable``: the request is idempotent. ``rebuild`` makes a long poll again with another wait.
+    """
 
     request: ApiRequest
     read: Callable[[ApiResponse], T]
@@ -97,7 +121,7 @@ def request(
     query: Mapping[str, Any] | None = None,
     wait_s: float = 0.0,
 ) -> ApiRequest:
-    """A request for ``/v1/<parts>``; parts are quoted, query entries that are None are left out."""
+    """A request for ``/v1/<parts>``. Parts are quoted, and query entries that are None are omitted."""
     target = "/".join((messages.API, *(quote(part, safe="") for part in parts)))
     given = {name: value for name, value in (query or {}).items() if value is not None}
     if given:
@@ -108,96 +132,96 @@ def request(
 
 
 def json_reader(kind: type[T]) -> Callable[[ApiResponse], T]:
-    """Reads a JSON body as that type. Raises ServiceError where the body is something else."""
+    """A reader of JSON bodies of that type. It raises ServiceError for any other body."""
 
-    def read(answer: ApiResponse) -> T:
+    def read(response: ApiResponse) -> T:
         try:
-            return msgspec.json.decode(answer.body, type=kind)
+            return msgspec.json.decode(response.body, type=kind)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise unexpected_body(answer, f"a {getattr(kind, '__name__', kind)} as JSON ({error})") from error
+            raise unexpected_body(response, f"a {getattr(kind, '__name__', kind)} as JSON ({error})") from error
 
     return read
 
 
-def unexpected_body(answer: ApiResponse, wanted: str) -> ServiceError:
-    """The error for a good status with a body that nobody asked for."""
+def unexpected_body(response: ApiResponse, wanted: str) -> ServiceError:
+    """The error for a success status with an unexpected body."""
     return ServiceError(
-        f"The answer ({answer.status}, {answer.media_type or 'no media type'}) is not {wanted}.",
-        hint="Is the address that of an orchestrator, and do both sides have the same release? A proxy may have "
-        f"answered in its place. It begins: {_head(answer)!r}",
-        http_status=answer.status,
-        media_type=answer.media_type,
+        f"The response ({response.status}, {response.media_type or 'no media type'}) is not {wanted}.",
+        hint="Is this the address of an orchestrator, and do both sides run the same release? A proxy may have "
+        f"responded in its place. The body begins: {_body_start(response)!r}",
+        http_status=response.status,
+        media_type=response.media_type,
     )
 
 
-def check_response(request: ApiRequest, answer: ApiResponse | TransportFailure, *, newest_epoch: int) -> ApiResponse:
-    """The answer, if it is a good one; otherwise raises what it stands for.
+def check_response(request: ApiRequest, response: ApiResponse | TransportFailure, *, newest_epoch: int) -> ApiResponse:
+    """The response if it is a success, else raise its error.
 
-    ``Unavailable`` has ``extra["outcome"]``: ``"not-done"`` or ``"unknown"`` (it may have been carried out).
+    ``Unavailable`` has ``extra["outcome"]``: ``"not-done"``, or ``"unknown"`` if the request may have been carried out.
     """
-    if isinstance(answer, TransportFailure):
+    if isinstance(response, TransportFailure):
         raise Unavailable(
-            f"No answer from the orchestrator to {request.method} {request.target}: {answer.detail}.",
-            hint="Is it running, and is the address right? `headrace doctor` checks it.",
-            outcome="unknown" if answer.sent else "not-done",
+            f"No response from the orchestrator to {request.method} {request.target}: {response.detail}.",
+            hint="Is it running, and is the address correct? `headrace doctor` checks it.",
+            outcome="unknown" if response.sent else "not-done",
         )
-    if answer.epoch is not None and answer.epoch < newest_epoch:
-        # A paused older orchestrator woke up. It no longer owns the data directory, so what it says does not count.
+    if response.epoch is not None and response.epoch < newest_epoch:
+        # An older orchestrator was paused and resumed. It no longer owns the data directory, so its response is void.
         raise Unavailable(
-            f"The answer is of an older orchestrator: epoch {answer.epoch}, but epoch {newest_epoch} was seen.",
-            hint="Two orchestrators answer at this address; stop the older one.",
+            f"The response is from an older orchestrator: epoch {response.epoch}, the newest is epoch {newest_epoch}.",
+            hint="Two orchestrators respond at this address; stop the older one.",
             outcome="not-done",
         )
-    if answer.status < 300:
-        return answer
-    raise _problem(answer) or _foreign(request, answer)
+    if response.status < 300:
+        return response
+    raise _problem(response) or _foreign_error(request, response)
 
 
-def _problem(answer: ApiResponse) -> HeadraceError | None:
-    """The orchestrator's own error, or None where the body is not one of its problem bodies."""
-    error = read_problem(answer.status, answer.body)
+def _problem(response: ApiResponse) -> HeadraceError | None:
+    """The orchestrator's error, or None if the body is not one of its problem bodies."""
+    error = read_problem(response.status, response.body)
     if isinstance(error, Unavailable):
         error.extra.setdefault("outcome", "not-done")
     return error
 
 
-def _foreign(request: ApiRequest, answer: ApiResponse) -> HeadraceError:
-    """An error that the orchestrator did not write: a proxy's page, most of the time."""
-    facts: dict[str, Any] = {
-        "http_status": answer.status,
-        "media_type": answer.media_type,
+def _foreign_error(request: ApiRequest, response: ApiResponse) -> HeadraceError:
+    """The error for a response that the orchestrator did not write; usually it is a proxy's page."""
+    extra: dict[str, Any] = {
+        "http_status": response.status,
+        "media_type": response.media_type,
         "wait_s": request.wait_s,
-        "server": answer.headers.get("server", ""),
+        "server": response.headers.get("server", ""),
     }
-    seen = f"{answer.status} ({answer.media_type or 'no media type'})"
-    said = f"It begins: {_head(answer)!r}"
-    if answer.status == 413:
+    received = f"{response.status} ({response.media_type or 'no media type'})"
+    start = f"The body begins: {_body_start(response)!r}"
+    if response.status == 413:
         return RequestTooLarge(
-            f"A proxy refused a body of {len(request.body)} bytes with {seen}.",
-            hint="Raise its body limit (nginx: client_max_body_size) to the orchestrator's max_body_bytes. " + said,
-            **facts,
+            f"A proxy refused a body of {len(request.body)} bytes with {received}.",
+            hint="Raise its body limit (nginx: client_max_body_size) to the orchestrator's max_body_bytes. " + start,
+            **extra,
         )
-    if answer.status in GATEWAY_STATUSES:
+    if response.status in GATEWAY_STATUSES:
         return Unavailable(
-            f"A proxy answered {seen} in place of the orchestrator; the request had wait_s = {request.wait_s:g}.",
-            hint="Give the proxy a read timeout well above the wait, or the client a shorter poll_s. " + said,
+            f"A proxy responded {received} in place of the orchestrator; the request had wait_s = {request.wait_s:g}.",
+            hint="Give the proxy a read timeout well above the wait, or the client a shorter poll_s. " + start,
             outcome="unknown",
-            **facts,
+            **extra,
         )
-    kind = RequestError if answer.status < 500 else ServiceError
+    kind = RequestError if response.status < 500 else ServiceError
     return kind(
-        f"{request.method} {request.target} was answered {seen}, which is no answer of an orchestrator.",
-        hint="Is the address right, and is a proxy in between? " + said,
-        **facts,
+        f"The response to {request.method} {request.target} was {received}, not one of an orchestrator.",
+        hint="Is the address correct, and is a proxy in between? " + start,
+        **extra,
     )
 
 
-def _head(answer: ApiResponse) -> str:
-    return bytes(answer.body[: 4 * _HEAD_CHARS]).decode("utf-8", "replace")[:_HEAD_CHARS]
+def _body_start(response: ApiResponse) -> str:
+    return bytes(response.body[: 4 * _HEAD_CHARS]).decode("utf-8", "replace")[:_HEAD_CHARS]
 
 
 def request_headers(token: str, request: ApiRequest) -> dict[str, str]:
-    """Headers of every request. No compression: batches hold float arrays, and views need the plain bytes."""
+    """Headers of every request. Responses are not compressed, because batches are read as views of the body."""
     found = {"Accept-Encoding": "identity", "User-Agent": "headrace"}
     if token:
         found["Authorization"] = f"Bearer {token}"

@@ -1,10 +1,10 @@
-"""``headrace.Client``: what a training loop uses to get batches and to report versions.
+"""``headrace.Client``: the client with which a training loop pulls batches and announces versions.
 
 * Several threads may share a client.
 * While batches are held, their leases are renewed.
 * Address and token come from the environment unless they are given.
 
-It needs nothing beyond the base dependencies.
+It needs only the base dependencies.
 
 ::
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Collection, Iterator, Sequence
 from types import TracebackType
 from typing import Self, TypeVar
@@ -26,7 +27,7 @@ from weakref import WeakSet
 
 from headrace.batch.batch import Batch
 from headrace.client.connection_pool import ConnectionPool, Origin
-from headrace.client.lease_renewal import LeaseRenewer, run_operation
+from headrace.client.lease_renewal import LeaseRenewer
 from headrace.client.methods import BlockingMethods
 from headrace.client.operations import (
     PAGE,
@@ -36,7 +37,7 @@ from headrace.client.operations import (
     Resumed,
 )
 from headrace.client.prefetch import UNUSED_REASON, Prefetcher
-from headrace.client.requests import Operation
+from headrace.client.requests import Operation, run_operation
 from headrace.client.wait_reports import WaitCallback
 from headrace.common.arguments import sorted_names
 from headrace.errors import RunFinished, SetupError
@@ -46,17 +47,20 @@ from headrace.wire import messages
 T = TypeVar("T")
 
 DEFAULT_URL = "http://127.0.0.1:8470"
-"""Where an orchestrator on this machine listens unless told otherwise."""
+"""Default address of an orchestrator on this machine."""
 
 
-def address(url: str | None) -> str:
-    """The address to use: the argument, ``HEADRACE_URL``, or this machine's default port."""
+def service_url(url: str | None) -> str:
+    """The address to use: the argument, else ``HEADRACE_URL``, else ``DEFAULT_URL``."""
     return url or os.environ.get("HEADRACE_URL") or DEFAULT_URL
 
 
-def bearer(token: str | None) -> str:
-    """The token to use: the argument, ``HEADRACE_TOKEN``, or none; without the line end that a file or a secret of
-    Kubernetes gives it. Raises SetupError for what no header can carry."""
+def bearer_token(token: str | None) -> str:
+    """The token to use: the argument, else ``HEADRACE_TOKEN``, else none.
+
+    A line end after it, as in a file or a secret of Kubernetes, is removed. Raises SetupError for other control
+    characters.
+    """
     found = (token if token is not None else os.environ.get("HEADRACE_TOKEN", "")).strip()
     if not found.isprintable():
         raise SetupError(
@@ -69,12 +73,12 @@ class Client(BlockingMethods):
     """A learner's connection to an orchestrator. All durations are in seconds.
 
     ``learner`` is a name that survives a restart of the learner: a new process of the same name takes over the
-    batches that the old one held. ``session`` sorted_names one start of it, by default this process; all ranks of a
-    data-parallel learner give the same, and a new one at each start. ``retry_for_s``: how long one outage is borne
-    before ``Unavailable`` is raised. ``poll_s``: wait of one long poll. ``keepalive``: renew leases in the background
+    batches that the old one held. ``session`` names one start of it, by default this process; all ranks of a
+    data-parallel learner give the same name, and a new one at each start. ``retry_for_s``: duration of an outage after
+    which ``Unavailable`` is raised. ``poll_s``: wait of one long poll. ``keepalive``: renew leases in the background
     while batches are held. ``on_wait(run, reasons)`` is called while a pull waits; by default the reasons are logged.
 
-    Every method raises the ``HeadraceError`` that the service answered, or ``Unavailable``.
+    Every method raises the ``HeadraceError`` in the service's response, or ``Unavailable``.
     """
 
     def __init__(
@@ -89,19 +93,21 @@ class Client(BlockingMethods):
         keepalive: bool = True,
         on_wait: WaitCallback | None = None,
     ) -> None:
-        self.url = address(url)
-        self._flows = Operations(
+        self.url = service_url(url)
+        self._operations = Operations(
             learner=learner, session=session, retry_for_s=retry_for_s, poll_s=poll_s, on_wait=on_wait
         )
-        self._connections = ConnectionPool(Origin(self.url), bearer(token))
-        self._keepalive = LeaseRenewer(self._flows, self._connections) if keepalive else None
-        self._prefetching: WeakSet[Prefetcher] = WeakSet()
+        self._connections = ConnectionPool(Origin(self.url), bearer_token(token))
+        self._keepalive = LeaseRenewer(self._operations, self._connections) if keepalive else None
+        self._prefetchers: WeakSet[Prefetcher] = WeakSet()
 
     def close(self) -> None:
-        """Give back what was prefetched and not used, stop renewing leases and close the connections. Batches still
-        held come back when their leases end."""
-        for ahead in list(self._prefetching):
-            ahead.close()
+        """Give back unused prefetched batches, stop renewing leases, and close the connections.
+
+        Batches still held are served again when their leases expire.
+        """
+        for prefetcher in list(self._prefetchers):
+            prefetcher.close()
         if self._keepalive is not None:
             self._keepalive.close()
         self._connections.close()
@@ -114,8 +120,8 @@ class Client(BlockingMethods):
     ) -> None:
         self.close()
 
-    def _run(self, flow: Operation[T]) -> T:
-        return run_operation(flow, self._connections)
+    def _run(self, operation: Operation[T]) -> T:
+        return run_operation(operation, self._connections.send, time.sleep)
 
     # Batches
 
@@ -134,14 +140,17 @@ class Client(BlockingMethods):
     ) -> Batch:
         """The next batch; waits for it, across restarts of the orchestrator.
 
-        ``timeout_s`` None waits without end. ``groups`` awaits submitted groups by id. ``environments`` and ``tags``
-        ask for groups of one of these environments that carry all of these tags. ``fields=["assets"]`` brings the
-        images and large arrays that its trajectories refer to, for ``batch.asset``. ``shard`` of ``shards`` is this
-        rank's part: the k-th pull of every rank gets its part of the same batch; all ranks share a ``session``. Raises
-        RunFinished when no batch will come, NothingToServe with ``extra["reasons"]`` at the timeout, Unavailable after
-        an outage, BatchSuperseded where the batch of the other ranks is over already.
+        ``timeout_s`` None waits without a limit. ``groups`` waits for submitted groups by id. ``environments`` and
+        ``tags`` restrict the batch to groups of one of these environments with all of these tags.
+        ``fields=["assets"]`` also fetches the images and large arrays that its trajectories refer to, for
+        ``batch.asset``. ``shard`` of ``shards`` is this rank's part: the k-th pull of every rank returns its part of
+        the same batch; all ranks share a ``session``.
+
+        Raises RunFinished if there are no more batches, GroupEnded if an awaited group will not be served,
+        NothingToServe with ``extra["reasons"]`` at the timeout, Unavailable after an outage, BatchSuperseded if the
+        batch of the other ranks is already over.
         """
-        wanted = PullQuery(
+        query = PullQuery(
             run=run,
             groups=None if groups is None else tuple(groups),
             environments=sorted_names("environments", environments),
@@ -150,10 +159,10 @@ class Client(BlockingMethods):
             shard=shard,
             shards=shards,
         )
-        return self._run(self._pulled(wanted, timeout_s, on_wait))
+        return self._run(self._pull(query, timeout_s, on_wait))
 
-    def _pulled(self, wanted: PullQuery, timeout_s: float | None, on_wait: WaitCallback | None) -> Operation[Batch]:
-        batch = yield from self._flows.pull(wanted, timeout_s, on_wait)
+    def _pull(self, query: PullQuery, timeout_s: float | None, on_wait: WaitCallback | None) -> Operation[Batch]:
+        batch = yield from self._operations.pull(query, timeout_s, on_wait)
         if self._keepalive is not None:
             self._keepalive.wake()
         return batch
@@ -171,13 +180,13 @@ class Client(BlockingMethods):
         shards: int = 1,
         prefetch: int = 0,
     ) -> Iterator[Batch]:
-        """Batches until the run is finished. Each is to be acked (or given back) before the next is asked for, unless
-        the run's staleness leaves room to hold several.
+        """Batches until the run is finished. Ack each one, or give it back, before taking the next, unless the run's
+        staleness leaves room to hold several.
 
-        ``prefetch`` fetches so many ahead while the loop trains, so that a batch that is there costs it nothing; what
-        is not used is given back when the loop ends. Raises InvalidRequest where the run's staleness does not allow it.
+        ``prefetch`` batches are fetched ahead while the loop trains, so that the loop need not wait for them; unused
+        ones are given back when the loop ends. Raises InvalidRequest if the run's staleness does not allow it.
         """
-        wanted = PullQuery(
+        query = PullQuery(
             run=run,
             environments=sorted_names("environments", environments),
             tags=sorted_names("tags", tags),
@@ -188,38 +197,41 @@ class Client(BlockingMethods):
         with contextlib.suppress(RunFinished):
             if not prefetch:
                 while True:
-                    yield self._run(self._pulled(wanted, timeout_s, on_wait))
-            yield from self._ahead(wanted, timeout_s, on_wait, prefetch)
+                    yield self._run(self._pull(query, timeout_s, on_wait))
+            yield from self._prefetched(query, timeout_s, on_wait, prefetch)
 
-    def _ahead(
-        self, wanted: PullQuery, timeout_s: float | None, on_wait: WaitCallback | None, prefetch: int
+    def _prefetched(
+        self, query: PullQuery, timeout_s: float | None, on_wait: WaitCallback | None, prefetch: int
     ) -> Iterator[Batch]:
-        self._run(self._flows.require_room(wanted.run, prefetch))
-        ahead = self._prefetch(wanted, prefetch)
+        self._run(self._operations.require_room(query.run, prefetch))
+        prefetcher = self._start_prefetcher(query, prefetch)
         try:
             while True:
-                yield ahead.take(timeout_s, on_wait or self._flows.on_wait)
+                yield prefetcher.take(timeout_s, on_wait or self._operations.on_wait)
         finally:
-            ahead.close()
+            prefetcher.close()
 
-    def _prefetch(self, wanted: PullQuery, ahead: int) -> Prefetcher:
-        """Pull ahead, until it is closed or the client is."""
-        begun = Prefetcher(
-            wanted.run,
-            lambda note: self._pulled(wanted, None, note),
-            lambda batch: self._run(self._flows.give_back(batch, UNUSED_REASON)),
+    def _start_prefetcher(self, query: PullQuery, depth: int) -> Prefetcher:
+        """Start prefetching, until the prefetcher or the client is closed."""
+        prefetcher = Prefetcher(
+            query.run,
+            lambda on_wait: self._pull(query, None, on_wait),
+            lambda batch: self._run(self._operations.give_back(batch, UNUSED_REASON)),
             self._connections,
-            ahead,
+            depth,
         )
-        self._prefetching.add(begun)
-        return begun
+        self._prefetchers.add(prefetcher)
+        return prefetcher
 
     def resume(self, run: str, *, fields: Collection[PullField] = (), shard: int = 0, shards: int = 1) -> Resumed:
-        """What a learner that was started again left: the batches that it leased and never acked and that are still
-        within bound, the same bytes; and the names of the others, with why they are lost. Ask once, before the first
-        pull. With ``shards`` every rank asks, and gets its part of each."""
-        wanted = PullQuery(run=run, fields=tuple(fields), shard=shard, shards=shards)
-        resumed = self._run(self._flows.resume(wanted))
+        """The batches that earlier processes of this learner leased and never acked.
+
+        Those that are still fresh enough are served again, with the same bytes; the others are named with the reason
+        why they are lost. Call it once, before the first pull. With ``shards`` every rank calls it and gets its part
+        of each batch.
+        """
+        query = PullQuery(run=run, fields=tuple(fields), shard=shard, shards=shards)
+        resumed = self._run(self._operations.resume(query))
         if self._keepalive is not None and resumed.batches:
             self._keepalive.wake()
         return resumed
@@ -235,11 +247,11 @@ class Client(BlockingMethods):
         evaluation: str | None = None,
         page: int = PAGE,
     ) -> Iterator[messages.TrajectorySummary]:
-        """Stored trajectories of a run, newest first. Fetched in pages of ``page``."""
+        """Stored trajectories of a run, newest first, fetched in pages of ``page``."""
         filters = {"status": status, "environment": environment, "evaluation": evaluation}
         before = ""
         while True:
-            listing = self._run(self._flows.page(run, filters, page, before))
+            listing = self._run(self._operations.page(run, filters, page, before))
             yield from listing.trajectories
             before = listing.next
             if not before:

@@ -50,7 +50,7 @@ class IncompleteResponse(NoResponse):
     """An answer began, and is not whole."""
 
 
-class HttpResponse(NamedTuple):
+class ClientResponse(NamedTuple):
     """What a server said."""
 
     status: int
@@ -83,7 +83,7 @@ class HttpClient:
 
     async def request(
         self, method: str, path: str, body: bytes, timeout_s: float | None, headers: dict[str, str] | None = None
-    ) -> HttpResponse:
+    ) -> ClientResponse:
         """Send it, and wait for the answer, so many seconds at most; None: as long as it takes. ``headers``: of this
         request alone. Raises Unreachable, NoResponse; ValueError for a header that has no single line."""
         more = _lines(headers) if headers else b""
@@ -159,7 +159,7 @@ class _HttpConnection(asyncio.Protocol):
         self._size_bytes = 0
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
-        self._answer: asyncio.Future[HttpResponse] | None = None
+        self._answer: asyncio.Future[ClientResponse] | None = None
         self._parts: list[bytes] = []
         self._has_length = self._ends_with_connection = False
         self._used_at = 0.0
@@ -171,7 +171,7 @@ class _HttpConnection(asyncio.Protocol):
         """Whether the server has it open still, as far as is known."""
         return not self._transport.is_closing() and time.monotonic() - self._used_at < KEEP_ALIVE_S
 
-    async def ask(self, head: bytes, body: bytes, timeout_s: float | None) -> HttpResponse:
+    async def ask(self, head: bytes, body: bytes, timeout_s: float | None) -> ClientResponse:
         """Send a request, and wait for its answer. Raises NoResponse."""
         self.is_reusable = False
         self._size_bytes = 0
@@ -243,7 +243,7 @@ class _HttpConnection(asyncio.Protocol):
         # What is not sent yet of a request that was answered early would go before the next one.
         self.is_reusable = self._parser.should_keep_alive() and not self._transport.get_write_buffer_size()
         self._used_at = time.monotonic()
-        self._answer.set_result(HttpResponse(status, b"".join(self._parts)))
+        self._answer.set_result(ClientResponse(status, b"".join(self._parts)))
 
 
 def _basic(parts: SplitResult) -> dict[str, str]:

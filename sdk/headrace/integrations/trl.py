@@ -100,7 +100,7 @@ class HeadraceRollouts:
         """Begin to pull."""
         self._served_at = self._clock()
         self._room = self._client.run(self._run).spec["max_staleness"] + 1
-        self._ahead = self._client._prefetch(PullQuery(run=self._run), PREFETCH)
+        self._ahead = self._client._start_prefetcher(PullQuery(run=self._run), PREFETCH)
 
     def stop(self) -> None:
         """Stop pulling; give back what no version was made of."""
@@ -147,7 +147,7 @@ class HeadraceRollouts:
             raise queue.Empty
         asked = self._clock()
         try:
-            batch = self._ahead.take(timeout_s, self._client._flows.on_wait)
+            batch = self._ahead.take(timeout_s, self._client._operations.on_wait)
         except NothingToServe as error:
             self._waiting = error
             self._ack(len(self._finished))  # whatever it waits for, that is not what it waits for

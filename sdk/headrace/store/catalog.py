@@ -35,7 +35,7 @@ _events = msgspec.msgpack.Decoder(list[_StoredEvent])
 
 
 @dataclass
-class RunEntry:
+class CatalogRun:
     """What is known of a run."""
 
     spec: dict[str, Any] | None = None
@@ -45,7 +45,7 @@ class RunEntry:
 
 
 @dataclass
-class BatchEntry:
+class CatalogBatch:
     """Where a batch's head is, and what became of the batch."""
 
     run: str
@@ -58,8 +58,8 @@ class Catalog:
     """Where everything is: number of the file, offset, length of the payload. A trajectory takes about 200 bytes."""
 
     def __init__(self) -> None:
-        self.runs: dict[str, RunEntry] = {}
-        self.batches: dict[str, BatchEntry] = {}
+        self.runs: dict[str, CatalogRun] = {}
+        self.batches: dict[str, CatalogBatch] = {}
         #: The number of a trajectory by its id; ``places`` has three integers for each number.
         self.trajectories: dict[str, int] = {}
         self.places = array("Q")
@@ -75,7 +75,7 @@ class Catalog:
                 self._run(head.run).counts["trajectories"] += 1
         elif frame.type is FrameType.BATCH:
             manifest = read_manifest(frame.payload)
-            self.batches[manifest.batch] = BatchEntry(manifest.run, place)
+            self.batches[manifest.batch] = CatalogBatch(manifest.run, place)
             self._run(manifest.run).counts["batches"] += 1
         elif frame.type is FrameType.CONTROL:
             for event in _events.decode(frame.payload):
@@ -97,5 +97,5 @@ class Catalog:
                 entry.state = "acked" if event.type == "BatchAcked" else "dissolved"
                 entry.made = made
 
-    def _run(self, name: str) -> RunEntry:
-        return self.runs.setdefault(name, RunEntry())
+    def _run(self, name: str) -> CatalogRun:
+        return self.runs.setdefault(name, CatalogRun())

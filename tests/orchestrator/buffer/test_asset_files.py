@@ -8,8 +8,9 @@ from random import Random
 
 import pytest
 
-from headrace.assets import AssetData, make_asset, read_asset
+from headrace.assets import AssetData, make_asset
 from headrace.errors import UnknownAsset
+from headrace.store.asset_files import read_asset
 from headrace_orchestrator.buffer.assets.files import AssetFiles, shelves
 from tests.chaos.disk import Disk, cut_power, note_all
 

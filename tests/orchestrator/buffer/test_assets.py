@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 import headrace
-from headrace.assets import AssetData, asset_path, make_asset, unpack_assets
+from headrace.assets import AssetData, make_asset
 from headrace.errors import CorruptAsset, InvalidAsset, StoreError, UnknownAsset
+from headrace.store.asset_files import asset_path
 from headrace.trajectory import ContentPart, Message
 from headrace.wire import messages
+from headrace.wire.asset_bodies import unpack_assets
 from headrace_orchestrator.buffer.assets import files as asset_files
 from headrace_orchestrator.buffer.assets.files import AssetFiles
 from headrace_orchestrator.buffer.assets.store import AssetStore, check

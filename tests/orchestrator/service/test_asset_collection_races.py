@@ -15,8 +15,9 @@ import aiohttp
 import msgspec
 import pytest
 
-from headrace.assets import AssetData, make_asset, read_asset
+from headrace.assets import AssetData, make_asset
 from headrace.batch.batch import Batch
+from headrace.store.asset_files import read_asset
 from headrace.wire import codec, messages
 from headrace_orchestrator.buffer.retention_rules import RetentionRules
 from headrace_orchestrator.service.storage import retention as retaining

@@ -35,7 +35,7 @@ def shards_of(body: bytes, shards: int) -> list[Batch]:
 def bodies_of(body: bytes, shards: int) -> list[bytes]:
     head = read_head(body)
     records = [body[head.records_start + a : head.records_start + b] for a, b in spans(head.columns)]
-    cuts = [ShardedBatch(head, shards).cut(number) for number in range(shards)]
+    cuts = [ShardedBatch(head, shards).shard(number) for number in range(shards)]
     return [cut.head + b"".join(records[number] for number in cut.records) for cut in cuts]
 
 

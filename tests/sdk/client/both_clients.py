@@ -1,4 +1,4 @@
-"""Runs the same test against both clients: the async one is driven from sync code, one call at a time."""
+"""Both clients with one interface: the async client is called from synchronous code, one call at a time."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from headrace.client.async_client import AsyncClient
 from headrace.client.sync_client import Client
 
 
-class Driven:
-    """An ``AsyncClient`` behind the surface of ``Client``."""
+class BlockingAsyncClient:
+    """An ``AsyncClient`` with the interface of ``Client``."""
 
     def __init__(self, url: str, **options: Any) -> None:
         self._runner = asyncio.Runner()
         self._client = AsyncClient(url, **options)
 
-    def __enter__(self) -> Driven:
+    def __enter__(self) -> BlockingAsyncClient:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -41,7 +41,7 @@ class Driven:
                 return
 
     def pass_time_until(self, condition: Callable[[], bool]) -> None:
-        """Let the client's background task run."""
+        """Run the client's background task until the condition holds."""
 
         async def wait() -> None:
             async with asyncio.timeout(10):
@@ -51,7 +51,7 @@ class Driven:
         self._runner.run(wait())
 
 
-CLIENTS = [Client, Driven]
+CLIENTS = [Client, BlockingAsyncClient]
 
 Connect = Callable[..., Any]
-"""Makes a client of the stub; what the fixture ``connect`` gives."""
+"""Creates a client of the stub server; the type of the fixture ``connect``."""

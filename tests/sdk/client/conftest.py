@@ -12,12 +12,12 @@ from headrace.trajectory import Version
 from headrace.wire import codec
 from tests import builders
 from tests.sdk.client.both_clients import CLIENTS, Connect
-from tests.sdk.client.stub_server import Stub
+from tests.sdk.client.stub_server import StubServer
 
 
 @pytest.fixture
-def stub() -> Iterator[Stub]:
-    with Stub() as running:
+def stub() -> Iterator[StubServer]:
+    with StubServer() as running:
         yield running
 
 
@@ -39,8 +39,8 @@ def make_body(name: str, *, estimator: EstimatorSpec = EstimatorSpec()) -> bytes
 
 
 @pytest.fixture(params=CLIENTS, ids=["sync", "async"])
-def connect(request: pytest.FixtureRequest, stub: Stub) -> Connect:
-    """Makes a client of the stub; small waits, because the stub answers at once."""
+def connect(request: pytest.FixtureRequest, stub: StubServer) -> Connect:
+    """Creates a client of the stub server, with short waits because the stub responds at once."""
     kind = request.param
 
     def make(**options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Routes that the client tests speak of, and answers that the stub gives there."""
+"""Routes of the client tests, and responses of the stub server."""
 
 from __future__ import annotations
 

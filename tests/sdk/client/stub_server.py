@@ -1,4 +1,4 @@
-"""A scripted HTTP server on a real socket: says what it was told to say, and remembers what it was asked."""
+"""A scripted HTTP server on a real socket: it sends scripted responses, and records the requests."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from headrace.wire import messages
 
 
 @dataclass
-class Seen:
-    """One request as it arrived."""
+class ReceivedRequest:
+    """One request as it was received."""
 
     method: str
     path: str
@@ -36,8 +36,8 @@ class Seen:
 
 @dataclass
 class Reply:
-    """One answer. ``drop`` closes the connection instead; ``cut`` closes it in the middle of the
-    body, ``hang_up`` after it, unannounced."""
+    """One response. ``drop`` closes the connection instead; ``cut`` closes it in the middle of the body, ``hang_up``
+    after the body, without announcing it."""
 
     status: int = 200
     body: bytes = b""
@@ -48,8 +48,8 @@ class Reply:
     hang_up: bool = False
 
 
-def good(value: Any = None, *, epoch: int = 1, status: int = 200) -> Reply:
-    """A JSON answer of the orchestrator."""
+def ok(value: Any = None, *, epoch: int = 1, status: int = 200) -> Reply:
+    """A JSON response of the orchestrator."""
     body = b"" if value is None else msgspec.json.encode(value)
     return Reply(status, body, headers={messages.HEADER_EPOCH: str(epoch)})
 
@@ -61,7 +61,7 @@ def problem(error: HeadraceError, *, epoch: int = 1) -> Reply:
 
 
 def page(status: int) -> Reply:
-    """What a proxy says in place of the orchestrator."""
+    """The page of a proxy in place of the orchestrator's response."""
     html = f"<html><head><title>{status} Gateway Time-out</title></head></html>".encode()
     return Reply(status, html, "text/html; charset=utf-8", {"Server": "proxy/1.0"})
 
@@ -76,19 +76,19 @@ def batch(body: bytes, *, generation: int = 1, lease_s: float = 300.0, epoch: in
     return Reply(200, body, messages.BATCH_MEDIA_TYPE, head)
 
 
-LOST = Reply(drop=True)
-"""The request was read, and the connection closed without an answer."""
+NO_RESPONSE = Reply(drop=True)
+"""The request is read, and the connection closed without a response."""
 
-Answering = Reply | Callable[[Seen], Reply]
+ScriptedReply = Reply | Callable[[ReceivedRequest], Reply]
 
 
-class Stub:
-    """Routes by ``"METHOD /path"``: a queue of answers, of which the last one stays."""
+class StubServer:
+    """Responses by ``"METHOD /path"``: a queue of which the last one is repeated."""
 
     def __init__(self) -> None:
-        self._answers: dict[str, deque[Answering]] = defaultdict(deque)
+        self._answers: dict[str, deque[ScriptedReply]] = defaultdict(deque)
         self._lock = threading.Lock()
-        self.seen: list[Seen] = []
+        self.requests: list[ReceivedRequest] = []
         self.arrived = threading.Condition(self._lock)
         stub = self
 
@@ -98,14 +98,14 @@ class Stub:
             def do_GET(self) -> None:
                 stub._answer(self)
 
-            do_POST = do_DELETE = do_GET  # noqa: N815 - the name that http.server looks for
+            do_POST = do_DELETE = do_GET  # noqa: N815 - http.server calls these names
 
             def log_message(self, *args: object) -> None:
                 """Tests are quiet."""
 
         class Server(ThreadingHTTPServer):
             def handle_error(self, request: Any, client_address: Any) -> None:
-                """A client that hangs up while it is answered is what some tests are about."""
+                """Ignored: some tests close the connection during a response."""
 
             def shutdown_request(self, request: Any) -> None:
                 super().shutdown_request(request)
@@ -129,31 +129,33 @@ class Stub:
         self._server.server_close()
         self._thread.join()
 
-    def on(self, route: str, *answers: Answering) -> None:
+    def on(self, route: str, *answers: ScriptedReply) -> None:
         """Script a route."""
         self._answers[route].extend(answers)
 
-    def asked(self, route: str) -> list[Seen]:
-        """Requests of a route so far."""
+    def requests_to(self, route: str) -> list[ReceivedRequest]:
+        """The requests to a route so far."""
         with self._lock:
-            return [seen for seen in self.seen if f"{seen.method} {seen.path}" == route]
+            return [seen for seen in self.requests if f"{seen.method} {seen.path}" == route]
 
-    def wait_for(self, route: str, count: int, timeout_s: float = 10.0) -> list[Seen]:
-        """The requests of a route, once there are so many."""
+    def wait_for(self, route: str, count: int, timeout_s: float = 10.0) -> list[ReceivedRequest]:
+        """Wait for that many requests to a route; returns them."""
         with self.arrived:
             met = self.arrived.wait_for(
-                lambda: sum(f"{seen.method} {seen.path}" == route for seen in self.seen) >= count, timeout_s
+                lambda: sum(f"{seen.method} {seen.path}" == route for seen in self.requests) >= count, timeout_s
             )
-        assert met, f"{route} was not asked {count} times within {timeout_s} s"
-        return self.asked(route)
+        assert met, f"{route} was not called {count} times within {timeout_s} s"
+        return self.requests_to(route)
 
     def _answer(self, handler: BaseHTTPRequestHandler) -> None:
         parts = urlsplit(handler.path)
         body = handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
         query = {name: values[0] for name, values in parse_qs(parts.query).items()}
-        seen = Seen(handler.command, parts.path, query, dict(handler.headers.items()), body, handler.client_address[1])
+        seen = ReceivedRequest(
+            handler.command, parts.path, query, dict(handler.headers.items()), body, handler.client_address[1]
+        )
         with self.arrived:
-            self.seen.append(seen)
+            self.requests.append(seen)
             self.arrived.notify_all()
             queue = self._answers.get(f"{seen.method} {seen.path}")
             answering = None if not queue else queue[0] if len(queue) == 1 else queue.popleft()

@@ -1,11 +1,11 @@
-"""Assets through both clients, alone and with a batch."""
+"""Assets fetched by both clients, alone and with a batch."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from headrace.assets import decode_array, encode_array, make_asset, pack_assets
+from headrace.assets import decode_array, encode_array, make_asset
 from headrace.batch.batch import build_head
 from headrace.batch.estimator_inputs import GroupInput
 from headrace.errors import (
@@ -18,10 +18,11 @@ from headrace.errors import (
 from headrace.runspec import EstimatorSpec
 from headrace.trajectory import Version
 from headrace.wire import codec, messages
+from headrace.wire.asset_bodies import pack_assets
 from tests import builders
 from tests.sdk.client.both_clients import Connect
 from tests.sdk.client.routes import PULL
-from tests.sdk.client.stub_server import Reply, Stub, batch, good, page, problem
+from tests.sdk.client.stub_server import Reply, StubServer, batch, ok, page, problem
 
 PICTURE, EXPERTS = make_asset(b"pixels", "image/png"), encode_array(np.arange(12, dtype=np.uint8).reshape(3, 4))
 ASSETS = "POST /v1/assets"
@@ -40,7 +41,7 @@ def body_with_assets() -> bytes:
     return head + record
 
 
-def test_an_asset_comes_by_its_name_and_is_checked(stub: Stub, connect: Connect) -> None:
+def test_an_asset_is_fetched_by_name_and_checked(stub: StubServer, connect: Connect) -> None:
     epoch = {messages.HEADER_EPOCH: "1"}
     one = f"GET /v1/assets/{PICTURE.name}"
     stub.on(
@@ -53,19 +54,19 @@ def test_an_asset_comes_by_its_name_and_is_checked(stub: Stub, connect: Connect)
     with connect() as client:
         assert bytes(client.asset(PICTURE.name)) == PICTURE.data
         with pytest.raises(CorruptAsset, match=PICTURE.name):
-            client.asset(PICTURE.name)  # the stub answers with other bytes
+            client.asset(PICTURE.name)  # the stub sends other bytes
         with pytest.raises(UnknownAsset, match="Not here"):
             client.asset(PICTURE.name)
         with pytest.raises(ServiceError, match="is not an asset"):
             client.asset(PICTURE.name)
 
 
-def test_assets_come_with_a_batch_in_as_many_answers_as_they_take(stub: Stub, connect: Connect) -> None:
+def test_the_assets_of_a_batch_are_fetched_in_several_responses_if_needed(stub: StubServer, connect: Connect) -> None:
     stub.on(PULL, batch(body_with_assets()))
     stub.on(ASSETS, assets_reply([PICTURE.data]), assets_reply([EXPERTS.data]))
     with connect() as client:
         pulled = client.pull("guess", fields=["assets"])
-    assert [asked.json["names"] for asked in stub.asked(ASSETS)] == [[PICTURE.name, EXPERTS.name], [EXPERTS.name]]
+    assert [asked.json["names"] for asked in stub.requests_to(ASSETS)] == [[PICTURE.name, EXPERTS.name], [EXPERTS.name]]
     assert bytes(pulled.asset(PICTURE.name)) == PICTURE.data
     experts = decode_array(pulled.asset(EXPERTS.name))
     assert experts.tolist() == np.arange(12).reshape(3, 4).tolist()
@@ -73,7 +74,7 @@ def test_assets_come_with_a_batch_in_as_many_answers_as_they_take(stub: Stub, co
     assert pulled.recut(np.array([True])).asset(PICTURE.name) == pulled.asset(PICTURE.name)
 
 
-def test_a_damaged_asset_costs_itself_only(stub: Stub, connect: Connect) -> None:
+def test_a_damaged_asset_does_not_affect_the_others(stub: StubServer, connect: Connect) -> None:
     stub.on(PULL, batch(body_with_assets()))
     stub.on(ASSETS, assets_reply([CorruptAsset("Damaged.", asset=PICTURE.name), EXPERTS.data]))
     with connect() as client:
@@ -83,11 +84,11 @@ def test_a_damaged_asset_costs_itself_only(stub: Stub, connect: Connect) -> None
     assert bytes(pulled.asset(EXPERTS.name)) == EXPERTS.data
 
 
-def test_an_asset_that_was_not_pulled_says_how_it_is(stub: Stub, connect: Connect) -> None:
+def test_the_error_for_an_asset_that_was_not_pulled_says_how_to_pull_it(stub: StubServer, connect: Connect) -> None:
     stub.on(PULL, batch(body_with_assets()))
     with connect() as client:
         pulled = client.pull("guess")
-        with pytest.raises(InvalidRequest, match="A pull brings no"):
+        with pytest.raises(InvalidRequest, match="A pull has no fields"):
             client.pull("guess", fields=["images"])
     assert pulled.asset_names() == [PICTURE.name, EXPERTS.name]
     with pytest.raises(InvalidRequest, match="fields=") as refused:
@@ -95,9 +96,9 @@ def test_an_asset_that_was_not_pulled_says_how_it_is(stub: Stub, connect: Connec
     assert "client.asset" in str(refused.value)
 
 
-def test_bytes_that_are_no_assets_are_an_error_of_the_service(stub: Stub, connect: Connect) -> None:
+def test_a_body_that_does_not_hold_assets_is_an_error(stub: StubServer, connect: Connect) -> None:
     stub.on(PULL, batch(body_with_assets()))
-    stub.on(ASSETS, good([]), Reply(200, b"\xff\xff", messages.ASSETS_MEDIA_TYPE), assets_reply([]))
+    stub.on(ASSETS, ok([]), Reply(200, b"\xff\xff", messages.ASSETS_MEDIA_TYPE), assets_reply([]))
     with connect() as client:
         for error in (ServiceError, InvalidRequest, ServiceError):
             with pytest.raises(error):

@@ -1,4 +1,4 @@
-"""Memory for answers, used again once nobody looks at it."""
+"""Memory for responses, reused once no view of it is alive."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_buffer_of_which_any_view_is_alive_is_never_written_to_again(look: str
     assert bytes(kept[:2]) in (b"ab", b"bc")
 
 
-def test_it_is_used_again_once_nobody_looks() -> None:
+def test_a_buffer_is_reused_once_no_view_is_alive() -> None:
     buffers = BufferPool()
     first = address(buffers.take(LARGE))
     held = buffers.take(LARGE - 1000)
@@ -47,7 +47,7 @@ def test_it_is_used_again_once_nobody_looks() -> None:
     assert address(buffers.take(LARGE + SMALL_BYTES // 8)) == first, "a batch that is somewhat larger fits too"
 
 
-def test_no_more_are_kept_than_are_useful() -> None:
+def test_the_number_of_kept_buffers_is_bounded() -> None:
     buffers = BufferPool()
     held = [buffers.take(LARGE) for _ in range(KEPT + 3)]
     assert len({address(view) for view in held}) == KEPT + 3

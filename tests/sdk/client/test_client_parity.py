@@ -1,4 +1,4 @@
-"""The two clients have one surface."""
+"""Both clients have the same methods."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_method_has_the_signature_and_the_docstring_of_its_operation(kind: typ
         assert name.startswith("_") or method.__doc__, name
 
 
-def test_without_aiohttp_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_aiohttp_the_error_names_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
     def without(name: str, *args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""When held leases want to be renewed, on a clock that the test sets."""
+"""Renewal times of held leases, with an injected clock."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def test_a_lease_is_renewed_at_a_third_of_its_term(leases: BatchLeases, clock: C
     assert leases.due() == []
     clock.now = 100.0
     assert leases.due() == ["guess"]
-    leases.renewed("guess")
+    leases.mark_renewed("guess")
     assert (leases.due(), leases.next_due_s()) == ([], 100.0)
 
 
-def test_a_step_of_twenty_minutes_is_renewed_all_along(leases: BatchLeases, clock: Clock) -> None:
+def test_a_batch_is_renewed_throughout_a_step_of_twenty_minutes(leases: BatchLeases, clock: Clock) -> None:
     leases.hold("guess", "b1", 300.0)
     renewals = 0
     while clock.now < 1200.0:
         clock.now += leases.next_due_s() or 0.0
         for run in leases.due():
-            leases.renewed(run)
+            leases.mark_renewed(run)
             renewals += 1
     assert renewals == 12
 
@@ -61,14 +61,14 @@ def test_the_shortest_term_of_all_runs_is_due_first(leases: BatchLeases, clock: 
     assert leases.due() == ["other"]
 
 
-def test_what_the_learner_said_last_is_repeated(leases: BatchLeases) -> None:
+def test_a_renewal_reports_the_last_activity(leases: BatchLeases) -> None:
     leases.hold("guess", "b1", 300.0)
-    leases.say("guess", "evaluating")
-    leases.say("guess", "checkpointing")
-    assert leases.doing("guess") == "checkpointing"
+    leases.set_activity("guess", "evaluating")
+    leases.set_activity("guess", "checkpointing")
+    assert leases.activity("guess") == "checkpointing"
 
 
-def test_a_learner_that_holds_a_batch_is_training_unless_it_says_more(leases: BatchLeases) -> None:
-    assert leases.doing("guess") == "training"
-    leases.say("guess", "waiting")
-    assert leases.doing("guess") == "training"
+def test_a_learner_that_holds_a_batch_is_training_by_default(leases: BatchLeases) -> None:
+    assert leases.activity("guess") == "training"
+    leases.set_activity("guess", "waiting")
+    assert leases.activity("guess") == "training"

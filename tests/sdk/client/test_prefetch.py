@@ -1,4 +1,4 @@
-"""Pulling ahead of the training loop, with both clients."""
+"""Prefetching, with both clients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headrace.errors import InvalidRequest, NothingToServe, UnknownRun
 from headrace.wire import messages
 from tests.sdk.client.conftest import make_body
 from tests.sdk.client.routes import run_status
-from tests.sdk.client.stub_server import Reply, Seen, Stub, batch, good, problem
+from tests.sdk.client.stub_server import ReceivedRequest, Reply, StubServer, batch, ok, problem
 
 PULL = "POST /v1/runs/guess/pull"
 FINISHED = messages.EmptyReply(
@@ -25,26 +25,24 @@ WAITING = messages.EmptyReply(epoch=1, reasons=[messages.Reason(code="collecting
 
 
 async def has_arrived(client: Client | AsyncClient, name: str) -> None:
-    """Returns when the batch was read ahead."""
+    """Wait until the batch was prefetched."""
     async with asyncio.timeout(10):
-        while ("guess", name) not in client._flows.leases._held:
+        while ("guess", name) not in client._operations.leases._held:
             await asyncio.sleep(0.001)
 
 
 @pytest.fixture
-def served(stub: Stub) -> Stub:
-    """A run that allows one batch more, and takes acks and nacks."""
-    stub.on("GET /v1/runs/guess", good(run_status(spec={"max_staleness": 1})))
+def served(stub: StubServer) -> StubServer:
+    """A run that allows one prefetched batch, and accepts acks and nacks."""
+    stub.on("GET /v1/runs/guess", ok(run_status(spec={"max_staleness": 1})))
     for number in range(1, 5):
-        stub.on(
-            f"POST /v1/runs/guess/batches/b{number}/ack", good(messages.AckReply(epoch=1, batch="b", version="0.1"))
-        )
-        stub.on(f"POST /v1/runs/guess/batches/b{number}/nack", good({}))
+        stub.on(f"POST /v1/runs/guess/batches/b{number}/ack", ok(messages.AckReply(epoch=1, batch="b", version="0.1")))
+        stub.on(f"POST /v1/runs/guess/batches/b{number}/nack", ok({}))
     return stub
 
 
-def nacked(stub: Stub) -> list[str]:
-    return [seen.path.split("/")[-2] for seen in stub.seen if seen.path.endswith("/nack")]
+def nacked(stub: StubServer) -> list[str]:
+    return [seen.path.split("/")[-2] for seen in stub.requests if seen.path.endswith("/nack")]
 
 
 @contextlib.contextmanager
@@ -53,21 +51,21 @@ def threads_end() -> Iterator[None]:
     assert not [thread for thread in threading.enumerate() if thread.name == "headrace-prefetch"]
 
 
-def test_the_next_batch_is_fetched_while_the_learner_trains_on_this_one(served: Stub) -> None:
-    served.on(PULL, *(batch(make_body(f"b{k}")) for k in (1, 2, 3)), good(FINISHED))
+def test_the_next_batch_is_fetched_while_the_learner_trains_on_this_one(served: StubServer) -> None:
+    served.on(PULL, *(batch(make_body(f"b{k}")) for k in (1, 2, 3)), ok(FINISHED))
     trained = []
     with threads_end(), Client(served.url, keepalive=False) as client:
         for number, found in enumerate(client.batches("guess", prefetch=1), 1):
-            served.wait_for(PULL, number + 1)  # asked for before this one is acked
-            assert len(served.asked(PULL)) == number + 1, "and no more than that"
+            served.wait_for(PULL, number + 1)  # requested before this one is acked
+            assert len(served.requests_to(PULL)) == number + 1, "no more than one is prefetched"
             client.ack(found, number)
             trained.append(found.id)
     assert trained == ["b1", "b2", "b3"]
     assert nacked(served) == []
 
 
-def test_what_was_fetched_and_not_used_is_given_back_when_the_loop_ends(served: Stub) -> None:
-    served.on(PULL, batch(make_body("b1")), batch(make_body("b2"), generation=7), good(WAITING))
+def test_unused_batches_are_given_back_when_the_loop_ends(served: StubServer) -> None:
+    served.on(PULL, batch(make_body("b1")), batch(make_body("b2"), generation=7), ok(WAITING))
     with threads_end(), Client(served.url, keepalive=False) as client:
         for found in client.batches("guess", prefetch=1):
             client.ack(found)
@@ -77,12 +75,12 @@ def test_what_was_fetched_and_not_used_is_given_back_when_the_loop_ends(served: 
         assert (back.json["generation"], back.json["reason"]) == (7, "prefetched and not used")
 
 
-def test_closing_the_client_ends_a_pull_that_waits(served: Stub) -> None:
+def test_closing_the_client_ends_a_waiting_pull(served: StubServer) -> None:
     let_go = threading.Event()
 
-    def wait(seen: Seen) -> Reply:
+    def wait(seen: ReceivedRequest) -> Reply:
         let_go.wait(10)
-        return good(WAITING)
+        return ok(WAITING)
 
     served.on(PULL, batch(make_body("b1")), wait)
     with threads_end():
@@ -96,7 +94,7 @@ def test_closing_the_client_ends_a_pull_that_waits(served: Stub) -> None:
     let_go.set()
 
 
-def test_what_a_pull_raised_is_raised_in_the_loop_after_what_came_before_it(served: Stub) -> None:
+def test_an_error_of_a_pull_is_raised_after_the_batches_before_it(served: StubServer) -> None:
     served.on(PULL, batch(make_body("b1")), problem(UnknownRun("It is gone.")))
     with threads_end(), Client(served.url, keepalive=False) as client:
         loop = client.batches("guess", prefetch=1)
@@ -105,7 +103,7 @@ def test_what_a_pull_raised_is_raised_in_the_loop_after_what_came_before_it(serv
             next(loop)
 
 
-def test_a_run_whose_staleness_does_not_allow_it_refuses_at_once(served: Stub) -> None:
+def test_prefetching_beyond_the_runs_staleness_is_refused_at_once(served: StubServer) -> None:
     with Client(served.url, keepalive=False) as client:
         with pytest.raises(
             InvalidRequest, match=r"prefetch=2 holds 3 batches, which needs max_staleness 2 or more; .* 1"
@@ -113,11 +111,11 @@ def test_a_run_whose_staleness_does_not_allow_it_refuses_at_once(served: Stub) -
             next(client.batches("guess", prefetch=2))
         with pytest.raises(InvalidRequest, match="prefetch=-1"):
             next(client.batches("guess", prefetch=-1))
-    assert served.asked(PULL) == []
+    assert served.requests_to(PULL) == []
 
 
-def test_patience_counts_while_the_loop_waits_and_says_what_it_waited_on(served: Stub) -> None:
-    served.on(PULL, good(WAITING))
+def test_the_timeout_counts_while_the_loop_waits_and_its_error_has_the_reasons(served: StubServer) -> None:
+    served.on(PULL, ok(WAITING))
     told: list[str] = []
     with threads_end(), Client(served.url, keepalive=False) as client:
         loop = client.batches(
@@ -129,8 +127,8 @@ def test_patience_counts_while_the_loop_waits_and_says_what_it_waited_on(served:
     assert set(told) == {"collecting"}
 
 
-async def test_the_async_client_fetches_ahead_and_gives_back(served: Stub) -> None:
-    served.on(PULL, *(batch(make_body(f"b{k}")) for k in (1, 2, 3)), good(WAITING))
+async def test_the_async_client_prefetches_and_gives_back_unused_batches(served: StubServer) -> None:
+    served.on(PULL, *(batch(make_body(f"b{k}")) for k in (1, 2, 3)), ok(WAITING))
     trained = []
     async with AsyncClient(served.url, keepalive=False) as client:
         async with contextlib.aclosing(client.batches("guess", prefetch=1)) as loop:
@@ -146,16 +144,16 @@ async def test_the_async_client_fetches_ahead_and_gives_back(served: Stub) -> No
     assert nacked(served) == ["b3"]
 
 
-async def test_the_end_of_the_run_and_errors_come_through_in_the_async_client(served: Stub) -> None:
-    served.on(PULL, batch(make_body("b1")), good(FINISHED), problem(UnknownRun("It is gone.")))
+async def test_the_async_client_raises_errors_and_ends_with_the_run(served: StubServer) -> None:
+    served.on(PULL, batch(make_body("b1")), ok(FINISHED), problem(UnknownRun("It is gone.")))
     async with AsyncClient(served.url, keepalive=False) as client:
         assert [found.id async for found in client.batches("guess", prefetch=1)] == ["b1"]
         with pytest.raises(UnknownRun, match="It is gone"):
             await anext(aiter(client.batches("guess", prefetch=1)))
 
 
-async def test_the_async_loop_tells_what_it_waits_on(served: Stub) -> None:
-    served.on(PULL, good(WAITING))
+async def test_the_async_client_reports_the_reasons_of_a_wait(served: StubServer) -> None:
+    served.on(PULL, ok(WAITING))
     told: list[str] = []
     async with AsyncClient(served.url, keepalive=False) as client:
         loop = client.batches("guess", prefetch=1, timeout_s=0.6, on_wait=lambda run, said: told.append(said[0].code))

@@ -21,26 +21,28 @@ from headrace.trajectory import Version
 from headrace.wire import messages
 from tests.sdk.client.both_clients import Connect
 from tests.sdk.client.routes import ACK, COLLECTING, EMPTY, FINISHED, PULL, run_status
-from tests.sdk.client.stub_server import LOST, Reply, Stub, batch, good, problem
+from tests.sdk.client.stub_server import NO_RESPONSE, Reply, StubServer, batch, ok, problem
 
 # Pulling
 
 
-def test_waiting_goes_on_over_empty_polls_and_tells_why(stub: Stub, connect: Connect, body: bytes) -> None:
+def test_a_pull_continues_after_empty_polls_and_reports_the_reasons(
+    stub: StubServer, connect: Connect, body: bytes
+) -> None:
     told: list[tuple[str, list[messages.Reason]]] = []
-    stub.on(PULL, good(EMPTY), good(EMPTY), batch(body))
+    stub.on(PULL, ok(EMPTY), ok(EMPTY), batch(body))
     with connect(poll_s=0.01, on_wait=lambda run, reasons: told.append((run, reasons))) as client:
         client.pull("guess")
     assert told == [("guess", [COLLECTING])] * 2
 
 
-def test_who_waits_in_silence_sees_the_reasons_where_logging_was_never_set_up(
-    stub: Stub, connect: Connect, body: bytes, caplog: pytest.LogCaptureFixture
+def test_the_reasons_are_logged_as_a_warning_without_a_callback(
+    stub: StubServer, connect: Connect, body: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     waiting = messages.EmptyReply(
         epoch=1, reasons=[messages.Reason(code="no-workers", message="no workers in pool 'gpu'")]
     )
-    stub.on(PULL, good(waiting), batch(body))
+    stub.on(PULL, ok(waiting), batch(body))
     with connect(poll_s=0.01) as client:
         client.pull("guess")
     (record,) = [record for record in caplog.records if record.name == "headrace.client.sync_client"]
@@ -48,29 +50,29 @@ def test_who_waits_in_silence_sees_the_reasons_where_logging_was_never_set_up(
     assert record.getMessage() == "Run 'guess' has no batch yet. no workers in pool 'gpu'."
 
 
-def test_patience_that_ends_first_says_what_it_waited_on(stub: Stub, connect: Connect) -> None:
-    stub.on(PULL, good(EMPTY))
+def test_a_timeout_raises_nothing_to_serve_with_the_reasons(stub: StubServer, connect: Connect) -> None:
+    stub.on(PULL, ok(EMPTY))
     with connect() as client, pytest.raises(NothingToServe, match="3 of 8 groups are complete") as caught:
         client.pull("guess", timeout_s=0)
     assert caught.value.extra["reasons"] == [{"code": "collecting", "message": COLLECTING.message}]
 
 
-def test_batches_end_when_the_run_is_finished(stub: Stub, connect: Connect, body: bytes) -> None:
-    stub.on(PULL, batch(body), good(FINISHED))
+def test_batches_end_when_the_run_is_finished(stub: StubServer, connect: Connect, body: bytes) -> None:
+    stub.on(PULL, batch(body), ok(FINISHED))
     with connect() as client:
         assert [pulled.id for pulled in client.batches("guess")] == ["batch-1"]
         with pytest.raises(RunFinished, match="Closed"):
             client.pull("guess")
 
 
-def test_submitted_groups_are_awaited_by_id(stub: Stub, connect: Connect, body: bytes) -> None:
+def test_submitted_groups_are_awaited_by_id(stub: StubServer, connect: Connect, body: bytes) -> None:
     stub.on(PULL, batch(body))
     with connect() as client:
         client.pull("guess", groups=["g1", "g2"])
-    assert stub.asked(PULL)[0].json["groups"] == ["g1", "g2"]
+    assert stub.requests_to(PULL)[0].json["groups"] == ["g1", "g2"]
 
 
-def test_a_batch_that_its_lease_did_not_come_with_is_refused(stub: Stub, connect: Connect, body: bytes) -> None:
+def test_a_batch_without_a_lease_in_its_headers_is_refused(stub: StubServer, connect: Connect, body: bytes) -> None:
     stub.on(PULL, Reply(200, body, messages.BATCH_MEDIA_TYPE))
     with connect() as client, pytest.raises(ServiceError, match="lease in headers"):
         client.pull("guess")
@@ -83,13 +85,13 @@ def test_a_batch_that_its_lease_did_not_come_with_is_refused(stub: Stub, connect
     ("version", "text"), [(None, None), (4, "0.4"), ("1.4", "1.4"), (Version(2, 4), "2.4")], ids=str
 )
 def test_an_ack_carries_the_generation_and_the_version_that_the_step_made(
-    stub: Stub, connect: Connect, body: bytes, version: Any, text: str | None
+    stub: StubServer, connect: Connect, body: bytes, version: Any, text: str | None
 ) -> None:
     stub.on(PULL, batch(body, generation=3))
-    stub.on(ACK, good(messages.AckReply(epoch=1, batch="batch-1", version=text or "0.3")))
+    stub.on(ACK, ok(messages.AckReply(epoch=1, batch="batch-1", version=text or "0.3")))
     with connect() as client:
         client.ack(client.pull("guess"), version)
-    asked = stub.asked(ACK)[0].json
+    asked = stub.requests_to(ACK)[0].json
     assert (asked["generation"], asked.get("version")) == (3, text)
 
 
@@ -103,67 +105,65 @@ def test_an_ack_carries_the_generation_and_the_version_that_the_step_made(
     ],
     ids=str,
 )
-def test_a_version_says_where_its_weights_are_by_a_path_that_servers_can_read(
-    stub: Stub, connect: Connect, body: bytes, given: Any, sent: dict[str, str]
+def test_the_path_of_weights_is_sent_as_an_absolute_path(
+    stub: StubServer, connect: Connect, body: bytes, given: Any, sent: dict[str, str]
 ) -> None:
     stub.on(PULL, batch(body))
-    stub.on(ACK, good(messages.AckReply(epoch=1, batch="batch-1", version="0.4")))
-    stub.on("POST /v1/runs/guess/version", good(messages.VersionReply(epoch=1, version="0.5")))
+    stub.on(ACK, ok(messages.AckReply(epoch=1, batch="batch-1", version="0.4")))
+    stub.on("POST /v1/runs/guess/version", ok(messages.VersionReply(epoch=1, version="0.5")))
     with connect() as client:
         client.ack(client.pull("guess"), "0.4", weights=given)
         client.announce("guess", "0.5", weights=given)
-    assert stub.asked(ACK)[0].json["weights"] == sent
-    assert stub.asked("POST /v1/runs/guess/version")[0].json == {"version": "0.5", "weights": sent}
+    assert stub.requests_to(ACK)[0].json["weights"] == sent
+    assert stub.requests_to("POST /v1/runs/guess/version")[0].json == {"version": "0.5", "weights": sent}
 
 
-def test_an_ack_whose_answer_got_lost_is_repeated_and_answered_as_before(
-    stub: Stub, connect: Connect, body: bytes
-) -> None:
+def test_an_ack_without_a_response_is_repeated(stub: StubServer, connect: Connect, body: bytes) -> None:
     stub.on(PULL, batch(body))
-    stub.on(ACK, LOST, good(messages.AckReply(epoch=1, batch="batch-1", version="0.4")))
+    stub.on(ACK, NO_RESPONSE, ok(messages.AckReply(epoch=1, batch="batch-1", version="0.4")))
     with connect() as client:
         assert client.ack(client.pull("guess"), 4).version == "0.4"
 
 
-def test_the_ack_of_another_learner_is_never_taken_for_ones_own(stub: Stub, connect: Connect, body: bytes) -> None:
+def test_an_ack_by_another_learner_raises_batch_already_acked(stub: StubServer, connect: Connect, body: bytes) -> None:
     stub.on(PULL, batch(body))
-    stub.on(ACK, LOST, problem(BatchAlreadyAcked("Another learner acked it.")))
+    stub.on(ACK, NO_RESPONSE, problem(BatchAlreadyAcked("Another learner acked it.")))
     with connect() as client, pytest.raises(BatchAlreadyAcked):
         client.ack(client.pull("guess"), 4)
 
 
-def test_an_ack_of_a_batch_that_was_acked_before_is_an_error(stub: Stub, connect: Connect, body: bytes) -> None:
+def test_an_ack_of_a_batch_that_was_acked_before_is_an_error(stub: StubServer, connect: Connect, body: bytes) -> None:
     stub.on(PULL, batch(body))
     stub.on(ACK, problem(BatchAlreadyAcked("It was acked.")))
     with connect() as client, pytest.raises(BatchAlreadyAcked):
         client.ack(client.pull("guess"), 4)
 
 
-def test_giving_back_twice_by_a_lost_answer_is_giving_back_once(stub: Stub, connect: Connect, body: bytes) -> None:
+def test_a_repeated_nack_after_a_lost_response_succeeds(stub: StubServer, connect: Connect, body: bytes) -> None:
     nack = "POST /v1/runs/guess/batches/batch-1/nack"
     stub.on(PULL, batch(body))
-    stub.on(nack, LOST, problem(BatchSuperseded("Not leased.")))
+    stub.on(nack, NO_RESPONSE, problem(BatchSuperseded("Not leased.")))
     with connect() as client:
         client.nack(client.pull("guess"), "NaN loss")
-    assert stub.asked(nack)[1].json["reason"] == "NaN loss"
+    assert stub.requests_to(nack)[1].json["reason"] == "NaN loss"
 
 
-def test_an_announced_number_counts_in_the_lineage_now(stub: Stub, connect: Connect) -> None:
-    stub.on("GET /v1/runs/guess", good(run_status(version="2.3")))
-    stub.on("POST /v1/runs/guess/version", LOST, problem(VersionConflict("2.4 was announced.")))
+def test_an_announced_number_counts_in_the_current_lineage(stub: StubServer, connect: Connect) -> None:
+    stub.on("GET /v1/runs/guess", ok(run_status(version="2.3")))
+    stub.on("POST /v1/runs/guess/version", NO_RESPONSE, problem(VersionConflict("2.4 was announced.")))
     with connect() as client, pytest.raises(VersionConflict):
         client.announce("guess", 4)
-    stub.on("GET /v1/runs/guess", good(run_status(version="2.4")))
-    assert stub.asked("POST /v1/runs/guess/version")[0].json == {"version": "2.4"}
+    stub.on("GET /v1/runs/guess", ok(run_status(version="2.4")))
+    assert stub.requests_to("POST /v1/runs/guess/version")[0].json == {"version": "2.4"}
 
 
-def test_an_announcement_whose_answer_got_lost_counts_once(stub: Stub, connect: Connect) -> None:
-    stub.on("GET /v1/runs/guess", good(run_status(version="0.4")))
-    stub.on("POST /v1/runs/guess/version", LOST, problem(VersionConflict("0.4 was announced.")))
+def test_a_repeated_announcement_after_a_lost_response_succeeds(stub: StubServer, connect: Connect) -> None:
+    stub.on("GET /v1/runs/guess", ok(run_status(version="0.4")))
+    stub.on("POST /v1/runs/guess/version", NO_RESPONSE, problem(VersionConflict("0.4 was announced.")))
     with connect() as client:
         assert client.announce("guess", "0.4").version == "0.4"
 
 
 def test_a_rewind_to_a_bare_number_is_refused(connect: Connect) -> None:
-    with connect() as client, pytest.raises(InvalidRequest, match="of which lineage"):
+    with connect() as client, pytest.raises(InvalidRequest, match="does not name a lineage"):
         client.rewind("guess", 3)

@@ -1,4 +1,4 @@
-"""Requests, retries and proxies between: both clients against a scripted server on a real socket."""
+"""Requests, retries and proxies: both clients against a scripted server on a real socket."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from headrace.trajectory import Version
 from headrace.wire import messages
 from tests.sdk.client.both_clients import CLIENTS, Connect
 from tests.sdk.client.routes import PULL, SPEC, run_status
-from tests.sdk.client.stub_server import LOST, Reply, Stub, batch, good, page, problem
+from tests.sdk.client.stub_server import NO_RESPONSE, Reply, StubServer, batch, ok, page, problem
 
-# Requests and answers
+# Requests and responses
 
 
-def test_a_pull_gives_a_batch_whose_arrays_are_views_of_one_aligned_buffer(
-    stub: Stub, connect: Connect, body: bytes
+def test_a_pull_returns_a_batch_whose_arrays_are_views_of_one_aligned_buffer(
+    stub: StubServer, connect: Connect, body: bytes
 ) -> None:
     stub.on(PULL, batch(body, generation=2, lease_s=120.0))
     with connect(learner="trainer") as client:
@@ -39,92 +39,92 @@ def test_a_pull_gives_a_batch_whose_arrays_are_views_of_one_aligned_buffer(
     tokens = pulled.rows[0].token_ids
     assert np.shares_memory(tokens, np.frombuffer(pulled.records, np.uint8))
     assert np.frombuffer(pulled.records, np.uint8).ctypes.data % 64 == 0
-    (asked,) = stub.asked(PULL)
+    (asked,) = stub.requests_to(PULL)
     assert asked.json["learner"] == "trainer"
     assert asked.json["wait_s"] == 20.0
 
 
-def test_a_pull_may_ask_for_environments_and_tags(stub: Stub, connect: Connect, body: bytes) -> None:
+def test_a_pull_may_ask_for_environments_and_tags(stub: StubServer, connect: Connect, body: bytes) -> None:
     stub.on(PULL, batch(body), batch(body))
     with connect() as client:
         client.pull("guess", environments=["game:A", "game:B"], tags=["hard"])
         next(iter(client.batches("guess", tags={"easy"})))
-    first, second = stub.asked(PULL)
+    first, second = stub.requests_to(PULL)
     assert (first.json["environments"], first.json["tags"]) == (["game:A", "game:B"], ["hard"])
     assert ("environments" in second.json, second.json["tags"]) == (False, ["easy"])
 
 
-def test_priorities_are_set_by_group(stub: Stub, connect: Connect) -> None:
+def test_priorities_are_set_by_group(stub: StubServer, connect: Connect) -> None:
     reply = messages.PrioritiesReply(epoch=1, set=1, over=["g2"])
-    stub.on("POST /v1/runs/guess/priorities", good(reply))
+    stub.on("POST /v1/runs/guess/priorities", ok(reply))
     with connect() as client:
         assert client.set_priorities("guess", {"g1": 2, "g2": np.float64(0.5)}) == reply
-    (asked,) = stub.asked("POST /v1/runs/guess/priorities")
+    (asked,) = stub.requests_to("POST /v1/runs/guess/priorities")
     assert asked.json == {"priorities": {"g1": 2.0, "g2": 0.5}}
 
 
-def test_a_token_travels_as_a_bearer_and_nothing_asks_for_compression(stub: Stub, connect: Connect) -> None:
-    stub.on("GET /v1/runs", good([]))
+def test_a_token_is_sent_as_a_bearer_token_and_compression_is_refused(stub: StubServer, connect: Connect) -> None:
+    stub.on("GET /v1/runs", ok([]))
     with connect(token="sesame") as client:
         assert client.runs() == []
-    (asked,) = stub.asked("GET /v1/runs")
+    (asked,) = stub.requests_to("GET /v1/runs")
     assert asked.headers["Authorization"] == "Bearer sesame"
     assert asked.headers["Accept-Encoding"] == "identity"
 
 
-def test_the_line_end_of_a_secret_is_no_part_of_the_token(
-    stub: Stub, connect: Connect, monkeypatch: pytest.MonkeyPatch
+def test_a_line_end_after_the_token_is_removed(
+    stub: StubServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stub.on("GET /v1/runs", good([]))
+    stub.on("GET /v1/runs", ok([]))
     monkeypatch.setenv("HEADRACE_TOKEN", "sesame\n")
     with connect() as client:
         client.runs()
-    assert stub.asked("GET /v1/runs")[0].headers["Authorization"] == "Bearer sesame"
+    assert stub.requests_to("GET /v1/runs")[0].headers["Authorization"] == "Bearer sesame"
     with pytest.raises(SetupError, match="line end"), connect(token="ses\name"):
         pass
 
 
 def test_address_and_token_come_from_the_environment_unless_they_are_given(
-    stub: Stub, monkeypatch: pytest.MonkeyPatch
+    stub: StubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HEADRACE_URL", stub.url)
     monkeypatch.setenv("HEADRACE_TOKEN", "sesame")
-    stub.on("GET /v1/runs", good([]))
+    stub.on("GET /v1/runs", ok([]))
     with Client() as client:
         client.runs()
-    assert stub.asked("GET /v1/runs")[0].headers["Authorization"] == "Bearer sesame"
+    assert stub.requests_to("GET /v1/runs")[0].headers["Authorization"] == "Bearer sesame"
 
 
 def test_proxy_settings_of_the_environment_are_ignored(
-    stub: Stub, connect: Connect, monkeypatch: pytest.MonkeyPatch
+    stub: StubServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
-    stub.on("GET /v1/runs", good([run_status()]))
+    stub.on("GET /v1/runs", ok([run_status()]))
     with connect() as client:
         assert client.runs()[0].name == "guess"
 
 
-def test_a_connection_is_kept_between_calls(stub: Stub, connect: Connect) -> None:
-    stub.on("GET /v1/runs", good([]))
+def test_a_connection_is_kept_between_calls(stub: StubServer, connect: Connect) -> None:
+    stub.on("GET /v1/runs", ok([]))
     with connect() as client:
         client.runs()
         client.runs()
-    first, second = stub.asked("GET /v1/runs")
+    first, second = stub.requests_to("GET /v1/runs")
     assert first.connection == second.connection
 
 
-def test_a_connection_that_the_server_has_closed_is_not_used_again(stub: Stub, connect: Connect) -> None:
+def test_a_connection_that_the_server_has_closed_is_not_reused(stub: StubServer, connect: Connect) -> None:
     reply = messages.VersionReply(epoch=1, version="1.2")
-    stub.on("GET /v1/runs", replace(good([]), hang_up=True))
-    stub.on("POST /v1/runs/guess/rewind", good(reply))
+    stub.on("GET /v1/runs", replace(ok([]), hang_up=True))
+    stub.on("POST /v1/runs/guess/rewind", ok(reply))
     with connect() as client:
         client.runs()
         assert stub.hung_up.wait(10)
         assert client.rewind("guess", "0.2") == reply
 
 
-def test_a_request_is_sent_in_one_piece(body: bytes) -> None:
+def test_a_request_is_sent_in_one_write(body: bytes) -> None:
     pieces = []
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
 
@@ -142,26 +142,26 @@ def test_a_request_is_sent_in_one_piece(body: bytes) -> None:
     assert b"a reason" in pieces[0]
 
 
-def test_several_threads_may_share_a_client(stub: Stub) -> None:
-    stub.on("GET /v1/runs", good([run_status()]))
+def test_several_threads_may_share_a_client(stub: StubServer) -> None:
+    stub.on("GET /v1/runs", ok([run_status()]))
     with Client(stub.url) as client, ThreadPoolExecutor(8) as threads:
         found = list(threads.map(lambda _: client.runs()[0].name, range(40)))
     assert found == ["guess"] * 40
 
 
-def test_names_are_quoted_in_paths(stub: Stub, connect: Connect) -> None:
-    stub.on("POST /v1/workers/a%2Fb%20c/drain", good({"epoch": 1}))
+def test_names_are_quoted_in_paths(stub: StubServer, connect: Connect) -> None:
+    stub.on("POST /v1/workers/a%2Fb%20c/drain", ok({"epoch": 1}))
     with connect() as client:
         client.drain_worker("a/b c")
 
 
 @pytest.mark.parametrize("url", ["", "127.0.0.1:8470", "ftp://host", "http://", "http://host:port", "http://[::1"])
-def test_what_is_no_address_is_refused_with_an_example(url: str) -> None:
+def test_an_invalid_address_is_refused_with_an_example(url: str) -> None:
     with pytest.raises(InvalidRequest, match=r"http://127\.0\.0\.1:8470"):
         Client(url or "nowhere")
 
 
-def test_errors_of_the_service_come_back_as_their_own_class(stub: Stub, connect: Connect) -> None:
+def test_an_error_of_the_service_is_raised_as_its_own_class(stub: StubServer, connect: Connect) -> None:
     stub.on("GET /v1/runs/gues", problem(UnknownRun("No run 'gues'.", hint="Known: guess.", known=["guess"])))
     with connect() as client, pytest.raises(UnknownRun, match=r"No run 'gues'\. Known: guess\.") as caught:
         client.run("gues")
@@ -171,23 +171,23 @@ def test_errors_of_the_service_come_back_as_their_own_class(stub: Stub, connect:
 # Retries
 
 
-def test_calls_that_may_be_repeated_are_until_there_is_an_answer(stub: Stub, connect: Connect) -> None:
+def test_idempotent_calls_are_repeated_until_there_is_a_response(stub: StubServer, connect: Connect) -> None:
     starting = problem(Unavailable("Reading the log."))
-    stub.on("GET /v1/runs", LOST, starting, page(502), Reply(200, b"[]" * 5, cut=True), good([]))
+    stub.on("GET /v1/runs", NO_RESPONSE, starting, page(502), Reply(200, b"[]" * 5, cut=True), ok([]))
     with connect() as client:
         assert client.runs() == []
-    assert len(stub.asked("GET /v1/runs")) == 5
+    assert len(stub.requests_to("GET /v1/runs")) == 5
 
 
-def test_an_outage_longer_than_retry_for_s_ends_in_unavailable(connect: Connect, stub: Stub) -> None:
-    stub.on("GET /v1/runs", LOST)
-    with connect(retry_for_s=0.1) as client, pytest.raises(Unavailable, match="No answer") as caught:
+def test_an_outage_longer_than_retry_for_s_raises_unavailable(connect: Connect, stub: StubServer) -> None:
+    stub.on("GET /v1/runs", NO_RESPONSE)
+    with connect(retry_for_s=0.1) as client, pytest.raises(Unavailable, match="No response") as caught:
         client.runs()
     assert caught.value.extra["outcome"] == "unknown"
 
 
 @pytest.mark.parametrize("kind", CLIENTS, ids=["sync", "async"])
-def test_nothing_listening_says_so_with_the_address(kind: Connect) -> None:
+def test_a_refused_connection_raises_unavailable_with_the_address(kind: Connect) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
@@ -199,70 +199,72 @@ def test_nothing_listening_says_so_with_the_address(kind: Connect) -> None:
     assert caught.value.extra["outcome"] == "not-done"
 
 
-def test_what_may_have_been_done_and_must_not_be_repeated_is_not(stub: Stub, connect: Connect) -> None:
-    stub.on("POST /v1/runs/guess/rewind", LOST)
-    stub.on("POST /v1/runs/guess/evaluations", LOST)
+def test_a_call_that_is_not_idempotent_is_not_repeated_if_it_may_have_been_carried_out(
+    stub: StubServer, connect: Connect
+) -> None:
+    stub.on("POST /v1/runs/guess/rewind", NO_RESPONSE)
+    stub.on("POST /v1/runs/guess/evaluations", NO_RESPONSE)
     with connect() as client:
         with pytest.raises(Unavailable):
             client.rewind("guess", "0.2")
         with pytest.raises(Unavailable):
             client.evaluate("guess", [{"environment": "e"}])
-    assert len(stub.seen) == 2
+    assert len(stub.requests) == 2
 
 
-def test_what_was_surely_not_done_is_repeated_whatever_it_is(stub: Stub, connect: Connect) -> None:
+def test_a_call_that_was_certainly_not_carried_out_is_repeated(stub: StubServer, connect: Connect) -> None:
     reply = messages.VersionReply(epoch=1, version="1.2")
-    stub.on("POST /v1/runs/guess/rewind", problem(Unavailable("Starting.")), good(reply))
+    stub.on("POST /v1/runs/guess/rewind", problem(Unavailable("Starting.")), ok(reply))
     with connect() as client:
         assert client.rewind("guess", Version(0, 2)).version == "1.2"
 
 
-def test_a_disk_that_refuses_is_waited_for_like_an_outage(stub: Stub, connect: Connect) -> None:
+def test_a_full_disk_is_treated_like_an_outage(stub: StubServer, connect: Connect) -> None:
     full = problem(StoreError("The log cannot be written: No space left on device."))
-    stub.on("GET /v1/runs", full, full, good([]))
+    stub.on("GET /v1/runs", full, full, ok([]))
     stub.on("POST /v1/runs/guess/rewind", full)
     with connect() as client:
         assert client.runs() == []
-        with pytest.raises(StoreError):  # it may be stored all the same, and must not be done twice
+        with pytest.raises(StoreError):  # it may be stored nevertheless, and must not be carried out twice
             client.rewind("guess", "0.2")
-    assert len(stub.asked("POST /v1/runs/guess/rewind")) == 1
+    assert len(stub.requests_to("POST /v1/runs/guess/rewind")) == 1
     stub.on("GET /v1/runs/guess", full)
     with connect(retry_for_s=0.0) as client, pytest.raises(StoreError, match="No space left"):
         client.run("guess")
 
 
-def test_an_answer_of_an_older_epoch_is_refused_and_asked_for_again(stub: Stub, connect: Connect) -> None:
+def test_a_response_with_an_older_epoch_is_refused_and_the_request_repeated(stub: StubServer, connect: Connect) -> None:
     old, new = run_status(version="0.1"), run_status(version="0.9")
-    stub.on("GET /v1/runs/guess", good(new, epoch=7), good(old, epoch=6), good(new, epoch=7))
+    stub.on("GET /v1/runs/guess", ok(new, epoch=7), ok(old, epoch=6), ok(new, epoch=7))
     with connect() as client:
         assert client.run("guess").version == "0.9"
         assert client.run("guess").version == "0.9"
-    assert len(stub.seen) == 3
+    assert len(stub.requests) == 3
 
 
-def test_only_older_answers_end_in_an_error_that_names_both_epochs(stub: Stub, connect: Connect) -> None:
-    stub.on("GET /v1/runs", good([], epoch=7), good([], epoch=6))
+def test_an_error_for_an_older_epoch_names_both_epochs(stub: StubServer, connect: Connect) -> None:
+    stub.on("GET /v1/runs", ok([], epoch=7), ok([], epoch=6))
     with connect(retry_for_s=0.0) as client:
         client.runs()
-        with pytest.raises(Unavailable, match=r"epoch 6, but epoch 7"):
+        with pytest.raises(Unavailable, match=r"epoch 6, the newest is epoch 7"):
             client.runs()
 
 
-# Proxies in between (G04)
+# Proxies (G04)
 
 
-def test_a_proxys_page_is_repeated_under_the_same_request_id_and_with_a_shorter_wait(
-    stub: Stub, connect: Connect, body: bytes
+def test_after_a_proxys_page_a_pull_is_repeated_with_the_same_request_id_and_a_shorter_wait(
+    stub: StubServer, connect: Connect, body: bytes
 ) -> None:
     stub.on(PULL, page(504), page(504), batch(body))
     with connect() as client:
         assert client.pull("guess").id == "batch-1"
-    asked = [seen.json for seen in stub.asked(PULL)]
+    asked = [seen.json for seen in stub.requests_to(PULL)]
     assert len({seen["request"] for seen in asked}) == 1
     assert [seen["wait_s"] for seen in asked] == [20.0, 10.0, 5.0]
 
 
-def test_a_proxys_page_becomes_an_error_with_status_media_type_and_wait(stub: Stub, connect: Connect) -> None:
+def test_a_proxys_page_becomes_an_error_with_status_media_type_and_wait(stub: StubServer, connect: Connect) -> None:
     stub.on(PULL, page(504))
     with connect(retry_for_s=0.0) as client, pytest.raises(Unavailable) as caught:
         client.pull("guess")
@@ -272,24 +274,24 @@ def test_a_proxys_page_becomes_an_error_with_status_media_type_and_wait(stub: St
     assert caught.value.extra["server"] == "proxy/1.0"
 
 
-def test_a_pull_that_gave_up_is_taken_up_by_the_next_one(stub: Stub, connect: Connect, body: bytes) -> None:
+def test_the_pull_after_one_that_gave_up_continues_it(stub: StubServer, connect: Connect, body: bytes) -> None:
     stub.on(PULL, page(504), batch(body))
     with connect(retry_for_s=0.0) as client:
         with pytest.raises(Unavailable):
             client.pull("guess")
         client.pull("guess")
         client.pull("guess")
-    first, second, third = (seen.json["request"] for seen in stub.asked(PULL))
+    first, second, third = (seen.json["request"] for seen in stub.requests_to(PULL))
     assert first == second != third
 
 
-def test_a_refused_body_names_its_size_and_the_limit_to_raise(stub: Stub, connect: Connect) -> None:
+def test_a_refused_body_names_its_size_and_the_limit_to_raise(stub: StubServer, connect: Connect) -> None:
     stub.on("POST /v1/runs", page(413))
     with connect() as client, pytest.raises(RequestTooLarge, match="max_body_bytes"):
         client.create_run(SPEC)
 
 
-def test_a_page_with_a_good_status_is_no_decoding_error(stub: Stub, connect: Connect) -> None:
+def test_a_page_with_a_success_status_raises_service_error(stub: StubServer, connect: Connect) -> None:
     stub.on("GET /v1/runs", page(200))
     stub.on(PULL, page(200))
     with connect() as client:

@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.sdk.client.stub_server import Stub
+from tests.sdk.client.stub_server import StubServer
 
 
 @pytest.fixture
-def stub() -> Iterator[Stub]:
+def stub() -> Iterator[StubServer]:
     """A scripted orchestrator."""
-    with Stub() as running:
+    with StubServer() as running:
         yield running

@@ -24,7 +24,7 @@ from headrace.wire.codec import decode_head, encode
 from tests.builders import make_segment, make_trajectory
 from tests.sdk.batch.batches import EPISODE
 from tests.sdk.client.routes import PULL, run_status
-from tests.sdk.client.stub_server import Stub, batch, good
+from tests.sdk.client.stub_server import StubServer, batch, ok
 
 SUBMIT = "POST /v1/runs/guess/groups"
 ACK = "POST /v1/runs/guess/batches/b/ack"
@@ -56,18 +56,18 @@ def task(prompt: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def served(stub: Stub) -> Stub:
+def served(stub: StubServer) -> StubServer:
     """A run that takes groups ``g1`` and ``g2`` and serves two episodes of each, of rewards 1, 2, 3 and 4 to 9."""
-    stub.on("GET /v1/runs/guess", good(run_status(spec={"sampling": {"temperature": 1.0}, "max_staleness": 0})))
-    stub.on(SUBMIT, good(messages.SubmitGroupsReply(epoch=1, groups=["g1", "g2"])))
+    stub.on("GET /v1/runs/guess", ok(run_status(spec={"sampling": {"temperature": 1.0}, "max_staleness": 0})))
+    stub.on(SUBMIT, ok(messages.SubmitGroupsReply(epoch=1, groups=["g1", "g2"])))
     stub.on(PULL, batch(body(group(1, [1.0], [2.0]), group(3, [3.0], [4.0, 5.0]))))
-    stub.on(ACK, good(messages.AckReply(epoch=1, batch="b", version="0.3")))
-    stub.on(NACK, good({}))
+    stub.on(ACK, ok(messages.AckReply(epoch=1, batch="b", version="0.3")))
+    stub.on(NACK, ok({}))
     return stub
 
 
 @pytest.fixture
-def client(stub: Stub) -> Iterator[Client]:
+def client(stub: StubServer) -> Iterator[Client]:
     with Client(stub.url, keepalive=False, poll_s=1.0) as made:
         yield made
 
@@ -78,24 +78,24 @@ TWICE = [PromptGroup(task("a"), 2), PromptGroup(task("b"), 2)]
 # Groups ---------------------------------------------------------------------------------------------------------
 
 
-def test_episodes_come_in_the_order_in_which_they_were_asked_for(served: Stub, client: Client) -> None:
+def test_episodes_come_in_the_order_in_which_they_were_asked_for(served: StubServer, client: Client) -> None:
     found = roll_out(client, "guess", TWICE)
     assert [[sum(episode.rewards) for episode in of] for of in found] == [[1.0, 2.0], [3.0, 9.0]]
-    submitted = served.asked(SUBMIT)[0].json["groups"]
+    submitted = served.requests_to(SUBMIT)[0].json["groups"]
     assert [(one["size"], one["task"]["example"]) for one in submitted] == [(2, {"prompt": "a"}), (2, {"prompt": "b"})]
-    assert served.asked(PULL)[0].json["groups"] == ["g1", "g2"]
-    assert len(served.asked(ACK)) == 1
+    assert served.requests_to(PULL)[0].json["groups"] == ["g1", "g2"]
+    assert len(served.requests_to(ACK)) == 1
 
 
-def test_the_order_of_the_batch_does_not_matter(stub: Stub, client: Client) -> None:
-    stub.on(SUBMIT, good(messages.SubmitGroupsReply(epoch=1, groups=["g2", "g1"])))
+def test_the_order_of_the_batch_does_not_matter(stub: StubServer, client: Client) -> None:
+    stub.on(SUBMIT, ok(messages.SubmitGroupsReply(epoch=1, groups=["g2", "g1"])))
     stub.on(PULL, batch(body(group(1, [1.0]), group(2, [2.0]))))
-    stub.on(ACK, good(messages.AckReply(epoch=1, batch="b", version="0.3")))
+    stub.on(ACK, ok(messages.AckReply(epoch=1, batch="b", version="0.3")))
     found = roll_out(client, "guess", [PromptGroup(task("a"), 1), PromptGroup(task("b"), 1)])
     assert [of[0].rewards[-1] for of in found] == [2.0, 1.0]
 
 
-def test_an_episode_is_cut_where_the_policys_first_token_stands(served: Stub, client: Client) -> None:
+def test_an_episode_is_cut_where_the_policys_first_token_stands(served: StubServer, client: Client) -> None:
     found = roll_out(client, "guess", TWICE)[1][1]  # a prompt of 6, turns of 4 at 6 and 13
     assert (len(found.prompt_ids), len(found.response_ids)) == (6, 11)
     assert found.mask == [1] * 4 + [0] * 3 + [1] * 4
@@ -107,40 +107,40 @@ def test_an_episode_is_cut_where_the_policys_first_token_stands(served: Stub, cl
     }
 
 
-def test_each_turns_reward_stands_at_its_last_token(served: Stub, client: Client) -> None:
+def test_each_turns_reward_stands_at_its_last_token(served: StubServer, client: Client) -> None:
     assert roll_out(client, "guess", TWICE)[1][1].rewards == [0, 0, 0, 4.0, 0, 0, 0, 0, 0, 0, 5.0]
 
 
-def test_a_group_that_ended_is_an_error_and_no_gap(stub: Stub, client: Client) -> None:
-    stub.on(SUBMIT, good(messages.SubmitGroupsReply(epoch=1, groups=["g1", "g2"])))
-    stub.on(PULL, good(ENDED))
+def test_a_group_that_ended_is_an_error_and_no_gap(stub: StubServer, client: Client) -> None:
+    stub.on(SUBMIT, ok(messages.SubmitGroupsReply(epoch=1, groups=["g1", "g2"])))
+    stub.on(PULL, ok(ENDED))
     with pytest.raises(GroupEnded, match="g2 was retired: failed"):
         roll_out(client, "guess", TWICE)
 
 
-def test_a_group_with_too_few_episodes_is_an_error_and_given_back(stub: Stub, client: Client) -> None:
-    stub.on(SUBMIT, good(messages.SubmitGroupsReply(epoch=1, groups=["g1", "g2"])))
+def test_a_group_with_too_few_episodes_is_an_error_and_given_back(stub: StubServer, client: Client) -> None:
+    stub.on(SUBMIT, ok(messages.SubmitGroupsReply(epoch=1, groups=["g1", "g2"])))
     stub.on(PULL, batch(body(group(1, [1.0], [2.0]), group(3, [3.0]))))
-    stub.on(NACK, good({}))
+    stub.on(NACK, ok({}))
     with pytest.raises(GroupIncomplete, match="Group g2 has 1 of the 2 episodes") as short:
         roll_out(client, "guess", TWICE)
     assert short.value.extra == {"group": "g2", "episodes": 1, "wanted": 2}
-    assert stub.asked(NACK)[0].json["reason"].startswith("group-incomplete: Group g2")
+    assert stub.requests_to(NACK)[0].json["reason"].startswith("group-incomplete: Group g2")
 
 
-def test_an_episode_of_several_rows_is_refused(stub: Stub, client: Client) -> None:
+def test_an_episode_of_several_rows_is_refused(stub: StubServer, client: Client) -> None:
     two_rows = make_trajectory(segments=[make_segment(), make_segment(indices=[1], salt=1)])
-    stub.on(SUBMIT, good(messages.SubmitGroupsReply(epoch=1, groups=["g1"])))
+    stub.on(SUBMIT, ok(messages.SubmitGroupsReply(epoch=1, groups=["g1"])))
     stub.on(PULL, batch(body([two_rows])))
-    stub.on(NACK, good({}))
+    stub.on(NACK, ok({}))
     with pytest.raises(InvalidRequest, match="is several rows"):
         roll_out(client, "guess", [PromptGroup(task("a"), 1)])
-    assert len(stub.asked(NACK)) == 1
+    assert len(stub.requests_to(NACK)) == 1
 
 
-def test_nothing_asked_asks_nothing(stub: Stub, client: Client) -> None:
+def test_nothing_asked_asks_nothing(stub: StubServer, client: Client) -> None:
     assert roll_out(client, "guess", []) == []
-    assert stub.seen == []
+    assert stub.requests == []
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ class Folder:
         return Path(f"/shared/step-{len(self.written)}")
 
 
-def test_rollout_func_gives_a_completion_for_each_prompt(served: Stub, client: Client) -> None:
+def test_rollout_func_gives_a_completion_for_each_prompt(served: StubServer, client: Client) -> None:
     found = rollout_func(client, "guess", task)(["a", "a", "b", "b"], Trainer())
     assert {key: len(values) for key, values in found.items()} == {
         "prompt_ids": 4,
@@ -194,33 +194,37 @@ def test_rollout_func_gives_a_completion_for_each_prompt(served: Stub, client: C
         "env_mask": 4,
         "reward": 4,
     }
-    assert [one["size"] for one in served.asked(SUBMIT)[0].json["groups"]] == [2, 2]
+    assert [one["size"] for one in served.requests_to(SUBMIT)[0].json["groups"]] == [2, 2]
     assert headrace_reward(prompts=["a"], completions=["x"], reward=found["reward"]) == [1.0, 2.0, 3.0, 9.0]
 
 
-def test_an_evaluation_of_the_trainer_asks_for_its_own_number_of_generations(served: Stub, client: Client) -> None:
+def test_an_evaluation_of_the_trainer_asks_for_its_own_number_of_generations(
+    served: StubServer, client: Client
+) -> None:
     with pytest.raises(GroupIncomplete, match="g1 has 2 of the 1"):  # what the stub serves
         rollout_func(client, "guess", task)(["a", "b"], Trainer(training=False))
-    assert [one["size"] for one in served.asked(SUBMIT)[0].json["groups"]] == [1, 1]
+    assert [one["size"] for one in served.requests_to(SUBMIT)[0].json["groups"]] == [1, 1]
 
 
-def test_the_weights_of_a_step_are_announced_before_its_groups_are_asked_for(served: Stub, client: Client) -> None:
-    served.on(VERSION, good(messages.VersionReply(epoch=1, version="0.4")))
+def test_the_weights_of_a_step_are_announced_before_its_groups_are_asked_for(
+    served: StubServer, client: Client
+) -> None:
+    served.on(VERSION, ok(messages.VersionReply(epoch=1, version="0.4")))
     folder: Any = Folder()
     roll = rollout_func(client, "guess", task, weights=folder)
     roll(["a", "a", "b", "b"], Trainer(0))
     roll(["a", "a", "b", "b"], Trainer(0))  # the same step: nothing new to load
     roll(["a", "a", "b", "b"], Trainer(1))
     assert folder.written == [[("w", "tensor")]] * 2
-    (first, second) = served.asked(VERSION)
+    (first, second) = served.requests_to(VERSION)
     assert first.json == {"version": "0.4", "weights": {"path": "/shared/step-1"}}
     assert second.json["weights"] == {"path": "/shared/step-2"}
-    routes = [f"{seen.method} {seen.path}" for seen in served.seen]
+    routes = [f"{seen.method} {seen.path}" for seen in served.requests]
     assert [route for route in routes if route in (VERSION, SUBMIT)] == [VERSION, SUBMIT, SUBMIT, VERSION, SUBMIT]
 
 
-def test_a_run_that_allows_staleness_is_refused(stub: Stub, client: Client) -> None:
-    stub.on("GET /v1/runs/guess", good(run_status(spec={"max_staleness": 1})))
+def test_a_run_that_allows_staleness_is_refused(stub: StubServer, client: Client) -> None:
+    stub.on("GET /v1/runs/guess", ok(run_status(spec={"max_staleness": 1})))
     with pytest.raises(InvalidRequest, match=r"max_staleness of 1.* Give the run max_staleness 0"):
         rollout_func(client, "guess", task)
 
@@ -244,10 +248,10 @@ def skyrl_task(name: str, extras: Any, prompt: Any) -> dict[str, Any]:
     return {"environment": f"test:{name}", "example": {**extras, "text": prompt[0]["content"]}}
 
 
-def test_skyrl_gets_a_row_for_each_prompt_with_rewards_at_the_ends_of_turns(served: Stub, client: Client) -> None:
+def test_skyrl_gets_a_row_for_each_prompt_with_rewards_at_the_ends_of_turns(served: StubServer, client: Client) -> None:
     given = generator_input()
     found = asyncio.run(HeadraceGenerator(client, "guess", skyrl_task).generate(given))
-    tasks = [one["task"] for one in served.asked(SUBMIT)[0].json["groups"]]
+    tasks = [one["task"] for one in served.requests_to(SUBMIT)[0].json["groups"]]
     assert tasks == [{"environment": "test:echo", "example": {"answer": text, "text": text}} for text in "ab"]
     per_token = ("response_ids", "loss_masks", "rewards", "rollout_logprobs")
     assert len({tuple(map(len, found[key])) for key in per_token}) == 1
@@ -257,17 +261,17 @@ def test_skyrl_gets_a_row_for_each_prompt_with_rewards_at_the_ends_of_turns(serv
     assert found["rollout_metrics"] is None
 
 
-def test_skyrl_may_leave_out_ids_and_extras(served: Stub, client: Client) -> None:
+def test_skyrl_may_leave_out_ids_and_extras(served: StubServer, client: Client) -> None:
     given = generator_input(trajectory_ids=None, env_extras=None, sampling_params=None)
     asyncio.run(HeadraceGenerator(client, "guess", lambda *_: task("x")).generate(given))
-    assert [one["size"] for one in served.asked(SUBMIT)[0].json["groups"]] == [2, 2]
+    assert [one["size"] for one in served.requests_to(SUBMIT)[0].json["groups"]] == [2, 2]
 
 
-def test_skyrl_is_refused_a_temperature_that_is_not_the_runs(served: Stub, client: Client) -> None:
+def test_skyrl_is_refused_a_temperature_that_is_not_the_runs(served: StubServer, client: Client) -> None:
     given = generator_input(sampling_params={"temperature": 0.0})
     with pytest.raises(InvalidRequest, match=r"asks for temperature 0; run 'guess' samples at 1"):
         asyncio.run(HeadraceGenerator(client, "guess", skyrl_task).generate(given))
-    assert not served.asked(SUBMIT)
+    assert not served.requests_to(SUBMIT)
 
 
 # G24 ------------------------------------------------------------------------------------------------------------
@@ -281,10 +285,10 @@ def g24_segments(rewards: tuple[float, ...]) -> list[Segment]:
 
 
 @pytest.fixture
-def g24(stub: Stub, client: Client) -> list[EpisodeTokens]:
+def g24(stub: StubServer, client: Client) -> list[EpisodeTokens]:
     """The three rows of G24 as episodes of their own: what a trainer that takes one row an episode can have."""
-    stub.on(SUBMIT, good(messages.SubmitGroupsReply(epoch=1, groups=["g1"])))
-    stub.on(ACK, good(messages.AckReply(epoch=1, batch="b", version="0.3")))
+    stub.on(SUBMIT, ok(messages.SubmitGroupsReply(epoch=1, groups=["g1"])))
+    stub.on(ACK, ok(messages.AckReply(epoch=1, batch="b", version="0.3")))
     segments = g24_segments((0.5, -0.25, 2.0))
     stub.on(PULL, batch(body([make_trajectory(number=k, segments=[of]) for k, of in enumerate(segments, 1)])))
     return roll_out(client, "guess", [PromptGroup(task("a"), 3)])[0]
@@ -307,13 +311,13 @@ def test_g24_rewards_stand_at_the_last_token_of_each_row_and_nowhere_else(g24: l
     ]
 
 
-def test_g24_an_episode_of_three_rows_is_refused_where_a_trainer_takes_one(stub: Stub, client: Client) -> None:
+def test_g24_an_episode_of_three_rows_is_refused_where_a_trainer_takes_one(stub: StubServer, client: Client) -> None:
     segments = [
         make_segment(spans=[(shape.start, shape.end)], length=shape.length, indices=[k], terminated=k == 2, salt=k)
         for k, shape in enumerate(EPISODE)
     ]
-    stub.on(SUBMIT, good(messages.SubmitGroupsReply(epoch=1, groups=["g1"])))
+    stub.on(SUBMIT, ok(messages.SubmitGroupsReply(epoch=1, groups=["g1"])))
     stub.on(PULL, batch(body([make_trajectory(segments=segments)])))
-    stub.on(NACK, good({}))
+    stub.on(NACK, ok({}))
     with pytest.raises(InvalidRequest, match="is several rows, of which this trainer takes one"):
         roll_out(client, "guess", [PromptGroup(task("a"), 1)])

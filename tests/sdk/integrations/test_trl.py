@@ -18,7 +18,7 @@ from headrace.runspec import EstimatorSpec
 from headrace.wire import messages
 from tests.sdk.client.conftest import make_body
 from tests.sdk.client.routes import FINISHED, PULL, run_status
-from tests.sdk.client.stub_server import Answering, Reply, Seen, Stub, batch, good, problem
+from tests.sdk.client.stub_server import ReceivedRequest, Reply, ScriptedReply, StubServer, batch, ok, problem
 
 WAITING = messages.EmptyReply(epoch=1, reasons=[messages.Reason(code="collecting", message="2 of 4 ready")])
 VERSION = "POST /v1/runs/guess/version"
@@ -46,18 +46,18 @@ class Folder:
 
 
 @pytest.fixture
-def served(stub: Stub) -> Stub:
+def served(stub: StubServer) -> StubServer:
     """A run at version 0.3 that takes acks, nacks and versions. Batches ``b1``, ... have two samples."""
-    stub.on("GET /v1/runs/guess", good(run_status(spec={"max_staleness": 1})))
-    stub.on(VERSION, good(messages.VersionReply(epoch=1, version="0.4")))
+    stub.on("GET /v1/runs/guess", ok(run_status(spec={"max_staleness": 1})))
+    stub.on(VERSION, ok(messages.VersionReply(epoch=1, version="0.4")))
     for number in range(1, 5):
-        stub.on(ack(number), good(messages.AckReply(epoch=1, batch=f"b{number}", version="0.4")))
-        stub.on(nack(number), good({}))
+        stub.on(ack(number), ok(messages.AckReply(epoch=1, batch=f"b{number}", version="0.4")))
+        stub.on(nack(number), ok({}))
     return stub
 
 
 @pytest.fixture
-def client(served: Stub) -> Iterator[Client]:
+def client(served: StubServer) -> Iterator[Client]:
     with Client(served.url, keepalive=False, poll_s=1.0) as made:
         yield made
 
@@ -71,7 +71,7 @@ def rollouts(client: Client) -> Iterator[HeadraceRollouts]:
     made.stop()
 
 
-def serve(stub: Stub, rollouts: HeadraceRollouts, *answers: Answering) -> None:
+def serve(stub: StubServer, rollouts: HeadraceRollouts, *answers: ScriptedReply) -> None:
     """Start it, with these answers to its pulls."""
     stub.on(PULL, *answers)
     rollouts.start()
@@ -89,70 +89,74 @@ def metrics(rollouts: HeadraceRollouts) -> dict[str, list[float]]:
     return found
 
 
-def test_the_next_batch_is_pulled_while_the_trainer_works_on_this_one(served: Stub, rollouts: HeadraceRollouts) -> None:
-    serve(served, rollouts, *(batch(make_body(f"b{k}")) for k in (1, 2)), good(WAITING))
+def test_the_next_batch_is_pulled_while_the_trainer_works_on_this_one(
+    served: StubServer, rollouts: HeadraceRollouts
+) -> None:
+    serve(served, rollouts, *(batch(make_body(f"b{k}")) for k in (1, 2)), ok(WAITING))
     take(rollouts, 1)
     served.wait_for(PULL, 2)
     assert rollouts.rollout_buffer.qsize() == 1
 
 
 def test_a_batch_is_acked_with_the_version_that_the_trainer_makes_after_it_took_the_last_row(
-    served: Stub, rollouts: HeadraceRollouts
+    served: StubServer, rollouts: HeadraceRollouts
 ) -> None:
-    serve(served, rollouts, batch(make_body("b1"), generation=7), good(WAITING))
+    serve(served, rollouts, batch(make_body("b1"), generation=7), ok(WAITING))
     take(rollouts, 2)
-    assert not served.asked(ack(1)), "taken is not trained on"
+    assert not served.requests_to(ack(1)), "taken is not trained on"
     rollouts.update_model_version(2)
-    (acked,) = served.asked(ack(1))
+    (acked,) = served.requests_to(ack(1))
     assert (acked.json["generation"], acked.json["version"]) == (7, "0.5")
 
 
-def test_a_batch_that_is_not_finished_is_not_acked_with_a_version(served: Stub, rollouts: HeadraceRollouts) -> None:
-    serve(served, rollouts, batch(make_body("b1")), good(WAITING))
+def test_a_batch_that_is_not_finished_is_not_acked_with_a_version(
+    served: StubServer, rollouts: HeadraceRollouts
+) -> None:
+    serve(served, rollouts, batch(make_body("b1")), ok(WAITING))
     take(rollouts, 1)
     rollouts.update_model_version(2)
-    assert not served.asked(ack(1))
-    assert [seen.json["version"] for seen in served.asked(VERSION)] == ["0.4", "0.5"]
+    assert not served.requests_to(ack(1))
+    assert [seen.json["version"] for seen in served.requests_to(VERSION)] == ["0.4", "0.5"]
     take(rollouts, 1)
     rollouts.update_model_version(3)
-    assert served.asked(ack(1))[0].json["version"] == "0.6"
+    assert served.requests_to(ack(1))[0].json["version"] == "0.6"
 
 
 def test_a_step_of_several_batches_acks_the_last_of_them_with_the_version(
-    served: Stub, rollouts: HeadraceRollouts
+    served: StubServer, rollouts: HeadraceRollouts
 ) -> None:
-    serve(served, rollouts, *(batch(make_body(f"b{k}")) for k in (1, 2)), good(WAITING))
+    serve(served, rollouts, *(batch(make_body(f"b{k}")) for k in (1, 2)), ok(WAITING))
     groups = [sample.group_id for sample in take(rollouts, 4)]
     assert groups == [0, 1, 2, 3]
-    assert not served.asked(ack(1))
+    assert not served.requests_to(ack(1))
     rollouts.update_model_version(2)
-    assert served.asked(ack(1))[0].json.get("version", "") == ""
-    assert served.asked(ack(2))[0].json["version"] == "0.5"
+    assert served.requests_to(ack(1))[0].json.get("version", "") == ""
+    assert served.requests_to(ack(2))[0].json["version"] == "0.5"
 
 
 def test_a_batch_is_acked_early_only_where_so_many_are_held_that_no_other_could_come(
-    served: Stub, rollouts: HeadraceRollouts
+    served: StubServer, rollouts: HeadraceRollouts
 ) -> None:
-    serve(served, rollouts, *(batch(make_body(f"b{k}")) for k in (1, 2, 3, 4)), good(WAITING))
+    serve(served, rollouts, *(batch(make_body(f"b{k}")) for k in (1, 2, 3, 4)), ok(WAITING))
     take(rollouts, 5)  # the run holds two at most: to get the third, the first has to go
-    assert [len(served.asked(ack(k))) for k in (1, 2, 3)] == [1, 0, 0]
-    assert served.asked(ack(1))[0].json.get("version", "") == ""
+    assert [len(served.requests_to(ack(k))) for k in (1, 2, 3)] == [1, 0, 0]
+    assert served.requests_to(ack(1))[0].json.get("version", "") == ""
 
 
 def test_a_trainer_that_waits_in_vain_holds_nothing_that_it_has_finished(
-    served: Stub, rollouts: HeadraceRollouts
+    served: StubServer, rollouts: HeadraceRollouts
 ) -> None:
-    serve(served, rollouts, batch(make_body("b1")), good(WAITING))
+    serve(served, rollouts, batch(make_body("b1")), ok(WAITING))
     take(rollouts, 2)
     with pytest.raises(queue.Empty):
         rollouts.rollout_buffer.get(timeout=0.01)
-    assert len(served.asked(ack(1))) == 1
+    assert len(served.requests_to(ack(1))) == 1
 
 
 def test_rows_that_wait_for_several_versions_are_warned_of(
-    served: Stub, rollouts: HeadraceRollouts, caplog: pytest.LogCaptureFixture
+    served: StubServer, rollouts: HeadraceRollouts, caplog: pytest.LogCaptureFixture
 ) -> None:
-    serve(served, rollouts, batch(make_body("b1")), good(WAITING))
+    serve(served, rollouts, batch(make_body("b1")), ok(WAITING))
     take(rollouts, 1)
     rollouts.update_model_version(2)
     assert not caplog.records
@@ -160,76 +164,78 @@ def test_rows_that_wait_for_several_versions_are_warned_of(
     assert "Let a step take about a batch" in caplog.text
 
 
-def test_every_batch_is_acked_once_and_none_is_given_back(served: Stub, rollouts: HeadraceRollouts) -> None:
-    serve(served, rollouts, *(batch(make_body(f"b{k}")) for k in (1, 2, 3, 4)), good(WAITING))
+def test_every_batch_is_acked_once_and_none_is_given_back(served: StubServer, rollouts: HeadraceRollouts) -> None:
+    serve(served, rollouts, *(batch(make_body(f"b{k}")) for k in (1, 2, 3, 4)), ok(WAITING))
     for version in range(2, 6):
         take(rollouts, 2)
         rollouts.update_model_version(version)
     rollouts.stop()
-    assert [len(served.asked(ack(k))) for k in (1, 2, 3, 4)] == [1, 1, 1, 1]
-    assert not [seen for seen in served.seen if seen.path.endswith("/nack")]
+    assert [len(served.requests_to(ack(k))) for k in (1, 2, 3, 4)] == [1, 1, 1, 1]
+    assert not [seen for seen in served.requests if seen.path.endswith("/nack")]
 
 
 def test_a_batch_that_no_version_was_made_of_is_given_back_when_the_trainer_stops(
-    served: Stub, rollouts: HeadraceRollouts
+    served: StubServer, rollouts: HeadraceRollouts
 ) -> None:
-    serve(served, rollouts, *(batch(make_body(f"b{k}")) for k in (1, 2)), good(WAITING))
+    serve(served, rollouts, *(batch(make_body(f"b{k}")) for k in (1, 2)), ok(WAITING))
     take(rollouts, 1)
     served.wait_for(PULL, 2)
     rollouts.stop()
     rollouts.stop()
-    assert served.asked(nack(1))[0].json["reason"] == "the trainer stopped with 1 samples left"
-    assert not served.asked(ack(1))
+    assert served.requests_to(nack(1))[0].json["reason"] == "the trainer stopped with 1 samples left"
+    assert not served.requests_to(ack(1))
     with pytest.raises(queue.Empty):
         rollouts.rollout_buffer.get(timeout=0.01)
 
 
 def test_the_trainer_counts_versions_from_1_and_the_run_goes_on_where_it_was(
-    served: Stub, rollouts: HeadraceRollouts
+    served: StubServer, rollouts: HeadraceRollouts
 ) -> None:
-    serve(served, rollouts, batch(make_body("b1")), good(WAITING))
-    assert [seen.json["version"] for seen in served.asked(VERSION)] == ["0.4"]
+    serve(served, rollouts, batch(make_body("b1")), ok(WAITING))
+    assert [seen.json["version"] for seen in served.requests_to(VERSION)] == ["0.4"]
     # The batch's tokens are of 0.0, the trainer's first version is 0.4: four versions lie between.
     assert {1 - sample.model_version for sample in take(rollouts, 2)} == {4}
 
 
-def test_a_trainer_that_goes_on_from_a_checkpoint_counts_in_the_lineage_that_was_opened_for_it(stub: Stub) -> None:
-    stub.on("GET /v1/runs/guess", good(run_status(version="1.50", spec={"max_staleness": 1})))
-    stub.on(VERSION, good(messages.VersionReply(epoch=1, version="1.51")))
+def test_a_trainer_that_goes_on_from_a_checkpoint_counts_in_the_lineage_that_was_opened_for_it(
+    stub: StubServer,
+) -> None:
+    stub.on("GET /v1/runs/guess", ok(run_status(version="1.50", spec={"max_staleness": 1})))
+    stub.on(VERSION, ok(messages.VersionReply(epoch=1, version="1.51")))
     with Client(stub.url, keepalive=False) as client:
         rollouts = HeadraceRollouts(client, "guess")
         rollouts.update_model_version(1)
         rollouts.update_model_version(2)
-    assert [seen.json["version"] for seen in stub.asked(VERSION)] == ["1.51", "1.52"]
+    assert [seen.json["version"] for seen in stub.requests_to(VERSION)] == ["1.51", "1.52"]
 
 
-def test_each_version_says_where_its_weights_are(served: Stub, client: Client) -> None:
+def test_each_version_says_where_its_weights_are(served: StubServer, client: Client) -> None:
     weights: Any = Folder()
     rollouts = HeadraceRollouts(client, "guess", weights=weights)
     weights.newest = Path("/shared/step-000001")
     rollouts.update_model_version(1)
-    serve(served, rollouts, batch(make_body("b1")), good(WAITING))
+    serve(served, rollouts, batch(make_body("b1")), ok(WAITING))
     take(rollouts, 2)
     weights.newest = Path("/shared/step-000002")
     rollouts.update_model_version(2)
     rollouts.stop()
-    assert served.asked(VERSION)[0].json == {"version": "0.4", "weights": {"path": "/shared/step-000001"}}
-    assert served.asked(ack(1))[0].json["weights"] == {"path": "/shared/step-000002"}
+    assert served.requests_to(VERSION)[0].json == {"version": "0.4", "weights": {"path": "/shared/step-000001"}}
+    assert served.requests_to(ack(1))[0].json["weights"] == {"path": "/shared/step-000002"}
 
 
 def test_a_batch_whose_lease_was_lost_costs_its_ack_and_not_the_version(
-    served: Stub, rollouts: HeadraceRollouts
+    served: StubServer, rollouts: HeadraceRollouts
 ) -> None:
     served.on(ack(5), problem(BatchSuperseded("The lease ran out.")))
-    serve(served, rollouts, batch(make_body("b5")), good(WAITING))
+    serve(served, rollouts, batch(make_body("b5")), ok(WAITING))
     take(rollouts, 2)
     rollouts.update_model_version(2)
-    assert [seen.json["version"] for seen in served.asked(VERSION)] == ["0.4", "0.5"]
+    assert [seen.json["version"] for seen in served.requests_to(VERSION)] == ["0.4", "0.5"]
     assert metrics(rollouts)["headrace/batches_lost_total"] == [1.0]
 
 
 def test_what_a_pull_raises_is_raised_in_the_trainer_after_what_came_before(
-    served: Stub, rollouts: HeadraceRollouts
+    served: StubServer, rollouts: HeadraceRollouts
 ) -> None:
     serve(served, rollouts, batch(make_body("b1")), problem(UnknownRun("It is gone.")))
     take(rollouts, 2)
@@ -237,26 +243,26 @@ def test_what_a_pull_raises_is_raised_in_the_trainer_after_what_came_before(
         rollouts.rollout_buffer.get(timeout=5)
 
 
-def test_a_run_that_ends_before_the_trainer_says_what_to_change(served: Stub, rollouts: HeadraceRollouts) -> None:
-    serve(served, rollouts, good(FINISHED))
+def test_a_run_that_ends_before_the_trainer_says_what_to_change(served: StubServer, rollouts: HeadraceRollouts) -> None:
+    serve(served, rollouts, ok(FINISHED))
     with pytest.raises(RunFinished, match="lower its max_steps"):
         rollouts.rollout_buffer.get(timeout=5)
 
 
 def test_rows_that_the_trainer_cannot_take_end_it_and_the_batch_is_given_back(
-    served: Stub, rollouts: HeadraceRollouts
+    served: StubServer, rollouts: HeadraceRollouts
 ) -> None:
-    serve(served, rollouts, batch(make_body("b1", estimator=EstimatorSpec(name="none"))), good(WAITING))
+    serve(served, rollouts, batch(make_body("b1", estimator=EstimatorSpec(name="none"))), ok(WAITING))
     with pytest.raises(InvalidRequest, match="choose an estimator"):
         rollouts.rollout_buffer.get(timeout=5)
     rollouts.stop()
-    assert len(served.asked(nack(1))) == 1
+    assert len(served.requests_to(nack(1))) == 1
 
 
-def test_a_trainer_that_waits_too_long_is_told_on_what_it_waits(served: Stub, client: Client) -> None:
+def test_a_trainer_that_waits_too_long_is_told_on_what_it_waits(served: StubServer, client: Client) -> None:
     clock = Clock()
     rollouts = HeadraceRollouts(client, "guess", clock=clock)
-    serve(served, rollouts, good(WAITING))
+    serve(served, rollouts, ok(WAITING))
     with pytest.raises(queue.Empty):
         rollouts.rollout_buffer.get(timeout=1.5)
     clock.now = 299.0
@@ -268,13 +274,13 @@ def test_a_trainer_that_waits_too_long_is_told_on_what_it_waits(served: Stub, cl
     rollouts.stop()
 
 
-def test_a_pull_that_waits_says_so_as_the_client_was_told_to(served: Stub) -> None:
+def test_a_pull_that_waits_says_so_as_the_client_was_told_to(served: StubServer) -> None:
     told: list[str] = []
     with Client(
         served.url, keepalive=False, poll_s=1.0, on_wait=lambda run, reasons: told.append(reasons[0].code)
     ) as client:
         rollouts = HeadraceRollouts(client, "guess")
-        serve(served, rollouts, good(WAITING))
+        serve(served, rollouts, ok(WAITING))
         with pytest.raises(queue.Empty):
             rollouts.rollout_buffer.get(timeout=1.0)
         rollouts.stop()
@@ -282,28 +288,30 @@ def test_a_pull_that_waits_says_so_as_the_client_was_told_to(served: Stub) -> No
     assert set(told) == {"collecting"}
 
 
-def test_a_batch_that_came_makes_the_worker_healthy_again(served: Stub, client: Client) -> None:
+def test_a_batch_that_came_makes_the_worker_healthy_again(served: StubServer, client: Client) -> None:
     clock = Clock()
     rollouts = HeadraceRollouts(client, "guess", clock=clock)
-    serve(served, rollouts, batch(make_body("b1")), good(WAITING))
+    serve(served, rollouts, batch(make_body("b1")), ok(WAITING))
     clock.now = 500.0
     take(rollouts, 1)
     rollouts.check_health(1.0)
     rollouts.stop()
 
 
-def test_stopping_ends_a_pull_that_waits(served: Stub, rollouts: HeadraceRollouts) -> None:
-    def wait(seen: Seen) -> Reply:
+def test_stopping_ends_a_pull_that_waits(served: StubServer, rollouts: HeadraceRollouts) -> None:
+    def wait(seen: ReceivedRequest) -> Reply:
         served.hung_up.wait(10)
-        return good(WAITING)
+        return ok(WAITING)
 
     serve(served, rollouts, wait)
     served.wait_for(PULL, 1)
     rollouts.stop()
 
 
-def test_metrics_have_the_suffixes_by_which_trl_sums_and_averages(served: Stub, rollouts: HeadraceRollouts) -> None:
-    serve(served, rollouts, batch(make_body("b1")), good(WAITING))
+def test_metrics_have_the_suffixes_by_which_trl_sums_and_averages(
+    served: StubServer, rollouts: HeadraceRollouts
+) -> None:
+    serve(served, rollouts, batch(make_body("b1")), ok(WAITING))
     take(rollouts, 2)
     found = metrics(rollouts)
     assert found["headrace/batches_total"] == [1.0]

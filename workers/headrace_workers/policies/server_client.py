@@ -22,10 +22,10 @@ import numpy.typing as npt
 
 from headrace.common.timeouts import timeout
 from headrace.errors import PolicyFailure
-from headrace.http.client import HttpClient, HttpResponse, IncompleteResponse, NoResponse, Unreachable
-from headrace.logprobs import read_scores, scoring_body, version_changed
+from headrace.http.client import ClientResponse, HttpClient, IncompleteResponse, NoResponse, Unreachable
 from headrace.trajectory import VersionRun
 from headrace.wire import policy_server
+from headrace.wire.prompt_logprobs import prompt_logprobs_request, read_prompt_logprobs, version_changed_failure
 from headrace_workers.policies.base import AnyProtocol, Sample, SampleRequest, ScoreRequest, one_version
 from headrace_workers.policies.images import seen_prompt
 from headrace_workers.policies.protocols import PROTOCOLS, AnswerChoice, SamplingProtocol, lenient
@@ -90,7 +90,7 @@ class PolicyServerClient:
         self._longest: dict[str, int] = {}
         self._open: dict[asyncio.Timeout, Callable[[], bool]] = {}
         self._given_up: dict[asyncio.Timeout, PolicyFailure] = {}
-        self._aborts: set[asyncio.Task[HttpResponse]] = set()
+        self._aborts: set[asyncio.Task[ClientResponse]] = set()
 
     async def sample(
         self, request: SampleRequest, *, protocol: AnyProtocol, request_id: str, movable: Callable[[], bool], run: str
@@ -136,14 +136,14 @@ class PolicyServerClient:
     async def score(self, request: ScoreRequest, *, request_id: str) -> npt.NDArray[np.float32]:
         """Logprobs f32[n] of the tokens under the one version that the server held. Raises PolicyFailure."""
         before = await self._confirmations.before()
-        body = scoring_body(request.model, request.token_ids)
+        body = prompt_logprobs_request(request.model, request.token_ids)
         answer = await self._post(policy_server.COMPLETIONS, body, request_id, lambda: True)
         if answer.status != 200:
             raise await self._refused(answer)
-        scores = read_scores(answer.body, request.token_ids)
+        scores = read_prompt_logprobs(answer.body, request.token_ids)
         after = await self._confirmations.after()
         if after != before:
-            raise version_changed(self.address, before, after)
+            raise version_changed_failure(self.address, before, after)
         return scores
 
     def give_up(self, kind: GivenUp) -> None:
@@ -163,7 +163,7 @@ class PolicyServerClient:
         self._aborts.add(task)
         task.add_done_callback(self._aborted)
 
-    def _aborted(self, task: asyncio.Task[HttpResponse]) -> None:
+    def _aborted(self, task: asyncio.Task[ClientResponse]) -> None:
         self._aborts.discard(task)
         if not task.cancelled():
             task.exception()  # a server that cannot be told is found out by those who still want something of it
@@ -317,7 +317,7 @@ class PolicyServerClient:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return policy_server.ModelList()  # not every server lists its models
 
-    async def _refused(self, answer: HttpResponse) -> PolicyFailure:
+    async def _refused(self, answer: ClientResponse) -> PolicyFailure:
         failure = refusal(self.address, *answer)
         if failure.kind != "unknown-model":
             return failure
@@ -331,7 +331,7 @@ class PolicyServerClient:
 
     # HTTP
 
-    async def _post(self, path: str, body: bytes, request_id: str, movable: Callable[[], bool]) -> HttpResponse:
+    async def _post(self, path: str, body: bytes, request_id: str, movable: Callable[[], bool]) -> ClientResponse:
         try:
             async with timeout(None) as scope:
                 self._open[scope] = movable
@@ -351,10 +351,10 @@ class PolicyServerClient:
         finally:
             self._given_up.pop(scope, None)
 
-    async def _get(self, path: str, timeout_s: float) -> HttpResponse:
+    async def _get(self, path: str, timeout_s: float) -> ClientResponse:
         return await self._ask("GET", path, timeout_s)
 
-    async def _ask(self, method: str, path: str, timeout_s: float, body: bytes = b"") -> HttpResponse:
+    async def _ask(self, method: str, path: str, timeout_s: float, body: bytes = b"") -> ClientResponse:
         try:
             async with timeout(timeout_s):
                 return await self._connections.request(method, path, body, None)

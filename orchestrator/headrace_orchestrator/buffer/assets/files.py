@@ -17,8 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from headrace.assets import asset_path
 from headrace.server import logs
+from headrace.store.asset_files import asset_path
 from headrace_orchestrator.buffer.data_directory import sync_directory
 
 log = logs.logger(__name__)

@@ -19,9 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from headrace.assets import asset_path, check_asset, is_asset_name, read_asset, verify_asset
+from headrace.assets import check_asset, is_asset_name
 from headrace.errors import CorruptAsset, HeadraceError, InvalidAsset, StoreError, UnknownAsset
 from headrace.server import logs
+from headrace.store.asset_files import asset_path, read_asset, verify_asset
 from headrace_orchestrator.buffer.assets.files import AssetFiles, shelves, size_of
 
 log = logs.logger(__name__)

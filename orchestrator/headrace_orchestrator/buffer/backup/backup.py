@@ -23,9 +23,9 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.assets import FOLDER, asset_path
 from headrace.errors import InvalidRequest, SetupError, StoreError
 from headrace.store import log_files, log_format
+from headrace.store.asset_files import FOLDER, asset_path
 from headrace.store.log_format import Damage
 from headrace_orchestrator.buffer.backup.file_copy import (
     CopyProgress,

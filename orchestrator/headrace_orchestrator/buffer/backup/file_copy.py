@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from headrace.assets import FOLDER, asset_path
 from headrace.errors import CorruptRecord, StoreError
+from headrace.store.asset_files import FOLDER, asset_path
 from headrace_orchestrator.buffer.data_directory import sync_directory
 
 OnProgress = Callable[[int, int], None]

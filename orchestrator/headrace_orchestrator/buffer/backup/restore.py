@@ -15,8 +15,8 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.assets import FOLDER
 from headrace.errors import CorruptRecord, SetupError
+from headrace.store.asset_files import FOLDER
 from headrace_orchestrator.buffer.backup.backup import read_manifest
 from headrace_orchestrator.buffer.backup.file_copy import (
     CopyProgress,

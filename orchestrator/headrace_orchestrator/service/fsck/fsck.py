@@ -18,9 +18,9 @@ from tempfile import TemporaryDirectory
 
 import msgspec
 
-from headrace.assets import FOLDER, asset_path
 from headrace.errors import HeadraceError, SetupError
 from headrace.store import log_files, log_format
+from headrace.store.asset_files import FOLDER, asset_path
 from headrace.store.log_files import LogFile
 from headrace.store.log_format import Damage, FooterBuilder, Frame, FrameType
 from headrace.wire.codec import TrajectoryHead

@@ -1,0 +1,66 @@
+"""Stored assets: files below ``<data directory>/assets`` that can be read without a service.
+
+* An asset is stored as ``ab/abcdef...``, by its name and the first two letters of it.
+* An asset is read only if its bytes match its name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from headrace.assets import check_asset, corrupt_asset, is_asset_name
+from headrace.errors import UnknownAsset
+
+FOLDER = "assets"
+"""Folder of the assets in a data directory."""
+
+_CHUNK_BYTES = 1 << 20
+
+
+def asset_path(folder: Path, name: str) -> Path:
+    """The path of an asset below the folder of all assets."""
+    return folder / name[:2] / name
+
+
+def read_asset(folder: Path, name: str) -> bytes:
+    """Read a stored asset and check it against its name. Raises UnknownAsset, CorruptAsset."""
+    if not is_asset_name(name):
+        raise unknown_asset(name)
+    try:
+        data = asset_path(folder, name).read_bytes()
+    except FileNotFoundError:
+        raise unknown_asset(name) from None
+    except OSError as error:
+        raise corrupt_asset(name, f"its file cannot be read: {error.strerror}") from error
+    check_asset(name, data)
+    return data
+
+
+def verify_asset(folder: Path, name: str) -> int:
+    """Check a stored asset without holding it in memory; returns its size in bytes.
+
+    Raises UnknownAsset, CorruptAsset.
+    """
+    digest, size = hashlib.sha256(), 0
+    try:
+        with open(asset_path(folder, name), "rb") as stream:
+            while chunk := stream.read(_CHUNK_BYTES):
+                digest.update(chunk)
+                size += len(chunk)
+    except FileNotFoundError:
+        raise unknown_asset(name) from None
+    except OSError as error:
+        raise corrupt_asset(name, f"its file cannot be read: {error.strerror}") from error
+    if digest.hexdigest() != name:
+        raise corrupt_asset(name, f"its {size} bytes have the SHA-256 {digest.hexdigest()}")
+    return size
+
+
+def unknown_asset(name: str) -> UnknownAsset:
+    return UnknownAsset(
+        f"There is no asset {name[:80]!r}.",
+        hint="Assets are named by the SHA-256 of their bytes, and are kept as long as a stored trajectory refers to "
+        "them.",
+        asset=name[:80],
+    )
