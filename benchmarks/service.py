@@ -35,12 +35,14 @@ class Service:
         self.port, self.policy_port = _free_port(), _free_port()
         self.url, self.policy_url = f"http://127.0.0.1:{self.port}", f"http://127.0.0.1:{self.policy_port}"
 
-    def start_orchestrator(self) -> None:
-        """Returns when it is ready, within some ten milliseconds."""
+    def start_orchestrator(self, *module: str) -> None:
+        """Returns when it is ready, within some ten milliseconds. ``module``: what is run instead of the command line,
+        and its first arguments."""
         data = str(self.folder / "data")
         self._start(
             "orchestrator",
-            *("headrace_orchestrator.cli", "orchestrator", "--data", data),
+            *(module or ("headrace_orchestrator.cli",)),
+            *("orchestrator", "--data", data),
             *("--port", str(self.port), "--log-level", "warning"),
         )
         wait_for("the orchestrator", self._ready, interval_s=0.01)
