@@ -19,7 +19,7 @@ from benchmarks.buffer import ingest, load
 from benchmarks.service import Service, service
 from benchmarks.table import Row, report
 from headrace import Client
-from headrace.ids import new_id
+from headrace.common.ids import new_id
 from headrace.wire.messages import Assignment
 
 CONNECTIONS, CHUNK, CHUNKS = 64, 256, 32

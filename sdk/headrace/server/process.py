@@ -14,7 +14,7 @@ import errno
 import functools
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import uvicorn
@@ -22,7 +22,7 @@ import uvloop
 
 from headrace.errors import PortInUse, SetupError
 from headrace.server.request_timeouts import RequestTimeouts
-from headrace.server.uvicorn_protocol import HttpProtocol, require_supported_uvicorn
+from headrace.server.uvicorn_protocol import HttpProtocol, HttpServer, require_supported_uvicorn
 
 BACKLOG = 2048
 """Connections that may wait to be accepted: a whole fleet reconnects at once after a restart."""
@@ -79,7 +79,7 @@ async def serving(
     must be here whole within ``request_timeout_s`` seconds. Leaving the block stops it: open requests get
     ``shutdown_timeout_s`` seconds to end."""
     protocol = functools.partial(HttpProtocol, RequestTimeouts(idle_s=KEEP_ALIVE_S, request_s=request_timeout_s))
-    server = _Server(
+    server = HttpServer(
         uvicorn.Config(
             app,
             http=protocol,  # type: ignore[arg-type]  # it is called as a class is
@@ -100,14 +100,5 @@ async def serving(
     finally:
         server.should_exit = True
         await asyncio.wait({task})
-        for connection in list(server.server_state.connections):
-            connection.transport.abort()  # of whoever did not read its answer in time
+        server.abort_connections()  # of clients that did not read their answer in time
     task.result()
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals to the owner of the event loop."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield

@@ -1,4 +1,4 @@
-"""The HTTP protocol of the services: uvicorn's, and everything here that is private to uvicorn.
+"""The HTTP server and protocol of the services: uvicorn's, with everything that is private to uvicorn.
 
 * A uvicorn that this file is not written for is refused at the start, with what to install.
 * A client whose request does not begin, or does not end, is disconnected (``headrace.server.request_timeouts``).
@@ -11,10 +11,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import re
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import uvicorn
@@ -58,6 +59,18 @@ def require_supported_uvicorn() -> None:
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, version.split(".")[:2]))
+
+
+class HttpServer(uvicorn.Server):
+    """Leaves signals to the owner of the event loop."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def abort_connections(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
 
 class BodyParts:
