@@ -30,7 +30,7 @@ from headrace.wire import codec, messages
 from headrace_orchestrator.buffer.data_directory import DataDirectory
 from headrace_orchestrator.scheduler.commands import versions
 from headrace_orchestrator.scheduler.commands.batches import ack
-from headrace_orchestrator.scheduler.queries.invariants import durable
+from headrace_orchestrator.scheduler.queries.durable_values import durable_values
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 from headrace_orchestrator.service import Service
 from headrace_orchestrator.service.batches import ServedBatch
@@ -286,7 +286,7 @@ class Histories(RuleBasedStateMachine):
         self.model.acked(batch.id, now)
 
     def is_open(self, batch: Batch) -> bool:
-        return batch.id in durable(self.buffer.core.state)["runs"]["run"]["batches"]
+        return batch.id in durable_values(self.buffer.core.state)["runs"]["run"]["batches"]
 
     @rule(step=st.sampled_from([1, 1, 2]))
     def announce(self, step: int) -> None:
@@ -313,12 +313,12 @@ class Histories(RuleBasedStateMachine):
     @rule(how=st.sampled_from(["in order", "now", "older", "none"]))
     def restart(self, how: str) -> None:
         """In order, or as after a crash with this projection."""
-        before = durable(self.buffer.core.state)
+        before = durable_values(self.buffer.core.state)
         if how == "in order":
             self.buffer.restart()
         else:
             self.buffer.crash(how)
-        assert durable(self.buffer.core.state) == before
+        assert durable_values(self.buffer.core.state) == before
 
     # The end
 

@@ -24,7 +24,7 @@ from headrace_orchestrator.buffer.log.log import LocatedFrame, Log
 from headrace_orchestrator.buffer.projection.sqlite import SqliteProjection
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.scheduler.events import AnyEvent, GroupRetired, WorkerDraining
-from headrace_orchestrator.scheduler.queries.invariants import durable
+from headrace_orchestrator.scheduler.queries.durable_values import durable_values
 from headrace_orchestrator.service import batches as serving
 from headrace_orchestrator.service.storage.record_events import event_of, record_for_event
 from headrace_orchestrator.service.storage.replay import replay
@@ -334,7 +334,7 @@ async def test_a_fact_that_does_not_fit_costs_none_of_those_it_shares_a_frame_wi
     log.append(FrameType.CONTROL, msgspec.msgpack.encode(events))
     await log.close()
     core, store, passed_over = await replayed(data_dir)
-    assert durable(core.state)["draining"] == ["one", "two"]
+    assert durable_values(core.state)["draining"] == ["one", "two"]
     assert passed_over == 1
     await store.close()
 

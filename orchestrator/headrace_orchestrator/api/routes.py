@@ -19,6 +19,7 @@ from headrace_orchestrator.console import render
 from headrace_orchestrator.scheduler.commands import batches, leases, policy_servers, versions
 from headrace_orchestrator.scheduler.commands.priorities import set_priorities
 from headrace_orchestrator.scheduler.commands.resume import resume
+from headrace_orchestrator.scheduler.commands.sessions import doing
 from headrace_orchestrator.service import Service
 from headrace_orchestrator.service.shell import HEADRACE_VERSION
 
@@ -237,7 +238,7 @@ def _learner_routes() -> list[Route]:
         ),
         run_command(
             f"{API}/runs/{{run}}/doing",
-            batches.doing,
+            doing,
             "Say what the learner does; renews its batch leases.",
             roles=LEARNER,
             errors=RUN_ERRORS,

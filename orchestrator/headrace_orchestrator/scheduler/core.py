@@ -18,11 +18,12 @@ from typing import Any
 
 from headrace.errors import InternalError
 from headrace_orchestrator.scheduler import events, snapshot
+from headrace_orchestrator.scheduler.apply.transition_table import apply, emit
 from headrace_orchestrator.scheduler.commands import batches, evaluations, follow_ups
 from headrace_orchestrator.scheduler.events import AnyEvent
-from headrace_orchestrator.scheduler.queries.invariants import check, durable
-from headrace_orchestrator.scheduler.state.admission import failure_backoff
-from headrace_orchestrator.scheduler.state.admission.bounds import RETRY_S, Bounds
+from headrace_orchestrator.scheduler.queries.durable_values import durable_values
+from headrace_orchestrator.scheduler.queries.invariants import check_invariants
+from headrace_orchestrator.scheduler.state.admission.bounds import RETRY_S, SharedBounds
 from headrace_orchestrator.scheduler.state.run import Run
 from headrace_orchestrator.scheduler.state.scheduler_state import STALL_SHARE, SchedulerState
 
@@ -31,7 +32,7 @@ class Scheduler:
     """The state of all runs and workers, and the time that it is at."""
 
     def __init__(
-        self, *, epoch: int, new_id: Callable[[], str], new_nonce: Callable[[], str], bounds: Bounds | None = None
+        self, *, epoch: int, new_id: Callable[[], str], new_nonce: Callable[[], str], bounds: SharedBounds | None = None
     ) -> None:
         #: To be read only; a command takes it from ``state_at``.
         self.state = SchedulerState(epoch, new_id, new_nonce, bounds)
@@ -44,11 +45,11 @@ class Scheduler:
         """Take an event from the log; raises InternalError for one that does not fit, as where an event before it was
         lost. The first command after the last event renews all leases."""
         self._replaying = True
-        self.state.apply(event, now)
+        apply(self.state, event, now)
 
     def snapshot(self) -> bytes:
         """The durable state, to be restored by a later process; raises InternalError while events are not drained."""
-        if self.state.out:
+        if self.state.undrained:
             raise InternalError("A snapshot needs all events to be drained first.")
         return snapshot.snapshot(self.state)
 
@@ -61,26 +62,26 @@ class Scheduler:
         self._replaying = True
 
     @property
-    def bounds(self) -> Bounds:
-        """Bounds that all runs share. The owner of the store keeps ``disk_bytes`` up to date."""
+    def bounds(self) -> SharedBounds:
+        """SharedBounds that all runs share. The owner of the store keeps ``disk_bytes`` up to date."""
         return self.state.bounds
 
     def drain(self) -> list[AnyEvent]:
         """The events of the commands since the last call, in order."""
-        out, self.state.out = self.state.out, []
-        return out
+        drained, self.state.undrained = self.state.undrained, []
+        return drained
 
     def tick(self, now: float) -> None:
         """Let time pass: expired attempt leases, batch leases, evaluations, deadlines."""
         state = self.state_at(now)
-        expired = state.workers.due(now)
+        expired = state.workers.expired(now)
         runs: dict[str, Run] = {}
         for episode in expired:
             # Settling for one episode may have ended or cancelled another.
             if episode.state in ("leased", "cancelling") and episode.deadline <= now:
-                run = episode.group.run
+                run = state.run_of(episode)
                 runs[run.name] = run
-                follow_ups.lease_lost(state, episode, now)
+                follow_ups.expire_attempt(state, episode, now)
         for run in runs.values():
             follow_ups.settle(state, run, now)
         for run in state.runs.values():
@@ -88,16 +89,16 @@ class Scheduler:
                 batches.expire(state, run, now)
             if run.active_evaluations:
                 evaluations.expire(state, run, now)
-            if run.waiting:
+            if run.cut_deadlines:
                 follow_ups.cut_overdue(state, run, now)
             if run.retiring:
-                follow_ups.go_on_retiring(state, run, now)
+                follow_ups.retire_next_slice(state, run, now)
         if state.bounds.exist:
             for run in state.runs.values():
                 if run.admits:
                     follow_ups.settle(state, run, now)
         for worker in state.workers.sweep(now):
-            state.emit(events.WorkerDraining(worker=worker, over=True), now)
+            emit(state, events.WorkerDraining(worker=worker, over=True), now)
 
     def next_deadline(self) -> float | None:
         """Latest time of the next ``tick``: the next deadline, and while anything is leased, often enough to tell a
@@ -110,8 +111,9 @@ class Scheduler:
             deadlines.append(self._last + self.state.shortest_term_s * STALL_SHARE / 2)
         for run in self.state.runs.values():
             deadlines += [e.deadline for e in run.active_evaluations.values() if not e.expired]
-            deadlines += islice(run.waiting.values(), 1)
-            due = failure_backoff.next_try(run)
+            deadlines += islice(run.cut_deadlines.values(), 1)
+            leased = run.leased + run.evaluation_leased
+            due = run.failure_backoff.deadline(run.queued + run.evaluation_queued, leased)
             if due is not None and (self._last is None or due > self._last):
                 deadlines.append(due)
             if self._last is not None and run.retiring:
@@ -122,11 +124,11 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise AssertionError, with the history, if an invariant does not hold."""
-        check(self.state)
+        check_invariants(self.state)
 
     def durable(self) -> dict[str, Any]:
         """The durable state as plain values, without what is soft: equal after a replay of all records."""
-        return durable(self.state)
+        return durable_values(self.state)
 
     def state_at(self, now: float) -> SchedulerState:
         """The state for a command. The first one after a replay renews all leases; one after a stall, those that lost a

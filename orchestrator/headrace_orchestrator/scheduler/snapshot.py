@@ -1,11 +1,11 @@
-"""The durable state as bytes: what a log file opens with, so that a start need not read the files before it.
+"""The durable state as bytes. Each log file begins with them, so that a start need not read the files before it.
 
 * A restored scheduler has the same durable state, and goes on to the same decisions.
 * After a restore every lease has a full term, as after a replay.
 * A damaged snapshot, or one of a format that is not known, is refused whole; nothing of it is taken.
 * What is soft is not in it; a slot of the state is named here or named soft.
 
-Rows are arrays: the fields of a row class are the attributes of what it stands for, in the order of the bytes.
+Rows are arrays: the fields of a row class are the attributes of the object that it stores, in the order of the bytes.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from headrace.errors import CorruptRecord
 from headrace.runspec import RunSpec
 from headrace.trajectory import Failure, Task, Version
 from headrace.wire.messages import EvaluationEpisode, Weights
-from headrace_orchestrator.scheduler.state.batches import Batch, Closed, Sessions
+from headrace_orchestrator.scheduler.state.batches import ClosedBatch, LearnerSessions, OpenBatch
 from headrace_orchestrator.scheduler.state.evaluations import Evaluation
 from headrace_orchestrator.scheduler.state.groups import Episode, EpisodeState, Group, GroupState
 from headrace_orchestrator.scheduler.state.run import Run
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
-from headrace_orchestrator.scheduler.state.workers import Worker
+from headrace_orchestrator.scheduler.state.workers import WorkerState
 
 FORMAT = 3
-"""Of the bytes, and the first thing in them; another one is refused."""
+"""Number of this format, stored first; snapshots of another one are refused."""
 
 
-class Row(msgspec.Struct, array_like=True, frozen=True):
+class SnapshotRow(msgspec.Struct, array_like=True, frozen=True):
     """Base of the rows."""
 
 
-class EpisodeRow(Row, frozen=True):
+class EpisodeRow(SnapshotRow, frozen=True):
     id: str
     member: int
     sampling_seed: int
@@ -46,17 +46,17 @@ class EpisodeRow(Row, frozen=True):
     nonce: str
     worker: str
     version: Version | None
-    draws: int
-    losses: int
+    retries_used: int
+    workers_lost: int
     low: Version | None
     high: Version | None
     rewards: dict[str, float]
     trajectory: str
     failure: Failure | None
-    worker_wrote: bool
+    by_worker: bool
 
 
-class GroupRow(Row, frozen=True):
+class GroupRow(SnapshotRow, frozen=True):
     id: str
     task: Task
     position: int
@@ -65,14 +65,14 @@ class GroupRow(Row, frozen=True):
     state: GroupState
     history: list[tuple[str, str]]
     size: int
-    extra: int
+    added_members: int
     live: int
     usable: int
-    order: int
+    dispatch_order: int
     uses: int
     priority: float
-    records: bytes
-    kept: tuple[Version, ...]
+    packed_trajectories: bytes
+    kept_versions: tuple[Version, ...]
     row_tokens: int
     longest_row: int
     held_bytes: int
@@ -81,7 +81,7 @@ class GroupRow(Row, frozen=True):
     reason: str
 
 
-class BatchRow(Row, frozen=True):
+class BatchRow(SnapshotRow, frozen=True):
     id: str
     version: Version
     leased: bool
@@ -92,11 +92,11 @@ class BatchRow(Row, frozen=True):
     request: str
     shards: int
     fetched: list[int]
-    released: str
+    release_reason: str
     before: str
 
 
-class EvaluationRow(Row, frozen=True):
+class EvaluationRow(SnapshotRow, frozen=True):
     id: str
     version: Version
     wanted: int
@@ -109,13 +109,13 @@ class EvaluationRow(Row, frozen=True):
     reason: str
 
 
-class VersionsRow(Row, frozen=True):
+class VersionsRow(SnapshotRow, frozen=True):
     now: Version
     forks: list[Version | None]
     tops: list[int]
 
 
-class PolicyServersRow(Row, frozen=True):
+class PolicyServersRow(SnapshotRow, frozen=True):
     servers: dict[str, bool]
     target: Version | None
     weights: Weights | None
@@ -124,7 +124,7 @@ class PolicyServersRow(Row, frozen=True):
     skipped: list[Version]
 
 
-class LedgerRow(Row, frozen=True):
+class LedgerRow(SnapshotRow, frozen=True):
     in_flight: int
     unfinished: int
     held_bytes: int
@@ -134,7 +134,7 @@ class LedgerRow(Row, frozen=True):
     batch_groups: int
 
 
-class RunRow(Row, frozen=True):
+class RunRow(SnapshotRow, frozen=True):
     closed: bool
     position: int
     admitted: int
@@ -142,12 +142,12 @@ class RunRow(Row, frozen=True):
     evaluation_queued: int
     leased: int
     evaluation_leased: int
-    states: dict[str, int]
+    group_states: dict[str, int]
     open: int
-    next_order: int
-    closed_batches: dict[str, Closed]
+    next_dispatch_order: int
+    closed_batches: dict[str, ClosedBatch]
     batches_formed: int
-    sessions: dict[str, Sessions]
+    sessions: dict[str, LearnerSessions]
     batches_acked: int
     selected: dict[str, int]
     submitted_ends: dict[str, str]
@@ -157,25 +157,27 @@ class RunRow(Row, frozen=True):
     zero_variance_tokens: int
     too_long_since_batch: int
     stale_in_row: int
-    ends: dict[str, int]
+    episode_ends: dict[str, int]
     rewards: list[float]
-    recent: list[Failure | None]
+    recent_failures: list[Failure | None]
     kills: dict[bytes, list[str]]
     quarantined: dict[bytes, Task]
     submitted_failures: dict[str, str] = {}
 
 
-class GroupWhole(Row, frozen=True):
+class StoredGroup(SnapshotRow, frozen=True):
+    """A group with its members, and the id of its evaluation."""
+
     group: GroupRow
     evaluation: str
     members: list[EpisodeRow]
 
 
-class RunState(Row, frozen=True):
-    """A run, with what refers to groups and episodes by id. A group is a ``GroupWhole`` encoded by itself: the garbage
-    collector would go through a tree of a million rows again and again."""
+class StoredRun(SnapshotRow, frozen=True):
+    """A run, with the ids of its groups and episodes as references. A group is a ``StoredGroup`` encoded by itself: the
+    garbage collector would traverse a tree of a million rows again and again."""
 
-    given: dict[str, Any]
+    spec: dict[str, Any]
     run: RunRow
     versions: VersionsRow
     policy_servers: PolicyServersRow
@@ -183,12 +185,12 @@ class RunState(Row, frozen=True):
     evaluations: list[EvaluationRow]
     groups: list[msgspec.Raw]
     batches: list[tuple[BatchRow, list[str]]]
-    due: list[str]
+    undecided: list[str]
     queue: list[str]
     evaluation_queue: list[str]
 
 
-class WorkerState(Row, frozen=True):
+class StoredWorker(SnapshotRow, frozen=True):
     """A worker that holds attempts, or drains."""
 
     name: str
@@ -196,27 +198,27 @@ class WorkerState(Row, frozen=True):
     attempts: list[str]
 
 
-class Format(Row, frozen=True):
-    """What every snapshot begins with, whatever comes behind."""
+class SnapshotFormat(SnapshotRow, frozen=True):
+    """The beginning of every snapshot, common to all formats."""
 
     format: int
 
 
-class State(Row, frozen=True):
+class StoredState(SnapshotRow, frozen=True):
     format: int
-    runs: list[RunState]
-    workers: list[WorkerState]
+    runs: list[StoredRun]
+    workers: list[StoredWorker]
     draining: list[str]
 
 
-def _fields(row: type[Row]) -> Callable[[Any], Any]:
-    """Reads the attributes that a row has, as a tuple."""
+def _reader(row: type[SnapshotRow]) -> Callable[[Any], Any]:
+    """A function that reads the attributes of a row as a tuple."""
     return attrgetter(*row.__struct_fields__)
 
 
-_episode, _group, _batch = _fields(EpisodeRow), _fields(GroupRow), _fields(BatchRow)
-_evaluation, _versions = _fields(EvaluationRow), _fields(VersionsRow)
-_policy_servers, _ledger, _run = _fields(PolicyServersRow), _fields(LedgerRow), _fields(RunRow)
+_episode, _group, _batch = _reader(EpisodeRow), _reader(GroupRow), _reader(BatchRow)
+_evaluation, _versions = _reader(EvaluationRow), _reader(VersionsRow)
+_policy_servers, _ledger, _run = _reader(PolicyServersRow), _reader(LedgerRow), _reader(RunRow)
 
 
 def _plain(value: Any) -> Any:
@@ -226,16 +228,16 @@ def _plain(value: Any) -> Any:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
-_format_decoder = msgspec.msgpack.Decoder(Format)
-_decoder = msgspec.msgpack.Decoder(State)
-_group_decoder = msgspec.msgpack.Decoder(GroupWhole)
+_format_decoder = msgspec.msgpack.Decoder(SnapshotFormat)
+_decoder = msgspec.msgpack.Decoder(StoredState)
+_group_decoder = msgspec.msgpack.Decoder(StoredGroup)
 
 
 def snapshot(state: SchedulerState) -> bytes:
     """The durable state."""
     parts = (
         FORMAT,
-        [_run_state(run) for run in state.runs.values()],
+        [_stored_run(run) for run in state.runs.values()],
         [
             (worker.name, worker.pool, list(worker.attempts))
             for worker in state.workers.by_name.values()
@@ -246,29 +248,29 @@ def snapshot(state: SchedulerState) -> bytes:
     return _encoder.encode(parts)
 
 
-def _run_state(run: Run) -> tuple[Any, ...]:
+def _stored_run(run: Run) -> tuple[Any, ...]:
     return (
-        run.given,
+        run.plain_spec,
         _run(run),
         _versions(run.versions),
         _policy_servers(run.policy_servers),
         _ledger(run.ledger),
         [_evaluation(evaluation) for evaluation in run.evaluations.values()],
-        [msgspec.Raw(_encoder.encode(_whole(group))) for group in run.groups.values()],
+        [msgspec.Raw(_encoder.encode(_stored_group(group))) for group in run.groups.values()],
         [(_batch(batch), [group.id for group in batch.groups]) for batch in run.batches.values()],
-        list(run.due),
+        list(run.undecided),
         [episode.id for episode in run.queue if episode.state == "queued"],
         [episode.id for episode in run.evaluation_queue if episode.state == "queued"],
     )
 
 
-def _whole(group: Group) -> tuple[Any, ...]:
+def _stored_group(group: Group) -> tuple[Any, ...]:
     evaluation = "" if group.evaluation is None else group.evaluation.id
     return _group(group), evaluation, [_episode(episode) for episode in group.members]
 
 
 def restore(state: SchedulerState, data: bytes, now: float) -> None:
-    """Bring a snapshot into a book that knows nothing yet. Raises CorruptRecord."""
+    """Restore a snapshot into an empty state. Raises CorruptRecord."""
     episodes = state.episodes
     try:
         _require_format(_format_decoder.decode(data).format)
@@ -296,8 +298,8 @@ def _require_format(found: int) -> None:
         )
 
 
-def _restored_run(stored: RunState, state: SchedulerState, now: float) -> Run:
-    run = Run(RunSpec.model_validate(stored.given), state.bounds, state.episodes)
+def _restored_run(stored: StoredRun, state: SchedulerState, now: float) -> Run:
+    run = Run(RunSpec.model_validate(stored.spec), state.bounds, state.episodes)
     episodes = state.episodes
     _fill(run, stored.run)
     _set(run.versions, stored.versions)
@@ -312,56 +314,56 @@ def _restored_run(stored: RunState, state: SchedulerState, now: float) -> Run:
     for raw in stored.groups:
         _restore_group(run, _group_decoder.decode(raw))
     for batch_row, ids in stored.batches:
-        batch = Batch(batch_row.id, [run.groups[id] for id in ids], batch_row.version)
+        batch = OpenBatch(batch_row.id, [run.groups[id] for id in ids], batch_row.version)
         _set(batch, batch_row)
         batch.deadline = now + run.spec.batch_lease_s
         run.batches[batch.id] = batch
-    run.due.update((id, run.groups[id]) for id in stored.due)
+    run.undecided.update((id, run.groups[id]) for id in stored.undecided)
     run.queue.extend(episodes[id] for id in stored.queue)
     run.evaluation_queue.extend(episodes[id] for id in stored.evaluation_queue)
     return run
 
 
-def _restore_group(run: Run, whole: GroupWhole) -> None:
-    row = whole.group
-    evaluation = run.evaluations[whole.evaluation] if whole.evaluation else None
-    group = Group(run, row.id, row.task, row.position, row.submitted, evaluation)
+def _restore_group(run: Run, stored: StoredGroup) -> None:
+    row = stored.group
+    evaluation = run.evaluations[stored.evaluation] if stored.evaluation else None
+    group = Group(run.name, row.id, row.task, row.position, row.submitted, evaluation)
     _set(group, row)
     run.groups[group.id] = group
     if group.state == "open":
         run.open_groups[group.id] = group
     elif group.state == "eligible":
-        (run.eligible if run.plain(group) else run.apart).add(group, run.versions)
+        run.index_of(group).add(group, run.versions)
     if evaluation is not None:
-        evaluation.groups.append(group)
-    for member in whole.members:
+        evaluation.groups.append(group.id)
+    for member in stored.members:
         episode = Episode(group, member.id, member.member, member.sampling_seed)
         _set(episode, member)
         group.members.append(episode)
         run.episodes[episode.id] = episode
 
 
-def _restore_worker(state: SchedulerState, row: WorkerState, attempts: Iterable[Episode], now: float) -> None:
-    worker: Worker = state.workers.named(row.name, row.pool, now)
+def _restore_worker(state: SchedulerState, row: StoredWorker, attempts: Iterable[Episode], now: float) -> None:
+    worker: WorkerState = state.workers.named(row.name, row.pool, now)
     for episode in attempts:
         worker.attempts[episode.id] = episode
-        episode.deadline = now + episode.group.run.spec.attempt_lease_s
+        episode.deadline = now + state.run_of(episode).spec.attempt_lease_s
         state.workers.watch(worker, episode.deadline)
 
 
-def _set(target: Any, row: Row) -> None:
-    """Set the attributes that a row has."""
+def _set(target: Any, row: SnapshotRow) -> None:
+    """Set the attributes of a row."""
     for name, value in zip(row.__struct_fields__, msgspec.structs.astuple(row), strict=True):
         setattr(target, name, value)
 
 
-def _fill(target: Any, row: Row) -> None:
-    """Set the attributes that a row has; what is a memory of its own kind is filled."""
+def _fill(target: Any, row: SnapshotRow) -> None:
+    """Set the attributes of a row; bounded memories and counters are filled."""
     for name, value in zip(row.__struct_fields__, msgspec.structs.astuple(row), strict=True):
-        there = getattr(target, name)
-        if isinstance(there, deque):
-            there.extend(value)
-        elif isinstance(there, Counter):
-            there.update(value)
+        current = getattr(target, name)
+        if isinstance(current, deque):
+            current.extend(value)
+        elif isinstance(current, Counter):
+            current.update(value)
         else:
             setattr(target, name, value)

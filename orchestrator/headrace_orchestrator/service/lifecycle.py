@@ -28,7 +28,7 @@ from headrace_orchestrator.buffer.log.writer_thread import LogWriter, LogWriterT
 from headrace_orchestrator.buffer.projection.sqlite import SqliteProjection
 from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.scheduler.core import Scheduler
-from headrace_orchestrator.scheduler.state.admission.bounds import Bounds
+from headrace_orchestrator.scheduler.state.admission.bounds import SharedBounds
 from headrace_orchestrator.service.batches import BatchBodies
 from headrace_orchestrator.service.policy_servers import PolicyPlane
 from headrace_orchestrator.service.pulls import Pulls
@@ -126,7 +126,7 @@ class Lifecycle:
         assets = AssetStore(
             self._directory.path / FOLDER, store.referred, clock=self._clock, promise_s=self._settings.asset_promise_s
         )
-        bounds = Bounds(self._settings.max_held_bytes or math.inf, self._settings.max_disk_bytes or math.inf)
+        bounds = SharedBounds(self._settings.max_held_bytes or math.inf, self._settings.max_disk_bytes or math.inf)
         core = Scheduler(epoch=self.epoch, new_id=new_id, new_nonce=lambda: random_pool(8).hex(), bounds=bounds)
         # The core's clock stands still while the log is read, so that every lease in it has its full term after.
         try:

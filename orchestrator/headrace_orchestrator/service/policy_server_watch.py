@@ -24,7 +24,6 @@ from headrace_orchestrator.policy_servers.controller import Call, Controller, Re
 from headrace_orchestrator.policy_servers.discovery import Discovery
 from headrace_orchestrator.scheduler.commands.evaluations import sync_hold
 from headrace_orchestrator.scheduler.commands.policy_servers import weights_served
-from headrace_orchestrator.scheduler.state.admission.concurrency_cap import set_slots
 from headrace_orchestrator.scheduler.state.policy_servers import PolicyServersState
 from headrace_orchestrator.service.adapter_sync import Adapting
 from headrace_orchestrator.service.dns_lookups import Resolve, look_up
@@ -127,7 +126,7 @@ class Watch:
                 self._begin(self._adapt(change))
         self._count()
         reasons = controller.reasons()
-        servers.told = reasons + self._discovery.reasons() + self._adapting.reasons()
+        servers.reasons = reasons + self._discovery.reasons() + self._adapting.reasons()
         self.sync = " ".join(reason.message for reason in reasons if reason.code == "weight-sync")
         if self.revision != self._told:
             self._told = self.revision
@@ -158,7 +157,8 @@ class Watch:
         self._cap()
 
     def _cap(self) -> None:
-        if set_slots(self._shell.run(self._run), self._meter.attainable):
+        run = self._shell.run(self._run)
+        if run.concurrency_cap.set(self._meter.attainable, run.leased):
             self._shell.queues.offer_work()
 
     async def _served(self, servers: PolicyServersState) -> None:

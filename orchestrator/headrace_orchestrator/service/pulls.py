@@ -25,6 +25,7 @@ from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.scheduler.commands import batches
 from headrace_orchestrator.scheduler.commands.follow_ups import evict
 from headrace_orchestrator.scheduler.commands.pull_plan import Form, Plan, Redeliver
+from headrace_orchestrator.scheduler.commands.pulls import form, pull
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 from headrace_orchestrator.service.batches import BatchBodies, BodyParts, ServedBatch, build_batch, planned_groups
 from headrace_orchestrator.service.shell import Shell
@@ -168,7 +169,7 @@ class Pulls:
                 code="draining", message="The orchestrator is stopping; pull again after its restart."
             )
             return messages.EmptyReply(epoch=self._epoch, reasons=[reason])
-        plan = shell.decide(lambda state, now: batches.pull(state, state.run(run), request, now))
+        plan = shell.decide(lambda state, now: pull(state, state.run(run), request, now))
         if isinstance(plan, messages.EmptyReply):
             shell.queues.offer_work()  # a pull that waits may have admitted one more group
         return plan
@@ -188,7 +189,7 @@ class Pulls:
         try:
             now = shell.now()
             state = shell.core.state_at(now)
-            lease = batches.form(state, state.run(run), formed.plan, request, now)
+            lease = form(state, state.run(run), formed.plan, request, now)
         except Conflict as error:
             if isinstance(error, SessionSuperseded):
                 raise

@@ -15,16 +15,19 @@ from headrace_orchestrator.scheduler.commands import (
     leases,
     policy_servers,
     priorities,
+    pulls,
     resume,
     runs,
+    sessions,
     submissions,
     versions,
 )
 from headrace_orchestrator.scheduler.commands.pull_plan import Form, Plan, Redeliver
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.scheduler.events import EpisodeEnded
-from headrace_orchestrator.scheduler.queries import invariants, views
-from headrace_orchestrator.scheduler.state.admission import concurrency_cap
+from headrace_orchestrator.scheduler.queries import views
+from headrace_orchestrator.scheduler.queries.durable_values import durable_values
+from headrace_orchestrator.scheduler.queries.invariants import check_invariants
 from headrace_orchestrator.scheduler.state.policy_servers import PolicyServersState
 
 
@@ -34,10 +37,10 @@ class CommandedScheduler(Scheduler):
     # Invariants
 
     def check(self) -> None:
-        invariants.check(self.state)
+        check_invariants(self.state)
 
     def durable(self) -> dict[str, Any]:
-        return invariants.durable(self.state)
+        return durable_values(self.state)
 
     # Workers
 
@@ -107,11 +110,11 @@ class CommandedScheduler(Scheduler):
 
     def pull(self, run: str, request: messages.PullRequest, now: float) -> Plan:
         state = self.state_at(now)
-        return batches.pull(state, state.run(run), request, now)
+        return pulls.pull(state, state.run(run), request, now)
 
     def form(self, run: str, plan: Form, request: messages.PullRequest, now: float) -> Redeliver:
         state = self.state_at(now)
-        return batches.form(state, state.run(run), plan, request, now)
+        return pulls.form(state, state.run(run), plan, request, now)
 
     def ack(self, run: str, batch: str, request: messages.AckRequest, now: float) -> messages.AckReply:
         state = self.state_at(now)
@@ -127,7 +130,7 @@ class CommandedScheduler(Scheduler):
 
     def doing(self, run: str, request: messages.DoingRequest, now: float) -> None:
         state = self.state_at(now)
-        batches.doing(state, state.run(run), request, now)
+        sessions.doing(state, state.run(run), request, now)
 
     def resume(self, run: str, request: messages.ResumeRequest, now: float) -> messages.ResumeReply:
         state = self.state_at(now)
@@ -167,4 +170,5 @@ class CommandedScheduler(Scheduler):
         policy_servers.weights_served(state, state.run(run), version, weights, now)
 
     def set_inference_slots(self, run: str, slots: int | None) -> bool:
-        return concurrency_cap.set_slots(self.state.run(run), slots)
+        found = self.state.run(run)
+        return found.concurrency_cap.set(slots, found.leased)

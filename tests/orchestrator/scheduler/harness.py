@@ -13,7 +13,7 @@ from headrace.trajectory import Failure, Status, Version
 from headrace.wire import messages
 from headrace_orchestrator.scheduler import events
 from headrace_orchestrator.scheduler.commands.pull_plan import Form, Redeliver
-from headrace_orchestrator.scheduler.state.admission.bounds import Bounds
+from headrace_orchestrator.scheduler.state.admission.bounds import SharedBounds
 from tests.orchestrator.scheduler.commanded import CommandedScheduler
 from tests.orchestrator.scheduler.oracle import Told, faults
 
@@ -37,8 +37,8 @@ class Served:
 class Harness:
     """One scheduler, its log, and a clock that only tests move."""
 
-    def __init__(self, *, checked: bool = True, bounds: Bounds | None = None) -> None:
-        self.bounds = bounds or Bounds()
+    def __init__(self, *, checked: bool = True, bounds: SharedBounds | None = None) -> None:
+        self.bounds = bounds or SharedBounds()
         self.now = 1000.0
         self.log: list[events.AnyEvent] = []
         #: What batches are judged by; None where events of the log were lost.

@@ -7,7 +7,7 @@ import pytest
 from headrace.errors import HeadraceError
 from headrace.wire import messages
 from headrace_orchestrator.scheduler import events
-from headrace_orchestrator.scheduler.queries.invariants import check
+from headrace_orchestrator.scheduler.queries.invariants import check_invariants
 from tests.orchestrator.scheduler.harness import Harness, busy, version
 
 
@@ -90,7 +90,7 @@ def test_applying_the_records_of_a_log_in_order_gives_the_state_back_but_for_dea
 def test_between_commands_no_group_waits_for_a_decision_and_no_credit_lies_idle():
     harness = busy()
     run = harness.core.state.runs["r"]
-    assert (run.due, run.ledger.free) == ({}, 0)
+    assert (run.undecided, run.ledger.free) == ({}, 0)
 
 
 # What check notices -------------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ def test_between_commands_no_group_waits_for_a_decision_and_no_credit_lies_idle(
 
 def notices(harness: Harness, history: str) -> None:
     with pytest.raises(AssertionError, match=history):
-        check(harness.core.state)
+        check_invariants(harness.core.state)
 
 
 def test_groups_in_flight_are_exactly_the_runs_own_groups_that_are_not_retired():
@@ -153,4 +153,4 @@ def test_every_index_says_what_the_episodes_and_groups_say():
     run.leased += 1
     notices(harness, "miscounts leased")
     run.leased -= 1
-    check(harness.core.state)
+    check_invariants(harness.core.state)

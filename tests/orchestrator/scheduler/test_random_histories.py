@@ -256,7 +256,7 @@ class Histories(RuleBasedStateMachine):
         """No batch is formed of what waits to be retired."""
         run = self.harness.core.state.runs["r"]
         for event in self.harness.found(events.BatchFormed, begun):
-            assert not any(run.out_of_bound(run.groups[id]) for id in event.groups)
+            assert not any(run.bound_violation(run.groups[id]) for id in event.groups)
 
     def take(self, found):
         if isinstance(found, Served):

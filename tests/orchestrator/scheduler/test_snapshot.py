@@ -7,9 +7,9 @@ import pytest
 from headrace.errors import CorruptRecord, InternalError
 from headrace.trajectory import Failure
 from headrace_orchestrator.scheduler import snapshot
-from headrace_orchestrator.scheduler.apply import transitions
+from headrace_orchestrator.scheduler.apply.groups import MAX_FAILURE
 from headrace_orchestrator.scheduler.state.admission.ledger import Ledger
-from headrace_orchestrator.scheduler.state.batches import Batch
+from headrace_orchestrator.scheduler.state.batches import OpenBatch
 from headrace_orchestrator.scheduler.state.evaluations import Evaluation
 from headrace_orchestrator.scheduler.state.groups import Episode, Group
 from headrace_orchestrator.scheduler.state.policy_servers import PolicyServersState
@@ -58,9 +58,13 @@ def test_a_snapshot_carries_quarantine_kills_and_what_the_brake_looks_at(harness
     for attempt in harness.lease(3):
         harness.finish(attempt, "failed", failure=BROKEN)
     run = harness.core.state.runs["r"]
-    again = harness.restored(harness.core.snapshot())._state.runs["r"]
-    assert all((run.quarantined, run.kills, run.recent))
-    assert (again.quarantined, again.kills, list(again.recent)) == (run.quarantined, run.kills, list(run.recent))
+    again = harness.restored(harness.core.snapshot()).state.runs["r"]
+    assert all((run.quarantined, run.kills, run.recent_failures))
+    assert (again.quarantined, again.kills, list(again.recent_failures)) == (
+        run.quarantined,
+        run.kills,
+        list(run.recent_failures),
+    )
 
 
 def test_a_snapshot_taken_in_the_middle_of_a_replay_is_finished_as_the_replay_is(harness):
@@ -84,8 +88,8 @@ def test_a_snapshot_carries_how_awaited_groups_failed(harness):
     harness.finish(harness.lease(1)[0], "failed", failure=Failure(layer="policy", kind="long", message="x" * 10_000))
     (told,) = harness.empty(groups=["a"]).reasons
     assert told.facts["failure"].startswith("policy/long: xxx")
-    assert len(told.facts["failure"]) == transitions.MAX_FAILURE
-    again = harness.restored(harness.core.snapshot())._state.runs["r"]
+    assert len(told.facts["failure"]) == MAX_FAILURE
+    again = harness.restored(harness.core.snapshot()).state.runs["r"]
     assert again.submitted_failures == {"a": told.facts["failure"]}
 
 
@@ -112,49 +116,59 @@ def test_a_damaged_snapshot_is_refused_whole():
 
 def test_a_snapshot_is_taken_between_commands_and_restored_into_a_fresh_scheduler():
     harness = busy()
-    with pytest.raises(InternalError, match="state already"):
+    with pytest.raises(InternalError, match="only into a new scheduler"):
         harness.core.restore(harness.core.snapshot(), 0.0)
     harness.core.close_run("r", harness.now)
-    with pytest.raises(InternalError, match="not drained"):
+    with pytest.raises(InternalError, match="to be drained first"):
         harness.core.snapshot()
 
 
 SOFT = {
     Episode: {"deadline"},
     Group: set(),
-    Batch: {"deadline"},
-    Evaluation: {"asked_at", "deadline", "expired"},
+    OpenBatch: {"deadline"},
+    Evaluation: {"deadline", "expired", "reported_at"},
     Ledger: set(),
     Versions: set(),
-    PolicyServersState: {"told"},
-    Run: {"concurrency_cap", "failure_backoff", "learners", "retiring", "waiting"},
+    PolicyServersState: {"reasons"},
+    Run: {"concurrency_cap", "failure_backoff", "cut_deadlines", "learners", "retiring"},
 }
 BY_REFERENCE = {
     Episode: {"group"},
     Group: {"run", "evaluation", "members"},
-    Batch: {"groups"},
+    OpenBatch: {"groups"},
     Evaluation: {"groups"},
     Ledger: {"bounds", "spec"},
     Versions: set(),
     PolicyServersState: set(),
     Run: {
         "active_evaluations",
-        "apart",
         "batches",
         "capabilities",
-        "due",
+        "eligible",
+        "eligible_by_name",
         "episodes",
         "evaluation_queue",
-        "policy_servers",
         "evaluations",
-    }
-    | {"given", "groups", "kinds", "ledger", "name", "open_groups", "own_source", "eligible", "queue", "source", "spec"}
-    | {"versions"},
+        "groups",
+        "has_own_source",
+        "ledger",
+        "name",
+        "open_groups",
+        "plain_spec",
+        "policy_servers",
+        "queue",
+        "source",
+        "spec",
+        "task_kinds",
+        "undecided",
+        "versions",
+    },
 }
 ROWS = {
     Episode: snapshot.EpisodeRow,
     Group: snapshot.GroupRow,
-    Batch: snapshot.BatchRow,
+    OpenBatch: snapshot.BatchRow,
     Evaluation: snapshot.EvaluationRow,
     Ledger: snapshot.LedgerRow,
     Versions: snapshot.VersionsRow,

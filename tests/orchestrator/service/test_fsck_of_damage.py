@@ -23,7 +23,7 @@ from headrace_orchestrator.buffer.log.location import Location
 from headrace_orchestrator.buffer.log.log import Log
 from headrace_orchestrator.buffer.projection.sqlite import SqliteProjection
 from headrace_orchestrator.scheduler.core import Scheduler
-from headrace_orchestrator.scheduler.queries.invariants import durable
+from headrace_orchestrator.scheduler.queries.durable_values import durable_values
 from headrace_orchestrator.service.fsck.findings import FsckFinding
 from headrace_orchestrator.service.fsck.fsck import LogCheck, check
 from headrace_orchestrator.service.storage.replay import replay
@@ -204,7 +204,7 @@ async def test_a_start_after_any_flipped_byte_decides_as_before_and_serves_the_r
     draw = random.Random(name)
     fresh(whole, copied)
     before = await start(copied)
-    state, places = durable(before.core.state), dict(_records(whole.path))
+    state, places = durable_values(before.core.state), dict(_records(whole.path))
     assert before.damaged == 0
     await before.store.close()
     bodies = {id: body for id, (_, body) in places.items()}
@@ -221,8 +221,8 @@ async def test_a_start_after_any_flipped_byte_decides_as_before_and_serves_the_r
                     if location != Location(int(file.stem), frame.offset, location.length):
                         assert found.store.log.read(location) == bodies[id], (position, id)
                 if frame.type in TWICE:
-                    assert (found.damaged, durable(found.core.state)) == (0, state), (file.name, position)
-                assert durable(found.core.state)["runs"]["run"]["versions"] == state["runs"]["run"]["versions"]
+                    assert (found.damaged, durable_values(found.core.state)) == (0, state), (file.name, position)
+                assert durable_values(found.core.state)["runs"]["run"]["versions"] == state["runs"]["run"]["versions"]
                 await found.store.close()
 
 
@@ -248,7 +248,7 @@ async def test_a_head_or_a_footer_that_is_lost_altogether_changes_no_decision(
                 for copy in (0, frame.size // 2):
                     one_flipped(copied / "log" / file.name, frame.offset + copy + 64)
                 found = await start(copied)
-                assert durable(found.core.state) == durable(before.core.state), file.name
+                assert durable_values(found.core.state) == durable_values(before.core.state), file.name
                 await found.store.close()
 
 
@@ -324,7 +324,7 @@ async def test_a_flipped_byte_of_the_projection_is_found_or_changes_nothing(one_
         named += bool(found)
         # A start decides the same whatever became of it.
         started = await start(copied, with_projection=True)
-        assert durable(started.core.state) == durable(before.core.state)
+        assert durable_values(started.core.state) == durable_values(before.core.state)
         try:
             if started.store.projection.page("run", {}, 100, None, now_ms=0) != page:
                 started.store.projection.check()  # an index lost a row: the check in the background sees it

@@ -28,7 +28,7 @@ from headrace_orchestrator.buffer.log.log import Log
 from headrace_orchestrator.buffer.projection.sqlite import SqliteProjection
 from headrace_orchestrator.scheduler.commands import batches
 from headrace_orchestrator.scheduler.core import Scheduler
-from headrace_orchestrator.scheduler.queries.invariants import durable
+from headrace_orchestrator.scheduler.queries.durable_values import durable_values
 from headrace_orchestrator.service import Service
 from headrace_orchestrator.service.batches import ServedBatch
 from headrace_orchestrator.service.storage.replay import replay
@@ -63,7 +63,7 @@ class Known(NamedTuple):
 
 def known(core: Scheduler, store: Store) -> Known:
     groups = {(run, id): group for run, groups in store.index.groups.items() for id, group in groups.items()}
-    return Known(durable(core.state), groups, store.index.batches, store.index.trajectories)
+    return Known(durable_values(core.state), groups, store.index.batches, store.index.trajectories)
 
 
 async def read(data: Path, *, states: bool = True, listed: bool = True, damaged: list[None] | None = None) -> Known:

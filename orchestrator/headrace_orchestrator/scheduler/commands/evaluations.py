@@ -1,10 +1,11 @@
-"""Starting, reporting and ending evaluations."""
+"""Commands that start, report and expire evaluations."""
 
 from __future__ import annotations
 
 from headrace.errors import Conflict, InvalidRequest, UnknownEvaluation, VersionUnknown
 from headrace.wire import messages
 from headrace_orchestrator.scheduler import events
+from headrace_orchestrator.scheduler.apply.transition_table import emit
 from headrace_orchestrator.scheduler.commands import follow_ups
 from headrace_orchestrator.scheduler.commands.groups import MAX_GROUP_SIZE, MAX_REQUEST_EPISODES, parse_task
 from headrace_orchestrator.scheduler.state.evaluations import Evaluation
@@ -29,32 +30,30 @@ def start(state: SchedulerState, run: Run, request: messages.EvaluationRequest, 
     ahead = version.lineage == run.versions.now.lineage and version.n > run.versions.now.n
     if ahead or version.lineage >= len(run.versions.forks) or run.versions.distance(version) is None:
         raise VersionUnknown(
-            f"Run {run.name} has no version {version}; the version now is {run.versions.now}.",
-            hint="Evaluate the version now, or one that it descends from.",
+            f"Run {run.name} has no version {version}; the current version is {run.versions.now}.",
+            hint="Evaluate the current version, or one that it descends from.",
         )
     id = state.new_id()
-    state.emit(
-        events.EvaluationStarted(
-            run=run.name,
-            evaluation=id,
-            version=version,
-            wanted=episodes,
-            deadline_s=request.deadline_s,
-            temperature=request.temperature,
-        ),
-        now,
+    started = events.EvaluationStarted(
+        run=run.name,
+        evaluation=id,
+        version=version,
+        wanted=episodes,
+        deadline_s=request.deadline_s,
+        temperature=request.temperature,
     )
+    emit(state, started, now)
     for task in tasks:
         follow_ups.admit_group(state, run, state.new_id(), task, request.episodes_per_task, now, evaluation=id)
     return id
 
 
 def report(state: SchedulerState, run: Run, id: str, now: float) -> messages.EvaluationReply:
-    """How far an evaluation is."""
+    """The results of an evaluation so far."""
     evaluation = run.evaluations.get(id)
     if evaluation is None:
         raise UnknownEvaluation(f"Run {run.name} has no evaluation {id!r}.")
-    evaluation.asked_at = now
+    evaluation.reported_at = now
     return messages.EvaluationReply(
         epoch=state.epoch,
         evaluation=id,
@@ -62,19 +61,19 @@ def report(state: SchedulerState, run: Run, id: str, now: float) -> messages.Eva
         wanted=evaluation.wanted,
         done=evaluation.done,
         finished=bool(evaluation.reason),
-        hold_s=_holds(run, evaluation, now),
+        hold_s=_hold_s(run, evaluation, now),
         episodes=list(evaluation.episodes),
     )
 
 
-def _holds(run: Run, evaluation: Evaluation, now: float) -> float:
+def _hold_s(run: Run, evaluation: Evaluation, now: float) -> float:
     """Seconds that a weight sync waits for it: only while its version is the one that is served."""
     return evaluation.hold_s(now) if evaluation.version == run.policy_servers.held else 0.0
 
 
 def sync_hold(run: Run, now: float) -> tuple[float, list[str]]:
-    """Seconds that a weight sync still has to wait, and for which evaluations."""
-    holds = {evaluation.id: _holds(run, evaluation, now) for evaluation in run.active_evaluations.values()}
+    """Seconds that a weight sync still has to wait, and the evaluations that it waits for."""
+    holds = {evaluation.id: _hold_s(run, evaluation, now) for evaluation in run.active_evaluations.values()}
     waiting = [id for id, hold in holds.items() if hold > 0]
     return max(holds.values(), default=0.0), waiting
 
@@ -84,7 +83,7 @@ def expire(state: SchedulerState, run: Run, now: float) -> None:
     for evaluation in list(run.active_evaluations.values()):
         if evaluation.deadline <= now and not evaluation.expired:
             evaluation.expired = True
-            for group in evaluation.groups:
+            for group in run.evaluation_groups(evaluation):
                 if group.state == "open":
                     follow_ups.retire(state, group, "deadline", now)
             follow_ups.settle(state, run, now)

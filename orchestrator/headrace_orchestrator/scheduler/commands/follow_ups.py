@@ -1,4 +1,4 @@
-"""What follows from what happened: top-ups, retirements, quarantine, cancellation, admission.
+"""Follow-up decisions after a change: top-ups, retirements, quarantine, cancellation, admission.
 
 * Between commands no group waits for a decision.
 * One dead worker neither quarantines a task nor fails a group: what a silent worker held is queued again and draws no
@@ -17,30 +17,31 @@ from itertools import islice, takewhile
 from headrace.errors import Conflict, UnknownGroup
 from headrace.trajectory import Failure, PolicyRef, Status, Task
 from headrace_orchestrator.scheduler import events
-from headrace_orchestrator.scheduler.apply.transitions import LEASE_EXPIRED
-from headrace_orchestrator.scheduler.state.admission import adapter_assignment
+from headrace_orchestrator.scheduler.apply.attempts import LEASE_EXPIRED
+from headrace_orchestrator.scheduler.apply.transition_table import emit
+from headrace_orchestrator.scheduler.state.admission.adapter_assignment import assign_adapters
 from headrace_orchestrator.scheduler.state.admission.task_sources import sampling_seed, task_key
 from headrace_orchestrator.scheduler.state.groups import Episode, Group
 from headrace_orchestrator.scheduler.state.run import Run
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 
 SLICE = 64
-"""Groups that one command retires: a million at once would hold up everybody for half a minute."""
+"""Groups that one command retires: a million at once would block all requests for half a minute."""
 
 LOSSES_AN_ATTEMPT = 10
-"""Lost workers that an episode outlives, for each attempt of its budget: no spot market is that bad."""
+"""Lost workers that an episode outlives, for each attempt of its budget: more than any spot market takes."""
 
 
 def settle(state: SchedulerState, run: Run, now: float) -> None:
-    """Decide whatever is due in a run, then admit what its credit allows."""
+    """Take all decisions that are due in a run, then admit what its credit allows."""
     if run.closed:
-        close(state, run, now)
-    while run.due:
-        _decide(state, run, next(iter(run.due.values())), now)
+        stop_closed(state, run, now)
+    while run.undecided:
+        _decide(state, run, next(iter(run.undecided.values())), now)
     for evaluation in list(run.active_evaluations.values()):
         if not evaluation.left:
-            reason = evaluation.end(run.closed)
-            state.emit(events.EvaluationEnded(run=run.name, evaluation=evaluation.id, reason=reason), now)
+            reason = evaluation.end_reason(run.closed)
+            emit(state, events.EvaluationEnded(run=run.name, evaluation=evaluation.id, reason=reason), now)
     admit_ahead(state, run, now)
 
 
@@ -48,149 +49,136 @@ def settle_after_replay(state: SchedulerState, now: float) -> None:
     """Finish in every run what a cut log had begun."""
     for run in state.runs.values():
         for evaluation in run.active_evaluations.values():
-            evaluation.left = sum(group.live for group in evaluation.groups)  # some may be lost in the log
+            evaluation.left = sum(group.live for group in run.evaluation_groups(evaluation))  # events may be lost
         retire_out_of_bound(state, run, now)
         _quarantine_overdue(state, run, now)
         settle(state, run, now)
 
 
 def _decide(state: SchedulerState, run: Run, group: Group, now: float) -> None:
-    """One group's next step; brings it out of ``due``, or nearer to it."""
+    """Decide on one group's next step; takes it out of ``undecided``, or nearer to that."""
     if group.state == "retired":
         _stop_members(state, group, now)
     elif group.state == "acked":
         retire(state, group, "acked", now)
     elif group.state == "eligible":
-        retire(state, group, "failed", now)  # all its records were lost
+        retire(state, group, "failed", now)  # all its results were lost
     elif run.is_quarantined(group.task) and any(episode.state == "queued" for episode in group.members):
         for episode in group.members:
             if episode.state == "queued":
                 end(state, episode, "failed", "quarantined", "The task killed too many attempts.", now)
     elif group.evaluation is not None:
         retire(state, group, "evaluated", now)
-    elif reason := run.out_of_bound(group):
+    elif reason := run.bound_violation(group):
         retire(state, group, reason, now)
-    elif run.top_up_due(group):
+    elif run.needs_top_up(group):
         _top_up(state, run, group, now)
-    elif reason := run.dropped(group):
+    elif reason := run.drop_reason(group):
         retire(state, group, reason, now)
     elif group.cut:
         _stop_members(state, group, now)
     else:
-        retire(state, group, "zero-variance", now)  # decided together with others that used the bound up
+        retire(state, group, "zero-variance", now)  # others that were decided with it have used up the bound
 
 
 def _top_up(state: SchedulerState, run: Run, group: Group, now: float) -> None:
     number = len(group.members)
     seed = sampling_seed(run.spec.seed, group.position if group.position >= 0 else group.id, number)
     member = events.Member(state.new_id(), number, seed)
-    state.emit(events.MemberAdded(run=run.name, group=group.id, member=member), now)
+    emit(state, events.MemberAdded(run=run.name, group=group.id, member=member), now)
 
 
 def retire(state: SchedulerState, group: Group, reason: str, now: float) -> None:
-    """Retire a group, and stop what still runs of it."""
-    state.emit(events.GroupRetired(run=group.run.name, group=group.id, reason=reason), now)
+    """Retire a group, and stop its members that still run."""
+    emit(state, events.GroupRetired(run=group.run, group=group.id, reason=reason), now)
     _stop_members(state, group, now)
 
 
 def _stop_members(state: SchedulerState, group: Group, now: float) -> None:
-    """Leased members of a group that is retired or cut are told to stop; queued ones that were dispatched before end
-    here."""
+    """Cancel the leased members of a group that is retired or cut, and end those that are queued again."""
     for episode in list(group.members):
         if episode.state == "leased":
-            state.emit(
-                events.AttemptCancelled(
-                    run=group.run.name, episode=episode.id, attempt=episode.attempt, reason=group.reason
-                ),
-                now,
+            cancelled = events.AttemptCancelled(
+                run=group.run, episode=episode.id, attempt=episode.attempt, reason=group.reason
             )
+            emit(state, cancelled, now)
         elif episode.state == "queued":
             end(state, episode, "cancelled", group.reason, f"Its group goes on without it: {group.reason}.", now)
 
 
 def end(state: SchedulerState, episode: Episode, status: Status, kind: str, message: str, now: float) -> None:
-    """Write the terminal record of an episode that no worker will write."""
+    """End an episode whose result no worker will submit."""
     group = episode.group
-    state.emit(
-        events.EpisodeEnded(
-            run=group.run.name,
-            group=group.id,
-            member=episode.member,
-            episode=episode.id,
-            attempt=episode.attempt,
-            task=group.task,
-            status=status,
-            failure=Failure(layer="infrastructure", kind=kind, message=message),
-            evaluation=group.evaluation.id if group.evaluation is not None else "",
-            by_worker=False,
-        ),
-        now,
+    ended = events.EpisodeEnded(
+        run=group.run,
+        group=group.id,
+        member=episode.member,
+        episode=episode.id,
+        attempt=episode.attempt,
+        task=group.task,
+        status=status,
+        failure=Failure(layer="infrastructure", kind=kind, message=message),
+        evaluation=group.evaluation.id if group.evaluation is not None else "",
+        by_worker=False,
     )
+    emit(state, ended, now)
 
 
 def requeue(
     state: SchedulerState, episode: Episode, reason: str, counts: bool, failure: Failure | None, now: float
 ) -> None:
-    """End an attempt without a terminal record; the episode goes to the front of its queue."""
-    state.emit(
-        events.AttemptEnded(
-            run=episode.group.run.name,
-            episode=episode.id,
-            attempt=episode.attempt,
-            reason=reason,
-            counts=counts,
-            failure=failure,
-        ),
-        now,
+    """End an attempt without a result; the episode goes to the front of its queue."""
+    ended = events.AttemptEnded(
+        run=episode.group.run,
+        episode=episode.id,
+        attempt=episode.attempt,
+        reason=reason,
+        counts=counts,
+        failure=failure,
     )
+    emit(state, ended, now)
 
 
-def attempts_left(run: Run, episode: Episode) -> bool:
-    """Whether the episode may be tried again after one more attempt that counts."""
-    return episode.draws + 1 < run.spec.retries.max_attempts and not run.is_quarantined(episode.group.task)
+def has_attempts_left(run: Run, episode: Episode) -> bool:
+    """True if the episode may be tried again after one more attempt that counts."""
+    return episode.retries_used + 1 < run.spec.retries.max_attempts and not run.is_quarantined(episode.group.task)
 
 
 def quarantine_if_due(state: SchedulerState, run: Run, task: Task, now: float) -> None:
     """Quarantine a task that killed too many attempts."""
     if run.kills:
-        history = run.kills.get(task_key(task), [])
-        if len(history) >= run.spec.retries.quarantine_after and not run.is_quarantined(task):
-            state.emit(events.TaskQuarantined(run=run.name, task=task, history=list(history)), now)
+        kills = run.kills.get(task_key(task), [])
+        if len(kills) >= run.spec.retries.quarantine_after and not run.is_quarantined(task):
+            emit(state, events.TaskQuarantined(run=run.name, task=task, history=list(kills)), now)
 
 
 def _quarantine_overdue(state: SchedulerState, run: Run, now: float) -> None:
-    """Quarantine what a cut log had counted and not quarantined yet."""
+    """Quarantine tasks whose kills are in a cut log and whose quarantine is not."""
     limit = run.spec.retries.quarantine_after
-    overdue = {key for key, history in run.kills.items() if len(history) >= limit and key not in run.quarantined}
+    overdue = {key for key, kills in run.kills.items() if len(kills) >= limit and key not in run.quarantined}
     if overdue:
         for task in {task_key(group.task): group.task for group in run.groups.values()}.values():
             if task_key(task) in overdue:
                 quarantine_if_due(state, run, task, now)
 
 
-def lease_lost(state: SchedulerState, episode: Episode, now: float) -> None:
-    """An attempt lease ran out."""
-    run = episode.group.run
+def expire_attempt(state: SchedulerState, episode: Episode, now: float) -> None:
+    """Decide on an attempt whose lease ran out."""
+    run = state.run_of(episode)
     if episode.state == "cancelling":
-        end(
-            state,
-            episode,
-            "cancelled",
-            episode.group.reason,
-            "The worker did not answer after it was told to stop.",
-            now,
-        )
+        message = "The worker did not answer after it was told to stop."
+        end(state, episode, "cancelled", episode.group.reason, message, now)
     elif run.is_quarantined(episode.group.task):
         end(state, episode, "failed", "quarantined", "The task killed too many attempts.", now)
-    elif _worker_lives(state, episode):
-        if attempts_left(run, episode):
+    elif _was_dropped(state, run, episode):
+        if has_attempts_left(run, episode):
             requeue(state, episode, "dropped", True, None, now)
         else:
             message = f"Worker {episode.worker} lives and dropped attempt {episode.attempt}, the last of its budget."
             end(state, episode, "failed", "dropped", message, now)
     else:
         bound = LOSSES_AN_ATTEMPT * run.spec.retries.max_attempts
-        if episode.losses < bound:
+        if episode.workers_lost < bound:
             requeue(state, episode, events.WORKER_LOST, False, None, now)
         else:
             message = f"Worker {episode.worker} was lost; an episode may lose {bound} workers."
@@ -198,30 +186,30 @@ def lease_lost(state: SchedulerState, episode: Episode, now: float) -> None:
     quarantine_if_due(state, run, episode.group.task, now)
 
 
-def _worker_lives(state: SchedulerState, episode: Episode) -> bool:
-    """Whether the worker listed what it holds late in the term, and left this attempt out. The loss of a worker looks
-    different: all that it held was renewed when it last spoke, or was granted only just before."""
-    term_s = episode.group.run.spec.attempt_lease_s
-    return state.workers.by_name[episode.worker].listed > episode.deadline - term_s / 2
+def _was_dropped(state: SchedulerState, run: Run, episode: Episode) -> bool:
+    """True if the worker listed what it holds late in the term, and left this attempt out. The loss of a worker looks
+    different: its attempts were renewed with its last request, or granted only just before."""
+    return state.holder_of(episode).listed > episode.deadline - run.spec.attempt_lease_s / 2
 
 
 def retire_out_of_bound(state: SchedulerState, run: Run, now: float) -> None:
-    """Retire a slice of what the version now has left behind. Batches that wait unleased are dissolved first; leased
-    ones stay, unless a rewind left one of their rows."""
+    """Retire a slice of what the current version has left behind. Batches that wait unleased are dissolved first;
+    leased ones stay, unless a rewind left one of their rows."""
     for batch in list(run.batches.values()):
-        reasons = {run.out_of_bound(group) for group in batch.groups}
+        reasons = {run.bound_violation(group) for group in batch.groups}
         if "rewound" in reasons or ("stale" in reasons and not batch.leased and not batch.lapsed):
             reason = "rewound" if "rewound" in reasons else "stale"
-            state.emit(events.BatchDissolved(run=run.name, batch=batch.id, reason=reason), now)
-    _retire_slice(state, run, [(group, run.out_of_bound(group)) for group in islice(_left_behind(run), SLICE)], now)
+            emit(state, events.BatchDissolved(run=run.name, batch=batch.id, reason=reason), now)
+    ends = [(group, run.bound_violation(group)) for group in islice(_out_of_bound(run), SLICE)]
+    _retire_slice(state, run, ends, now)
 
 
-def _left_behind(run: Run) -> Iterator[Group]:
+def _out_of_bound(run: Run) -> Iterator[Group]:
     for group in run.open_groups.values():
-        if group.order >= 0 and group.evaluation is None and run.out_of_bound(group):
+        if group.dispatch_order >= 0 and group.evaluation is None and run.bound_violation(group):
             yield group
-    for eligible in (run.eligible, run.apart):
-        yield from eligible.behind(SLICE)
+    for index in (run.eligible, run.eligible_by_name):
+        yield from index.out_of_bound(SLICE)
 
 
 def _retire_slice(state: SchedulerState, run: Run, ends: list[tuple[Group, str]], now: float) -> None:
@@ -230,7 +218,7 @@ def _retire_slice(state: SchedulerState, run: Run, ends: list[tuple[Group, str]]
     run.retiring = len(ends) == SLICE
 
 
-def go_on_retiring(state: SchedulerState, run: Run, now: float) -> None:
+def retire_next_slice(state: SchedulerState, run: Run, now: float) -> None:
     """Retire the next slice."""
     if not run.closed:
         retire_out_of_bound(state, run, now)
@@ -239,18 +227,18 @@ def go_on_retiring(state: SchedulerState, run: Run, now: float) -> None:
 
 def cut_overdue(state: SchedulerState, run: Run, now: float) -> None:
     """Cut the groups that have waited long enough for the rest of their members."""
-    late = [id for id, _ in takewhile(lambda item: item[1] <= now, run.waiting.items())]
+    late = [id for id, _ in takewhile(lambda item: item[1] <= now, run.cut_deadlines.items())]
     for id in late:
-        del run.waiting[id]
+        del run.cut_deadlines[id]
         group = run.groups.get(id)
-        if group is not None and run.waits_for_rest(group):
-            state.emit(events.GroupCut(run=run.name, group=id), now)
+        if group is not None and run.waits_for_members(group):
+            emit(state, events.GroupCut(run=run.name, group=id), now)
     if late:
         settle(state, run, now)
 
 
 def evict(state: SchedulerState, run: Run, id: str, now: float) -> None:
-    """Retire a group whose records were lost; raises UnknownGroup, or Conflict where it is in a batch."""
+    """Retire a group whose stored trajectories were lost; raises UnknownGroup, or Conflict where it is in a batch."""
     group = run.groups.get(id)
     if group is None:
         raise UnknownGroup(f"Run {run.name} has no group {id!r} in flight.")
@@ -260,10 +248,10 @@ def evict(state: SchedulerState, run: Run, id: str, now: float) -> None:
     settle(state, run, now)
 
 
-def close(state: SchedulerState, run: Run, now: float) -> None:
-    """Stop all that a closed run still does. A step that a learner is taking may still be acked."""
+def stop_closed(state: SchedulerState, run: Run, now: float) -> None:
+    """Stop a slice of what a closed run still does. A batch that a learner holds may still be acked."""
     for batch in [batch for batch in run.batches.values() if not batch.leased]:
-        state.emit(events.BatchDissolved(run=run.name, batch=batch.id, reason="closed"), now)
+        emit(state, events.BatchDissolved(run=run.name, batch=batch.id, reason="closed"), now)
     over = (group for group in run.groups.values() if group.state in ("open", "eligible", "acked"))
     ends = [(group, "acked" if group.state == "acked" else "closed") for group in islice(over, SLICE)]
     _retire_slice(state, run, ends, now)
@@ -271,13 +259,13 @@ def close(state: SchedulerState, run: Run, now: float) -> None:
 
 def admit_ahead(state: SchedulerState, run: Run, now: float) -> None:
     """Admit what the credit allows, up to a full queue."""
-    while run.admits and admit(state, run, now):
+    while run.admits and admit_next(state, run, now):
         pass
 
 
-def admit(state: SchedulerState, run: Run, now: float) -> bool:
+def admit_next(state: SchedulerState, run: Run, now: float) -> bool:
     """Admit the next group of the run's own source; False at its end."""
-    upcoming = run.upcoming()
+    upcoming = run.next_task()
     if upcoming is None:
         return False
     position, task = upcoming
@@ -297,22 +285,20 @@ def admit_group(
     submitted: bool = False,
     evaluation: str = "",
 ) -> None:
-    """Admit a group of ``size`` fresh episodes."""
+    """Admit a group of ``size`` new episodes."""
     key: int | str = position if position >= 0 else group
     members = [
         events.Member(state.new_id(), number, sampling_seed(run.spec.seed, key, number)) for number in range(size)
     ]
-    state.emit(
-        events.GroupAdmitted(
-            run=run.name,
-            group=group,
-            task=task,
-            policy=PolicyRef(base=run.spec.policy.base, adapter=run.spec.policy.adapter),
-            members=members,
-            position=position,
-            submitted=submitted,
-            evaluation=evaluation,
-            adapters=adapter_assignment.assign_adapters(run.spec, run.admitted),
-        ),
-        now,
+    admitted = events.GroupAdmitted(
+        run=run.name,
+        group=group,
+        task=task,
+        policy=PolicyRef(base=run.spec.policy.base, adapter=run.spec.policy.adapter),
+        members=members,
+        position=position,
+        submitted=submitted,
+        evaluation=evaluation,
+        adapters=assign_adapters(run.spec, run.admitted),
     )
+    emit(state, admitted, now)

@@ -1,6 +1,6 @@
 """Groups that a learner submits: awaited by id, bounded by bytes, served or ended with a reason.
 
-* What is held, reserved and asked for has to fit the byte bound together, before any of a request is admitted.
+* The bytes held, reserved and asked for have to fit the byte bound together, before any group of a request is admitted.
 * One request admits so many episodes and no more.
 """
 
@@ -19,10 +19,10 @@ from headrace_orchestrator.scheduler.state.run import Run
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 
 MAX_GROUP_SIZE = 4096
-"""As for ``RunSpec.group_size``."""
+"""The bound of ``RunSpec.group_size``."""
 
 MAX_REQUEST_EPISODES = 16_384
-"""Most episodes that one request may admit: more would hold everybody up while they are."""
+"""Most episodes that one request may admit: more would block other requests for too long."""
 
 
 def parse_task(value: dict[str, Any], name: str) -> Task:
@@ -31,7 +31,8 @@ def parse_task(value: dict[str, Any], name: str) -> Task:
         spec = TaskSpec.model_validate(value)
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
-        raise InvalidRequest(f"This is no task: {problems}.", hint="A task names its environment and seed.") from error
+        hint = "A task names its environment and seed."
+        raise InvalidRequest(f"The task is invalid: {problems}.", hint=hint) from error
     return Task(
         environment=spec.environment,
         seed=spec.seed,
@@ -64,19 +65,24 @@ def submit(state: SchedulerState, run: Run, groups: list[messages.GroupRequest],
         )
     if run.closed:
         raise Conflict(f"Run {run.name} was closed.")
+    _require_room(run, episodes)
+    for id, (task, size) in wanted.items():
+        follow_ups.admit_group(state, run, id, task, size, now, submitted=True)
+    return list(wanted)
+
+
+def _require_room(run: Run, episodes: int) -> None:
+    """Raise Conflict where the estimated bytes of the episodes do not fit the byte bounds."""
     ledger = run.ledger
     new = episodes * ledger.estimate
     if ledger.held_bytes + ledger.reserved_bytes + new > run.spec.max_bytes:
         raise Conflict(
             f"Groups in flight hold {ledger.held_bytes} bytes and {ledger.reserved_bytes} more are reserved; these "
-            f"{episodes} episodes are taken to need {new}. The bound is {run.spec.max_bytes}.",
+            f"{episodes} episodes are estimated at {new}. The bound is {run.spec.max_bytes}.",
             hint="Ack batches first, or give the run a larger max_bytes.",
         )
-    if not ledger.bounds.takes(new):
+    if not ledger.bounds.fit(new):
         raise Conflict(
-            f"These {episodes} episodes are taken to need {new} bytes, and the bounds of the service leave no room.",
+            f"These {episodes} episodes are estimated at {new} bytes, and the bounds of the service leave no room.",
             hint="Ack batches first, or start the service with larger bounds; an empty pull says which is full.",
         )
-    for id, (task, size) in wanted.items():
-        follow_ups.admit_group(state, run, id, task, size, now, submitted=True)
-    return list(wanted)

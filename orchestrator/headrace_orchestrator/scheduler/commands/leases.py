@@ -1,12 +1,12 @@
-"""Attempt leases: granting, renewing, handing back.
+"""Attempt leases: grant, renew, hand back.
 
 * A worker gets attempts of its pool only, and only those whose capabilities it offers.
 * Runs share a pool evenly: the next slot goes to the run with the fewest leased.
 * A run that only fails, or only goes stale, gets one attempt at a time.
 * Evaluation goes first up to its share of the pool's slots; beyond it only where training has nothing queued.
-* What the policy servers of a run take at a time caps its training episodes.
+* The capacity of a run's policy servers caps its training episodes.
 * A grant whose reply was lost is granted again: same worker, same attempt, same nonce.
-* A heartbeat renews what it lists; it tells the worker what of it is over.
+* A heartbeat renews what it lists; its reply names what of it is over.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from itertools import islice
 
 from headrace.wire import messages
 from headrace_orchestrator.scheduler import events
+from headrace_orchestrator.scheduler.apply.transition_table import emit
 from headrace_orchestrator.scheduler.commands import follow_ups
-from headrace_orchestrator.scheduler.state.admission import concurrency_cap, failure_backoff
 from headrace_orchestrator.scheduler.state.groups import Episode
 from headrace_orchestrator.scheduler.state.run import Run
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
-from headrace_orchestrator.scheduler.state.workers import Worker
+from headrace_orchestrator.scheduler.state.workers import WorkerState
 
 HEARTBEATS_A_TERM = 3
-"""Two heartbeats may be lost before a lease runs out."""
+"""Heartbeats in a lease's term: two may be lost before the lease runs out."""
 
 DEFAULT_INTERVAL_S = 10.0
 """Seconds between heartbeats where no run has a term for the pool: a third of the default term."""
@@ -33,30 +33,32 @@ DEFAULT_INTERVAL_S = 10.0
 
 def lease(state: SchedulerState, request: messages.LeaseRequest, now: float) -> messages.LeaseReply:
     """Grant up to ``free`` attempts."""
-    worker = _meet(state, request, now)
+    worker = _hear_from(state, request, now)
     worker.capabilities = frozenset(request.capabilities)
     draining = worker.name in state.workers.draining
     cancels: list[messages.Cancel] = []
     attempts: list[messages.Assignment] = []
     if request.holding is not None:
-        cancels, known = _renew(state, worker, request.holding, now)
-        if known < len(worker.attempts):
-            attempts = _regrant(state, worker, request.holding, request.free, draining, now)
+        cancels, valid = _renew(state, worker, request.holding, now)
+        if valid < len(worker.attempts):
+            attempts = _grant_again(state, worker, request.holding, request.free, draining, now)
     free = request.free - len(attempts)
     if free > 0 and not draining:
         _grant(state, worker, free, attempts, now)
     return messages.LeaseReply(epoch=state.epoch, attempts=attempts, cancels=cancels, drain=draining)
 
 
-def _meet(state: SchedulerState, request: messages.LeaseRequest | messages.HeartbeatRequest, now: float) -> Worker:
-    if request.worker in state.workers.draining and state.workers.gone(request.worker, now):
-        state.emit(events.WorkerDraining(worker=request.worker, over=True), now)
-    return state.workers.meet(request.worker, request.pool, request.slots, now)
+def _hear_from(
+    state: SchedulerState, request: messages.LeaseRequest | messages.HeartbeatRequest, now: float
+) -> WorkerState:
+    if request.worker in state.workers.draining and state.workers.is_gone(request.worker, now):
+        emit(state, events.WorkerDraining(worker=request.worker, over=True), now)
+    return state.workers.hear_from(request.worker, request.pool, request.slots, now)
 
 
 def heartbeat(state: SchedulerState, request: messages.HeartbeatRequest, now: float) -> messages.HeartbeatReply:
     """Renew what a worker holds."""
-    worker = _meet(state, request, now)
+    worker = _hear_from(state, request, now)
     worker.stats = request.stats
     cancels, _ = _renew(state, worker, request.holding, now)
     terms = [run.spec.attempt_lease_s for run in state.pools.get(worker.pool, ()) if not run.closed]
@@ -69,26 +71,26 @@ def heartbeat(state: SchedulerState, request: messages.HeartbeatRequest, now: fl
 
 
 def hand_back(state: SchedulerState, request: messages.ReturnRequest, now: float) -> None:
-    """Take back attempts that a worker will not finish. What is not its own any more is passed over."""
-    touched: dict[str, Run] = {}
+    """Queue attempts again that a worker will not finish. Attempts that it does not hold any more are ignored."""
+    changed: dict[str, Run] = {}
     for key in request.attempts:
         episode = state.episodes.get(key.episode)
         if episode is None or not _is_current(episode, key, request.worker):
             continue
-        run = episode.group.run
-        touched[run.name] = run
+        run = state.run_of(episode)
+        changed[run.name] = run
         if episode.state == "leased":
             follow_ups.requeue(state, episode, "handed back", False, None, now)
         elif episode.state == "cancelling":
             follow_ups.end(state, episode, "cancelled", episode.group.reason, "The worker handed it back.", now)
-    for run in touched.values():
+    for run in changed.values():
         follow_ups.settle(state, run, now)
 
 
 def drain_worker(state: SchedulerState, worker: str, now: float) -> None:
-    """Give the worker nothing new, until it has gone."""
+    """Give the worker no new attempts until it has gone."""
     if worker not in state.workers.draining:
-        state.emit(events.WorkerDraining(worker=worker), now)
+        emit(state, events.WorkerDraining(worker=worker), now)
 
 
 def _is_current(episode: Episode, key: messages.AttemptKey, worker: str) -> bool:
@@ -96,13 +98,13 @@ def _is_current(episode: Episode, key: messages.AttemptKey, worker: str) -> bool
 
 
 def _renew(
-    state: SchedulerState, worker: Worker, holding: list[messages.AttemptKey], now: float
+    state: SchedulerState, worker: WorkerState, holding: list[messages.AttemptKey], now: float
 ) -> tuple[list[messages.Cancel], int]:
-    """Renew the listed attempts; returns what of it is to be stopped, and how many are held by right."""
+    """Renew the listed attempts; returns those that are to be stopped, and how many the worker validly holds."""
     worker.listed = now
     cancels: list[messages.Cancel] = []
-    known = 0
-    find = state.episodes.get
+    valid = 0
+    find, runs = state.episodes.get, state.runs
     for key in holding:
         episode = find(key.episode)
         if episode is None:
@@ -110,45 +112,52 @@ def _renew(
         elif episode.attempt != key.attempt or episode.nonce != key.nonce or episode.worker != worker.name:
             cancels.append(messages.Cancel(episode=key.episode, attempt=key.attempt, reason="superseded", record=False))
         elif episode.state == "leased":
-            known += 1
-            episode.deadline = now + episode.group.run.spec.attempt_lease_s
+            valid += 1
+            episode.deadline = now + runs[episode.group.run].spec.attempt_lease_s
         elif episode.state == "cancelling":
-            # Not renewed: a worker that does not stop is not waited for longer than a term.
-            known += 1
+            # Not renewed: the wait for a worker that does not stop ends after one term.
+            valid += 1
             reason = episode.group.reason
             cancels.append(messages.Cancel(episode=key.episode, attempt=key.attempt, reason=reason, record=True))
         elif episode.state != "queued":
             cancels.append(messages.Cancel(episode=key.episode, attempt=key.attempt, reason="over", record=False))
-    return cancels, known
+    return cancels, valid
 
 
-def _regrant(
-    state: SchedulerState, worker: Worker, holding: list[messages.AttemptKey], free: int, draining: bool, now: float
+def _grant_again(
+    state: SchedulerState,
+    worker: WorkerState,
+    holding: list[messages.AttemptKey],
+    free: int,
+    draining: bool,
+    now: float,
 ) -> list[messages.Assignment]:
-    """What was granted to the worker but never reached it: granted again as it was, within its free slots."""
+    """Grant again, unchanged, attempts that never reached the worker, within its free slots."""
     held = {(key.episode, key.attempt) for key in holding}
     again: list[messages.Assignment] = []
-    touched: dict[str, Run] = {}
+    changed: dict[str, Run] = {}
     for episode in list(worker.attempts.values()):
         if (episode.id, episode.attempt) in held:
             continue
-        run = episode.group.run
+        run = state.run_of(episode)
         if episode.state == "cancelling":
             follow_ups.end(state, episode, "cancelled", episode.group.reason, "It never reached its worker.", now)
-            touched[run.name] = run
+            changed[run.name] = run
         elif draining:
             follow_ups.requeue(state, episode, "its worker drains", False, None, now)
-            touched[run.name] = run
+            changed[run.name] = run
         elif len(again) < free:
             episode.deadline = now + run.spec.attempt_lease_s
             again.append(_assignment(run, episode))
-    for run in touched.values():
+    for run in changed.values():
         follow_ups.settle(state, run, now)
     return again
 
 
-def _grant(state: SchedulerState, worker: Worker, free: int, attempts: list[messages.Assignment], now: float) -> None:
-    wanting = [
+def _grant(
+    state: SchedulerState, worker: WorkerState, free: int, attempts: list[messages.Assignment], now: float
+) -> None:
+    runs = [
         run
         for run in state.pools.get(worker.pool, ())
         if (run.queued or run.evaluation_queued)
@@ -156,60 +165,75 @@ def _grant(state: SchedulerState, worker: Worker, free: int, attempts: list[mess
         and run.capabilities <= worker.capabilities
     ]
     slots = state.workers.slots[worker.pool]
-    most = [min(failure_backoff.room(run, now), _grantable(run, slots)) for run in wanting]
-    for run, count in _share(wanting, most, free):
-        if run.failure_backoff.since is not None:
-            run.failure_backoff.tried(now)
+    limits = [min(_backoff_room(run, now), _grantable(run, slots)) for run in runs]
+    for run, count in _share(runs, limits, free):
+        run.failure_backoff.count_try(now)
         episodes = _pick(run, count, slots)
         nonce = state.new_nonce()  # one for all: it tells this grant of an attempt from any other
         grants = [events.Grant(episode.id, episode.attempt + 1, nonce) for episode in episodes]
-        state.emit(
-            events.Dispatched(
-                run=run.name, worker=worker.name, pool=worker.pool, version=run.policy_servers.held, grants=grants
-            ),
-            now,
+        dispatched = events.Dispatched(
+            run=run.name, worker=worker.name, pool=worker.pool, version=run.policy_servers.held, grants=grants
         )
+        emit(state, dispatched, now)
         attempts.extend([_assignment(run, episode) for episode in episodes])
         follow_ups.admit_ahead(state, run, now)
 
 
+def _backoff_room(run: Run, now: float) -> int:
+    failing = run.only_fails or run.only_goes_stale
+    return run.failure_backoff.room(failing, run.leased + run.evaluation_leased, now)
+
+
 def _grantable(run: Run, slots: int) -> int:
     """Queued episodes that may be granted now, of a pool with so many slots."""
-    return concurrency_cap.trainable(run) + concurrency_cap.evaluable(run, _evaluation_share(run, slots))
+    return _training_grantable(run) + _evaluation_grantable(run, slots)
+
+
+def _training_grantable(run: Run) -> int:
+    """Queued training episodes that may be granted: none while their results would be stale at once."""
+    return 0 if run.outdated else min(run.queued, run.concurrency_cap.room(run.leased))
+
+
+def _evaluation_grantable(run: Run, slots: int) -> int:
+    """Queued evaluation episodes that may be granted: beyond their share of the slots only where the concurrency cap
+    holds no training back."""
+    if run.queued > run.concurrency_cap.room(run.leased):
+        return min(run.evaluation_ready, max(0, _evaluation_share(run, slots) - run.evaluation_leased))
+    return run.evaluation_ready
 
 
 def _evaluation_share(run: Run, slots: int) -> int:
     return math.ceil(run.spec.evaluation_slots * slots)
 
 
-def _share(wanting: list[Run], most: list[int], free: int) -> list[tuple[Run, int]]:
-    """How many of the free slots each run gets; ``most`` is what may be granted of it."""
+def _share(runs: list[Run], limits: list[int], free: int) -> list[tuple[Run, int]]:
+    """The number of free slots that each run gets, at most its limit."""
     room = [
-        min(run.spec.max_concurrent - run.leased - run.evaluation_leased, allowed)
-        for run, allowed in zip(wanting, most, strict=True)
+        min(run.spec.max_concurrent - run.leased - run.evaluation_leased, limit)
+        for run, limit in zip(runs, limits, strict=True)
     ]
-    if len(wanting) == 1:
-        return [(wanting[0], min(free, room[0]))] if room[0] else []
-    leased = [run.leased + run.evaluation_leased for run in wanting]
-    given = [0] * len(wanting)
-    open_runs = [index for index in range(len(wanting)) if room[index] > 0]
-    while free and open_runs:
-        index = min(open_runs, key=leased.__getitem__)
+    if len(runs) == 1:
+        return [(runs[0], min(free, room[0]))] if room[0] else []
+    leased = [run.leased + run.evaluation_leased for run in runs]
+    given = [0] * len(runs)
+    with_room = [index for index in range(len(runs)) if room[index] > 0]
+    while free and with_room:
+        index = min(with_room, key=leased.__getitem__)
         given[index] += 1
         leased[index] += 1
         free -= 1
         if given[index] == room[index]:
-            open_runs.remove(index)
-    return [(run, count) for run, count in zip(wanting, given, strict=True) if count]
+            with_room.remove(index)
+    return [(run, count) for run, count in zip(runs, given, strict=True) if count]
 
 
 def _pick(run: Run, count: int, slots: int) -> list[Episode]:
-    """The next episodes of a run, ``count`` of them; it has that many that may be granted."""
+    """The next ``count`` episodes of a run; at least so many may be granted."""
     ready = run.evaluation_ready
     if not ready:
         return _head(run.queue, count)
     evaluation = min(count, ready, max(0, _evaluation_share(run, slots) - run.evaluation_leased))
-    training = min(count - evaluation, concurrency_cap.trainable(run))
+    training = min(count - evaluation, _training_grantable(run))
     evaluation = count - training
     evaluations = deque(episode for episode in run.evaluation_queue if run.is_ready(episode))
     return _head(evaluations, evaluation) + _head(run.queue, training)

@@ -1,13 +1,13 @@
-"""The policy servers of a run, and the weights that they are to hold.
+"""The policy servers of a run, and the weights that they load.
 
 * Servers that were added, drained or removed are known after a restart.
 * A run that names no servers in its spec gets none: its workers ask those that they were started with.
 * A version that comes with weights is to be loaded by the service; one without was loaded by the learner.
-* A version that was overtaken before any server served it is skipped, and said to be.
+* A version that was overtaken before any server served it is skipped, and listed as skipped.
 * Weights that are served are not replaced under the same version.
 * Once a version is served, evaluations that are pinned to an older one are cancelled: nothing can answer them any more.
 
-What the servers do at the moment is not known here; their controller says so in ``told``.
+The current condition of the servers is not known here; the service sets it as ``reasons``.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from headrace.trajectory import Version
 from headrace.wire import policy_server
 from headrace.wire.messages import PolicyServerRequest, Weights
 from headrace_orchestrator.scheduler import events
+from headrace_orchestrator.scheduler.apply.transition_table import emit
 from headrace_orchestrator.scheduler.commands import follow_ups
 from headrace_orchestrator.scheduler.state.run import Run
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 
 MAX_SERVERS = 4096
-"""Of one run: their states are told in one answer."""
+"""Policy servers of one run: one answer lists the states of all."""
 
 
 def _address(text: str) -> str:
-    """An address as servers are known by; raises InvalidRequest for what is none."""
+    """The normal form of an address; raises InvalidRequest for an invalid one."""
     try:
         return policy_server.canonical_address(text)
     except ValueError as error:
@@ -34,7 +35,7 @@ def _address(text: str) -> str:
 
 
 def add_server(state: SchedulerState, run: Run, request: PolicyServerRequest, now: float) -> None:
-    """Know a server from now on; one that drains takes requests again."""
+    """Add a server, or end the drain of one."""
     address = _address(request.address)
     if run.closed:
         raise Conflict(f"Run {run.name} was closed.")
@@ -47,19 +48,19 @@ def add_server(state: SchedulerState, run: Run, request: PolicyServerRequest, no
     if len(run.policy_servers.servers) >= MAX_SERVERS and address not in run.policy_servers.servers:
         raise InvalidRequest(f"Run {run.name} has {MAX_SERVERS} policy servers, and no more can be added.")
     if run.policy_servers.servers.get(address) is not False:
-        state.emit(events.ServerAdded(run=run.name, address=address), now)
+        emit(state, events.ServerAdded(run=run.name, address=address), now)
 
 
 def drain_server(state: SchedulerState, run: Run, request: PolicyServerRequest, now: float) -> None:
-    """Let a server finish what it has."""
+    """Let a server finish its requests, and give it no new ones."""
     address = _known(run, request.address)
     if not run.policy_servers.servers[address]:
-        state.emit(events.ServerDrained(run=run.name, address=address), now)
+        emit(state, events.ServerDrained(run=run.name, address=address), now)
 
 
 def remove_server(state: SchedulerState, run: Run, request: PolicyServerRequest, now: float) -> None:
-    """Forget a server."""
-    state.emit(events.ServerRemoved(run=run.name, address=_known(run, request.address)), now)
+    """Remove a server."""
+    emit(state, events.ServerRemoved(run=run.name, address=_known(run, request.address)), now)
 
 
 def _known(run: Run, address: str) -> str:
@@ -94,16 +95,16 @@ def require_weights_fit(run: Run, version: Version, weights: Weights | None) -> 
 
 
 def weights_served(state: SchedulerState, run: Run, version: Version, weights: Weights, now: float) -> None:
-    """A server takes requests with this version, the first one to do so."""
+    """Note that the first server takes requests with a version."""
     if run.policy_servers.held != version:
-        state.emit(events.WeightsLoaded(run=run.name, version=version, weights=weights), now)
+        emit(state, events.WeightsLoaded(run=run.name, version=version, weights=weights), now)
         _cancel_unservable(state, run, now)
 
 
 def _cancel_unservable(state: SchedulerState, run: Run, now: float) -> None:
     for evaluation in list(run.active_evaluations.values()):
-        if run.policy_servers.past(evaluation.version):
-            for group in list(evaluation.groups):
+        if run.policy_servers.is_replaced(evaluation.version):
+            for group in run.evaluation_groups(evaluation):
                 if group.state == "open":
                     follow_ups.retire(state, group, events.REPLACED, now)
     follow_ups.settle(state, run, now)

@@ -1,8 +1,8 @@
-"""Priorities of groups, as a learner sets them: what a prioritized draw goes by.
+"""Priorities of groups in a prioritized draw, as a learner sets them.
 
 * A priority holds until it is set anew; a group starts with 1.
 * Groups that are over meanwhile are named in the answer; the others are set all the same.
-* A priority that cannot be a weight is refused, and so are priorities where no draw would look at them.
+* A priority that cannot be a weight is refused, and so are priorities where no draw would use them.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from headrace.errors import Conflict, InvalidRequest
 from headrace.selection import find_selection_rule
 from headrace.wire import messages
 from headrace_orchestrator.scheduler import events
+from headrace_orchestrator.scheduler.apply.transition_table import emit
 from headrace_orchestrator.scheduler.state.eligible.draw_weights import MAX_PRIORITY, MIN_PRIORITY
 from headrace_orchestrator.scheduler.state.groups import Group
 from headrace_orchestrator.scheduler.state.run import Run
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 
 MAX_REQUEST_GROUPS = 16_384
-"""Most groups of one request: its record stays a small one."""
+"""Most groups of one request, which keeps its event small."""
 
 
 def set_priorities(
@@ -40,11 +41,11 @@ def set_priorities(
             raise InvalidRequest(
                 f"The priority of group {id} is {priority}; priorities lie between {MIN_PRIORITY:g} and "
                 f"{MAX_PRIORITY:g}.",
-                hint="Only ratios matter: scale them. A group that is never to be drawn is to be left out by a filter.",
+                hint="Only ratios matter: scale them. Leave a group that is never to be drawn out with a filter.",
             )
     found = {id: priority for id, priority in request.priorities.items() if _in_flight(run.groups.get(id))}
     if found:
-        state.emit(events.PrioritiesSet(run=run.name, priorities=found), now)
+        emit(state, events.PrioritiesSet(run=run.name, priorities=found), now)
     over = [id for id in request.priorities if id not in found]
     return messages.PrioritiesReply(epoch=state.epoch, set=len(found), over=over)
 

@@ -1,4 +1,4 @@
-"""What a pull comes to."""
+"""Results of a pull: a leased batch, or a plan to form one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headrace.wire import messages
 
 
 class Redeliver(msgspec.Struct, frozen=True):
-    """Serve this frozen batch; the lease is made."""
+    """Serve this frozen batch; its lease has begun."""
 
     batch: str
     generation: int
@@ -20,10 +20,11 @@ class Redeliver(msgspec.Struct, frozen=True):
 
 
 class Form(msgspec.Struct, frozen=True):
-    """A batch can be formed of these groups, in this order, at this version of the run. Nothing is changed until
-    ``form`` is called: the shell reads the members' records and computes the head first. What happened meanwhile may
-    make it call for another plan. ``groups`` are (group, ids of the stored trajectories, in member order, failed ones
-    left out)."""
+    """Form a batch of these groups, in this order, at this version of the run. ``groups`` are pairs of a group's id and
+    the ids of its stored trajectories, in member order, failed ones left out.
+
+    The state has not changed yet: the shell reads the trajectories and computes the head of the batch, then calls
+    ``form``. Changes of the state meanwhile may require another plan."""
 
     batch: str
     version: Version

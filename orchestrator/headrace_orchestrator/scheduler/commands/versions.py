@@ -1,4 +1,4 @@
-"""Versions as they are announced, and going back to one.
+"""Announcements of versions, and rewinds to an earlier one.
 
 * A version follows the one before in its lineage; gaps are versions that were skipped. The same again changes nothing.
 * What an announcement leaves too far behind is retired as a unit; a leased batch may still be acked.
@@ -12,37 +12,38 @@ from headrace.trajectory import Version
 from headrace.wire import messages
 from headrace.wire.messages import Weights
 from headrace_orchestrator.scheduler import events
+from headrace_orchestrator.scheduler.apply.transition_table import emit
 from headrace_orchestrator.scheduler.commands import follow_ups, policy_servers
 from headrace_orchestrator.scheduler.state.run import Run
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 from headrace_orchestrator.scheduler.state.versions import parse_version
 
 
-def checked(run: Run, text: str, weights: Weights | None) -> Version:
-    """The announced version; raises where it does not follow the version now, or has other weights already."""
+def parse_announced(run: Run, text: str, weights: Weights | None) -> Version:
+    """The announced version; raises where it does not follow the current version, or has other weights already."""
     version = parse_version(text)
     now = run.versions.now
     if version.lineage >= len(run.versions.forks):
         raise VersionUnknown(
-            f"Lineage {version.lineage} of run {run.name} was never opened; the version now is {now}.",
+            f"Lineage {version.lineage} of run {run.name} was never opened; the current version is {now}.",
             hint="A rewind opens a lineage.",
         )
     if version.lineage != now.lineage or version.n < now.n:
         raise VersionConflict(
-            f"Version {version} does not follow {now}, the version of run {run.name} now.",
-            hint="Announce versions of the lineage now, in rising order; go back with a rewind.",
+            f"Version {version} does not follow {now}, the current version of run {run.name}.",
+            hint="Announce versions of the current lineage, in rising order; go back with a rewind.",
         )
     policy_servers.require_weights_fit(run, version, weights)
     return version
 
 
 def announce(state: SchedulerState, run: Run, request: messages.VersionRequest, now: float) -> messages.VersionReply:
-    """Take a new version of the lineage, or the weights of the version now."""
+    """Announce a new version, or the weights of the current one."""
     weights = request.weights
-    version = checked(run, request.version, weights)
+    version = parse_announced(run, request.version, weights)
     known = weights is None or (version, weights) == (run.policy_servers.target, run.policy_servers.weights)
     if version != run.versions.now or not known:
-        state.emit(events.VersionAnnounced(run=run.name, version=version, weights=weights), now)
+        emit(state, events.VersionAnnounced(run=run.name, version=version, weights=weights), now)
         follow_ups.retire_out_of_bound(state, run, now)
         follow_ups.settle(state, run, now)
     return _version_reply(state, run)
@@ -54,10 +55,10 @@ def rewind(state: SchedulerState, run: Run, request: messages.RewindRequest, now
     if fork.lineage >= len(run.versions.forks) or fork.n > run.versions.now.n or run.versions.distance(fork) is None:
         raise VersionUnknown(
             f"Run {run.name} has no version {fork} on the way to {run.versions.now}.",
-            hint="Rewind to a version that the version now descends from.",
+            hint="Rewind to a version that the current one descends from.",
         )
     version = Version(len(run.versions.forks), fork.n)
-    state.emit(events.VersionAnnounced(run=run.name, version=version, fork=fork), now)
+    emit(state, events.VersionAnnounced(run=run.name, version=version, fork=fork), now)
     follow_ups.retire_out_of_bound(state, run, now)
     follow_ups.settle(state, run, now)
     return _version_reply(state, run)

@@ -1,6 +1,6 @@
-"""Why a pull has nothing to serve: every reason that holds now, the most telling first.
+"""Reasons of an empty answer to a pull: all that hold now, the most specific first.
 
-* An empty answer always has a reason; it is a sentence, and its counts are in ``facts``.
+* An empty answer always has a reason: a sentence, with its counts in ``facts``.
 """
 
 from __future__ import annotations
@@ -8,35 +8,34 @@ from __future__ import annotations
 from collections import Counter
 
 from headrace.wire.messages import Reason
-from headrace_orchestrator.scheduler.state.admission import concurrency_cap, failure_backoff
-from headrace_orchestrator.scheduler.state.admission.bounds import Bounds
-from headrace_orchestrator.scheduler.state.eligible.filters import EVERYTHING, Filter, kind_of
+from headrace_orchestrator.scheduler.state.admission.bounds import SharedBounds
+from headrace_orchestrator.scheduler.state.eligible.filters import EVERYTHING, GroupFilter, kind_of
 from headrace_orchestrator.scheduler.state.run import Run
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 
 FAILING_SHARE = 0.5
-"""Share of the last attempts that failed in the policy layer, from which on the policy is said to be failing."""
+"""Share of the last attempts that failed in one layer, from which on the layer is reported as failing."""
+
+FAILING_LEAST = 4
+"""Failures in one layer below which it is not reported as failing."""
 
 NAMED_SHARDS = 8
 """Missing shards that a message names one by one."""
 
-FAILING_LEAST = 4
-"""Fewer policy failures than this say nothing."""
 
-
-def empty(
-    state: SchedulerState, run: Run, now: float, awaited: list[str] | None = None, filter: Filter = EVERYTHING
+def empty_reasons(
+    state: SchedulerState, run: Run, now: float, awaited: list[str] | None = None, filter: GroupFilter = EVERYTHING
 ) -> tuple[list[Reason], bool]:
-    """Why nothing is served, and whether nothing ever will be (to this pull)."""
+    """The reasons why a pull is not served, and True if it never will be."""
     if run.closed:
         return [Reason(code="closed", message=f"Run {run.name} was closed.")], True
     if awaited is not None:
         ended = _ended(run, awaited)
         if ended:
             return ended, True
-    elif run.over(filter):
+    elif run.done_for(filter):
         return _finished(run, filter), True
-    reasons = run.policy_servers.told + _blocked(run, awaited) + _filtered(run, filter) + _starved(state, run, now)
+    reasons = run.policy_servers.reasons + _blocked(run, awaited) + _filtered(run, filter) + _starved(state, run, now)
     if awaited is None and run.exhausted:
         reasons += _finished(run, filter)
     if not reasons or run.ledger.unfinished or run.evaluation_leased:
@@ -45,7 +44,7 @@ def empty(
 
 
 def _ended(run: Run, awaited: list[str]) -> list[Reason]:
-    """Awaited groups that will not be served."""
+    """Reasons of awaited groups that will not be served."""
     return [_end(run, id) for id in awaited if id in run.submitted_ends]
 
 
@@ -59,7 +58,7 @@ def _end(run: Run, id: str) -> Reason:
     return Reason(code="group-ended", message=message, facts=facts)
 
 
-def _finished(run: Run, filter: Filter) -> list[Reason]:
+def _finished(run: Run, filter: GroupFilter) -> list[Reason]:
     left, need = run.eligible.count(filter), run.ledger.batch_groups
     if not left:
         return [Reason(code="tasks-exhausted", message="tasks exhausted", facts={"groups_left": 0})]
@@ -71,10 +70,10 @@ def _finished(run: Run, filter: Filter) -> list[Reason]:
 
 
 def _blocked(run: Run, awaited: list[str] | None) -> list[Reason]:
-    """What stops admission, or holds what is ready."""
+    """Reasons that stop admission, or hold eligible groups back."""
     reasons: list[Reason] = []
     ledger = run.ledger
-    held = [batch for batch in run.held_batches() if batch.leased]
+    held = [batch for batch in run.batches_for_any_pull() if batch.leased]
     bound = run.spec.max_staleness
     if awaited is not None:
         where = {id: run.groups[id].batch for id in awaited if run.groups[id].batch}
@@ -90,7 +89,7 @@ def _blocked(run: Run, awaited: list[str] | None) -> list[Reason]:
         more = (
             f"To hold {len(held) + 1}, max_staleness must be at least {len(held)}; it is {bound}."
             if len(held) > bound
-            else "Nothing more is admitted before an ack, or before what is ready is taken or goes stale."
+            else "Nothing more is admitted before an ack, or before the groups that are ready are taken or go stale."
         )
         reasons.append(
             Reason(
@@ -104,7 +103,7 @@ def _blocked(run: Run, awaited: list[str] | None) -> list[Reason]:
             code="shards-not-fetched",
             message=(
                 f"Batch {batch.id} waits for learner {batch.learner!r}: "
-                f"{shards(batch.missing, batch.shards)} not fetched."
+                f"{name_shards(batch.missing, batch.shards)} not fetched."
             ),
             facts={"batch": batch.id, "learner": batch.learner, "missing": batch.missing, "shards": batch.shards},
         )
@@ -126,14 +125,14 @@ def _blocked(run: Run, awaited: list[str] | None) -> list[Reason]:
                 },
             )
         )
-    reasons += _shared(ledger.bounds)
-    if not run.own_source and not run.open and not len(run.eligible) and not held and awaited is None:
+    reasons += _shared_bounds(ledger.bounds)
+    if not run.has_own_source and not run.open and not len(run.eligible) and not held and awaited is None:
         reasons.append(Reason(code="no-tasks", message="No groups are submitted.", facts={}))
     return reasons
 
 
-def _shared(bounds: Bounds) -> list[Reason]:
-    """Bounds of the service that stop admission."""
+def _shared_bounds(bounds: SharedBounds) -> list[Reason]:
+    """Reasons of shared bounds that stop admission."""
     reasons: list[Reason] = []
     reserved = bounds.reserved_bytes
     if bounds.held_full:
@@ -170,21 +169,21 @@ def _shared(bounds: Bounds) -> list[Reason]:
     return reasons
 
 
-def shards(missing: list[int], of: int) -> str:
-    """Says which shards are missing, as the head of a sentence that ends in "not fetched"."""
+def name_shards(missing: list[int], of: int) -> str:
+    """The missing shards, as the beginning of a sentence that ends in "not fetched"."""
     named = ", ".join(map(str, missing[:NAMED_SHARDS]))
     more = f" and {len(missing) - NAMED_SHARDS} more" if len(missing) > NAMED_SHARDS else ""
     return f"shard{'s' if len(missing) > 1 else ''} {named}{more} of {of} {'were' if len(missing) > 1 else 'was'}"
 
 
-def _filtered(run: Run, filter: Filter) -> list[Reason]:
-    """What is ready, and not what the pull asks for."""
+def _filtered(run: Run, filter: GroupFilter) -> list[Reason]:
+    """A reason that counts what is ready and does not fit the filter."""
     if filter == EVERYTHING:
         return []
     others = len(run.eligible) - run.eligible.count(filter)
     batches = sum(
         not batch.leased and not all(filter.fits(kind_of(group.task)) for group in batch.groups)
-        for batch in run.held_batches()
+        for batch in run.batches_for_any_pull()
     )
     if not others and not batches:
         return []
@@ -193,14 +192,14 @@ def _filtered(run: Run, filter: Filter) -> list[Reason]:
     return [
         Reason(
             code="filtered",
-            message=f"What is ready is not what this pull asks for ({filter}): {ready}.",
+            message=f"The groups that are ready do not fit this pull ({filter}): {ready}.",
             facts={"groups": others, "batches": batches},
         )
     ]
 
 
 def _starved(state: SchedulerState, run: Run, now: float) -> list[Reason]:
-    """What keeps admitted groups from becoming complete."""
+    """Reasons that keep admitted groups from becoming complete."""
     reasons: list[Reason] = []
     queued = run.queued + run.evaluation_queued
     pool = run.spec.pool
@@ -223,7 +222,7 @@ def _starved(state: SchedulerState, run: Run, now: float) -> list[Reason]:
                 facts={"pool": pool, "queued": queued, "workers": len(fit)},
             )
         )
-    if concurrency_cap.saturated(run):
+    if run.queued and not run.concurrency_cap.room(run.leased):
         reasons.append(
             Reason(
                 code="policy-saturated",
@@ -255,12 +254,12 @@ def _starved(state: SchedulerState, run: Run, now: float) -> list[Reason]:
                 code="all-stale",
                 message=(
                     f"{_count(stale, 'group')} went stale since the last batch: more than {run.spec.max_staleness} "
-                    f"versions behind {run.versions.now}.{_is_it_served(run)}"
+                    f"versions behind {run.versions.now}.{_stale_hint(run)}"
                 ),
                 facts={"stale": stale, "max_staleness": run.spec.max_staleness},
             )
         )
-    reasons += _equal(run) + _too_long(run)
+    reasons += _zero_variance(run) + _too_long(run)
     if run.quarantined:
         number = len(run.quarantined)
         reasons.append(
@@ -273,8 +272,8 @@ def _starved(state: SchedulerState, run: Run, now: float) -> list[Reason]:
     return reasons
 
 
-def _equal(run: Run) -> list[Reason]:
-    """Zero-variance groups that the next batch goes without."""
+def _zero_variance(run: Run) -> list[Reason]:
+    """A reason that counts the zero-variance groups kept from the next batch."""
     number = run.zero_variance_since_batch
     if not number:
         return []
@@ -293,7 +292,7 @@ def _equal(run: Run) -> list[Reason]:
 
 
 def _too_long(run: Run) -> list[Reason]:
-    """Groups that fit into no bin: they are retired one by one, and the run never comes to a batch if all are."""
+    """A reason that counts groups that fit into no bin. If all are too long, the run never has a batch."""
     number = run.too_long_since_batch
     if not number:
         return []
@@ -309,19 +308,19 @@ def _too_long(run: Run) -> list[Reason]:
     ]
 
 
-def _is_it_served(run: Run) -> str:
-    return " Does the policy server serve that version?" if failure_backoff.only_stale(run) else ""
+def _stale_hint(run: Run) -> str:
+    return " Does the policy server serve that version?" if run.only_goes_stale else ""
 
 
 def _failing(run: Run, now: float) -> list[Reason]:
-    """The layer in which most of the last attempts failed, if they are many."""
-    layers = Counter(failure.layer for failure in run.recent if failure is not None)
+    """A reason that names the layer in which most of the last attempts failed, if they are many."""
+    layers = Counter(failure.layer for failure in run.recent_failures if failure is not None)
     if not layers:
         return []
     ((layer, failed),) = layers.most_common(1)
-    if failed < max(FAILING_LEAST, FAILING_SHARE * len(run.recent)):
+    if failed < max(FAILING_LEAST, FAILING_SHARE * len(run.recent_failures)):
         return []
-    last = next(failure for failure in reversed(run.recent) if failure is not None and failure.layer == layer)
+    last = next(failure for failure in reversed(run.recent_failures) if failure is not None and failure.layer == layer)
     slowed = ""
     if run.failure_backoff.since is not None:
         slowed = f" One attempt at a time is tried, the next in {max(0.0, run.failure_backoff.next_try - now):.1f} s."
@@ -329,15 +328,15 @@ def _failing(run: Run, now: float) -> list[Reason]:
         Reason(
             code=f"{layer}-failing",
             message=(
-                f"The {layer} is failing: {failed} of the last {len(run.recent)} attempts failed there, "
+                f"The {layer} is failing: {failed} of the last {len(run.recent_failures)} attempts failed there, "
                 f"the last with {last.kind}: {last.message}{slowed}"
             ),
-            facts={"failed": failed, "of": len(run.recent), "kind": last.kind},
+            facts={"failed": failed, "of": len(run.recent_failures), "kind": last.kind},
         )
     ]
 
 
-def _collecting(run: Run, awaited: list[str] | None, filter: Filter) -> Reason:
+def _collecting(run: Run, awaited: list[str] | None, filter: GroupFilter) -> Reason:
     leased = run.leased + run.evaluation_leased
     queued = run.queued + run.evaluation_queued
     if awaited is not None:
@@ -345,7 +344,7 @@ def _collecting(run: Run, awaited: list[str] | None, filter: Filter) -> Reason:
         need = len(awaited)
     else:
         ready, need = run.eligible.count(filter), run.ledger.batch_groups
-    # More than enough is ready where nobody pulls.
+    # More groups than a batch needs are ready where no learner pulls.
     enough = f"{ready} groups ready, a batch needs {need}"
     done = enough if ready > need else f"{ready} of {_count(need, 'group')} ready"
     return Reason(

@@ -1,31 +1,27 @@
-"""Invariants of the core, and its durable state as plain values.
+"""Invariants of the state.
 
 * Groups in flight are exactly the run's own groups that are not retired.
-* Each group's state agrees with its members' states; a complete group has let its members go.
+* Each group's state agrees with its members' states; a complete group has released its members.
 * No group waits for a decision between commands; but what is out of bound is retired in slices.
 * An attempt is held by exactly the worker that it was granted to.
 * A group in a batch is in exactly one and is leased; what is in no batch is not.
 * Bytes held and episodes reserved are those of the groups in flight.
-* No grant goes beyond what the policy servers take.
-* Every index says what the episodes and groups say; queues, eligible groups and counts are indexes.
+* No grant goes beyond the concurrency cap.
+* Every index agrees with the episodes and groups; queues, eligible groups and counts are indexes.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
-import msgspec
-
-from headrace_orchestrator.scheduler.state.eligible.draw_weights import even, weigher
+from headrace_orchestrator.scheduler.state.eligible.draw_weights import equal_weight, weight_function
 from headrace_orchestrator.scheduler.state.eligible.eligible_index import EligibleIndex
 from headrace_orchestrator.scheduler.state.groups import AT_WORKER, COMPLETE, Episode, Group
-from headrace_orchestrator.scheduler.state.policy_servers import PolicyServersState
 from headrace_orchestrator.scheduler.state.run import Run
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 
 
-def check(state: SchedulerState) -> None:
+def check_invariants(state: SchedulerState) -> None:
     """Raise AssertionError, with the history, where an invariant does not hold."""
     held: dict[str, str] = {}
     for worker in state.workers.by_name.values():
@@ -35,7 +31,7 @@ def check(state: SchedulerState) -> None:
             _require(episode.worker == worker.name, f"{worker.name} holds an attempt of {episode.worker}", episode)
             _require(episode.state in AT_WORKER, f"{worker.name} holds it", episode)
             watched = worker.watched
-            _require(watched is not None and watched <= episode.deadline, "nobody watches its lease", episode)
+            _require(watched is not None and watched <= episode.deadline, "its lease is not watched", episode)
     count = 0
     for run in state.runs.values():
         count += _check_run(state, run, held)
@@ -62,7 +58,7 @@ def _check_run(state: SchedulerState, run: Run, held: dict[str, str]) -> int:
             if episode.state == "queued":
                 queue = run.evaluation_queue if kind else run.queue
                 _require(queued.get(id(episode)) is queue, "it is queued in no queue", episode)
-    _require(not run.due, f"run {run.name} has groups that wait for a decision: {list(run.due)}")
+    _require(not run.undecided, f"run {run.name} has groups that wait for a decision: {list(run.undecided)}")
     _require(run.queued == states["queued"], f"run {run.name} counts {run.queued} queued, has {states['queued']}")
     _require(run.evaluation_queued == states["evaluation queued"], f"run {run.name} miscounts queued evaluation")
     _require(run.leased == states["leased"] + states["cancelling"], f"run {run.name} miscounts leased episodes")
@@ -72,30 +68,31 @@ def _check_run(state: SchedulerState, run: Run, held: dict[str, str]) -> int:
     )
     cap = run.concurrency_cap
     _require(
-        cap.slots is None or run.leased <= max(cap.slots, cap.over),
+        cap.slots is None or run.leased <= max(cap.slots, cap.leased_before),
         f"run {run.name} has {run.leased} training episodes at workers, its policy servers take {cap.slots}",
     )
     _check_ledger(run)
     _check_batches(run)
+    _check_indexes(run)
     return episodes
 
 
 def _check_ledger(run: Run) -> None:
     ledger = run.ledger
-    flight = [group for group in run.groups.values() if group.state != "retired" and group.evaluation is None]
-    own = [group for group in flight if not group.submitted]
+    in_flight = [group for group in run.groups.values() if group.state != "retired" and group.evaluation is None]
+    own = [group for group in in_flight if not group.submitted]
     names = ", ".join(f"{group.id} {group.state}" for group in own)
     _require(ledger.in_flight == len(own), f"run {run.name} counts {ledger.in_flight} groups in flight; has {names}")
-    _require(ledger.held_bytes == sum(group.held_bytes for group in flight), f"run {run.name} miscounts held bytes")
-    live = sum(group.live for group in flight)
+    _require(ledger.held_bytes == sum(group.held_bytes for group in in_flight), f"run {run.name} miscounts held bytes")
+    live = sum(group.live for group in in_flight)
     _require(ledger.unfinished == live, f"run {run.name} reserves for {ledger.unfinished} episodes, {live} are live")
-    is_open = sum(group.state == "open" and run.plain(group) for group in flight)
+    is_open = sum(group.state == "open" and run.is_for_any_pull(group) for group in in_flight)
     _require(run.open == is_open, f"run {run.name} counts {run.open} open groups, has {is_open}")
-    counted = Counter(group.state for group in flight)
-    known = Counter({state: count for state, count in run.states.items() if state != "retired"})
+    counted = Counter(group.state for group in in_flight)
+    known = Counter({state: count for state, count in run.group_states.items() if state != "retired"})
     _require(+known == counted, f"run {run.name} counts groups {dict(known)}, has {dict(counted)}")
-    if run.admits and not ledger.bounds.exist:  # what another run gives back is taken up at the next tick
-        _require(run.upcoming() is None, f"run {run.name} lets {ledger.free} groups of credit lie idle")
+    if run.admits and not ledger.bounds.exist:  # room that another run gives back is used at the next tick
+        _require(run.next_task() is None, f"run {run.name} lets {ledger.free} groups of credit lie idle")
 
 
 def _check_group(run: Run, group: Group) -> None:
@@ -104,29 +101,28 @@ def _check_group(run: Run, group: Group) -> None:
     usable = len(group.trajectories) if group.state in COMPLETE else members["finished"] + members["truncated"]
     context = f"group {group.id} is {group.state} with {dict(members)}; its history: {group.history}"
     _require(group.live == live, f"it counts {group.live} live members: {context}")
-    _require(
-        len({episode.id for episode in group.members}) == len(group.members), f"a member is there twice: {context}"
-    )
+    _require(len({e.id for e in group.members}) == len(group.members), f"a member is listed twice: {context}")
     if group.state == "retired":
         _require(live > 0, f"it should be forgotten: {context}")
         _require(not members["queued"] and not members["leased"], f"members of a retired group go on: {context}")
         return
     _require((group.state == "open") == (live > 0), f"complete and open at once, or neither: {context}")
     _require(group.usable == usable, f"it counts {group.usable} usable members: {context}")
-    _require(not group.members or group.state not in COMPLETE, f"its members should be put away: {context}")
+    _require(not group.members or group.state not in COMPLETE, f"its members should be released: {context}")
     _require(group.state != "acked", f"it should be retired: {context}")
     _require(group.cut or not members["cancelling"], f"a member of a group in flight is told to stop: {context}")
     if (
         group.evaluation is None
         and run.spec.short_groups == "top_up"
-        and group.extra < group.size
+        and group.added_members < group.size
         and not run.closed
         and not group.cut
     ):
         whole = live + usable >= group.size or run.is_quarantined(group.task) or group.damaged
         _require(whole, f"it has fewer members than it waits for: {context}")
     if group.evaluation is None and group.state in ("open", "eligible"):
-        _require(run.retiring or not run.out_of_bound(group), f"it is {run.out_of_bound(group)}: {context}")
+        violation = run.bound_violation(group)
+        _require(run.retiring or not violation, f"it is {violation}: {context}")
     if group.state != "open":
         _require(usable > 0 or group.damaged, f"nothing of it can be served: {context}")
 
@@ -143,14 +139,18 @@ def _check_batches(run: Run) -> None:
         _require(
             (group.state == "leased") == (in_batches[group.id] == 1), f"group {group.id} is in no batch or several"
         )
+
+
+def _check_indexes(run: Run) -> None:
     bound = run.spec.max_staleness
-    eligible, apart = EligibleIndex(bound, weigher(run.spec.selection)), EligibleIndex(bound, even)
+    eligible = EligibleIndex(bound, weight_function(run.spec.selection))
+    eligible_by_name = EligibleIndex(bound, equal_weight)
     for group in run.groups.values():
         if group.state == "eligible":
-            (eligible if run.plain(group) else apart).add(group, run.versions)
-    for kept, fresh in ((run.eligible, eligible), (run.apart, apart)):
-        found, right = kept.contents(), fresh.contents()
-        _require(found == right, f"run {run.name} has {found} on its shelves as eligible; {right} is right")
+            (eligible if run.is_for_any_pull(group) else eligible_by_name).add(group, run.versions)
+    for kept, rebuilt in ((run.eligible, eligible), (run.eligible_by_name, eligible_by_name)):
+        found, right = kept.contents(), rebuilt.contents()
+        _require(found == right, f"run {run.name} has {found} in its index as eligible; {right} is right")
     is_open = [group.id for group in run.groups.values() if group.state == "open"]
     _require(list(run.open_groups) == is_open, f"run {run.name} lists {list(run.open_groups)} as open; {is_open} are")
 
@@ -159,103 +159,6 @@ def _require(holds: bool, context: str, episode: Episode | None = None) -> None:
     if holds:
         return
     if episode is not None:
-        context += (
-            f": episode {episode.id} attempt {episode.attempt} is {episode.state}; its history: {episode.history}"
-        )
+        context += f": episode {episode.id} attempt {episode.attempt} is {episode.state}; "
+        context += f"its history: {episode.history}"
     raise AssertionError(context)
-
-
-def durable(state: SchedulerState) -> dict[str, Any]:
-    """The durable state as plain values: what a replay has to give back."""
-    return {
-        "runs": {name: _durable_run(run) for name, run in state.runs.items()},
-        "attempts": {
-            worker.name: sorted(worker.attempts) for worker in state.workers.by_name.values() if worker.attempts
-        },
-        "draining": sorted(state.workers.draining),
-    }
-
-
-def _durable_run(run: Run) -> dict[str, Any]:
-    ledger = run.ledger
-    return {
-        "closed": run.closed,
-        "versions": (run.versions.now, list(run.versions.forks), list(run.versions.tops)),
-        "policy_servers": {
-            name: getattr(run.policy_servers, name) for name in PolicyServersState.__slots__ if name != "told"
-        },
-        "position": run.position,
-        "admitted": run.admitted,
-        "next_order": run.next_order,
-        "ledger": (ledger.in_flight, ledger.unfinished, ledger.held_bytes, ledger.estimate, ledger.batch_groups),
-        "groups": {id: _durable_group(group) for id, group in run.groups.items()},
-        "queues": [[e.id for e in queue if e.state == "queued"] for queue in (run.queue, run.evaluation_queue)],
-        "counts": (run.queued, run.evaluation_queued, run.leased, run.evaluation_leased, run.open),
-        "eligible": (run.eligible.contents(), run.apart.contents()),
-        "batches": {
-            batch.id: (
-                [group.id for group in batch.groups],
-                batch.version,
-                batch.leased,
-                batch.lapsed,
-                batch.generation,
-                batch.learner,
-                batch.session,
-                batch.request,
-                batch.shards,
-                batch.fetched,
-                batch.released,
-                batch.before,
-            )
-            for batch in run.batches.values()
-        },
-        "sessions": {name: msgspec.to_builtins(sessions) for name, sessions in run.sessions.items()},
-        "closed_batches": dict(run.closed_batches),
-        "batches_formed": run.batches_formed,
-        "batches_acked": run.batches_acked,
-        "zero_variance": (run.zero_variance_since_batch, run.zero_variance_tokens),
-        "too_long": run.too_long_since_batch,
-        "selected": dict(run.selected),
-        "evaluations": {
-            e.id: (e.version, e.wanted, e.left, e.done, e.reason, list(e.episodes)) for e in run.evaluations.values()
-        },
-        "active_evaluations": list(run.active_evaluations),
-        "submitted_ends": dict(run.submitted_ends),
-        "submitted_failures": dict(run.submitted_failures),
-        "retired": dict(run.retired),
-        "ends": dict(run.ends),
-        "rewards": list(run.rewards),
-        "recent": list(run.recent),
-        "kills": {key: list(history) for key, history in run.kills.items()},
-        "quarantined": dict(run.quarantined),
-    }
-
-
-def _durable_group(group: Group) -> dict[str, Any]:
-    return {
-        "state": group.state,
-        "numbers": (group.size, group.extra, group.live, group.usable, group.order, group.uses, group.held_bytes),
-        "priority": group.priority,
-        "adapters": group.adapters,
-        "batch": group.batch,
-        "reason": group.reason,
-        "trajectories": group.trajectories,
-        "kept": group.kept,
-        "members": [
-            (
-                e.id,
-                e.member,
-                e.state,
-                e.attempt,
-                e.nonce,
-                e.worker,
-                e.draws,
-                e.losses,
-                e.version,
-                e.low,
-                e.high,
-                e.trajectory,
-            )
-            for e in group.members
-        ],
-    }

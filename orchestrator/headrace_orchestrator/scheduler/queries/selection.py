@@ -1,11 +1,11 @@
-"""Which eligible groups the next batch takes.
+"""Selection of the eligible groups for the next batch.
 
 * A batch takes whole groups: as many as the run says, or up to its budget of tokens.
 * A batch that zero-variance groups were dropped from is smaller by them; where they are replaced it is not.
 * Fifo and lifo go by dispatch order; uniform and prioritized draw without replacement, by exact weights.
-* A draw hangs on the run's seed, the batches formed so far and the eligible groups alone, so that a replay draws alike.
-* What does not fit the filter of a pull is not taken.
-* Choosing looks at the groups that it takes, not at those that it leaves.
+* A draw depends on the run's seed, the batches formed so far and the eligible groups alone; a replay draws the same.
+* Groups that do not fit the filter of a pull are not taken.
+* Selection reads the groups that it takes, not those that it leaves.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from contextlib import ExitStack, closing
 from typing import NamedTuple
 
 from headrace.selection import find_selection_rule
-from headrace_orchestrator.scheduler.state.eligible.filters import EVERYTHING, Filter
+from headrace_orchestrator.scheduler.state.eligible.filters import EVERYTHING, GroupFilter
 from headrace_orchestrator.scheduler.state.groups import Group
 from headrace_orchestrator.scheduler.state.run import Run
 
 
-def choose(run: Run, filter: Filter) -> list[Group]:
-    """The groups of the next batch, in its order; none where there are too few."""
-    last = run.spec.partial_batches and nothing_else_comes(run)
+def choose(run: Run, filter: GroupFilter) -> list[Group]:
+    """The groups of the next batch, in its order; none if too few are eligible."""
+    last = run.spec.partial_batches and _is_last(run)
     room = _room(run, filter)
     if not last and run.eligible.count(filter) < room.groups:
         return []
@@ -33,28 +33,28 @@ def choose(run: Run, filter: Filter) -> list[Group]:
     return taken if enough or last else []
 
 
-class _Room(NamedTuple):
-    """What a batch has room for; ``tokens`` None: only the number of groups counts."""
+class _BatchRoom(NamedTuple):
+    """Room of a batch; without ``tokens`` only the number of groups counts."""
 
     groups: int
     tokens: int | None
 
 
-def _room(run: Run, filter: Filter) -> _Room:
-    """What is left of a batch's size by the zero-variance groups that were dropped from it; never nothing."""
+def _room(run: Run, filter: GroupFilter) -> _BatchRoom:
+    """The size of a batch without the zero-variance groups that were dropped from it; at least one."""
     spec = run.spec
     dropped, tokens = 0, 0
     if spec.zero_variance == "drop" and filter == EVERYTHING:
         dropped, tokens = run.zero_variance_since_batch, run.zero_variance_tokens
-    return _Room(
+    return _BatchRoom(
         max(1, spec.batch_groups - dropped), None if spec.batch_tokens is None else max(1, spec.batch_tokens - tokens)
     )
 
 
 class _Eligible:
-    """The eligible groups that fit a filter, as a selection rule sees them. Closed, it puts back what was drawn."""
+    """The eligible groups that fit a filter, as a selection rule reads them. ``close`` puts drawn groups back."""
 
-    def __init__(self, run: Run, filter: Filter) -> None:
+    def __init__(self, run: Run, filter: GroupFilter) -> None:
         self._run = run
         self._filter = filter
         self._draws = ExitStack()
@@ -64,15 +64,15 @@ class _Eligible:
 
     def drawn(self) -> Iterator[Group]:
         run = self._run
-        draw = run.eligible.drawn(self._filter, _Dice(run.spec.seed, run.batches_formed).below)
+        draw = run.eligible.drawn(self._filter, _SeededDraw(run.spec.seed, run.batches_formed).below)
         return self._draws.enter_context(closing(draw))
 
     def close(self) -> None:
         self._draws.close()
 
 
-def _fill(room: _Room, groups: Iterator[Group]) -> tuple[list[Group], bool]:
-    """Groups of a batch, and whether they are enough for one."""
+def _fill(room: _BatchRoom, groups: Iterator[Group]) -> tuple[list[Group], bool]:
+    """Groups of a batch, and True if they fill it."""
     taken: list[Group] = []
     total = 0
     for group in groups:
@@ -86,20 +86,20 @@ def _fill(room: _Room, groups: Iterator[Group]) -> tuple[list[Group], bool]:
     return taken, False
 
 
-def nothing_else_comes(run: Run) -> bool:
-    """Whether what is eligible now is all that a list will ever give."""
+def _is_last(run: Run) -> bool:
+    """True if a fixed list will give no more groups than are eligible now."""
     return not run.open and run.exhausted and (run.spec.max_uses == 1 or not run.batches)
 
 
-class _Dice:
-    """Numbers that depend on the seed, the batch and their place alone."""
+class _SeededDraw:
+    """Random numbers that depend on the seed, the batch and their place alone."""
 
     def __init__(self, seed: int, batch: int) -> None:
         self._key = f"choice/{seed}/{batch}"
         self._drawn = 0
 
     def below(self, bound: int) -> int:
-        """A number below the bound. 512 bits are so many more than a bound has that none is favoured."""
+        """A number below the bound. 512 bits are so many more than a bound has that the remainder is not biased."""
         digest = hashlib.blake2b(f"{self._key}/{self._drawn}".encode()).digest()
         self._drawn += 1
         return int.from_bytes(digest, "little") % bound

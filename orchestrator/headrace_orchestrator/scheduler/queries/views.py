@@ -6,28 +6,28 @@ from itertools import islice
 from typing import Any
 
 from headrace.wire import messages
-from headrace_orchestrator.scheduler.queries import empty_reasons
+from headrace_orchestrator.scheduler.queries.empty_reasons import empty_reasons
 from headrace_orchestrator.scheduler.state.groups import Group
 from headrace_orchestrator.scheduler.state.run import Run
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 
 LISTED = 1000
-"""Groups that are listed at most: a run may hold a hundred thousand, and nobody is to wait while they are."""
+"""Most groups of one list: a run may hold a hundred thousand, and a list must not delay other requests."""
 
 
 def run_status(state: SchedulerState, run: Run, now: float) -> messages.RunStatus:
     """One run."""
-    said = max(run.learners.values(), key=lambda learner: learner.said_at, default=None)
-    reasons, _ = empty_reasons.empty(state, run, now)
+    latest = max(run.learners.values(), key=lambda learner: learner.reported_at, default=None)
+    reasons, _ = empty_reasons(state, run, now)
     return messages.RunStatus(
         name=run.name,
         state="closed" if run.closed else "finished" if run.done else "active",
         version=str(run.versions.now),
-        spec=run.given,
+        spec=run.plain_spec,
         groups=messages.GroupCounts(
-            open=run.states["open"],
-            eligible=run.states["eligible"],
-            leased=run.states["leased"],
+            open=run.group_states["open"],
+            eligible=run.group_states["eligible"],
+            leased=run.group_states["leased"],
             retired=dict(run.retired),
         ),
         credit=0 if run.closed else run.ledger.free,
@@ -35,12 +35,12 @@ def run_status(state: SchedulerState, run: Run, now: float) -> messages.RunStatu
         queued=run.queued + run.evaluation_queued,
         leased=run.leased + run.evaluation_leased,
         attainable=run.concurrency_cap.slots,
-        episodes=dict(run.ends),
+        episodes=dict(run.episode_ends),
         batches_acked=run.batches_acked,
         batches_open=len(run.batches),
         selected=dict(run.selected),
-        learner_doing=said.doing if said else "",
-        learner_doing_s=now - said.said_at if said else -1.0,
+        learner_doing=latest.doing if latest else "",
+        learner_doing_s=now - latest.reported_at if latest else -1.0,
         learner_waiting=any(learner.waiting_until > now for learner in run.learners.values()),
         reasons=reasons,
         mean_reward=sum(run.rewards) / len(run.rewards) if run.rewards else None,
@@ -66,7 +66,7 @@ def worker_statuses(state: SchedulerState, now: float) -> list[messages.WorkerSt
 
 
 def groups(run: Run) -> list[dict[str, Any]]:
-    """The ``LISTED`` groups in flight that were admitted first; of a complete one its usable trajectories are told, not
+    """The ``LISTED`` groups in flight that were admitted first; a complete one lists its usable trajectories instead of
     its members."""
     in_flight = (group for group in run.groups.values() if group.state != "retired")
     return [_group(group) for group in islice(in_flight, LISTED)]

@@ -1,1 +1,1 @@
-"""The scheduler's state: runs, groups, batches, workers and what they are made of."""
+"""The scheduler's state: runs, groups, batches, evaluations and workers."""

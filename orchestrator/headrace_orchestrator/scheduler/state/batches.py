@@ -1,24 +1,22 @@
 """Batches: frozen groups, leased to a learner.
 
-States: ``released`` (frozen, waits to be pulled), ``leased``; acked and dissolved ones are closed and remembered.
-A lease belongs to one session of a learner: one process, or all ranks of a data-parallel learner, which share it.
+An open batch is ``released`` (frozen, waits to be pulled) or ``leased``. A closed one was acked or dissolved, and is
+remembered. A lease belongs to one session of a learner: one process, or all ranks of a data-parallel learner, which
+share it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from headrace.trajectory import Version
-
-if TYPE_CHECKING:
-    from headrace_orchestrator.scheduler.events import BatchLeased
-    from headrace_orchestrator.scheduler.state.groups import Group
-
+from headrace_orchestrator.scheduler.events import BatchLeased
+from headrace_orchestrator.scheduler.state.groups import Group
 
 NACKED = "nacked: "
-"""How the reason of a release begins where the holder gave the batch back itself."""
+"""Prefix of the reason of a release where the holder gave the batch back itself."""
 
 EARLIER_SESSIONS = 16
 """Earlier sessions of a learner that are remembered, to tell an old process from a new one."""
@@ -27,9 +25,9 @@ SHARDED_PULLS = 256
 """Pulls of a session that are remembered with their batches: far more than ranks of one step can be apart."""
 
 
-class Closed(NamedTuple):
-    """What is remembered of a batch that is over, to answer a late ack. ``learner`` held it last and did not give it
-    back; ``before`` held it before another learner took it; ``reason`` is why it was dissolved."""
+class ClosedBatch(NamedTuple):
+    """A batch that is over, remembered to answer a late ack. ``learner`` held it last and did not give it back;
+    ``before`` held it before another learner took it; ``reason`` is why it was dissolved."""
 
     end: Literal["acked", "dissolved"]
     session: str
@@ -40,17 +38,17 @@ class Closed(NamedTuple):
     reason: str
 
 
-class Sessions(msgspec.Struct, array_like=True):
-    """Of a learner that leased batches: its session now, those before it, oldest first, and which batch answered which
-    of the session's pulls in shards."""
+class LearnerSessions(msgspec.Struct, array_like=True):
+    """The sessions of a learner that leased batches: the current one, earlier ones, oldest first, and the batch that
+    answered each of the current session's pulls in shards."""
 
-    now: str
+    current: str
     earlier: list[str] = []
     pulls: dict[str, str] = {}
 
 
-class Batch:
-    """A frozen batch. ``deadline`` is soft."""
+class OpenBatch:
+    """A frozen batch that is not over. ``deadline`` is soft."""
 
     __slots__ = (
         "before",
@@ -62,7 +60,7 @@ class Batch:
         "lapsed",
         "learner",
         "leased",
-        "released",
+        "release_reason",
         "request",
         "session",
         "shards",
@@ -81,26 +79,26 @@ class Batch:
         self.session = ""
         self.request = ""
         self.deadline = 0.0
-        #: How many ranks share the lease, and the shards that were served under it.
+        #: Ranks that share the lease, and the shards that were served under it.
         self.shards = 1
         self.fetched: list[int] = []
         #: Why the last lease ended unacked.
-        self.released = ""
-        #: The learner that held it, until another took it.
+        self.release_reason = ""
+        #: The learner that held it before another one took it.
         self.before = ""
 
     @property
     def missing(self) -> list[int]:
-        """Shards that nobody has fetched."""
+        """Shards that were not fetched yet."""
         return [shard for shard in range(self.shards) if shard not in self.fetched]
 
     @property
     def given_back(self) -> bool:
-        """Whether its last holder did not want it."""
-        return not self.leased and self.released.startswith(NACKED)
+        """Whether its last holder gave it back."""
+        return not self.leased and self.release_reason.startswith(NACKED)
 
     def lease(self, event: BatchLeased) -> None:
-        """Take a lease."""
+        """Begin a lease."""
         if self.learner not in ("", event.learner) and not self.given_back:
             self.before = self.learner
         self.leased = True
@@ -111,23 +109,23 @@ class Batch:
         self.request = event.request
         self.shards = event.shards
         self.fetched = list(event.fetched)
-        self.released = ""
+        self.release_reason = ""
 
     def fetch(self, generation: int, shard: int) -> None:
-        """A shard is served under the lease. One that ran out lives again: its holder is there."""
+        """Count a shard that is served under the lease. A lease that ran out is valid again: its holder is active."""
         self.generation = max(self.generation, generation)
         if self.lapsed:
-            self.leased, self.lapsed, self.released = True, False, ""
+            self.leased, self.lapsed, self.release_reason = True, False, ""
         if shard not in self.fetched:
             self.fetched.append(shard)
 
     def release(self, reason: str, lapsed: bool) -> None:
-        """The lease is over, unacked."""
+        """End the lease unacked."""
         self.leased = False
         self.lapsed = lapsed
-        self.released = reason
+        self.release_reason = reason
 
-    def closed(self, end: Literal["acked", "dissolved"], version: str = "", reason: str = "") -> Closed:
-        """What is remembered of it."""
+    def close(self, end: Literal["acked", "dissolved"], version: str = "", reason: str = "") -> ClosedBatch:
+        """The batch as it is remembered."""
         learner = "" if self.given_back else self.learner
-        return Closed(end, self.session, self.generation, version, learner, self.before, reason)
+        return ClosedBatch(end, self.session, self.generation, version, learner, self.before, reason)

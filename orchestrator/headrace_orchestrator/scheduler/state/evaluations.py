@@ -3,32 +3,26 @@
 * Episodes that are not over at the deadline are cancelled; the report counts them as wanted and not done.
 * An evaluation whose episodes were all cancelled before its deadline ends as cancelled.
 * A weight sync waits for evaluations of the version that is served; never longer than their deadlines, and not for one
-  that nobody asks for any more.
+  whose report is not requested any more.
 * A newer version may be announced meanwhile; what cannot be finished on the pinned one is cancelled at the deadline.
 * Where the service loads the weights, an evaluation of a version that is yet to be loaded waits for it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from headrace.trajectory import Version
 from headrace.wire import messages
+from headrace_orchestrator.scheduler.events import EpisodeEnded
 
-if TYPE_CHECKING:
-    from headrace_orchestrator.scheduler.events import EpisodeEnded
-    from headrace_orchestrator.scheduler.state.groups import Group
-
-
-HOLD_LEASE_S = 90.0
-"""An evaluation that nobody asked for in so long holds up no weight sync: longer than the longest poll."""
+REPORT_LEASE_S = 90.0
+"""Seconds after which an evaluation whose report was not requested stops holding up a weight sync: longer than the
+longest poll."""
 
 
 class Evaluation:
-    """One evaluation. ``deadline`` is soft: a replay gives it its full term again."""
+    """One evaluation. ``deadline`` is soft: a replay renews its full term."""
 
     __slots__ = (
-        "asked_at",
         "cut",
         "deadline",
         "deadline_s",
@@ -39,6 +33,7 @@ class Evaluation:
         "id",
         "left",
         "reason",
+        "reported_at",
         "temperature",
         "version",
         "wanted",
@@ -53,11 +48,12 @@ class Evaluation:
         self.deadline_s = deadline_s
         self.temperature = temperature
         self.deadline = now + deadline_s
-        #: Soft: when somebody asked how it stands.
-        self.asked_at = now
+        #: Soft: when its report was last requested.
+        self.reported_at = now
         #: Soft: whether the deadline has cancelled what was not over.
         self.expired = False
-        self.groups: list[Group] = []
+        #: Ids of its groups while it is active.
+        self.groups: list[str] = []
         #: Whether its deadline retired some of them.
         self.cut = False
         #: Episodes that are not over.
@@ -68,8 +64,8 @@ class Evaluation:
         #: Why it is over; empty while it is not.
         self.reason = ""
 
-    def take(self, event: EpisodeEnded) -> None:
-        """One of its episodes is over."""
+    def add_result(self, event: EpisodeEnded) -> None:
+        """Add the result of one of its episodes."""
         self.left -= 1
         if event.status != "cancelled":
             self.done += 1
@@ -85,8 +81,8 @@ class Evaluation:
             )
         )
 
-    def end(self, closed: bool) -> str:
-        """Why it is over, now that its episodes are."""
+    def end_reason(self, closed: bool) -> str:
+        """The reason with which it ends once all its episodes are over; ``closed``: its run was closed."""
         if self.done == self.wanted:
             return "done"
         if closed:
@@ -94,5 +90,6 @@ class Evaluation:
         return "deadline" if self.cut else "cancelled"
 
     def hold_s(self, now: float) -> float:
-        """Seconds that its version has to stay loaded; 0 when it is over, or should be, or nobody asks for it."""
-        return 0.0 if self.reason else max(0.0, min(self.deadline, self.asked_at + HOLD_LEASE_S) - now)
+        """Seconds for which its version has to stay loaded; 0 when it is over or overdue, or its report is not
+        requested any more."""
+        return 0.0 if self.reason else max(0.0, min(self.deadline, self.reported_at + REPORT_LEASE_S) - now)

@@ -1,4 +1,4 @@
-"""Episodes and groups: their states, and who may move them.
+"""Episodes and groups: their states, and the events that change them.
 
 * An illegal move raises with the history of what led there.
 * Terminal is terminal: no state leads out of ``finished``, ``truncated``, ``failed``, ``cancelled`` or ``vanished``.
@@ -23,8 +23,8 @@ cancelling  at a worker that is told to stop            EpisodeEnded            
 finished    the environment ended it
 truncated   a budget ended it
 failed      something broke, for good
-cancelled   nobody wanted it any more
-vanished    was never dispatched and never will be; has no record
+cancelled   its result is not needed any more
+vanished    was never dispatched and never will be; has no trajectory record
 ==========  ==========================================  ================================  =============================
 
 Groups:
@@ -46,17 +46,13 @@ retired   over; its credit and bytes are given back
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from headrace.errors import InternalError
 from headrace.trajectory import Failure, Task, Version
-from headrace_orchestrator.scheduler.events import PARTIAL
+from headrace_orchestrator.scheduler.events import PARTIAL, EpisodeEnded
 from headrace_orchestrator.scheduler.state.compact_ids import pack, unpack
-
-if TYPE_CHECKING:
-    from headrace_orchestrator.scheduler.events import EpisodeEnded
-    from headrace_orchestrator.scheduler.state.evaluations import Evaluation
-    from headrace_orchestrator.scheduler.state.run import Run
+from headrace_orchestrator.scheduler.state.evaluations import Evaluation
 
 EpisodeState = Literal["queued", "leased", "cancelling", "finished", "truncated", "failed", "cancelled", "vanished"]
 GroupState = Literal["open", "eligible", "leased", "acked", "retired"]
@@ -65,7 +61,7 @@ TERMINAL: frozenset[EpisodeState] = frozenset({"finished", "truncated", "failed"
 """States that an episode never leaves."""
 
 USABLE: frozenset[EpisodeState] = frozenset({"finished", "truncated"})
-"""States whose records enter batches."""
+"""States of episodes whose trajectories enter batches."""
 
 AT_WORKER: frozenset[EpisodeState] = frozenset({"leased", "cancelling"})
 """States in which a worker holds an attempt."""
@@ -104,24 +100,24 @@ class Episode:
 
     __slots__ = (
         "attempt",
+        "by_worker",
         "deadline",
-        "draws",
         "failure",
         "group",
         "high",
         "history",
         "id",
-        "losses",
         "low",
         "member",
         "nonce",
+        "retries_used",
         "rewards",
         "sampling_seed",
         "state",
         "trajectory",
         "version",
         "worker",
-        "worker_wrote",
+        "workers_lost",
     )
 
     def __init__(self, group: Group, id: str, member: int, sampling_seed: int) -> None:
@@ -138,18 +134,18 @@ class Episode:
         self.version: Version | None = None
         self.deadline = 0.0
         #: Attempts that drew on the retry budget.
-        self.draws = 0
-        #: Attempts that went with workers that fell silent.
-        self.losses = 0
-        # What the terminal record said.
+        self.retries_used = 0
+        #: Attempts that were lost with workers that fell silent.
+        self.workers_lost = 0
+        # Fields of its ``EpisodeEnded`` event.
         self.low: Version | None = None
         self.high: Version | None = None
         self.rewards: dict[str, float] = {}
         self.trajectory = ""
         self.failure: Failure | None = None
-        self.worker_wrote = False
+        self.by_worker = False
 
-    def require(self, to: EpisodeState, cause: str) -> None:
+    def require_move(self, to: EpisodeState, cause: str) -> None:
         """Raise InternalError, with the history, where the table does not allow a move."""
         if to not in EPISODE_MOVES[self.state]:
             history = " → ".join(f"{state} ({cause})" for state, cause in self.history)
@@ -159,20 +155,20 @@ class Episode:
             )
 
     def move(self, to: EpisodeState, cause: str) -> None:
-        """Change the state; raises as ``require`` does."""
-        self.require(to, cause)
+        """Change the state; raises as ``require_move`` does."""
+        self.require_move(to, cause)
         _append_step(self.history, to, cause)
         self.state = to
 
     def end(self, event: EpisodeEnded) -> None:
-        """Take its terminal record."""
+        """Take over the result."""
         self.move(event.status, "EpisodeEnded")
         self.low = event.low
         self.high = event.high or event.low
         self.rewards = event.rewards
         self.trajectory = event.trajectory
         self.failure = event.failure
-        self.worker_wrote = event.by_worker
+        self.by_worker = event.by_worker
 
 
 def _append_step(history: list[tuple[str, str]], to: str, cause: str) -> None:
@@ -186,22 +182,22 @@ class Group:
 
     __slots__ = (
         "adapters",
+        "added_members",
         "batch",
         "damaged",
+        "dispatch_order",
         "evaluation",
-        "extra",
         "held_bytes",
         "history",
         "id",
-        "kept",
+        "kept_versions",
         "live",
         "longest_row",
         "members",
-        "order",
+        "packed_trajectories",
         "position",
         "priority",
         "reason",
-        "records",
         "row_tokens",
         "run",
         "size",
@@ -214,13 +210,14 @@ class Group:
 
     def __init__(
         self,
-        run: Run,
+        run: str,
         id: str,
         task: Task,
         position: int,
         submitted: bool,
         evaluation: Evaluation | None,
     ) -> None:
+        #: The name of its run.
         self.run = run
         self.id = id
         self.task = task
@@ -229,33 +226,33 @@ class Group:
         self.evaluation = evaluation
         #: The frozen adapters that play in it, by agent.
         self.adapters: dict[str, str] = {}
-        #: Its episodes; none once it is complete. Then ``records`` packs the ids of its usable trajectories, in the
-        #: order of its members, and ``kept`` are their versions, each once.
+        #: Its episodes; empty once it is complete. Then ``packed_trajectories`` holds the ids of its usable
+        #: trajectories, in the order of its members, and ``kept_versions`` each of their versions once.
         self.members: list[Episode] = []
-        self.records = pack(())
-        self.kept: tuple[Version, ...] = ()
+        self.packed_trajectories = pack(())
+        self.kept_versions: tuple[Version, ...] = ()
         self.state: GroupState = "open"
         self.history: list[tuple[str, str]] = []
-        #: Members that it was admitted with; ``extra`` counts those that were added.
+        #: Members that it was admitted with, and members that were added later.
         self.size = 0
-        self.extra = 0
-        #: Members that are queued or at workers, and members whose records may enter a batch.
+        self.added_members = 0
+        #: Members that are queued or at workers, and members whose trajectories may enter a batch.
         self.live = 0
         self.usable = 0
         #: Place in the order of dispatch; -1 until its first member is dispatched.
-        self.order = -1
+        self.dispatch_order = -1
         self.uses = 0
-        #: What a prioritized draw goes by.
+        #: Its priority in a prioritized draw.
         self.priority = 1.0
         self.row_tokens = 0
         self.longest_row = 0
         self.held_bytes = 0
-        #: Records of members were lost in the log: it is served with what is left of it, and never topped up.
+        #: Results of members were lost in the log: it is served with the rest of them, and never topped up.
         self.damaged = False
         self.batch = ""
         self.reason = ""
 
-    def require(self, to: GroupState, cause: str) -> None:
+    def require_move(self, to: GroupState, cause: str) -> None:
         """Raise InternalError, with the history, where the table does not allow a move."""
         if to not in GROUP_MOVES[self.state]:
             history = " → ".join(f"{state} ({cause})" for state, cause in self.history)
@@ -264,12 +261,9 @@ class Group:
             )
 
     def move(self, to: GroupState, cause: str) -> None:
-        """Change the state; raises as ``require`` does."""
-        self.require(to, cause)
+        """Change the state; raises as ``require_move`` does."""
+        self.require_move(to, cause)
         _append_step(self.history, to, cause)
-        if self.evaluation is None:
-            self.run.states[self.state] -= 1
-            self.run.states[to] += 1
         self.state = to
 
     @property
@@ -279,7 +273,7 @@ class Group:
 
     def versions(self) -> list[Version]:
         """Versions that count for its staleness: those of its usable rows, and those that live attempts began with."""
-        found = list(self.kept)
+        found = list(self.kept_versions)
         for episode in self.members:
             if episode.state in USABLE:
                 if episode.low is not None:
@@ -293,15 +287,15 @@ class Group:
     @property
     def trajectories(self) -> list[str]:
         """Ids of the usable trajectories of a complete group, in the order of its members."""
-        return unpack(self.records)
+        return unpack(self.packed_trajectories)
 
-    def put_away(self) -> None:
-        """Let the members of a complete group go; what batches are made of is kept."""
-        self.kept = tuple(dict.fromkeys(self.versions()))
-        self.records = pack([episode.trajectory for episode in self.members if episode.state in USABLE])
+    def release_members(self) -> None:
+        """Forget the members of a complete group, and keep what batches are made of."""
+        self.kept_versions = tuple(dict.fromkeys(self.versions()))
+        self.packed_trajectories = pack([episode.trajectory for episode in self.members if episode.state in USABLE])
         self.members = []
 
-    def zero_variance(self) -> bool:
+    def has_zero_variance(self) -> bool:
         """Whether at least two usable members have the same rewards, agent by agent."""
         rewards = [episode.rewards for episode in self.members if episode.state in USABLE]
         return len(rewards) > 1 and all(other == rewards[0] for other in rewards[1:])

@@ -1,4 +1,4 @@
-"""What is known of a run's policy servers: addresses, and which weights they are to hold and do hold."""
+"""The policy servers of a run: their addresses, and the weights that they load and serve."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from headrace.wire.messages import Reason, Weights
 from headrace.wire.policy_server import base_url
 
 REMEMBERED_SKIPPED = 32
-"""Skipped versions that are remembered: what a person wants to look back on."""
+"""Skipped versions that are remembered: as many as a person looks back on."""
 
 
 class PolicyServersState:
-    """The policy servers of one run. ``told`` is soft."""
+    """The policy servers of one run. ``reasons`` is soft."""
 
-    __slots__ = ("held", "loaded", "servers", "skipped", "target", "told", "weights")
+    __slots__ = ("held", "loaded", "reasons", "servers", "skipped", "target", "weights")
 
     def __init__(self, endpoints: Iterable[str]) -> None:
-        #: By address: whether it drains.
+        #: Whether a server drains, by its address.
         self.servers: dict[str, bool] = {base_url(endpoint): False for endpoint in endpoints}
-        #: The version that the service is to load, and where it is; None where the learner loads.
+        #: The version that the service is to load, and its weights; None where the learner loads.
         self.target: Version | None = None
         self.weights: Weights | None = None
-        #: The newest version that servers take requests with, and where it came from; None if the learner loaded it.
+        #: The newest version that servers take requests with, and its weights; None if the learner loaded it.
         self.held = Version(0, 0)
         self.loaded: Weights | None = None
         #: Versions that were overtaken before any server served them, newest last.
         self.skipped: list[Version] = []
         #: Why servers keep a learner waiting.
-        self.told: list[Reason] = []
+        self.reasons: list[Reason] = []
 
-    def announced(self, version: Version, rewound: bool, weights: Weights | None) -> None:
-        """Take an announcement. What a driven run is rewound to is announced with its weights afterwards."""
+    def announce(self, version: Version, rewound: bool, weights: Weights | None) -> None:
+        """Set the version to load. Where the service loads the weights, those of a rewind are announced after it."""
         if weights is not None:
             if self.target is not None and self.target not in (self.held, version):
                 self.skipped = [*self.skipped, self.target][-REMEMBERED_SKIPPED:]
@@ -41,13 +41,13 @@ class PolicyServersState:
             self.target = self.weights = self.loaded = None
             self.held = version
 
-    def served(self, version: Version, weights: Weights) -> None:
-        """The first server takes requests with a version."""
+    def set_served(self, version: Version, weights: Weights) -> None:
+        """Set the version with which the first server takes requests."""
         self.held, self.loaded = version, weights
         self.skipped = [skipped for skipped in self.skipped if skipped != version]
 
-    def past(self, version: Version) -> bool:
-        """Whether no server will serve a version any more."""
+    def is_replaced(self, version: Version) -> bool:
+        """Whether the servers have replaced a version, and none will serve it again."""
         if self.target is None or version in (self.held, self.target):
             return False
         return version < self.held

@@ -1,6 +1,6 @@
-"""The state of one run, and what can be asked of it. ``taking`` is how events change it.
+"""The state of one run, and the questions that decisions ask of it. The transitions in ``apply`` change it.
 
-What is soft (deadlines, what the learner does) is marked; a replay gives it a fresh start.
+Soft fields (deadlines, what the learner does) are marked; a replay begins them anew.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Any
 from headrace.runspec import RunSpec
 from headrace.trajectory import Failure, Task, Version
 from headrace.wire.messages import Weights
-from headrace_orchestrator.scheduler.state.admission.bounds import Bounds
+from headrace_orchestrator.scheduler.state.admission.bounds import SharedBounds
 from headrace_orchestrator.scheduler.state.admission.concurrency_cap import ConcurrencyCap
 from headrace_orchestrator.scheduler.state.admission.failure_backoff import FailureBackoff
 from headrace_orchestrator.scheduler.state.admission.ledger import Ledger
 from headrace_orchestrator.scheduler.state.admission.task_sources import source_of, task_key
-from headrace_orchestrator.scheduler.state.batches import Batch, Closed, Sessions
-from headrace_orchestrator.scheduler.state.eligible.draw_weights import even, weigher
+from headrace_orchestrator.scheduler.state.batches import ClosedBatch, LearnerSessions, OpenBatch
+from headrace_orchestrator.scheduler.state.eligible.draw_weights import equal_weight, weight_function
 from headrace_orchestrator.scheduler.state.eligible.eligible_index import EligibleIndex
-from headrace_orchestrator.scheduler.state.eligible.filters import EVERYTHING, Filter, kinds_of
+from headrace_orchestrator.scheduler.state.eligible.filters import EVERYTHING, GroupFilter, kinds_of
 from headrace_orchestrator.scheduler.state.evaluations import Evaluation
 from headrace_orchestrator.scheduler.state.groups import Episode, Group
 from headrace_orchestrator.scheduler.state.policy_servers import PolicyServersState
@@ -30,125 +30,126 @@ REMEMBERED = 4096
 
 ADMIT_AHEAD = 1024
 """Queued episodes from which on admission waits although there is credit: more than any worker asks for at once, and
-few enough to be admitted without holding up anybody."""
+few enough to be admitted without delaying other requests."""
 
 REMEMBERED_EVALUATIONS = 256
-"""Evaluations whose lines are kept in memory; the records of older ones are in the store."""
+"""Evaluations whose lines are kept in memory; the trajectories of older ones are in the store."""
 
 REMEMBERED_LINES = 65_536
 """Episodes of these evaluations: a few dozen megabytes, in memory and in every control state."""
 
 REPLACED_BATCHES = 3
-"""Zero-variance groups that are replaced for one batch unless the run says how many: so many batches of them. A policy
-that solves or fails all of its tasks is then served what there is, and not starved."""
+"""Batches of zero-variance groups that are replaced for one batch unless the run sets a number. A policy that solves or
+fails all of its tasks then gets these groups instead of starving."""
 
 RECENT_REWARDS = 256
-"""Terminal records that the mean reward looks back on."""
+"""Results that the mean reward looks back on."""
 
 RECENT_ATTEMPTS = 16
-"""Ends of attempts that "the policy is failing" looks back on."""
+"""Ends of attempts that the failure backoff and "the policy is failing" look back on."""
 
 
-class Learner:
-    """What is known of a learner; soft."""
+class LearnerActivity:
+    """A learner's last report and pull; soft."""
 
-    __slots__ = ("doing", "said_at", "waiting_until")
+    __slots__ = ("doing", "reported_at", "waiting_until")
 
     def __init__(self) -> None:
         self.doing = ""
-        self.said_at = 0.0
+        self.reported_at = 0.0
         self.waiting_until = 0.0
 
 
 class Run:
     """One run."""
 
-    def __init__(self, spec: RunSpec, bounds: Bounds, episodes: dict[str, Episode]) -> None:
+    def __init__(self, spec: RunSpec, bounds: SharedBounds, episodes: dict[str, Episode]) -> None:
         self.spec = spec
         #: Episodes of all runs by id, of the groups that are not complete.
         self.episodes = episodes
         #: The spec as plain values.
-        self.given: dict[str, Any] = spec.model_dump(mode="json")
+        self.plain_spec: dict[str, Any] = spec.model_dump(mode="json")
         self.name = spec.name
         self.capabilities = spec.needed_capabilities
         self.source = source_of(spec)
-        self.own_source = spec.source != "learner"
-        self.kinds = kinds_of(spec)
+        self.has_own_source = spec.source != "learner"
+        self.task_kinds = kinds_of(spec)
         self.closed = False
         self.versions = Versions()
         self.policy_servers = PolicyServersState(spec.policy.endpoints)
         self.ledger = Ledger(spec, bounds)
         #: Position of the next group of the run's own source.
         self.position = 0
-        #: Groups that were admitted, of whatever source.
+        #: Groups that were admitted, from any source.
         self.admitted = 0
         #: Groups in flight, and retired ones of which a worker still holds attempts.
         self.groups: dict[str, Group] = {}
-        #: Those of them that are open, in order of admission.
+        #: The open ones of them, in order of admission.
         self.open_groups: dict[str, Group] = {}
-        #: Groups that someone must decide on; empty between commands.
-        self.due: dict[str, Group] = {}
-        #: Queued episodes, first to go first. What is queued no longer is skipped, and dropped at the next dispatch.
+        #: Groups that need a decision; empty between commands.
+        self.undecided: dict[str, Group] = {}
+        #: Queued episodes, first to go first. Entries that are not queued any more are skipped, and dropped at the next
+        #: dispatch.
         self.queue: deque[Episode] = deque()
         self.evaluation_queue: deque[Episode] = deque()
         self.queued = 0
         self.evaluation_queued = 0
         self.leased = 0
         self.evaluation_leased = 0
-        #: The eligible groups that a plain pull may take, and those that only a pull by name may.
-        self.eligible = EligibleIndex(spec.max_staleness, weigher(spec.selection))
-        self.apart = EligibleIndex(spec.max_staleness, even)
-        #: Groups by state, evaluations left out; of the retired ones only ``retired`` below tells.
-        self.states: Counter[str] = Counter()
-        #: Open groups that a plain pull may take once they are complete.
+        #: Eligible groups that any pull may take, and those that only a pull which names them may.
+        self.eligible = EligibleIndex(spec.max_staleness, weight_function(spec.selection))
+        self.eligible_by_name = EligibleIndex(spec.max_staleness, equal_weight)
+        #: Groups by state, without evaluations; retired ones are counted in ``retired``.
+        self.group_states: Counter[str] = Counter()
+        #: Open groups that any pull may take once they are complete.
         self.open = 0
-        self.next_order = 0
-        self.batches: dict[str, Batch] = {}
-        self.closed_batches: dict[str, Closed] = {}
-        #: Also numbers the draws: a batch is drawn with numbers of its own.
+        self.next_dispatch_order = 0
+        self.batches: dict[str, OpenBatch] = {}
+        self.closed_batches: dict[str, ClosedBatch] = {}
+        #: Also numbers the draws: each batch is drawn with random numbers of its own.
         self.batches_formed = 0
         self.batches_acked = 0
-        #: Groups that were put in batches, by rules that had a part in it; see ``wire.RunStatus``.
+        #: Groups in batches, by the rules that selected them; see ``messages.RunStatus``.
         self.selected: Counter[str] = Counter()
-        #: By learner, of those that leased batches.
-        self.sessions: dict[str, Sessions] = {}
+        #: Sessions by learner, of learners that leased batches.
+        self.sessions: dict[str, LearnerSessions] = {}
         self.evaluations: dict[str, Evaluation] = {}
         #: Evaluations that are not over.
         self.active_evaluations: dict[str, Evaluation] = {}
         #: Why submitted groups ended, by id.
         self.submitted_ends: dict[str, str] = {}
-        #: Of those that ended by a failure: the last one, in words.
+        #: Last failures of those that ended by a failure.
         self.submitted_failures: dict[str, str] = {}
         self.retired: Counter[str] = Counter()
         self.stale_since_batch = 0
-        #: Zero-variance groups that a plain pull goes without since the last batch, and tokens of their rows.
+        #: Zero-variance groups that were kept from pulls since the last batch, and tokens of their rows.
         self.zero_variance_since_batch = 0
         self.zero_variance_tokens = 0
-        #: Groups that were retired since the last batch was formed as a row of theirs fits into no bin.
+        #: Groups that were retired since the last batch because one of their rows fits into no bin.
         self.too_long_since_batch = 0
         #: Groups that went stale since the last one that became eligible.
         self.stale_in_row = 0
-        self.ends: Counter[str] = Counter()
+        self.episode_ends: Counter[str] = Counter()
         self.rewards: deque[float] = deque(maxlen=RECENT_REWARDS)
-        #: Layers of the last attempts' failures; empty where there was none.
-        self.recent: deque[Failure | None] = deque(maxlen=RECENT_ATTEMPTS)
-        #: Stories of the tasks that killed attempts, by task key, and those that may kill no more.
+        #: Failures of the last attempts; None for an attempt that did not fail.
+        self.recent_failures: deque[Failure | None] = deque(maxlen=RECENT_ATTEMPTS)
+        #: Attempts that each task killed, by task key, and the quarantined tasks.
         self.kills: dict[bytes, list[str]] = {}
         self.quarantined: dict[bytes, Task] = {}
-        #: Soft: until when groups of which a member has ended wait for the others, earliest first.
-        self.waiting: dict[str, float] = {}
+        #: Soft: when groups of which a member has ended are cut, earliest first.
+        self.cut_deadlines: dict[str, float] = {}
         #: Soft: there may be more to retire than one command does; the next tick goes on.
         self.retiring = False
         #: Soft.
         self.failure_backoff = FailureBackoff()
         self.concurrency_cap = ConcurrencyCap()
-        self.learners: dict[str, Learner] = {}
+        self.learners: dict[str, LearnerActivity] = {}
 
-    # Questions ------------------------------------------------------------------------------------------------
+    # Policy servers and evaluations ---------------------------------------------------------------------------
 
     @property
     def outdated(self) -> bool:
-        """Whether what the policy servers hold is so old that what is sampled with it is stale at once."""
+        """True if the version that the policy servers hold is so old that its samples would be stale at once."""
         if self.policy_servers.target is None:
             return False
         behind = self.versions.distance(self.policy_servers.held)
@@ -162,15 +163,34 @@ class Run:
         return sum(episode.state == "queued" and self.is_ready(episode) for episode in self.evaluation_queue)
 
     def is_ready(self, episode: Episode) -> bool:
-        """Whether a policy server can play an episode of an evaluation."""
-        policy_servers, evaluation = self.policy_servers, episode.group.evaluation
-        return policy_servers.target is None or evaluation is None or evaluation.version == policy_servers.held
+        """True if the policy servers hold the version of an evaluation's episode."""
+        servers, evaluation = self.policy_servers, episode.group.evaluation
+        return servers.target is None or evaluation is None or evaluation.version == servers.held
 
-    def plain(self, group: Group) -> bool:
-        """Whether a pull that names no groups may take it: in a run with tasks of its own, not the submitted ones."""
-        return not (group.evaluation is not None or (group.submitted and self.own_source))
+    def evaluation_groups(self, evaluation: Evaluation) -> list[Group]:
+        """The groups of an active evaluation that are not over."""
+        return [self.groups[id] for id in evaluation.groups if id in self.groups]
 
-    def upcoming(self) -> tuple[int, Task] | None:
+    # Failures -------------------------------------------------------------------------------------------------
+
+    @property
+    def only_fails(self) -> bool:
+        """True if all of the last attempts failed."""
+        recent = self.recent_failures
+        return len(recent) == recent.maxlen and all(failure is not None for failure in recent)
+
+    @property
+    def only_goes_stale(self) -> bool:
+        """True if groups went stale one after the other, more of them than two batches."""
+        return self.stale_in_row > max(self.recent_failures.maxlen or 0, 2 * self.ledger.capacity)
+
+    def is_quarantined(self, task: Task) -> bool:
+        """True if the task killed too many attempts."""
+        return bool(self.quarantined) and task_key(task) in self.quarantined
+
+    # Admission ------------------------------------------------------------------------------------------------
+
+    def next_task(self) -> tuple[int, Task] | None:
         """Position and task of the next group of the run's own source, quarantined ones skipped; None at its end."""
         position = self.position
         task = self.source.task(position)
@@ -181,85 +201,92 @@ class Run:
 
     @property
     def admits(self) -> bool:
-        """Whether credit, bytes and queue let another group in."""
-        return self._wants and not self.ledger.bounds.full
+        """True if credit, bytes and queue let another group in."""
+        return self._has_room and not self.ledger.bounds.full
 
     @property
-    def _wants(self) -> bool:
+    def _has_room(self) -> bool:
         return self.queued < ADMIT_AHEAD and not self.closed and self.ledger.free > 0 and not self.ledger.own_full
 
     @property
     def held_back(self) -> bool:
-        """Whether it would admit, but for a bound that it shares, or did not yet since that let go."""
-        return self.ledger.bounds.exist and self._wants and self.upcoming() is not None
+        """True if a shared bound keeps it from admitting, or kept it since its last admission."""
+        return self.ledger.bounds.exist and self._has_room and self.next_task() is not None
 
     @property
     def exhausted(self) -> bool:
-        """Whether a fixed list is at its end."""
-        return self.spec.source == "list" and self.upcoming() is None
+        """True if a fixed list is at its end."""
+        return self.spec.source == "list" and self.next_task() is None
 
     @property
     def done(self) -> bool:
-        """Whether nothing will ever be served."""
-        return self.over(EVERYTHING)
+        """True if nothing will ever be served."""
+        return self.done_for(EVERYTHING)
 
-    def over(self, filter: Filter) -> bool:
-        """Whether nothing that fits will ever be served: closed, or a list at its end with too little left."""
+    def done_for(self, filter: GroupFilter) -> bool:
+        """True if nothing that fits will ever be served: closed, or a list at its end with too few groups left."""
         if self.closed:
             return True
         if not self.exhausted or self.open or self.batches:
             return False
         return not self.eligible.count(filter) or not self.spec.partial_batches
 
-    def is_quarantined(self, task: Task) -> bool:
-        return bool(self.quarantined) and task_key(task) in self.quarantined
+    # Groups ---------------------------------------------------------------------------------------------------
 
-    def out_of_bound(self, group: Group) -> str:
-        """``rewound`` or ``stale`` where its versions do not allow it to be served; else nothing."""
-        return self.versions.left_behind(span_of(group.versions()), self.spec.max_staleness)
+    def is_for_any_pull(self, group: Group) -> bool:
+        """True if a pull that names no groups may take it: in a run with tasks of its own, not the submitted ones."""
+        return not (group.evaluation is not None or (group.submitted and self.has_own_source))
 
-    def top_up_due(self, group: Group) -> bool:
-        """Whether a fresh member has to take the place of one that failed for good."""
+    def index_of(self, group: Group) -> EligibleIndex:
+        """The index that holds the group while it is eligible."""
+        return self.eligible if self.is_for_any_pull(group) else self.eligible_by_name
+
+    def bound_violation(self, group: Group) -> str:
+        """``rewound`` or ``stale`` if its versions do not allow it to be served; else empty."""
+        return self.versions.bound_violation(span_of(group.versions()), self.spec.max_staleness)
+
+    def needs_top_up(self, group: Group) -> bool:
+        """True if a new member has to take the place of one that failed for good."""
         return (
             group.live + group.usable < group.size
             and not group.cut
-            and group.extra < group.size
+            and group.added_members < group.size
             and self.spec.short_groups == "top_up"
             and group.evaluation is None
             and not self.closed
             and not self.is_quarantined(group.task)
         )
 
-    def dropped(self, group: Group) -> str:
-        """Why a group is retired instead of waited for and served; else nothing."""
+    def drop_reason(self, group: Group) -> str:
+        """The reason to retire a group instead of waiting for it and serving it; else empty."""
         if not group.live and not group.usable:
             return "failed"
-        if self.too_long(group):
+        if self.is_too_long(group):
             return "row-too-long"
         if self.spec.short_groups == "drop" and group.live + group.usable < group.size and not group.damaged:
             return "incomplete"
-        if self.replaces and not group.live and group.zero_variance():
+        if self.replaces_zero_variance and not group.live and group.has_zero_variance():
             return "zero-variance"
         return ""
 
-    def waits_for_rest(self, group: Group) -> bool:
-        """Whether an open group has members to serve and waits for others."""
+    def waits_for_members(self, group: Group) -> bool:
+        """True if an open group has members to serve and waits for others."""
         return bool(
             group.state == "open" and group.usable and group.live and not group.cut and group.evaluation is None
         )
 
-    def wait_for_rest(self, group: Group, now: float) -> None:
+    def set_cut_deadline(self, group: Group, now: float) -> None:
         """Set the deadline of a group of which a member has ended."""
-        if self.spec.partial_after_s is not None and self.waits_for_rest(group):
-            self.waiting.setdefault(group.id, now + self.spec.partial_after_s)
+        if self.spec.partial_after_s is not None and self.waits_for_members(group):
+            self.cut_deadlines.setdefault(group.id, now + self.spec.partial_after_s)
 
-    def too_long(self, group: Group) -> bool:
-        """Whether a row of the group fits into no bin."""
+    def is_too_long(self, group: Group) -> bool:
+        """True if a row of the group fits into no bin."""
         return self.spec.bin_tokens is not None and group.longest_row > self.spec.bin_tokens
 
     @property
-    def replaces(self) -> bool:
-        """Whether a zero-variance group is not served now: never, or only so many for one batch."""
+    def replaces_zero_variance(self) -> bool:
+        """True if a zero-variance group is not served now: never, or only so many for one batch."""
         if self.spec.zero_variance == "replace":
             return self.zero_variance_since_batch < self.max_replaced
         return self.spec.zero_variance == "drop"
@@ -270,20 +297,22 @@ class Run:
         given = self.spec.max_replaced
         return REPLACED_BATCHES * self.ledger.batch_groups if given is None else given
 
-    def announce(self, version: Version, fork: Version | None, weights: Weights | None = None) -> None:
-        """Take a version, and see what it leaves behind."""
-        self.versions.announce(version, fork)
-        self.policy_servers.announced(version, fork is not None, weights)
-        self.eligible.turn_to(self.versions)
-        self.apart.turn_to(self.versions)
+    # Versions and batches -------------------------------------------------------------------------------------
 
-    def held_batches(self) -> list[Batch]:
-        """Open batches of groups that a plain pull may take."""
-        return [batch for batch in self.batches.values() if self.plain(batch.groups[0])]
+    def announce(self, version: Version, fork: Version | None, weights: Weights | None = None) -> None:
+        """Make a version the current one, and set aside the eligible groups that it leaves out of bound."""
+        self.versions.announce(version, fork)
+        self.policy_servers.announce(version, fork is not None, weights)
+        self.eligible.update_versions(self.versions)
+        self.eligible_by_name.update_versions(self.versions)
+
+    def batches_for_any_pull(self) -> list[OpenBatch]:
+        """Open batches of groups that a pull which names no groups may take."""
+        return [batch for batch in self.batches.values() if self.is_for_any_pull(batch.groups[0])]
 
 
 def remember(memory: dict[str, Any], key: str, value: Any, limit: int = REMEMBERED) -> None:
-    """Put into a memory of bounded length; the oldest is forgotten first."""
+    """Add to a memory of bounded length; the oldest entry is dropped first."""
     memory[key] = value
     if len(memory) > limit:
         del memory[next(iter(memory))]

@@ -2,7 +2,8 @@
 
 * Rows may carry versions that were announced, or the next one; a learner loads weights and then announces them, so what
   is sampled in between carries the next version before the announcement arrives.
-* Distance counts along the path from the version now back to the root; what was left by a rewind is off the path.
+* Distance counts along the path from the current version back to the root; a version that a rewind left is off the
+  path.
 """
 
 from __future__ import annotations
@@ -13,26 +14,27 @@ from headrace.errors import InvalidRequest, VersionUnknown
 from headrace.trajectory import Version
 
 Span = tuple[tuple[int, int, int], ...]
-"""What of a group's versions decides whether it is out of bound: by lineage the lowest and the highest ``n``."""
+"""The part of a group's versions that decides whether it is out of bound: by lineage the lowest and the highest
+``n``."""
 
 
 class Versions:
-    """All lineages of a run, and the version now."""
+    """All lineages of a run, and the current version."""
 
     __slots__ = ("forks", "now", "tops")
 
     def __init__(self) -> None:
         self.now = Version(0, 0)
-        #: Where each lineage began; None for the first.
+        #: The version that each lineage forked from; None for the first.
         self.forks: list[Version | None] = [None]
         #: The highest n announced in each lineage.
         self.tops: list[int] = [0]
 
     def announce(self, version: Version, fork: Version | None) -> None:
-        """Take an announcement; with a fork, of a new lineage."""
+        """Make a version the current one; with ``fork``, the first of a new lineage."""
         while len(self.forks) <= version.lineage:
-            # Where a lineage began may be lost in the log: then as early as can be, so that no row that a rewind left
-            # is taken to be on the path.
+            # The fork may be lost in the log. Then it is as early as can be, so that no row that a rewind left counts
+            # as on the path.
             self.forks.append(Version(len(self.forks) - 1, 0))
             self.tops.append(0)
         if fork is not None:
@@ -41,7 +43,7 @@ class Versions:
         self.now = version
 
     def distance(self, version: Version) -> int | None:
-        """Versions between this one and now; None if it is off the path to now. A version ahead of now is 0 behind."""
+        """Versions between this one and the current one; None if it is off the path. A version ahead is 0 behind."""
         now = self.now
         if version.lineage == now.lineage:
             return max(0, now.n - version.n)
@@ -53,9 +55,8 @@ class Versions:
             lineage, top = fork
         return now.n - version.n if version.n <= top else None
 
-    def left_behind(self, span: Span, bound: int) -> str:
-        """``rewound`` where a version is off the path to now, ``stale`` where one is more than ``bound`` behind; else
-        nothing."""
+    def bound_violation(self, span: Span, bound: int) -> str:
+        """``rewound`` if a version is off the path, ``stale`` if one is more than ``bound`` behind; else empty."""
         now = self.now
         stale = ""
         for lineage, low, high in span:
@@ -72,7 +73,7 @@ class Versions:
             if (fork.n if fork else 0) <= version.n <= self.tops[version.lineage] + 1:
                 return
         raise VersionUnknown(
-            f"Version {version} was never announced; the version now is {self.now}.",
+            f"Version {version} was never announced; the current version is {self.now}.",
             hint="Announce a version when its weights are loaded, before it is two ahead. A server that another run "
             "trained is started again, at version 0.0, for a new run.",
         )

@@ -1,9 +1,9 @@
-"""Workers: who was heard of, what each holds, and when the first of its attempt leases may run out.
+"""Workers: when each was last heard of, what it holds, and when the first of its attempt leases may run out.
 
-All of it is soft but for the attempts, which events bind to their workers, and for who drains.
+All of it is soft except the attempts, which events assign to their workers, and the draining workers.
 
 * A drain is over when its worker has gone; a later process of the same name gets work.
-* A lease only gets longer, so the watched moment of a worker is never too late; looking too early costs one look.
+* A lease only gets longer, so the watched moment of a worker is never too late; one that is too early costs one check.
 """
 
 from __future__ import annotations
@@ -11,16 +11,14 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from headrace_orchestrator.scheduler.state.groups import Episode
+from headrace_orchestrator.scheduler.state.groups import Episode
 
 GONE_S = 60.0
-"""Seconds after which a worker that holds nothing and says nothing is forgotten: two default lease terms."""
+"""Seconds after which a silent worker that holds nothing is forgotten: two default lease terms."""
 
 
-class Worker:
+class WorkerState:
     """One worker."""
 
     __slots__ = ("attempts", "capabilities", "heard", "listed", "name", "pool", "seen", "slots", "stats", "watched")
@@ -32,12 +30,12 @@ class Worker:
         self.slots = 0
         self.attempts: dict[str, Episode] = {}
         self.seen = now
-        #: Whether it spoke since this process began; a worker known from the log alone has no slots to count on.
+        #: Whether it sent a request since this process began; the slots of a worker known from the log alone are not.
         self.heard = False
-        #: When it last said what it holds.
+        #: When it last listed what it holds.
         self.listed = -math.inf
         self.stats: dict[str, float] = {}
-        #: When its leases are looked at next; None if it holds nothing.
+        #: When its leases are checked next; None if it holds nothing.
         self.watched: float | None = None
 
 
@@ -45,23 +43,23 @@ class Workers:
     """All workers by name."""
 
     def __init__(self) -> None:
-        self.by_name: dict[str, Worker] = {}
+        self.by_name: dict[str, WorkerState] = {}
         self.draining: set[str] = set()
         #: Slots of the workers of each pool that take work.
         self.slots: Counter[str] = Counter()
-        #: (moment, name), at most one that counts for each worker: that in ``Worker.watched``.
+        #: Moments and names; of a worker's entries only the one at ``WorkerState.watched`` counts.
         self._heap: list[tuple[float, str]] = []
         self._swept = 0.0
 
-    def named(self, name: str, pool: str, now: float) -> Worker:
-        """The worker of that name, made if there is none."""
+    def named(self, name: str, pool: str, now: float) -> WorkerState:
+        """The worker of that name; a new one if it is not known."""
         worker = self.by_name.get(name)
         if worker is None:
-            worker = self.by_name[name] = Worker(name, pool, now)
+            worker = self.by_name[name] = WorkerState(name, pool, now)
         return worker
 
-    def meet(self, name: str, pool: str, slots: int, now: float) -> Worker:
-        """A worker speaks."""
+    def hear_from(self, name: str, pool: str, slots: int, now: float) -> WorkerState:
+        """Note that a worker sent a request."""
         worker = self.named(name, pool, now)
         worker.seen = now
         worker.heard = True
@@ -72,14 +70,14 @@ class Workers:
             worker.pool = pool
         return worker
 
-    def watch(self, worker: Worker, deadline: float) -> None:
-        """Look at its leases at ``deadline``, unless that happens earlier anyway."""
+    def watch(self, worker: WorkerState, deadline: float) -> None:
+        """Check its leases at ``deadline``, unless an earlier check is due."""
         if worker.watched is None or deadline < worker.watched:
             worker.watched = deadline
             heapq.heappush(self._heap, (deadline, worker.name))
 
-    def due(self, now: float) -> list[Episode]:
-        """Attempts whose leases have run out. Those that have not are watched again."""
+    def expired(self, now: float) -> list[Episode]:
+        """Attempts whose leases have run out. The others are watched again."""
         expired: list[Episode] = []
         heap = self._heap
         while heap and heap[0][0] <= now:
@@ -96,7 +94,7 @@ class Workers:
         return expired
 
     def next_deadline(self) -> float | None:
-        """When ``due`` may find something."""
+        """When ``expired`` may find something."""
         heap = self._heap
         while heap:
             moment, name = heap[0]
@@ -107,21 +105,21 @@ class Workers:
         return None
 
     def sweep(self, now: float) -> list[str]:
-        """Forget workers that hold nothing and have not been heard of for long; returns those that were draining."""
+        """Forget workers that are gone; returns those that were draining."""
         if now - self._swept < GONE_S / 4:
             return []
         self._swept = now
-        gone = [name for name in self.by_name if self.gone(name, now)]
+        gone = [name for name in self.by_name if self.is_gone(name, now)]
         for name in gone:
             worker = self.by_name.pop(name)
             self.slots[worker.pool] -= worker.slots
         return [name for name in gone if name in self.draining]
 
-    def gone(self, name: str, now: float) -> bool:
-        """Whether the worker of that name holds nothing and has not been heard of for long."""
+    def is_gone(self, name: str, now: float) -> bool:
+        """Whether the worker of that name holds nothing and has been silent for ``GONE_S``."""
         worker = self.by_name.get(name)
         return worker is None or (not worker.attempts and now - worker.seen > GONE_S)
 
-    def live(self, pool: str, now: float) -> list[Worker]:
-        """Workers of a pool that spoke of late."""
+    def live(self, pool: str, now: float) -> list[WorkerState]:
+        """Workers of a pool that sent a request within ``GONE_S``."""
         return [w for w in self.by_name.values() if w.pool == pool and w.heard and now - w.seen <= GONE_S]

@@ -18,7 +18,7 @@ from headrace.server import logs
 from headrace_orchestrator.buffer.assets.store import AssetStore
 from headrace_orchestrator.buffer.log.location import Location
 from headrace_orchestrator.buffer.retention_rules import FileUse, RetentionRules, removable_files
-from headrace_orchestrator.scheduler.state.admission.bounds import Bounds
+from headrace_orchestrator.scheduler.state.admission.bounds import SharedBounds
 from headrace_orchestrator.service.storage.location_index import FileInUse
 from headrace_orchestrator.service.storage.store import Store
 
@@ -38,7 +38,7 @@ class RetentionLoop:
         store: Store,
         assets: AssetStore,
         retention: RetentionRules,
-        bounds: Bounds,
+        bounds: SharedBounds,
         *,
         end_file: Callable[[], None],
         deleted: Callable[[int], None],

@@ -10,7 +10,7 @@ from headrace.trajectory import Version
 from headrace.wire import messages
 from headrace.wire.policy_server import base_url
 from headrace_orchestrator.scheduler import events
-from headrace_orchestrator.scheduler.state.evaluations import HOLD_LEASE_S
+from headrace_orchestrator.scheduler.state.evaluations import REPORT_LEASE_S
 
 A, B = "http://a:1", "http://b:1"
 
@@ -168,11 +168,11 @@ def test_an_evaluation_holds_the_version_that_is_served_while_newer_ones_come(ha
 def test_an_evaluation_that_nobody_asks_for_holds_no_longer(harness):
     harness.run()
     evaluation = evaluate(harness, deadline_s=1000.0)
-    harness.advance(HOLD_LEASE_S - 1)
+    harness.advance(REPORT_LEASE_S - 1)
     assert hold_s(harness) == pytest.approx(1.0)
     harness.core.evaluation("r", evaluation, harness.now)
-    assert hold_s(harness) == pytest.approx(HOLD_LEASE_S)
-    harness.advance(HOLD_LEASE_S + 1)
+    assert hold_s(harness) == pytest.approx(REPORT_LEASE_S)
+    harness.advance(REPORT_LEASE_S + 1)
     assert hold_s(harness) == 0.0
 
 

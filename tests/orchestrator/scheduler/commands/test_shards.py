@@ -166,7 +166,7 @@ def test_a_batch_that_was_given_back_says_so_when_it_is_acked(harness):
 
 
 def test_what_is_remembered_of_learners_and_their_pulls_is_bounded(monkeypatch, harness):
-    monkeypatch.setattr("headrace_orchestrator.scheduler.apply.transitions.SHARDED_PULLS", 3)
+    monkeypatch.setattr("headrace_orchestrator.scheduler.apply.batches.SHARDED_PULLS", 3)
     harness.run(batch_size=2)
     for number in range(6):
         harness.work()

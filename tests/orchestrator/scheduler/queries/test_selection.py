@@ -11,7 +11,7 @@ from headrace.errors import Conflict, InvalidRequest
 from headrace.wire import messages
 from headrace_orchestrator.scheduler import events
 from headrace_orchestrator.scheduler.queries import selection
-from headrace_orchestrator.scheduler.state.eligible.filters import EVERYTHING, Filter
+from headrace_orchestrator.scheduler.state.eligible.filters import EVERYTHING, GroupFilter
 from tests.orchestrator.scheduler.harness import Harness, Served
 
 
@@ -254,16 +254,16 @@ def test_a_learner_that_pulls_one_kind_only_is_served_though_others_fill_the_cre
         harness.ack(batch)
 
 
-def test_a_pull_whose_kind_is_not_ready_is_told_what_is():
+def test_the_answer_to_a_pull_whose_kind_is_not_ready_counts_what_is_ready():
     harness = mixed()
     while isinstance(harness.pull(tags=["new"]), Served):
         pass
     reply = harness.empty(tags=["new"])
     reason = next(reason for reason in reply.reasons if reason.code == "filtered")
-    fitting = harness.core.state.runs["r"].eligible.count(Filter.of((), ["new"]))
+    fitting = harness.core.state.runs["r"].eligible.count(GroupFilter.of((), ["new"]))
     assert reason.facts == {"groups": harness.status().groups.eligible - fitting, "batches": 0}
     ready = f"{reason.facts['groups']} groups."
-    assert reason.message == f"What is ready is not what this pull asks for (tags ['new']): {ready}"
+    assert reason.message == f"The groups that are ready do not fit this pull (tags ['new']): {ready}"
     assert not reply.finished
 
 

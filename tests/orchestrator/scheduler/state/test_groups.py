@@ -18,7 +18,7 @@ def test_of_the_members_of_a_complete_group_only_what_batches_are_made_of_is_kep
     group = harness.core.state.runs["r"].groups[first.group]
     assert (group.state, group.members) == ("eligible", [])
     assert group.trajectories == [f"trajectory of {attempt.episode}" for attempt in (second, third)]
-    assert group.kept == (version("0.0"), version("0.1"))
+    assert group.kept_versions == (version("0.0"), version("0.1"))
     assert not {first.episode, second.episode, third.episode} & harness.core.state.episodes.keys()
     assert harness.finish(first) == "superseded"  # the store knows whose the record is
 
@@ -31,7 +31,7 @@ def test_memory_grows_little_with_what_is_stored():
         while harness.status(name).groups.eligible < 16 * rounds:
             for attempt in harness.lease(64):
                 harness.finish(attempt)
-        return sum(isinstance(found, Episode) and found.group.run.name == name for found in gc.get_objects())
+        return sum(isinstance(found, Episode) and found.group.run == name for found in gc.get_objects())
 
     assert episodes(12) <= episodes(2) + 64
 

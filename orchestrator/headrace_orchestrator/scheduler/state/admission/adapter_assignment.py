@@ -1,4 +1,4 @@
-"""Which frozen adapters play in a group, by agent: decided at its admission, the same for all its members.
+"""Assignment of frozen adapters to the agents of a group: made at its admission, the same for all its members.
 
 * fixed: always the first of the agent's adapters; round-robin: group after group the next one.
 """
@@ -9,7 +9,7 @@ from headrace.runspec import RunSpec
 
 
 def assign_adapters(spec: RunSpec, number: int) -> dict[str, str]:
-    """The adapters of the ``number``-th group that the run admits, from 0."""
+    """The adapters, by agent, of the ``number``-th group that the run admits, from 0."""
     return {
         name: agent.adapters[number % len(agent.adapters) if agent.routing == "round_robin" else 0]
         for name, agent in spec.policy.agents.items()

@@ -1,4 +1,4 @@
-"""The bounds that all runs share: bytes held by groups in flight, and bytes on disk.
+"""Bounds that all runs share: bytes held by groups in flight, and bytes on disk.
 
 * What is held and what is reserved, by all runs together, stays below the bound of the service.
 * What is on disk and what is reserved stays below the bound of the disk.
@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 RETRY_S = 0.5
-"""Seconds after which a held back run is looked at again: room comes back by what other runs and retention do."""
+"""Seconds after which a held back run is looked at again: other runs and retention give room back."""
 
 
-class Holds(Protocol):
-    """What a run holds: its ledger."""
+class ByteHolder(Protocol):
+    """The ledger of a run, as the bounds read it."""
 
     @property
     def held_bytes(self) -> int: ...
@@ -25,46 +25,46 @@ class Holds(Protocol):
 
 
 @dataclass
-class Bounds:
-    """``max_held_bytes`` for groups in flight of all runs, ``max_disk_bytes`` for all that is stored; no bound by
-    default. ``disk_bytes`` is what is stored now; whoever has the store says it."""
+class SharedBounds:
+    """Bounds on ``max_held_bytes`` of groups in flight of all runs, and on ``max_disk_bytes`` of all that is stored;
+    unbounded by default. The owner of the store sets ``disk_bytes`` to what is stored now."""
 
     max_held_bytes: float = math.inf
     max_disk_bytes: float = math.inf
     disk_bytes: int = 0
-    holders: list[Holds] = field(default_factory=list)
+    holders: list[ByteHolder] = field(default_factory=list)
 
     @property
     def exist(self) -> bool:
-        """Whether there is any bound."""
+        """True if either bound is set."""
         return min(self.max_held_bytes, self.max_disk_bytes) < math.inf
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of records of groups in flight."""
+        """Bytes of trajectory records of groups in flight."""
         return sum(holder.held_bytes for holder in self.holders)
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes that unfinished episodes are taken to need."""
+        """Estimated bytes of unfinished episodes."""
         return sum(holder.reserved_bytes for holder in self.holders)
 
     @property
     def held_full(self) -> bool:
-        """Whether the bound on what is held stops admission."""
+        """True if the bound on held bytes stops admission."""
         return self.max_held_bytes < math.inf and self.held_bytes + self.reserved_bytes >= self.max_held_bytes
 
     @property
     def disk_full(self) -> bool:
-        """Whether the bound of the disk stops admission."""
+        """True if the bound of the disk stops admission."""
         return self.max_disk_bytes < math.inf and self.disk_bytes + self.reserved_bytes >= self.max_disk_bytes
 
-    def takes(self, new_bytes: int) -> bool:
-        """Whether so many bytes more fit."""
+    def fit(self, new_bytes: int) -> bool:
+        """True if so many more bytes stay within both bounds."""
         more = self.reserved_bytes + new_bytes
         return self.held_bytes + more <= self.max_held_bytes and self.disk_bytes + more <= self.max_disk_bytes
 
     @property
     def full(self) -> bool:
-        """Whether either does."""
+        """True if either bound stops admission."""
         return self.held_full or self.disk_full

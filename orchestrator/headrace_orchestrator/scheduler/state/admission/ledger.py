@@ -1,11 +1,11 @@
 """The credit ledger: how many groups, and how many bytes, may be in flight.
 
 * Admission goes on while groups in flight are fewer than the credit; it is ``(max_staleness + 1) · ⌈batch / G⌉``.
-* For a token budget the groups of a batch are what recent groups say it takes; at least one.
+* For a token budget the groups of a batch are estimated from recent groups; at least one.
 * Bytes are reserved from admission on; the true size of a record replaces the estimate.
 * Submitted groups draw no credit, only bytes; evaluations draw neither.
 
-Reserving at admission, not at dispatch, lets a burst of admissions not overshoot the bound.
+Reserving at admission, not at dispatch, keeps a burst of admissions from overshooting the bound.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import math
 from collections import deque
 
 from headrace.runspec import RunSpec
-from headrace_orchestrator.scheduler.state.admission.bounds import Bounds
+from headrace_orchestrator.scheduler.state.admission.bounds import SharedBounds
 
 MIN_EPISODE_BYTES = 4096
-"""Least estimate of a record in bytes: no record is smaller than its head and one aligned array."""
+"""Least estimate of a record in bytes: every record has at least its head and one aligned array."""
 
 RECENT = 32
 """Records and groups that an estimate looks back on: enough to be steady, few enough to follow a change."""
@@ -38,18 +38,18 @@ class Ledger:
         "unfinished",
     )
 
-    def __init__(self, spec: RunSpec, bounds: Bounds) -> None:
+    def __init__(self, spec: RunSpec, bounds: SharedBounds) -> None:
         self.spec = spec
-        #: What it shares with all other runs.
         self.bounds = bounds
         self.in_flight = 0
-        #: Episodes of groups in flight, submitted ones included, that have no terminal record yet.
+        #: Episodes of groups in flight, submitted ones included, that are not over.
         self.unfinished = 0
         self.held_bytes = 0
         self.sizes: deque[int] = deque(maxlen=RECENT)
         self.tokens: deque[int] = deque(maxlen=RECENT)
+        #: Bytes that an unfinished episode is taken to need.
         self.estimate = MIN_EPISODE_BYTES
-        #: Groups that a batch takes, as far as one knows.
+        #: Groups that a batch is taken to need.
         self.batch_groups = spec.batch_groups
 
     @property
@@ -64,20 +64,21 @@ class Ledger:
 
     @property
     def reserved_bytes(self) -> int:
+        """Estimated bytes of unfinished episodes."""
         return self.unfinished * self.estimate
 
     @property
     def own_full(self) -> bool:
-        """Whether the run's byte bound stops admission."""
+        """True if the run's byte bound stops admission."""
         return self.held_bytes + self.unfinished * self.estimate >= self.spec.max_bytes
 
     @property
     def full(self) -> bool:
-        """Whether a byte bound stops admission, the run's or one that it shares."""
+        """True if a byte bound stops admission, the run's or a shared one."""
         return self.own_full or self.bounds.full
 
-    def saw_record(self, size_bytes: int) -> None:
-        """Learn from the size of a record."""
+    def learn_size(self, size_bytes: int) -> None:
+        """Update the estimate with the size of a record."""
         sizes = self.sizes
         if len(sizes) == RECENT and sizes[0] == self.estimate:
             sizes.append(size_bytes)
@@ -87,8 +88,8 @@ class Ledger:
             if size_bytes > self.estimate:
                 self.estimate = size_bytes
 
-    def saw_group(self, row_tokens: int) -> None:
-        """Learn from the tokens of a complete group."""
+    def learn_tokens(self, row_tokens: int) -> None:
+        """Update the groups that a batch needs with the tokens of a complete group."""
         self.tokens.append(max(1, row_tokens))
         if self.spec.batch_tokens is not None:
             mean = sum(self.tokens) / len(self.tokens)

@@ -1,8 +1,8 @@
-"""Where a run's tasks come from: a mixture, a fixed list, or the learner.
+"""Sources of a run's tasks: a mixture, a fixed list, or the learner.
 
 * What a run draws depends on its seed and the position alone; never on timing.
-* A list is gone through in order as often as its epochs say; then it is over.
-* Nothing global is drawn from; every number is a hash of its seed and place.
+* A list is used in order, once for each of its epochs; then it is over.
+* No global generator is used; every number is a hash of its seed and place.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ def sampling_seed(seed: int, group: int | str, member: int) -> int:
 
 
 def task_key(task: Task) -> bytes:
-    """What makes two tasks the same: all but the submitter's name and tags for them."""
+    """The identity of a task: all of it except the submitter's id and tags."""
     return msgspec.json.encode((task.environment, task.seed, task.kwargs, task.example), order="deterministic")
 
 
-class Source(Protocol):
+class TaskSource(Protocol):
     """Tasks by position, from 0."""
 
     def task(self, position: int) -> Task | None:
-        """The task there; None from the end on."""
+        """The task at a position; None from the end on."""
 
 
 class MixtureSource:
@@ -67,8 +67,8 @@ class MixtureSource:
         entries = self._spec.environments
         if len(entries) == 1:
             return entries[0]
-        where = draw(f"mixture/{self._spec.seed}/{position}") / 2**64 * self._bounds[-1]
-        return entries[min(bisect_right(self._bounds, where), len(entries) - 1)]
+        point = draw(f"mixture/{self._spec.seed}/{position}") / 2**64 * self._bounds[-1]
+        return entries[min(bisect_right(self._bounds, point), len(entries) - 1)]
 
 
 class ListSource:
@@ -93,13 +93,13 @@ class ListSource:
 
 
 class LearnerSource:
-    """None of its own: the learner submits groups."""
+    """An empty source: the learner submits groups."""
 
     def task(self, position: int) -> Task | None:
         return None
 
 
-def source_of(spec: RunSpec) -> Source:
+def source_of(spec: RunSpec) -> TaskSource:
     """The source that a spec describes."""
     if spec.source == "list":
         return ListSource(spec)

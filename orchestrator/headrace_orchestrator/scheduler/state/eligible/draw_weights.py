@@ -11,22 +11,22 @@ from headrace_orchestrator.scheduler.state.groups import Group
 
 MIN_PRIORITY = 1e-6
 MAX_PRIORITY = 1e6
-"""Priorities lie between these, so that no weight is lost beside the others."""
+"""Bounds of priorities, so that no weight is lost beside the others."""
 
-_EVEN = 1
+_EQUAL = 1
 _BITS = 133
-"""A float of 1e-24, the lowest weight, is a whole number of 2⁻¹³³."""
+"""Binary places of a weight: a float of 1e-24, the lowest weight, is a whole number of 2⁻¹³³."""
 
 
-def even(group: Group) -> int:
+def equal_weight(group: Group) -> int:
     """The same weight for all."""
-    return _EVEN
+    return _EQUAL
 
 
-def weigher(selection: SelectionSpec) -> Callable[[Group], int]:
-    """Gives the weight of a group: what the run's rule makes of its priority; the same for all where the rule knows no
-    priorities."""
+def weight_function(selection: SelectionSpec) -> Callable[[Group], int]:
+    """The function that computes a group's weight from its priority by the run's rule; the same weight for all where
+    the rule uses no priorities."""
     weight, exponent = find_selection_rule(selection.order).weight, selection.exponent
     if weight is None:
-        return even
+        return equal_weight
     return lambda group: max(1, int(math.ldexp(weight(group.priority, exponent), _BITS)))

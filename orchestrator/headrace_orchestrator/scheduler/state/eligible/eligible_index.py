@@ -1,9 +1,8 @@
-"""The eligible groups of a run, arranged so that choosing a few of them looks at few.
+"""The eligible groups of a run, indexed so that choosing a few of them reads few.
 
-* A group stands on the shelf of its kind (environment and tags) and its span (lowest and highest versions).
-* What the version now leaves behind is set aside a shelf at a time, however much stands on it.
-* The first, the last, and the one at a given weight are found in the logarithm of what stands there.
-* What is found depends on what stands there alone, never on how it came there.
+* A tree holds the groups of one kind (environment and tags) and one span (lowest and highest versions).
+* Groups that a new version leaves out of bound are set aside a tree at a time, however many the tree holds.
+* The answers depend on the groups that are in the index alone, never on how they came there.
 """
 
 from __future__ import annotations
@@ -11,199 +10,124 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from headrace_orchestrator.scheduler.state.eligible.filters import Filter, Kind, kind_of
+from headrace_orchestrator.scheduler.state.eligible.filters import GroupFilter, TaskKind, kind_of
+from headrace_orchestrator.scheduler.state.eligible.sum_tree import SumTree
+from headrace_orchestrator.scheduler.state.groups import Group
 from headrace_orchestrator.scheduler.state.versions import Span, Versions, span_of
 
-if TYPE_CHECKING:
-    from headrace_orchestrator.scheduler.state.groups import Group
-
-FANOUT_BITS = 4
-FANOUT = 1 << FANOUT_BITS
-"""Weights, or sums of the level below, that share a node: few enough to look through, enough that levels are few."""
-
-LEVELS = 5
-"""A node of the top covers a million places in the order of dispatch; the top is gone through."""
-
-
-class SumTree:
-    """Weights by place in the order of dispatch, with sums over ranges of places. Weights are whole numbers, so that
-    sums are exact and the same whatever was added and removed before."""
-
-    __slots__ = ("count", "levels", "total")
-
-    def __init__(self) -> None:
-        #: Nodes by what their places have in common: of weights, then of sums of the nodes below. None is all zeros.
-        self.levels: tuple[dict[int, list[int]], ...] = tuple({} for _ in range(LEVELS))
-        self.total = 0
-        self.count = 0
-
-    def __len__(self) -> int:
-        return self.count
-
-    def put(self, place: int, weight: int) -> None:
-        """Add a place that is not there; weights are at least 1."""
-        self.total += weight
-        self.count += 1
-        for level in self.levels:
-            key, index = place >> FANOUT_BITS, place & (FANOUT - 1)
-            node = level.get(key)
-            if node is None:
-                node = level[key] = [0] * FANOUT
-            node[index] += weight
-            place = key
-
-    def take(self, place: int) -> int:
-        """Remove a place; gives its weight."""
-        weight = self.levels[0][place >> FANOUT_BITS][place & (FANOUT - 1)]
-        self.total -= weight
-        self.count -= 1
-        for level in self.levels:
-            key, index = place >> FANOUT_BITS, place & (FANOUT - 1)
-            node = level[key]
-            node[index] -= weight
-            if not node[index] and not any(node):
-                del level[key]
-            place = key
-        return weight
-
-    def at(self, weight: int) -> int:
-        """The place where the weights, added up in order, first exceed this one, which is below the total."""
-        place = 0
-        for place in sorted(self.levels[-1]):
-            here = sum(self.levels[-1][place])
-            if weight < here:
-                break
-            weight -= here
-        for level in reversed(self.levels):
-            index = 0
-            for index, here in enumerate(level[place]):  # noqa: B007  where it stops is wanted
-                if weight < here:
-                    break
-                weight -= here
-            place = place << FANOUT_BITS | index
-        return place
-
-    def places(self, backwards: bool = False) -> Iterator[int]:
-        """All places in order."""
-        for key in sorted(self.levels[-1], reverse=backwards):
-            yield from self._below(LEVELS - 1, key, backwards)
-
-    def _below(self, depth: int, key: int, backwards: bool) -> Iterator[int]:
-        node = self.levels[depth][key]
-        for index in reversed(range(FANOUT)) if backwards else range(FANOUT):
-            if node[index]:
-                place = key << FANOUT_BITS | index
-                if depth:
-                    yield from self._below(depth - 1, place, backwards)
-                else:
-                    yield place
+TreeKey = tuple[TaskKind, Span]
 
 
 class EligibleIndex:
-    """All shelves of a run. ``weigh`` gives a group's weight in a draw, at least 1."""
+    """Eligible groups. ``weight_of`` computes a group's weight in a draw, at least 1."""
 
-    def __init__(self, bound: int, weigh: Callable[[Group], int]) -> None:
+    def __init__(self, bound: int, weight_of: Callable[[Group], int]) -> None:
         self._bound = bound
-        self._weigh = weigh
-        #: Eligible groups by place.
+        self._weight_of = weight_of
+        #: Groups by place in the order of dispatch.
         self._groups: dict[int, Group] = {}
-        self._fresh: dict[tuple[Kind, Span], SumTree] = {}
-        #: Shelves of what is out of bound; their groups are never chosen and wait to be retired.
-        self._behind: dict[tuple[Kind, Span], SumTree] = {}
+        self._in_bound: dict[TreeKey, SumTree] = {}
+        #: Trees of groups that are out of bound: they are never chosen, and wait to be retired.
+        self._out_of_bound: dict[TreeKey, SumTree] = {}
 
     def __len__(self) -> int:
         """Groups that may be chosen."""
-        return sum(map(len, self._fresh.values()))
+        return sum(map(len, self._in_bound.values()))
 
-    def count(self, filter: Filter) -> int:
+    def count(self, filter: GroupFilter) -> int:
         """Groups of fitting kinds that may be chosen."""
-        return sum(len(shelf) for (kind, _), shelf in self._fresh.items() if filter.fits(kind))
+        return sum(len(tree) for (kind, _), tree in self._in_bound.items() if filter.fits(kind))
 
     def add(self, group: Group, versions: Versions) -> None:
-        """Put up an eligible group."""
-        key = (kind_of(group.task), span_of(group.versions()))
-        shelf = self._fresh.get(key)
-        if shelf is None:
-            eligible = self._behind if versions.left_behind(key[1], self._bound) else self._fresh
-            shelf = eligible.setdefault(key, SumTree())
-        shelf.put(group.order, self._weigh(group))
-        self._groups[group.order] = group
+        """Add an eligible group."""
+        key = _key_of(group)
+        tree = self._in_bound.get(key)
+        if tree is None:
+            trees = self._out_of_bound if versions.bound_violation(key[1], self._bound) else self._in_bound
+            tree = trees.setdefault(key, SumTree())
+        tree.add(group.dispatch_order, self._weight_of(group))
+        self._groups[group.dispatch_order] = group
 
     def remove(self, group: Group) -> None:
-        """Take a group down."""
-        del self._groups[group.order]
-        key = (kind_of(group.task), span_of(group.versions()))
-        eligible = self._fresh if key in self._fresh else self._behind
-        shelf = eligible[key]
-        shelf.take(group.order)
-        if not shelf:
-            del eligible[key]
+        """Remove a group."""
+        del self._groups[group.dispatch_order]
+        key = _key_of(group)
+        trees = self._in_bound if key in self._in_bound else self._out_of_bound
+        tree = trees[key]
+        tree.remove(group.dispatch_order)
+        if not tree:
+            del trees[key]
 
-    def reweigh(self, group: Group) -> None:
-        """Take note of a group's new weight, if it stands here."""
-        if group.order in self._groups:
-            key = (kind_of(group.task), span_of(group.versions()))
-            shelf = self._fresh[key] if key in self._fresh else self._behind[key]
-            shelf.take(group.order)
-            shelf.put(group.order, self._weigh(group))
+    def update_weight(self, group: Group) -> None:
+        """Use a group's new weight, if the group is in the index."""
+        if group.dispatch_order in self._groups:
+            key = _key_of(group)
+            tree = self._in_bound[key] if key in self._in_bound else self._out_of_bound[key]
+            tree.remove(group.dispatch_order)
+            tree.add(group.dispatch_order, self._weight_of(group))
 
-    def turn_to(self, versions: Versions) -> None:
-        """Sort the shelves anew after a change of the version now: a rewind may bring some back within bound."""
-        eligible = self._fresh | self._behind
-        behind = {key for key in eligible if versions.left_behind(key[1], self._bound)}
-        self._fresh = {key: shelf for key, shelf in eligible.items() if key not in behind}
-        self._behind = {key: shelf for key, shelf in eligible.items() if key in behind}
+    def update_versions(self, versions: Versions) -> None:
+        """Sort the trees anew after a change of the current version: a rewind may bring some back within bound."""
+        trees = self._in_bound | self._out_of_bound
+        outside = {key for key in trees if versions.bound_violation(key[1], self._bound)}
+        self._in_bound = {key: tree for key, tree in trees.items() if key not in outside}
+        self._out_of_bound = {key: tree for key, tree in trees.items() if key in outside}
 
-    def behind(self, limit: int | None = None) -> list[Group]:
-        """Up to so many groups that are out of bound and wait to be retired, oldest dispatch of a shelf first."""
-        places = chain.from_iterable(self._behind[key].places() for key in sorted(self._behind))
+    def out_of_bound(self, limit: int | None = None) -> list[Group]:
+        """Up to ``limit`` groups that are out of bound and wait to be retired, oldest dispatch of a tree first."""
+        places = chain.from_iterable(self._out_of_bound[key].places() for key in sorted(self._out_of_bound))
         return [self._groups[place] for place in islice(places, limit)]
 
-    def in_order(self, filter: Filter, *, backwards: bool = False) -> Iterator[Group]:
+    def in_order(self, filter: GroupFilter, *, backwards: bool = False) -> Iterator[Group]:
         """Groups by dispatch order."""
-        places = [shelf.places(backwards) for _, shelf in self._fitting(filter)]
+        places = [tree.places(backwards) for tree in self._fitting(filter)]
         ordered = places[0] if len(places) == 1 else heapq.merge(*places, reverse=backwards)
         return (self._groups[place] for place in ordered)
 
-    def drawn(self, filter: Filter, draw: Callable[[int], int]) -> Generator[Group, None, None]:
-        """Groups drawn by weight without replacement; ``draw`` gives a number below its argument. Close it after use:
-        until then what was drawn is missing here."""
-        eligible = [shelf for _, shelf in self._fitting(filter)]
-        total = sum(shelf.total for shelf in eligible)
-        taken: list[tuple[SumTree, int, int]] = []
+    def drawn(self, filter: GroupFilter, draw: Callable[[int], int]) -> Generator[Group, None, None]:
+        """Groups drawn by weight without replacement; ``draw`` returns a number below its argument. Close it after use:
+        until then drawn groups are missing here."""
+        trees = self._fitting(filter)
+        total = sum(tree.total for tree in trees)
+        removed: list[tuple[SumTree, int, int]] = []
         try:
             while total:
-                shelf, at = _shelf_at(eligible, draw(total))
-                place = shelf.at(at)
-                weight = shelf.take(place)
-                taken.append((shelf, place, weight))
+                tree, weight_left = _tree_at(trees, draw(total))
+                place = tree.place_at(weight_left)
+                weight = tree.remove(place)
+                removed.append((tree, place, weight))
                 total -= weight
                 yield self._groups[place]
         finally:
-            for shelf, place, weight in taken:
-                shelf.put(place, weight)
+            for tree, place, weight in removed:
+                tree.add(place, weight)
 
-    def _fitting(self, filter: Filter) -> list[tuple[tuple[Kind, Span], SumTree]]:
-        """Fresh shelves in an order of their own, so that nothing hangs on which was there first."""
-        return sorted((item for item in self._fresh.items() if filter.fits(item[0][0])), key=lambda item: item[0])
+    def _fitting(self, filter: GroupFilter) -> list[SumTree]:
+        """Trees within bound, sorted by key, so that nothing depends on the order in which they were made."""
+        fitting = [item for item in self._in_bound.items() if filter.fits(item[0][0])]
+        return [tree for _, tree in sorted(fitting, key=lambda item: item[0])]
 
     def contents(self) -> list[Any]:
-        """What stands where, as plain values."""
-        eligible = [(key, True, shelf) for key, shelf in self._fresh.items()]
-        eligible += [(key, False, shelf) for key, shelf in self._behind.items()]
+        """The trees as plain values."""
+        trees = [(key, True, tree) for key, tree in self._in_bound.items()]
+        trees += [(key, False, tree) for key, tree in self._out_of_bound.items()]
         return sorted(
             (
-                (key, fresh, [[(node, *level[node]) for node in sorted(level)] for level in shelf.levels], shelf.total)
-                for key, fresh, shelf in eligible
+                (key, inside, [[(node, *level[node]) for node in sorted(level)] for level in tree.levels], tree.total)
+                for key, inside, tree in trees
             )
         )
 
 
-def _shelf_at(eligible: Sequence[SumTree], weight: int) -> tuple[SumTree, int]:
-    for shelf in eligible:
-        if weight < shelf.total:
-            return shelf, weight
-        weight -= shelf.total
-    raise ValueError("The weight is not below the total of the shelves.")
+def _key_of(group: Group) -> TreeKey:
+    return kind_of(group.task), span_of(group.versions())
+
+
+def _tree_at(trees: Sequence[SumTree], weight: int) -> tuple[SumTree, int]:
+    for tree in trees:
+        if weight < tree.total:
+            return tree, weight
+        weight -= tree.total
+    raise ValueError("The weight is not below the total of the trees.")

@@ -1,11 +1,11 @@
-"""Bounds that all runs share."""
+"""SharedBounds that all runs share."""
 
 from __future__ import annotations
 
 import pytest
 
 from headrace.errors import Conflict
-from headrace_orchestrator.scheduler.state.admission.bounds import RETRY_S, Bounds
+from headrace_orchestrator.scheduler.state.admission.bounds import RETRY_S, SharedBounds
 from tests.orchestrator.scheduler.harness import Harness, codes
 
 EPISODE = 4096
@@ -14,7 +14,7 @@ EPISODE = 4096
 
 @pytest.fixture
 def harness():
-    found = Harness(bounds=Bounds(max_held_bytes=10 * EPISODE, max_disk_bytes=1_000_000))
+    found = Harness(bounds=SharedBounds(max_held_bytes=10 * EPISODE, max_disk_bytes=1_000_000))
     yield found
     assert found.replayed().durable() == found.core.durable()
 

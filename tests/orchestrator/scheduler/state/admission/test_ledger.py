@@ -64,7 +64,7 @@ def test_submitted_groups_draw_no_credit_only_bytes(harness):
 
 def test_what_is_held_reserved_and_asked_for_has_to_fit_the_byte_bound_together(harness):
     harness.run(source="learner", max_bytes=30_000)
-    with pytest.raises(Conflict, match=r"hold 0 bytes and 0 more are reserved; these 8 episodes .* need 32768"):
+    with pytest.raises(Conflict, match=r"hold 0 bytes and 0 more are reserved; these 8 episodes .* at 32768"):
         harness.submit(*[f"g{number}" for number in range(8)])
     assert harness.found(events.GroupAdmitted) == []
     harness.submit(*[f"g{number}" for number in range(7)])

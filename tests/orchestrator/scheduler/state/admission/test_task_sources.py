@@ -19,7 +19,7 @@ from headrace.errors import (
 from headrace.runspec import RunSpec
 from headrace.wire import messages
 from headrace_orchestrator.scheduler import events
-from headrace_orchestrator.scheduler.apply import transitions
+from headrace_orchestrator.scheduler.apply import runs
 from tests.orchestrator.scheduler.harness import BROKEN, Harness, codes, version
 
 
@@ -81,7 +81,7 @@ def test_groups_are_submitted_all_or_none(harness):
         harness.submit("b", "a")
     with pytest.raises(InvalidRequest, match="1 to 4096 episodes"):
         harness.submit("b", size=0)
-    with pytest.raises(InvalidRequest, match="no task"):
+    with pytest.raises(InvalidRequest, match="The task is invalid"):
         harness.core.submit_groups("r", [messages.GroupRequest(task={"seed": 1})], harness.now)
     assert len(harness.core.groups("r")) == 2
     with pytest.raises(UnknownGroup):
@@ -168,7 +168,7 @@ def test_an_evaluation_whose_episodes_were_all_cancelled_before_its_deadline_end
 
 
 def test_old_evaluations_are_forgotten_once_their_lines_are_too_many(monkeypatch, harness):
-    monkeypatch.setattr(transitions, "REMEMBERED_LINES", 5)
+    monkeypatch.setattr(runs, "REMEMBERED_LINES", 5)
     harness.run()
     ids = []
     for _ in range(3):

@@ -1,0 +1,218 @@
+"""Transitions of attempts and episodes, and of the workers that hold them.
+
+* An event that does not fit changes nothing and raises; of a dispatch the grants that fit are taken.
+* A result that was lost costs itself only; the events after it are applied as far as they go.
+* A cancelled attempt proves that its group was retired.
+* A lost worker draws no retry budget and kills nothing on its own; an episode that lost too many counts once a worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from headrace.errors import InternalError
+from headrace.trajectory import Failure, Version
+from headrace.wire.policy_server import BAD_RESPONSE_KINDS
+from headrace_orchestrator.scheduler import events
+from headrace_orchestrator.scheduler.apply.group_progress import (
+    assign_dispatch_order,
+    count_ended,
+    drop_undispatched,
+    review,
+)
+from headrace_orchestrator.scheduler.apply.groups import cut, retire
+from headrace_orchestrator.scheduler.state.admission.task_sources import task_key
+from headrace_orchestrator.scheduler.state.groups import AT_WORKER, USABLE, Episode, Group
+from headrace_orchestrator.scheduler.state.run import Run
+from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
+
+LEASE_EXPIRED = "lease-expired"
+"""Kind of the failure that ends an episode which lost too many workers."""
+
+UNCOUNTED_KINDS = frozenset({"drained", "cancelled", "quarantined"})
+"""Kinds of infrastructure failure that the task does not cause."""
+
+
+def dispatched(state: SchedulerState, event: events.Dispatched, now: float) -> None:
+    run = state.runs[event.run]
+    worker = state.workers.named(event.worker, event.pool, now)
+    deadline = now + run.spec.attempt_lease_s
+    episodes = state.episodes
+    unfit: list[str] = []
+    for grant in event.grants:
+        episode = episodes.get(grant.episode)
+        if episode is None or episode.state != "queued":
+            unfit.append(grant.episode)
+            continue
+        _lease(run, episode, grant, worker.name, event.version)
+        episode.deadline = deadline
+        worker.attempts[episode.id] = episode
+    _trim_queues(run)
+    if len(unfit) < len(event.grants):
+        state.workers.watch(worker, deadline)
+    if unfit:
+        raise InternalError(f"Dispatched grants episodes that are not queued here: {', '.join(unfit)}.")
+
+
+def _lease(run: Run, episode: Episode, grant: events.Grant, worker: str, version: Version) -> None:
+    episode.move("leased", "Dispatched")
+    episode.attempt = grant.attempt
+    episode.nonce = grant.nonce
+    episode.worker = worker
+    episode.version = version
+    group = episode.group
+    assign_dispatch_order(run, group)
+    if group.evaluation is None:
+        run.queued -= 1
+        run.leased += 1
+    else:
+        run.evaluation_queued -= 1
+        run.evaluation_leased += 1
+
+
+def _trim_queues(run: Run) -> None:
+    """Drop entries that are not queued any more. They are at the head of a queue, unless an episode ended while it was
+    queued, or its dispatch was lost in the log."""
+    for queue, queued in ((run.queue, run.queued), (run.evaluation_queue, run.evaluation_queued)):
+        while queue and queue[0].state != "queued":
+            queue.popleft()
+        if len(queue) > queued:
+            left = [episode for episode in queue if episode.state == "queued"]
+            queue.clear()
+            queue.extend(left)
+
+
+def attempt_ended(state: SchedulerState, event: events.AttemptEnded, now: float) -> None:
+    episode = state.episodes[event.episode]
+    run = state.runs[event.run]
+    episode.require_move("queued", event.reason)
+    state.holder_of(episode).attempts.pop(episode.id, None)
+    episode.move("queued", event.reason)
+    if event.reason == events.WORKER_LOST:
+        episode.workers_lost += 1
+    if event.counts:
+        episode.retries_used += 1
+        run.recent_failures.append(event.failure)
+        if event.failure is None:
+            _count_kill(run, episode, f"{event.reason} at worker {episode.worker}")
+    if episode.group.evaluation is None:
+        run.leased -= 1
+        run.queued += 1
+        run.queue.appendleft(episode)
+    else:
+        run.evaluation_leased -= 1
+        run.evaluation_queued += 1
+        run.evaluation_queue.appendleft(episode)
+    review(run, episode.group)
+
+
+def attempt_cancelled(state: SchedulerState, event: events.AttemptCancelled, now: float) -> None:
+    episode = state.episodes[event.episode]
+    run = state.runs[event.run]
+    episode.require_move("cancelling", event.reason)
+    group = episode.group
+    if event.reason == events.PARTIAL and group.state == "open":
+        if not group.cut:
+            cut(run, group)
+    elif group.state != "retired":
+        retire(run, group, event.reason)
+    episode.move("cancelling", event.reason)
+    episode.deadline = now + run.spec.attempt_lease_s
+    state.workers.watch(state.holder_of(episode), episode.deadline)
+    review(run, group)
+
+
+def episode_ended(state: SchedulerState, event: events.EpisodeEnded, now: float) -> None:
+    episode = state.episodes[event.episode]
+    run, group, before = state.runs[event.run], episode.group, episode.state
+    episode.require_move(event.status, "EpisodeEnded")
+    if before in AT_WORKER:
+        state.holder_of(episode).attempts.pop(episode.id, None)
+    episode.end(event)
+    assign_dispatch_order(run, group)
+    count_ended(run, group, before)
+    if event.status == "failed":
+        _count_failure(run, episode, event.failure)
+    elif event.status != "cancelled":
+        run.recent_failures.append(None)
+    if group.evaluation is not None:
+        group.evaluation.add_result(event)
+    else:
+        run.episode_ends[event.status] += 1
+        if event.rewards and event.status in USABLE:
+            run.rewards.append(sum(event.rewards.values()))
+    if group.state == "retired":
+        review(run, group)
+    else:
+        _add_result(run, group, event)
+        run.set_cut_deadline(group, now)
+
+
+def _add_result(run: Run, group: Group, event: events.EpisodeEnded) -> None:
+    """Add the result of a member to a group in flight."""
+    if event.status in USABLE:
+        group.usable += 1
+        group.row_tokens += event.row_tokens
+        group.longest_row = max(group.longest_row, event.longest_row)
+    if group.evaluation is None:
+        group.held_bytes += event.size_bytes
+        run.ledger.held_bytes += event.size_bytes
+        run.ledger.unfinished -= 1
+        if event.by_worker:
+            run.ledger.learn_size(event.size_bytes)
+    if not (group.live and event.status in USABLE and _is_in_bound(run, event)) or run.is_too_long(group):
+        review(run, group)
+
+
+def _is_in_bound(run: Run, event: events.EpisodeEnded) -> bool:
+    """True if the result alone cannot make its group stale; most results then need no review of the group."""
+    now, low = run.versions.now, event.low
+    if low is None or low.lineage != now.lineage or now.n - low.n > run.spec.max_staleness:
+        return False
+    return event.high is None or event.high.lineage == now.lineage
+
+
+def _count_failure(run: Run, episode: Episode, failure: Failure | None) -> None:
+    if failure is None:
+        return
+    if failure.kind not in UNCOUNTED_KINDS:
+        run.recent_failures.append(failure)
+        # The task does not cause an engine that is away; one that answers it wrongly again and again it may.
+        if failure.layer != "policy" or failure.kind in BAD_RESPONSE_KINDS:
+            what = f"{failure.layer}/{failure.kind}: {failure.message}"
+            _count_kill(run, episode, what, once=failure.kind == LEASE_EXPIRED)
+
+
+def _count_kill(run: Run, episode: Episode, what: str, *, once: bool = False) -> None:
+    kills = run.kills.setdefault(task_key(episode.group.task), [])
+    if once and any(line.endswith(what) for line in kills):
+        return  # one worker was lost with several episodes of the task
+    kills.append(f"episode {episode.id} attempt {episode.attempt}: {what}")
+
+
+def task_quarantined(state: SchedulerState, event: events.TaskQuarantined, now: float) -> None:
+    run, key = state.runs[event.run], task_key(event.task)
+    run.quarantined[key] = event.task
+    for group in list(run.open_groups.values()):
+        if task_key(group.task) == key:
+            drop_undispatched(run, group, "TaskQuarantined")
+            review(run, group)
+
+
+def worker_draining(state: SchedulerState, event: events.WorkerDraining, now: float) -> None:
+    if event.over:
+        state.workers.draining.discard(event.worker)
+    else:
+        state.workers.draining.add(event.worker)
+        # Known from now on, so that its end is noticed.
+        state.workers.named(event.worker, "default", now)
+
+
+TRANSITIONS: dict[type[events.Event], Callable[..., None]] = {
+    events.Dispatched: dispatched,
+    events.AttemptEnded: attempt_ended,
+    events.AttemptCancelled: attempt_cancelled,
+    events.EpisodeEnded: episode_ended,
+    events.TaskQuarantined: task_quarantined,
+    events.WorkerDraining: worker_draining,
+}

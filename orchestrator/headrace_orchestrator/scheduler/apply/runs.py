@@ -1,0 +1,74 @@
+"""Transitions of runs: their versions, policy servers and evaluations.
+
+* An evaluation that runs is never forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from headrace.runspec import RunSpec
+from headrace_orchestrator.scheduler import events
+from headrace_orchestrator.scheduler.state.evaluations import Evaluation
+from headrace_orchestrator.scheduler.state.run import REMEMBERED_EVALUATIONS, REMEMBERED_LINES, Run
+from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
+
+
+def run_created(state: SchedulerState, event: events.RunCreated, now: float) -> None:
+    state.add_run(Run(RunSpec.model_validate(event.spec), state.bounds, state.episodes))
+
+
+def run_closed(state: SchedulerState, event: events.RunClosed, now: float) -> None:
+    state.runs[event.run].closed = True
+
+
+def version_announced(state: SchedulerState, event: events.VersionAnnounced, now: float) -> None:
+    state.runs[event.run].announce(event.version, event.fork, event.weights)
+
+
+def weights_loaded(state: SchedulerState, event: events.WeightsLoaded, now: float) -> None:
+    state.runs[event.run].policy_servers.set_served(event.version, event.weights)
+
+
+def server_added(state: SchedulerState, event: events.ServerAdded, now: float) -> None:
+    state.runs[event.run].policy_servers.servers[event.address] = False
+
+
+def server_drained(state: SchedulerState, event: events.ServerDrained, now: float) -> None:
+    state.runs[event.run].policy_servers.servers[event.address] = True
+
+
+def server_removed(state: SchedulerState, event: events.ServerRemoved, now: float) -> None:
+    state.runs[event.run].policy_servers.servers.pop(event.address, None)
+
+
+def evaluation_started(state: SchedulerState, event: events.EvaluationStarted, now: float) -> None:
+    run = state.runs[event.run]
+    evaluation = Evaluation(event.evaluation, event.version, event.wanted, event.deadline_s, event.temperature, now)
+    run.evaluations[evaluation.id] = evaluation
+    lines = sum(known.wanted for known in run.evaluations.values())
+    for old in [known for known in run.evaluations.values() if known.reason]:
+        if len(run.evaluations) <= REMEMBERED_EVALUATIONS and lines <= REMEMBERED_LINES:
+            break
+        del run.evaluations[old.id]
+        lines -= old.wanted
+    run.active_evaluations[evaluation.id] = evaluation
+
+
+def evaluation_ended(state: SchedulerState, event: events.EvaluationEnded, now: float) -> None:
+    evaluation = state.runs[event.run].active_evaluations.pop(event.evaluation)
+    evaluation.reason = event.reason
+    evaluation.groups.clear()
+
+
+TRANSITIONS: dict[type[events.Event], Callable[..., None]] = {
+    events.RunCreated: run_created,
+    events.RunClosed: run_closed,
+    events.VersionAnnounced: version_announced,
+    events.WeightsLoaded: weights_loaded,
+    events.ServerAdded: server_added,
+    events.ServerDrained: server_drained,
+    events.ServerRemoved: server_removed,
+    events.EvaluationStarted: evaluation_started,
+    events.EvaluationEnded: evaluation_ended,
+}

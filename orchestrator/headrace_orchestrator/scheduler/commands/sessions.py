@@ -1,0 +1,66 @@
+"""Learners and their sessions: which session is current, and what the learner does.
+
+* An earlier session of a learner is refused once a newer one took its place.
+* Batches that another session of the learner left open are released.
+"""
+
+from __future__ import annotations
+
+from headrace.errors import InvalidRequest, SessionSuperseded
+from headrace.wire import messages
+from headrace_orchestrator.scheduler import events
+from headrace_orchestrator.scheduler.apply.transition_table import emit
+from headrace_orchestrator.scheduler.state.batches import OpenBatch
+from headrace_orchestrator.scheduler.state.run import LearnerActivity, Run
+from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
+
+MAX_SHARDS = 4096
+"""Ranks of the largest learner that is expected; more is a mistake."""
+
+
+def require_session(run: Run, learner: str, session: str, shard: int, shards: int) -> None:
+    """Raise SessionSuperseded for an earlier session of the learner, InvalidRequest for an impossible shard."""
+    if not 0 <= shard < shards <= MAX_SHARDS:
+        raise InvalidRequest(
+            f"There is no shard {shard} of {shards}.", hint=f"Shards count from 0; there are 1 to {MAX_SHARDS}."
+        )
+    sessions = run.sessions.get(learner)
+    if sessions is not None and session != sessions.current and session in sessions.earlier:
+        raise SessionSuperseded(
+            f"Session {session!r} of learner {learner!r} is over: session {sessions.current!r} took over its batches.",
+            hint="If this process is no leftover, two learners run under one name: give each its own, as in "
+            "Client(learner='a').",
+        )
+
+
+def release_other_sessions(state: SchedulerState, run: Run, learner: str, session: str, now: float) -> None:
+    """Release the batches that other sessions of the learner hold."""
+    for batch in run.batches.values():
+        if batch.learner == learner and batch.session != session and (batch.leased or batch.lapsed):
+            release(state, run, batch, "its learner has a new session", now)
+
+
+def release(state: SchedulerState, run: Run, batch: OpenBatch, reason: str, now: float) -> None:
+    """End a batch lease unacked."""
+    released = events.BatchReleased(run=run.name, batch=batch.id, generation=batch.generation, reason=reason)
+    emit(state, released, now)
+
+
+def activity_of(run: Run, learner: str, now: float) -> LearnerActivity:
+    """The activity of a learner that sent a request."""
+    activity = run.learners.get(learner)
+    if activity is None:
+        activity = run.learners[learner] = LearnerActivity()
+    activity.doing = activity.doing or "waiting"
+    activity.reported_at = activity.reported_at or now
+    return activity
+
+
+def doing(state: SchedulerState, run: Run, request: messages.DoingRequest, now: float) -> None:
+    """Take a learner's report of what it is doing, and renew all its batch leases."""
+    activity = activity_of(run, request.learner, now)
+    activity.doing = request.doing
+    activity.reported_at = now
+    for batch in run.batches.values():
+        if batch.leased and (batch.learner, batch.session) == (request.learner, request.session):
+            batch.deadline = now + run.spec.batch_lease_s
