@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox.host.cgroups import find_driver
+from headrace_sandbox.host.cgroups.detection import find_driver
 from headrace_sandbox.runtimes.gvisor.runsc import find_runsc
 
 CI = os.environ.get("CI") == "true"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.sandbox.ways import LIMITS, PROGRAM, bare
 from benchmarks.table import Row
-from headrace_sandbox.host import owner
+from headrace_sandbox.host.supervisor import this_supervisor
 from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
 
 EXECUTIONS, AT_A_TIME, ROUNDS = 200, 4, 5
@@ -65,5 +65,5 @@ def _cpu_s() -> float:
     """Of this process, of children that ended, and of the control groups of this process."""
     own, ended = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
     here = own.ru_utime + own.ru_stime + ended.ru_utime + ended.ru_stime
-    counters = Path("/sys/fs/cgroup/cpuacct/headrace").glob(f"{owner.me()}-*/cpuacct.usage")
+    counters = Path("/sys/fs/cgroup/cpuacct/headrace").glob(f"{this_supervisor()}-*/cpuacct.usage")
     return here + sum(int(counter.read_text()) / 1e9 for counter in counters)

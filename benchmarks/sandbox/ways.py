@@ -12,7 +12,7 @@ from headrace.errors import SandboxFailure
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template
 from headrace_sandbox.runtimes.registry import make_runtime
-from headrace_sandbox.runtimes.shared.guest_programs import PYTHON
+from headrace_sandbox.runtimes.shared.guest_modules import PYTHON
 
 LIMITS = Limits()
 """Those that ship."""

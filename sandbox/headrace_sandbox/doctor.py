@@ -17,9 +17,9 @@ import msgspec
 
 from headrace.common.timeouts import timeout
 from headrace.errors import HeadraceError, SandboxFailure
-from headrace_sandbox.host.cgroups import find_driver
+from headrace_sandbox.host.cgroups.detection import find_driver
 from headrace_sandbox.runtimes.base import Runtime
-from headrace_sandbox.runtimes.registry import DEFAULT, made_in_time, runtime_names
+from headrace_sandbox.runtimes.registry import DEFAULT, make_runtime_in_time, runtime_names
 from headrace_sandbox.runtimes.self_test import SelfTest, self_test, self_test_failed
 
 Verdict = Literal["ok", "warn", "fail"]
@@ -100,7 +100,7 @@ def best_of(rungs: list[Rung]) -> str | None:
 async def rung(name: str, say: Callable[[str], None]) -> Rung:
     """The row of one runtime."""
     try:
-        runtime = await made_in_time(name, allow_unsafe=True)
+        runtime = await make_runtime_in_time(name, allow_unsafe=True)
         try:
             tried = await self_test(runtime, say)
         finally:

@@ -65,7 +65,12 @@ READERS = _tests(
     "10 stalled readers (G08)", "tests/orchestrator/service/test_projection_readers.py", HEADRACE_G08_ROUNDS="10"
 )
 SANDBOXES = _tests("50 kills of sandbox services", "tests/sandbox/test_kill.py", HEADRACE_SANDBOX_KILLS="50")
-PROGRAMS = _tests("10,000 hostile programs", "-s", "tests/sandbox/test_random_programs.py", HEADRACE_PROGRAMS="10000")
+PROGRAMS = _tests(
+    "10,000 hostile programs",
+    "-s",
+    "tests/sandbox/runtimes/bubblewrap/test_random_programs.py",
+    HEADRACE_PROGRAMS="10000",
+)
 
 LANES = ((KILLS, SANDBOXES), (HISTORIES, ASSETS, READERS))
 ALONE = (PROGRAMS,)

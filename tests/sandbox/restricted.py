@@ -102,7 +102,7 @@ def main() -> None:
         os.setresuid(int(user), int(user), int(user))
     architecture = seccomp.ARCHITECTURES[platform.machine()]
     refused = {name: number for name, number in architecture.refused.items() if name not in ALLOWED}
-    give_up_privileges(seccomp._assembled(architecture._replace(refused=refused)))
+    give_up_privileges(seccomp._assemble(architecture._replace(refused=refused)))
     os.execv(command[0], command)
 
 

@@ -54,9 +54,9 @@ class Third:
             await asyncio.Event().wait()
         return {
             selftest.PRINT: answered(b"1\n"),
-            selftest.LOOK_AROUND: answered(json.dumps(self._looks).encode()),
-            selftest.NO_END: answered(limit="time", exit_code=None),
-            selftest.MUCH_MEMORY: answered(exit_code=self._greedy),
+            selftest.PROBE: answered(json.dumps(self._looks).encode()),
+            selftest.ENDLESS: answered(limit="time", exit_code=None),
+            selftest.LARGE_ALLOCATION: answered(exit_code=self._greedy),
         }[program.code]
 
     async def open(self, template: Any, ttl_s: float) -> Any:

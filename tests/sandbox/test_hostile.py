@@ -15,7 +15,7 @@ import pytest
 
 from headrace_sandbox.conformance import suite
 from headrace_sandbox.conformance.leftovers import lives
-from headrace_sandbox.host.cgroups import NoDriver
+from headrace_sandbox.host.cgroups.detection import NoDriver
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import Command, PythonProgram
 from headrace_sandbox.runtimes.bubblewrap.fork_server import ForkServer

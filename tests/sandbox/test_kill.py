@@ -21,8 +21,9 @@ import pytest
 
 from headrace.errors import SandboxFailure
 from headrace_sandbox.client import ServiceRuntime, client_of
-from headrace_sandbox.host import owner as supervisors
-from headrace_sandbox.host.cgroups import PARENT, ROOT
+from headrace_sandbox.host.cgroups.cgroup import PARENT, ROOT
+from headrace_sandbox.host.processes import list_pids
+from headrace_sandbox.host.supervisor import SUPERVISOR_VARIABLE, state_folder
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Template
 from tests.sandbox.serving import Process
@@ -43,11 +44,11 @@ SEED = int(os.environ.get("HEADRACE_SANDBOX_SEED", "0")) or secrets.randbits(32)
 def processes(pid: int, mark: str) -> list[str]:
     """What runs of a service, or of its programs, whoever its parent is now."""
     found = []
-    for other in supervisors.pids():
+    for other in list_pids():
         with contextlib.suppress(OSError):
             folder = Path(f"/proc/{other}")
             command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            holds = f"{supervisors.VARIABLE}={pid}-".encode() in (folder / "environ").read_bytes()
+            holds = f"{SUPERVISOR_VARIABLE}={pid}-".encode() in (folder / "environ").read_bytes()
             if holds or mark in command:
                 found.append(f"{other}: {command[:100]}")
     return found
@@ -56,7 +57,7 @@ def processes(pid: int, mark: str) -> list[str]:
 def programs(mark: str) -> int:
     """How many programs run, which call themselves by the mark."""
     found = 0
-    for pid in supervisors.pids():
+    for pid in list_pids():
         with contextlib.suppress(OSError):
             found += Path(f"/proc/{pid}/cmdline").read_bytes().startswith(mark.encode())
     return found
@@ -74,14 +75,14 @@ def groups(pid: int) -> list[Path]:
 def left_of(pid: int, mark: str) -> list[str]:
     """Everything that an independent look finds of a service that was killed."""
     mounts = [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if f"{pid}-" in line]
-    folders = [str(path) for path in supervisors.state_folder().glob(f"*/{pid}-*")]
+    folders = [str(path) for path in state_folder().glob(f"*/{pid}-*")]
     return [*processes(pid, mark), *map(str, groups(pid)), *mounts, *folders]
 
 
 def heir_of(pid: int) -> int:
     """The process id of a service's heir."""
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        if b"headrace_sandbox.host.cleanup" in Path(f"/proc/{child}/cmdline").read_bytes():
+        if b"headrace_sandbox.host.cleanup_process" in Path(f"/proc/{child}/cmdline").read_bytes():
             return int(child)
     raise AssertionError("it has none")
 

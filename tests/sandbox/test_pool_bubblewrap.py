@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox.host import owner
+from headrace_sandbox.host.supervisor import sandbox_holders, this_supervisor
 from headrace_sandbox.pool.leased_sandbox import Leased
 from headrace_sandbox.pool.messages import PoolSettings
 from headrace_sandbox.pool.pool import Pool
@@ -58,8 +58,8 @@ async def test_a_real_sandbox_that_is_handed_on_is_as_new(pool: Pool) -> None:
 async def test_a_real_sandbox_that_was_ended_from_outside_is_our_failure_and_not_handed_on(pool: Pool) -> None:
     leased = await pool.lease(TEMPLATE, 60)
     await shell(leased, "true")
-    for pid, holder in owner.holders():
-        if holder == owner.me():
+    for pid, holder in sandbox_holders():
+        if holder == this_supervisor():
             os.kill(pid, signal.SIGKILL)
     with pytest.raises(SandboxFailure) as caught:
         await shell(leased, "echo ok")
@@ -79,5 +79,5 @@ async def test_interpreters_of_domains_that_are_gone_are_not_kept(monkeypatch: p
     assert [domain for _, domain in runtime._servers] == ["run 2", "run 3"]
     await runtime.close()
     async with asyncio.timeout(10):  # its processes end with the one that was waited for, a moment later
-        while any(holder == owner.me() for _, holder in owner.holders()):
+        while any(holder == this_supervisor() for _, holder in sandbox_holders()):
             await asyncio.sleep(0.01)

@@ -11,8 +11,8 @@ import pytest
 
 from headrace.environment import Step
 from headrace.errors import SandboxFailure
-from headrace_sandbox.host import owner
-from headrace_sandbox.host.reaper import FOLDERS
+from headrace_sandbox.host import supervisor
+from headrace_sandbox.host.supervisor import MADE_FOLDER
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import PythonProgram
 from headrace_workers import sandboxes
@@ -82,8 +82,8 @@ async def test_a_runtime_that_cannot_be_made_is_not_tried_for_each_program() -> 
 
 
 async def test_a_worker_removes_what_killed_ones_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(owner.FOLDER_VARIABLE, str(tmp_path / "state"))
-    left = owner.state_folder() / FOLDERS / f"{owner.me()._replace(began=1)}-1"
+    monkeypatch.setenv(supervisor.FOLDER_VARIABLE, str(tmp_path / "state"))
+    left = supervisor.state_folder() / MADE_FOLDER / f"{supervisor.this_supervisor()._replace(start_ticks=1)}-1"
     left.mkdir(parents=True)
     with pytest.raises(SandboxFailure, match="no runtime"):
         await sandboxes.open_runtime("of no kind")

@@ -19,7 +19,7 @@ import re
 from typing import Protocol
 
 from headrace.errors import EnvironmentFailure, SandboxFailure
-from headrace_sandbox.host.bwrap import SCRATCH
+from headrace_sandbox.host.layout import SCRATCH
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import Command, Sandbox, Template
 

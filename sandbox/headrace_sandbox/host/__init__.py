@@ -1,1 +1,1 @@
-"""The host's side of a sandbox: processes, control groups, descriptors, clean-up."""
+"""The host's side of a sandbox: processes, control groups, descriptors, system-call filter, clean-up."""

@@ -1,7 +1,7 @@
 """Keeps the head and the tail of a stream in bounded memory.
 
-* However much is written, at most ``kept_bytes`` are kept: the first half from the head, the rest from the tail.
-* What fits is kept whole.
+* Of any amount of data, at most ``kept_bytes`` are kept: the first half from the head, the rest from the tail.
+* A stream that fits is kept whole.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from headrace_sandbox.result import Output
 
 
 class Capture:
-    """One stream."""
+    """The kept part of one stream."""
 
     def __init__(self, kept_bytes: int) -> None:
         self._head_bytes = kept_bytes - kept_bytes // 2
@@ -23,7 +23,7 @@ class Capture:
         self.total_bytes = 0
 
     def feed(self, data: bytes) -> None:
-        """More of the stream."""
+        """Add the next bytes of the stream."""
         self.total_bytes += len(data)
         room = self._head_bytes - len(self._head)
         if room > 0:
@@ -37,7 +37,7 @@ class Capture:
             self._in_tail -= len(self._tail.popleft())
 
     def output(self) -> Output:
-        """What was kept."""
+        """The kept head and tail, with the size of the whole stream."""
         tail = b"".join(self._tail)[-self._tail_bytes :] if self._tail else b""
         if self.total_bytes == len(self._head) + len(tail):
             return Output(head=bytes(self._head) + tail, total_bytes=self.total_bytes)

@@ -1,8 +1,8 @@
-"""A child process as the supervisor watches it, on every Unix: its end, its kill, what it used.
+"""A child process that the supervisor watches, on every Unix: its end, its kill, its processor time.
 
 * It leads a process group, and is killed with all of it.
-* It is not reaped before its end was told, so that its number stays its own while somebody may still kill it.
-* What it used is what the kernel counted, for it and those of its children that it waited for.
+* It is reaped only after its end was reported, so that its process id stays its own while it may still be killed.
+* Its processor time is the kernel's count, for it and for those of its children that it waited for.
 """
 
 from __future__ import annotations
@@ -20,45 +20,45 @@ from collections.abc import Mapping, Sequence
 from typing import Self
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox.host.bwrap import taken, too_large
-from headrace_sandbox.host.descriptors import piped
-from headrace_sandbox.host.watch import Started
+from headrace_sandbox.host.descriptors import detach_descriptor, popen_with_pipes
+from headrace_sandbox.host.processes import KILL_S, command_too_large
+from headrace_sandbox.host.watch import RunningProgram
 
-GONE_S = 5.0
-"""For a killed process to be gone; one that is not waits in the kernel."""
-
-LOOK_S = 0.005
-"""Between looks whether it is gone."""
+POLL_S = 0.005
+"""Interval of the checks for the end of a killed process."""
 
 
-class Child:
-    """A program that was started. ``started`` is for ``supervise``; leaving the context kills what is left."""
+class ChildProcess:
+    """A program that was started. ``program`` is for ``watch_program``; leaving the context kills the process group."""
 
     def __init__(
         self, arguments: Sequence[str], environment: Mapping[str, str], folder: str, handed: Sequence[int] = ()
     ) -> None:
-        """Start it in ``folder`` with three pipes and what is handed. Raises SandboxFailure ``sandbox-not-made``."""
+        """Start it in ``folder`` with three pipes and the descriptors ``handed``. Raises SandboxFailure
+        ``sandbox-not-made``."""
         try:
-            self.process = piped(arguments, env=environment, pass_fds=handed, start_new_session=True, cwd=folder)
+            self.process = popen_with_pipes(
+                arguments, env=environment, pass_fds=handed, start_new_session=True, cwd=folder
+            )
         except OSError as error:
             if error.errno == errno.E2BIG:
-                raise too_large() from error
+                raise command_too_large() from error
             raise SandboxFailure(
                 f"{arguments[0]} could not be started: {error}.", kind="sandbox-not-made", retryable=True
             ) from error
         self._usage_s: float | None = None
-        self.started = Started(
-            stdin=taken(self.process.stdin),
-            stdout=taken(self.process.stdout),
-            stderr=taken(self.process.stderr),
-            end=_end_of(self.process.pid),
+        self.program = RunningProgram(
+            stdin=detach_descriptor(self.process.stdin),
+            stdout=detach_descriptor(self.process.stdout),
+            stderr=detach_descriptor(self.process.stderr),
+            end=_exit_descriptor(self.process.pid),
             returncode=self.returncode,
             kill=self._kill,
             cpu_s=self.cpu_s,
         )
 
     def returncode(self) -> int:
-        """How it ended, as ``subprocess`` has it; waits for that."""
+        """Wait for its end; returns its exit status as ``subprocess`` has it."""
         while not self._reap(0):
             pass
         assert self.process.returncode is not None
@@ -73,22 +73,22 @@ class Child:
         return self.process.returncode is not None
 
     def cpu_s(self) -> float | None:
-        """Its processor time, so far or at its end; None where this system cannot tell while it runs."""
+        """Its processor time, so far or at its end; None while it runs on a system that does not say."""
         if self._usage_s is not None or sys.platform != "linux":
             return self._usage_s
         with contextlib.suppress(OSError):
-            return time.clock_gettime(~self.process.pid << 3 | 2)  # the clock of a process, as Linux numbers it
+            return time.clock_gettime(~self.process.pid << 3 | 2)  # Linux's number for the clock of a process
         return None
 
     async def abandon(self) -> None:
-        """End one that nobody supervises."""
-        for descriptor in (self.started.stdin, self.started.stdout, self.started.stderr, self.started.end):
+        """End a program that is not watched."""
+        for descriptor in (self.program.stdin, self.program.stdout, self.program.stderr, self.program.end):
             os.close(descriptor)
         await self._end()
 
     def _kill(self) -> None:
         if self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # PermissionError: macOS, of zombies
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # PermissionError: zombies on macOS
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     async def __aenter__(self) -> Self:
@@ -98,17 +98,18 @@ class Child:
         await self._end()
 
     async def _end(self) -> None:
-        """Kill it, and wait until it is gone: it may still write files. One that the kernel holds holds up nobody."""
+        """Kill it and wait until it is gone, because it may still write files. A process that the kernel holds is
+        reaped in a thread, without blocking the caller."""
         self._kill()
-        until = time.monotonic() + GONE_S
+        until = time.monotonic() + KILL_S
         while not self._reap(os.WNOHANG):
             if time.monotonic() > until:
                 threading.Thread(target=self.returncode, daemon=True).start()
                 return
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
 
-def _end_of(pid: int) -> int:
+def _exit_descriptor(pid: int) -> int:
     """A descriptor that becomes readable when the process ends."""
     if sys.platform == "linux":
         return os.pidfd_open(pid)

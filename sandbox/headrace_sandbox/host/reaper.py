@@ -1,8 +1,8 @@
-"""Finds what dead supervisors left on this machine, and removes it.
+"""Finds processes, control groups and folders that dead supervisors left on this machine, and removes them.
 
-* Only what carries the name of a supervisor that surely lives no more is touched.
-* Processes are killed first, then their control groups and folders removed.
-* What cannot be removed is named, and does not keep the rest from being removed.
+* Only things that carry the name of a supervisor that has certainly ended are touched.
+* Processes are killed first, then their control groups and folders are removed.
+* A thing that cannot be removed is named, and the rest is removed all the same.
 """
 
 from __future__ import annotations
@@ -17,16 +17,13 @@ from typing import Any
 import msgspec
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox.host import owner
-from headrace_sandbox.host.cgroups import PARENT, ROOT, pids_in
-from headrace_sandbox.host.owner import is_dead, kill_all, named, state_folder
-
-FOLDERS = "made"
-"""The folder of the state folder where supervisors make folders that carry their name."""
+from headrace_sandbox.host.cgroups.cgroup import PARENT, ROOT, pids_in_group
+from headrace_sandbox.host.processes import kill_all
+from headrace_sandbox.host.supervisor import MADE_FOLDER, is_dead, parse_supervisor, sandbox_holders, state_folder
 
 
-class Reaped(msgspec.Struct, frozen=True, kw_only=True):
-    """What was removed. ``left``: what could not be, with the reason."""
+class ReapReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The things that were removed. ``left``: those that could not be, with the reason."""
 
     processes: list[int] = []
     groups: list[str] = []
@@ -34,16 +31,16 @@ class Reaped(msgspec.Struct, frozen=True, kw_only=True):
     left: list[str] = []
 
 
-def reap(root: Path = ROOT) -> Reaped:
-    """Remove what dead supervisors left."""
-    groups = [path for path in _groups(root) if _is_of_dead(path.name)]
+def reap(root: Path = ROOT) -> ReapReport:
+    """Remove everything that dead supervisors left."""
+    groups = [path for path in _supervisors_groups(root) if _is_of_dead_supervisor(path.name)]
     left: list[str] = []
     processes: list[int] = []
     try:
-        processes += kill_all(lambda: [*_held_by_dead(), *_in(groups)])
+        processes += kill_all(lambda: [*_holders_of_dead_supervisors(), *_pids_in(groups)])
     except SandboxFailure as failure:
         left.append(failure.detail)
-    folders = [path for path in _folders() if _is_of_dead(path.name)]
+    folders = [path for path in _supervisors_folders() if _is_of_dead_supervisor(path.name)]
     for path in groups:
         try:
             path.rmdir()
@@ -52,8 +49,8 @@ def reap(root: Path = ROOT) -> Reaped:
         except OSError as error:
             left.append(f"{path}: {error.strerror}")
     for path in folders:
-        _remove(path, left)
-    return Reaped(
+        _remove_tree(path, left)
+    return ReapReport(
         processes=processes,
         groups=[str(path) for path in groups if not path.exists()],
         folders=[str(path) for path in folders if not path.exists()],
@@ -61,7 +58,7 @@ def reap(root: Path = ROOT) -> Reaped:
     )
 
 
-def _remove(folder: Path, left: list[str]) -> None:
+def _remove_tree(folder: Path, left: list[str]) -> None:
     def failed(_: object, path: str, error: Any) -> None:
         if not isinstance(error[1], FileNotFoundError):
             left.append(f"{path}: {error[1]}")
@@ -69,43 +66,43 @@ def _remove(folder: Path, left: list[str]) -> None:
     shutil.rmtree(folder, onerror=failed)
 
 
-def _in(groups: Sequence[Path]) -> Iterator[int]:
+def _pids_in(groups: Sequence[Path]) -> Iterator[int]:
     for path in groups:
-        with contextlib.suppress(OSError):  # another reaper was faster: it is not there, or no group any more
-            yield from pids_in(path)
+        with contextlib.suppress(OSError):  # another reaper was faster, and the group is gone
+            yield from pids_in_group(path)
 
 
-def _is_of_dead(name: str) -> bool:
-    maker = named(name)
-    return maker is not None and is_dead(maker)
+def _is_of_dead_supervisor(name: str) -> bool:
+    supervisor = parse_supervisor(name)
+    return supervisor is not None and is_dead(supervisor)
 
 
-def _held_by_dead() -> Iterator[int]:
+def _holders_of_dead_supervisors() -> Iterator[int]:
     """Processes outside of sandboxes that hold one for a dead supervisor."""
-    for pid, holder in owner.holders():
-        if is_dead(holder):
+    for pid, supervisor in sandbox_holders():
+        if is_dead(supervisor):
             yield pid
 
 
-def _groups(root: Path) -> Iterator[Path]:
-    """Control groups of all supervisors, of each hierarchy once."""
+def _supervisors_groups(root: Path) -> Iterator[Path]:
+    """Control groups of all supervisors, each hierarchy once."""
     seen: set[Path] = set()
     for parent in (root / PARENT, *root.glob(f"*/{PARENT}")):
         found = parent.resolve()
         if found in seen or not found.is_dir():
             continue
         seen.add(found)
-        yield from (path for path in found.iterdir() if path.is_dir() and _is_ours(path))
+        yield from (path for path in found.iterdir() if path.is_dir() and _may_remove(path))
 
 
-def _is_ours(path: Path) -> bool:
-    """Whether it was made by this user; root has what everybody made."""
+def _may_remove(path: Path) -> bool:
+    """True if this user made the folder; root may remove all of them."""
     with contextlib.suppress(FileNotFoundError):  # another reaper was faster
         return os.geteuid() in (0, path.stat().st_uid)
     return False
 
 
-def _folders() -> Iterator[Path]:
-    # A state folder that cannot be used was not used by anybody.
+def _supervisors_folders() -> Iterator[Path]:
+    # No supervisor made a folder in a state folder that cannot be used.
     with contextlib.suppress(FileNotFoundError, SandboxFailure):
-        yield from (state_folder() / FOLDERS).iterdir()
+        yield from (state_folder() / MADE_FOLDER).iterdir()

@@ -1,17 +1,17 @@
-"""The system calls that sandboxed programs do not get, as a BPF program for the kernel.
+"""The filter of system calls for sandboxed programs, as a BPF program for the kernel.
 
-* What reaches beyond the sandbox's own namespaces is refused with EPERM: tracing, keys, BPF, performance counters,
+* Calls that reach beyond the sandbox's own namespaces are refused with EPERM: tracing, keys, BPF, performance counters,
   io_uring, mounts, namespaces, modules, clocks, file handles.
-* Sockets are of the families UNIX, INET, INET6 and NETLINK; any other is EAFNOSUPPORT. Of
-  NETLINK only what tells of interfaces and addresses is left; any other protocol is EPROTONOSUPPORT.
-* A socket receives into a buffer of the usual size: asking for more does nothing. No control group counts what waits in
-  sockets of NETLINK, and each could hold megabytes.
-* ``prlimit`` is for the caller alone: with limits on the process 1 of a sandbox a program could end it.
-* ``mknod`` makes FIFOs, sockets and plain files, no devices.
-* ``clone3`` is ENOSYS, so that libraries fall back to ``clone``, whose flags can be looked at.
+* Sockets are of the families UNIX, INET, INET6 and NETLINK; any other is EAFNOSUPPORT. NETLINK has only the protocol
+  for interfaces and addresses; any other is EPROTONOSUPPORT.
+* A socket's receive buffer has the usual size: a request for more is ignored. Control groups do not count the data in
+  NETLINK sockets, and each could hold megabytes.
+* ``prlimit`` works for the caller alone: by limits on the process 1 of a sandbox a program could end it.
+* ``mknod`` makes FIFOs, sockets and plain files, not devices.
+* ``clone3`` is ENOSYS, so that libraries fall back to ``clone``, whose flags a filter can read.
 * A program for another architecture, or of the x32 kind, is killed.
 
-The program is assembled here, for there is little to it: a library would be one more thing to trust.
+The program is assembled here, because it is short: a library would be another part to trust.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from headrace.errors import SandboxFailure
 ALLOW, KILL = 0x7FFF0000, 0x80000000
 _ERRNO = 0x00050000
 
-DONE = _ERRNO
-"""Not made, and told to the program as if it had been."""
+IGNORE = _ERRNO
+"""The call is not made, and returns success."""
 
 _LOAD, _JUMP_EQ, _JUMP_GE, _JUMP_SET, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 """Operations of classic BPF: load a word, compare and jump, mask, return."""
@@ -36,7 +36,7 @@ _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
 """Offsets in ``struct seccomp_data``; each argument has 8 bytes, the low word first."""
 
 CLONE_NEW = 0x7E020080
-"""All flags of ``clone`` that make a namespace."""
+"""All flags of ``clone`` that make namespaces."""
 
 S_IFMT, S_IFCHR, S_IFBLK = 0o170000, 0o020000, 0o060000
 
@@ -49,8 +49,8 @@ SOL_SOCKET, SO_RCVBUF = 1, 8
 
 
 class Architecture(NamedTuple):
-    """Numbers of system calls. ``refused``: those that are EPERM whatever their arguments. ``mknod`` and ``mknodat``
-    with the position of the mode; ``x32``: whether numbers from 2**30 on are another kind."""
+    """Numbers of system calls. ``refused``: calls that are EPERM with any arguments. ``mknods``: ``mknod`` and
+    ``mknodat``, with the position of the mode. ``x32``: True if numbers from 2**30 on are of another kind."""
 
     audit: int
     refused: dict[str, int]
@@ -117,7 +117,7 @@ ARCHITECTURES = {"x86_64": X86_64, "aarch64": AARCH64}
 
 def require_filter() -> bytes:
     """The filter for this machine. Raises SandboxFailure ``no-filter``."""
-    return _assembled(require_table())
+    return _assemble(require_table())
 
 
 def require_table(machine: str = "") -> Architecture:
@@ -125,8 +125,8 @@ def require_table(machine: str = "") -> Architecture:
     name = machine or platform.machine()
     if name not in ARCHITECTURES:
         raise SandboxFailure(
-            f"There is no filter of system calls for {name}.",
-            hint=f"Known are {' and '.join(ARCHITECTURES)}.",
+            f"Headrace has no system-call filter for {name}.",
+            hint=f"It has filters for {' and '.join(ARCHITECTURES)}.",
             kind="no-filter",
             retryable=False,
         )
@@ -134,12 +134,12 @@ def require_table(machine: str = "") -> Architecture:
 
 
 def filter_program(machine: str = "") -> bytes | None:
-    """The filter for this machine's architecture, as the kernel takes it; None for one that has no table here."""
+    """The filter for this machine's architecture, as the kernel takes it; None for an architecture without a table."""
     architecture = ARCHITECTURES.get(machine or platform.machine())
-    return None if architecture is None else _assembled(architecture)
+    return None if architecture is None else _assemble(architecture)
 
 
-def _assembled(a: Architecture) -> bytes:
+def _assemble(a: Architecture) -> bytes:
     code = [_op(_LOAD, _ARCHITECTURE), _op(_JUMP_EQ, a.audit, 1, 0), _op(_RETURN, KILL), _op(_LOAD, _NUMBER)]
     if a.x32:
         code += [_op(_JUMP_GE, 0x40000000, 0, 1), _op(_RETURN, KILL)]
@@ -155,17 +155,17 @@ def _assembled(a: Architecture) -> bytes:
             *(_op(_JUMP_EQ, NETLINK_ROUTE, 0, 1), _op(_RETURN, ALLOW), _refuse(errno.EPROTONOSUPPORT)),
         ]
         code += _when(number, [_op(_LOAD, _ARGUMENTS), *_split(plain), *netlink, _refuse(errno.EAFNOSUPPORT)])
-    is_larger = [_op(_LOAD, _ARGUMENTS + 16), _op(_JUMP_EQ, SO_RCVBUF, 0, 1), _op(_RETURN, DONE)]
+    is_larger = [_op(_LOAD, _ARGUMENTS + 16), _op(_JUMP_EQ, SO_RCVBUF, 0, 1), _op(_RETURN, IGNORE)]
     code += _when(a.setsockopt, [_op(_LOAD, _ARGUMENTS + 8), _op(_JUMP_EQ, SOL_SOCKET, 0, 3), *is_larger])
     for number, position in a.mknods:
-        look = [_op(_LOAD, _ARGUMENTS + 8 * position), _op(_AND, S_IFMT)]
+        load_type = [_op(_LOAD, _ARGUMENTS + 8 * position), _op(_AND, S_IFMT)]
         devices = [_op(_JUMP_EQ, kind, 0, 1) + _refuse(errno.EPERM) for kind in (S_IFCHR, S_IFBLK)]
-        code += _when(number, [*look, *_split(devices)])
+        code += _when(number, [*load_type, *_split(devices)])
     return b"".join([*code, _op(_RETURN, ALLOW)])
 
 
 def _when(number: int, then: list[bytes]) -> list[bytes]:
-    """Do this for one system call, then allow it unless it was refused."""
+    """Instructions for one system call, which is allowed unless they refuse it."""
     return [_op(_JUMP_EQ, number, 0, len(then) + 1), *then, _op(_RETURN, ALLOW)]
 
 

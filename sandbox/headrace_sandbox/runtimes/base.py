@@ -1,10 +1,10 @@
-"""What a runtime is: it runs programs in isolation, and says what isolates them.
+"""The interface of runtimes: they run programs in isolation, and report what isolates them.
 
 * A fault of a runtime raises SandboxFailure; it never becomes a result.
 * A runtime that fails its self-test is refused; nothing weaker takes its place.
-* What a program does to its own sandbox is the program's: the result says ``lost``, and the sandbox is not used again.
-* What no system could start is refused before anything is made, and the same by every runtime: no program, a NUL, text
-  that is no Unicode, a file below another file.
+* A program that breaks its own sandbox is at fault: the result says ``lost``, and the sandbox is not used again.
+* A command that no system could start is refused before anything is made, by every runtime alike: no program, a NUL,
+  text that is not Unicode, a file below another file.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from typing import Literal, Protocol, runtime_checkable
 import msgspec
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox.host.bwrap import SCRATCH
+from headrace_sandbox.host.layout import SCRATCH
 from headrace_sandbox.result import LONGEST_S, ExecResult, Isolation, Limits, check_range
 
 SessionKind = Literal["bash", "python"]
 
 FileKind = Literal["file", "folder", "other"]
-"""Other: a link, a pipe, a socket or a device; it is listed, and neither read nor followed."""
+"""``other``: a link, a pipe, a socket or a device; it is listed, and neither read nor followed."""
 
 PAGE_BYTES = 4096
-"""Files in memory take whole ones."""
+"""The size of a page: files in memory use whole ones."""
 
 PRELOAD = ("collections", "functools", "itertools", "json", "math", "random", "re", "string", "typing")
 """Modules that most programs use."""
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run. ``arguments``: program first. ``files``: content by path below the scratch folder. The environment
-    has ``environment`` and nothing else but PATH, HOME and LANG. Raises SandboxFailure ``bad-command`` or
-    ``bad-path``."""
+    """A command to run. ``arguments``: program first. ``files``: content by path below the scratch folder. The
+    program's environment has ``environment``, PATH, HOME and LANG, and nothing else. Raises SandboxFailure
+    ``bad-command`` or ``bad-path``."""
 
     arguments: Sequence[str]
     stdin: bytes = b""
@@ -43,18 +43,18 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not self.arguments:
-            raise bad_command("There is no program to run.")
+            raise bad_command("The command names no program.")
         _check_arguments(self.arguments)
         _check_environment(self.environment)
         _check_files(self.files)
 
 
 class PythonProgram(msgspec.Struct, frozen=True, kw_only=True):
-    """A program to run. ``files``: content by path below the scratch folder, which is where it runs.
+    """A Python program to run. ``files``: content by path below the scratch folder, where it runs.
 
-    A runtime may fork it from an interpreter that imported ``preload`` before; programs of different ``domain`` (of
-    trust: a run, a tenant) never share one. Raises SandboxFailure as ``Command``; a NUL in ``code`` is the program's
-    own mistake.
+    A runtime may fork it from an interpreter that imported ``preload`` before; programs of different trust domains
+    (``domain``: a run, a tenant) never share one. Raises SandboxFailure as ``Command``; a NUL in ``code`` is the
+    program's own mistake.
     """
 
     code: str
@@ -73,11 +73,11 @@ class PythonProgram(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Template(msgspec.Struct, frozen=True, kw_only=True):
-    """What a sandbox is made from; sandboxes of one template are interchangeable while nothing ran in them.
+    """The description of a sandbox; sandboxes of one template are interchangeable until a program runs in them.
 
-    ``image``: of files, as the runtime names it (a Docker image, a folder); none: the programs of this machine.
+    ``image``: the runtime's name for a system's files (a Docker image, a folder); none: the programs of this machine.
     ``limits``: of the whole sandbox (memory, processes, processors, disk). ``files`` and ``environment`` as in a
-    ``Command``, and refused likewise.
+    ``Command``, with the same checks.
     """
 
     image: str | None = None
@@ -99,19 +99,20 @@ class FileInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Session(Protocol):
-    """A shell or an interpreter that lives on: what a cell sets, the next one finds.
+    """A persistent shell or interpreter: each cell finds the state of the cells before.
 
-    Where a cell ends is told beside its output, never by it. A cell that runs into its time gives what it wrote until
-    then, is interrupted, and the session goes on; only if it cannot is it made anew, and the result's ``lost`` says so.
+    A cell's end is reported beside its output, never by it. A cell that exceeds its time is interrupted, its output
+    until then is returned, and the session goes on; only if it cannot is it made anew, and the result's ``lost`` says
+    so.
     """
 
     async def run(self, cell: str, limits: Limits) -> ExecResult:
-        """Run a cell. Of the limits those of time and output hold; the others are the sandbox's. ``exit_code`` is the
-        shell's ``$?``; of Python 0, or 1 after an exception. Raises SandboxFailure."""
+        """Run a cell. Only the limits of time and output apply; the others are the sandbox's. ``exit_code`` is the
+        shell's ``$?``; for Python it is 0, or 1 after an exception. Raises SandboxFailure."""
         ...
 
     async def interrupt(self) -> None:
-        """Interrupt the cell that runs, as Ctrl-C does."""
+        """Interrupt the running cell, as Ctrl-C does."""
         ...
 
     async def close(self) -> None:
@@ -120,14 +121,14 @@ class Session(Protocol):
 
 
 class Sandbox(Protocol):
-    """A sandbox that lives on between calls."""
+    """A persistent sandbox, which lives on between calls."""
 
     id: str
     isolation: Isolation
 
     async def run(self, command: Command, limits: Limits) -> ExecResult:
-        """Run a command in it; what it leaves in the background is killed. Of the limits those of time and output
-        hold; the others are the sandbox's. Raises SandboxFailure."""
+        """Run a command in it; its background processes are killed. Only the limits of time and output apply; the
+        others are the sandbox's. Raises SandboxFailure."""
         ...
 
     async def session(self, kind: SessionKind) -> Session:
@@ -145,12 +146,12 @@ class Sandbox(Protocol):
         ...
 
     async def list(self, path: str = "") -> list[FileInfo]:
-        """What a folder below the scratch folder holds, sorted by path. Raises SandboxFailure."""
+        """The entries of a folder below the scratch folder, sorted by path. Raises SandboxFailure."""
         ...
 
     async def upload(self, tar: bytes, path: str = "") -> None:
-        """Unpack an archive below the scratch folder. Refused whole, before anything is written, if an entry leads out
-        of it, is no file, folder or link within it, or if there are too many of them or too many bytes."""
+        """Unpack an archive below the scratch folder. It is refused whole, before anything is written, if an entry
+        leads out of it, is not a file, folder or link within it, or if it has too many entries or bytes."""
         ...
 
     async def download(self, path: str, most_bytes: int) -> bytes:
@@ -159,8 +160,8 @@ class Sandbox(Protocol):
         ...
 
     async def reset(self) -> None:
-        """As it was when it was made: nothing runs, and the scratch folder has the template's files and no others.
-        Raises SandboxFailure ``not-offered`` where the runtime cannot."""
+        """Restore its first state: nothing runs, and the scratch folder has only the template's files. Raises
+        SandboxFailure ``not-offered`` if the runtime cannot do this."""
         ...
 
     async def close(self) -> None:
@@ -169,56 +170,56 @@ class Sandbox(Protocol):
 
 
 class Runtime(Protocol):
-    """Runs programs, each in a sandbox of its own, and makes sandboxes that live on."""
+    """Runs programs, each in a sandbox of its own, and makes persistent sandboxes."""
 
     name: str
     isolation: Isolation
-    """What isolates."""
+    """The parts that isolate."""
 
     async def run(self, command: Command, limits: Limits) -> ExecResult:
         """Run a command in a fresh sandbox. Raises SandboxFailure; cancelling the call kills it."""
         ...
 
     async def run_code(self, program: PythonProgram, limits: Limits) -> ExecResult:
-        """Run a Python program in a fresh sandbox, in the cheapest way that the runtime has. Raises SandboxFailure;
+        """Run a Python program in a fresh sandbox, in the runtime's cheapest way. Raises SandboxFailure;
         cancelling the call kills it."""
         ...
 
     async def open(self, template: Template, ttl_s: float) -> Sandbox:
-        """A sandbox that lives on, at most ``ttl_s`` even if nobody is left to end it. Raises SandboxFailure
-        ``not-offered`` where the runtime has none."""
+        """A persistent sandbox, which ends after ``ttl_s`` even if its supervisor is gone. Raises SandboxFailure
+        ``not-offered`` if the runtime has none."""
         ...
 
     async def close(self) -> None:
-        """End everything that it runs, and remove what it keeps."""
+        """End everything that it runs, and remove everything that it keeps."""
         ...
 
 
 @runtime_checkable
-class Sweeps(Protocol):
-    """A runtime whose sandboxes may outlive this machine's processes: a daemon has them."""
+class SupportsSweep(Protocol):
+    """A runtime whose sandboxes may outlive this machine's processes, because a daemon holds them."""
 
     async def sweep(self) -> int:
-        """Remove those whose time is over or whose supervisor is gone; gives how many there were. Raises
+        """Remove the sandboxes that have expired or whose supervisor is dead; returns their number. Raises
         SandboxFailure."""
         ...
 
 
 def not_offered(runtime: str, what: str) -> SandboxFailure:
-    """The failure of something that a runtime does not have."""
+    """The failure of a call that a runtime does not support."""
     return SandboxFailure(
         f"The runtime {runtime} has no {what}.",
-        hint="`headrace sandbox doctor` says what each runtime here has.",
+        hint="`headrace sandbox doctor` lists what each runtime here has.",
         kind="not-offered",
         retryable=False,
     )
 
 
 def bad_command(detail: str) -> SandboxFailure:
-    """The failure of what no system could start."""
+    """The failure of a command that no system could start."""
     return SandboxFailure(
         detail,
-        hint="Bytes that are no text go in as a file, or as standard input.",
+        hint="Pass binary data in a file, or as standard input.",
         kind="bad-command",
         retryable=False,
     )
@@ -232,14 +233,14 @@ def _check_arguments(arguments: Sequence[str]) -> None:
 def _check_environment(environment: Mapping[str, str]) -> None:
     for name, value in environment.items():
         if not name or "=" in name:
-            raise bad_command(f"{name[:100]!r} is no name of a variable.")
+            raise bad_command(f"{name[:100]!r} is not a name of a variable.")
         _check_text("The name of a variable", name)
         _check_text(f"The variable {name}", value)
 
 
 def _check_text(what: str, text: str) -> None:
     if "\0" in text:
-        raise bad_command(f"{what} has a NUL in it, which no program can be given.")
+        raise bad_command(f"{what} has a NUL in it, which no program can receive.")
     _check_unicode(what, text)
 
 
@@ -247,7 +248,7 @@ def _check_unicode(what: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise bad_command(f"{what} is no Unicode: there is half a character in it.") from error
+        raise bad_command(f"{what} is not Unicode: it has half a character in it.") from error
 
 
 def _check_files(files: Mapping[str, bytes]) -> None:
@@ -259,29 +260,29 @@ def _check_files(files: Mapping[str, bytes]) -> None:
 
 
 def checked_path(path: str) -> str:
-    """The path, which is below the scratch folder. Raises SandboxFailure ``bad-path`` for one that leads out of it, or
-    that no file can have."""
+    """The path, which is below the scratch folder. Raises SandboxFailure ``bad-path`` for a path that leads out of it,
+    or that no file can have."""
     parts = path.split("/")
     if not path or "\0" in path or any(part in ("", ".", "..") for part in parts):
-        raise _bad_path(f"{path!r} is no path below {SCRATCH}.", "Give a relative path without '.' and '..'.")
+        raise _bad_path(f"{path!r} is not a path below {SCRATCH}.", "Give a relative path without '.' and '..'.")
     try:
         path.encode()
     except UnicodeEncodeError as error:
-        raise _bad_path(f"{path!r} is no Unicode.", "Give another name.") from error
+        raise _bad_path(f"{path!r} is not Unicode.", "Give another name.") from error
     return path
 
 
 def check_room(files: Mapping[str, bytes], limits: Limits) -> None:
-    """Raises SandboxFailure ``disk-full`` for files that do not fit in a scratch folder."""
+    """Check that files fit in a scratch folder. Raises SandboxFailure ``disk-full``."""
     largest = max(map(len, files.values()), default=0)
     if largest > limits.file_bytes:
-        raise _disk_full(f"A file has {largest} bytes, and one may have {limits.file_bytes}.")
+        raise _disk_full(f"A file has {largest} bytes; the limit is {limits.file_bytes}.")
     if sum(map(_pages, map(len, files.values()))) > _pages(limits.disk_bytes):
         raise _disk_full(f"The files do not fit in a scratch folder of {limits.disk_bytes} bytes.")
 
 
 def check_ttl(ttl_s: float) -> None:
-    """Raises SandboxFailure ``bad-limit`` for a time that is none, or has no end."""
+    """Check that a time to live is a positive, finite number. Raises SandboxFailure ``bad-limit``."""
     check_range("ttl_s", ttl_s, sys.float_info.min, LONGEST_S)
 
 
@@ -290,7 +291,7 @@ def _pages(size_bytes: int) -> int:
 
 
 def _disk_full(detail: str) -> SandboxFailure:
-    return SandboxFailure(detail, hint="Give it more `disk_bytes` and `file_bytes`.", kind="disk-full", retryable=False)
+    return SandboxFailure(detail, hint="Raise `disk_bytes` and `file_bytes`.", kind="disk-full", retryable=False)
 
 
 def _bad_path(detail: str, hint: str) -> SandboxFailure:

@@ -1,6 +1,6 @@
-"""Runtimes by name: those that come with Headrace, and others by the entry points ``headrace.runtimes``.
+"""The runtimes by name: Headrace's own and others, from the entry points ``headrace.runtimes``.
 
-* A name that nobody has is refused, with the names that there are.
+* An unknown name is refused, with a list of the known names.
 * ``process`` isolates nothing, and is made only where ``allow_unsafe`` says so.
 * A runtime that fails its self-test is refused with the evidence; nothing weaker takes its place.
 """
@@ -25,10 +25,10 @@ UNSAFE = "process"
 """The runtime that isolates nothing."""
 
 DEFAULT = "bubblewrap" if sys.platform == "linux" else "wasm"
-"""Where none is named. It is never exchanged for another because it fails."""
+"""The runtime where none is named. It is never replaced by another if it fails."""
 
 MAKE_S = 20.0
-"""For a runtime to be made; it may ask programs for their versions, and starts nothing that lives on."""
+"""Deadline for making a runtime, which may ask programs for their versions, and starts no lasting process."""
 
 
 def runtime_names() -> list[str]:
@@ -54,8 +54,8 @@ def make_runtime(name: str, *, allow_unsafe: bool = False) -> Runtime:
             ) from error
         return made
     raise SandboxFailure(
-        f"There is no runtime {name!r}.",
-        hint=f"There are {', '.join(runtime_names())}.",
+        f"The runtime {name!r} does not exist.",
+        hint=f"The runtimes are {', '.join(runtime_names())}.",
         kind="unknown-runtime",
         retryable=False,
     )
@@ -64,24 +64,24 @@ def make_runtime(name: str, *, allow_unsafe: bool = False) -> Runtime:
 async def ready_runtime(
     name: str, *, allow_unsafe: bool = False, say: Callable[[str], None] = lambda _: None
 ) -> Runtime:
-    """A runtime that passed its self-test just now. ``say`` is told what takes long. Raises SandboxFailure as
+    """A runtime that passed its self-test just now. ``say`` is called before slow steps. Raises SandboxFailure as
     ``make_runtime`` does, or ``self-test-failed`` with the evidence."""
-    runtime = await made_in_time(name, allow_unsafe=allow_unsafe)
+    runtime = await make_runtime_in_time(name, allow_unsafe=allow_unsafe)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(runtime.close)
         try:
-            tried = await self_test(runtime, say)
+            tested = await self_test(runtime, say)
         except SandboxFailure as failure:
             raise self_test_failed(name, failure.detail, failure.hint) from failure
-        if not tried.passed:
-            raise self_test_failed(name, f"does not hold: {'; '.join(tried.missing)}", tried.hint)
+        if not tested.passed:
+            raise self_test_failed(name, f"does not hold: {'; '.join(tested.missing)}", tested.hint)
         stack.pop_all()
     return runtime
 
 
-async def made_in_time(name: str, *, allow_unsafe: bool) -> Runtime:
-    """A runtime, made in a thread: what asks programs for their versions does not hold up the event loop, and what
-    hangs does not even hold up the end of this process. Raises SandboxFailure."""
+async def make_runtime_in_time(name: str, *, allow_unsafe: bool) -> Runtime:
+    """A runtime, made in a thread: a slow one does not block the event loop, and one that hangs does not block the end
+    of this process. Raises SandboxFailure."""
     loop = asyncio.get_running_loop()
     made: asyncio.Future[Runtime] = loop.create_future()
 
@@ -97,9 +97,9 @@ async def made_in_time(name: str, *, allow_unsafe: bool) -> Runtime:
         runtime, failure = None, None
         try:
             runtime = make_runtime(name, allow_unsafe=allow_unsafe)
-        except Exception as error:  # noqa: BLE001 - handed over
+        except Exception as error:  # noqa: BLE001 - raised by the caller
             failure = error
-        with contextlib.suppress(RuntimeError):  # nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the caller no longer waits
             loop.call_soon_threadsafe(settle, runtime, failure)
 
     threading.Thread(target=make, daemon=True, name=f"make-{name}").start()

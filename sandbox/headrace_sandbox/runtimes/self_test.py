@@ -1,9 +1,9 @@
-"""Whether a runtime isolates here: found out by running programs in it that try what must not work.
+"""Tests that a runtime isolates on this machine, with programs inside that try forbidden things.
 
-* It is tried in each way that it offers: Python programs, and commands.
-* A program that has no end is ended by its time, and one that takes more memory than it may does not get it.
-* Everything has an end: a runtime that hangs has failed.
-* What isolates nothing passes if it runs programs; that it is no sandbox is said.
+* It is tested with both kinds of programs that it offers: Python programs, and commands.
+* An endless program must end at its time limit, and a program must not get more memory than its limit.
+* The test has a deadline: a runtime that hangs has failed.
+* A runtime that isolates nothing passes if it runs programs; the result says that it is not a sandbox.
 """
 
 from __future__ import annotations
@@ -28,42 +28,42 @@ from headrace_sandbox.result import ExecResult, Isolation, Limits
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Runtime
 
 SELF_TEST_S = 60.0
-"""For all of it, on a busy machine. gVisor, the slowest, takes some seconds."""
+"""Deadline for the whole test, on a busy machine. gVisor, the slowest, takes some seconds."""
 
 PREPARE_S = 600.0
-"""For what is made once."""
+"""Deadline for a runtime's preparation."""
 
 LIMITS = Limits(wall_s=20.0)
-SHORT = Limits(wall_s=0.3)
-SMALL = Limits(wall_s=20.0, memory_bytes=128 << 20)
+SHORT_LIMITS = Limits(wall_s=0.3)
+SMALL_LIMITS = Limits(wall_s=20.0, memory_bytes=128 << 20)
 
-LOOK_AROUND = (Path(guest.__file__).parent / "isolation_probe.py").read_text()
+PROBE = (Path(guest.__file__).parent / "isolation_probe.py").read_text()
 
-NO_END = "while True:\n    pass"
+ENDLESS = "while True:\n    pass"
 
-MUCH_MEMORY = "held = bytearray(512 << 20)"
+LARGE_ALLOCATION = "held = bytearray(512 << 20)"
 
 PRINT = "print(1)"
 
-QUOTED = 300
-"""Characters of what a program said."""
+QUOTED_CHARACTERS = 300
+"""The quoted length of a program's output."""
 
-Way = Callable[[str, tuple[str, ...], Limits], Awaitable[ExecResult]]
+RunPython = Callable[[str, tuple[str, ...], Limits], Awaitable[ExecResult]]
 """Runs Python code with arguments in limits."""
 
 
 @runtime_checkable
-class Prepares(Protocol):
-    """A runtime that makes something once, before its first use."""
+class SupportsPrepare(Protocol):
+    """A runtime that needs a preparation before its first use."""
 
     async def prepare(self, say: Callable[[str], None]) -> None:
-        """Make what is missing; ``say`` is told what takes long. Raises SandboxFailure."""
+        """Prepare it, unless that was done before; ``say`` is called before slow steps. Raises SandboxFailure."""
         ...
 
 
 class SelfTest(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of it. ``proven``: what holds. ``missing``: what does not; empty where it passed. ``hint``: what to do.
-    ``cost_s``: seconds of one ``print(1)``, all included, by the way it was run."""
+    """The result of a self-test. ``proven``: properties that hold. ``missing``: properties that do not; empty if it
+    passed. ``hint``: the remedy. ``cost_s``: seconds of one ``print(1)``, all included, by the kind of program."""
 
     isolation: Isolation
     proven: list[str] = []
@@ -73,18 +73,18 @@ class SelfTest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def passed(self) -> bool:
-        """Whether it may be used."""
+        """True if the runtime may be used."""
         return not self.missing
 
 
 async def self_test(runtime: Runtime, say: Callable[[str], None] = lambda _: None) -> SelfTest:
-    """Try a runtime. Raises the SandboxFailure that it raises, and ``self-test-failed`` where it hangs."""
+    """Test a runtime. Raises the runtime's own SandboxFailure, or ``self-test-failed`` if it hangs."""
     try:
-        if isinstance(runtime, Prepares):
+        if isinstance(runtime, SupportsPrepare):
             async with timeout(PREPARE_S):
                 await runtime.prepare(say)
         async with timeout(SELF_TEST_S):
-            return await _tried(runtime)
+            return await _test(runtime)
     except TimeoutError:
         raise self_test_failed(runtime.name, f"it did not end within {SELF_TEST_S:g} s") from None
 
@@ -99,76 +99,76 @@ def self_test_failed(name: str, evidence: str, hint: str = "") -> SandboxFailure
     )
 
 
-async def _tried(runtime: Runtime) -> SelfTest:
-    ways: list[Way] = []
+async def _test(runtime: Runtime) -> SelfTest:
+    runners: list[RunPython] = []
     cost_s: dict[str, float] = {}
-    for name, way in (("code", _as_code(runtime)), ("command", _as_command(runtime))):
+    for name, run in (("code", _as_code(runtime)), ("command", _as_command(runtime))):
         try:
-            await way(PRINT, (), LIMITS)  # what is made once, and kept warm, is no part of the cost
+            await run(PRINT, (), LIMITS)  # so that one-time costs are not counted
         except SandboxFailure as failure:
             if failure.kind == "not-offered":
                 continue
             raise
-        begun_at = time.monotonic()
-        printed = await way(PRINT, (), LIMITS)
-        cost_s[name] = round(time.monotonic() - begun_at, 4)
+        started_at = time.monotonic()
+        printed = await run(PRINT, (), LIMITS)
+        cost_s[name] = round(time.monotonic() - started_at, 4)
         if printed.exit_code != 0 or printed.stdout.head != b"1\n":
-            missing = [f"prints 1 ({_said(printed)})"]
-            return SelfTest(isolation=printed.isolation, missing=missing, hint="It needs a python3 inside.")
-        ways.append(way)
+            missing = [f"prints 1 ({_describe_end(printed)})"]
+            return SelfTest(isolation=printed.isolation, missing=missing, hint="The sandbox needs a python3 inside.")
+        runners.append(run)
     holds: dict[str, bool] = {}
-    for found in await asyncio.gather(*(_looked_at(way, runtime.isolation) for way in ways)):
-        holds |= {what: is_so and holds.get(what, True) for what, is_so in found.items()}
-    return _judged(runtime.isolation, holds, cost_s)
+    for found in await asyncio.gather(*(_probe(run, runtime.isolation) for run in runners)):
+        holds |= {name: is_so and holds.get(name, True) for name, is_so in found.items()}
+    return _self_test_result(runtime.isolation, holds, cost_s)
 
 
-def _judged(isolation: Isolation, holds: dict[str, bool], cost_s: dict[str, float]) -> SelfTest:
-    proven, missing = ([what for what, is_so in holds.items() if is_so is wanted] for wanted in (True, False))
+def _self_test_result(isolation: Isolation, holds: dict[str, bool], cost_s: dict[str, float]) -> SelfTest:
+    proven, missing = ([name for name, is_so in holds.items() if is_so is wanted] for wanted in (True, False))
     if not isolation.is_sandbox:
         return SelfTest(isolation=isolation, proven=proven, cost_s=cost_s)
-    hint = "It does not isolate here; do not use it, and report it as a defect." if missing else ""
+    hint = "It does not isolate here; do not use it, and report this as a defect." if missing else ""
     return SelfTest(isolation=isolation, proven=proven, missing=missing, hint=hint, cost_s=cost_s)
 
 
-async def _looked_at(way: Way, isolation: Isolation) -> dict[str, bool]:
-    with _outside() as arguments:
-        looked, endless = await asyncio.gather(way(LOOK_AROUND, arguments, LIMITS), way(NO_END, (), SHORT))
+async def _probe(run: RunPython, isolation: Isolation) -> dict[str, bool]:
+    with _forbidden_things() as arguments:
+        probed, endless = await asyncio.gather(run(PROBE, arguments, LIMITS), run(ENDLESS, (), SHORT_LIMITS))
     try:
-        found: dict[str, bool] = json.loads(looked.stdout.text)
+        found: dict[str, bool] = json.loads(probed.stdout.text)
     except ValueError:
-        return {f"can look around ({_said(looked)})": False}
+        return {f"can look around ({_describe_end(probed)})": False}
     found["an end in time"] = endless.limit == "time"
     if "memory_bytes" in isolation.active:
-        found["bounded memory"] = (await way(MUCH_MEMORY, (), SMALL)).exit_code != 0
+        found["bounded memory"] = (await run(LARGE_ALLOCATION, (), SMALL_LIMITS)).exit_code != 0
     return found
 
 
-def _said(result: ExecResult) -> str:
-    said = result.stderr.text.strip()[-QUOTED:] or result.stdout.text.strip()[-QUOTED:]
-    return f"it ended with {result.exit_code}, and said {said!r}"
+def _describe_end(result: ExecResult) -> str:
+    output = result.stderr.text.strip()[-QUOTED_CHARACTERS:] or result.stdout.text.strip()[-QUOTED_CHARACTERS:]
+    return f"it ended with {result.exit_code}, and wrote {output!r}"
 
 
 @contextlib.contextmanager
-def _outside() -> Iterator[tuple[str, str, str]]:
-    """What a program inside must not find: a file, and a process with the time of its start."""
+def _forbidden_things() -> Iterator[tuple[str, str, str]]:
+    """Things that a program inside must not find: a file, and a process with its start time."""
     with tempfile.NamedTemporaryFile(prefix="headrace-canary-", delete=False) as file:
         file.write(secrets.token_bytes(8))
     os.chmod(file.name, 0o644)
     try:
-        began = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+        start_ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
-        began = ""
+        start_ticks = ""
     try:
-        yield file.name, str(os.getpid()), began
+        yield file.name, str(os.getpid()), start_ticks
     finally:
         os.unlink(file.name)
 
 
-def _as_code(runtime: Runtime) -> Way:
+def _as_code(runtime: Runtime) -> RunPython:
     return lambda code, arguments, limits: runtime.run_code(PythonProgram(code=code, arguments=arguments), limits)
 
 
-def _as_command(runtime: Runtime) -> Way:
+def _as_command(runtime: Runtime) -> RunPython:
     return lambda code, arguments, limits: runtime.run(
         Command(arguments=["python3", "-I", "-c", code, *arguments]), limits
     )

@@ -8,7 +8,7 @@ import click
 import msgspec
 
 from headrace.errors import MissingExtra
-from headrace_sandbox.host.owner import state_folder
+from headrace_sandbox.host.supervisor import state_folder
 from headrace_sandbox.pool.messages import PoolSettings
 from headrace_sandbox.pool.pool import usual_settings
 from headrace_sandbox.runtimes.registry import DEFAULT

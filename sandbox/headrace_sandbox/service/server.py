@@ -23,11 +23,11 @@ from headrace.errors import SetupError
 from headrace.server import logs
 from headrace.server.auth import Auth, load_auth
 from headrace.server.process import BACKLOG, listen, run_until_signal, serving
-from headrace_sandbox.host.cleanup import Heir
+from headrace_sandbox.host.cleanup_process import CleanupProcess
 from headrace_sandbox.host.reaper import reap
 from headrace_sandbox.pool.messages import Bounds
 from headrace_sandbox.pool.pool import Pool
-from headrace_sandbox.runtimes.base import Runtime, Sweeps, Template
+from headrace_sandbox.runtimes.base import Runtime, SupportsSweep, Template
 from headrace_sandbox.runtimes.registry import ready_runtime
 from headrace_sandbox.service.app import App
 from headrace_sandbox.service.metrics import Metrics
@@ -53,9 +53,9 @@ async def serve(settings: ServiceSettings, *, ready: Callable[[str], None], stop
         listening = _listen(settings, stack)
         reaped = await asyncio.to_thread(reap)
         log.info("reaped", processes=len(reaped.processes), groups=len(reaped.groups), left=reaped.left)
-        stack.enter_context(Heir())
+        stack.enter_context(CleanupProcess())
         runtime = await ready_runtime(settings.runtime, allow_unsafe=settings.allow_unsafe)
-        if isinstance(runtime, Sweeps):
+        if isinstance(runtime, SupportsSweep):
             log.info("swept", sandboxes=await runtime.sweep())
         await _serve_with(runtime, settings, listening, ready, stop)
     log.info("stopped")

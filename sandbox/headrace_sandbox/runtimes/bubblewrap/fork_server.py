@@ -1,9 +1,9 @@
-"""Python programs in forks of a warm interpreter, each isolated for itself.
+"""Runs Python programs in forks of a warm interpreter, each isolated by itself.
 
-* An execution has namespaces, a scratch folder, limits, a control group and a filter of its own.
-* The server is inside a sandbox too, holds no secret, and is made anew when it is lost.
-* One server serves one set of preloaded modules and one trust domain: make another object for another.
-* How a program ended is told by its process 1, over a socket that the program does not have.
+* An execution has namespaces, a scratch folder, limits, a control group and a system-call filter of its own.
+* The server runs inside a sandbox too, holds no secret, and is made anew when it is lost.
+* One server serves one set of preloaded modules and one trust domain; another one needs another object.
+* A program's end is reported by its process 1, over a socket that the program does not have.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import array
 import asyncio
 import contextlib
-import os
 import socket
 import subprocess
 import time
@@ -22,78 +21,78 @@ import msgspec
 
 from headrace.common.timeouts import timeout
 from headrace.errors import SandboxFailure
-from headrace_sandbox.host import bwrap
-from headrace_sandbox.host.bwrap import SCRATCH, Bwrap
-from headrace_sandbox.host.cgroups import Driver, Groups, find_driver
-from headrace_sandbox.host.descriptors import Descriptors, refused_by_machine
+from headrace_sandbox.host.cgroups.cgroup import CgroupDriver
+from headrace_sandbox.host.cgroups.detection import find_driver
+from headrace_sandbox.host.cgroups.pool import CgroupPool
+from headrace_sandbox.host.descriptors import Descriptors, memory_file, os_errors_as_failures
+from headrace_sandbox.host.layout import PROGRAM_PATH, SCRATCH, program_environment
 from headrace_sandbox.host.seccomp import require_filter
-from headrace_sandbox.host.watch import supervise, to_the_end
+from headrace_sandbox.host.tasks import run_to_completion
+from headrace_sandbox.host.watch import watch_program
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import PRELOAD, PythonProgram, check_room
+from headrace_sandbox.runtimes.bubblewrap.admission import choose_processors
+from headrace_sandbox.runtimes.bubblewrap.bwrap import Bwrap, end_bwrap, last_message, sandbox_not_made, system_mounts
 from headrace_sandbox.runtimes.bubblewrap.fork_slot import Slot
-from headrace_sandbox.runtimes.shared import guest_programs
-from headrace_sandbox.runtimes.shared.guest_programs import PYTHON
-from headrace_sandbox.runtimes.shared.outcome import isolation_of, processors, result_of, sandbox_lost, weak_limits
-
-INODES = 10_000
-"""Most files of a scratch folder: empty ones take no bytes of it, but memory of the kernel."""
+from headrace_sandbox.runtimes.bubblewrap.guest_files import file_mounts, module_command, source_files
+from headrace_sandbox.runtimes.shared.exec_result import INODES, exec_result, fallback_rlimits, sandbox_lost
+from headrace_sandbox.runtimes.shared.guest_modules import PYTHON
 
 SERVER_LIMITS = Limits(pids=1 << 15, memory_bytes=1 << 30, open_files=1024, file_bytes=1 << 40)
-"""Of the server and all its children together; each execution has its own, far below."""
+"""The limits of the server and all its children together; each execution has its own, far below."""
 
 READY_S = 20.0
-"""For a server to import what it preloads."""
+"""Deadline for a server to import its preloaded modules."""
 
 MOST_FREE = 16
-"""Slots that are kept while they are not used."""
+"""Most free slots that are kept."""
 
 IDLE_S = 10.0
-"""After which a slot that nobody uses is ended, and its memory free; making one takes some 20 ms."""
+"""Free slots end after this time without use, which frees their memory; making one takes some 20 ms."""
 
 MOST_BYTES = 64 << 20
-"""Of a program and its files."""
+"""Largest program with its files."""
 
 
 class ForkServer:
     """Runs Python programs. ``preload``: modules that are imported once, before anything is forked."""
 
-    def __init__(self, driver: Driver | None = None, preload: Sequence[str] = PRELOAD, python: str = PYTHON) -> None:
+    def __init__(
+        self, driver: CgroupDriver | None = None, preload: Sequence[str] = PRELOAD, python: str = PYTHON
+    ) -> None:
         """Raises SandboxFailure ``runtime-missing`` or ``no-filter``."""
         self._bwrap = Bwrap()
         self._filter = require_filter()
-        self._groups = Groups(driver if driver is not None else find_driver())
+        self._groups = CgroupPool(driver if driver is not None else find_driver())
         self._preload = tuple(preload)
         self._python = python
-        self._server: _Server | None = None
-        self._starting = asyncio.Lock()
+        self._server: _ServerProcess | None = None
+        self._start_lock = asyncio.Lock()
         self._free: deque[Slot] = deque()
-        self._look: asyncio.TimerHandle | None = None
-        self._closing: set[asyncio.Task[None]] = set()
-        self.isolation = isolation_of("bubblewrap", self._bwrap, self._groups.driver)
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._ending: set[asyncio.Task[None]] = set()
+        self.isolation = self._bwrap.isolation(self._groups.driver)
 
     async def run(self, program: PythonProgram, limits: Limits) -> ExecResult:
         """Run a program to its end. Raises SandboxFailure; cancelling the call kills it."""
-        begun_at = time.monotonic()
-        request = _request(program, limits, is_weak=not self._groups.driver.active)
-        with refused_by_machine():
-            return await self._run(request, program.stdin, limits, begun_at)
-
-    async def _run(self, request: bytes, stdin: bytes, limits: Limits, begun_at: float) -> ExecResult:
-        async with self._slot(limits) as slot:
-            started = slot.start(request)
-            start_s = time.monotonic() - begun_at
-            verdict = await supervise(started, stdin, limits)
-            usage = await slot.gone()
-        return result_of(verdict, usage, start_s, self.isolation)
+        started_at = time.monotonic()
+        request = _request(program, limits, has_groups=bool(self._groups.driver.active))
+        with os_errors_as_failures():
+            async with self._slot(limits) as slot:
+                running = slot.start(request)
+                start_s = time.monotonic() - started_at
+                outcome = await watch_program(running, program.stdin, limits)
+                usage = await slot.wait_gone()
+            return exec_result(outcome, usage, start_s, self.isolation)
 
     async def close(self) -> None:
-        """End the server, and remove what is kept between executions."""
-        if self._look is not None:
-            self._look.cancel()
-            self._look = None
+        """End the server, and remove everything that is kept between executions."""
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+            self._idle_timer = None
         while self._free:
-            await self._give_up(self._free.pop())
-        await asyncio.gather(*self._closing)
+            await self._end_slot(self._free.pop())
+        await asyncio.gather(*self._ending)
         if self._server is not None:
             await asyncio.to_thread(self._server.close)
             self._server = None
@@ -101,92 +100,92 @@ class ForkServer:
 
     @contextlib.asynccontextmanager
     async def _slot(self, limits: Limits) -> AsyncIterator[Slot]:
-        """A slot in which a child waits. It is used again if all went well in it, and ended if not."""
-        slot = await self._ready(limits)
+        """A slot with a waiting child. It is used again after a success, and ended after a failure."""
+        slot = await self._ready_slot(limits)
         try:
             yield slot
         except BaseException:
-            await self._give_up(slot)
+            await self._end_slot(slot)
             raise
         slot.used_at = time.monotonic()
         self._free.append(slot)
         if len(self._free) > MOST_FREE:
-            await self._give_up(self._free.popleft())
-        elif self._look is None:
-            self._look = asyncio.get_running_loop().call_later(IDLE_S, self._end_idle)
+            await self._end_slot(self._free.popleft())
+        elif self._idle_timer is None:
+            self._idle_timer = asyncio.get_running_loop().call_later(IDLE_S, self._end_idle_slots)
 
-    def _end_idle(self) -> None:
-        """End the slots that nobody used for a while; of those that are free the first waits longest."""
+    def _end_idle_slots(self) -> None:
+        """End the slots that were free for a while; the first one has waited longest."""
         loop, long_ago = asyncio.get_running_loop(), time.monotonic() - IDLE_S
         while self._free and self._free[0].used_at <= long_ago:
-            closing = loop.create_task(self._give_up(self._free.popleft()))
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
-        self._look = loop.call_later(IDLE_S, self._end_idle) if self._free else None
+            task = loop.create_task(self._end_slot(self._free.popleft()))
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+        self._idle_timer = loop.call_later(IDLE_S, self._end_idle_slots) if self._free else None
 
-    async def _ready(self, limits: Limits) -> Slot:
-        server = await self._running()
+    async def _ready_slot(self, limits: Limits) -> Slot:
+        server = await self._live_server()
         while True:
             is_new = not self._free
             slot = await self._make_slot(server) if is_new else self._free.popleft()
             try:
-                await slot.ready(limits)
+                await slot.wait_ready(limits)
             except BaseException as error:
-                await self._give_up(slot)
+                await self._end_slot(slot)
                 if is_new or not isinstance(error, SandboxFailure):
                     raise
             else:
                 return slot
 
-    async def _make_slot(self, server: _Server) -> Slot:
-        slot = Slot(await self._groups.taken(Limits()))
+    async def _make_slot(self, server: _ServerProcess) -> Slot:
+        slot = Slot(await self._groups.acquire(Limits()))
         try:
-            await slot.make(server.ask)
+            await slot.make(server.request_slot)
         except BaseException:
-            await self._give_up(slot)
+            await self._end_slot(slot)
             raise
         return slot
 
-    async def _give_up(self, slot: Slot) -> None:
+    async def _end_slot(self, slot: Slot) -> None:
         slot.close()
         with contextlib.suppress(SandboxFailure):  # then its group is not used again
-            await self._groups.given_back(slot.group)
+            await self._groups.release(slot.group)
 
-    async def _running(self) -> _Server:
-        async with self._starting:
-            if self._server is None or not self._server.lives:
+    async def _live_server(self) -> _ServerProcess:
+        async with self._start_lock:
+            if self._server is None or not self._server.is_alive:
                 if self._server is not None:
                     await asyncio.to_thread(self._server.close)
                 self._server = None
-                self._server = await self._make()
+                self._server = await self._start_server()
         return self._server
 
-    async def _make(self) -> _Server:
+    async def _start_server(self) -> _ServerProcess:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with contextlib.ExitStack() as undo, Descriptors() as made, theirs:
+        with contextlib.ExitStack() as undo, Descriptors() as owned, theirs:
             undo.enter_context(ours)
-            filter_ = made.own(bwrap.memory_file(self._filter))
-            sources = guest_programs.sources(made, "isolation", "fork_server")
+            filter_ = owned.own(memory_file(self._filter))
+            sources = source_files(owned, "isolation", "fork_server")
             arguments = [
-                *(*bwrap.system(), "--dir", SCRATCH, *guest_programs.mounts(sources)),
-                *("--remount-ro", "/dev", "--remount-ro", "/", "--setenv", "PATH", bwrap.PROGRAM_PATH, "--"),
-                *guest_programs.command("fork_server", f"{filter_}", *self._preload, python=self._python),
+                *(*system_mounts(), "--dir", SCRATCH, *file_mounts(sources)),
+                *("--remount-ro", "/dev", "--remount-ro", "/", "--setenv", "PATH", PROGRAM_PATH, "--"),
+                *module_command("fork_server", f"{filter_}", *self._preload, python=self._python),
             ]
             process = self._bwrap.start(arguments, SERVER_LIMITS, [filter_, *sources.values()], theirs.fileno())
             undo.pop_all()
-        server, is_ready, said = _Server(process, ours), False, ""
+        server, is_ready, message = _ServerProcess(process, ours), False, ""
         try:
-            is_ready = await server.is_ready()
+            is_ready = await server.wait_ready()
         finally:
             if not is_ready:
-                said = await to_the_end(asyncio.to_thread(server.close))
+                message = await run_to_completion(asyncio.to_thread(server.close))
         if not is_ready:
-            raise bwrap.not_made(said)
+            raise sandbox_not_made(message)
         return server
 
 
-class _Server:
-    """A server that runs."""
+class _ServerProcess:
+    """The running server."""
 
     def __init__(self, process: subprocess.Popen[bytes], requests: socket.socket) -> None:
         self._process = process
@@ -194,60 +193,57 @@ class _Server:
         requests.setblocking(False)
 
     @property
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    async def is_ready(self) -> bool:
+    async def wait_ready(self) -> bool:
+        """Wait for its first packet; returns False if none comes."""
         try:
             async with timeout(READY_S):
                 return bool(await asyncio.get_running_loop().sock_recv(self._requests, 16))
         except (TimeoutError, OSError):
             return False
 
-    def ask(self, handed: Sequence[int]) -> None:
-        """Ask for a slot. Raises SandboxFailure ``sandbox-lost``."""
+    def request_slot(self, handed: Sequence[int]) -> None:
+        """Request a slot with these descriptors. Raises SandboxFailure ``sandbox-lost``."""
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", handed))
         try:
             self._requests.sendmsg([b"1"], [rights])
         except OSError as error:
-            raise sandbox_lost(f"The fork server takes no request: {error}.") from error
+            raise sandbox_lost(f"The fork server accepts no request: {error}.") from error
 
     def close(self) -> str:
-        """End it, and all that runs in it; gives what it said last."""
+        """End it, and all that runs in it; returns its last message."""
         self._requests.close()
-        self._process.kill()
-        said = b""
-        if self._process.stderr is not None and not self._process.stderr.closed:
-            os.set_blocking(self._process.stderr.fileno(), False)
-            said = self._process.stderr.read() or b""
-        bwrap.reap(self._process)
-        return said.decode(errors="replace").strip()
+        message = last_message(self._process)
+        end_bwrap(self._process)
+        return message
 
 
-def _request(program: PythonProgram, limits: Limits, *, is_weak: bool) -> bytes:
+def _request(program: PythonProgram, limits: Limits, *, has_groups: bool) -> bytes:
     check_room(program.files, limits)
-    weak = {f"RLIMIT_{name.upper()}": value for name, value in weak_limits(limits).items()} if is_weak else {}
+    fallback = {} if has_groups else {f"RLIMIT_{name.upper()}": n for name, n in fallback_rlimits(limits).items()}
     request = msgspec.json.encode(
         {
             "code": program.code,
             "arguments": program.arguments,
             "files": {path: data.decode("latin-1") for path, data in program.files.items()},
-            "environment": bwrap.environment(program.environment),
+            "environment": program_environment(program.environment),
             "disk_bytes": limits.disk_bytes,
             "inodes": INODES,
-            "processors": sorted(processors(limits.cpus) or ()),
+            "processors": sorted(choose_processors(limits.cpus) or ()),
             "rlimits": {
                 "RLIMIT_NOFILE": limits.open_files,
                 "RLIMIT_FSIZE": limits.file_bytes,
                 "RLIMIT_CORE": 0,
-                **weak,
+                **fallback,
             },
         }
     )
     if len(request) > MOST_BYTES:
         raise SandboxFailure(
-            f"Program and files have {len(request)} bytes, and at most {MOST_BYTES} are taken.",
-            hint="Hand less in, or use a sandbox that lives on and takes files one by one.",
+            f"Program and files have {len(request)} bytes; the limit is {MOST_BYTES}.",
+            hint="Pass less data, or use a persistent sandbox, which takes files one by one.",
             kind="request-too-large",
             retryable=False,
         )

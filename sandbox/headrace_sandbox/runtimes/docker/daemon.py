@@ -1,10 +1,10 @@
-"""Speaks to a Docker daemon, or to Podman's socket: DOCKER_HOST says where.
+"""Calls a Docker daemon, or Podman's socket, at the address in DOCKER_HOST.
 
-* Calls go through the Docker SDK, which blocks: in a bounded pool of threads, never on the event loop.
-* A call that was begun is waited for even if its caller was cancelled, so that nothing is made that nobody knows of.
+* Calls use the Docker SDK, which blocks: they run in a bounded pool of threads, never on the event loop.
+* A call is awaited to its end even if its caller was cancelled, so that nothing is made without our knowledge.
 * The streams of a program are read on the event loop, from a connection of their own: the SDK's would block, and it may
-  lose what arrives together with the headers.
-* What the daemon refuses, or that it is not there, is a failure of ours with what to do.
+  lose data that arrives together with the headers.
+* A refusal or an absence of the daemon is a failure of ours, with a remedy.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ except ModuleNotFoundError as error:
 T = TypeVar("T")
 
 THREADS = 8
-"""Calls at a time; the daemon does little in parallel, and what waits here waits in order."""
+"""Calls at a time; others wait in order. The daemon does little in parallel."""
 
 API_VERSION = "1.41"
-"""That of Docker 20.10, which newer ones and Podman speak too."""
+"""The API version of Docker 20.10, which later versions and Podman support too."""
 
 CALL_S = 60.0
-"""For an answer of the daemon."""
+"""Deadline for an answer of the daemon."""
 
 READ_BYTES = 256 << 10
 
@@ -56,35 +56,35 @@ class Streams(NamedTuple):
     writer: asyncio.StreamWriter
 
     def end(self) -> None:
-        """Close it now; what nobody has read is dropped."""
+        """Close it now; unread data is dropped."""
         self.writer.transport.abort()
 
 
 class NotRunning(Exception):
-    """The container is there, and has ended."""
+    """The container exists, and has ended."""
 
 
 class Daemon:
-    """The daemon. ``host``: its address as in DOCKER_HOST, which is the default. ``info`` is what it says of
+    """The daemon. ``host``: its address as in DOCKER_HOST, which is the default. ``info``: its description of
     itself."""
 
     def __init__(self, host: str | None = None) -> None:
         """Raises SandboxFailure ``daemon-unreachable`` or ``bad-address``."""
         self._host = host or os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
-        self._address = _address(self._host)
+        self._address = _parse_address(self._host)
         self._local = threading.local()
         self._clients: list[docker.APIClient] = []
         self._threads: ThreadPoolExecutor | None = None
-        said = self._called(lambda client: client.version())
-        self.version: str = said["Version"]
-        self.is_podman = any("Podman" in part.get("Name", "") for part in said.get("Components") or ())
-        self.info: dict[str, Any] = self._called(lambda client: client.info())
+        answer = self._call_blocking(lambda client: client.version())
+        self.version: str = answer["Version"]
+        self.is_podman = any("Podman" in part.get("Name", "") for part in answer.get("Components") or ())
+        self.info: dict[str, Any] = self._call_blocking(lambda client: client.info())
 
     async def call(self, call: Callable[[docker.APIClient], T]) -> T:
         """Call the SDK. Raises SandboxFailure, or NotRunning."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(THREADS, "docker")
-        done = asyncio.get_running_loop().run_in_executor(self._threads, self._called, call)
+        done = asyncio.get_running_loop().run_in_executor(self._threads, self._call_blocking, call)
         try:
             return await asyncio.shield(done)
         except asyncio.CancelledError:
@@ -92,13 +92,13 @@ class Daemon:
             raise
 
     async def streams(self, path: str, body: dict[str, Any]) -> Streams:
-        """Ask for a connection to streams (`attach`, or the start of an exec). Raises SandboxFailure."""
+        """A connection to the streams of an attach, or of the start of an exec. Raises SandboxFailure."""
         try:
             if isinstance(self._address, str):
                 streams = Streams(*await asyncio.open_unix_connection(self._address, limit=READ_BYTES))
             else:
                 streams = Streams(*await asyncio.open_connection(*self._address, limit=READ_BYTES))
-                # A container hangs on such a connection, on which nothing is said for long.
+                # A container depends on such a connection, which is silent for long.
                 streams.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         except OSError as error:
             raise self._unreachable(error) from error
@@ -113,8 +113,8 @@ class Daemon:
                 head = await streams.reader.readuntil(b"\r\n\r\n")
             status = head.split(None, 2)[1]
             if status not in (b"101", b"200"):
-                said = (await streams.reader.read(1000)).decode(errors="replace")
-                raise NotRunning(said) if status in (b"404", b"409") else _refused(said)
+                message = (await streams.reader.read(1000)).decode(errors="replace")
+                raise NotRunning(message) if status in (b"404", b"409") else _refused(message)
         except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
             streams.end()
             raise self._unreachable(error) from error
@@ -124,7 +124,7 @@ class Daemon:
         return streams
 
     def close(self) -> None:
-        """Close every connection; calls that still run end on their own."""
+        """Close every connection; calls that still run end by themselves."""
         if self._threads is not None:
             self._threads.shutdown(wait=False)
             self._threads = None
@@ -133,20 +133,20 @@ class Daemon:
         self._local = threading.local()
 
     def _client(self) -> docker.APIClient:
-        """That of this thread: the SDK does not promise that threads can share one."""
+        """The SDK's client for this thread: it does not promise that threads can share one."""
         client: docker.APIClient | None = getattr(self._local, "client", None)
         if client is None:
             try:
                 client = docker.APIClient(self._host, version=API_VERSION, timeout=CALL_S)
             except (docker.errors.DockerException, requests.exceptions.RequestException) as error:
                 raise self._unreachable(error) from error
-            # Else it keeps a connection for every address that it ever asked.
+            # Else it keeps a connection for every path that it ever requested.
             client.headers["Connection"] = "close"
             self._local.client = client
             self._clients.append(client)
         return client
 
-    def _called(self, call: Callable[[docker.APIClient], T]) -> T:
+    def _call_blocking(self, call: Callable[[docker.APIClient], T]) -> T:
         client = self._client()
         try:
             self._try_to_reach()
@@ -158,7 +158,7 @@ class Daemon:
                 raise _image_missing(error) from error
             raise SandboxFailure(
                 f"The container is gone: {error.explanation}.",
-                hint="Somebody removed it, or the daemon lost it.",
+                hint="It was removed from outside, or the daemon lost it.",
                 kind="sandbox-lost",
                 retryable=True,
             ) from error
@@ -170,10 +170,11 @@ class Daemon:
             raise self._unreachable(error) from error
 
     def _try_to_reach(self) -> None:
-        """Raises OSError where nobody listens. The SDK would leave the socket that it tried with to the collector."""
+        """Connect once, because the SDK would leave the socket of a failed try to the garbage collector. Raises
+        OSError."""
         if isinstance(self._address, str):
-            with socket.socket(socket.AF_UNIX) as tried:
-                tried.connect(self._address)
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.connect(self._address)
 
     def _unreachable(self, error: BaseException) -> SandboxFailure:
         return SandboxFailure(
@@ -184,15 +185,15 @@ class Daemon:
         )
 
 
-def _address(host: str) -> str | tuple[str, int]:
-    """Where to connect to: the path of a socket, or host and port."""
+def _parse_address(host: str) -> str | tuple[str, int]:
+    """The path of a socket, or host and port."""
     parts = urlsplit(str(docker.utils.parse_host(host)))
     if parts.scheme == "http+unix":
         return parts.path
     if parts.scheme == "http" and parts.hostname and parts.port:
         return parts.hostname, parts.port
     raise SandboxFailure(
-        f"Sandboxes cannot be reached at {host}.",
+        f"Headrace cannot connect to a Docker daemon at {host}.",
         hint="DOCKER_HOST is unix:///path or tcp://host:port; forward another one to a socket.",
         kind="bad-address",
         retryable=False,
@@ -208,5 +209,5 @@ def _image_missing(error: docker.errors.APIError) -> SandboxFailure:
     )
 
 
-def _refused(said: str) -> SandboxFailure:
-    return SandboxFailure(f"The Docker daemon refused: {said.strip()}.", kind="daemon-refused", retryable=True)
+def _refused(message: str) -> SandboxFailure:
+    return SandboxFailure(f"The Docker daemon refused: {message.strip()}.", kind="daemon-refused", retryable=True)

@@ -1,12 +1,12 @@
 """The runtime named ``docker``: containers of a Docker daemon, or of Podman's socket, hardened.
 
-* A program runs in a container of its own, or in one that lives on, always as a user that may do nothing.
-* The template names the image, else the setting HEADRACE_DOCKER_IMAGE; nothing is pulled, and nothing else takes its
-  place.
-* ``run`` takes any image that has the command. What lives on needs ``sh`` and ``sleep`` in the image, and Python what
-  runs Python.
-* Where the image has ``sleep``, a container ends by itself when its time of life is over; ``sweep`` removes what a
-  killed supervisor left.
+* A program runs in a container of its own, or in a persistent one, always as a user without rights.
+* The template names the image, else the setting HEADRACE_DOCKER_IMAGE; it is not pulled, and never replaced by
+  another.
+* ``run`` takes any image that has the command. Persistent sandboxes need ``sh`` and ``sleep`` in the image, and Python
+  programs need Python.
+* Where the image has ``sleep``, a container ends itself at its expiry; ``sweep`` removes the containers of a killed
+  supervisor.
 """
 
 from __future__ import annotations
@@ -21,134 +21,150 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import ClassVar
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox.host import owner
-from headrace_sandbox.host.watch import to_the_end
+from headrace_sandbox.host.supervisor import state_folder, this_supervisor
+from headrace_sandbox.host.tasks import run_to_completion
 from headrace_sandbox.result import ExecResult, Isolation, Limits
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template, check_room, check_ttl
-from headrace_sandbox.runtimes.docker import container as made
-from headrace_sandbox.runtimes.docker.container import Image
+from headrace_sandbox.runtimes.docker.container import DockerContainer, container_result, container_unkillable
+from headrace_sandbox.runtimes.docker.container_settings import (
+    DOCKER_FOLDER,
+    OWNER,
+    PODMAN_FOLDER,
+    DaemonSettings,
+    DockerImage,
+    container_settings,
+    is_abandoned,
+    seccomp_profile,
+)
 from headrace_sandbox.runtimes.docker.daemon import Daemon
-from headrace_sandbox.runtimes.docker.exec import Brought, Container, told, unkillable
-from headrace_sandbox.runtimes.docker.guest_files import begin, check_size, not_put, require, unpack, variables
-from headrace_sandbox.runtimes.docker.persistent import PUT_LIMITS, DockerSandbox
+from headrace_sandbox.runtimes.docker.exec_programs import (
+    ExecProgram,
+    check_size,
+    files_not_written,
+    program_variables,
+    program_with_files,
+    require_program,
+    unpacking_program,
+)
+from headrace_sandbox.runtimes.docker.sandbox import WRITE_LIMITS, DockerSandbox
 
 SETTING = "HEADRACE_DOCKER_IMAGE"
 
-LOOKED_FOR = ("sh", "sleep", "python3", "bash", "tar")
-"""Programs of an image that matter here."""
+USED_PROGRAMS = ("sh", "sleep", "python3", "bash", "tar")
+"""Programs of an image that this runtime uses."""
 
-LOOK = 'for name; do command -v "$name" >/dev/null && echo "$name"; done; true'
+INSPECT_SCRIPT = 'for name; do command -v "$name" >/dev/null && echo "$name"; done; true'
 
-LOOK_LIMITS = Limits(wall_s=60.0, memory_bytes=64 << 20, disk_bytes=1 << 20)
+INSPECT_LIMITS = Limits(wall_s=60.0, memory_bytes=64 << 20, disk_bytes=1 << 20)
 
 SPARE_S = 120.0
-"""So much longer than its program may run lives the container of one call: for making and for killing it."""
+"""Time of a container for one call beyond its program's limit: for making it, and for killing the program."""
 
-ACTIVE = {
+LIMITS_BY_ABILITY = {
     "MemoryLimit": "memory_bytes",
     "PidsLimit": "pids",
     "CpuCfsQuota": "cpus",
 }
-"""What the daemon says that it can bound, and the limits that this enforces."""
+"""The daemon's reported abilities, and the limits that they enforce."""
 
 
 class Docker:
     """The runtime. ``host``: the daemon's address, else DOCKER_HOST; ``image``: for templates that name none."""
 
     name = "docker"
-    _images: ClassVar[dict[str, Image]] = {}
-    """By id, which stands for the content: what was found in an image holds for ever."""
+    _images: ClassVar[dict[str, DockerImage]] = {}
+    """Inspected images by id, which names the content: the result of an inspection holds for ever."""
 
     def __init__(self, host: str | None = None, image: str | None = None) -> None:
         """Raises SandboxFailure ``runtime-missing``, ``daemon-unreachable``, ``bad-address`` or ``no-filter``."""
         self._daemon = Daemon(host)
         self._image = image or os.environ.get(SETTING)
-        self._looking = asyncio.Lock()
-        self._given = made.Given(
+        self._inspect_lock = asyncio.Lock()
+        self._settings = DaemonSettings(
             processors=int(self._daemon.info.get("NCPU") or 1),
-            filter=_filter(self._daemon),
-            folder=made.PODMANS_FOLDER if self._daemon.is_podman else made.OWN_FOLDER,
+            filter=_seccomp_option(self._daemon),
+            folder=PODMAN_FOLDER if self._daemon.is_podman else DOCKER_FOLDER,
             rlimits=_rlimits(self._daemon),
         )
-        self._opened: set[DockerSandbox] = set()
-        self._stuck: list[Container] = []
+        self._sandboxes: set[DockerSandbox] = set()
+        self._unkillable: list[DockerContainer] = []
         self.isolation = _isolation(self._daemon)
 
     async def run(self, command: Command, limits: Limits) -> ExecResult:
         """Run a command in a container of its own. Raises SandboxFailure; cancelling the call kills it."""
-        begun_at = time.monotonic()
+        started_at = time.monotonic()
         check_room(command.files, limits)
-        image = await self._known(None)
-        if not image.is_kept:
-            return await self._run_alone(image, command, limits, begun_at)
+        image = await self._inspected_image(None)
+        if not image.takes_execs:
+            return await self._run_alone(image, command, limits, started_at)
         check_size(command.arguments, command.environment)
         async with self._container(image, limits) as container:
             await container.start()
-            brought = Brought(command.arguments, command.stdin)
+            program = ExecProgram(command.arguments, command.stdin)
             if command.files and "python3" in image.programs:
-                brought = begin(command.files, command.arguments)
-                brought = brought._replace(stdin=brought.stdin + command.stdin)
+                program = program_with_files(command.files, command.arguments)
+                program = program._replace(stdin=program.stdin + command.stdin)
             elif command.files:
-                require(image, "tar", "files")
-                put = await container.run(unpack(command.files), PUT_LIMITS, [container.kill])
-                if put.returncode != 0:
-                    raise not_put(put)
-            return await self._result(container, brought, command.environment, limits, begun_at)
+                require_program(image, "tar", "files")
+                written = await container.run(unpacking_program(command.files), WRITE_LIMITS, [container.kill])
+                if written.returncode != 0:
+                    raise files_not_written(written.streams.stderr.text)
+            return await self._result(container, program, command.environment, limits, started_at)
 
     async def run_code(self, program: PythonProgram, limits: Limits) -> ExecResult:
         """Run a Python program in a container of its own. Raises SandboxFailure; cancelling the call kills it."""
-        begun_at = time.monotonic()
+        started_at = time.monotonic()
         check_room(program.files, limits)
         check_size([], program.environment)
-        image = await self._known(None)
-        require(image, "python3", "Python programs")
-        brought = begin(program.files, program.arguments, program.code)
-        brought = brought._replace(stdin=brought.stdin + program.stdin)
+        image = await self._inspected_image(None)
+        require_program(image, "python3", "Python programs")
+        started = program_with_files(program.files, program.arguments, program.code)
+        started = started._replace(stdin=started.stdin + program.stdin)
         async with self._container(image, limits) as container:
             await container.start()
-            return await self._result(container, brought, program.environment, limits, begun_at)
+            return await self._result(container, started, program.environment, limits, started_at)
 
     async def open(self, template: Template, ttl_s: float) -> Sandbox:
-        """A container that lives on. Raises SandboxFailure; ``image-unfit`` where the image has no ``sh`` and
-        ``sleep``."""
+        """A persistent container. Raises SandboxFailure; ``image-unfit`` where the image has no ``sh`` or ``sleep``."""
         check_ttl(ttl_s)
         check_room(template.files, template.limits)
-        image = await self._known(template.image)
+        image = await self._inspected_image(template.image)
         for program in ("sh", "sleep"):
-            require(image, program, "sandboxes that live on")
+            require_program(image, program, "persistent sandboxes")
 
-        def make(left_s: float) -> Container:
-            config = made.settings(image, template.limits, left_s, self._given)
-            return Container(self._daemon, config, left_s)
+        def make_container(left_s: float) -> DockerContainer:
+            config = container_settings(image, template.limits, left_s, self._settings)
+            return DockerContainer(self._daemon, config, left_s)
 
-        sandbox = DockerSandbox(make, image, template, self.isolation, ttl_s, self._stuck.append)
+        sandbox = DockerSandbox(make_container, image, template, self.isolation, ttl_s, self._unkillable.append)
         await sandbox.start()
-        self._opened = {sandbox, *(opened for opened in self._opened if not opened.is_closed)}
+        self._sandboxes = {sandbox, *(opened for opened in self._sandboxes if not opened.is_closed)}
         return sandbox
 
     async def sweep(self) -> int:
-        """Remove the containers whose time is over or whose supervisor is gone; gives how many there were. Raises
+        """Remove the containers that have expired or whose supervisor is dead; returns their number. Raises
         SandboxFailure."""
-        found = await self._daemon.call(lambda client: client.containers(all=True, filters={"label": made.OWNER}))
-        gone = [entry["Id"] for entry in found if made.is_abandoned(entry["Labels"] or {}, time.time())]
-        for id_ in gone:
-            container = Container(self._daemon, {}, 0.0)
+        found = await self._daemon.call(lambda client: client.containers(all=True, filters={"label": OWNER}))
+        abandoned = [entry["Id"] for entry in found if is_abandoned(entry["Labels"] or {}, time.time())]
+        for id_ in abandoned:
+            container = DockerContainer(self._daemon, {}, 0.0)
             container.name = id_
             await container.remove()
-        return len(gone)
+        return len(abandoned)
 
     async def close(self) -> None:
-        """End everything that it runs, and remove what it keeps. Raises SandboxFailure where something is left."""
-        closed = await asyncio.gather(*(sandbox.close() for sandbox in self._opened), return_exceptions=True)
-        stuck, self._stuck = self._stuck, []
-        removed = await asyncio.gather(*(container.remove() for container in stuck), return_exceptions=True)
+        """End everything that it runs, and remove everything that it keeps. Raises SandboxFailure if something is
+        left."""
+        closed = await asyncio.gather(*(sandbox.close() for sandbox in self._sandboxes), return_exceptions=True)
+        unkillable, self._unkillable = self._unkillable, []
+        removed = await asyncio.gather(*(container.remove() for container in unkillable), return_exceptions=True)
         self._daemon.close()
         for end in (*closed, *removed):
             if isinstance(end, BaseException):
                 raise end
 
-    async def _known(self, name: str | None) -> Image:
-        """An image, and what is in it; found out once, by looking."""
+    async def _inspected_image(self, name: str | None) -> DockerImage:
+        """An image with the programs in it, which are inspected once."""
         wanted = name or self._image
         if not wanted:
             raise SandboxFailure(
@@ -157,83 +173,93 @@ class Docker:
                 kind="no-image",
                 retryable=False,
             )
-        async with self._looking:
+        async with self._inspect_lock:
             found = await self._daemon.call(lambda client: client.inspect_image(wanted))
             if found["Id"] not in self._images:
                 volumes = tuple((found.get("Config") or {}).get("Volumes") or ())
-                self._images[found["Id"]] = await self._looked(Image(found["Id"], volumes, frozenset()))
+                self._images[found["Id"]] = await self._inspect(DockerImage(found["Id"], volumes, frozenset()))
         return self._images[found["Id"]]
 
-    async def _looked(self, image: Image) -> Image:
-        command = ["sh", "-c", LOOK, "sh", *LOOKED_FOR]
-        async with self._container(image, LOOK_LIMITS, command) as container:
-            ended = await container.run_only(b"", LOOK_LIMITS)
-        programs = ended.seen.stdout.text.split() if ended.returncode == 0 else []
-        return image._replace(programs=frozenset(programs) & frozenset(LOOKED_FOR))
+    async def _inspect(self, image: DockerImage) -> DockerImage:
+        command = ["sh", "-c", INSPECT_SCRIPT, "sh", *USED_PROGRAMS]
+        async with self._container(image, INSPECT_LIMITS, command) as container:
+            outcome = await container.run_only(b"", INSPECT_LIMITS)
+        programs = outcome.streams.stdout.text.split() if outcome.returncode == 0 else []
+        return image._replace(programs=frozenset(programs) & frozenset(USED_PROGRAMS))
 
-    async def _run_alone(self, image: Image, command: Command, limits: Limits, begun_at: float) -> ExecResult:
-        """In an image that has nothing else to keep it or to wait: the program is all of its container."""
+    async def _run_alone(self, image: DockerImage, command: Command, limits: Limits, started_at: float) -> ExecResult:
+        """Run a command as the only program of a container, whose image could not wait for others."""
         if command.files:
-            require(image, "sh", "files")
+            require_program(image, "sh", "files")
         check_size(command.arguments, command.environment)
-        async with self._container(image, limits, command.arguments, variables(command.environment)) as container:
-            return told(container, await container.run_only(command.stdin, limits), begun_at, self.isolation)
+        async with self._container(
+            image, limits, command.arguments, program_variables(command.environment)
+        ) as container:
+            return container_result(
+                container, await container.run_only(command.stdin, limits), started_at, self.isolation
+            )
 
     async def _result(
-        self, container: Container, brought: Brought, given: Mapping[str, str], limits: Limits, begun_at: float
+        self,
+        container: DockerContainer,
+        program: ExecProgram,
+        given: Mapping[str, str],
+        limits: Limits,
+        started_at: float,
     ) -> ExecResult:
-        ended = await container.run(brought._replace(variables=variables(given)), limits, [container.kill])
-        return told(container, ended._replace(lost=None), begun_at, self.isolation)
+        outcome = await container.run(program._replace(variables=program_variables(given)), limits, [container.kill])
+        return container_result(container, outcome._replace(lost=None), started_at, self.isolation)
 
     @contextlib.asynccontextmanager
     async def _container(
-        self, image: Image, limits: Limits, command: Sequence[str] | None = None, given: Sequence[str] = ()
-    ) -> AsyncIterator[Container]:
+        self, image: DockerImage, limits: Limits, command: Sequence[str] | None = None, given: Sequence[str] = ()
+    ) -> AsyncIterator[DockerContainer]:
         """A container for one call."""
-        config = made.settings(image, limits, limits.wall_s + SPARE_S, self._given, command)
-        container = Container(self._daemon, {**config, "Env": list(given)}, limits.wall_s + SPARE_S)
+        config = container_settings(image, limits, limits.wall_s + SPARE_S, self._settings, command)
+        container = DockerContainer(self._daemon, {**config, "Env": list(given)}, limits.wall_s + SPARE_S)
         try:
             await container.make()
             yield container
         except SandboxFailure as failure:
             if failure.kind == "unkillable":
-                self._stuck.append(container)  # waiting for it would hold up this call once more
+                self._unkillable.append(container)  # removing it would delay this call once more
             raise
         finally:
-            if container not in self._stuck and not await to_the_end(container.remove()):
-                self._stuck.append(container)
-                raise unkillable()
+            if container not in self._unkillable and not await run_to_completion(container.remove()):
+                self._unkillable.append(container)
+                raise container_unkillable()
 
 
-def _filter(daemon: Daemon) -> str:
-    """The filter of system calls: Docker takes the text, Podman a file on its own machine, which this one must be."""
-    text = json.dumps(made.profile())
+def _seccomp_option(daemon: Daemon) -> str:
+    """The system-call filter as the daemon accepts it: Docker takes the text, Podman the path of a file on its own
+    machine, which must be this one."""
+    text = json.dumps(seccomp_profile())
     if not daemon.is_podman:
         return text
-    path = owner.state_folder() / f"filter-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    path = state_folder() / f"filter-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
     if not path.exists():
-        written = path.with_suffix(f".{owner.me()}")
+        written = path.with_suffix(f".{this_supervisor()}")
         written.write_text(text)
         written.replace(path)
     return str(path)
 
 
 def _rlimits(daemon: Daemon) -> dict[str, int]:
-    """Podman raises the number of processes of a user, which it may not do everywhere. This is what it has itself, and
-    far above what the programs of all sandboxes together may have."""
+    """Rlimits that all containers share. Podman would raise its limit of a user's processes, which fails on some
+    machines; this is its own limit, far above that of all sandboxes together."""
     return {"nproc": 1 << 15} if daemon.is_podman else {}
 
 
 def _isolation(daemon: Daemon) -> Isolation:
-    """What isolates, as the daemon says. Raises SandboxFailure ``no-filter`` where it filters no system calls."""
+    """The isolation that the daemon reports. Raises SandboxFailure ``no-filter`` if it filters no system calls."""
     if not any("seccomp" in option for option in daemon.info.get("SecurityOptions") or ()):
         raise SandboxFailure(
-            "The Docker daemon has no filter of system calls.",
+            "The Docker daemon has no system-call filter.",
             hint="It was built, or its kernel was, without seccomp; use another one.",
             kind="no-filter",
             retryable=False,
         )
     active = ["wall_s", "output_bytes", "disk_bytes", "file_bytes", "open_files"]
-    active += [limit for ability, limit in ACTIVE.items() if daemon.info.get(ability)]
+    active += [limit for ability, limit in LIMITS_BY_ABILITY.items() if daemon.info.get(ability)]
     versions = {"docker": daemon.version, "kernel": str(daemon.info.get("KernelVersion"))}
     return Isolation(runtime="docker", versions=versions, active=active)

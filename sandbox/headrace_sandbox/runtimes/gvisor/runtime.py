@@ -1,8 +1,8 @@
-"""gVisor as a runtime: programs talk to a kernel of their own in user space, not to that of this machine.
+"""The runtime named ``gvisor``: programs run on a kernel of their own in user space, not on this machine's.
 
-* A sandbox is a kernel of its own. Nothing that a program does to it reaches another one.
-* Commands and programs get a fresh one each, which is gone when they end.
-* It ends with this process, and at the end of its time.
+* A sandbox is a kernel of its own. A program's effects on it reach no other sandbox.
+* Each command and program gets a fresh one, which is gone when it ends.
+* It ends with this process, and at its expiry.
 """
 
 from __future__ import annotations
@@ -14,28 +14,31 @@ import weakref
 
 import msgspec
 
-from headrace_sandbox.host.cgroups import Driver, Groups, find_driver
+from headrace_sandbox.host.cgroups.cgroup import CgroupDriver
+from headrace_sandbox.host.cgroups.detection import find_driver
+from headrace_sandbox.host.cgroups.pool import CgroupPool
 from headrace_sandbox.host.seccomp import require_filter
-from headrace_sandbox.host.watch import to_the_end
+from headrace_sandbox.host.tasks import run_to_completion
 from headrace_sandbox.result import ExecResult, Isolation, Limits
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Template, check_ttl
-from headrace_sandbox.runtimes.gvisor.persistent import GvisorSandbox, Surroundings
+from headrace_sandbox.runtimes.gvisor.kernel import GvisorResources
 from headrace_sandbox.runtimes.gvisor.runsc import PLATFORM, Runsc
-from headrace_sandbox.runtimes.shared.guest_programs import PYTHON
-from headrace_sandbox.runtimes.shared.outcome import ACTIVE
+from headrace_sandbox.runtimes.gvisor.sandbox import GvisorSandbox
+from headrace_sandbox.runtimes.shared.exec_result import ACTIVE
+from headrace_sandbox.runtimes.shared.guest_modules import PYTHON
 
 RUN_TTL_S = 3600.0
-"""Added to a command's time: its sandbox ends then, even if nobody is left to end it."""
+"""Time to expiry of a command's sandbox beyond its limit: it ends then even if its supervisor cannot end it."""
 
 
 class Gvisor:
-    """The runtime. ``driver`` makes control groups; the best one that works is found if none is given."""
+    """The runtime. ``driver`` makes control groups; without one, the best driver that works here."""
 
     name = "gvisor"
 
-    def __init__(self, driver: Driver | None = None) -> None:
+    def __init__(self, driver: CgroupDriver | None = None) -> None:
         """Raises SandboxFailure ``runtime-missing``, ``no-folder`` or ``no-filter``."""
-        runsc, groups = Runsc(), Groups(driver if driver is not None else find_driver())
+        runsc, groups = Runsc(), CgroupPool(driver if driver is not None else find_driver())
         versions = {
             "runsc": runsc.version,
             "platform": PLATFORM,
@@ -44,40 +47,41 @@ class Gvisor:
         }
         active = [*ACTIVE, *dict.fromkeys(["pids", *groups.driver.active])]
         self.isolation = Isolation(runtime=self.name, versions=versions, active=active)
-        self._around = Surroundings(runsc, require_filter(), groups, self.isolation)
+        self._resources = GvisorResources(runsc, require_filter(), groups, self.isolation)
         self._sandboxes: weakref.WeakSet[GvisorSandbox] = weakref.WeakSet()
 
     async def run(self, command: Command, limits: Limits) -> ExecResult:
         """Run a command in a sandbox of its own. Raises SandboxFailure; cancelling the call kills it."""
-        begun_at = time.monotonic()
+        started_at = time.monotonic()
         sandbox = await self.open(Template(limits=limits), limits.wall_s + RUN_TTL_S)
         try:
-            return _of_fresh(await sandbox.run(command, limits, begun_at))
+            return _without_loss(await sandbox.run(command, limits, started_at))
         finally:
-            await to_the_end(sandbox.close())
+            await run_to_completion(sandbox.close())
 
     async def run_code(self, program: PythonProgram, limits: Limits) -> ExecResult:
         """Run a Python program in a sandbox of its own. Raises SandboxFailure; cancelling the call kills it."""
         return await self.run(_command_of(program), limits)
 
     async def open(self, template: Template, ttl_s: float) -> GvisorSandbox:
-        """A sandbox that lives on. ``image`` is a folder with the files of a system. Raises SandboxFailure."""
+        """A persistent sandbox. ``image`` is a folder with the files of a system. Raises SandboxFailure."""
         check_ttl(ttl_s)
-        sandbox = GvisorSandbox(self._around, template, ttl_s)
+        sandbox = GvisorSandbox(self._resources, template, ttl_s)
         await sandbox.start()
         self._sandboxes.add(sandbox)
         return sandbox
 
     async def close(self) -> None:
-        """End every sandbox, and remove what is kept."""
+        """End every sandbox, and remove everything that is kept."""
         for sandbox in list(self._sandboxes):
             await sandbox.close()
-        self._around.groups.close()
-        self._around.runsc.close()
+        self._resources.groups.close()
+        self._resources.runsc.close()
 
 
-def _of_fresh(result: ExecResult) -> ExecResult:
-    """A sandbox that was made for one command is never used again: that a limit ended it is all there is to tell."""
+def _without_loss(result: ExecResult) -> ExecResult:
+    """The result of a command that had a sandbox of its own, which is not used again: if a limit ended it, its loss
+    does not matter."""
     if result.lost is None or result.limit is None:
         return result
     return msgspec.structs.replace(result, lost=None, signal=signal.SIGKILL)
@@ -85,7 +89,7 @@ def _of_fresh(result: ExecResult) -> ExecResult:
 
 def _command_of(program: PythonProgram) -> Command:
     return Command(
-        # Not isolated as a whole (-I): a program finds the modules that lie beside it.
+        # Without -I: a program can import the modules beside it.
         arguments=[PYTHON, "-E", "-s", "main.py", *program.arguments],
         stdin=program.stdin,
         files={**program.files, "main.py": program.code.encode(errors="surrogatepass")},

@@ -1,9 +1,9 @@
-"""The runtime named ``process``: it isolates nothing, and says so in every result. Made only where that is allowed.
+"""The runtime named ``process``: isolates nothing, and says so in every result. Made only where that is allowed.
 
-* A program runs as this user, with its files and its network; what holds are clocks, caps of output and rlimits.
-* Its environment has PATH, HOME, LANG and what was given, nothing of ours; it starts in a folder that is removed.
-* Everything in its process group is killed at its end; what left the group goes on.
-* Limits that nothing here enforces are not named: memory is bounded for each process only, processes are not.
+* A program runs as this user, with its files and its network; only clocks, caps of output and rlimits hold.
+* Its environment has PATH, HOME, LANG and the given variables, nothing of ours; it starts in a folder that is removed.
+* Its process group is killed at its end; a process that left the group goes on.
+* Limits that are not enforced here are not named: memory is bounded only for each process, processes are not bounded.
 """
 
 from __future__ import annotations
@@ -18,28 +18,26 @@ import tempfile
 import time
 from pathlib import Path
 
-from headrace_sandbox import guest
-from headrace_sandbox.host.bwrap import environment
-from headrace_sandbox.host.child_process import Child
-from headrace_sandbox.host.descriptors import refused_by_machine
-from headrace_sandbox.host.watch import supervise
+from headrace_sandbox.host.child_process import ChildProcess
+from headrace_sandbox.host.descriptors import os_errors_as_failures
+from headrace_sandbox.host.layout import program_environment
+from headrace_sandbox.host.watch import watch_program
 from headrace_sandbox.result import MOST_CPU_S, ExecResult, Isolation, LimitName, Limits, Usage
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template, not_offered
+from headrace_sandbox.runtimes.shared.guest_modules import guest_text
 
 ACTIVE = ("wall_s", "output_bytes", "file_bytes", "open_files")
 
 LIMIT_SIGNALS: dict[int, LimitName] = {-signal.SIGXCPU: "cpu", -signal.SIGXFSZ: "disk"}
-"""By which the kernel says that a limit was run into."""
+"""Exit statuses with which the kernel ends a program at a limit."""
 
-GUEST = Path(guest.__file__).parent
-
-LAUNCHER = (GUEST / "rlimits.py").read_text()
+LAUNCHER = guest_text("rlimits")
 """Sets limits and becomes the program."""
 
-PROGRAM = (GUEST / "main_program.py").read_text()
+MAIN_PROGRAM = guest_text("main_program")
 
-READ = "import sys\nwith open(sys.argv[1], encoding='utf-8') as file:\n    sys.argv[1] = file.read()\n"
-"""An argument holds 128 KiB at most, so the program comes in a file."""
+READ_CODE = "import sys\nwith open(sys.argv[1], encoding='utf-8') as file:\n    sys.argv[1] = file.read()\n"
+"""Replaces the first argument, a path, by the file's text: an argument itself holds 128 KiB at most."""
 
 
 class Process:
@@ -54,43 +52,44 @@ class Process:
 
     async def run(self, command: Command, limits: Limits) -> ExecResult:
         """Run a command in a process of its own. Raises SandboxFailure; cancelling the call kills it."""
-        with refused_by_machine():
+        with os_errors_as_failures():
             return await self._run(command, limits)
 
     async def _run(self, command: Command, limits: Limits) -> ExecResult:
-        begun_at = time.monotonic()
+        started_at = time.monotonic()
         scratch = tempfile.TemporaryDirectory(prefix="headrace-", ignore_cleanup_errors=True)
         try:
-            await asyncio.to_thread(_fill, scratch.name, command)
+            await asyncio.to_thread(_write_files, scratch.name, command)
             child = _start(command, limits, scratch.name)
-            start_s = time.monotonic() - begun_at
+            start_s = time.monotonic() - started_at
             async with child:
-                verdict = await supervise(child.started, command.stdin, limits)
+                outcome = await watch_program(child.program, command.stdin, limits)
             code = child.returncode()
         finally:
             await asyncio.to_thread(scratch.cleanup)
-        killed = verdict.limit is not None
-        limit = verdict.limit if killed else LIMIT_SIGNALS.get(code)
+        killed = outcome.limit is not None
+        limit = outcome.limit if killed else LIMIT_SIGNALS.get(code)
         return ExecResult(
             exit_code=None if killed or code < 0 else code,
             signal=-code if code < 0 and not killed else None,
-            stdout=verdict.stdout,
-            stderr=verdict.stderr,
+            stdout=outcome.stdout,
+            stderr=outcome.stderr,
             limit=limit,
-            wall_s=verdict.wall_s,
+            wall_s=outcome.wall_s,
             start_s=start_s,
             usage=Usage(cpu_s=child.cpu_s()),
             isolation=self.isolation,
         )
 
     async def run_code(self, program: PythonProgram, limits: Limits) -> ExecResult:
-        """Run a Python program by the interpreter that runs this. Raises SandboxFailure; cancelling the call kills
+        """Run a Python program by the interpreter of this process. Raises SandboxFailure; cancelling the call kills
         it."""
-        with refused_by_machine(), tempfile.NamedTemporaryFile("w", suffix=".py", encoding="utf-8") as file:
+        with os_errors_as_failures(), tempfile.NamedTemporaryFile("w", suffix=".py", encoding="utf-8") as file:
             file.write(program.code)
             file.flush()
+            code = READ_CODE + MAIN_PROGRAM
             command = Command(
-                arguments=[sys.executable, "-I", "-X", "utf8", "-c", READ + PROGRAM, file.name, *program.arguments],
+                arguments=[sys.executable, "-I", "-X", "utf8", "-c", code, file.name, *program.arguments],
                 stdin=program.stdin,
                 files=program.files,
                 environment=program.environment,
@@ -98,21 +97,21 @@ class Process:
             return await self.run(command, limits)
 
     async def open(self, template: Template, ttl_s: float) -> Sandbox:
-        """Not offered."""
-        raise not_offered(self.name, "sandboxes that live on")
+        """Raises SandboxFailure ``not-offered``."""
+        raise not_offered(self.name, "persistent sandboxes")
 
     async def close(self) -> None:
-        """Nothing is kept between executions."""
+        """Do nothing: nothing is kept between executions."""
 
 
-def _fill(folder: str, command: Command) -> None:
+def _write_files(folder: str, command: Command) -> None:
     for path, content in command.files.items():
         file = Path(folder, path)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content)
 
 
-def _start(command: Command, limits: Limits, scratch: str) -> Child:
+def _start(command: Command, limits: Limits, scratch: str) -> ChildProcess:
     rlimits = {
         "RLIMIT_AS": limits.memory_bytes,
         "RLIMIT_CORE": 0,
@@ -122,4 +121,5 @@ def _start(command: Command, limits: Limits, scratch: str) -> Child:
     if limits.cpu_s is not None:
         rlimits["RLIMIT_CPU"] = min(math.ceil(limits.cpu_s), MOST_CPU_S)
     arguments = [sys.executable, "-I", "-S", "-c", LAUNCHER, json.dumps(rlimits), *command.arguments]
-    return Child(arguments, {**environment(command.environment), "HOME": scratch, **command.environment}, scratch)
+    environment = {**program_environment(command.environment), "HOME": scratch, **command.environment}
+    return ChildProcess(arguments, environment, scratch)

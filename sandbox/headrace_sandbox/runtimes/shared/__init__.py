@@ -1,1 +1,1 @@
-"""Parts shared by several runtimes."""
+"""Parts that several runtimes share: sessions, files, archives, results, guest modules."""

@@ -1,11 +1,11 @@
-"""Files of a sandbox that lives on, whatever runtime it is of.
+"""Files of a persistent sandbox, for every runtime.
 
-* A path is checked here, and followed inside, by the rights of the sandbox's programs: a mistake in either cannot touch
-  a file of this machine.
-* What comes out of a sandbox is bounded before it is read, and nothing in it is believed.
-* An archive is checked whole before anything of it is written.
+* A path is checked here, and resolved inside with the rights of the sandbox's programs: a mistake in either cannot
+  touch a file of this machine.
+* Data from a sandbox is bounded before it is read, and validated.
+* An archive is checked whole before any of it is written.
 
-What is done inside is ``guest/files.py``.
+The part inside is ``guest/files.py``.
 """
 
 from __future__ import annotations
@@ -20,39 +20,46 @@ import msgspec
 from headrace.errors import SandboxFailure
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import FileInfo, checked_path
-from headrace_sandbox.runtimes.shared.archives import Entry, entries_of, from_listed, listed, tar_of
+from headrace_sandbox.runtimes.shared.archives import (
+    ArchiveEntry,
+    entries_of,
+    entries_of_listing,
+    pack_listing,
+    tar_of,
+)
 
 LIST_BYTES = 8 << 20
-"""Of a list of files, with their paths."""
+"""Largest list of files, with their paths."""
 
 LIMITS = Limits(wall_s=60.0, kept_bytes=64 << 10, output_bytes=LIST_BYTES)
-"""For what is done with files."""
+"""The limits of a file request."""
 
-Do = Callable[[dict[str, Any], bytes, Limits], Awaitable[ExecResult]]
+RunFileRequest = Callable[[dict[str, Any], bytes, Limits], Awaitable[ExecResult]]
 """Runs ``guest/files.py`` with a request and its input."""
 
 
-class Files:
-    """``do`` runs one request; ``most_bytes`` is the most that the scratch folder holds."""
+class SandboxFiles:
+    """Reads and writes files. ``run_request`` runs one request; ``most_bytes`` is the size of the scratch folder."""
 
-    def __init__(self, do: Do, most_bytes: int) -> None:
-        self._do = do
+    def __init__(self, run_request: RunFileRequest, most_bytes: int) -> None:
+        self._run_request = run_request
         self._most_bytes = most_bytes
 
     async def read(self, path: str, most_bytes: int) -> bytes:
         """A regular file. Raises SandboxFailure ``bad-path``, ``no-such-file``, ``file-too-large``."""
         request = {"op": "read", "path": checked_path(path), "most_bytes": most_bytes}
-        return await self._ask(request, answer_bytes=most_bytes)
+        return await self._request(request, answer_bytes=most_bytes)
 
     async def write(self, path: str, content: bytes) -> None:
         """Write a file, and make the folders above it. Raises SandboxFailure ``bad-path``, ``disk-full``."""
-        await self._ask({"op": "write", "path": checked_path(path)}, content)
+        await self._request({"op": "write", "path": checked_path(path)}, content)
 
     async def list(self, path: str = "") -> list[FileInfo]:
-        """What a folder holds, sorted by path; bytes of a name that are no UTF-8 are U+FFFD. Raises SandboxFailure."""
-        answer = await self._ask({"op": "list", "path": _folder(path)}, answer_bytes=LIST_BYTES)
+        """The entries of a folder, sorted by path; bytes of a name that are not UTF-8 become U+FFFD. Raises
+        SandboxFailure."""
+        listing = await self._request({"op": "list", "path": _checked_folder(path)}, answer_bytes=LIST_BYTES)
         try:
-            found = [msgspec.convert({**item, "path": str(item["path"])}, FileInfo) for item in json.loads(answer)]
+            found = [msgspec.convert({**item, "path": str(item["path"])}, FileInfo) for item in json.loads(listing)]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise SandboxFailure(
                 f"A list of files cannot be read: {error}.", kind="bad-list", retryable=True
@@ -63,40 +70,42 @@ class Files:
         """Unpack an archive. Raises SandboxFailure ``bad-archive``, ``archive-too-large``, ``bad-path``,
         ``disk-full``."""
         entries = await asyncio.to_thread(entries_of, tar, self._most_bytes)
-        await self._unpack(entries, _folder(path))
+        await self._unpack(entries, _checked_folder(path))
 
     async def download(self, path: str, most_bytes: int) -> bytes:
         """A folder as a tar archive of its files and folders; ``most_bytes`` of all files together. Raises
         SandboxFailure ``file-too-large``, ``bad-path``."""
-        request = {"op": "pack", "path": _folder(path), "most_bytes": most_bytes}
-        packed = await self._ask(request, answer_bytes=most_bytes + LIST_BYTES)
-        return await asyncio.to_thread(lambda: tar_of(from_listed(packed)))
+        request = {"op": "pack", "path": _checked_folder(path), "most_bytes": most_bytes}
+        packed = await self._request(request, answer_bytes=most_bytes + LIST_BYTES)
+        return await asyncio.to_thread(lambda: tar_of(entries_of_listing(packed)))
 
     async def put(self, contents: Mapping[str, bytes]) -> None:
-        """Write these files, whose content is given by path. Raises SandboxFailure as ``write``."""
+        """Write these files: content by path. Raises SandboxFailure as ``write``."""
         if contents:
-            files = [Entry(path=checked_path(path), kind="file", content=data) for path, data in contents.items()]
+            files = [
+                ArchiveEntry(path=checked_path(path), kind="file", content=data) for path, data in contents.items()
+            ]
             await self._unpack(files, "")
 
-    async def _unpack(self, entries: Sequence[Entry], path: str) -> None:
-        items, content = listed(entries)
-        await self._ask({"op": "unpack", "path": path, "entries": items}, content)
+    async def _unpack(self, entries: Sequence[ArchiveEntry], path: str) -> None:
+        items, content = pack_listing(entries)
+        await self._request({"op": "unpack", "path": path, "entries": items}, content)
 
-    async def _ask(self, request: dict[str, Any], content: bytes = b"", answer_bytes: int = 0) -> bytes:
-        # A capture keeps as much of the head as of the tail; what fits is whole.
+    async def _request(self, request: dict[str, Any], content: bytes = b"", answer_bytes: int = 0) -> bytes:
+        # A capture that fits is kept whole.
         bounds = msgspec.structs.replace(
             LIMITS, kept_bytes=max(answer_bytes, LIMITS.kept_bytes), output_bytes=answer_bytes + LIMITS.kept_bytes
         )
-        result = await self._do(request, content, bounds)
+        result = await self._run_request(request, content, bounds)
         if result.exit_code == 0 and not result.stdout.truncated:
             return result.stdout.head + result.stdout.tail
-        raise _refused(request, result)
+        raise _request_failed(request, result)
 
 
-class WithFiles:
-    """The calls about files that a sandbox has (``runtimes/base.py``), carried out by its ``_files``."""
+class FileCalls:
+    """The file calls of a ``Sandbox``, carried out by its ``_files``."""
 
-    _files: Files
+    _files: SandboxFiles
 
     async def read(self, path: str, most_bytes: int) -> bytes:
         """A regular file. Raises SandboxFailure."""
@@ -107,7 +116,7 @@ class WithFiles:
         await self._files.write(path, content)
 
     async def list(self, path: str = "") -> list[FileInfo]:
-        """What a folder holds. Raises SandboxFailure."""
+        """The entries of a folder. Raises SandboxFailure."""
         return await self._files.list(path)
 
     async def upload(self, tar: bytes, path: str = "") -> None:
@@ -119,14 +128,14 @@ class WithFiles:
         return await self._files.download(path, most_bytes)
 
 
-def _folder(path: str) -> str:
+def _checked_folder(path: str) -> str:
     return checked_path(path) if path else ""
 
 
-def _refused(request: dict[str, Any], result: ExecResult) -> SandboxFailure:
+def _request_failed(request: dict[str, Any], result: ExecResult) -> SandboxFailure:
     try:
-        said = json.loads(result.stderr.head)
-        kind, message = str(said["kind"])[:40], str(said["message"])[:500]
+        error = json.loads(result.stderr.head)
+        kind, message = str(error["kind"])[:40], str(error["message"])[:500]
     except (ValueError, TypeError, KeyError, RecursionError):
         if result.limit is not None:
             # Files in memory count as the sandbox's memory.
