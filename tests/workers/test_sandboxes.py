@@ -85,7 +85,7 @@ async def test_a_worker_removes_what_killed_ones_left(tmp_path: Path, monkeypatc
     monkeypatch.setenv(supervisor.FOLDER_VARIABLE, str(tmp_path / "state"))
     left = supervisor.state_folder() / MADE_FOLDER / f"{supervisor.this_supervisor()._replace(start_ticks=1)}-1"
     left.mkdir(parents=True)
-    with pytest.raises(SandboxFailure, match="no runtime"):
+    with pytest.raises(SandboxFailure, match="does not exist"):
         await sandboxes.open_runtime("of no kind")
     assert not left.exists()
 

@@ -24,7 +24,7 @@ LIMITS = Limits(wall_s=20.0)
 SHORT = Limits(wall_s=4.0)
 """For what would go on for minutes where files are slow."""
 
-DOCS = Path(__file__).parent.parent.parent / "docs" / "sandbox.md"
+DOCS = Path(__file__).parents[3] / "docs" / "sandbox.md"
 
 
 @pytest.fixture(params=[pytest.param(name, marks=pytest.mark.component(name)) for name in OUTCOMES])

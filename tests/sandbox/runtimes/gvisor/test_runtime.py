@@ -430,6 +430,6 @@ async def test_a_runsc_that_does_not_work_is_refused(
 
 def test_a_runsc_that_is_missing_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_RUNSC", "/nonexistent/runsc")
-    with pytest.raises(SandboxFailure, match="no runsc at /nonexistent/runsc") as caught:
+    with pytest.raises(SandboxFailure, match="runsc is not installed at /nonexistent/runsc") as caught:
         Gvisor()
     assert (caught.value.kind, caught.value.retryable) == ("runtime-missing", False)

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.component("wasm"), pytest.mark.component("bubblewrap")
 
 USER = 65532 if os.geteuid() == 0 else os.geteuid()
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[4]
 
 
 class Pod:

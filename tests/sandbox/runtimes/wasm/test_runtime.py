@@ -356,7 +356,7 @@ async def test_a_crash_of_the_interpreter_of_webassembly_is_the_programs(wasm: W
     os.kill(await worker_of(running), signal.SIGABRT)
     result = await running
     assert (result.exit_code, result.fault) == (None, "program")
-    assert result.lost == "The program crashed the interpreter of WebAssembly: SIGABRT."
+    assert result.lost == "The program crashed the WebAssembly runtime: SIGABRT."
 
 
 async def test_a_kill_from_outside_is_our_failure(wasm: Wasm, temporary: Path) -> None:
