@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -14,7 +16,8 @@ from headrace.environment import Step
 from headrace.errors import EnvironmentFailure, PolicyFailure, ToolFailure
 from headrace.trajectory import Message, Task
 from headrace.validation import validate
-from headrace_workers.episode import Episode
+from headrace_workers.episode import EnvironmentThreads, Episode
+from headrace_workers.episode.environment_threads import CallAbandonedError
 from tests.workers.fakes import Clock, OneTurn, Script, Turns, assignment, failure_of, plan, play, say, tools
 
 
@@ -264,6 +267,8 @@ async def test_a_step_that_does_not_come_back_is_abandoned_and_its_late_result_d
 
 async def test_a_coroutine_environment_is_awaited_within_its_deadline() -> None:
     class Slow:
+        blocking = False  # so that no thread is waited for within the deadline
+
         def __init__(self, hangs: bool = False) -> None:
             self.hangs = hangs
 
@@ -277,6 +282,26 @@ async def test_a_coroutine_environment_is_awaited_within_its_deadline() -> None:
     assert (await play(Script(say("x")), Slow)).status == "finished"
     record = await play(Script(say("x")), lambda: Slow(hangs=True), limits={"environment_timeout_s": 0.01})
     assert failure_of(record) == ("environment", "environment-timeout", True)
+
+
+async def test_a_coroutine_that_comes_too_late_is_closed(gate: threading.Event) -> None:
+    async def never() -> Any:
+        raise AssertionError
+
+    def late() -> Any:
+        assert gate.wait(30)
+        return coroutine
+
+    coroutine = never()
+    threads = EnvironmentThreads(time.monotonic)
+    with pytest.raises(CallAbandonedError):
+        await threads.run(late, 0.05)
+    gate.set()
+    async with asyncio.timeout(30):
+        while threads.hanging:
+            await asyncio.sleep(0.01)
+    assert inspect.getcoroutinestate(coroutine) == inspect.CORO_CLOSED
+    threads.close()
 
 
 async def test_a_timeout_that_the_environment_raises_itself_is_its_own_error() -> None:

@@ -13,6 +13,7 @@ are daemon threads.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -116,6 +117,7 @@ class _Thread:
 def _deliver(item: _Call, ran: Ran) -> None:
     def settle() -> None:
         if item.future.done():
+            _discard(ran.result)
             item.on_late()
         else:
             item.future.set_result(ran)
@@ -124,4 +126,10 @@ def _deliver(item: _Call, ran: Ran) -> None:
         item.future.get_loop().call_soon_threadsafe(settle)
     except RuntimeError:
         # The loop is closed: the worker has ended, and an abandoned call came back after it.
-        return
+        _discard(ran.result)
+
+
+def _discard(result: Any) -> None:
+    """Close a coroutine: Python warns of one that nobody awaits."""
+    if inspect.iscoroutine(result):
+        result.close()
