@@ -22,7 +22,7 @@ from headrace.validation import validate
 from headrace_workers.episode import Episode
 from headrace_workers.policies import ServedPolicies
 from headrace_workers.policies.images import png
-from headrace_workers.policy_check import Server, Subject, turn_checks
+from headrace_workers.policy_check import CheckedServer, CheckTarget, turn_checks
 from headrace_workers.renderers import Prompt, Reply, Said, Standing, Tools, make_renderer
 from tests.workers.fakes import assignment, failure_of, plan, tools
 from tests.workers.models import make_model
@@ -161,8 +161,8 @@ async def test_a_server_that_takes_no_images_is_named() -> None:
 async def test_the_check_of_a_server_tells_how_many_tokens_an_image_is() -> None:
     async with serving_vision(VisionEngine(17)) as engine, aiohttp.ClientSession() as session:
         policies = ServedPolicies(default_endpoints=[engine.url], clock=time.monotonic)
-        subject = Subject(
-            server=Server(session, engine.url, "policy", 10.0),
+        target = CheckTarget(
+            server=CheckedServer(session, engine.url, "policy", 10.0),
             renderer=Twenty(),
             encode=lambda text: [1],
             decode=lambda ids: "",
@@ -170,7 +170,7 @@ async def test_the_check_of_a_server_tells_how_many_tokens_an_image_is() -> None
             tolerance=0.1,
         )
         try:
-            assert await turn_checks.image(subject) == "an image of 64 × 64 pixels is 17 tokens"
+            assert await turn_checks.image(target) == "an image of 64 × 64 pixels is 17 tokens"
         finally:
             await policies.close()
     assert engine.images[0][0].startswith(b"\x89PNG")
