@@ -19,7 +19,7 @@ from headrace.client.async_client import AsyncClient
 from headrace.errors import RequestTooLarge, Unavailable
 from headrace.wire import codec, messages
 from headrace_workers.worker.connection import EpochFence, OrchestratorConnection
-from headrace_workers.worker.spool import Entry, Spool
+from headrace_workers.worker.spool import Spool, SpoolEntry
 from headrace_workers.worker.submitter import Submitter
 from tests.orchestrator.serving import Api, orchestrator, record_for, submission
 
@@ -140,7 +140,7 @@ async def test_g04_a_body_that_a_proxy_refuses_names_the_limit_and_stays_in_the_
         spool = Spool(1 << 30)
         for attempt in attempts:
             record = record_for(attempt) if attempt is not attempts[0] else large
-            spool.add(Entry(attempt, codec.encode(record)))
+            spool.add(SpoolEntry(attempt, codec.encode(record)))
         connection = OrchestratorConnection(url, worker="worker-1", token="", fence=EpochFence())
         with pytest.raises(RequestTooLarge, match=r"refused a body of \d{7} bytes with 413.*max_body_bytes"):
             await connection.submit([(entry.key, entry.record) for entry in spool.entries()])

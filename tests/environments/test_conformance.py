@@ -234,13 +234,15 @@ def test_the_global_generators_are_put_back():
 @pytest.mark.component("bubblewrap")
 def test_an_environment_that_runs_programs_has_a_sandbox_in_the_check():
     class Runs:
-        surroundings: Any = None
+        environment_context: Any = None
 
         def reset(self, seed=None):
             return "Write a program.", {}
 
         async def step(self, action):
-            result = await self.surroundings.sandbox.run_code(PythonProgram(code="print(6 * 7)"), Limits(wall_s=20))
+            result = await self.environment_context.sandbox.run_code(
+                PythonProgram(code="print(6 * 7)"), Limits(wall_s=20)
+            )
             return result.stdout.text, 1.0, True, False, {}
 
     assert check_environment(Runs, seeds=[0], actions=["x"]) == []

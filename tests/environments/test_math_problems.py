@@ -30,7 +30,7 @@ async def graders() -> AsyncIterator[BoundedCalls]:
 
 async def reward(graders: BoundedCalls, answer: str, reference: Any) -> float:
     environment = MathProblems(example={"question": "?", "answer": reference}, grader_s=30.0)
-    environment.surroundings = lent(graders)
+    environment.environment_context = lent(graders)
     await environment.reset(0)
     return (await environment.step(f"So it is \\boxed{{{answer}}}.")).reward
 

@@ -17,7 +17,7 @@ from headrace_sandbox.pool.pool import Pool
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import Command, Sandbox, Template
 from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
-from headrace_workers.environment_context import Surroundings
+from headrace_workers.environment_context import EnvironmentContext
 from headrace_workers.sandboxes import WorkerSandbox
 from tests.sandbox.serving import service
 from tests.workers.fakes import Script, play, say
@@ -105,7 +105,7 @@ class RunsShort:
     """Its one step runs the command that is killed at once."""
 
     def __init__(self) -> None:
-        self.surroundings: Surroundings | None = None
+        self.surroundings: EnvironmentContext | None = None
 
     def reset(self, seed: int | None = None) -> Any:
         return "go", {}

@@ -8,7 +8,7 @@ import pytest
 
 from headrace.trajectory import Trajectory
 from headrace.validation import validate
-from headrace_workers.episode import Episode
+from headrace_workers.episode import EpisodeRun
 from headrace_workers.policies import ServedPolicies
 from headrace_workers.renderers.bytes_renderer import ASSISTANT, END, USER
 from tests.workers.fakes import Turns, assignment, failure_of, plan, tools
@@ -35,7 +35,7 @@ async def play(api: Any, actions: list[str], *, max_tokens: int = 64) -> Traject
     its_tools.policies = ServedPolicies(default_endpoints=[api.address], clock=time.monotonic)
     spec = plan(sampling={"stop": ["</a>"], "max_tokens": max_tokens})
     try:
-        record = await Episode(its_tools, assignment(), spec).run()
+        record = await EpisodeRun(its_tools, assignment(), spec).run()
     finally:
         await its_tools.policies.close()
         its_tools.threads.close()

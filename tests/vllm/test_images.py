@@ -14,7 +14,7 @@ from examples.tiny_vision_model import IMAGE, IMAGE_TOKENS
 from headrace.assets import AssetData, Image
 from headrace.trajectory import ContentPart, Segment, Trajectory
 from headrace.validation import validate
-from headrace_workers.episode import Episode
+from headrace_workers.episode import EpisodeRun
 from headrace_workers.policies import ServedPolicies
 from headrace_workers.policies.images import data_url, png
 from headrace_workers.policy_check.cli import check_server
@@ -64,7 +64,7 @@ async def play(server: tuple[str, Path], *pictures: Image, **limits: Any) -> tup
     its_tools = tools(None, lambda: Album(*pictures))
     its_tools.policies = ServedPolicies(default_endpoints=[address], clock=time.monotonic)
     policy = {"renderer": "template", "tokenizer": str(model)}
-    episode = Episode(its_tools, assignment(), plan(policy=policy, limits=limits, sampling={"max_tokens": 10}))
+    episode = EpisodeRun(its_tools, assignment(), plan(policy=policy, limits=limits, sampling={"max_tokens": 10}))
     try:
         record = await episode.run()
     finally:

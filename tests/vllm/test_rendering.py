@@ -11,7 +11,7 @@ import pytest
 from examples.tiny_model import write_model
 from headrace.runspec import PolicySpec
 from headrace.trajectory import Message, Sampling
-from headrace_workers.episode import Episode, turn_seed
+from headrace_workers.episode import EpisodeRun, turn_seed
 from headrace_workers.policies import SampleRequest, ServedPolicies
 from headrace_workers.policy_check.cli import check_server
 from headrace_workers.renderers import make_renderer
@@ -79,7 +79,7 @@ async def test_g11_a_stop_string_inside_a_token_cuts_the_text_and_not_the_ids(vl
         assert found is not None
         end, stop = found
         spec = plan(policy=policy, sampling={"stop": [stop], "max_tokens": TOKENS})
-        record = await Episode(its_tools, assignment(sampling_seed=seed), spec).run()
+        record = await EpisodeRun(its_tools, assignment(sampling_seed=seed), spec).run()
     finally:
         await policies.close()
         its_tools.threads.close()

@@ -12,7 +12,7 @@ from headrace.runspec import RunSpec
 from headrace.trajectory import Task, Trajectory, Version, VersionRun
 from headrace.validation import validate
 from headrace.wire.messages import Assignment
-from headrace_workers.episode import Episode, EpisodeTools, RunPlan, make_plan
+from headrace_workers.episode import EpisodeRun, EpisodeTools, RunPlan, make_plan
 from headrace_workers.episode.environment_threads import EnvironmentThreads
 from headrace_workers.policies import InProcessPolicy, Sample, SampleRequest, one_version
 from headrace_workers.renderers.bytes_renderer import END
@@ -157,7 +157,7 @@ async def play_with_assets(
 ) -> tuple[Trajectory, dict[str, AssetData]]:
     """The record, and what it shows."""
     its_tools = tools(policy, environment, clock, sandbox)
-    episode = Episode(its_tools, asked or assignment(), plan(**spec))
+    episode = EpisodeRun(its_tools, asked or assignment(), plan(**spec))
     try:
         record = await episode.run()
     finally:

@@ -13,7 +13,7 @@ from headrace.assets import Image, decode_array
 from headrace.client.async_client import AsyncClient
 from headrace.environment import Step
 from headrace.trajectory import Task, Trajectory
-from headrace_workers.worker.spool import Entry, Spool
+from headrace_workers.worker.spool import Spool, SpoolEntry
 from tests.orchestrator.serving import orchestrator as service
 from tests.workers.fakes import OneTurn, assignment
 from tests.workers.orchestrator import Orchestrator, orchestrating
@@ -103,7 +103,7 @@ async def test_an_image_that_is_refused_costs_its_own_record_only() -> None:
 def test_the_spool_counts_the_bytes_of_images() -> None:
     image = Image(data=pixels(1)).encoded()
     spool = Spool(max_bytes=200)
-    spool.add(Entry(assignment(), b"x" * 64, {image.name: image}))
+    spool.add(SpoolEntry(assignment(), b"x" * 64, {image.name: image}))
     assert spool.size_bytes == 64 + len(image.data)
     assert spool.is_full
     spool.remove((assignment().episode, 1))

@@ -13,7 +13,7 @@ from headrace.environment import Step
 from headrace.errors import PolicyFailure
 from headrace.trajectory import Task, ToolCall, VersionRun
 from headrace.validation import validate
-from headrace_workers.episode import Episode, turn_seed
+from headrace_workers.episode import EpisodeRun, turn_seed
 from headrace_workers.policies import Sample, one_version
 from headrace_workers.renderers.bytes_renderer import ASSISTANT, BOS, END, SYSTEM, USER
 from headrace_workers.renderers.folder_tokenizer import load_tokenizer
@@ -284,7 +284,7 @@ async def test_the_environment_gets_seed_kwargs_and_example_and_is_closed() -> N
 
     asked = assignment(task=Task(environment="n", seed=5, kwargs={"a": 1}, example={"q": 2}))
     its_tools = tools(Script(say("x")), Notes)
-    episode = Episode(its_tools, asked, plan())
+    episode = EpisodeRun(its_tools, asked, plan())
     record = await episode.run()
     await episode.close()
     its_tools.threads.close()

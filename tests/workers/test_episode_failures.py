@@ -16,7 +16,7 @@ from headrace.environment import Step
 from headrace.errors import EnvironmentFailure, PolicyFailure, ToolFailure
 from headrace.trajectory import Message, Task
 from headrace.validation import validate
-from headrace_workers.episode import EnvironmentThreads, Episode
+from headrace_workers.episode import EnvironmentThreads, EpisodeRun
 from headrace_workers.episode.environment_threads import CallAbandonedError
 from tests.workers.fakes import Clock, OneTurn, Script, Turns, assignment, failure_of, plan, play, say, tools
 
@@ -111,7 +111,7 @@ async def test_an_environments_close_that_raises_is_its_failure_whatever_it_rais
             raise KeyboardInterrupt
 
     its_tools = tools(Script(say("x")), Closes)
-    episode = Episode(its_tools, assignment(), plan())
+    episode = EpisodeRun(its_tools, assignment(), plan())
     assert (await episode.run()).status == "finished"
     with pytest.raises(EnvironmentFailure) as caught:
         await episode.close()
@@ -159,7 +159,7 @@ async def test_an_unknown_environment_is_a_failure_that_no_retry_mends() -> None
     its_tools = tools(Script(say("x")), OneTurn)
     its_tools.make_environment = make
     asked = assignment(task=Task(environment="nobody:Knows", seed=0))
-    record = await Episode(its_tools, asked, plan()).run()
+    record = await EpisodeRun(its_tools, asked, plan()).run()
     its_tools.threads.close()
     assert failure_of(record) == ("environment", "unknown-environment", False)
 
@@ -187,7 +187,7 @@ async def test_a_fault_of_the_worker_is_recorded_as_one() -> None:
             raise ZeroDivisionError("oops")
 
     its_tools.policies = Broken()  # type: ignore[assignment]
-    record = await Episode(its_tools, assignment(), plan()).run()
+    record = await EpisodeRun(its_tools, assignment(), plan()).run()
     assert failure_of(record) == ("infrastructure", "worker-fault", True)
 
 
@@ -198,7 +198,7 @@ async def test_a_cancelled_episode_ends_in_a_cancelled_record_with_the_reason() 
         started.set()
         await asyncio.Event().wait()
 
-    episode = Episode(tools(Script(say("x"), never), Turns), assignment(), plan())
+    episode = EpisodeRun(tools(Script(say("x"), never), Turns), assignment(), plan())
     task = asyncio.create_task(episode.run())
     await started.wait()
     episode.cancel_reason = "stale"
@@ -241,10 +241,10 @@ def gate() -> Any:
 
 async def test_a_blocking_environment_does_not_stall_the_others(gate: threading.Event) -> None:
     its_tools = tools(Script(say("x")), lambda name="": Blocks() if name else OneTurn())
-    blocked = Episode(its_tools, assignment(task=Task(environment="b", seed=0, kwargs={"name": "b"})), plan())
+    blocked = EpisodeRun(its_tools, assignment(task=Task(environment="b", seed=0, kwargs={"name": "b"})), plan())
     task = asyncio.create_task(blocked.run())
     for _ in range(20):
-        assert (await Episode(its_tools, assignment(), plan()).run()).status == "finished"
+        assert (await EpisodeRun(its_tools, assignment(), plan()).run()).status == "finished"
     assert not task.done()
     gate.set()
     assert (await task).status == "finished"
@@ -254,13 +254,13 @@ async def test_a_blocking_environment_does_not_stall_the_others(gate: threading.
 
 async def test_a_step_that_does_not_come_back_is_abandoned_and_its_late_result_discarded(gate: threading.Event) -> None:
     its_tools = tools(Script(say("x")), Blocks)
-    episode = Episode(its_tools, assignment(), plan(limits={"environment_timeout_s": 0.05}))
+    episode = EpisodeRun(its_tools, assignment(), plan(limits={"environment_timeout_s": 0.05}))
     record = await episode.run()
     await episode.close()
     assert failure_of(record) == ("environment", "environment-timeout", True)
     assert its_tools.threads.abandoned == 1
     gate.set()
-    again = Episode(its_tools, assignment(), plan())
+    again = EpisodeRun(its_tools, assignment(), plan())
     assert (await again.run()).status == "finished"
     its_tools.threads.close()
 

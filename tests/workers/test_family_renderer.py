@@ -9,7 +9,7 @@ import pytest
 
 from headrace.runspec import PolicySpec
 from headrace.trajectory import Message
-from headrace_workers.renderers import Reply, Standing, make_renderer
+from headrace_workers.renderers import ParsedReply, Standing, make_renderer
 from headrace_workers.renderers.family_renderer import FamilyRenderer, family_of
 from headrace_workers.renderers.folder_tokenizer import load_tokenizer
 from headrace_workers.renderers.template_renderer import TemplateRenderer
@@ -30,7 +30,7 @@ class Qwen:
     def after(self, sampled: str) -> Standing:
         ids = self.tokenizer.encode(sampled)
         prompt = self.renderer.start([USER])
-        reply = Reply(ids, self.renderer.parse(ids))
+        reply = ParsedReply(ids, self.renderer.parse(ids))
         return Standing(prompt.new_ids + ids, len(prompt.new_ids), [USER, reply], prompt.text)
 
     def bridge(self, sampled: str, *new: Message) -> str | None:

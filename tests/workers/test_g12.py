@@ -19,11 +19,11 @@ from headrace.environment import Action
 from headrace.runspec import PolicySpec
 from headrace.trajectory import ContentPart, Message, Placeholder, Tokenizer, Trajectory
 from headrace.validation import validate
-from headrace_workers.episode import Episode
+from headrace_workers.episode import EpisodeRun
 from headrace_workers.policies import ServedPolicies
 from headrace_workers.policies.images import png
 from headrace_workers.policy_check import CheckedServer, CheckTarget, turn_checks
-from headrace_workers.renderers import Prompt, Reply, Said, Standing, Tools, make_renderer
+from headrace_workers.renderers import ParsedReply, Prompt, Said, Standing, Tools, make_renderer
 from tests.workers.fakes import assignment, failure_of, plan, tools
 from tests.workers.models import make_model
 from tests.workers.vision_engine import IMAGE, VisionEngine, serving_vision
@@ -42,7 +42,7 @@ class Twenty:
         ids: list[int] = []
         images: list[str] = []
         for item in conversation:
-            if isinstance(item, Reply):
+            if isinstance(item, ParsedReply):
                 ids += item.token_ids
                 continue
             shown = [part.asset for part in item.content if isinstance(part, ContentPart) and part.type == "image"]
@@ -90,7 +90,7 @@ async def play(engine: VisionEngine, environment: Album, **limits: Any) -> Traje
         its_tools.policies = ServedPolicies(default_endpoints=[engine.url], clock=time.monotonic)
         spec = dataclasses.replace(plan(limits=limits, sampling={"max_tokens": 10}), renderer=Twenty())
         try:
-            record = await Episode(its_tools, assignment(), spec).run()
+            record = await EpisodeRun(its_tools, assignment(), spec).run()
         finally:
             await its_tools.policies.close()
             its_tools.threads.close()

@@ -14,7 +14,7 @@ from headrace.errors import EnvironmentFailure
 from headrace_sandbox.graders import grade_by_file, verdict_of
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import Command, Template
-from headrace_workers.environment_context import Surroundings
+from headrace_workers.environment_context import EnvironmentContext
 from headrace_workers.sandboxes import WorkerSandbox
 from tests.workers.fakes import Script, failure_of, play, say
 from tests.workers.runtimes import bubblewrap
@@ -38,15 +38,15 @@ class TerminalTask:
     """The policy's action is a script; then the grader, another script, says what it is worth."""
 
     def __init__(self, grader: str) -> None:
-        self.surroundings: Surroundings | None = None
+        self.environment_context: EnvironmentContext | None = None
         self.grader = grader
 
     def reset(self, seed: int | None = None) -> Any:
         return "Do it.", {}
 
     async def step(self, action: str) -> Step:
-        assert self.surroundings is not None
-        sandbox = await self.surroundings.sandbox.open(Template(), 60.0)
+        assert self.environment_context is not None
+        sandbox = await self.environment_context.sandbox.open(Template(), 60.0)
         try:
             await sandbox.run(shell(action), LIMITS)
             return Step("", await verdict_of(sandbox, shell(self.grader), LIMITS), True, False, {})

@@ -18,7 +18,7 @@ from headrace.errors import EnvironmentFailure
 from headrace_workers.bounded_calls import BoundedCalls, Exhausted
 from headrace_workers.environments.math_problems import MathProblems
 from headrace_workers.episode import EnvironmentThreads
-from headrace_workers.episode.episode_context import Lent
+from headrace_workers.episode.worker_context import WorkerContext
 from headrace_workers.sandboxes import EpisodeSandbox, WorkerSandbox
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -43,10 +43,10 @@ NO_ANSWERS = ["{" * 200_000, UNICODE, "", "I don't know."]
 RIGHT = r"\boxed{42}"
 
 
-def lent(calls: BoundedCalls) -> Lent:
+def lent(calls: BoundedCalls) -> WorkerContext:
     """Surroundings as a worker gives them, of one set of bounded calls."""
     sandbox = EpisodeSandbox(WorkerSandbox(""), domain="r", clock=time.monotonic)
-    return Lent(sandbox, EnvironmentThreads(time.monotonic), calls, 60.0)
+    return WorkerContext(sandbox, EnvironmentThreads(time.monotonic), calls, 60.0)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -88,7 +88,7 @@ def resident_bytes() -> int:
 async def graded(calls: BoundedCalls, said: str, reference: str) -> tuple[str, float, float]:
     """Outcome (or kind of the failure), reward, and how long it took."""
     environment = MathProblems(example={"problem": "?", "answer": reference}, grader_s=DEADLINE_S)
-    environment.surroundings = lent(calls)
+    environment.environment_context = lent(calls)
     begun_at = time.monotonic()
     try:
         await environment.reset(0)
@@ -136,7 +136,7 @@ async def test_g18_a_reference_that_exhausts_the_grader_is_a_failure_of_the_envi
 
 async def test_g18_an_answer_that_exhausts_the_grader_earns_what_the_environment_says(graders: BoundedCalls) -> None:
     environment = MathProblems(example={"problem": "?", "answer": "42"}, grader_s=0.3, exhausted_reward=-0.5)
-    environment.surroundings = lent(graders)
+    environment.environment_context = lent(graders)
     await environment.reset(0)
     step = await environment.step(ENDLESS[0])
     assert (step.reward, step.info["reward_parts"]) == (-0.5, {"grader_exhausted": -0.5})

@@ -10,7 +10,7 @@ import pytest
 from headrace.wire import messages
 from headrace_workers.worker import worker as module
 from headrace_workers.worker.episode_pace import Pace
-from headrace_workers.worker.spool import Entry, Spool
+from headrace_workers.worker.spool import Spool, SpoolEntry
 from headrace_workers.worker.submitter import Submitter
 from tests.builders import make_id
 from tests.workers.fakes import assignment
@@ -18,8 +18,8 @@ from tests.workers.orchestrator import orchestrating
 from tests.workers.test_worker import working
 
 
-def entry(number: int) -> Entry:
-    return Entry(assignment(episode=make_id(number)), b"record")
+def entry(number: int) -> SpoolEntry:
+    return SpoolEntry(assignment(episode=make_id(number)), b"record")
 
 
 class Connection:

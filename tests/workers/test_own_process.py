@@ -14,7 +14,7 @@ import pytest
 import headrace
 from headrace.trajectory import Task, Trajectory
 from headrace.validation import validate
-from headrace_workers.episode import EnvironmentProcesses, Episode
+from headrace_workers.episode import EnvironmentProcesses, EpisodeRun
 from headrace_workers.episode.runner import EpisodeTools
 from headrace_workers.worker import Worker, WorkerSettings
 from tests.builders import make_id
@@ -42,7 +42,7 @@ def make(environment_id: str, **kwargs: Any) -> Any:
 async def play(its_tools: EpisodeTools, action: str, environment: str = "test:Heavy", **spec: Any) -> Trajectory:
     its_tools.policies = tools(Script(say(action)), OneTurn).policies
     task = Task(environment=environment, seed=5, kwargs=spec.pop("kwargs", {}))
-    episode = Episode(its_tools, assignment(task=task), plan(**spec))
+    episode = EpisodeRun(its_tools, assignment(task=task), plan(**spec))
     record = await episode.run()
     await episode.close()
     validate(record)

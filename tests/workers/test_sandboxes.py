@@ -16,8 +16,8 @@ from headrace_sandbox.host.supervisor import MADE_FOLDER
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import PythonProgram
 from headrace_workers import sandboxes
-from headrace_workers.environment_context import Surroundings
-from headrace_workers.episode import Episode
+from headrace_workers.environment_context import EnvironmentContext
+from headrace_workers.episode import EpisodeRun
 from headrace_workers.sandboxes import EpisodeSandbox, WorkerSandbox, union_s
 from tests.sandbox.memory import MemoryRuntime
 from tests.sandbox.serving import service
@@ -36,16 +36,16 @@ class RunsPrograms:
     """Runs a program in each step, and says what it printed; ends after ``turns``."""
 
     def __init__(self, turns: int = 1, limits: Limits | None = None) -> None:
-        self.surroundings: Surroundings | None = None
+        self.environment_context: EnvironmentContext | None = None
         self.turns, self.limits = turns, limits or Limits()
 
     def reset(self, seed: int | None = None) -> Any:
         return "go", {}
 
     async def step(self, action: str) -> Step:
-        assert self.surroundings is not None
+        assert self.environment_context is not None
         self.turns -= 1
-        ran = await self.surroundings.sandbox.run_code(PROGRAM, self.limits)
+        ran = await self.environment_context.sandbox.run_code(PROGRAM, self.limits)
         return Step(ran.stdout.text, 1.0, self.turns == 0, False, {})
 
 
@@ -134,7 +134,7 @@ async def test_a_service_that_is_busy_is_asked_again_when_it_said() -> None:
 
 
 async def test_a_service_that_stays_busy_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandboxes, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(sandboxes, "OVERHEAD_S", 0.05)
     busy = SandboxFailure("too many wait", kind="busy", retryable=True, retry_after_s=0.01)
     record = await play(Script(say("x")), RunsPrograms, clock=time.monotonic, sandbox=sandbox_of(ScriptedRuntime(busy)))
     assert failure_of(record) == ("sandbox", "busy", True)
@@ -159,7 +159,7 @@ async def test_a_service_shares_itself_fairly_among_runs(tmp_path: Path) -> None
 
 
 async def test_a_runtime_that_hangs_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandboxes, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(sandboxes, "OVERHEAD_S", 0.0)
     hangs = ScriptedRuntime(lambda program: asyncio.sleep(60))
     record = await play(
         Script(say("x")),
@@ -267,16 +267,16 @@ async def test_an_environment_has_threads_for_what_blocks_and_gets_what_was_rais
 
     class Blocks:
         def __init__(self) -> None:
-            self.surroundings: Surroundings | None = None
+            self.environment_context: EnvironmentContext | None = None
 
         async def reset(self, seed: int | None = None) -> Any:
-            assert self.surroundings is not None
-            seen.append(await self.surroundings.call(divmod, 7, 2))
+            assert self.environment_context is not None
+            seen.append(await self.environment_context.call(divmod, 7, 2))
             return "go", {}
 
         async def step(self, action: str) -> Any:
-            assert self.surroundings is not None
-            return await self.surroundings.call(divmod, 1, 0)
+            assert self.environment_context is not None
+            return await self.environment_context.call(divmod, 1, 0)
 
     record = await play(Script(say("x")), Blocks)
     assert seen == [(3, 1)]
@@ -290,20 +290,20 @@ async def test_an_environment_that_was_left_on_a_thread_is_not_closed() -> None:
 
     class Hangs:
         def __init__(self) -> None:
-            self.surroundings: Surroundings | None = None
+            self.environment_context: EnvironmentContext | None = None
 
         def reset(self, seed: int | None = None) -> Any:
             return "go", {}
 
         async def step(self, action: str) -> Any:
-            assert self.surroundings is not None
-            await self.surroundings.call(time.sleep, 0.3)
+            assert self.environment_context is not None
+            await self.environment_context.call(time.sleep, 0.3)
 
         def close(self) -> None:
             closed.append(1)
 
     its_tools = tools(Script(say("x")), Hangs, time.monotonic)
-    episode = Episode(its_tools, assignment(), plan(limits={"environment_timeout_s": 0.05}))
+    episode = EpisodeRun(its_tools, assignment(), plan(limits={"environment_timeout_s": 0.05}))
     record = await episode.run()
     await episode.close()
     its_tools.threads.close()

@@ -20,7 +20,7 @@ from headrace_workers.worker.process import run_worker
 from headrace_workers.worker.worker import WorkerSettings
 
 EXTRAS = {"reasoning-gym": "reasoning_gym"}
-"""Capabilities that follow from what is installed: name and module."""
+"""Capabilities that follow from installed packages: name and module."""
 
 
 LEVELS = ("debug", "info", "warning", "error")
@@ -43,7 +43,7 @@ def _endpoints(_: click.Context, __: click.Parameter, addresses: tuple[str, ...]
 
 
 @click.command(
-    short_help="Run episodes that an orchestrator hands out.",
+    short_help="Run episodes of an orchestrator.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 @click.option(
@@ -56,13 +56,13 @@ def _endpoints(_: click.Context, __: click.Parameter, addresses: tuple[str, ...]
     callback=_orchestrator,
     help="Address of the orchestrator.",
 )
-@click.option("--slots", type=click.IntRange(1), default=64, show_default=True, help="Episodes at a time.")
+@click.option("--slots", type=click.IntRange(1), default=64, show_default=True, help="Concurrent episodes.")
 @click.option(
     "--policy-endpoint",
     "policy_endpoints",
     multiple=True,
     callback=_endpoints,
-    help="Address of a policy server, for runs that name none. May be given again: they then serve one policy.",
+    help="Address of a policy server, for runs that name none. May be repeated: several servers serve one policy.",
 )
 @click.option("--policy", default="", metavar="MODULE:FACTORY", help="Use an in-process policy instead of a server.")
 @click.option(
@@ -70,7 +70,7 @@ def _endpoints(_: click.Context, __: click.Parameter, addresses: tuple[str, ...]
     "imports",
     multiple=True,
     metavar="MODULE|FILE.py",
-    help="Import this first; it registers environments. May be given again.",
+    help="Module or file to import first; it registers environments. May be repeated.",
 )
 @click.option("--pool", default="default", show_default=True, help="Pool that the worker belongs to.")
 @click.option(
@@ -144,12 +144,12 @@ def worker(
 
 
 def default_name() -> str:
-    """A name that no other worker has, now or after a restart."""
+    """Make a name that is unique, also after a restart."""
     return f"{socket.gethostname()}-{os.getpid()}-{new_id()[-6:]}"
 
 
 def read_token(token_file: Path | None) -> str:
-    """The bearer token from the file, or from HEADRACE_TOKEN; empty if there is none. Raises SetupError."""
+    """Read the bearer token from the file or from HEADRACE_TOKEN; empty if absent. Raises SetupError."""
     if token_file is None:
         return os.environ.get("HEADRACE_TOKEN", "").strip()
     token = token_file.read_text().strip()
@@ -159,7 +159,7 @@ def read_token(token_file: Path | None) -> str:
 
 
 def offered(capabilities: str) -> tuple[str, ...]:
-    """All capabilities: those named, and those that follow from what is installed."""
+    """All capabilities: the named ones, and those that follow from installed packages."""
     named = {part.strip() for part in capabilities.split(",") if part.strip()}
     found = {name for name, module in EXTRAS.items() if importlib.util.find_spec(module) is not None}
     return tuple(sorted(named | found))

@@ -1,9 +1,8 @@
-"""What a worker lends its environments: a sandbox for programs, threads for calls that block, and processes for calls
-that may never end.
+"""The context of an environment: a sandbox for programs, threads for blocking calls, processes for unbounded calls.
 
-* An environment that has an attribute ``surroundings`` finds them there before its first ``reset``.
-* Away from a worker (in a notebook, in a check) each program runs in a runtime that is made for it and ended after it:
-  the one that the variable HEADRACE_SANDBOX names, or the default.
+* An environment with an attribute ``environment_context`` has it set before its first ``reset``.
+* Outside a worker (in a notebook, in a check) each program runs in a new runtime that ends with it: the one that the
+  variable HEADRACE_SANDBOX names, or the default.
 """
 
 from __future__ import annotations
@@ -22,50 +21,50 @@ from headrace_workers.bounded_calls import BoundedCalls
 T = TypeVar("T")
 
 
-class RunsPrograms(Protocol):
-    """A sandbox as environments use it. What was a fault of ours raises SandboxFailure."""
+class ProgramRunner(Protocol):
+    """A sandbox as environments use it. A fault of the sandbox raises SandboxFailure."""
 
     async def run(self, command: Command, limits: Limits) -> ExecResult: ...
 
     async def run_code(self, program: PythonProgram, limits: Limits) -> ExecResult: ...
 
     async def open(self, template: Template, ttl_s: float) -> Sandbox:
-        """A sandbox that lives on; whoever opens it closes it."""
+        """Open a persistent sandbox; the caller closes it."""
         ...
 
 
-class Surroundings(Protocol):
-    """What an environment finds."""
+class EnvironmentContext(Protocol):
+    """The services that an environment may use."""
 
     @property
-    def sandbox(self) -> RunsPrograms:
-        """Runs programs."""
+    def sandbox(self) -> ProgramRunner:
+        """The sandbox that runs programs."""
         ...
 
     async def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function that blocks, away from the event loop."""
+        """Call a blocking function outside the event loop."""
         ...
 
     async def bounded(self, function: str, *arguments: Any, time_s: float, memory_bytes: int) -> Any:
-        """Call ``module:name`` in a process of its own, which is killed at the end of its time. Arguments and result
-        are what JSON can hold. Raises headrace_workers.bounded_calls.Exhausted, and EnvironmentFailure."""
+        """Call ``module:name`` in a separate process, which is killed after ``time_s``. Arguments and result must be
+        JSON-able. Raises headrace_workers.bounded_calls.Exhausted, and EnvironmentFailure."""
         ...
 
 
-class Alone:
-    """The surroundings of an environment that no worker runs."""
+class LocalContext:
+    """The context of an environment outside a worker."""
 
     @property
-    def sandbox(self) -> RunsPrograms:
-        """Makes a runtime for each program."""
-        return _MadeForEach(os.environ.get("HEADRACE_SANDBOX", DEFAULT))
+    def sandbox(self) -> ProgramRunner:
+        """The sandbox, with a new runtime for each program."""
+        return _RuntimePerProgram(os.environ.get("HEADRACE_SANDBOX", DEFAULT))
 
     async def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """On a thread of the event loop."""
+        """Call it on a thread of the event loop."""
         return await asyncio.to_thread(function, *arguments)
 
     async def bounded(self, function: str, *arguments: Any, time_s: float, memory_bytes: int) -> Any:
-        """In a process that is started for it."""
+        """Call it in a new process."""
         calls = BoundedCalls()
         try:
             return await calls.call(function, *arguments, time_s=time_s, memory_bytes=memory_bytes)
@@ -73,7 +72,7 @@ class Alone:
             await calls.close()
 
 
-class _MadeForEach:
+class _RuntimePerProgram:
     def __init__(self, name: str) -> None:
         self._name = name
 
@@ -86,7 +85,7 @@ class _MadeForEach:
             return await runtime.run_code(program, limits)
 
     async def open(self, template: Template, ttl_s: float) -> Sandbox:
-        raise not_offered(self._name, "sandboxes that live on outside a worker")
+        raise not_offered(self._name, "persistent sandboxes outside a worker")
 
     @contextlib.asynccontextmanager
     async def _made(self) -> AsyncIterator[Runtime]:
@@ -97,5 +96,5 @@ class _MadeForEach:
             await runtime.close()
 
 
-ALONE = Alone()
-"""For every environment that no worker runs."""
+LOCAL_CONTEXT = LocalContext()
+"""The context of every environment outside a worker."""

@@ -1,8 +1,8 @@
-"""Modules and files named on the command line, which register environments when they are imported.
+"""Imports of modules and files named on the command line, which register environments.
 
-* A module is imported by name; the folder that the worker was started in counts as a place to find it.
+* A module is imported by name; the folder in which the worker was started is searched, too.
 * A path that ends in ``.py`` is imported as a module of the file's name.
-* What cannot be imported stops the worker at its start, with the reason.
+* A failed import stops the worker at its start, with the reason.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _import_file(path: Path) -> None:
     if spec is None or spec.loader is None or not path.exists():
         raise FileNotFoundError(f"there is no file {path}")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # before it runs: its classes can be found by name
+    sys.modules[path.stem] = module  # registered before it runs, so that its classes can be found by name
     try:
         spec.loader.exec_module(module)
     except BaseException:

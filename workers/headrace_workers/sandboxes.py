@@ -1,10 +1,11 @@
 """The sandbox of a worker, and of each of its episodes.
 
-* A worker has one runtime; it is made and tested at the first need, on the worker's event loop.
-* A fault of a sandbox is tried again in a fresh one where it may be, and then ends the attempt; never an observation.
-* The runtime may be a service of the host; then runs share it fairly, and one that is busy is asked again when it said.
-* Waiting for a sandbox, and making one, is no working time of the episode, and the deadline of a step stands still
-  meanwhile; each call of a sandbox has a deadline of its own.
+* A worker has one runtime; it is made and tested at its first use, on the worker's event loop.
+* A sandbox failure is retried in a fresh sandbox if it is retryable, and then ends the attempt; it never becomes an
+  observation.
+* The runtime may be a service of the host; then runs share it fairly, and a busy one is asked again when it says.
+* Waiting for a sandbox, and making one, does not count as working time of the episode, and the deadline of a step stops
+  meanwhile; each call of a sandbox has its own deadline.
 """
 
 from __future__ import annotations
@@ -30,31 +31,31 @@ from headrace_sandbox.runtimes.registry import ready_runtime
 T = TypeVar("T")
 
 TRIES = 3
-"""Of one program: a sandbox that is lost now and then should cost no episode."""
+"""Tries of one program: an occasionally lost sandbox should cost no episode."""
 
 PAUSE_S = 0.2
-"""Before the second try; twice that before the third."""
+"""Pause before the second try; twice that before the third."""
 
-PATIENCE_S = 180.0
-"""For a program beside its own time: to wait for a sandbox, to make one, to kill it. Runtimes have shorter deadlines of
-their own; this one is for a runtime that hangs."""
+OVERHEAD_S = 180.0
+"""Time for a program beyond its own limit: to wait for a sandbox, make one and kill it. Runtimes have shorter deadlines
+of their own; this one is for a runtime that hangs."""
 
 QUEUE_S = 120.0
-"""How long a program may wait for its turn in a service: shorter than the patience, so that the service is heard."""
+"""Longest wait in the queue of a service; below ``OVERHEAD_S``, so that the service's own answer arrives."""
 
 BUSY = "busy"
-"""The kind of failure of a service that has too many waiting; it says when to ask again, and that is no try."""
+"""Failure kind of a service whose queue is full; it says when to ask again, which does not count as a try."""
 
 ASK_AGAIN_S = 10.0
-"""How long a runtime that could not be made is refused without a new try."""
+"""Time for which a runtime that could not be made is refused without a new try."""
 
 
 async def open_runtime(name: str) -> Runtime:
-    """A runtime that passed its self-test, by its name; or the service at an address, such as unix:///path, with the
-    token of the variable HEADRACE_SANDBOX_TOKEN. Raises SandboxFailure."""
+    """Open a runtime by name, after its self-test; or the service at an address, such as unix:///path, with the token
+    of the variable HEADRACE_SANDBOX_TOKEN. Raises SandboxFailure."""
     if "://" not in name:
         if sys.platform == "linux":
-            await asyncio.to_thread(reap)  # what workers left that were killed
+            await asyncio.to_thread(reap)  # remove the leftovers of killed workers
         return await ready_runtime(name)
     client = client_of(name, token=os.environ.get("HEADRACE_SANDBOX_TOKEN", "").strip(), wait_s=QUEUE_S)
     try:
@@ -66,7 +67,7 @@ async def open_runtime(name: str) -> Runtime:
 
 
 class WorkerSandbox:
-    """The sandbox of a worker process. ``name``: of the runtime, or the address of a service; empty: the worker has
+    """The sandbox of a worker process. ``name``: the runtime's name or a service's address; empty: the worker has
     none."""
 
     def __init__(self, name: str, open_: Callable[[str], Awaitable[Runtime]] | None = None) -> None:
@@ -79,13 +80,13 @@ class WorkerSandbox:
 
     @property
     def capabilities(self) -> tuple[str, ...]:
-        """What the worker offers by having it."""
+        """The capabilities that the worker has because of its sandbox."""
         if not self.name:
             return ()
         return ("sandbox",) if "://" in self.name else ("sandbox", f"sandbox:{self.name}")
 
     async def runtime(self, owner: str = "") -> Runtime:
-        """The runtime, for programs of that owner. Raises SandboxFailure ``no-sandbox``, or why it cannot be had."""
+        """The runtime for programs of an owner. Raises SandboxFailure ``no-sandbox``, or the reason why not."""
         if self._runtime is None:
             async with self._opening:
                 if self._runtime is None:
@@ -110,15 +111,15 @@ class WorkerSandbox:
             raise
 
     async def close(self) -> None:
-        """End all that it runs."""
+        """Close the runtime and all its sandboxes."""
         if self._runtime is not None:
             await self._runtime.close()
             self._runtime = None
 
 
 class EpisodeSandbox:
-    """A worker's sandbox in the hands of one episode. ``domain``: of trust, which is its run. ``clock`` is monotonic,
-    in seconds."""
+    """The worker's sandbox as used by one episode. ``domain``: the trust domain, which is its run. ``clock`` is
+    monotonic, in seconds."""
 
     def __init__(self, worker: WorkerSandbox, *, domain: str, clock: Callable[[], float]) -> None:
         self._worker = worker
@@ -129,9 +130,9 @@ class EpisodeSandbox:
         self._ran: list[tuple[float, float]] = []
         self._left_s: float | None = None
         self.deadline: asyncio.Timeout | None = None
-        """Of the step that runs now."""
+        """The deadline of the current step."""
         self.waited_s = 0.0
-        """Time so far in which calls were open and no program ran."""
+        """Time so far in which calls were open but no program ran."""
 
     async def run(self, command: Command, limits: Limits) -> ExecResult:
         """Run a command in a fresh sandbox. Raises SandboxFailure."""
@@ -143,7 +144,7 @@ class EpisodeSandbox:
         return await self._run(limits, lambda runtime: runtime.run_code(program, limits))
 
     async def open(self, template: Template, ttl_s: float) -> Sandbox:
-        """A sandbox that lives on; whoever opens it closes it. What runs in it is not tried again: it is not as it was.
+        """Open a persistent sandbox; the caller closes it. Programs in it are not retried, because its state changed.
         Raises SandboxFailure."""
         with self._counted():
             return await self._tried(template.limits, lambda runtime: runtime.open(template, ttl_s))
@@ -156,7 +157,7 @@ class EpisodeSandbox:
             return result
 
     async def _tried(self, limits: Limits, call: Callable[[Runtime], Awaitable[T]]) -> T:
-        patient_until = self._clock() + PATIENCE_S
+        patient_until = self._clock() + OVERHEAD_S
         number = 1
         while True:
             try:
@@ -171,20 +172,20 @@ class EpisodeSandbox:
             number += 1
 
     async def _try(self, limits: Limits, call: Callable[[Runtime], Awaitable[T]]) -> T:
-        most_s = limits.wall_s + PATIENCE_S
+        most_s = limits.wall_s + OVERHEAD_S
         try:
             async with timeout(most_s):
                 return await call(await self._worker.runtime(self._domain))
         except TimeoutError:
             raise SandboxFailure(
-                f"The sandbox gave no result within {most_s:g} s for a program that may run {limits.wall_s:g} s.",
+                f"The sandbox returned no result within {most_s:g} s for a program that may run {limits.wall_s:g} s.",
                 kind="sandbox-hangs",
                 retryable=True,
             ) from None
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
-        """While calls are open, what passes is waiting, but for the time in which programs run."""
+        """Count the time of open calls as waiting, except the time in which programs run."""
         if self._calls == 0:
             self._begun_at, self._ran, self._left_s = self._clock(), [], _stopped(self.deadline)
         self._calls += 1
@@ -202,7 +203,7 @@ class EpisodeSandbox:
 
 
 def _stopped(deadline: asyncio.Timeout | None) -> float | None:
-    """Let a deadline stand still; gives the seconds that are left until it."""
+    """Stop a deadline; returns the seconds left until it."""
     when = None if deadline is None else deadline.when()
     if deadline is None or when is None:
         return None
@@ -211,7 +212,7 @@ def _stopped(deadline: asyncio.Timeout | None) -> float | None:
 
 
 def union_s(intervals: list[tuple[float, float]]) -> float:
-    """How long at least one of these intervals of time lasted."""
+    """The length of the union of time intervals, in seconds."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))

@@ -48,7 +48,7 @@ class BoundedCalls:
     """All bounded calls of a worker."""
 
     def __init__(self) -> None:
-        self._server: _Server | None = None
+        self._server: _ServerProcess | None = None
         self._starting = asyncio.Lock()
 
     async def call(self, function: str, *arguments: Any, time_s: float, memory_bytes: int) -> Any:
@@ -87,12 +87,12 @@ class BoundedCalls:
             await self._server.close()
             self._server = None
 
-    async def _running(self) -> _Server:
+    async def _running(self) -> _ServerProcess:
         async with self._starting:
             if self._server is None or not self._server.lives:
                 if self._server is not None:
                     await self._server.close()
-                self._server = await _Server.started()
+                self._server = await _ServerProcess.started()
             return self._server
 
 
@@ -104,7 +104,7 @@ def _value(function: str, answer: dict[str, Any]) -> Any:
     return answer["value"]
 
 
-class _Server:
+class _ServerProcess:
     """The process, and those who wait for its answers."""
 
     def __init__(
@@ -118,7 +118,7 @@ class _Server:
         self._reading = asyncio.create_task(self._read())
 
     @classmethod
-    async def started(cls) -> _Server:
+    async def started(cls) -> _ServerProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(

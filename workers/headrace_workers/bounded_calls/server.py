@@ -55,7 +55,7 @@ CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL)
 """Ends of a process whose stack overflowed."""
 
 
-class Child:
+class CallProcess:
     """A process for calls. ``call``: the one that it carries out."""
 
     def __init__(self, pid: int, requests: int, answers: int, modules: int) -> None:
@@ -93,15 +93,15 @@ class Child:
             return file.read().rpartition(")")[2].split()
 
 
-class Server:
+class CallServer:
     """All children."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._selector = selectors.DefaultSelector()
         self._selector.register(connection, selectors.EVENT_READ)
-        self._children: dict[int, Child] = {}
-        self._idle: list[Child] = []
+        self._children: dict[int, CallProcess] = {}
+        self._idle: list[CallProcess] = []
         self._queue: deque[dict[str, Any]] = deque()
         self._asked = b""
         self._libc = ctypes.CDLL(None)
@@ -153,7 +153,7 @@ class Server:
         elif len(self._children) < MOST_CHILDREN:
             self._fork().begin(self._queue.popleft())
 
-    def _fork(self) -> Child:
+    def _fork(self) -> CallProcess:
         theirs, requests = os.pipe()
         answers, said = os.pipe()
         pid = os.fork()
@@ -169,7 +169,7 @@ class Server:
                 os._exit(0)
         os.close(theirs)
         os.close(said)
-        child = self._children[answers] = Child(pid, requests, answers, len(self._modules))
+        child = self._children[answers] = CallProcess(pid, requests, answers, len(self._modules))
         self._selector.register(answers, selectors.EVENT_READ)
         return child
 
@@ -179,7 +179,7 @@ class Server:
             if child.call is not None and now >= child.look_at:
                 self._look_at(child, child.call, now)
 
-    def _look_at(self, child: Child, call: dict[str, Any], now: float) -> None:
+    def _look_at(self, child: CallProcess, call: dict[str, Any], now: float) -> None:
         if not child.is_long and child.computed_s() - child.computed_before_s >= BEGUN_S:
             child.is_long = True
             os.setpriority(os.PRIO_PROCESS, child.pid, LONG_NICE)
@@ -193,12 +193,12 @@ class Server:
         else:
             self._kill(child, call, {"exhausted": "time"})
 
-    def _kill(self, child: Child, call: dict[str, Any], answer: dict[str, Any]) -> None:
+    def _kill(self, child: CallProcess, call: dict[str, Any], answer: dict[str, Any]) -> None:
         os.kill(child.pid, signal.SIGKILL)  # its end may take a while; nobody waits for it
         child.call = None
         self._answer(call, answer)
 
-    def _read_answer(self, child: Child) -> None:
+    def _read_answer(self, child: CallProcess) -> None:
         data = os.read(child.answers, READ_BYTES)
         child.said += data
         if not data:
@@ -213,13 +213,13 @@ class Server:
             else:
                 self._idle.append(child)
 
-    def _dismiss(self, child: Child) -> None:
+    def _dismiss(self, child: CallProcess) -> None:
         """Let it end; it is forgotten when it has."""
         if child.requests >= 0:
             os.close(child.requests)
             child.requests = -1
 
-    def _ended(self, child: Child) -> None:
+    def _ended(self, child: CallProcess) -> None:
         _, status = os.waitpid(child.pid, 0)
         self._selector.unregister(child.answers)
         os.close(child.answers)
@@ -241,7 +241,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    Server(connection).serve()
+    CallServer(connection).serve()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from headrace.environment import Step
 from headrace.errors import InvalidRequest
 from headrace_sandbox.graders import Case, CaseResult, grade
 from headrace_sandbox.result import Limits
-from headrace_workers.environment_context import ALONE, Surroundings
+from headrace_workers.environment_context import LOCAL_CONTEXT, EnvironmentContext
 from headrace_workers.environments.answers import FORMAT_ERROR, last_block
 from headrace_workers.environments.call_order import out_of_order
 from headrace_workers.environments.case_rows import tests_of
@@ -49,7 +49,7 @@ class CodeProblems:
     ) -> None:
         if (path is None) == (example is None):
             raise InvalidRequest("Give `path`, a file of rows, or `example`, one row.")
-        self.surroundings: Surroundings = ALONE
+        self.environment_context: EnvironmentContext = LOCAL_CONTEXT
         self._path = path
         self._example = example
         self._max_tests = max_tests
@@ -75,7 +75,9 @@ class CodeProblems:
         source = last_block(action)
         if source is None:
             return _end("No block of code was found.", {"outcome": "format_error"}, "format_error", FORMAT_ERROR)
-        results = await grade(self.surroundings.sandbox, source, tests, self._limits, stop_early=not self._partial)
+        results = await grade(
+            self.environment_context.sandbox, source, tests, self._limits, stop_early=not self._partial
+        )
         return self._graded(results, len(tests))
 
     def _graded(self, results: list[CaseResult], count: int) -> Step:

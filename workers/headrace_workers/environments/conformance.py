@@ -37,14 +37,14 @@ import numpy as np
 from headrace.assets import Image
 from headrace.errors import RequestError
 from headrace.trajectory import ContentPart
-from headrace_workers.environment_context import ALONE
+from headrace_workers.environment_context import LOCAL_CONTEXT
 from headrace_workers.renderers.tool_calls import taken_apart
 
 DEFAULT_ACTIONS = (r"\boxed{1}", r"\boxed{2}", r"\boxed{1 1}", r"\boxed{2 1}", "hello", "")
 """Actions that some environment understands; an author gives those that lead far into an episode of theirs."""
 
 
-class Problem(NamedTuple):
+class ProtocolViolation(NamedTuple):
     """One way in which the environment breaks the protocol."""
 
     check: str
@@ -57,7 +57,7 @@ class Problem(NamedTuple):
 class _Broken(Exception):
     def __init__(self, check: str, message: str) -> None:
         super().__init__(message)
-        self.problem = Problem(check, message)
+        self.problem = ProtocolViolation(check, message)
 
 
 def check_environment(
@@ -66,14 +66,14 @@ def check_environment(
     actions: Sequence[str] = DEFAULT_ACTIONS,
     seeds: Sequence[int] = (0, 1, 2),
     max_steps: int = 32,
-) -> list[Problem]:
+) -> list[ProtocolViolation]:
     """All problems found, each once; an empty list means that the environment keeps the protocol.
 
     ``factory`` makes a fresh environment. For each seed and each action in ``actions`` an episode is played that
     starts at that action and goes round the list, ``max_steps`` long at most. Call it outside a running event loop:
     coroutines of the environment are run in a loop of its own.
     """
-    found: dict[Problem, None] = {}
+    found: dict[ProtocolViolation, None] = {}
     with asyncio.Runner() as runner:
         for seed in seeds:
             for start in range(len(actions)):
@@ -92,8 +92,8 @@ class _Player:
 
     def make(self) -> Any:
         environment = self._factory()
-        if hasattr(environment, "surroundings"):
-            environment.surroundings = ALONE
+        if hasattr(environment, "environment_context"):
+            environment.environment_context = LOCAL_CONTEXT
         return environment
 
     def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
@@ -144,29 +144,35 @@ async def _awaited(value: Any) -> Any:
     return await value
 
 
-def _check_plan(player: _Player, seed: int, plan: Sequence[str]) -> list[Problem]:
+def _check_plan(player: _Player, seed: int, plan: Sequence[str]) -> list[ProtocolViolation]:
     try:
         return _problems(player, seed, plan)
     except _Broken as broken:
         return [broken.problem]
 
 
-def _problems(player: _Player, seed: int, plan: Sequence[str]) -> list[Problem]:
+def _problems(player: _Player, seed: int, plan: Sequence[str]) -> list[ProtocolViolation]:
     problems = []
     before = _generator_state()
     environment = player.make()
     alone = player.play(environment, seed, plan)
     if _generator_state() != before:
-        problems.append(Problem("global-generators", "a module-wide random generator was seeded or drawn from"))
+        problems.append(
+            ProtocolViolation("global-generators", "a module-wide random generator was seeded or drawn from")
+        )
     if player.play(environment, seed, plan) != alone:
-        problems.append(Problem("seed-fixes-all", "the same instance, reset with the same seed, played differently"))
+        problems.append(
+            ProtocolViolation("seed-fixes-all", "the same instance, reset with the same seed, played differently")
+        )
     with _other_generators():
         if player.play(player.make(), seed, plan) != alone:
-            problems.append(Problem("seed-fixes-all", "a fresh instance with the same seed played differently"))
+            problems.append(
+                ProtocolViolation("seed-fixes-all", "a fresh instance with the same seed played differently")
+            )
     beside = [player.steps(player.make(), seed, plan), player.steps(player.make(), seed, plan)]
     for expected in alone:
         if any(next(episode, None) != expected for episode in beside):
-            problems.append(Problem("own-state", "two instances played side by side influence each other"))
+            problems.append(ProtocolViolation("own-state", "two instances played side by side influence each other"))
             break
     return problems
 

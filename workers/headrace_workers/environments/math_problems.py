@@ -18,7 +18,7 @@ from typing import Any
 from headrace.environment import Step
 from headrace.errors import EnvironmentFailure, InvalidRequest, MissingExtra
 from headrace_workers.bounded_calls import Exhausted
-from headrace_workers.environment_context import ALONE, Surroundings
+from headrace_workers.environment_context import LOCAL_CONTEXT, EnvironmentContext
 from headrace_workers.environments.answers import FORMAT_ERROR, last_boxed
 from headrace_workers.environments.arithmetic import read_number
 from headrace_workers.environments.call_order import out_of_order
@@ -60,7 +60,7 @@ class MathProblems:
                 "Mathematical problems are graded by math-verify, which is not installed.",
                 hint="pip install 'headrace[math]' where the workers run.",
             )
-        self.surroundings: Surroundings = ALONE
+        self.environment_context: EnvironmentContext = LOCAL_CONTEXT
         self._path = path
         self._example = example
         self._bounds: dict[str, Any] = {"time_s": grader_s, "memory_bytes": grader_mib << 20}
@@ -70,7 +70,7 @@ class MathProblems:
     async def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
         """Choose a row, see that its answer can be graded, and ask its question."""
         path = self._path
-        row = self._example if path is None else await self.surroundings.call(row_of, path, seed)
+        row = self._example if path is None else await self.environment_context.call(row_of, path, seed)
         assert row is not None
         question = next((row[key] for key in QUESTION_KEYS if isinstance(row.get(key), str)), None)
         if question is None or "answer" not in row:
@@ -85,7 +85,7 @@ class MathProblems:
         if self._reference is None:
             raise out_of_order(self)
         reference, self._reference = self._reference, None
-        answer = last_boxed(action) if len(action) < LONG else await self.surroundings.call(last_boxed, action)
+        answer = last_boxed(action) if len(action) < LONG else await self.environment_context.call(last_boxed, action)
         if answer is None:
             return _end("No answer in the form \\boxed{answer} was found.", "format_error", FORMAT_ERROR)
         try:
@@ -101,14 +101,14 @@ class MathProblems:
         numbers = read_number(answer), read_number(reference)
         if None not in numbers:
             return numbers[0] == numbers[1]
-        return bool(await self.surroundings.bounded(f"{JUDGE}:same", answer, reference, **self._bounds))
+        return bool(await self.environment_context.bounded(f"{JUDGE}:same", answer, reference, **self._bounds))
 
     async def _check(self, reference: str) -> None:
         """Raises EnvironmentFailure ``bad-reference``."""
         if read_number(reference) is not None or reference in _checked:
             return
         try:
-            is_readable = await self.surroundings.bounded(f"{JUDGE}:readable", reference, **self._bounds)
+            is_readable = await self.environment_context.bounded(f"{JUDGE}:readable", reference, **self._bounds)
         except Exhausted as exhausted:
             raise _bad_reference(f"exhausts the grader ({exhausted})", reference, retryable=True) from exhausted
         if not is_readable:

@@ -21,7 +21,7 @@ from headrace.errors import EnvironmentFailure, InvalidRequest
 from headrace.trajectory import ContentPart, ToolCall
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import PythonProgram
-from headrace_workers.environment_context import ALONE, Surroundings
+from headrace_workers.environment_context import LOCAL_CONTEXT, EnvironmentContext
 from headrace_workers.environments.answers import fenced_blocks
 
 OPEN, CLOSE = "<python>", "</python>"
@@ -37,7 +37,7 @@ INSTRUCTIONS = (
 LAST_CALL = "That was your last program: now give your final answer."
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PythonToolSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the tool is set, as ``kwargs["python"]`` has it.
 
     ``max_uses``: calls of an episode. ``reward``: for each call; ``success_reward`` if the program ended with 0,
@@ -57,13 +57,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class PythonTool:
-    """The environment of this id with the tool. ``python``: see ``Settings``; other arguments are the environment's."""
+    """An environment with the tool. ``python``: see ``PythonToolSettings``; other arguments are the environment's."""
 
     def __init__(self, environment_id: str, *, python: dict[str, Any] | None = None, **kwargs: Any) -> None:
         try:
-            self._settings = msgspec.convert(python or {}, Settings)
+            self._settings = msgspec.convert(python or {}, PythonToolSettings)
         except msgspec.ValidationError as error:
-            known = ", ".join(Settings.__struct_fields__)
+            known = ", ".join(PythonToolSettings.__struct_fields__)
             raise InvalidRequest(f"kwargs['python']: {error}.", hint=f"It takes {known}.") from error
         self._environment: Any = make(environment_id, **kwargs)
         if hasattr(self._environment, "next_agent"):
@@ -78,15 +78,15 @@ class PythonTool:
             kept_bytes=self._settings.output_bytes,
         )
         self._blocks = getattr(self._environment, "blocking", True) is not False
-        self.surroundings: Surroundings = ALONE
+        self.environment_context: EnvironmentContext = LOCAL_CONTEXT
         self.reads_calls = getattr(self._environment, "reads_calls", False) is True
         self.version = str(getattr(self._environment, "version", ""))
         self._uses = 0
 
     async def reset(self, seed: int | None = None) -> tuple[Observation, dict[str, Any]]:
         """Reset the environment, and say what the tool does."""
-        if hasattr(self._environment, "surroundings"):
-            self._environment.surroundings = self.surroundings
+        if hasattr(self._environment, "environment_context"):
+            self._environment.environment_context = self.environment_context
         self._uses = 0
         observation, info = await self._call(self._environment.reset, seed)
         settings = self._settings
@@ -99,7 +99,7 @@ class PythonTool:
         if program is None:
             return await self._call(self._environment.step, action)
         self._uses += 1
-        result = await self.surroundings.sandbox.run_code(PythonProgram(code=program), self._limits)
+        result = await self.environment_context.sandbox.run_code(PythonProgram(code=program), self._limits)
         return self._seen(program, result)
 
     async def close(self) -> None:
@@ -148,7 +148,7 @@ class PythonTool:
         return "Code execution result: " + "\n".join(lines) + "\n"
 
     async def _call(self, method: Any, *arguments: Any) -> Any:
-        answer = await self.surroundings.call(method, *arguments) if self._blocks else method(*arguments)
+        answer = await self.environment_context.call(method, *arguments) if self._blocks else method(*arguments)
         return await answer if inspect.isawaitable(answer) else answer
 
 

@@ -1,6 +1,6 @@
-"""Makes the record of an attempt, also of one that never began.
+"""Trajectory records of attempts, including attempts that never began.
 
-* A record names its run, group, episode and attempt as they were assigned.
+* A record names its run, group, episode and attempt as assigned.
 * A failed record without segments is always possible, so no attempt ends without one.
 """
 
@@ -28,8 +28,8 @@ from headrace.trajectory import (
 from headrace.wire.messages import Assignment
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How an attempt ended, and what is there of it."""
+class AttemptOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of an attempt, with the parts of its record."""
 
     status: Status
     stop_reason: StopReason
@@ -50,8 +50,8 @@ def headrace_version() -> str:
     return version("headrace")
 
 
-def record_of(assignment: Assignment, outcome: Outcome, *, trajectory_id: str, worker: str) -> Trajectory:
-    """The trajectory of an attempt that ended so."""
+def record_of(assignment: Assignment, outcome: AttemptOutcome, *, trajectory_id: str, worker: str) -> Trajectory:
+    """Make the trajectory of an attempt with this outcome."""
     return Trajectory(
         id=trajectory_id,
         run=assignment.run,
@@ -80,6 +80,6 @@ def record_of(assignment: Assignment, outcome: Outcome, *, trajectory_id: str, w
     )
 
 
-def failed(error: EpisodeFailure) -> Outcome:
-    """The outcome of an attempt that failed with nothing to show."""
-    return Outcome(status="failed", stop_reason="failure", failure=Failure.of(error))
+def failed(error: EpisodeFailure) -> AttemptOutcome:
+    """The outcome of an attempt that failed before its first turn."""
+    return AttemptOutcome(status="failed", stop_reason="failure", failure=Failure.of(error))

@@ -1,15 +1,15 @@
-"""What an environment hands over, checked and copied where it enters the worker.
+"""The environment adapter: checks and copies everything that an environment returns.
 
-* A step is a snapshot: what the environment does with its objects afterwards changes nothing that was stored.
+* A step is a snapshot: later changes of the environment to its objects change nothing that was stored.
 * A reward is a finite number between -1e100 and 1e100; anything else is a failure of the environment, never a score.
-* Infos keep their JSON-able part within bounds; what is left out is named in the info under ``dropped``.
+* Infos keep their JSON-able part within bounds; omitted parts are named in the info under ``dropped``.
 * An observation is text, or parts of text and images; anything else is refused with its type.
-* An image is copied and named when it is seen: a buffer that is drawn into again was stored as it was.
-* An observation that is larger than any context is refused; cut, it would be one that the environment never made.
+* An image is copied and named at once, so that a buffer may be reused for the next image.
+* An observation larger than any context is refused; truncated, it would be one that the environment never returned.
 
-Keys of an info that have a place of their own in the record and are not repeated in ``infos``: ``reward_parts``
+Keys of an info with their own field in the record, which are not repeated in ``infos``: ``reward_parts``
 (named floats), ``tool_calls`` (a list of ``ToolCall``), ``history`` (a list of ``{"role", "content"}`` that replaces
-all that the agent has seen, the new observation included: a history edit, which starts a new segment).
+all that the agent has seen, including the new observation: a history edit, which starts a new segment).
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ from headrace.validation import MAX_REWARD
 from headrace_workers.episode.json_copies import is_unicode, json_part
 
 AGENT = "agent"
-"""Name of the agent of a single-agent environment."""
+"""Name of the agent in a single-agent environment."""
 
 ROLES = ("system", "user", "assistant", "tool")
 """Roles that a message of a history may have."""
 
 OWN_PLACE = frozenset({"reward_parts", "tool_calls", "history"})
-"""Keys of an info that are stored elsewhere."""
+"""Keys of an info that have their own field in the record."""
 
 MAX_OBSERVATION = 16 << 20
-"""Characters of one observation, and of one history: some four million tokens."""
+"""Most characters of one observation or history: some four million tokens."""
 
 MAX_PARTS = 10_000
-"""Parts of one observation, messages of one history, tool calls of one turn."""
+"""Most parts of one observation, messages of one history, and tool calls of one turn."""
 
 
 MAX_IMAGE_BYTES = 64 << 20
-"""Of one image: a photograph without compression. A picture of the screen has some 8 MB."""
+"""Most bytes of one image: an uncompressed photograph. A screenshot has some 8 MB."""
 
 Content = str | list[ContentPart]
-"""An observation as it is stored: images by the names of their assets."""
+"""An observation as stored: images by the names of their assets."""
 
 
-class _Named(NamedTuple):
-    """An image that is copied and named."""
+class _NamedImage(NamedTuple):
+    """A copied image with its name."""
 
     asset: AssetData
     text: str
 
 
-class Seen(msgspec.Struct, frozen=True):
-    """One answer of an environment, by agent, and the images in it. After a reset only observations, history and info
-    are filled."""
+class EnvironmentAnswer(msgspec.Struct, frozen=True):
+    """One answer of an environment, by agent, with its images. After a reset only observations, history and info are
+    set."""
 
     observations: dict[str, Content]
     rewards: dict[str, float]
@@ -72,8 +72,8 @@ class Seen(msgspec.Struct, frozen=True):
 
 
 def name_images(answer: Any) -> Any:
-    """The answer of a ``reset`` or ``step`` with the images of its observations copied and named. To be called where
-    the environment runs, since a large image takes milliseconds; what is wrong with one is said when it is seen."""
+    """Copy and name the images of a ``reset`` or ``step``. Call it where the environment runs, since a large image
+    takes milliseconds; a faulty image is reported later, when the answer is read."""
     if not isinstance(answer, tuple) or not answer:
         return answer
     observation = answer[0]
@@ -89,28 +89,30 @@ def _with_named(observation: Any) -> Any:
     return [_named(part) if isinstance(part, Image) else part for part in observation]
 
 
-def _named(image: Image) -> Image | _Named:
+def _named(image: Image) -> Image | _NamedImage:
     try:
-        return _Named(image.encoded(), image.text)
+        return _NamedImage(image.encoded(), image.text)
     except RequestError:
         return image
 
 
-def seen_reset(result: Any) -> Seen:
+def read_reset(result: Any) -> EnvironmentAnswer:
     """Check and copy what ``reset`` of a single-agent environment returned."""
     observation, info = _unpack(result, 2, "reset", "(observation, info)")
-    look = _Look()
-    return Seen({AGENT: look.observation(observation)}, {}, {}, {}, {}, {}, *_single_info(info, look)[2:], look.assets)
+    look = _ObservationCopier()
+    return EnvironmentAnswer(
+        {AGENT: look.observation(observation)}, {}, {}, {}, {}, {}, *_single_info(info, look)[2:], look.assets
+    )
 
 
-def seen_step(result: Any) -> Seen:
+def read_step(result: Any) -> EnvironmentAnswer:
     """Check and copy what ``step`` of a single-agent environment returned."""
     observation, reward, terminated, truncated, info = _unpack(
         result, 5, "step", "(observation, reward, terminated, truncated, info)"
     )
-    look = _Look()
+    look = _ObservationCopier()
     parts, calls, history, kept = _single_info(info, look)
-    return Seen(
+    return EnvironmentAnswer(
         {AGENT: look.observation(observation)},
         {AGENT: checked_reward(reward, "The reward")},
         parts,
@@ -123,22 +125,22 @@ def seen_step(result: Any) -> Seen:
     )
 
 
-def seen_reset_by_agent(result: Any, agents: list[str]) -> Seen:
+def read_reset_by_agent(result: Any, agents: list[str]) -> EnvironmentAnswer:
     """Check and copy what ``reset`` of a multi-agent environment returned."""
     observations, info = _unpack(result, 2, "reset", "(observations, info), both by agent")
-    look = _Look()
+    look = _ObservationCopier()
     _, _, history, kept = _info_by_agent(info, agents, look)
-    return Seen(_observations(observations, agents, look), {}, {}, {}, {}, {}, history, kept, look.assets)
+    return EnvironmentAnswer(_observations(observations, agents, look), {}, {}, {}, {}, {}, history, kept, look.assets)
 
 
-def seen_step_by_agent(result: Any, agents: list[str]) -> Seen:
+def read_step_by_agent(result: Any, agents: list[str]) -> EnvironmentAnswer:
     """Check and copy what ``step`` of a multi-agent environment returned."""
     observations, rewards, terminated, truncated, info = _unpack(
         result, 5, "step", "(observations, rewards, terminated, truncated, info), each by agent"
     )
-    look = _Look()
+    look = _ObservationCopier()
     parts, calls, history, kept = _info_by_agent(info, agents, look)
-    return Seen(
+    return EnvironmentAnswer(
         _observations(observations, agents, look),
         {name: checked_reward(value, f"The reward of {name}") for name, value in _by_agent(rewards, "rewards", agents)},
         parts,
@@ -152,8 +154,8 @@ def seen_step_by_agent(result: Any, agents: list[str]) -> Seen:
 
 
 def tools_of(info: dict[str, Any], agent: str, agents: list[str] | None) -> list[dict[str, Any]]:
-    """The functions that an agent may call, as the info of a reset lists them under ``tools`` (with several agents,
-    under its name). Raises EnvironmentFailure ``tools-type``."""
+    """The functions that an agent may call, listed under ``tools`` in the info of a reset (with several agents, under
+    its name). Raises EnvironmentFailure ``tools-type``."""
     own = info if agents is None else info.get(agent)
     tools = own.get("tools", []) if isinstance(own, dict) else []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -162,8 +164,8 @@ def tools_of(info: dict[str, Any], agent: str, agents: list[str] | None) -> list
 
 
 def checked_reward(value: Any, what: str) -> float:
-    """A reward as a float. Raises EnvironmentFailure ``reward-not-a-number``, ``reward-not-finite`` or
-    ``reward-out-of-range``."""
+    """Check a reward and return it as a float. Raises EnvironmentFailure ``reward-not-a-number``, ``reward-not-finite``
+    or ``reward-out-of-range``."""
     if type(value) is not float:
         if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
             raise _broken("reward-not-a-number", f"{what} is {value!r} ({type(value).__name__}), not a number.")
@@ -184,7 +186,7 @@ def _as_float(value: Any) -> float:
 
 def _broken(kind: str, detail: str) -> EnvironmentFailure:
     return EnvironmentFailure(
-        detail, hint="Mend the environment; the episode is not scored.", kind=kind, retryable=False
+        detail, hint="Fix the environment; the episode is not scored.", kind=kind, retryable=False
     )
 
 
@@ -201,8 +203,8 @@ def _flag(value: Any, what: str) -> bool:
     raise _broken("flag-not-a-bool", f"{what} is {value!r} ({type(value).__name__}), not a bool.")
 
 
-class _Look:
-    """Copies the observations of one answer; ``assets`` are the images in them."""
+class _ObservationCopier:
+    """Copies the observations of one answer; ``assets`` holds their images."""
 
     def __init__(self) -> None:
         self.assets: list[AssetData] = []
@@ -221,10 +223,10 @@ class _Look:
         )
 
     def _part(self, value: Any) -> ContentPart:
-        if isinstance(value, _Named):
+        if isinstance(value, _NamedImage):
             return self._image(value)
         if isinstance(value, Image):
-            return self._image(_Named(self._encoded(value), value.text))
+            return self._image(_NamedImage(self._encoded(value), value.text))
         if not isinstance(value, ContentPart):
             raise _broken("observation-type", f"A part of an observation is {type(value).__name__}, not a ContentPart.")
         if value.type != "text":
@@ -240,7 +242,7 @@ class _Look:
         except RequestError as error:
             raise _broken("observation-image", str(error)) from error
 
-    def _image(self, image: _Named) -> ContentPart:
+    def _image(self, image: _NamedImage) -> ContentPart:
         size_bytes = len(image.asset.data)
         if size_bytes > MAX_IMAGE_BYTES:
             raise _broken("observation-too-large", f"An image has {size_bytes} bytes; {MAX_IMAGE_BYTES} are the most.")
@@ -275,14 +277,14 @@ def _by_agent(value: Any, what: str, agents: list[str]) -> list[tuple[str, Any]]
     return list(value.items())
 
 
-def _observations(value: Any, agents: list[str], look: _Look) -> dict[str, Content]:
+def _observations(value: Any, agents: list[str], look: _ObservationCopier) -> dict[str, Content]:
     return {name: look.observation(item) for name, item in _by_agent(value, "observations", agents)}
 
 
 _ByAgent = tuple[dict[str, dict[str, float]], dict[str, list[ToolCall]], dict[str, list[Message]], dict[str, Any]]
 
 
-def _single_info(info: Any, look: _Look) -> _ByAgent:
+def _single_info(info: Any, look: _ObservationCopier) -> _ByAgent:
     if type(info) is dict and not info:
         return {}, {}, {}, {}
     parts, calls, history = _own_places(info, AGENT, look)
@@ -295,8 +297,8 @@ def _single_info(info: Any, look: _Look) -> _ByAgent:
     )
 
 
-def _info_by_agent(info: Any, agents: list[str], look: _Look) -> _ByAgent:
-    """An info of a multi-agent environment: what stands under an agent's name is that agent's."""
+def _info_by_agent(info: Any, agents: list[str], look: _ObservationCopier) -> _ByAgent:
+    """Split the info of a multi-agent environment: the value under an agent's name belongs to that agent."""
     if not isinstance(info, dict):
         raise _broken("info-type", f"info is {type(info).__name__}, not a dict.")
     parts: dict[str, dict[str, float]] = {}
@@ -318,7 +320,9 @@ def _info_by_agent(info: Any, agents: list[str], look: _Look) -> _ByAgent:
     return parts, calls, history, json_part(rest)
 
 
-def _own_places(info: Any, agent: str, look: _Look) -> tuple[dict[str, float], list[ToolCall], list[Message] | None]:
+def _own_places(
+    info: Any, agent: str, look: _ObservationCopier
+) -> tuple[dict[str, float], list[ToolCall], list[Message] | None]:
     if not isinstance(info, dict):
         raise _broken("info-type", f"info is {type(info).__name__}, not a dict.")
     return (
@@ -347,7 +351,7 @@ def _tool_call(call: Any) -> ToolCall:
     return msgspec.structs.replace(call, arguments=json_part(call.arguments))
 
 
-def _history(value: Any, agent: str, look: _Look) -> list[Message]:
+def _history(value: Any, agent: str, look: _ObservationCopier) -> list[Message]:
     messages = [_message(item, agent, look) for item in _list(value, "history")]
     _check_size(sum(_size(message.content) for message in messages))
     return messages
@@ -357,7 +361,7 @@ def _size(content: Content) -> int:
     return len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
 
 
-def _message(item: Any, agent: str, look: _Look) -> Message:
+def _message(item: Any, agent: str, look: _ObservationCopier) -> Message:
     if not isinstance(item, dict) or item.get("role") not in ROLES or "content" not in item:
         raise _broken("history-type", "A message of info['history'] is not a dict with a known role and a content.")
     return Message(role=item["role"], content=look.observation(item["content"]), agent=agent)

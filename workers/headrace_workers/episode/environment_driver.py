@@ -1,17 +1,18 @@
-"""Drives one environment: builds it, resets it, steps it, each within its deadline.
+"""The environment driver: builds, resets and steps one environment, each within its deadline.
 
 * A blocking environment runs on a thread; one that declares ``blocking = False`` runs in the event loop; coroutines
-  are awaited there. One that declares ``own_process = True`` runs in a process of its own.
-* Whatever an environment raises becomes an EnvironmentFailure that names the place, the error and its last frames;
-  that holds for KeyboardInterrupt, SystemExit and a CancelledError of its own as well.
-* The next agent is asked, and images are copied, where the step ran, within its deadline.
-* A call that takes longer than its deadline is a failure of the environment, also where it came back in the end.
-* An environment that asks for surroundings gets the episode's sandbox, and threads; what it waits for there is waiting.
+  are awaited there. One that declares ``own_process = True`` runs in a separate process.
+* Every exception of an environment becomes an EnvironmentFailure that names the place, the error and its last frames,
+  including KeyboardInterrupt, SystemExit and a CancelledError of its own.
+* The next agent is determined, and images are copied, where the step ran, within its deadline.
+* A call that exceeds its deadline is a failure of the environment, even if it returns later.
+* An environment with an ``environment_context`` gets the episode's sandbox and threads; time spent waiting for them
+  does not count as working time.
 
-A thread costs some 30 µs of processor time a call, and 50 to 100 µs until its result is there (measured on two cores).
-So an environment whose calls take microseconds should declare ``blocking = False``. Whatever may sleep, do I/O or
-compute for more than about a millisecond should not: while it runs in the event loop, every other episode of the
-worker stands still.
+A thread costs some 30 µs of processor time a call, and 50 to 100 µs of latency (measured on two cores). An environment
+whose calls take microseconds should therefore declare ``blocking = False``. One that may sleep, do I/O or compute for
+more than about a millisecond should not: while it runs in the event loop, every other episode of the worker stands
+still.
 """
 
 from __future__ import annotations
@@ -27,24 +28,24 @@ from headrace.errors import EnvironmentFailure, EpisodeFailure, UnknownEnvironme
 from headrace.trajectory import Task
 from headrace_workers.bounded_calls import BoundedCalls
 from headrace_workers.episode import environment_adapter
-from headrace_workers.episode.environment_adapter import AGENT, Seen
+from headrace_workers.episode.environment_adapter import AGENT, EnvironmentAnswer
 from headrace_workers.episode.environment_processes import EnvironmentProcesses, OwnProcessEnvironment
 from headrace_workers.episode.environment_threads import CallAbandonedError, EnvironmentThreads
-from headrace_workers.episode.episode_context import Lent
-from headrace_workers.episode.error_text import described
+from headrace_workers.episode.error_text import describe_error
+from headrace_workers.episode.worker_context import WorkerContext
 from headrace_workers.sandboxes import EpisodeSandbox
 
-Make = Callable[..., Any]
+MakeEnvironment = Callable[..., Any]
 
 
 class EnvironmentKinds:
-    """Which environments run in the event loop or in a process of their own, by id: learned from the first one of each
-    id."""
+    """The environments that run in the event loop or in a separate process, by id; learned from the first instance of
+    each id."""
 
     def __init__(self) -> None:
         self._inline: set[str] = set()
         self.own_process: dict[str, str] = {}
-        """Versions of environments that run in processes of their own, by id."""
+        """Versions of environments that run in separate processes, by id."""
 
     def runs_inline(self, environment_id: str) -> bool:
         return environment_id in self._inline
@@ -70,7 +71,7 @@ class EnvironmentDriver:
         sandbox: EpisodeSandbox,
         calls: BoundedCalls,
         processes: EnvironmentProcesses,
-        make_environment: Make = make,
+        make_environment: MakeEnvironment = make,
     ) -> None:
         self._task = task
         self._timeout_s = timeout_s
@@ -79,7 +80,7 @@ class EnvironmentDriver:
         self._clock = clock
         self._processes = processes
         self._make = make_environment
-        self._lent = Lent(sandbox, threads, calls, timeout_s)
+        self._context = WorkerContext(sandbox, threads, calls, timeout_s)
         self._inline = kinds.runs_inline(task.environment)
         self._environment: Any = None
         self._hangs = False
@@ -87,13 +88,13 @@ class EnvironmentDriver:
         self.agents: list[str] | None = None
         """All agents of a multi-agent environment; None for a single agent."""
         self.reads_calls = False
-        """Whether the environment is given actions taken apart."""
+        """True if the environment receives parsed actions."""
         self.version = ""
         """The environment's own ``version``, if it has one."""
         self.environment_s = 0.0
         """Working time of all calls so far."""
         self.waiting_s = 0.0
-        """Time that calls waited for a thread or a sandbox."""
+        """Time that calls have waited for a thread or a sandbox."""
         self.last_s = 0.0
         """Working time of the last call."""
 
@@ -101,26 +102,26 @@ class EnvironmentDriver:
         """The agent that acts next; None at the end."""
         return self._due
 
-    async def reset(self, timeout_s: float) -> Seen:
+    async def reset(self, timeout_s: float) -> EnvironmentAnswer:
         """Build and reset the environment, together within the deadline. Raises EnvironmentFailure."""
         result = await self._call("reset", self._build_and_reset, min(timeout_s, self._timeout_s))
-        return self._seen("reset", result, environment_adapter.seen_reset, environment_adapter.seen_reset_by_agent)
+        return self._seen("reset", result, environment_adapter.read_reset, environment_adapter.read_reset_by_agent)
 
-    async def step(self, action: str, timeout_s: float) -> Seen:
-        """One step with the due agent's action. Raises EnvironmentFailure."""
+    async def step(self, action: str, timeout_s: float) -> EnvironmentAnswer:
+        """Step with the due agent's action. Raises EnvironmentFailure."""
         environment = self._environment
         result = await self._call(
             "step", lambda: self._with_due(environment.step(action)), min(timeout_s, self._timeout_s)
         )
-        return self._seen("step", result, environment_adapter.seen_step, environment_adapter.seen_step_by_agent)
+        return self._seen("step", result, environment_adapter.read_step, environment_adapter.read_step_by_agent)
 
     async def close(self) -> None:
-        """Call the environment's ``close``, if it has one. Raises EnvironmentFailure; one that hangs is left alone."""
+        """Call the environment's ``close``, if it exists. Raises EnvironmentFailure. A hanging one is not called."""
         try:
             close = getattr(self._environment, "close", None)
         except BaseException as error:
             raise self._raised("close", error) from error
-        if close is not None and not self._hangs and not self._lent.hangs:
+        if close is not None and not self._hangs and not self._context.hangs:
             await self._call("close", close, self._timeout_s)
 
     def _build_and_reset(self) -> Any:
@@ -131,8 +132,8 @@ class EnvironmentDriver:
         environment = self._environment = self._make(task.environment, **kwargs)
         if getattr(environment, "next_agent", None) is not None:
             self.agents = [str(name) for name in environment.agents]
-        if hasattr(environment, "surroundings"):
-            environment.surroundings = self._lent
+        if hasattr(environment, "environment_context"):
+            environment.environment_context = self._context
         self.reads_calls = getattr(environment, "reads_calls", False) is True
         self.version = str(getattr(environment, "version", ""))
         if not self._inline:
@@ -148,7 +149,7 @@ class EnvironmentDriver:
         return environment.reset(self._task.seed)
 
     def _with_due(self, answer: Any) -> Any:
-        """The answer, for several agents together with the one that acts next."""
+        """Add the agent that acts next to the answer of a multi-agent environment."""
         if not isinstance(answer, tuple) and inspect.isawaitable(answer):
             return answer if self.agents is None else self._awaited_with_due(answer)
         answer = environment_adapter.name_images(answer)
@@ -161,10 +162,10 @@ class EnvironmentDriver:
         self,
         place: str,
         result: Any,
-        look: Callable[[Any], Seen],
-        look_by_agent: Callable[[Any, list[str]], Seen],
-    ) -> Seen:
-        """Check and copy an answer. Its objects are the environment's, so what they raise is its failure too."""
+        look: Callable[[Any], EnvironmentAnswer],
+        look_by_agent: Callable[[Any, list[str]], EnvironmentAnswer],
+    ) -> EnvironmentAnswer:
+        """Check and copy an answer. An exception of its objects is a failure of the environment, too."""
         try:
             if self.agents is None:
                 return look(result)
@@ -231,20 +232,22 @@ class EnvironmentDriver:
         deadline = timeout(timeout_s)
         try:
             async with deadline:
-                self._lent.begin(deadline)
+                self._context.begin(deadline)
                 return await result
         except TimeoutError:
             if deadline.expired():
                 raise CallAbandonedError from None
             raise
         finally:
-            waited_s = self._lent.take_waited_s()
+            waited_s = self._context.take_waited_s()
             self.waiting_s += waited_s
             self.last_s += self._clock() - started_at - waited_s
 
     def _raised(self, place: str, error: BaseException) -> EnvironmentFailure:
         return EnvironmentFailure(
-            f"{place} of {self._task.environment} raised {described(error)}", kind=f"{place}-raised", retryable=True
+            f"{place} of {self._task.environment} raised {describe_error(error)}",
+            kind=f"{place}-raised",
+            retryable=True,
         )
 
     def _late(self, what: str, timeout_s: float) -> EnvironmentFailure:
@@ -257,6 +260,6 @@ class EnvironmentDriver:
 
 
 def _is_being_cancelled() -> bool:
-    """Whether it is the worker that cancels this episode; otherwise the environment raised CancelledError itself."""
+    """Return True if the worker cancels this episode, False if the environment raised CancelledError itself."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0

@@ -1,8 +1,8 @@
-"""What a process for environments does; it runs one at a time.
+"""The process that runs environments, one at a time.
 
-* It plays what it is asked to, over the socket that is its input: make and reset, step, close.
-* What an environment raises is told in words; the process goes on.
-* It ends with the worker, also in the midst of a call.
+* It carries out requests from the socket on its standard input: make and reset, step, close.
+* An exception of an environment is sent as text; the process continues.
+* It ends with the worker, even during a call.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from typing import Any
 from headrace.environment import make
 from headrace.errors import EnvironmentFailure, EpisodeFailure, HeadraceError
 from headrace_workers.episode.environment_adapter import name_images
-from headrace_workers.episode.error_text import described
+from headrace_workers.episode.error_text import describe_error
 from headrace_workers.imports import import_all
 
 NICE = 5
-"""Below the worker, whose event loop all other episodes need."""
+"""Priority below the worker, whose event loop all other episodes need."""
 
 PR_SET_PDEATHSIG = 1
 
 LENGTH = struct.Struct("<I")
-"""Before each message, which is pickled: both sides are this program."""
+"""The length before each message. Messages are pickled: both sides are this program."""
 
 
 class Player:
-    """Plays the environment that was made last."""
+    """Runs the environment that was made last."""
 
     def __init__(self) -> None:
         self._environment: Any = None
         self._runner = asyncio.Runner()
 
     def play(self, what: str, arguments: tuple[Any, ...]) -> Any:
-        """Carry out what is asked."""
+        """Carry out a request."""
         if what == "make":
             return self._make(*arguments)
         if what == "close":
@@ -53,7 +53,7 @@ class Player:
         self._environment = make(environment_id, **kwargs)
         if getattr(self._environment, "next_agent", None) is not None:
             raise EnvironmentFailure(
-                f"{environment_id} has several agents; only those with one run in a process of their own.",
+                f"{environment_id} has several agents; only single-agent environments can run in a separate process.",
                 kind="several-agents",
                 retryable=False,
             )
@@ -68,7 +68,7 @@ async def _awaited(value: Any) -> Any:
 
 
 def answer_to(player: Player, what: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """``ok`` with a value; ``failure`` with what makes one; ``raised`` with an error in words."""
+    """Answer a request: ``ok`` with a value; ``failure`` with its fields; ``raised`` with the error as text."""
     try:
         return "ok", player.play(what, arguments)
     except EpisodeFailure as error:
@@ -76,20 +76,20 @@ def answer_to(player: Player, what: str, arguments: tuple[Any, ...]) -> tuple[An
     except HeadraceError as error:
         return "refused", error.code, error.detail, error.hint
     except BaseException as error:  # noqa: BLE001 - told to the worker, which names it
-        return "raised", described(error)
+        return "raised", describe_error(error)
 
 
 def packed(answer: tuple[Any, ...]) -> bytes:
-    """An answer as bytes; one that cannot be pickled is named."""
+    """Encode an answer; one that cannot be pickled becomes a failure."""
     try:
         data = pickle.dumps(answer)
     except Exception as error:  # noqa: BLE001 - objects of the environment raise what they like
-        data = pickle.dumps(("raised", f"what it returned cannot leave its process: {described(error)}"))
+        data = pickle.dumps(("raised", f"what it returned cannot leave its process: {describe_error(error)}"))
     return LENGTH.pack(len(data)) + data
 
 
 def main() -> None:
-    """Serve the socket that is the input. The arguments are what is imported first."""
+    """Serve the socket on standard input. The arguments are modules to import first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     os.nice(NICE)

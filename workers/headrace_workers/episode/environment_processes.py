@@ -1,9 +1,9 @@
-"""Processes for environments that compute for long: each holds up nothing but itself.
+"""Processes for environments that compute for a long time, so that they block no other episode.
 
-* An environment with ``own_process = True`` on its class runs in a process that is nobody else's meanwhile.
-* A call that does not come back in time is ended with its process, which another replaces.
-* A process that ends under its environment is a failure of that environment, which another try may not meet.
-* Processes are used again, one environment after the other.
+* An environment with ``own_process = True`` on its class has a process to itself while it runs.
+* A call that exceeds its deadline is killed with its process, which is replaced.
+* A process that ends during a call is a retryable failure of its environment.
+* Processes are reused, one environment after the other.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from headrace_workers.episode.environment_process import LENGTH
 START = "from headrace_workers.episode.environment_process import main; main()"
 
 MOST_IDLE = 8
-"""Processes that are kept for the next environments."""
+"""Most idle processes that are kept for the next environments."""
 
 
 class EnvironmentProcesses:
-    """The processes of a worker. ``imports``: what they import first, as the worker did."""
+    """The environment processes of a worker. ``imports``: the modules that they import first, as the worker did."""
 
     def __init__(self, imports: Sequence[str] = ()) -> None:
         self._imports = list(imports)
@@ -36,7 +36,7 @@ class EnvironmentProcesses:
         self._all: set[_Process] = set()
 
     async def take(self) -> _Process:
-        """A process for one environment."""
+        """Take a process for one environment."""
         if self._idle:
             return self._idle.pop()
         process = await _Process.started(self._imports)
@@ -44,7 +44,7 @@ class EnvironmentProcesses:
         return process
 
     async def give_back(self, process: _Process) -> None:
-        """Its environment is closed, or was lost."""
+        """Return a process whose environment was closed or lost."""
         if process.is_usable and len(self._idle) < MOST_IDLE:
             self._idle.append(process)
         else:
@@ -52,14 +52,14 @@ class EnvironmentProcesses:
             await process.end()
 
     async def close(self) -> None:
-        """End all."""
+        """End all processes."""
         self._idle.clear()
-        while self._all:  # some are given back meanwhile
+        while self._all:  # some processes are returned meanwhile
             await self._all.pop().end()
 
 
 class OwnProcessEnvironment:
-    """An environment of this id in a process of its own, as an environment here."""
+    """A proxy of an environment in a separate process."""
 
     def __init__(self, processes: EnvironmentProcesses, environment_id: str, kwargs: dict[str, Any]) -> None:
         self._processes = processes
@@ -68,17 +68,17 @@ class OwnProcessEnvironment:
         self._process: _Process | None = None
 
     async def reset(self, seed: int | None = None) -> Any:
-        """Make and reset it."""
+        """Make and reset the environment."""
         self._process = await self._processes.take()
         await self._ask("make", self._id, self._kwargs)
         return await self._ask("reset", seed)
 
     async def step(self, action: str) -> Any:
-        """One step."""
+        """Step the environment."""
         return await self._ask("step", str(action))
 
     async def close(self) -> None:
-        """Close it, and give its process back."""
+        """Close the environment, and return its process."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -107,7 +107,7 @@ def _value(answer: tuple[Any, ...]) -> Any:
 
 
 class RaisedInProcess(Exception):
-    """What the environment raised, in words: the error itself stayed in its process."""
+    """An exception of the environment as text; the original stayed in its process."""
 
 
 class _Process:
@@ -133,7 +133,8 @@ class _Process:
         return cls(process, reader, writer)
 
     async def ask(self, what: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The answer. Raises EnvironmentFailure ``environment-process-lost``. If it is cancelled, the process ends."""
+        """Send a request and return the answer. Raises EnvironmentFailure ``environment-process-lost``. Cancelling it
+        ends the process."""
         data = pickle.dumps((what, arguments))
         try:
             self._writer.write(LENGTH.pack(len(data)) + data)
@@ -144,17 +145,17 @@ class _Process:
             self._kill()
             raise EnvironmentFailure(
                 f"The process of the environment ended during {what}: {await self._how()}.",
-                hint="Did it crash, or was it killed for memory?",
+                hint="It may have crashed, or was killed for its memory.",
                 kind="environment-process-lost",
                 retryable=True,
             ) from error
         except asyncio.CancelledError:
-            self._kill()  # it may be in the midst of a call that never ends
+            self._kill()  # it may be in a call that never ends
             raise
         return answer
 
     async def end(self) -> None:
-        """End it."""
+        """End the process."""
         self._kill()
         self._writer.close()
         await self._process.wait()
@@ -163,7 +164,7 @@ class _Process:
         self.is_usable = False
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                # Its own method may take its exit code from who waits for it.
+                # Popen's own kill may reap the exit code that `wait` needs.
                 os.kill(self._process.pid, signal.SIGKILL)
 
     async def _how(self) -> str:

@@ -1,13 +1,12 @@
-"""Threads for environments that block.
+"""Threads for blocking environments.
 
-* A blocking environment holds its own thread and nothing else.
-* A call that does not come back in time is abandoned: its thread is replaced and its late result is discarded.
+* A blocking environment occupies its own thread and nothing else.
+* A call that exceeds its deadline is abandoned: its thread is replaced and its late result is discarded.
 * Waiting for a thread is measured apart from running on one.
-* Abandoned calls that have not come back yet are counted; a worker bounds them.
+* Abandoned calls that have not returned yet are counted; the worker bounds them.
 
-There are as many threads as calls at a time, so at most one for each slot of the worker, and one for each abandoned
-call until it ends. The standard pool joins its threads when the process ends and never replaces one that hangs; these
-are daemon threads.
+Each concurrent call has a thread: at most one for each slot of the worker, and one for each abandoned call until it
+ends. The standard library's pool joins its threads at exit and never replaces a hanging one; these are daemon threads.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from headrace.common.timeouts import timeout
 
 
 class CallAbandonedError(Exception):
-    """The call did not come back in time. Its thread goes on alone, and its late result is discarded."""
+    """Raised when a call exceeds its deadline. Its thread continues alone, and its late result is discarded."""
 
 
 class Ran(NamedTuple):
-    """What a call returned, or raised; and how long it waited and ran, in seconds."""
+    """The result or exception of a call, with its waiting and running time in seconds."""
 
     result: Any
     error: BaseException | None
@@ -36,20 +35,20 @@ class Ran(NamedTuple):
 
 
 class EnvironmentThreads:
-    """Threads that are used again. ``clock`` is monotonic, in seconds, and read from all threads."""
+    """A pool of reusable threads. ``clock`` is monotonic, in seconds, and read from all threads."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._idle: list[_Thread] = []
         self.running = 0
-        """Calls that somebody waits for now."""
+        """Calls that are awaited now."""
         self.abandoned = 0
-        """Calls that nobody waits for any more (late, or their episode was cancelled), since the start."""
+        """Calls abandoned since the start (late, or their episode was cancelled)."""
         self.hanging = 0
-        """Abandoned calls that have not come back yet. Each holds a thread."""
+        """Abandoned calls that have not returned yet. Each occupies a thread."""
 
     async def run(self, call: Callable[[], Any], timeout_s: float) -> Ran:
-        """Run a call on a thread. Raises CallAbandonedError after ``timeout_s``; what the call raises is returned."""
+        """Run a call on a thread. Raises CallAbandonedError after ``timeout_s``; returns the call's own exception."""
         thread = self._idle.pop() if self._idle else _Thread(self._clock)
         future: asyncio.Future[Ran] = asyncio.get_running_loop().create_future()
         self.running += 1
@@ -92,7 +91,7 @@ class _Thread:
         threading.Thread(target=self._work, name="environment", daemon=True).start()
 
     def start_call(self, call: Callable[[], Any], future: asyncio.Future[Ran], on_late: Callable[[], None]) -> None:
-        """``on_late`` is called in the event loop if the call comes back after its future was cancelled."""
+        """Start a call. ``on_late`` is called in the event loop if it returns after its future was cancelled."""
         self._calls.put(_Call(call, future, on_late, self._clock()))
 
     def end(self) -> None:
@@ -125,7 +124,7 @@ def _deliver(item: _Call, ran: Ran) -> None:
     try:
         item.future.get_loop().call_soon_threadsafe(settle)
     except RuntimeError:
-        # The loop is closed: the worker has ended, and an abandoned call came back after it.
+        # The loop is closed: the worker has ended, and an abandoned call returned after it.
         _discard(ran.result)
 
 

@@ -1,4 +1,4 @@
-"""Errors of environments in words: the type, the message, and where it was raised."""
+"""Exceptions of environments as text: the type, the message and the last frames."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ LAST_FRAMES = 3
 """Frames of a traceback that a failure quotes: enough to find the line, short enough to store."""
 
 
-def described(error: BaseException) -> str:
-    """An error with its type, its message and the last frames of its traceback."""
+def describe_error(error: BaseException) -> str:
+    """Format an error with its type, its message and the last frames of its traceback."""
     frames = traceback.extract_tb(error.__traceback__)[-LAST_FRAMES:]
     places = [f"{frame.name} ({frame.filename.rpartition('/')[2]}:{frame.lineno})" for frame in reversed(frames)]
     text = f"{type(error).__name__}: {_text_of(error)}".encode(errors="replace").decode()
@@ -20,4 +20,4 @@ def _text_of(error: BaseException) -> str:
     try:
         return str(error)
     except BaseException as another:  # noqa: BLE001 - the error's own code; the failure is named without its text
-        return f"(its text cannot be had: {type(another).__name__})"
+        return f"(its message cannot be formatted: {type(another).__name__})"

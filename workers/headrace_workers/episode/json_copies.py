@@ -1,8 +1,8 @@
-"""Copies the JSON-able part of what an environment hands over, within bounds.
+"""Bounded copies of the JSON-able part of an environment's values.
 
 * A copy shares nothing with its original and can be stored as JSON and as MessagePack.
-* Depth, items and bytes of a copy are bounded, whatever the original refers to: itself, or one part many times.
-* What is left out or cut is named by path under ``dropped``.
+* Depth, items and bytes of a copy are bounded, even if the original contains itself or one part many times.
+* Omitted and truncated parts are named by path under ``dropped``.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ MAX_DEPTH = 32
 """Deepest nesting that is kept."""
 
 MAX_ITEMS = 20_000
-"""Items of one copy, those left out included: some 10 ms of the event loop. An info is a note, not a data set."""
+"""Most items of one copy, including omitted ones: some 10 ms of the event loop. An info is a note, not a data set."""
 
 MAX_TEXT = 1 << 20
-"""Characters of all texts and keys of one copy. A record holds one info for each turn."""
+"""Most characters of all texts and keys of one copy. A record holds one info for each turn."""
 
 MAX_NAMED = 100
-"""Paths that ``dropped`` names; the rest is counted."""
+"""Most paths that ``dropped`` names; the rest is counted."""
 
 MAX_NAME = 80
-"""Characters of a key in a path."""
+"""Most characters of a key in a path."""
 
 LOWEST_INTEGER, HIGHEST_INTEGER = -(2**63), 2**64 - 1
-"""Integers that the codec can carry."""
+"""Range of integers that the codec can store."""
 
 
 def json_part(value: dict[Any, Any]) -> dict[str, Any]:
-    """A deep copy of the JSON-able part of a dict; what is left out is listed by path under ``dropped``."""
+    """Copy the JSON-able part of a dict deeply; omitted parts are listed by path under ``dropped``."""
     copier = _Copier()
     kept = copier.copied_dict(value)
     dropped = copier.dropped
@@ -48,11 +48,11 @@ _DROP = object()
 
 
 class _Position(int):
-    """A place in a list, told from a key that is a number."""
+    """A position in a list, as opposed to a numeric key."""
 
 
 class _Copier:
-    """One copy in the making. ``_path`` holds the keys and positions, ``_open`` the containers that are entered."""
+    """The state of one copy. ``_path`` holds the keys and positions, ``_open`` the enclosing containers."""
 
     def __init__(self) -> None:
         self.dropped: list[str] = []
@@ -89,7 +89,7 @@ class _Copier:
             self._items_left -= 1
             self._path.append(_Position(position))
             copied = self._copied(item)
-            # A null keeps the place, so that the positions of the others stay what they were.
+            # A null keeps the position, so that those of the other items stay the same.
             kept.append(None if copied is _DROP else copied)
             self._path.pop()
         self._open.pop()
@@ -129,7 +129,7 @@ class _Copier:
         self._name(f"the rest, over {MAX_ITEMS} items")
 
     def _name(self, why: str) -> Any:
-        """Name what stands at the present path as left out."""
+        """Record the current path as omitted."""
         if len(self.dropped) >= MAX_NAMED:
             self.unnamed += 1
         else:
@@ -150,7 +150,7 @@ def _short(key: Any) -> str:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a text can be written as UTF-8: it holds no lone surrogate."""
+    """Return True if a text can be encoded as UTF-8, so it has no lone surrogate."""
     if text.isascii():
         return True
     try:

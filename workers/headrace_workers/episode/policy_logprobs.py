@@ -1,8 +1,8 @@
-"""The logprobs of an episode's rows under other policies, as its run asks for them.
+"""Logprobs of an episode's rows under the scorer policies of its run.
 
-* Every row is scored by every scorer, once the episode has ended; all at a time.
+* Every row is scored by every scorer after the episode has ended, concurrently.
 * A score is an asset beside the row, f32[n], named in ``Segment.arrays`` as ``logprobs.NAME``.
-* A scorer that fails, fails the episode: layer ``policy``, its name in the message.
+* A failing scorer fails the episode: layer ``policy``, with its name in the message.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from headrace.trajectory import Segment
 from headrace_workers.policies.base import PolicySource, ScoreRequest
 
 PREFIX = "logprobs."
-"""What the name of the array of a scorer begins with."""
+"""Prefix of the array name of a scorer."""
 
 
 async def scored_rows(
@@ -30,7 +30,7 @@ async def scored_rows(
     attempt: str,
     timeout_s: float,
 ) -> tuple[list[Segment], list[AssetData]]:
-    """The segments with their scores, and those as assets. Raises PolicyFailure.
+    """Score the segments; returns them with the scores as assets. Raises PolicyFailure.
 
     ``attempt`` names it in the ids of requests; ``timeout_s`` bounds each.
     """

@@ -1,7 +1,7 @@
-"""What a run's spec means for its episodes, worked out once per run.
+"""The plan of a run: its spec in the form that episodes use, computed once per run.
 
-* A spec is read once; episodes take what they need from plain attributes.
-* The seed of a turn follows from the episode's sampling seed and the turn's index, and from nothing else.
+* A spec is read once; episodes use plain attributes.
+* The seed of a turn depends only on the episode's sampling seed and the turn's index.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ SEED_BITS = 63
 
 @dataclass(frozen=True, slots=True)
 class AgentPlan:
-    """Who plays one agent. ``endpoints`` may be empty: the worker's own. ``run``: the run whose servers they are, which
-    the orchestrator keeps; empty for servers of the agent's own. ``adapter``: the run's trained one, if that plays;
-    ``frozen``: whether ``model`` is a frozen one. ``temperature`` None: the run's."""
+    """The policy of one agent. Empty ``endpoints`` stand for the worker's own. ``run``: the run whose servers they are,
+    managed by the orchestrator; empty for the agent's own servers. ``adapter``: the run's trained adapter, if it plays;
+    ``frozen``: true if ``model`` is a frozen adapter. ``temperature`` None: the run's."""
 
     run: str
     endpoints: tuple[str, ...]
@@ -43,14 +43,14 @@ class AgentPlan:
     frozen: bool = False
 
     def played_by(self, adapter: str) -> AgentPlan:
-        """The same with a frozen adapter."""
+        """Replace the model by a frozen adapter."""
         policy = PolicyRef(base=self.policy.base, adapter=adapter)
         return replace(self, model=adapter_server_name(self.run, adapter), policy=policy, adapter="", frozen=True)
 
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """A run's spec, ready for use by its episodes."""
+    """A run's spec in the form that its episodes use."""
 
     run: str
     renderer: Renderer
@@ -68,13 +68,13 @@ class RunPlan:
     agents: dict[str, AgentPlan]
 
     def agent(self, name: str, adapter: str = "") -> AgentPlan:
-        """The plan of an agent: its own, or everyone's. ``adapter``: the frozen one that plays it in this group."""
+        """The plan of an agent: its own or the default. ``adapter``: the frozen adapter assigned in this group."""
         plan = self.agents.get(name, self.everyone)
         return plan.played_by(adapter) if adapter else plan
 
 
 def make_plan(spec: RunSpec) -> RunPlan:
-    """The plan of a run. It may read and fetch the files of a tokenizer. Raises InfrastructureFailure as
+    """Make the plan of a run. It may read and fetch the files of a tokenizer. Raises InfrastructureFailure as
     ``make_renderer`` does, and ``no-stop-token``."""
     policy = spec.policy
     renderer = make_renderer(policy)
@@ -126,7 +126,7 @@ def make_plan(spec: RunSpec) -> RunPlan:
 
 
 def _own(agent: AgentSpec, adapter: str | None) -> str | None:
-    """The run's adapter, where the agent is played by the run's policy."""
+    """The run's adapter, if the run's policy plays the agent."""
     return adapter if agent.base is None and agent.endpoints is None else None
 
 
@@ -137,12 +137,12 @@ def turn_seed(sampling_seed: int, turn: int) -> int:
 
 
 def agent_sampling(plan: RunPlan, agent: AgentPlan, *, evaluation_temperature: float | None, seed: int) -> Sampling:
-    """How an agent's tokens are drawn in an episode. An agent's own temperature comes first, then the evaluation's."""
+    """The sampling parameters of an agent in an episode. Its own temperature has priority over the evaluation's."""
     run_temperature = plan.temperature if evaluation_temperature is None else evaluation_temperature
     temperature = run_temperature if agent.temperature is None else agent.temperature
     return Sampling(temperature=temperature, top_p=plan.top_p, seed=seed, logprobs=plan.logprobs)
 
 
 def turn_sampling(sampling: Sampling, turn: int) -> Sampling:
-    """The sampling of one turn: an episode's, with the turn's own seed in place of the episode's."""
+    """The sampling parameters of one turn: the episode's, with the turn's own seed."""
     return msgspec.structs.replace(sampling, seed=turn_seed(sampling.seed or 0, turn))

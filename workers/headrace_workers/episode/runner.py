@@ -1,14 +1,15 @@
-"""Runs one attempt of an episode to its record.
+"""The runner of one attempt of an episode, from reset to record.
 
-* Every way to end gives one record; a fault of ours becomes an infrastructure failure. The orchestrator validates it.
-* Terminated wins over truncated; a budget's end is a truncation, a deadline's end is a failure. A prompt that is too
-  long for the engine is the end of a budget.
-* Working time is sampling and environment time; waits, for a sandbox too, do not count. Pauses for new weights count
+* Every way to end gives one record; a fault of Headrace becomes an infrastructure failure. The orchestrator validates
+  the record.
+* Terminated wins over truncated; the end of a budget is a truncation, the end of a deadline a failure. A prompt too
+  long for the engine counts as the end of a budget.
+* Working time is sampling and environment time; waits, also for a sandbox, do not count. Pauses for new weights count
   against no deadline.
 * A failure keeps the turns that were completed before it, and the message that led to it.
-* A turn that an evaluation's pinned version did not answer ends the episode ``cancelled``.
-* The environment gets the text of the sampled ids up to the first stop string; the ids are stored whole.
-* What an observation showed is in ``assets`` once, by name; the record holds the names.
+* A turn that an evaluation's pinned version did not answer ends the episode as ``cancelled``.
+* The environment gets the text of the sampled ids up to the first stop string; all ids are stored.
+* Each image of an observation is in ``assets`` once, by name; the record holds the names.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from headrace.errors import EnvironmentFailure, EpisodeFailure, InfrastructureFa
 from headrace.trajectory import Failure, Message, Status, StopReason, Timing, Trajectory, Version
 from headrace.wire.messages import Assignment
 from headrace_workers.bounded_calls import BoundedCalls
-from headrace_workers.episode.attempt_records import Outcome, failed, record_of
-from headrace_workers.episode.environment_adapter import AGENT, Content, Seen, tools_of
+from headrace_workers.episode.attempt_records import AttemptOutcome, failed, record_of
+from headrace_workers.episode.environment_adapter import AGENT, Content, EnvironmentAnswer, tools_of
 from headrace_workers.episode.environment_driver import EnvironmentDriver, EnvironmentKinds
 from headrace_workers.episode.environment_processes import EnvironmentProcesses
 from headrace_workers.episode.environment_threads import EnvironmentThreads
-from headrace_workers.episode.error_text import described
+from headrace_workers.episode.error_text import describe_error
 from headrace_workers.episode.policy_logprobs import scored_rows
 from headrace_workers.episode.run_plan import RunPlan, agent_sampling, turn_sampling
 from headrace_workers.episode.segment_builder import AgentTrack, NextPrompt, TurnRecord
@@ -39,22 +40,22 @@ from headrace_workers.policies.base import PolicySource, Sample, SampleRequest, 
 from headrace_workers.sandboxes import EpisodeSandbox, WorkerSandbox
 
 DEADLINE_KINDS = frozenset({"timeout", "environment-timeout"})
-"""Failures that the episode's own deadline may have caused, since no call gets more time than the episode has left."""
+"""Failure kinds that the episode's own deadline may have caused, since no call gets more time than the episode has."""
 
 CONTEXT_OVERFLOW = "context-overflow"
-"""Kind of the failure of a prompt that is too long for the engine. No fault of anybody: it truncates the episode."""
+"""Failure kind of a prompt too long for the engine. It truncates the episode."""
 
 MAX_ASSET_BYTES = 256 << 20
-"""Of all that one episode shows: as much as a worker's whole spool by default."""
+"""Most bytes of one episode's images: as much as a worker's whole spool by default."""
 
 
 @dataclass(kw_only=True, slots=True)
 class EpisodeTools:
-    """What all episodes of a worker share.
+    """The tools shared by all episodes of a worker.
 
-    ``policies`` gives the policy behind endpoints; ``clock`` is monotonic, in seconds; ``new_id`` makes ids of
+    ``policies`` provides policies by endpoint; ``clock`` is monotonic, in seconds; ``new_id`` makes ids of
     trajectories; ``make_environment`` builds an environment by id; ``sandbox`` runs the programs of environments,
-    ``calls`` what may never end, ``processes`` environments that compute for long.
+    ``calls`` bounded calls, ``processes`` environments that compute for a long time.
     """
 
     worker: str
@@ -71,8 +72,8 @@ class EpisodeTools:
     """Policy requests that are open now."""
 
 
-class _Ended(Exception):
-    """The episode is over, with this result."""
+class _EpisodeOver(Exception):
+    """Raised to end the episode with a result."""
 
     def __init__(self, status: Status, reason: StopReason, failure: Failure | None = None) -> None:
         super().__init__(reason)
@@ -81,8 +82,8 @@ class _Ended(Exception):
         self.failure = failure
 
 
-class Episode:
-    """One attempt. ``run`` once, then ``close``."""
+class EpisodeRun:
+    """One attempt of an episode. Call ``run`` once, then ``close``."""
 
     def __init__(self, tools: EpisodeTools, assignment: Assignment, plan: RunPlan) -> None:
         self._tools = tools
@@ -116,7 +117,7 @@ class Episode:
         """The assets that the record refers to, by name."""
         self._assets_bytes = 0
         self.cancel_reason = ""
-        """Why the episode is cancelled; set it before cancelling the task that runs it."""
+        """Reason of a cancellation; set it before cancelling the task that runs the episode."""
 
     async def run(self) -> Trajectory:
         """Run the attempt to its end. Never raises: a cancelled call ends in a record as well."""
@@ -126,24 +127,24 @@ class Episode:
                 return self._record_of(await self._scored(self._outcome(ended)))
             return self._record(ended)
         except EpisodeFailure as error:
-            return self._record(_Ended("failed", "failure", self._blamed(error)))
+            return self._record(_EpisodeOver("failed", "failure", self._blamed(error)))
         except asyncio.CancelledError:
-            return self._record(_Ended("cancelled", "cancelled", _cancelled(self.cancel_reason)))
+            return self._record(_EpisodeOver("cancelled", "cancelled", _cancelled(self.cancel_reason)))
         except Exception as error:  # noqa: BLE001 - a fault of ours is recorded like any other, never lost
-            return self._record(_Ended("failed", "failure", Failure.of(_fault("The worker failed", error))))
+            return self._record(_EpisodeOver("failed", "failure", Failure.of(_fault("The worker failed", error))))
 
-    async def _ended(self) -> _Ended:
+    async def _ended(self) -> _EpisodeOver:
         try:
             await self._play()
-        except _Ended as ended:
+        except _EpisodeOver as ended:
             return ended
         raise InfrastructureFailure("The episode stopped without an end.", kind="worker-fault", retryable=True)
 
     async def close(self) -> None:
-        """Close the environment. Raises EnvironmentFailure; the record is made by then and does not change."""
+        """Close the environment. Raises EnvironmentFailure; the finished record does not change."""
         await self._driver.close()
 
-    # The course of an episode
+    # The turns of an episode
 
     async def _play(self) -> None:
         limits = self._plan.limits
@@ -151,16 +152,16 @@ class Episode:
         while True:
             track = self._due_track()
             if self._turns >= limits.max_turns:
-                raise _Ended("truncated", "max_turns")
+                raise _EpisodeOver("truncated", "max_turns")
             if self._policy_s + self._driver.environment_s > limits.working_time_s:
-                raise _Ended("truncated", "working_time")
+                raise _EpisodeOver("truncated", "working_time")
             asked = track.prompt()
             room = self._context_tokens - asked.length
             if room < 1:
-                raise _Ended("truncated", "max_tokens")
+                raise _EpisodeOver("truncated", "max_tokens")
             await self._turn(track, asked, min(room, self._plan.max_tokens))
 
-    def _begin(self, seen: Seen) -> None:
+    def _begin(self, seen: EnvironmentAnswer) -> None:
         plan, assignment = self._plan, self._assignment
         self._check_agents()
         for name in self._driver.agents or [AGENT]:
@@ -173,7 +174,7 @@ class Episode:
         self._look(seen, over=False)
 
     def _check_agents(self) -> None:
-        """A spec whose agents are all unknown here would train an opponent that it means to freeze."""
+        """Refuse a spec whose agents are all unknown: it would train an opponent that it means to freeze."""
         named, there = self._plan.agents.keys(), self._driver.agents
         if there is not None and named and not named & set(there):
             raise EnvironmentFailure(
@@ -187,7 +188,7 @@ class Episode:
         agent = self._driver.due()
         if agent is None:
             raise EnvironmentFailure(
-                "next_agent is None before anybody acted.", kind="ended-before-start", retryable=False
+                "next_agent is None before any agent acted.", kind="ended-before-start", retryable=False
             )
         if agent in self._terminated or agent in self._truncated:
             raise EnvironmentFailure(
@@ -203,13 +204,13 @@ class Episode:
             if error.kind != CONTEXT_OVERFLOW:
                 raise
             self._context_tokens = asked.length - 1  # the engine's context is smaller than the run's limit
-            raise _Ended("truncated", "max_tokens") from error
+            raise _EpisodeOver("truncated", "max_tokens") from error
         if sample.prompt is not None:
             asked = track.rendered_as(asked, list(sample.prompt))
         if sample.seen is not None:
             asked = asked.as_seen(sample.seen)
             if asked.length + len(sample.token_ids) > self._context_tokens:
-                raise _Ended("truncated", "max_tokens")  # its images have more tokens than there was room for
+                raise _EpisodeOver("truncated", "max_tokens")  # its images have more tokens than there is room for
         said = self._plan.renderer.parse(sample.token_ids) if sample.text is None else sample.text
         action = self._action(said)
         self._messages.append(Message(role="assistant", content=action, agent=track.agent, turn=index))
@@ -235,12 +236,12 @@ class Episode:
         self._late_rewards(seen, track.agent)
         self._flags(seen)
 
-    def _late_rewards(self, seen: Seen, actor: str) -> None:
+    def _late_rewards(self, seen: EnvironmentAnswer, actor: str) -> None:
         for name, reward in seen.rewards.items():
             if name != actor:
                 self._tracks[name].add_reward(reward, seen.reward_parts.get(name, {}))
 
-    def _flags(self, seen: Seen) -> None:
+    def _flags(self, seen: EnvironmentAnswer) -> None:
         for name, flag in seen.terminated.items():
             if flag:
                 self._terminated.add(name)
@@ -250,11 +251,11 @@ class Episode:
         over = self._driver.due() is None or self._tracks.keys() <= self._terminated | self._truncated
         self._look(seen, over=over)
         if over and self._truncated and not any(self._tracks[name].last_turn for name in self._terminated):
-            raise _Ended("truncated", "environment_truncated")
+            raise _EpisodeOver("truncated", "environment_truncated")
         if over:
-            raise _Ended("finished", "terminated")
+            raise _EpisodeOver("finished", "terminated")
 
-    def _look(self, seen: Seen, *, over: bool) -> None:
+    def _look(self, seen: EnvironmentAnswer, *, over: bool) -> None:
         self._infos.append(seen.info)
         for asset in seen.assets:
             self._keep(asset)
@@ -278,7 +279,7 @@ class Episode:
 
     def _observe(self, name: str, observation: Content, over: bool) -> None:
         if over and not observation:
-            return  # an ended episode has nothing more to say
+            return  # the episode has ended
         message = Message(role="user", content=observation, agent=name)
         self._messages.append(message)
         self._tracks[name].observe(message)
@@ -328,7 +329,7 @@ class Episode:
         return self._with_ids(sample), took_s - sample.waiting_s
 
     def _with_ids(self, sample: Sample) -> Sample:
-        """The same, with ids made of its text where it has no others. The server names no version then."""
+        """Add ids encoded from the text to a sample without ids. The server names no version then."""
         if sample.text is None:
             return sample
         ids = self._plan.renderer.encode(sample.text)
@@ -342,7 +343,7 @@ class Episode:
             return
         for run in sample.versions:
             if str(run.version) != pinned:
-                raise _Ended(
+                raise _EpisodeOver(
                     "cancelled",
                     "cancelled",
                     Failure(
@@ -353,7 +354,7 @@ class Episode:
                 )
 
     def _action(self, said: str) -> str:
-        """What the environment gets: the text up to the first stop string."""
+        """The action for the environment: the text up to the first stop string."""
         for stop in self._plan.stop:
             said = said.partition(stop)[0] if stop else said
         return said
@@ -367,7 +368,7 @@ class Episode:
         return left_s
 
     def _ran_s(self) -> float:
-        """How long the attempt has run. Pauses for new weights are nobody's fault, and do not count."""
+        """Seconds that the attempt has run, without pauses for new weights."""
         return self._tools.clock() - self._started_at - self._paused_s
 
     def _overdue(self) -> InfrastructureFailure:
@@ -379,14 +380,14 @@ class Episode:
         )
 
     def _blamed(self, error: EpisodeFailure) -> Failure:
-        """The failure with its turn named, or the episode's deadline if that was what ended the call."""
+        """Add the turn to a failure, or replace it by the episode's deadline if that ended the call."""
         if error.kind in DEADLINE_KINDS and self._ran_s() >= self._plan.limits.episode_timeout_s:
             return Failure.of(self._overdue())
         where = self._step or (f"Turn {self._turns}" if self._tracks else "Reset")
         return msgspec.structs.replace(Failure.of(error), message=f"{where}: {error}")
 
-    async def _scored(self, outcome: Outcome) -> Outcome:
-        """The outcome with the logprobs that the run's scorers give."""
+    async def _scored(self, outcome: AttemptOutcome) -> AttemptOutcome:
+        """Add the logprobs of the run's scorers to the outcome."""
         assignment, began_at = self._assignment, self._tools.clock()
         self._step = "Scoring"
         segments, assets = await scored_rows(
@@ -406,21 +407,21 @@ class Episode:
             timing=msgspec.structs.replace(timing, wall_s=timing.wall_s + took_s, waiting_s=timing.waiting_s + took_s),
         )
 
-    def _record(self, ended: _Ended) -> Trajectory:
+    def _record(self, ended: _EpisodeOver) -> Trajectory:
         try:
             return self._record_of(self._outcome(ended))
         except Exception as error:  # noqa: BLE001 - a fault of ours is recorded like any other, never lost
             return self._record_of(failed(_fault("The worker could not make the record", error)))
 
-    def _record_of(self, outcome: Outcome) -> Trajectory:
+    def _record_of(self, outcome: AttemptOutcome) -> Trajectory:
         tools = self._tools
         return record_of(self._assignment, outcome, trajectory_id=tools.new_id(), worker=tools.worker)
 
-    def _outcome(self, ended: _Ended) -> Outcome:
+    def _outcome(self, ended: _EpisodeOver) -> AttemptOutcome:
         self._end_turns(ended)
         driver = self._driver
         segments = [segment for track in self._tracks.values() for segment in track.segments()]
-        return Outcome(
+        return AttemptOutcome(
             status=ended.status,
             stop_reason=ended.reason,
             failure=ended.failure,
@@ -440,11 +441,11 @@ class Episode:
             environment_version=driver.version,
         )
 
-    def _end_turns(self, ended: _Ended) -> None:
+    def _end_turns(self, ended: _EpisodeOver) -> None:
         for name, track in self._tracks.items():
             terminated = name in self._terminated
             if ended.status == "finished":
-                # The episode is over for all; only an agent that was cut off itself is truncated.
+                # The episode is over for all agents; only an agent that was truncated itself counts as truncated.
                 terminated = terminated or name not in self._truncated
             truncated = name in self._truncated or ended.status == "truncated"
             track.end_turns(terminated=terminated, truncated=truncated)
@@ -452,7 +453,7 @@ class Episode:
                 track.append_unseen(self._context_tokens)
         unplaced = {name: track.early_reward for name, track in self._tracks.items() if track.early_reward}
         if unplaced and self._infos:
-            # No turn of the agent ever came that could carry them; they are named instead of lost.
+            # The agent had no turn that could carry these rewards; report them instead of losing them.
             self._infos[-1]["rewards_without_turn"] = unplaced
 
 
@@ -464,5 +465,5 @@ def _cancelled(reason: str) -> Failure | None:
 
 def _fault(what: str, error: Exception) -> InfrastructureFailure:
     return InfrastructureFailure(
-        f"{what}: {described(error)}", hint="This is a defect of Headrace.", kind="worker-fault", retryable=True
+        f"{what}: {describe_error(error)}", hint="This is a defect of Headrace.", kind="worker-fault", retryable=True
     )

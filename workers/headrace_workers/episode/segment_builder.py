@@ -1,13 +1,13 @@
-"""Collects what one agent saw and did, and makes its segments.
+"""The segment builder: collects the observations and turns of one agent, and builds its segments.
 
-* Tokens are appended and never changed: a prompt is what stands plus what is new.
-* A turn enters the track when its step has answered; a turn whose step failed leaves no tokens behind.
-* A reward that comes between turns belongs to the last turn; before any turn, to the first.
-* A history edit starts a new segment. So does a prompt that does not extend what stands: a template may show earlier
-  turns in another way than they were sampled, for example without their thinking.
-* On truncation what the agent would have seen next is appended, unsampled, if it fits into the context whole. Else it
-  is left out: no policy could have been asked about it, and a part of it would be an observation that never was.
-  The same holds for what the renderer cannot show, or cannot append.
+* Tokens are appended and never changed: a prompt is the segment so far plus new tokens.
+* A turn is added when its step has returned; a turn whose step failed leaves no tokens behind.
+* A reward between turns belongs to the last turn; before any turn, to the first.
+* A history edit starts a new segment. So does a prompt that does not extend the segment: a template may render earlier
+  turns differently than they were sampled, for example without their thinking.
+* On truncation the agent's next observation is appended, unsampled, if all of it fits into the context. Otherwise it is
+  omitted: no policy could have seen it, and a part of it would be an observation that never existed. The same holds
+  for an observation that the renderer cannot render or append.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from headrace.errors import EpisodeFailure, PolicyFailure
 from headrace.trajectory import Message, Placeholder, Sampling, Segment, ToolCall, Turn, VersionRun
 from headrace_workers.episode.run_plan import AgentPlan
 from headrace_workers.policies.base import Sample, SeenPrompt
-from headrace_workers.renderers import Prompt, Renderer, Reply, Said, Standing, Tools
+from headrace_workers.renderers import ParsedReply, Prompt, Renderer, Said, Standing, Tools
 
 
 class NextPrompt(NamedTuple):
-    """What an agent's next turn is asked with: the tokens that stand (none in a new segment), and what comes after.
+    """The prompt of an agent's next turn: the segment's tokens (none in a new segment), and the new part.
 
-    ``placeholders`` are those of what stands, and once the engine has seen the new images, theirs too. ``image_token``:
-    the one token that each image has in a prompt that is sent.
+    ``placeholders`` are those of the segment and, once the engine has seen the new images, theirs. ``image_token``:
+    the single token of each image in a prompt that is sent.
     """
 
     standing: list[int]
@@ -52,11 +52,11 @@ class NextPrompt(NamedTuple):
 
     @property
     def images(self) -> list[str]:
-        """The assets that it shows, in order."""
+        """The image assets of the prompt, in order."""
         return [*(item.asset for item in self.placeholders), *self.prompt.images]
 
     def checked(self) -> NextPrompt:
-        """The prompt itself. Raises PolicyFailure ``stray-image-token``: an engine would show an image in its place."""
+        """Check the prompt and return it. Raises PolicyFailure ``stray-image-token``."""
         images = self.images
         count = self.token_ids.count(cast(int, self.image_token)) if images else 0
         if count != len(images):
@@ -92,7 +92,7 @@ class NextPrompt(NamedTuple):
 
 
 class TurnRecord(msgspec.Struct, kw_only=True):
-    """A turn while its episode runs; late rewards are still added to it."""
+    """A turn of a running episode; late rewards are still added to it."""
 
     index: int
     start: int = 0
@@ -127,7 +127,7 @@ class TurnRecord(msgspec.Struct, kw_only=True):
 
 
 class SegmentRecord(msgspec.Struct):
-    """A segment while its episode runs. ``tokens``, ``sampled`` and ``logprobs`` have one item for each position."""
+    """A segment of a running episode. ``tokens``, ``sampled`` and ``logprobs`` have one item for each position."""
 
     tokens: list[int] = []
     sampled: list[int] = []
@@ -136,16 +136,16 @@ class SegmentRecord(msgspec.Struct):
     versions: list[VersionRun] = []
     placeholders: list[Placeholder] = []
     is_text: bool = False
-    """Whether the ids of a turn were encoded from its text."""
+    """True if the ids of a turn were encoded from its text."""
 
     def append_unsampled(self, tokens: list[int]) -> None:
-        """Tokens of a prompt, or of what the agent would have seen next."""
+        """Append tokens of a prompt, or of the agent's next observation."""
         self.tokens += tokens
         self.sampled += [0] * len(tokens)
         self.logprobs += [0.0] * len(tokens)
 
     def append_turn(self, sample: Sample, turn: TurnRecord) -> None:
-        """What the policy sampled in a turn; sets the turn's span."""
+        """Append the tokens sampled in a turn, and set the turn's span."""
         turn.start = len(self.tokens)
         self.tokens += sample.token_ids
         turn.end = len(self.tokens)
@@ -156,7 +156,7 @@ class SegmentRecord(msgspec.Struct):
         self.turns.append(turn)
 
     def append_versions(self, runs: Sequence[VersionRun], start: int) -> None:
-        """Runs of a sample that starts at ``start``; the prompt before it belongs to the first of them."""
+        """Append version runs of a sample that starts at ``start``; the prompt before it belongs to the first run."""
         for run in runs:
             if self.versions and self.versions[-1].version == run.version:
                 self.versions.pop()
@@ -164,7 +164,7 @@ class SegmentRecord(msgspec.Struct):
 
 
 class AgentTrack:
-    """One agent of one episode. ``sampling`` carries the episode's own seed; ``tools`` are what its policy may call."""
+    """The segments of one agent of one episode. ``sampling`` has the episode's own seed; ``tools``: of its policy."""
 
     def __init__(self, agent: str, plan: AgentPlan, sampling: Sampling, renderer: Renderer, tools: Tools = ()) -> None:
         self.agent = agent
@@ -187,21 +187,21 @@ class AgentTrack:
 
     @property
     def early_reward(self) -> float:
-        """Rewards that came before the agent's first turn and wait for it."""
+        """Rewards from before the agent's first turn, which will be added to it."""
         return self._early_reward
 
     def observe(self, message: Message) -> None:
-        """Something new that the agent sees before its next turn."""
+        """Add an observation before the agent's next turn."""
         self._pending.append(message)
 
     def replace_history(self, messages: list[Message]) -> None:
-        """All that the agent sees from now on: its next turn starts a new segment."""
+        """Replace the whole history: the next turn starts a new segment."""
         self._conversation = []
         self._pending = list(messages)
         self._edited = True
 
     def prompt(self) -> NextPrompt:
-        """What the next turn is asked with. Raises InfrastructureFailure of the renderer, PolicyFailure."""
+        """The prompt of the next turn. Raises InfrastructureFailure of the renderer, PolicyFailure."""
         if self._segments and not self._edited:
             extension = self._extension()
             if extension is not None:
@@ -212,15 +212,15 @@ class AgentTrack:
         return NextPrompt([], started, [], self._renderer.image_token_id).checked()
 
     def messages(self) -> list[Message]:
-        """What the next turn is asked with, for a server that renders messages itself."""
+        """The messages of the next turn, for a server that renders them itself."""
         said = [
-            Message(role="assistant", content=item.text, agent=self.agent) if isinstance(item, Reply) else item
+            Message(role="assistant", content=item.text, agent=self.agent) if isinstance(item, ParsedReply) else item
             for item in self._conversation
         ]
         return said + self._pending
 
     def rendered_as(self, asked: NextPrompt, rendered: list[int]) -> NextPrompt:
-        """What a turn was asked with, where the server rendered it: its ids extend the segment, or start a new one."""
+        """The prompt of a turn that the server rendered: its ids extend the segment, or start a new one."""
         standing = self._segments[-1].tokens if self._segments and not self._edited else []
         if len(rendered) <= len(standing) or rendered[: len(standing)] != standing:
             standing = []
@@ -233,7 +233,7 @@ class AgentTrack:
         return self._renderer.extend(standing, self._pending)
 
     def commit(self, asked: NextPrompt, sample: Sample, text: str, turn: TurnRecord) -> None:
-        """Append what a turn was asked with, and what was sampled; ``text`` is all that it says. Sets its span."""
+        """Append a turn's prompt and its sample with the whole ``text``; sets the turn's span."""
         if not asked.standing:
             self._segments.append(SegmentRecord())
             self._edited = False
@@ -244,7 +244,7 @@ class AgentTrack:
         segment.is_text = segment.is_text or sample.text is not None
         self._answered = asked.prompt
         self._conversation += self._pending
-        self._conversation.append(Reply(sample.token_ids, text))
+        self._conversation.append(ParsedReply(sample.token_ids, text))
         self._pending.clear()
         if self._early_reward or self._early_parts:
             turn.reward += self._early_reward
@@ -252,7 +252,7 @@ class AgentTrack:
             self._early_reward, self._early_parts = 0.0, {}
 
     def add_reward(self, reward: float, parts: dict[str, float]) -> None:
-        """A reward that did not come with the agent's own step."""
+        """Add a reward that did not come with the agent's own step."""
         last = self.last_turn
         if last is None:
             self._early_reward += reward
@@ -262,15 +262,15 @@ class AgentTrack:
             _add_parts(last.reward_parts, parts)
 
     def end_turns(self, *, terminated: bool, truncated: bool) -> None:
-        """Mark the last turn as the one that ended it for this agent. Terminated wins."""
+        """Mark the last turn as the agent's end. Terminated wins over truncated."""
         last = self.last_turn
         if last is not None:
             last.terminated = last.terminated or terminated
             last.truncated = (last.truncated or truncated) and not last.terminated
 
     def append_unseen(self, max_context_tokens: int) -> None:
-        """Append what the agent would have seen next, unsampled, if it fits. After a history edit there is nothing to
-        append to."""
+        """Append the agent's next observation, unsampled, if it fits. After a history edit there is none to append
+        to."""
         last = self.last_turn
         if last is None or last.terminated or self._edited or not self._pending:
             return
@@ -278,11 +278,11 @@ class AgentTrack:
         try:
             unseen = self._extension()
         except EpisodeFailure:
-            return  # such as an image without a text: no policy could have been asked about it either
+            return  # such as an image without text, which no policy could have seen either
         if unseen is None or len(segment.tokens) + len(unseen.new_ids) > max_context_tokens:
             return
         if unseen.images:
-            return  # how many tokens an image has only an engine knows that saw it
+            return  # only an engine that saw an image knows its number of tokens
         segment.append_unsampled(unseen.new_ids)
         run = segment.versions.pop()
         segment.versions.append(VersionRun(len(segment.tokens), run.lineage, run.n))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace.errors import InfrastructureFailure
 from headrace.runspec import PolicySpec
-from headrace_workers.renderers.base import Prompt, Renderer, Reply, Said, Standing, Tools, text_of
+from headrace_workers.renderers.base import ParsedReply, Prompt, Renderer, Said, Standing, Tools, text_of
 from headrace_workers.renderers.bytes_renderer import BytesRenderer
 
 
@@ -37,9 +37,9 @@ def make_renderer(spec: PolicySpec) -> Renderer:
 
 __all__ = [
     "BytesRenderer",
+    "ParsedReply",
     "Prompt",
     "Renderer",
-    "Reply",
     "Said",
     "Standing",
     "Tools",

@@ -22,7 +22,7 @@ Tools = Sequence[Mapping[str, Any]]
 """Functions that the policy may call, each as a JSON schema in the form of OpenAI's ``tools``."""
 
 
-class Reply(msgspec.Struct, frozen=True):
+class ParsedReply(msgspec.Struct, frozen=True):
     """A sampled turn in a conversation. ``token_ids`` int[n] as sampled; ``text``: all that they say, whatever part of
     it the environment was given."""
 
@@ -30,7 +30,7 @@ class Reply(msgspec.Struct, frozen=True):
     text: str
 
 
-Said = Message | Reply
+Said = Message | ParsedReply
 """One item of a conversation: a message, or what the policy sampled."""
 
 
@@ -48,7 +48,7 @@ class Standing(NamedTuple):
     """A segment that ends with a sampled turn.
 
     ``token_ids`` int[n], of which those from ``turn_start`` on were sampled last. ``conversation`` is what they stand
-    for, the last item a Reply. ``text`` is that of the Prompt that this turn answered.
+    for, the last item a ParsedReply. ``text`` is that of the Prompt that this turn answered.
     """
 
     token_ids: Sequence[int]

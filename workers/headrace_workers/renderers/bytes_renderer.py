@@ -15,7 +15,7 @@ import msgspec
 
 from headrace.environment import Action
 from headrace.trajectory import Message, Tokenizer
-from headrace_workers.renderers.base import Prompt, Reply, Said, Standing, Tools, text_of
+from headrace_workers.renderers.base import ParsedReply, Prompt, Said, Standing, Tools, text_of
 from headrace_workers.renderers.tool_calls import taken_apart
 
 BOS = 256
@@ -69,7 +69,7 @@ class BytesRenderer:
 def _body(conversation: Sequence[Said]) -> list[int]:
     ids: list[int] = []
     for item in conversation:
-        if isinstance(item, Reply):
+        if isinstance(item, ParsedReply):
             ids += [ASSISTANT, *item.token_ids] if item.token_ids[-1] == END else [ASSISTANT, *item.token_ids, END]
         else:
             ids.append(ROLE_MARKS[item.role])

@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from headrace.errors import InfrastructureFailure
 
-ChatMessage = Mapping[str, Any]
+TemplateMessage = Mapping[str, Any]
 """A message in the form that templates read: ``role``, ``content``, and what else belongs to it."""
 
 
@@ -52,7 +52,7 @@ class ChatTemplate:
         self._variables = dict(variables)
 
     def render(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = (), *, generation_prompt: bool
+        self, messages: Sequence[TemplateMessage], tools: Sequence[Mapping[str, Any]] = (), *, generation_prompt: bool
     ) -> str:
         """The text of a conversation. Raises InfrastructureFailure ``template-refused``."""
         variables: dict[str, Any] = {
@@ -73,7 +73,7 @@ class ChatTemplate:
             ) from error
 
 
-def _roles(messages: Sequence[ChatMessage]) -> str:
+def _roles(messages: Sequence[TemplateMessage]) -> str:
     return ", ".join(str(message["role"]) for message in messages[:8]) + (", …" if len(messages) > 8 else "")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from headrace.environment import Action, Call
 from headrace.errors import InfrastructureFailure
 from headrace.trajectory import Message, Tokenizer
-from headrace_workers.renderers.base import Prompt, Reply, Said, Standing, Tools, text_of
+from headrace_workers.renderers.base import ParsedReply, Prompt, Said, Standing, Tools, text_of
 from headrace_workers.renderers.folder_tokenizer import FolderTokenizer, missing_extra
 from headrace_workers.renderers.tool_calls import call_of
 
@@ -86,9 +86,9 @@ class FamilyRenderer:
             ) from error
 
     def _shown(self, item: Said) -> dict[str, Any]:
-        return self._reply(item) if isinstance(item, Reply) else _message(item)
+        return self._reply(item) if isinstance(item, ParsedReply) else _message(item)
 
-    def _reply(self, reply: Reply) -> dict[str, Any]:
+    def _reply(self, reply: ParsedReply) -> dict[str, Any]:
         parsed = self._renderer.parse_response(list(reply.token_ids), prompt_ids=self._generation_prompt)
         if any(call.status != "ok" for call in parsed.tool_calls):
             return {"role": "assistant", "content": reply.text}

@@ -18,8 +18,8 @@ from typing import Any
 from headrace.environment import Action
 from headrace.errors import InfrastructureFailure
 from headrace.trajectory import Message, Tokenizer
-from headrace_workers.renderers.base import Prompt, Reply, Said, Standing, Tools, text_of
-from headrace_workers.renderers.chat_template import ChatMessage, ChatTemplate
+from headrace_workers.renderers.base import ParsedReply, Prompt, Said, Standing, Tools, text_of
+from headrace_workers.renderers.chat_template import ChatTemplate, TemplateMessage
 from headrace_workers.renderers.folder_tokenizer import FolderTokenizer
 from headrace_workers.renderers.tool_calls import taken_apart
 
@@ -57,7 +57,7 @@ class TemplateRenderer:
 
     def extend(self, standing: Standing, new_messages: Sequence[Message]) -> Prompt | None:
         reply = standing.conversation[-1]
-        assert isinstance(reply, Reply)
+        assert isinstance(reply, ParsedReply)
         text = self._text([*standing.conversation, *new_messages], standing.tools)
         said = standing.text + reply.text
         if not text.startswith(said):
@@ -83,8 +83,8 @@ class TemplateRenderer:
     def _text(self, conversation: Sequence[Said], tools: Tools) -> str:
         return self._template.render([self._shown(item) for item in conversation], tools, generation_prompt=True)
 
-    def _shown(self, item: Said) -> ChatMessage:
-        if isinstance(item, Reply):
+    def _shown(self, item: Said) -> TemplateMessage:
+        if isinstance(item, ParsedReply):
             return {"role": "assistant", "content": self._prefill + item.text}
         if self.image_token_id is None or isinstance(item.content, str):
             return {"role": item.role, "content": text_of(item)}

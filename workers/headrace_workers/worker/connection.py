@@ -29,8 +29,8 @@ _LENGTH = struct.Struct("<I")
 _encode = msgspec.json.Encoder().encode
 
 T = TypeVar("T")
-Reply = TypeVar(
-    "Reply",
+ReplyType = TypeVar(
+    "ReplyType",
     messages.LeaseReply,
     messages.HeartbeatReply,
     messages.SubmitReply,
@@ -142,7 +142,7 @@ class OrchestratorConnection:
             self._connections = HttpClient(self._url, headers)
         return self._connections
 
-    def _fenced(self, reply: Reply) -> Reply:
+    def _fenced(self, reply: ReplyType) -> ReplyType:
         self._fence.check(reply.epoch)
         return reply
 

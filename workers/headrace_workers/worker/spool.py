@@ -20,7 +20,7 @@ AttemptName = tuple[str, int]
 """Episode and number of the attempt."""
 
 
-class Entry(NamedTuple):
+class SpoolEntry(NamedTuple):
     """One finished attempt. ``assets`` are what the record refers to, by name. ``is_substitute``: a failed record in
     place of one that was refused."""
 
@@ -51,7 +51,7 @@ class Spool:
     """In memory: a worker that dies loses its leases too, and its episodes are run again."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._entries: dict[AttemptName, Entry] = {}
+        self._entries: dict[AttemptName, SpoolEntry] = {}
         self._max_bytes = max_bytes
         self.size_bytes = 0
         self.filled = asyncio.Event()
@@ -71,7 +71,7 @@ class Spool:
         """Whether the bound is reached. What runs already is still taken."""
         return self.size_bytes >= self._max_bytes
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: SpoolEntry) -> None:
         """Take a finished attempt."""
         self.remove(entry.name)
         self._entries[entry.name] = entry
@@ -95,9 +95,9 @@ class Spool:
         if entry is not None:
             self._entries[name] = entry
 
-    def oldest(self, max_records: int, max_bytes: int) -> list[Entry]:
+    def oldest(self, max_records: int, max_bytes: int) -> list[SpoolEntry]:
         """The oldest entries within both bounds, at least one if there is any."""
-        batch: list[Entry] = []
+        batch: list[SpoolEntry] = []
         size_bytes = 0
         for entry in islice(self._entries.values(), max_records):
             size_bytes += entry.size_bytes
@@ -106,6 +106,6 @@ class Spool:
             batch.append(entry)
         return batch
 
-    def entries(self) -> Iterable[Entry]:
+    def entries(self) -> Iterable[SpoolEntry]:
         """All entries at this moment. Safe to call from another thread."""
         return list(self._entries.values())

@@ -22,7 +22,7 @@ from headrace.errors import Forbidden, HeadraceError, InternalError, RequestErro
 from headrace.wire import messages
 from headrace_workers.worker.backoff import Backoff
 from headrace_workers.worker.logs import logger
-from headrace_workers.worker.spool import Entry, Spool
+from headrace_workers.worker.spool import Spool, SpoolEntry
 
 MAX_RECORDS = 1024
 """Records of one submission: some 50 ms of the orchestrator's time."""
@@ -67,7 +67,7 @@ class Submitter:
         self,
         connection: Submits,
         spool: Spool,
-        substitute: Callable[[Entry, HeadraceError], Entry],
+        substitute: Callable[[SpoolEntry, HeadraceError], SpoolEntry],
         gather_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._gather_s = gather_s
@@ -112,7 +112,7 @@ class Submitter:
                 for result in islice((result for result in results if result.verdict == "assets-missing"), 1):
                     await backoff.pause(from_problem(result.problem or {}))
 
-    async def _send_assets(self, batch: Sequence[Entry]) -> None:
+    async def _send_assets(self, batch: Sequence[SpoolEntry]) -> None:
         """See that all is there that these records refer to."""
         assets = {name: asset for entry in batch for name, asset in entry.assets.items()}
         names = list(assets)
@@ -124,7 +124,7 @@ class Submitter:
                     if error is not None:
                         raise error
 
-    def _turned_down(self, batch: list[Entry], error: HeadraceError) -> None:
+    def _turned_down(self, batch: list[SpoolEntry], error: HeadraceError) -> None:
         """A body was refused whole: send its records one by one, and replace the one that is refused alone."""
         if len(batch) > 1:
             self._singly = len(batch)
@@ -132,7 +132,7 @@ class Submitter:
         self._refused(batch[0], error)
         self._next_single()
 
-    def _too_large(self, batch: list[Entry]) -> None:
+    def _too_large(self, batch: list[SpoolEntry]) -> None:
         """A proxy takes no body of that size: send less at a time, and what is too large alone behind the others."""
         if len(batch) > 1:
             self._singly = len(batch)
@@ -140,7 +140,7 @@ class Submitter:
         self._spool.postpone(batch[0].name)
         self._next_single()
 
-    def _failed_at(self, batch: list[Entry], error: InternalError) -> None:
+    def _failed_at(self, batch: list[SpoolEntry], error: InternalError) -> None:
         """The orchestrator met a defect of its own. Which record it was shows only where it was alone."""
         self._internal_errors += len(batch) == 1
         if len(batch) > 1 or self._internal_errors >= INTERNAL_ERRORS:
@@ -151,7 +151,7 @@ class Submitter:
         self._internal_errors = 0
         self._singly = max(0, self._singly - 1)
 
-    def _settle(self, entry: Entry, result: messages.SubmitResult) -> None:
+    def _settle(self, entry: SpoolEntry, result: messages.SubmitResult) -> None:
         if result.verdict == "refused":
             self._refused(entry, from_problem(result.problem or {}))
             return
@@ -161,7 +161,7 @@ class Submitter:
             logger(entry.assignment).info("submission answered", verdict=result.verdict)
         self._spool.remove(entry.name)
 
-    def _refused(self, entry: Entry, error: HeadraceError) -> None:
+    def _refused(self, entry: SpoolEntry, error: HeadraceError) -> None:
         log = logger(entry.assignment)
         if entry.is_substitute:
             # Without a readable answer to this one the orchestrator's lease ends it; there is nothing left to send.

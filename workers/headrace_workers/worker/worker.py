@@ -28,7 +28,7 @@ from headrace.common.timeouts import timeout
 from headrace.errors import EpisodeFailure, HeadraceError, InfrastructureFailure, InvalidTrajectory
 from headrace.trajectory import Failure, Trajectory
 from headrace.wire import codec, messages
-from headrace_workers.episode import Episode, EpisodeTools, Outcome, failed, record_of
+from headrace_workers.episode import AttemptOutcome, EpisodeRun, EpisodeTools, failed, record_of
 from headrace_workers.worker.backoff import Backoff
 from headrace_workers.worker.connection import ANSWER_S, EpochFence, OrchestratorConnection
 from headrace_workers.worker.episode_pace import Pace
@@ -36,7 +36,7 @@ from headrace_workers.worker.heartbeat import Heartbeat
 from headrace_workers.worker.logs import logger
 from headrace_workers.worker.loop_lag import LoopLag
 from headrace_workers.worker.run_plans import Plans
-from headrace_workers.worker.spool import AttemptName, Entry, Spool, key_of
+from headrace_workers.worker.spool import AttemptName, Spool, SpoolEntry, key_of
 from headrace_workers.worker.submitter import Submitter
 
 LEASE_WAIT_S = 20.0
@@ -108,7 +108,7 @@ class Running:
         self.assignment = assignment
         self.started_at = started_at
         self.task: asyncio.Task[None] | None = None
-        self.episode: Episode | None = None
+        self.episode: EpisodeRun | None = None
         self.cancel_reason = ""
         self.wanted = True
         self.recorded = False
@@ -274,7 +274,7 @@ class Worker:
         except EpisodeFailure as error:
             self._finish(running, self._bare_record(assignment, failed(error)))
             return
-        episode = running.episode = Episode(self._tools, assignment, plan)
+        episode = running.episode = EpisodeRun(self._tools, assignment, plan)
         self._finish(running, await episode.run(), episode.assets)
         try:
             await episode.close()
@@ -290,7 +290,7 @@ class Worker:
         self._check_hanging()
         if task.cancelled():
             failure = Failure(layer="infrastructure", kind="cancelled", message=running.cancel_reason)
-            outcome = Outcome(status="cancelled", stop_reason="cancelled", failure=failure)
+            outcome = AttemptOutcome(status="cancelled", stop_reason="cancelled", failure=failure)
         elif (error := task.exception()) is not None:
             logger(running.assignment).error("the worker failed", exc_info=error)
             outcome = failed(
@@ -315,24 +315,24 @@ class Worker:
         try:
             record = codec.encode(trajectory)
         except InvalidTrajectory as error:
-            self._spool.add(self._substitute(Entry(running.assignment, b""), error))
+            self._spool.add(self._substitute(SpoolEntry(running.assignment, b""), error))
             return
         shown = {asset.name: assets[asset.name] for asset in trajectory.assets}
-        self._spool.add(Entry(running.assignment, record, shown))
+        self._spool.add(SpoolEntry(running.assignment, record, shown))
 
     def _submit_gather_s(self) -> float:
         """How long finished episodes may wait for others. The last one waits for nobody."""
         others = any(not running.recorded for running in self._running.values())
         return self._pace.share_s(SUBMIT_OF_EPISODE, LONGEST_SUBMIT_S) if others else 0.0
 
-    def _substitute(self, entry: Entry, error: HeadraceError) -> Entry:
+    def _substitute(self, entry: SpoolEntry, error: HeadraceError) -> SpoolEntry:
         failure = InfrastructureFailure(
             f"The record of this attempt was refused: {error}", kind="record-refused", retryable=False
         )
         trajectory = self._bare_record(entry.assignment, failed(failure))
-        return Entry(entry.assignment, codec.encode(trajectory), is_substitute=True)
+        return SpoolEntry(entry.assignment, codec.encode(trajectory), is_substitute=True)
 
-    def _bare_record(self, assignment: messages.Assignment, outcome: Outcome) -> Trajectory:
+    def _bare_record(self, assignment: messages.Assignment, outcome: AttemptOutcome) -> Trajectory:
         return record_of(assignment, outcome, trajectory_id=self._tools.new_id(), worker=self._settings.name)
 
     def _check_hanging(self) -> None:

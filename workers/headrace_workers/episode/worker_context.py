@@ -1,7 +1,7 @@
-"""What one episode's environment is lent: the worker's sandbox, its threads, and its bounded calls.
+"""The environment context in a worker: its sandbox, its threads and its bounded calls.
 
-* What a call waits for, a sandbox or a thread, is told apart from what it works.
-* A call that was left alone on its thread is known, so that nothing else is asked of its environment.
+* Time that a call waits for a sandbox or a thread is measured apart from its working time.
+* After a call was abandoned on its thread, the environment gets no more calls.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from headrace_workers.sandboxes import EpisodeSandbox
 T = TypeVar("T")
 
 
-class Lent:
-    """The surroundings of an environment in a worker. ``timeout_s``: the most that a call on a thread may take."""
+class WorkerContext:
+    """The context of one episode's environment. ``timeout_s``: the limit of a call on a thread."""
 
     def __init__(
         self, sandbox: EpisodeSandbox, threads: EnvironmentThreads, calls: BoundedCalls, timeout_s: float
@@ -29,7 +29,7 @@ class Lent:
         self._timeout_s = timeout_s
         self._waited_s = 0.0
         self.hangs = False
-        """Whether a call was left alone on its thread."""
+        """True after a call was abandoned on its thread."""
 
     async def call(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function on a thread, and raise what it raises."""
@@ -44,15 +44,15 @@ class Lent:
         return cast(T, ran.result)
 
     async def bounded(self, function: str, *arguments: Any, time_s: float, memory_bytes: int) -> Any:
-        """Call a function in a process of its own. Raises Exhausted, EnvironmentFailure."""
+        """Call a function in a separate process. Raises Exhausted, EnvironmentFailure."""
         return await self._calls.call(function, *arguments, time_s=time_s, memory_bytes=memory_bytes)
 
     def begin(self, deadline: asyncio.Timeout) -> None:
-        """A step begins, with this deadline."""
+        """Begin a step with this deadline."""
         self.sandbox.deadline = deadline
 
     def take_waited_s(self) -> float:
-        """The step has ended: what it waited."""
+        """End the step and return its waiting time."""
         waited_s = self._waited_s + self.sandbox.waited_s
         self.sandbox.deadline = None
         self._waited_s = self.sandbox.waited_s = 0.0
