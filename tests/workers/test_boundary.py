@@ -26,27 +26,27 @@ def _step(**changes: Any) -> Step:
 @pytest.mark.parametrize("reward", [None, True, np.bool_(True), "1", [1.0], 1j])
 def test_a_reward_that_is_no_number_is_a_failure(reward: Any) -> None:
     with pytest.raises(EnvironmentFailure) as caught:
-        environment_adapter.seen_step(_step(reward=reward))
+        environment_adapter.read_step(_step(reward=reward))
     assert (caught.value.kind, caught.value.retryable) == ("reward-not-a-number", False)
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, np.float32("nan"), 10**400])
 def test_a_reward_that_is_not_finite_is_a_failure(reward: Any) -> None:
     with pytest.raises(EnvironmentFailure) as caught:
-        environment_adapter.seen_step(_step(reward=reward))
+        environment_adapter.read_step(_step(reward=reward))
     assert caught.value.kind == "reward-not-finite"
 
 
 @pytest.mark.parametrize("reward", [1.1e100, -1e101, 10**200, np.float64(1e300)])
 def test_a_reward_that_statistics_cannot_hold_is_a_failure(reward: Any) -> None:
     with pytest.raises(EnvironmentFailure) as caught:
-        environment_adapter.seen_step(_step(reward=reward))
+        environment_adapter.read_step(_step(reward=reward))
     assert (caught.value.kind, caught.value.retryable) == ("reward-out-of-range", False)
 
 
 @pytest.mark.parametrize("reward", [2, 2.0, np.float32(2), np.int64(2)])
 def test_a_number_of_any_kind_is_a_reward(reward: Any) -> None:
-    value = environment_adapter.seen_step(_step(reward=reward)).rewards["agent"]
+    value = environment_adapter.read_step(_step(reward=reward)).rewards["agent"]
     assert (type(value), value) == (float, 2.0)
 
 
@@ -55,7 +55,7 @@ def test_a_number_of_any_kind_is_a_reward(reward: Any) -> None:
 )
 def test_reward_parts_are_held_to_the_same_rule(part: Any, kind: str) -> None:
     with pytest.raises(EnvironmentFailure, match="format") as caught:
-        environment_adapter.seen_step(_step(info={"reward_parts": {"format": part}}))
+        environment_adapter.read_step(_step(info={"reward_parts": {"format": part}}))
     assert caught.value.kind == kind
 
 
@@ -81,7 +81,7 @@ def test_reward_parts_are_held_to_the_same_rule(part: Any, kind: str) -> None:
 )
 def test_what_is_no_step_is_refused_with_its_kind(result: Any, kind: str) -> None:
     with pytest.raises(EnvironmentFailure) as caught:
-        environment_adapter.seen_step(result)
+        environment_adapter.read_step(result)
     assert caught.value.kind == kind
 
 
@@ -167,7 +167,7 @@ def test_what_is_left_out_is_named_up_to_a_bound_and_counted_beyond_it() -> None
 )
 def test_an_observation_larger_than_any_context_is_refused_never_cut(changes: Any) -> None:
     with pytest.raises(EnvironmentFailure) as caught:
-        environment_adapter.seen_step(_step(**changes))
+        environment_adapter.read_step(_step(**changes))
     assert (caught.value.kind, caught.value.retryable) == ("observation-too-large", False)
 
 
@@ -190,7 +190,7 @@ def test_a_copy_does_not_follow_the_environments_objects() -> None:
     inner = {"a": [1]}
     parts = [ContentPart(type="text", text="a")]
     call = ToolCall(name="t", arguments={"x": [1]})
-    seen = environment_adapter.seen_step(_step(observation=parts, info={"inner": inner, "tool_calls": [call]}))
+    seen = environment_adapter.read_step(_step(observation=parts, info={"inner": inner, "tool_calls": [call]}))
     inner["a"].append(2)
     parts.append(ContentPart(type="text", text="b"))
     call.arguments["x"].append(2)
@@ -201,5 +201,5 @@ def test_a_copy_does_not_follow_the_environments_objects() -> None:
 
 def test_an_agent_that_the_environment_does_not_have_is_refused() -> None:
     with pytest.raises(EnvironmentFailure, match="eve") as caught:
-        environment_adapter.seen_step_by_agent(({}, {"eve": 1.0}, {}, {}, {}), ["ann", "bob"])
+        environment_adapter.read_step_by_agent(({}, {"eve": 1.0}, {}, {}, {}), ["ann", "bob"])
     assert caught.value.kind == "unknown-agent"
