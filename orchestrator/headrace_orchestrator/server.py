@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from headrace.server import logs
 from headrace.server.auth import load_auth
-from headrace.server.process import listen, run_until_signal, serving
+from headrace.server.process import http_server, listen, run_until_signal
 from headrace_orchestrator import allocator
 from headrace_orchestrator.api.app import OrchestratorApp
 from headrace_orchestrator.buffer.data_directory import DataDirectory
@@ -84,7 +84,7 @@ async def _serve(
     stopping = asyncio.create_task(stop.wait())
     starting = asyncio.create_task(service.start())
     try:
-        async with serving(
+        async with http_server(
             app, listener, request_timeout_s=REQUEST_TIMEOUT_S, shutdown_timeout_s=settings.shutdown_timeout_s
         ) as http:
             try:

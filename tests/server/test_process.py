@@ -15,7 +15,7 @@ import pytest
 import uvicorn
 
 from headrace.errors import PortInUse, SetupError
-from headrace.server.process import listen, run_until_signal, serving
+from headrace.server.process import http_server, listen, run_until_signal
 
 REQUEST = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
@@ -95,7 +95,7 @@ async def test_a_stop_lets_open_requests_end():
     app = App(b"ok")
     with contextlib.closing(listen("127.0.0.1", 0, option="--port")) as listener:
         async with contextlib.AsyncExitStack() as client:
-            async with serving(app, listener, request_timeout_s=60, shutdown_timeout_s=60):
+            async with http_server(app, listener, request_timeout_s=60, shutdown_timeout_s=60):
                 reader = await client.enter_async_context(asked(app, listener))
                 asyncio.get_running_loop().call_later(0.2, app.proceed.set)
             assert (await reader.read()).endswith(b"connection: close\r\n\r\nok")
@@ -106,7 +106,7 @@ async def test_a_stop_closes_the_connections_that_are_left():
     app.proceed.set()
     with contextlib.closing(listen("127.0.0.1", 0, option="--port")) as listener:
         async with contextlib.AsyncExitStack() as client:
-            async with serving(app, listener, request_timeout_s=60, shutdown_timeout_s=1):
+            async with http_server(app, listener, request_timeout_s=60, shutdown_timeout_s=1):
                 reader = await client.enter_async_context(asked(app, listener))  # it reads nothing
             with contextlib.suppress(ConnectionResetError):
                 assert len(await reader.read()) < len(app.body)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from headrace.errors import SetupError
 from headrace.server import logs
 from headrace.server.auth import Auth, load_auth
-from headrace.server.process import BACKLOG, listen, run_until_signal, serving
+from headrace.server.process import BACKLOG, http_server, listen, run_until_signal
 from headrace_sandbox.host.cleanup_process import CleanupProcess
 from headrace_sandbox.host.reaper import reap
 from headrace_sandbox.pool.messages import Bounds
@@ -50,14 +50,14 @@ def run(settings: ServiceSettings, *, ready: Callable[[str], None] = lambda addr
 async def serve(settings: ServiceSettings, *, ready: Callable[[str], None], stop: asyncio.Event) -> None:
     """Run in this event loop until ``stop`` is set. Raises as ``run``."""
     with contextlib.ExitStack() as stack:
-        listening = _listen(settings, stack)
+        endpoint = _listen(settings, stack)
         reaped = await asyncio.to_thread(reap)
         log.info("reaped", processes=len(reaped.processes), groups=len(reaped.groups), left=reaped.left)
         stack.enter_context(CleanupProcess())
         runtime = await ready_runtime(settings.runtime, allow_unsafe=settings.allow_unsafe)
         if isinstance(runtime, SupportsSweep):
             log.info("swept", sandboxes=await runtime.sweep())
-        await _serve_with(runtime, settings, listening, ready, stop)
+        await _serve_with(runtime, settings, endpoint, ready, stop)
     log.info("stopped")
 
 
@@ -70,14 +70,14 @@ async def serve_with(
 
 
 async def _serve_with(
-    runtime: Runtime, settings: ServiceSettings, listening: Listening, ready: Callable[[str], None], stop: asyncio.Event
+    runtime: Runtime, settings: ServiceSettings, endpoint: Endpoint, ready: Callable[[str], None], stop: asyncio.Event
 ) -> None:
     warm = [(Template(), Bounds(least=settings.warm, most=settings.pool.sandboxes))] if settings.warm else []
     pool = Pool(runtime, settings.pool, warm)
-    app = App(pool, listening.auth, Metrics(pool.counts), settings.max_body_bytes)
+    app = App(pool, endpoint.auth, Metrics(pool.counts), settings.max_body_bytes)
     await pool.start()
     try:
-        await _serve(settings, app, pool, listening.listener, lambda: ready(listening.address), stop)
+        await _serve(settings, app, pool, endpoint.listener, lambda: ready(endpoint.address), stop)
     finally:
         await pool.close()
 
@@ -91,7 +91,9 @@ async def _serve(
     stop: asyncio.Event,
 ) -> None:
     stopping = asyncio.create_task(stop.wait())
-    async with serving(app, listener, request_timeout_s=REQUEST_TIMEOUT_S, shutdown_timeout_s=settings.grace_s) as http:
+    async with http_server(
+        app, listener, request_timeout_s=REQUEST_TIMEOUT_S, shutdown_timeout_s=settings.grace_s
+    ) as http:
         try:
             ready()
             log.info("ready", runtime=pool.runtime.name)
@@ -103,7 +105,7 @@ async def _serve(
             stopping.cancel()
 
 
-class Listening(NamedTuple):
+class Endpoint(NamedTuple):
     """Where clients come in, and what they must show."""
 
     listener: socket.socket
@@ -111,14 +113,14 @@ class Listening(NamedTuple):
     auth: Auth
 
 
-def _listen(settings: ServiceSettings, stack: contextlib.ExitStack) -> Listening:
+def _listen(settings: ServiceSettings, stack: contextlib.ExitStack) -> Endpoint:
     if settings.socket is not None:
         listener = _listen_unix(settings.socket, settings.group, stack)
-        return Listening(listener, f"unix://{settings.socket}", Auth(None))
+        return Endpoint(listener, f"unix://{settings.socket}", Auth(None))
     auth = load_auth(settings.tokens, settings.host)
     listener = stack.enter_context(contextlib.closing(listen(settings.host, settings.port, option="--bind")))
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    return Listening(listener, f"http://{host}:{listener.getsockname()[1]}", auth)
+    return Endpoint(listener, f"http://{host}:{listener.getsockname()[1]}", auth)
 
 
 def _listen_unix(path: Path, group: str, stack: contextlib.ExitStack) -> socket.socket:

@@ -72,7 +72,7 @@ def listen(host: str, port: int, *, option: str) -> socket.socket:
 
 
 @contextlib.asynccontextmanager
-async def serving(
+async def http_server(
     app: Any, listener: socket.socket, *, request_timeout_s: float, shutdown_timeout_s: float
 ) -> AsyncIterator[asyncio.Task[None]]:
     """Serve the ASGI application in this event loop; gives a task that is done if serving ends by itself. A request
