@@ -73,7 +73,8 @@ class ChildProcess:
         return self.process.returncode is not None
 
     def cpu_s(self) -> float | None:
-        """Its processor time, so far or at its end; None while it runs on a system that does not say."""
+        """The processor time of the process, so far or at its end; None while it runs on a system that does not report
+        it."""
         if self._usage_s is not None or sys.platform != "linux":
             return self._usage_s
         with contextlib.suppress(OSError):

@@ -20,7 +20,7 @@ MOUNT_S = 5.0
 """Deadline for the folder to be mounted: some milliseconds on a quiet machine."""
 
 PLACES = (f"newroot{SCRATCH}", SCRATCH[1:])
-"""Its paths below the first process's root: before bubblewrap has changed that root, and after."""
+"""Paths of the folder below the first process's root: before bubblewrap has changed that root, and after."""
 
 FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 

@@ -1,4 +1,4 @@
-"""The identity of a supervisor: a name by which a later process tells if it still lives, and the folders it owns.
+"""The identity of a supervisor: a name by which a later process can tell if it still runs, and the folders it owns.
 
 * A supervisor is a process that makes sandboxes. Its name is its process id, its start time and its namespace of
   process ids: a process that gets the same id later has another name.
@@ -19,7 +19,8 @@ from headrace.errors import SandboxFailure
 from headrace_sandbox.host.processes import PROC, list_pids, start_ticks
 
 SUPERVISOR_VARIABLE = "HEADRACE_SUPERVISOR"
-"""In the environment of the processes that hold a sandbox from outside; programs inside do not have it."""
+"""The variable with the supervisor's name, in processes that hold a sandbox from outside; programs inside do not have
+it."""
 
 FOLDER_VARIABLE = "HEADRACE_SANDBOX_FOLDER"
 """Replaces the folder that the supervisors of this machine share."""
@@ -45,7 +46,7 @@ _this: Supervisor | None = None
 
 
 def this_supervisor() -> Supervisor:
-    """This process."""
+    """The identity of this process."""
     global _this
     if _this is None:
         pid = os.getpid()
@@ -116,7 +117,7 @@ def checked_folder(folder: Path) -> Path:
     except OSError as error:
         raise no_folder(folder, str(error)) from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-        raise no_folder(folder, "it is not a folder of this user that nobody else may write")
+        raise no_folder(folder, "it is not a folder that only this user can write")
     return folder
 
 

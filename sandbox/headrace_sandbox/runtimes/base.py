@@ -91,7 +91,8 @@ class Template(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FileInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of a folder. ``path`` is relative to the scratch folder; ``size_bytes`` as the file system says."""
+    """One entry of a folder. ``path`` is relative to the scratch folder; ``size_bytes`` as the file system reports
+    it."""
 
     path: str
     kind: FileKind
@@ -102,7 +103,7 @@ class Session(Protocol):
     """A persistent shell or interpreter: each cell finds the state of the cells before.
 
     A cell's end is reported beside its output, never by it. A cell that exceeds its time is interrupted, its output
-    until then is returned, and the session goes on; only if it cannot is it made anew, and the result's ``lost`` says
+    until then is returned, and the session goes on; only if it cannot is it recreated, and the result's ``lost`` says
     so.
     """
 
@@ -121,7 +122,7 @@ class Session(Protocol):
 
 
 class Sandbox(Protocol):
-    """A persistent sandbox, which lives on between calls."""
+    """A persistent sandbox, which stays between calls."""
 
     id: str
     isolation: Isolation

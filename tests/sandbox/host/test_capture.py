@@ -1,4 +1,4 @@
-"""What is kept of a stream."""
+"""The kept head and tail of a stream."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_head_and_tail_are_kept_in_bounded_memory(parts: list[bytes], kept_bytes
         assert output.truncated
 
 
-def test_text_names_what_was_left_out() -> None:
+def test_text_says_how_much_was_left_out() -> None:
     capture = Capture(4)
     capture.feed(b"ab" + b"." * 100 + b"yz")
     assert capture.output().text == "ab\n[… 100 bytes left out …]\nyz"

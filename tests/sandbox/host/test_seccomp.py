@@ -26,7 +26,7 @@ BOTH = pytest.mark.parametrize("machine", sorted(ARCHITECTURES))
 
 
 def verdict(machine: str, number: int, *arguments: int, audit: int | None = None) -> int:
-    """What the kernel would do; each instruction goes forward, so the program ends."""
+    """The kernel's decision; each instruction goes forward, so the program ends."""
     program = filter_program(machine)
     assert program is not None
     data = struct.pack(
@@ -57,7 +57,7 @@ def refused(value: int) -> str:
 
 
 @BOTH
-def test_what_reaches_beyond_its_own_namespaces_is_eperm(machine: str) -> None:
+def test_calls_that_reach_beyond_the_sandboxs_namespaces_are_eperm(machine: str) -> None:
     architecture = ARCHITECTURES[machine]
     for name, number in architecture.refused.items():
         assert refused(verdict(machine, number)) == "EPERM", name
@@ -76,7 +76,7 @@ def test_sockets_are_of_four_families(machine: str) -> None:
 
 
 @BOTH
-def test_of_netlink_only_interfaces_and_addresses_are_left(machine: str) -> None:
+def test_netlink_has_only_the_protocol_for_interfaces_and_addresses(machine: str) -> None:
     a = ARCHITECTURES[machine]
     raw = socket.SOCK_RAW | socket.SOCK_CLOEXEC
     for number in (a.socket, a.socketpair):
@@ -87,7 +87,7 @@ def test_of_netlink_only_interfaces_and_addresses_are_left(machine: str) -> None
 
 
 @BOTH
-def test_asking_for_a_larger_buffer_to_receive_into_does_nothing(machine: str) -> None:
+def test_a_request_for_a_larger_receive_buffer_is_ignored(machine: str) -> None:
     number = ARCHITECTURES[machine].setsockopt
     assert verdict(machine, number, 3, socket.SOL_SOCKET, socket.SO_RCVBUF) == IGNORE
     for option in (socket.SO_SNDBUF, socket.SO_REUSEADDR, 0):
@@ -96,7 +96,7 @@ def test_asking_for_a_larger_buffer_to_receive_into_does_nothing(machine: str) -
 
 
 @BOTH
-def test_mknod_makes_fifos_and_no_devices(machine: str) -> None:
+def test_mknod_makes_fifos_but_not_devices(machine: str) -> None:
     for number, position in ARCHITECTURES[machine].mknods:
         before = [0] * position
         for kind in (stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFREG, 0):
@@ -106,7 +106,7 @@ def test_mknod_makes_fifos_and_no_devices(machine: str) -> None:
 
 
 @BOTH
-def test_prlimit_is_for_the_caller_alone(machine: str) -> None:
+def test_prlimit_works_for_the_caller_alone(machine: str) -> None:
     number = ARCHITECTURES[machine].prlimit
     assert verdict(machine, number, 0, 7) == ALLOW
     for pid in (1, 2, 1 << 31):
@@ -114,7 +114,7 @@ def test_prlimit_is_for_the_caller_alone(machine: str) -> None:
 
 
 @BOTH
-def test_clone_makes_processes_and_threads_and_no_namespaces(machine: str) -> None:
+def test_clone_makes_processes_and_threads_but_not_namespaces(machine: str) -> None:
     a = ARCHITECTURES[machine]
     assert verdict(machine, a.clone, 0x11) == ALLOW
     assert verdict(machine, a.clone, 0x003D0F00) == ALLOW  # what a thread is made with
@@ -129,7 +129,7 @@ def test_a_program_of_another_architecture_is_killed(machine: str, other: Archit
     assert verdict(machine, 0, audit=0x40000003) == KILL  # 32 bits
 
 
-def test_the_x32_kind_is_killed() -> None:
+def test_a_program_of_the_x32_kind_is_killed() -> None:
     assert verdict("x86_64", 0x40000000) == KILL
     assert verdict("x86_64", 0) == ALLOW
 
@@ -144,7 +144,7 @@ def test_everything_else_is_allowed(machine: str) -> None:
             assert verdict(machine, number) == ALLOW
 
 
-def test_a_machine_without_a_table_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_a_table_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seccomp.platform, "machine", lambda: "riscv64")
     with pytest.raises(SandboxFailure, match="riscv64") as caught:
         seccomp.require_filter()

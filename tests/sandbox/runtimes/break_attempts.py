@@ -1,7 +1,7 @@
-"""G14: ways in which a program breaks its own sandbox from within a shell, and what each runtime makes of it.
+"""G14: attempts of a program to break its own sandbox from a shell, and the outcome under each runtime.
 
-A runtime is in ``OUTCOMES`` with what it does: ``contained`` (the shell goes on), ``lost`` (the result of the cell, or
-of the next one, says ``lost``, and the session is made anew). The table in docs/sandbox.md is this one.
+``OUTCOMES`` has the outcomes by runtime: ``contained`` (the shell goes on), or ``lost`` (the result of the cell, or of
+the next one, says ``lost``, and the session is recreated). The table in docs/sandbox.md shows the same.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Literal
 
 Outcome = Literal["contained", "lost"]
 
-WAYS: dict[str, str] = {
+ATTEMPTS: dict[str, str] = {
     "kill everybody": "kill -9 -1",
     "remove everything": "rm -rf --no-preserve-root / 2>/dev/null",
     "take the shells away": "chmod 000 $(command -v bash) $(command -v sh)",
@@ -26,7 +26,7 @@ HARMLESS = "true"
 AGAIN, TIMES = "echo ok", 8
 
 OUTCOMES: dict[str, dict[str, Outcome]] = {
-    "bubblewrap": dict.fromkeys(WAYS, "contained"),
-    "docker": {**dict.fromkeys(WAYS, "contained"), "kill everybody": "lost"},
-    "gvisor": dict.fromkeys(WAYS, "contained"),
+    "bubblewrap": dict.fromkeys(ATTEMPTS, "contained"),
+    "docker": {**dict.fromkeys(ATTEMPTS, "contained"), "kill everybody": "lost"},
+    "gvisor": dict.fromkeys(ATTEMPTS, "contained"),
 }

@@ -1,4 +1,4 @@
-"""What tests of sandboxes that live on share."""
+"""Helpers for tests of persistent sandboxes."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ def python(code: str) -> Command:
     return Command(arguments=["python3", "-I", "-c", code])
 
 
-def said(result: ExecResult) -> str:
+def output_of(result: ExecResult) -> str:
     assert (result.fault, result.stderr.text) == ("", "")
     return result.stdout.text
 
 
-def daemon(mark: str) -> str:
-    """For a shell: a process in a session of its own, that holds no output."""
+def detached(mark: str) -> str:
+    """A shell command that starts a process in a session of its own, without the shell's output."""
     return f"setsid bash -c 'exec -a {mark} sleep 300' >/dev/null 2>&1"
 
 
-def marked(mark: str) -> list[int]:
+def pids_marked(mark: str) -> list[int]:
     """Processes of this machine with the mark in their environment."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -37,7 +37,7 @@ def marked(mark: str) -> list[int]:
     return found
 
 
-def named(name: str) -> list[int]:
+def pids_named(name: str) -> list[int]:
     """Processes of this machine that gave themselves this name."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -47,7 +47,7 @@ def named(name: str) -> list[int]:
     return found
 
 
-async def until(holds: Callable[[], bool], within_s: float = 10.0) -> None:
+async def wait_until(holds: Callable[[], bool], within_s: float = 10.0) -> None:
     async with asyncio.timeout(within_s):
         while not holds():
             await asyncio.sleep(0.01)

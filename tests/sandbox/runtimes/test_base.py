@@ -1,4 +1,4 @@
-"""What can be asked of a runtime at all: refused where a command is made, so the same by each of them."""
+"""Commands and programs that are refused when they are made, so by every runtime alike."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def program(**given: Any) -> PythonProgram:
         ),
     ],
 )
-def test_what_no_system_could_start_is_refused_before_anything_is_made(make: Callable[[], object]) -> None:
+def test_a_command_that_no_system_could_start_is_refused_before_anything_is_made(make: Callable[[], object]) -> None:
     with pytest.raises(SandboxFailure) as caught:
         make()
     assert (caught.value.kind, caught.value.retryable) == ("bad-command", False)
@@ -51,18 +51,18 @@ def test_what_no_system_could_start_is_refused_before_anything_is_made(make: Cal
 
 @pytest.mark.parametrize("make", [command, program, Template])
 @pytest.mark.parametrize("files", [{"a": b"", "a/b": b""}, {"a/b/c": b"", "a": b""}, {HALF: b""}, {"../a": b""}])
-def test_a_file_that_cannot_be_there_is_refused(make: Callable[..., object], files: dict[str, bytes]) -> None:
+def test_a_file_with_an_impossible_path_is_refused(make: Callable[..., object], files: dict[str, bytes]) -> None:
     with pytest.raises(SandboxFailure) as caught:
         make(files=files)
     assert (caught.value.kind, caught.value.retryable) == ("bad-path", False)
 
 
-def test_a_request_that_crossed_the_wire_is_refused_as_well() -> None:
+def test_a_decoded_request_is_checked_as_well() -> None:
     sent = msgspec.msgpack.encode({"arguments": ["echo", "a\0b"]})
     with pytest.raises(SandboxFailure, match="NUL"):
         msgspec.msgpack.decode(sent, type=Command)
 
 
-def test_any_text_that_is_unicode_goes_in() -> None:
+def test_any_unicode_text_is_accepted() -> None:
     Command(arguments=["echo", "é\U0001f600\n\x01"], environment={"A": "b=c"}, files={"ä/b": b"", "ä/c": b""})
     PythonProgram(code="print('a\0b')")  # the interpreter says what is wrong with it

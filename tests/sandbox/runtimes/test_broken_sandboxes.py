@@ -1,4 +1,4 @@
-"""G14: a program that breaks its own sandbox is told apart from a sandbox that something else broke."""
+"""G14: the result distinguishes a program that breaks its own sandbox from a sandbox that was broken from outside."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from headrace_sandbox.runtimes.bubblewrap.sandbox import BubblewrapSandbox
 from headrace_sandbox.runtimes.docker.sandbox import DockerSandbox
 from headrace_sandbox.runtimes.gvisor.sandbox import GvisorSandbox
 from headrace_sandbox.runtimes.registry import make_runtime
-from tests.sandbox.runtimes.break_attempts import AGAIN, HARMLESS, OUTCOMES, TIMES, WAYS
+from tests.sandbox.runtimes.break_attempts import AGAIN, ATTEMPTS, HARMLESS, OUTCOMES, TIMES
 
 LIMITS = Limits(wall_s=20.0)
 
 SHORT = Limits(wall_s=4.0)
-"""For what would go on for minutes where files are slow."""
+"""The time limit of attempts that would take minutes where files are slow."""
 
 DOCS = Path(__file__).parents[3] / "docs" / "sandbox.md"
 
@@ -34,21 +34,21 @@ async def runtime(request: pytest.FixtureRequest) -> AsyncIterator[Runtime]:
     await made.close()
 
 
-async def said(sandbox: Sandbox, way: str) -> list[tuple[str | None, str]]:
-    """What became of the way, and of the calls that followed: ``lost``, and what was written."""
+async def said(sandbox: Sandbox, attempt: str) -> list[tuple[str | None, str]]:
+    """The results of the attempt and of the calls after it: ``lost``, and the output."""
     session = await sandbox.session("bash")
-    results = [await session.run(way, SHORT), *[await session.run(AGAIN, LIMITS) for _ in range(TIMES)]]
+    results = [await session.run(attempt, SHORT), *[await session.run(AGAIN, LIMITS) for _ in range(TIMES)]]
     return [(result.lost, result.stdout.text) for result in results]
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_G14_a_program_that_breaks_its_sandbox_is_contained_or_said_to_have_lost_it(  # noqa: N802
-    runtime: Runtime, way: str
+@pytest.mark.parametrize("attempt", ATTEMPTS)
+async def test_a_program_that_breaks_its_sandbox_is_contained_or_reported_to_have_lost_it(
+    runtime: Runtime, attempt: str
 ) -> None:
     sandbox = await runtime.open(Template(), 120.0)
-    results = await said(sandbox, WAYS[way])
+    results = await said(sandbox, ATTEMPTS[attempt])
     lost = [why for why, _ in results if why is not None]
-    assert ("lost" if lost else "contained") == OUTCOMES[runtime.name][way], lost
+    assert ("lost" if lost else "contained") == OUTCOMES[runtime.name][attempt], lost
     if lost:
         first = next(n for n, (why, _) in enumerate(results) if why is not None)
         assert first <= 1
@@ -58,7 +58,7 @@ async def test_G14_a_program_that_breaks_its_sandbox_is_contained_or_said_to_hav
     assert (after.stdout.text, after.fault) == ("fine\n", "")
 
 
-async def test_G14_where_the_test_kills_it_from_outside_the_failure_is_ours(runtime: Runtime) -> None:  # noqa: N802
+async def test_a_sandbox_that_is_killed_from_outside_is_our_failure(runtime: Runtime) -> None:
     sandbox = await runtime.open(Template(), 120.0)
     session = await sandbox.session("bash")
     assert (await session.run(HARMLESS, LIMITS)).fault == ""
@@ -77,12 +77,12 @@ async def test_G14_where_the_test_kills_it_from_outside_the_failure_is_ours(runt
     await sandbox.close()
 
 
-def test_G14_the_table_of_outcomes_is_in_the_docs() -> None:  # noqa: N802
+def test_the_docs_have_the_table_of_outcomes() -> None:
     text = DOCS.read_text()
     for runtime, outcomes in OUTCOMES.items():
         column = [name.strip() for name in table_rows(text)[0]].index(f"`{runtime}`")
         found = {row[0].strip().strip("`"): row[column].strip() for row in table_rows(text)[2:]}
-        assert found == {WAYS[way].replace("|", "\\|"): outcome for way, outcome in outcomes.items()}
+        assert found == {ATTEMPTS[attempt].replace("|", "\\|"): outcome for attempt, outcome in outcomes.items()}
 
 
 def table_rows(text: str) -> list[list[str]]:

@@ -1,6 +1,6 @@
 """Control groups that are used again, because making one costs milliseconds.
 
-* A group is used again once nothing runs in it; its counts begin anew. One that cannot be emptied is not used again.
+* A group is used again once nothing runs in it; its counts restart at 0. One that cannot be emptied is not used again.
 * Ended processes that were not reaped yet do not reduce the next program's limit: the process that reaps them may be
   slow, or missing.
 """

@@ -221,7 +221,7 @@ def _rlimits(limits: Limits, *, has_own_user: bool) -> dict[str, int]:
 
 
 def _settable_processes(processes: int) -> int:
-    """This number of processes, or this process's own hard limit, above which none can be set."""
+    """The given number of processes, or this process's own hard limit, above which none can be set."""
     ours = resource.getrlimit(resource.RLIMIT_NPROC)[1]
     return processes if ours == resource.RLIM_INFINITY else min(processes, ours)
 

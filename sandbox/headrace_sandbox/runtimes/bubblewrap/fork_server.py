@@ -1,7 +1,7 @@
 """Runs Python programs in forks of a warm interpreter, each isolated by itself.
 
 * An execution has namespaces, a scratch folder, limits, a control group and a system-call filter of its own.
-* The server runs inside a sandbox too, holds no secret, and is made anew when it is lost.
+* The server runs inside a sandbox too, holds no secret, and is recreated when it is lost.
 * One server serves one set of preloaded modules and one trust domain; another one needs another object.
 * A program's end is reported by its process 1, over a socket that the program does not have.
 """

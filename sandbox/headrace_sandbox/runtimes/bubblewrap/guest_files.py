@@ -38,7 +38,7 @@ def source_files(descriptors: Descriptors, *modules: str) -> dict[str, int]:
 
 
 async def compile_modules(run: RunCommand, *modules: str) -> dict[str, bytes]:
-    """These modules compiled for the Python inside, by path inside. ``run`` runs a command in a fresh sandbox. Raises
+    """The modules compiled for the Python inside, by path inside. ``run`` runs a command in a fresh sandbox. Raises
     SandboxFailure ``sandbox-not-made``."""
     texts = {_path(name): guest_text(name) for name in modules}
     command = Command(arguments=[PYTHON, "-I", "-S", "-c", COMPILE], stdin=json.dumps(texts).encode())

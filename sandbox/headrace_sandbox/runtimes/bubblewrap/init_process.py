@@ -34,7 +34,7 @@ from headrace_sandbox.runtimes.bubblewrap.credential_sockets import (
     socket_pair_with_credentials,
 )
 from headrace_sandbox.runtimes.bubblewrap.guest_files import file_mounts, module_command
-from headrace_sandbox.runtimes.bubblewrap.inner_program import END_S, InnerProgram, SharedBounds
+from headrace_sandbox.runtimes.bubblewrap.inner_program import END_S, InnerProgram, ProgramBounds
 from headrace_sandbox.runtimes.shared.exec_result import INODES, sandbox_lost
 
 INIT_LIMITS = Limits(pids=256, memory_bytes=96 << 20)
@@ -67,7 +67,7 @@ class InitProcess:
         self._requests = requests
         self._pidfd = pidfd
         self._groups = groups
-        self._bounds: SharedBounds | None = None
+        self._bounds: ProgramBounds | None = None
         self._own_group: Cgroup | None = None
 
     @classmethod
@@ -90,7 +90,7 @@ class InitProcess:
                 await run_to_completion(asyncio.to_thread(end_bwrap, process))
         init = cls(process, ours, pidfd, resources.groups)
         try:
-            init._bounds = SharedBounds(await resources.groups.acquire(limits), choose_processors(limits.cpus))
+            init._bounds = ProgramBounds(await resources.groups.acquire(limits), choose_processors(limits.cpus))
             init._own_group = await resources.groups.acquire(INIT_LIMITS)
             await asyncio.to_thread(init._own_group.add, _pid_of_pidfd(pidfd))
         except BaseException:

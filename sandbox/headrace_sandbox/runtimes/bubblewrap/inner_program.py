@@ -35,7 +35,7 @@ PROGRAM_END = struct.Struct("=II")
 """Wait status, and 1 if the scratch folder was full."""
 
 
-class SharedBounds(NamedTuple):
+class ProgramBounds(NamedTuple):
     """The bounds of all programs of a sandbox together: a control group, and the processors that they may use."""
 
     group: Cgroup
@@ -50,10 +50,10 @@ class SharedBounds(NamedTuple):
 class InnerProgram:
     """A program that an init process started, with a process 1 of its own. ``end`` is a descriptor that becomes
     readable when the program has ended, or no process is left to report its end; ``status`` is then its exit status, or
-    None, and ``disk_full`` tells if it failed with a full scratch folder. ``goes_when_bounded``: its processes go on
+    None, and ``disk_full`` is True if it failed with a full scratch folder. ``goes_when_bounded``: its processes go on
     once they are bounded; else they wait for ``go``."""
 
-    def __init__(self, ours: socket.socket, bounds: SharedBounds, stack: contextlib.ExitStack) -> None:
+    def __init__(self, ours: socket.socket, bounds: ProgramBounds, stack: contextlib.ExitStack) -> None:
         self.end = os.eventfd(0)
         self.status: int | None = None
         self.disk_full = False
@@ -70,7 +70,7 @@ class InnerProgram:
         stack.callback(self._close)
 
     @classmethod
-    def make(cls, bounds: SharedBounds, stack: contextlib.ExitStack) -> tuple[InnerProgram, int]:
+    def make(cls, bounds: ProgramBounds, stack: contextlib.ExitStack) -> tuple[InnerProgram, int]:
         """A new one, and the other end of its socket."""
         ours, theirs = socket_pair_with_credentials()
         try:

@@ -2,7 +2,7 @@
 
 * Each command and each session has process ids of its own: its end is the end of all that it started, and of nothing
   else. Files, network, shared memory and limits are the sandbox's.
-* A reset makes the whole sandbox anew; nothing is kept.
+* A reset recreates the whole sandbox; nothing is kept.
 * A sandbox that ends before its time is a fault of ours: no program inside can end it.
 """
 
@@ -92,7 +92,7 @@ class BubblewrapSandbox(FileCalls):
         return session
 
     async def reset(self) -> None:
-        """Make it anew, for the rest of its time; its sessions are closed. Raises SandboxFailure."""
+        """Recreate it for the rest of its time; its sessions are closed. Raises SandboxFailure."""
         self._require_init()
         await self._end_init()
         await self.start()

@@ -265,7 +265,7 @@ class DockerContainer:
         return (await self._exec_status(id_)) == (0, True)
 
     async def state(self) -> ContainerState:
-        """Its present state. Raises SandboxFailure ``sandbox-lost`` if it was removed."""
+        """The present state of the container. Raises SandboxFailure ``sandbox-lost`` if it was removed."""
         found = (await self._daemon.call(lambda client: client.inspect_container(self.name)))["State"]
         return ContainerState(found["Running"], found["OOMKilled"], found["ExitCode"])
 

@@ -157,7 +157,7 @@ def container_settings(
 
 
 def _next_processors(count: int, processors: int) -> str:
-    """This number of processors, so that a program counts the right number; each container gets the next ones."""
+    """A set of ``count`` processors, so that a program counts the right number; each container gets the next ones."""
     if count >= processors:
         return ""
     first = next(_first_processor)

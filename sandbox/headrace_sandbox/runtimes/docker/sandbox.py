@@ -128,7 +128,7 @@ class DockerSandbox(FileCalls):
         return session
 
     async def reset(self) -> None:
-        """Make it anew, for the rest of its time; its sessions are closed. Raises SandboxFailure."""
+        """Recreate it for the rest of its time; its sessions are closed. Raises SandboxFailure."""
         async with self._lock:
             self._require_container()
             await self._end_container()

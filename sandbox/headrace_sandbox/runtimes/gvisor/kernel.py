@@ -86,7 +86,7 @@ class GvisorKernel:
 
     def _set_limits(self, limits: Limits, at_start: Limits) -> None:
         """Limit programs to these limits, beyond the kernel's present usage."""
-        self._group.open(at_start)  # counts anew, so the peak is the present usage
+        self._group.open(at_start)  # restarts the counts, so the peak is the present usage
         self._own_bytes = self._group.usage().peak_memory_bytes or 0
         self._group.open(msgspec.structs.replace(limits, memory_bytes=limits.memory_bytes + self._own_bytes))
 

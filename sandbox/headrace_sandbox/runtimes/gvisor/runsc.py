@@ -205,7 +205,7 @@ class RunscProcess:
         """End it, and remove its folder. Raises SandboxFailure ``unkillable``."""
         self.kill()
         self._process.wait()
-        if not self._is_counted:  # then no group tells when its other processes, which end with runsc, are gone
+        if not self._is_counted:  # then no group shows when its other processes, which end with runsc, are gone
             kill_all(lambda: _pids_with_state_in(self._folder))
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:

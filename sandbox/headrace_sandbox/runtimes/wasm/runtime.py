@@ -248,7 +248,7 @@ class _Worker:
         )
 
     def report(self) -> _WorkerReport:
-        """Its report; empty if it was killed."""
+        """The report of the process; empty if it was killed."""
         os.set_blocking(self._status, False)
         try:
             return msgspec.json.decode(os.read(self._status, 4096) or b"{}", type=_WorkerReport)

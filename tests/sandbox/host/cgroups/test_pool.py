@@ -14,7 +14,7 @@ from headrace_sandbox.result import Limits
 pytestmark = pytest.mark.component("cgroups")
 
 
-def test_a_group_is_used_again_and_its_counts_begin_anew() -> None:
+def test_a_group_is_used_again_and_its_counts_restart() -> None:
     groups = CgroupPool(find_driver())
     first = groups.acquire_blocking(Limits())
     groups.release_blocking(first)

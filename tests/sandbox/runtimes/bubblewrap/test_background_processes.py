@@ -1,4 +1,4 @@
-"""G15: what a command or a cell leaves in the background holds nobody up, and outlives neither it nor its session."""
+"""G15: background processes delay neither a command nor a cell, and end with the command, or with the session."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import Command, Sandbox, Session, Template
 from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
-from tests.sandbox.runtimes.helpers import marked
+from tests.sandbox.runtimes.helpers import pids_marked
 from tests.sandbox.test_hostile import lives
 
 pytestmark = pytest.mark.component("bubblewrap")
@@ -30,9 +30,7 @@ CASES = pytest.mark.parametrize(
 
 
 @CASES
-async def test_G15_a_background_process_holds_nobody_up(  # noqa: N802
-    fresh: Bubblewrap, script: str, expected: str
-) -> None:
+async def test_a_background_process_does_not_delay_a_command(fresh: Bubblewrap, script: str, expected: str) -> None:
     mark = secrets.token_hex(8)
     command = Command(arguments=["bash", "-c", script, mark])
     result = await fresh.run(command, Limits(wall_s=5.0))
@@ -42,7 +40,7 @@ async def test_G15_a_background_process_holds_nobody_up(  # noqa: N802
     assert not lives(mark)
 
 
-async def test_G15_a_pipe_that_is_waited_for_runs_into_the_limit(fresh: Bubblewrap) -> None:  # noqa: N802
+async def test_a_command_that_waits_for_a_pipe_exceeds_its_time(fresh: Bubblewrap) -> None:
     mark = secrets.token_hex(8)
     command = Command(arguments=["bash", "-c", "exec -a $0 sleep 300 | cat", mark])
     result = await fresh.run(command, Limits(wall_s=2.0))
@@ -62,7 +60,7 @@ async def shell(fresh: Bubblewrap) -> tuple[Sandbox, Session, str]:
 
 
 @CASES
-async def test_G15_in_a_shell_that_lives_on_likewise(  # noqa: N802
+async def test_a_background_process_does_not_delay_a_cell(
     shell: tuple[Sandbox, Session, str], script: str, expected: str
 ) -> None:
     _, session, mark = shell
@@ -71,24 +69,24 @@ async def test_G15_in_a_shell_that_lives_on_likewise(  # noqa: N802
     assert result.stdout.text.replace("y\n", "") == expected
     assert result.wall_s < 4  # 1 s where it is quiet
     assert (await session.run("echo next", Limits(wall_s=5.0))).stdout.text == "next\n"
-    assert marked(mark)
+    assert pids_marked(mark)
     await session.close()
-    assert not marked(mark)
+    assert not pids_marked(mark)
 
 
-async def test_G15_a_pipe_that_is_waited_for_runs_into_the_limit_and_the_shell_goes_on(  # noqa: N802
+async def test_a_cell_that_waits_for_a_pipe_exceeds_its_time_and_the_shell_goes_on(
     shell: tuple[Sandbox, Session, str],
 ) -> None:
     _, session, mark = shell
     result = await session.run("x=1; sleep 300 | cat", Limits(wall_s=2.0))
     assert (result.limit, result.exit_code, result.fault, result.lost) == ("time", None, "limit", None)
     assert (await session.run("echo $x; jobs -p", Limits(wall_s=5.0))).stdout.text == "1\n"
-    assert len(marked(mark)) == 1  # the shell
+    assert len(pids_marked(mark)) == 1  # the shell
     await session.close()
-    assert not marked(mark)
+    assert not pids_marked(mark)
 
 
-async def test_G15_what_is_written_late_is_dropped_and_who_wrote_it_goes_on(  # noqa: N802
+async def test_late_output_of_a_background_process_is_dropped_and_the_process_goes_on(
     shell: tuple[Sandbox, Session, str],
 ) -> None:
     _, session, _ = shell
@@ -98,7 +96,7 @@ async def test_G15_what_is_written_late_is_dropped_and_who_wrote_it_goes_on(  # 
     assert (await session.run(wait, Limits(wall_s=20.0))).stdout.text == "second\n"
 
 
-async def test_G15_a_server_in_the_background_serves_later_cells_and_commands(  # noqa: N802
+async def test_a_background_server_serves_later_cells_and_commands(
     shell: tuple[Sandbox, Session, str],
 ) -> None:
     sandbox, session, _ = shell
@@ -117,7 +115,7 @@ for _ in range(500):
         assert (result.stdout.text, result.stderr.text) == ("page\n", "")
 
 
-async def test_G15_a_background_process_outlives_a_cell_that_was_stopped(  # noqa: N802
+async def test_a_background_process_survives_a_stopped_cell(
     shell: tuple[Sandbox, Session, str],
 ) -> None:
     _, session, mark = shell
@@ -125,4 +123,4 @@ async def test_G15_a_background_process_outlives_a_cell_that_was_stopped(  # noq
     result = await session.run("sh -c 'trap \"\" INT; while :; do :; done'", Limits(wall_s=0.5))
     assert result.limit == "time"
     assert (await session.run("kill -0 $(cat pid) && echo lives", Limits(wall_s=5.0))).stdout.text == "lives\n"
-    assert len(marked(mark)) == 2
+    assert len(pids_marked(mark)) == 2

@@ -21,7 +21,7 @@ from tests.sandbox.test_hostile import lives
 pytestmark = pytest.mark.component("bubblewrap")
 
 
-async def test_a_fork_server_that_was_killed_is_made_anew(forked: ForkServer) -> None:
+async def test_a_fork_server_that_was_killed_is_replaced(forked: ForkServer) -> None:
     await forked.run(PythonProgram(code=""), Limits())
     assert forked._server is not None
     os.kill(forked._server._process.pid, signal.SIGKILL)

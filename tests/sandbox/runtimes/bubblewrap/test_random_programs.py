@@ -1,4 +1,4 @@
-"""Random hostile programs on the default runtime: each ends in time with a result, and none leaves anything.
+"""Random hostile programs on the default runtime: each ends in time with a result, and leaves nothing.
 
 ``HEADRACE_PROGRAMS`` is how many; a few hundred if it is not set. ``HEADRACE_SEED`` is the first seed.
 """
@@ -26,12 +26,12 @@ FIRST_SEED = int(os.environ.get("HEADRACE_SEED", "1"))
 AT_A_TIME = 16
 
 FRESH_EVERY = 10
-"""One of so many runs in a sandbox made for it, the others in forks."""
+"""One of this many programs runs in a sandbox of its own, the others in forks."""
 
 LIMITS = Limits(wall_s=1.0, memory_bytes=64 << 20, pids=24, output_bytes=1 << 20, kept_bytes=1000)
 
 HANG_S = 60.0
-"""Far beyond the limit of time, so that only what hangs takes longer, on a busy machine too."""
+"""Deadline far beyond the limit of time, which only a program that hangs exceeds, on a busy machine too."""
 
 
 async def outcome(runtime: Runtime, seed: int) -> str:
@@ -56,7 +56,7 @@ def told(result: ExecResult) -> str:
 
 
 async def settled(before: Traces) -> Traces:
-    """What there is once it is no more than before, or at the latest after some seconds."""
+    """The leftovers once they are no more than before, or after some seconds."""
     until = time.monotonic() + 10
     while (after := traces()) != before and time.monotonic() < until:
         await asyncio.sleep(0.05)

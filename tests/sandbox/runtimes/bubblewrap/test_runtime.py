@@ -1,4 +1,4 @@
-"""What a runtime promises beside isolation: apart figures, nothing left, faults of ours that raise."""
+"""The runtime bubblewrap beside its isolation: results, limits, clean-up, and faults of ours that raise."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_groups_are_removed_at_the_end() -> None:
     assert our_groups() == before
 
 
-async def test_files_are_there_and_paths_that_lead_out_are_refused(run: Run) -> None:
+async def test_files_exist_inside_and_paths_that_lead_out_are_refused(run: Run) -> None:
     result = await run("print(open('a/b/c.bin', 'rb').read())", files={"a/b/c.bin": b"\xff\0"})
     assert result.stdout.text == "b'\\xff\\x00'\n"
     before = descriptors()
@@ -89,7 +89,7 @@ async def test_input_of_a_megabyte_arrives_whole_and_may_be_left_unread(run: Run
     assert (await run("print('unread')", stdin=b"x" * 1_000_000)).stdout.text == "unread\n"
 
 
-async def test_how_it_ended_is_told_as_the_kernel_told_it(run: Run) -> None:
+async def test_a_result_has_the_exit_status_that_the_kernel_reported(run: Run) -> None:
     for code, expected in (
         ("raise SystemExit(7)", (7, None, "program")),
         ("exit(5)", (5, None, "program")),
@@ -104,7 +104,7 @@ async def test_how_it_ended_is_told_as_the_kernel_told_it(run: Run) -> None:
     assert result.stderr.text == "why\n"
 
 
-async def test_a_command_that_is_not_there_or_cannot_be_run_ends_as_in_a_shell(fresh: Bubblewrap) -> None:
+async def test_a_missing_command_and_one_that_cannot_run_end_as_in_a_shell(fresh: Bubblewrap) -> None:
     for arguments, code in ((["nosuch"], 127), (["/nowhere/x"], 127), (["/usr"], 126), (["./data"], 126)):
         result = await fresh.run(Command(arguments=arguments, files={"data": b"1"}), Limits())
         assert (result.exit_code, result.fault) == (code, "program")
@@ -121,20 +121,20 @@ async def test_a_traceback_shows_the_program_alone(run: Run) -> None:
     assert lines[-1] == "ValueError: hm"
 
 
-async def test_making_the_sandbox_is_not_the_programs_time(run: Run) -> None:
+async def test_the_time_to_make_a_sandbox_is_not_the_programs_time(run: Run) -> None:
     result = await run("import time\ntime.sleep(0.5)", wall_s=20.0)
     assert result.wall_s > 0.3  # the supervisor may come to its clock late
     assert result.start_s > 0
 
 
-async def test_a_runtime_says_what_isolates_and_what_is_enforced(run: Run) -> None:
+async def test_a_result_names_the_parts_that_isolate_and_the_enforced_limits(run: Run) -> None:
     isolation = (await run("")).isolation
     assert isolation.runtime == "bubblewrap"
     assert isolation.versions.keys() == {"bubblewrap", "kernel", "cgroups"}
     assert {"wall_s", "output_bytes", "disk_bytes"} <= set(isolation.active)
 
 
-async def test_without_control_groups_nothing_is_counted_and_that_is_said() -> None:
+async def test_without_control_groups_nothing_is_counted_and_the_result_says_so() -> None:
     runtime = Bubblewrap(NoDriver())
     result = await runtime.run(Command(arguments=["true"]), Limits())
     assert result.usage == Usage()
@@ -149,14 +149,14 @@ async def test_a_sandbox_that_cannot_be_made_is_our_failure(fresh: Bubblewrap, m
     assert (caught.value.kind, caught.value.retryable) == ("sandbox-not-made", True)
 
 
-TAKES_NOBODY = [os.devnull, "/dev/full"]
-"""Entries of a control group that takes nobody."""
+UNUSABLE_ENTRIES = [os.devnull, "/dev/full"]
+"""Entries of a control group that no process can enter."""
 
 
 class Full(NoDriver):
     def make(self, name: str) -> Cgroup:
         group = super().make(name)
-        group.entries = TAKES_NOBODY
+        group.entries = UNUSABLE_ENTRIES
         return group
 
 
@@ -176,7 +176,7 @@ async def test_a_command_that_cannot_enter_the_group_of_its_sandbox_does_not_run
     sandbox = await runtime.open(Template(), 60.0)
     assert isinstance(sandbox, BubblewrapSandbox)
     assert sandbox._init is not None
-    sandbox._init.group.entries = TAKES_NOBODY
+    sandbox._init.group.entries = UNUSABLE_ENTRIES
     with pytest.raises(SandboxFailure, match="control group") as failure:
         await sandbox.run(Command(arguments=["true"]), Limits())
     assert failure.value.kind == "sandbox-lost"
@@ -184,7 +184,7 @@ async def test_a_command_that_cannot_enter_the_group_of_its_sandbox_does_not_run
 
 
 @pytest.mark.parametrize("file_bytes", [1 << 20, 1000])  # a shell counts in blocks of 512
-async def test_a_program_has_the_limits_that_it_was_given_to_the_byte(fresh: Bubblewrap, file_bytes: int) -> None:
+async def test_a_program_has_its_limits_to_the_byte(fresh: Bubblewrap, file_bytes: int) -> None:
     limits = Limits(file_bytes=file_bytes, open_files=99)
     said = (await fresh.run(Command(arguments=["cat", "/proc/self/limits"]), limits)).stdout.text
     found = re.findall(r"^Max (core file size|file size|open files) +(\d+) +(\d+) ", said, re.MULTILINE)
@@ -195,7 +195,7 @@ async def test_a_program_has_the_limits_that_it_was_given_to_the_byte(fresh: Bub
     }
 
 
-def test_a_missing_bubblewrap_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_bubblewrap_is_reported_with_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SandboxFailure, match="bwrap") as caught:
         Bubblewrap()
@@ -217,7 +217,7 @@ async def test_a_process_1_that_is_killed_from_outside_is_our_failure(run: Run) 
     assert (caught.value.kind, caught.value.retryable) == ("sandbox-lost", True)
 
 
-async def test_no_signal_of_a_program_ends_the_process_that_tells_how_it_ended(run: Run) -> None:
+async def test_a_programs_signals_do_not_end_the_process_that_reports_its_end(run: Run) -> None:
     code = """
 import os, signal
 for number in signal.valid_signals():
@@ -229,14 +229,14 @@ print('alive')
     assert (result.exit_code, result.stdout.text) == (0, "alive\n"), result.stderr.text
 
 
-async def test_a_program_is_interrupted_by_its_own_signal_as_ever(run: Run) -> None:
+async def test_a_programs_own_signal_interrupts_it(run: Run) -> None:
     result = await run(
         "import os, signal\ntry:\n    os.kill(os.getpid(), 2)\nexcept KeyboardInterrupt:\n    print('yes')"
     )
     assert result.stdout.text == "yes\n"
 
 
-async def test_a_program_ends_as_the_interpreter_would(run: Run) -> None:
+async def test_a_fork_ends_as_the_interpreter_would(run: Run) -> None:
     code = """
 import atexit, threading, time
 atexit.register(print, 'exit')
@@ -247,7 +247,7 @@ print('main')
 
 
 @pytest.mark.component("cgroups")
-async def test_memory_of_the_program_before_is_no_limit_of_the_next(run: Run) -> None:
+async def test_memory_of_the_program_before_does_not_limit_the_next(run: Run) -> None:
     for _ in range(3):
         full = await run(
             "open('x', 'wb').write(bytes(56 << 20))", memory_bytes=64 << 20, disk_bytes=1 << 30, file_bytes=1 << 30
@@ -280,7 +280,7 @@ async def test_a_program_that_fails_while_its_scratch_folder_is_full_ran_into_it
     assert (alone.exit_code, alone.limit, alone.fault) == (1, None, "program")
 
 
-async def test_a_program_that_the_size_of_a_file_ended_ran_into_its_disk(run: Run) -> None:
+async def test_a_program_that_exceeded_the_size_of_a_file_ran_into_its_disk(run: Run) -> None:
     code = "import signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_DFL)\nopen('x', 'wb').write(bytes(2 << 20))"
     result = await run(code, file_bytes=1 << 20)
     assert (result.signal, result.limit, result.fault) == (signal.SIGXFSZ, "disk", "limit")
@@ -327,7 +327,7 @@ print(got)
 
 
 @pytest.mark.component("cgroups")
-async def test_what_waits_in_sockets_is_no_memory_beyond_the_limit(run: Run) -> None:
+async def test_data_in_sockets_stays_within_the_limit_of_memory(run: Run) -> None:
     result = await run(FILL, memory_bytes=64 << 20)
     assert result.limit == "memory" or int(result.stdout.text) < 16 << 20, result.stderr.text
 
@@ -372,14 +372,14 @@ except ChildProcessError:
         ("file_bytes", -1),
     ],
 )
-def test_a_limit_that_bounds_nothing_or_lets_nothing_run_is_refused(name: str, value: Any) -> None:
+def test_a_limit_outside_its_range_is_refused(name: str, value: Any) -> None:
     with pytest.raises(SandboxFailure, match=f"{name} is {value}") as caught:
         Limits(**{name: value})
     assert (caught.value.kind, caught.value.retryable) == ("bad-limit", False)
 
 
 @pytest.mark.parametrize("name", sorted(RANGES))
-async def test_the_least_and_much_of_a_limit_are_taken(run: Run, name: str) -> None:
+async def test_the_smallest_limit_and_large_ones_are_accepted(run: Run, name: str) -> None:
     least, most = RANGES[name]
     much = min(most, 1 << 40)
     for value in (least, much):
@@ -401,7 +401,7 @@ async def test_a_limit_of_memory_that_cannot_be_set_is_refused_and_leaves_no_gro
     assert len(our_groups()) == groups
 
 
-async def test_what_this_process_was_started_to_ignore_programs_heed() -> None:
+async def test_signals_that_this_process_ignores_have_their_default_effect_inside() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     runtime = Bubblewrap()
     code = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"

@@ -1,4 +1,4 @@
-"""Sandboxes of bubblewrap that live on: commands, limits, and how they end."""
+"""Persistent sandboxes of bubblewrap: commands, limits, and their end."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template
 from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
 from headrace_sandbox.runtimes.bubblewrap.sandbox import BubblewrapSandbox
-from tests.sandbox.runtimes.helpers import LIMITS, daemon, python, said, until
+from tests.sandbox.runtimes.helpers import LIMITS, detached, output_of, python, wait_until
 
 pytestmark = pytest.mark.component("bubblewrap")
 
 
-async def test_commands_share_files_and_nothing_else_is_left_of_one(sandbox: Sandbox) -> None:
+async def test_commands_share_files_and_leave_nothing_else(sandbox: Sandbox) -> None:
     mark = secrets.token_hex(8)
-    script = f"{daemon(mark)} & cat given/x.txt; echo more >y; until grep -qa {mark} /proc/*/cmdline; do :; done"
-    assert said(await sandbox.run(Command(arguments=["bash", "-c", script]), LIMITS)) == "given"
+    script = f"{detached(mark)} & cat given/x.txt; echo more >y; until grep -qa {mark} /proc/*/cmdline; do :; done"
+    assert output_of(await sandbox.run(Command(arguments=["bash", "-c", script]), LIMITS)) == "given"
     assert not lives(mark)
-    assert said(await sandbox.run(Command(arguments=["cat", "y"]), LIMITS)) == "more\n"
+    assert output_of(await sandbox.run(Command(arguments=["cat", "y"]), LIMITS)) == "more\n"
 
 
-async def test_a_command_has_its_input_files_environment_and_its_own_verdict(sandbox: Sandbox) -> None:
+async def test_a_command_has_its_own_input_files_environment_and_result(sandbox: Sandbox) -> None:
     command = Command(
         arguments=["bash", "-c", "cat; cat a/b; echo $X; exit 3"],
         stdin=b"in ",
@@ -54,7 +54,7 @@ async def test_a_command_has_its_input_files_environment_and_its_own_verdict(san
     assert (result.limit, result.fault) == ("output", "limit")
 
 
-async def test_what_fails_in_a_full_sandbox_ran_into_its_disk(fresh: Bubblewrap) -> None:
+async def test_a_command_that_fails_in_a_full_sandbox_ran_into_its_disk(fresh: Bubblewrap) -> None:
     sandbox = await fresh.open(Template(limits=Limits(disk_bytes=1 << 20)), 60.0)
     session = await sandbox.session("bash")
     fill, clear = python("open('x', 'wb').write(bytes(2 << 20))"), Command(arguments=["rm", "x"])
@@ -72,7 +72,7 @@ async def test_what_fails_in_a_full_sandbox_ran_into_its_disk(fresh: Bubblewrap)
 
 
 @pytest.mark.component("cgroups")
-async def test_limits_are_those_of_the_whole_sandbox(fresh: Bubblewrap) -> None:
+async def test_limits_hold_for_the_whole_sandbox(fresh: Bubblewrap) -> None:
     sandbox = await fresh.open(Template(limits=Limits(memory_bytes=64 << 20, pids=20)), 60.0)
     session = await sandbox.session("bash")
     hungry = "held = [bytearray(10_000_000) for _ in range(1000)]"
@@ -83,18 +83,18 @@ async def test_limits_are_those_of_the_whole_sandbox(fresh: Bubblewrap) -> None:
     forks = "import os, time\nwhile True:\n    if os.fork() == 0:\n        time.sleep(300)"
     result = await sandbox.run(python(forks), LIMITS)
     assert (result.limit, result.fault) == ("pids", "limit")
-    assert said(await session.run("echo fine", LIMITS)) == "fine\n"
+    assert output_of(await session.run("echo fine", LIMITS)) == "fine\n"
 
 
 @pytest.mark.component("cgroups")
-async def test_35_programs_count_the_processors_that_they_may_use(fresh: Bubblewrap) -> None:
+async def test_programs_count_the_processors_that_they_may_use(fresh: Bubblewrap) -> None:
     sandbox = await fresh.open(Template(limits=Limits(cpus=1.0)), 60.0)
     session = await sandbox.session("bash")
-    assert said(await session.run("nproc", LIMITS)) == "1\n"
-    assert said(await sandbox.run(Command(arguments=["nproc"]), LIMITS)) == "1\n"
+    assert output_of(await session.run("nproc", LIMITS)) == "1\n"
+    assert output_of(await sandbox.run(Command(arguments=["nproc"]), LIMITS)) == "1\n"
 
 
-async def test_what_runs_inside_sees_neither_the_keeper_nor_others(sandbox: Sandbox) -> None:
+async def test_a_program_sees_neither_the_init_process_nor_other_programs(sandbox: Sandbox) -> None:
     session = await sandbox.session("bash")
     await session.run("sleep 300 &", LIMITS)
     look = """
@@ -110,14 +110,14 @@ for number in (9, 19, 2, 15):
     os.kill(1, number)
 """
     result = await sandbox.run(python(look), LIMITS)
-    assert said(result).splitlines() == ["[1, 2]", *["Permission denied"] * 4]
+    assert output_of(result).splitlines() == ["[1, 2]", *["Permission denied"] * 4]
     status = await session.run("grep -E 'NoNewPrivs|CapEff|CapBnd|Seccomp:' /proc/self/status; id -u", LIMITS)
-    assert said(status).split()[1::2] == ["0" * 16, "0" * 16, "1", "2"]
+    assert output_of(status).split()[1::2] == ["0" * 16, "0" * 16, "1", "2"]
 
 
-async def test_an_idle_sandbox_takes_less_than_ten_megabytes(fresh: Bubblewrap) -> None:
+async def test_an_idle_sandbox_uses_less_than_ten_megabytes(fresh: Bubblewrap) -> None:
     sandbox = await fresh.open(Template(), 60.0)
-    said(await sandbox.run(python("print(1)"), LIMITS))
+    output_of(await sandbox.run(python("print(1)"), LIMITS))
     assert isinstance(sandbox, BubblewrapSandbox)
     assert sandbox._init is not None
     bubblewrap = sandbox._init._process.pid
@@ -128,26 +128,28 @@ async def test_an_idle_sandbox_takes_less_than_ten_megabytes(fresh: Bubblewrap) 
     assert proportional < 10_000
 
 
-async def test_a_reset_sandbox_is_as_it_was_made(sandbox: Sandbox) -> None:
+async def test_a_reset_sandbox_has_its_first_state(sandbox: Sandbox) -> None:
     session = await sandbox.session("bash")
     mark = secrets.token_hex(8)
     cell = f"exec -a {mark} sleep 300 & rm -r given; echo left >left; echo left >/dev/shm/left; kill -0 $!"
-    said(await session.run(cell, LIMITS))
-    await until(lambda: bool(lives(mark)))
+    output_of(await session.run(cell, LIMITS))
+    await wait_until(lambda: bool(lives(mark)))
     before = await canary(sandbox)
     await sandbox.reset()
     assert not lives(mark)
     after, again = await canary(sandbox), await sandbox.session("bash")
     assert "left" in before
     assert "left" not in after
-    assert said(await again.run("cat given/x.txt; ls /dev/shm", LIMITS)) == "given"
+    assert output_of(await again.run("cat given/x.txt; ls /dev/shm", LIMITS)) == "given"
     with pytest.raises(SandboxFailure) as caught:
         await session.run("echo", LIMITS)
     assert caught.value.kind == "closed"
 
 
 async def canary(sandbox: Sandbox) -> str:
-    return said(await sandbox.run(Command(arguments=["ls", "-lR", "/scratch", "/dev/shm", "/proc/sysvipc"]), LIMITS))
+    return output_of(
+        await sandbox.run(Command(arguments=["ls", "-lR", "/scratch", "/dev/shm", "/proc/sysvipc"]), LIMITS)
+    )
 
 
 async def test_a_closed_sandbox_leaves_no_process_group_mount_or_descriptor(fresh: Bubblewrap) -> None:
@@ -174,14 +176,14 @@ async def test_a_closed_sandbox_leaves_no_process_group_mount_or_descriptor(fres
     assert not lives(mark)
 
 
-async def test_a_sandbox_ends_at_its_time(fresh: Bubblewrap) -> None:
+async def test_a_sandbox_ends_at_its_expiry(fresh: Bubblewrap) -> None:
     sandbox = await fresh.open(Template(), 1.5)
     session = await sandbox.session("bash")
     mark = secrets.token_hex(8)
     with pytest.raises(SandboxFailure) as caught:
         await session.run(f"bash -c 'exec -a {mark} sleep 300'", LIMITS)
     assert (caught.value.kind, caught.value.retryable) == ("expired", True)
-    await until(lambda: not lives(mark))
+    await wait_until(lambda: not lives(mark))
     with pytest.raises(SandboxFailure) as caught:
         await sandbox.list()
     assert caught.value.kind == "expired"
@@ -214,7 +216,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped for good"])
-async def test_40_nothing_outlives_a_supervisor_that_never_comes_back(how: str) -> None:
+async def test_a_sandbox_ends_with_its_supervisor_or_at_its_expiry(how: str) -> None:
     mark = secrets.token_hex(8)
     ttl_s = 300.0 if how == "killed" else 8.0
     process = await asyncio.create_subprocess_exec(
@@ -225,24 +227,24 @@ async def test_40_nothing_outlives_a_supervisor_that_never_comes_back(how: str) 
         assert await process.stdout.readline() == b"ready\n"
         assert lives(f"{mark}\x00300")
         process.send_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
-        await until(lambda: not lives(f"{mark}\x00300"), 20.0)
+        await wait_until(lambda: not lives(f"{mark}\x00300"), 20.0)
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
         for group in Path("/sys/fs/cgroup").glob(f"**/headrace/{process.pid}-*"):
-            await until(functools.partial(is_removed, group))  # once its processes are gone
+            await wait_until(functools.partial(is_removed, group))  # once its processes are gone
 
 
 async def test_sessions_and_files_work_without_control_groups() -> None:
     runtime = Bubblewrap(NoDriver())
     sandbox = await runtime.open(Template(files={"x": b"x"}, limits=Limits(pids=30)), 60.0)
     session = await sandbox.session("bash")
-    assert said(await session.run("cat x", LIMITS)) == "x"
+    assert output_of(await session.run("cat x", LIMITS)) == "x"
     forks = "import os, time\nwhile True:\n    if os.fork() == 0:\n        time.sleep(300)"
     assert "Resource temporarily unavailable" in (await sandbox.run(python(forks), LIMITS)).stderr.text
     assert "MemoryError" in (await sandbox.run(python("x = bytearray(1 << 30)"), LIMITS)).stderr.text
-    assert said(await session.run("cat x", LIMITS)) == "x"
+    assert output_of(await session.run("cat x", LIMITS)) == "x"
     await runtime.close()
 
 
@@ -262,11 +264,11 @@ async def test_a_program_does_not_see_the_name_of_its_supervisor(fresh: Bubblewr
         await sandbox.run(look, LIMITS),
         await session.run("cat /proc/self/cgroup", LIMITS),
     ):
-        assert f"{os.getpid()}-" not in said(result)
+        assert f"{os.getpid()}-" not in output_of(result)
 
 
 @pytest.mark.parametrize("ttl_s", [0.0, -1.0, math.nan, math.inf])
-async def test_a_time_of_life_that_is_none_is_refused(ttl_s: float) -> None:
+async def test_a_ttl_that_is_not_a_positive_finite_number_is_refused(ttl_s: float) -> None:
     runtime = Bubblewrap()
     with pytest.raises(SandboxFailure, match="ttl_s") as caught:
         await runtime.open(Template(), ttl_s)
@@ -284,7 +286,7 @@ def left() -> tuple[int, set[int], set[Path]]:
 
 
 @pytest.mark.parametrize("what", ["open", "close", "reset"])
-async def test_what_is_cancelled_half_way_leaves_nothing(what: str) -> None:
+async def test_a_call_that_is_cancelled_half_way_leaves_nothing(what: str) -> None:
     await (runtime := Bubblewrap()).close()
     before = left()
     for turns in range(24):

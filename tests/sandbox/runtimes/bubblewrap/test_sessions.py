@@ -1,4 +1,4 @@
-"""Sessions: shells and interpreters in a sandbox that lives on."""
+"""Sessions: shells and interpreters in a persistent sandbox of bubblewrap."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from headrace_sandbox.runtimes.base import Command, Sandbox, Template
 from headrace_sandbox.runtimes.bubblewrap.init_process import BubblewrapSessionHost
 from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
 from headrace_sandbox.runtimes.shared.sessions import HostedSession
-from tests.sandbox.runtimes.helpers import LIMITS, daemon, marked, named, said, until
+from tests.sandbox.runtimes.helpers import LIMITS, detached, output_of, pids_marked, pids_named, wait_until
 
 pytestmark = pytest.mark.component("bubblewrap")
 
 BOTH = pytest.mark.parametrize("kind", ["bash", "python"])
 
 PR_SET_NAME, NAME_BYTES = 15, 15
-"""How a process gives itself a name, and how long that may be."""
+"""The option of ``prctl`` for a process's own name, and the longest name."""
 
 
-async def test_what_a_cell_sets_the_next_one_finds(sandbox: Sandbox) -> None:
+async def test_a_cell_finds_the_state_of_the_cells_before(sandbox: Sandbox) -> None:
     bash, other = await sandbox.session("bash"), await sandbox.session("bash")
-    said(await bash.run("x=5; f() { echo f$1; return 4; }; cd given; export Y=y", LIMITS))
+    output_of(await bash.run("x=5; f() { echo f$1; return 4; }; cd given; export Y=y", LIMITS))
     result = await bash.run("pwd; echo $x; f 1", LIMITS)
     assert (result.stdout.text, result.exit_code) == ("/scratch/given\n5\nf1\n", 4)
-    assert said(await bash.run("echo $?; python3 -c 'import os; print(os.environ[\"Y\"])'", LIMITS)) == "0\ny\n"
-    assert said(await other.run("echo .$x.", LIMITS)) == "..\n"
+    assert output_of(await bash.run("echo $?; python3 -c 'import os; print(os.environ[\"Y\"])'", LIMITS)) == "0\ny\n"
+    assert output_of(await other.run("echo .$x.", LIMITS)) == "..\n"
     interpreter = await sandbox.session("python")
-    said(await interpreter.run("import math\ndef f(x):\n    return x + 1\ny = 1", LIMITS))
-    assert said(await interpreter.run("print('p')\nf(y)", LIMITS)) == "p\n2\n"
-    assert said(await interpreter.run("None", LIMITS)) == ""
+    output_of(await interpreter.run("import math\ndef f(x):\n    return x + 1\ny = 1", LIMITS))
+    assert output_of(await interpreter.run("print('p')\nf(y)", LIMITS)) == "p\n2\n"
+    assert output_of(await interpreter.run("None", LIMITS)) == ""
 
 
 async def test_an_exception_is_1_with_its_traceback_and_an_exit_is_its_code(sandbox: Sandbox) -> None:
@@ -53,20 +53,20 @@ async def test_an_exception_is_1_with_its_traceback_and_an_exit_is_its_code(sand
     assert (await session.run("x = 1\nif", LIMITS)).stderr.text.endswith("SyntaxError: invalid syntax\n")
     assert (await session.run("import sys\nx = 2\nsys.exit(7)", LIMITS)).exit_code == 7
     assert (await session.run("exit(8)", LIMITS)).exit_code == 8
-    assert said(await session.run("x", LIMITS)) == "2\n"
+    assert output_of(await session.run("x", LIMITS)) == "2\n"
 
 
 async def test_a_cell_of_any_size_runs(sandbox: Sandbox) -> None:
     bash, interpreter = await sandbox.session("bash"), await sandbox.session("python")
-    assert said(await bash.run("\n".join(["x=1"] * 100_000) + "\necho $x", LIMITS)) == "1\n"
-    assert said(await interpreter.run("\n".join(["x = 1"] * 50_000) + "\nx", LIMITS)) == "1\n"
+    assert output_of(await bash.run("\n".join(["x=1"] * 100_000) + "\necho $x", LIMITS)) == "1\n"
+    assert output_of(await interpreter.run("\n".join(["x = 1"] * 50_000) + "\nx", LIMITS)) == "1\n"
     with pytest.raises(SandboxFailure) as caught:
         await bash.run("#" * 2_000_000, LIMITS)
     assert caught.value.kind == "request-too-large"
 
 
 @BOTH
-async def test_a_cell_that_is_no_text_is_refused_and_the_session_goes_on(sandbox: Sandbox, kind: Any) -> None:
+async def test_a_cell_that_is_not_unicode_is_refused_and_the_session_goes_on(sandbox: Sandbox, kind: Any) -> None:
     session = await sandbox.session(kind)
     with pytest.raises(SandboxFailure) as caught:
         await session.run("x = '\ud800'", LIMITS)
@@ -75,10 +75,10 @@ async def test_a_cell_that_is_no_text_is_refused_and_the_session_goes_on(sandbox
 
 
 @BOTH
-async def test_12_input_is_at_its_end(sandbox: Sandbox, kind: Any) -> None:
+async def test_a_cells_input_is_empty(sandbox: Sandbox, kind: Any) -> None:
     session = await sandbox.session(kind)
     cell = "cat; read -r line; echo [$line]" if kind == "bash" else "import sys\nprint([sys.stdin.read()])"
-    assert said(await session.run(cell, LIMITS)) == ("[]\n" if kind == "bash" else "['']\n")
+    assert output_of(await session.run(cell, LIMITS)) == ("[]\n" if kind == "bash" else "['']\n")
 
 
 SLOW = {
@@ -98,7 +98,7 @@ SLOW = {
 
 
 @pytest.mark.parametrize(("kind", "cell"), [(kind, cell) for kind, cells in SLOW.items() for cell in cells])
-async def test_a_cell_that_runs_into_its_time_leaves_the_session_with_its_variables(
+async def test_a_cell_that_exceeds_its_time_leaves_the_session_with_its_variables(
     sandbox: Sandbox, kind: Any, cell: str
 ) -> None:
     session = await sandbox.session(kind)
@@ -107,8 +107,8 @@ async def test_a_cell_that_runs_into_its_time_leaves_the_session_with_its_variab
     assert (result.limit, result.exit_code, result.fault, result.lost) == ("time", None, "limit", None)
     assert result.stdout.text == "so far\n"
     assert result.wall_s < 5
-    assert said(await session.run("echo $kept$x" if kind == "bash" else "kept, x", LIMITS)) in ("11\n", "(1, 1)\n")
-    assert said(await sandbox.run(Command(arguments=["echo", "fine"]), LIMITS)) == "fine\n"
+    assert output_of(await session.run("echo $kept$x" if kind == "bash" else "kept, x", LIMITS)) in ("11\n", "(1, 1)\n")
+    assert output_of(await sandbox.run(Command(arguments=["echo", "fine"]), LIMITS)) == "fine\n"
 
 
 @pytest.mark.parametrize(
@@ -119,12 +119,15 @@ async def test_a_cell_that_runs_into_its_time_leaves_the_session_with_its_variab
         ("python", "import signal\nx=1\nsignal.signal(signal.SIGINT, lambda *_: None)\nwhile True: pass"),
     ],
 )
-async def test_a_session_that_cannot_go_on_is_made_anew_and_says_so(sandbox: Sandbox, kind: Any, cell: str) -> None:
+async def test_a_session_that_cannot_go_on_is_recreated_and_says_so(sandbox: Sandbox, kind: Any, cell: str) -> None:
     session = await sandbox.session(kind)
     result = await session.run(cell, Limits(wall_s=0.5))
     assert (result.limit, result.fault) == ("time", "program")
     assert "did not come back" in (result.lost or "")
-    assert said(await session.run("echo .$x." if kind == "bash" else "'x' in globals()", LIMITS)) in ("..\n", "False\n")
+    assert output_of(await session.run("echo .$x." if kind == "bash" else "'x' in globals()", LIMITS)) in (
+        "..\n",
+        "False\n",
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,14 +142,14 @@ async def test_a_session_that_cannot_go_on_is_made_anew_and_says_so(sandbox: San
         ("python", "import os\nos.closerange(3, 256)", 1, None),
     ],
 )
-async def test_a_cell_that_ends_its_shell_is_told_how_and_the_next_one_finds_a_new_one(
+async def test_a_cell_that_ends_its_shell_reports_it_and_the_next_one_has_a_new_shell(
     sandbox: Sandbox, kind: Any, cell: str, code: int | None, number: int | None
 ) -> None:
     session = await sandbox.session(kind)
     result = await session.run(cell, LIMITS)
     assert (result.exit_code, result.signal, result.fault) == (code, number, "program")
     assert "ended" in (result.lost or "")
-    assert said(await session.run("echo ok" if kind == "bash" else "print('ok')", LIMITS)) == "ok\n"
+    assert output_of(await session.run("echo ok" if kind == "bash" else "print('ok')", LIMITS)) == "ok\n"
 
 
 @BOTH
@@ -156,15 +159,15 @@ async def test_interrupting_ends_the_cell_and_not_the_session(sandbox: Sandbox, 
     slow = f"exec -a {mark} sleep 300"
     python = f"x=1\nimport subprocess\nsubprocess.run(['bash', '-c', {slow!r}])"
     running = asyncio.ensure_future(session.run(f"x=1; ({slow})" if kind == "bash" else python, LIMITS))
-    await until(lambda: bool(lives(mark)))
+    await wait_until(lambda: bool(lives(mark)))
     await session.interrupt()
     result = await running
     assert (result.exit_code, result.limit, result.lost) == (130 if kind == "bash" else 1, None, None)
     await session.interrupt()  # nothing runs: nothing happens
-    assert said(await session.run("echo $x" if kind == "bash" else "x", LIMITS)) == "1\n"
+    assert output_of(await session.run("echo $x" if kind == "bash" else "x", LIMITS)) == "1\n"
 
 
-async def test_37_nothing_that_a_cell_writes_anywhere_ends_it(sandbox: Sandbox) -> None:
+async def test_no_output_of_a_cell_ends_it(sandbox: Sandbox) -> None:
     flood = "for fd in {1..63}; do for word in x '0 0' '1 0 0'; do echo $word >&$fd; done; done 2>/dev/null"
     bash = await sandbox.session("bash")
     cell = f"{flood}; ({flood}); bash -c {shlex.quote(flood)}; sleep 0.3; echo end"
@@ -190,11 +193,11 @@ print('end')
 """
     result = await interpreter.run(code, LIMITS)
     assert (result.exit_code, result.stdout.text[-4:], result.lost) == (0, "end\n", None)
-    assert said(await interpreter.run("'next'", LIMITS)) == "'next'\n"
-    assert said(await bash.run("echo next", LIMITS)) == "next\n"
+    assert output_of(await interpreter.run("'next'", LIMITS)) == "'next'\n"
+    assert output_of(await bash.run("echo next", LIMITS)) == "next\n"
 
 
-async def test_37_a_child_that_knows_the_word_of_a_cell_cannot_end_it(sandbox: Sandbox) -> None:
+async def test_a_child_that_knows_a_cells_secret_cannot_end_it(sandbox: Sandbox) -> None:
     session = await sandbox.session("python")
     code = """
 import gc, os, re, socket, sys, time
@@ -214,27 +217,27 @@ print('end')
     assert (result.exit_code, result.stdout.text) == (1, "end\n")
 
 
-async def test_a_program_cannot_come_between_a_shell_and_its_host(sandbox: Sandbox) -> None:
+async def test_a_program_cannot_intercept_a_shell_and_its_host(sandbox: Sandbox) -> None:
     session = await sandbox.session("bash")
-    said(await session.run("x=1", LIMITS))
+    output_of(await session.run("x=1", LIMITS))
     for cell in (
         "cd /session; dd if=/dev/zero of=x; touch {1..99}; mkdir out err; mv cell y; rm -f out; chmod 700 .; cd; true",
         "cat /proc/self/fd/1 >/dev/null & cat </session/out >/dev/null & yes | head -c 300000; kill %1 %2; true",
     ):
         result = await session.run(cell, LIMITS)
         assert (result.exit_code, result.lost) == (0, None), result.stderr.text
-    assert said(await session.run("echo $x; ls /session", LIMITS)) == "1\ncell\nerr\nout\n"
+    assert output_of(await session.run("echo $x; ls /session", LIMITS)) == "1\ncell\nerr\nout\n"
 
 
-async def test_a_child_that_a_cell_forked_takes_no_cell_of_its_own(sandbox: Sandbox) -> None:
+async def test_a_forked_child_of_a_cell_does_not_take_later_cells(sandbox: Sandbox) -> None:
     session = await sandbox.session("python")
-    said(await session.run("import os\nos.fork()\nx = 1", LIMITS))
+    output_of(await session.run("import os\nos.fork()\nx = 1", LIMITS))
     for _ in range(3):
-        assert said(await session.run("x", LIMITS)) == "1\n"
+        assert output_of(await session.run("x", LIMITS)) == "1\n"
 
 
 @BOTH
-async def test_a_shell_that_was_killed_between_cells_is_made_anew_and_the_next_cell_says_so(
+async def test_a_shell_that_was_killed_between_cells_is_recreated_and_the_next_cell_says_so(
     fresh: Bubblewrap, kind: Any
 ) -> None:
     mark = secrets.token_hex(8)
@@ -247,92 +250,92 @@ async def test_a_shell_that_was_killed_between_cells_is_made_anew_and_the_next_c
             f"import ctypes, subprocess\nctypes.CDLL(None).prctl({PR_SET_NAME}, {mark[:NAME_BYTES].encode()!r})\n"
             f"subprocess.Popen({killer.replace('$$', '$PPID')!r}, shell=True)\nx = None"
         )
-    said(await session.run(killer, LIMITS))
-    await until(lambda: bool(marked(mark)))  # the killer has begun
-    there = [*marked(mark), *named(mark[:NAME_BYTES])]
+    output_of(await session.run(killer, LIMITS))
+    await wait_until(lambda: bool(pids_marked(mark)))  # the killer has begun
+    there = [*pids_marked(mark), *pids_named(mark[:NAME_BYTES])]
     await sandbox.write("go", b"")
-    await until(lambda: not marked(mark))  # the killer, too, has come and gone
-    await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in there))  # its host knows that it ended
+    await wait_until(lambda: not pids_marked(mark))  # the killer, too, has come and gone
+    await wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in there))  # its host knows that it ended
     result = await session.run("echo ok" if kind == "bash" else "print('ok')", LIMITS)
     assert (result.stdout.text, result.exit_code, result.fault) == ("ok\n", 0, "program"), result
     assert "was ended by signal 9" in (result.lost or "")
-    assert said(await session.run("echo ok" if kind == "bash" else "print('ok')", LIMITS)) == "ok\n"
+    assert output_of(await session.run("echo ok" if kind == "bash" else "print('ok')", LIMITS)) == "ok\n"
 
 
-async def test_what_an_earlier_cell_left_running_is_not_interrupted_with_a_later_one(sandbox: Sandbox) -> None:
+async def test_an_interrupt_of_a_cell_spares_processes_of_earlier_cells(sandbox: Sandbox) -> None:
     session = await sandbox.session("python")
     mark = secrets.token_hex(8)
     code = f"import subprocess\np = subprocess.Popen(['bash', '-c', 'exec -a {mark} sleep 300'])"
-    said(await session.run(code, LIMITS))
-    await until(lambda: bool(lives(mark)))
+    output_of(await session.run(code, LIMITS))
+    await wait_until(lambda: bool(lives(mark)))
     assert (await session.run("while True:\n    pass", Limits(wall_s=0.3))).limit == "time"
-    assert said(await session.run("p.poll()", LIMITS)) == ""
+    assert output_of(await session.run("p.poll()", LIMITS)) == ""
     assert lives(mark)
 
 
 @pytest.mark.component("cgroups")
-async def test_an_interpreter_that_is_killed_for_memory_is_told_so(fresh: Bubblewrap) -> None:
+async def test_the_result_says_that_an_interpreter_was_killed_for_memory(fresh: Bubblewrap) -> None:
     sandbox = await fresh.open(Template(limits=Limits(memory_bytes=64 << 20)), 60.0)
     session = await sandbox.session("python")
     result = await session.run("held = [bytearray(10_000_000) for _ in range(1000)]", LIMITS)
     assert (result.signal, result.limit, result.fault) == (9, "memory", "program")
     assert "was ended by signal 9" in (result.lost or "")
-    assert said(await session.run("1 + 1", LIMITS)) == "2\n"
+    assert output_of(await session.run("1 + 1", LIMITS)) == "2\n"
 
 
 @BOTH
-async def test_7_a_cell_that_writes_without_end_is_cut_and_stopped(sandbox: Sandbox, kind: Any) -> None:
+async def test_a_cell_with_endless_output_is_truncated_and_stopped(sandbox: Sandbox, kind: Any) -> None:
     session = await sandbox.session(kind)
     cell = "x=1; yes" if kind == "bash" else "x=1\nwhile True:\n    print('y' * 1000)"
     result = await session.run(cell, Limits(wall_s=30, output_bytes=4 << 20, kept_bytes=1000))
     assert (result.limit, result.fault, result.lost) == ("output", "limit", None)
     assert result.stdout.truncated
     assert len(result.stdout.head) + len(result.stdout.tail) == 1000
-    assert said(await session.run("echo $x" if kind == "bash" else "x", LIMITS)) == "1\n"
+    assert output_of(await session.run("echo $x" if kind == "bash" else "x", LIMITS)) == "1\n"
 
 
-async def test_32_bytes_are_kept_as_they_are(sandbox: Sandbox) -> None:
+async def test_output_bytes_are_kept_unchanged(sandbox: Sandbox) -> None:
     session = await sandbox.session("bash")
     assert (await session.run(r"printf '\xff\x00\x1b[31m\r'; printf 'no end'", LIMITS)).stdout.head == (
         b"\xff\x00\x1b[31m\rno end"
     )
 
 
-async def test_14_zombies_are_reaped_in_a_session_and_in_the_sandbox(sandbox: Sandbox) -> None:
+async def test_zombies_are_reaped_in_a_session_and_in_the_sandbox(sandbox: Sandbox) -> None:
     session = await sandbox.session("bash")
-    said(await session.run("for i in $(seq 40); do (true & true) ; done", LIMITS))
+    output_of(await session.run("for i in $(seq 40); do (true & true) ; done", LIMITS))
     count = "for f in /proc/[0-9]*/stat; do sed 's/.*) //' $f; done 2>/dev/null | grep -c ^Z"
     async with asyncio.timeout(10):
         while (await session.run(count, LIMITS)).stdout.text != "0\n":
             await asyncio.sleep(0.02)
 
 
-async def test_a_cancelled_cell_is_killed_and_the_session_is_made_anew(sandbox: Sandbox) -> None:
+async def test_a_cancelled_cell_is_killed_and_the_session_is_recreated(sandbox: Sandbox) -> None:
     session = await sandbox.session("bash")
     mark = secrets.token_hex(8)
     running = asyncio.ensure_future(session.run(f"x=1; bash -c 'exec -a {mark} sleep 300'", LIMITS))
-    await until(lambda: bool(lives(mark)))
+    await wait_until(lambda: bool(lives(mark)))
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
     assert not lives(mark)
-    assert said(await session.run("echo .$x.", LIMITS)) == "..\n"
+    assert output_of(await session.run("echo .$x.", LIMITS)) == "..\n"
 
 
 async def test_a_closed_session_leaves_nothing_and_others_go_on(sandbox: Sandbox) -> None:
     first, second = await sandbox.session("bash"), await sandbox.session("bash")
     mark = secrets.token_hex(8)
-    await first.run(f"{daemon(mark)} &", LIMITS)
-    await until(lambda: bool(lives(mark)))
-    said(await second.run("x=1", LIMITS))
+    await first.run(f"{detached(mark)} &", LIMITS)
+    await wait_until(lambda: bool(lives(mark)))
+    output_of(await second.run("x=1", LIMITS))
     await first.close()
     assert not lives(mark)
-    assert said(await second.run("echo $x", LIMITS)) == "1\n"
+    assert output_of(await second.run("echo $x", LIMITS)) == "1\n"
     with pytest.raises(SandboxFailure):
         await first.run("echo", LIMITS)
 
 
-async def test_a_session_of_a_kind_that_there_is_not_is_refused(sandbox: Sandbox) -> None:
+async def test_a_session_of_an_unknown_kind_is_refused(sandbox: Sandbox) -> None:
     with pytest.raises(SandboxFailure) as caught:
         await sandbox.session("node")  # type: ignore[arg-type]
     assert caught.value.kind == "not-offered"
@@ -343,13 +346,13 @@ async def test_a_session_whose_host_was_killed_from_outside_is_our_failure(sandb
     assert isinstance(session, HostedSession)
     mark = secrets.token_hex(8)
     running = asyncio.ensure_future(session.run(f"x=1; bash -c 'exec -a {mark} sleep 300'", LIMITS))
-    await until(lambda: bool(lives(mark)))
+    await wait_until(lambda: bool(lives(mark)))
     assert isinstance(session._host, BubblewrapSessionHost)
     signal.pidfd_send_signal(session._host._pidfd, signal.SIGKILL)
     with pytest.raises(SandboxFailure) as caught:
         await running
     assert (caught.value.kind, caught.value.retryable) == ("sandbox-lost", True)
-    assert said(await session.run("echo .$x.", LIMITS)) == "..\n"
+    assert output_of(await session.run("echo .$x.", LIMITS)) == "..\n"
 
 
 ODD = {
@@ -385,9 +388,7 @@ ODD = {
 
 
 @BOTH
-async def test_whatever_a_cell_does_to_its_shell_is_contained_or_said_to_have_lost_it(
-    sandbox: Sandbox, kind: Any
-) -> None:
+async def test_a_cells_damage_to_its_shell_is_contained_or_reported_as_loss(sandbox: Sandbox, kind: Any) -> None:
     for way in ODD[kind]:
         session = await sandbox.session(kind)
         first = await session.run(way, Limits(wall_s=5.0))

@@ -62,7 +62,7 @@ async def containers(host: str) -> list[dict[str, Any]]:
 # What isolates --------------------------------------------------------------------------------------------------------
 
 
-async def test_it_passes_the_self_test(docker: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_docker_passes_the_self_test(docker: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", docker.daemon.host)
     monkeypatch.setenv("HEADRACE_DOCKER_IMAGE", docker.python)
     runtime = make_runtime("docker")
@@ -72,7 +72,7 @@ async def test_it_passes_the_self_test(docker: Served, monkeypatch: pytest.Monke
     assert "no privileges" in tried.proven
 
 
-async def test_families_of_sockets_and_system_calls_are_refused_as_everywhere(code: Code) -> None:
+async def test_the_filter_refuses_the_same_sockets_and_system_calls_as_elsewhere(code: Code) -> None:
     result = await code(
         "import socket, json, os, ctypes\n"
         "libc = ctypes.CDLL(None, use_errno=True)\n"
@@ -106,7 +106,7 @@ async def test_families_of_sockets_and_system_calls_are_refused_as_everywhere(co
     }
 
 
-async def test_a_program_cannot_reach_the_keeper_of_its_container(code: Code) -> None:
+async def test_a_program_cannot_reach_process_1_of_its_container(code: Code) -> None:
     result = await code(
         "import os, signal\n"
         "def tries(what, *arguments):\n"
@@ -123,7 +123,7 @@ async def test_a_program_cannot_reach_the_keeper_of_its_container(code: Code) ->
     assert result.stdout.text == "1000 1000 [1000]\n['no', 'no', 'no'] no no no no\n"
 
 
-async def test_files_are_bounded_in_bytes_and_number_wherever_a_program_may_write(code: Code) -> None:
+async def test_files_are_bounded_in_bytes_and_number_in_every_writable_folder(code: Code) -> None:
     result = await code(
         "import os, errno\n"
         "for folder in ('/scratch', '/tmp', '/dev/shm'):\n"
@@ -144,7 +144,7 @@ async def test_files_are_bounded_in_bytes_and_number_wherever_a_program_may_writ
     assert result.stdout.text.splitlines() == ["ENOSPC ENOSPC True"] * 3 + ["['scratch', 'tmp']"]
 
 
-def test_the_filter_is_the_one_of_the_other_runtimes_on_every_architecture() -> None:
+def test_the_filter_equals_that_of_the_other_runtimes_on_every_architecture() -> None:
     for machine, table in ARCHITECTURES.items():
         profile = seccomp_profile(machine)
         assert profile["architectures"] == [f"SCMP_ARCH_{machine.upper()}"]
@@ -158,7 +158,7 @@ def test_the_filter_is_the_one_of_the_other_runtimes_on_every_architecture() -> 
 # Verdicts and limits --------------------------------------------------------------------------------------------------
 
 
-async def test_how_it_ended_is_told_by_the_daemon(code: Code, runtime: Docker) -> None:
+async def test_a_result_has_the_exit_status_that_the_daemon_reported(code: Code, runtime: Docker) -> None:
     for text, expected in (
         ("raise SystemExit(7)", (7, None, None, "program")),
         ("import os\nos._exit(0)", (0, None, None, "")),
@@ -192,11 +192,11 @@ async def test_limits_end_a_program_and_are_named(code: Code) -> None:
     assert (busy.usage.cpu_s or 0) >= 0.3
 
 
-async def test_more_processors_than_there_are_is_no_bound(code: Code) -> None:
+async def test_a_limit_of_more_processors_than_the_machine_has_is_accepted(code: Code) -> None:
     assert (await code("print(1)", cpus=1000.0)).stdout.text == "1\n"
 
 
-async def test_output_without_end_takes_no_memory_of_ours(code: Code) -> None:
+async def test_endless_output_is_held_in_bounded_memory(code: Code) -> None:
     await code("")
     tracemalloc.start()
     try:
@@ -216,7 +216,7 @@ async def test_a_fork_bomb_runs_into_the_limit_of_processes(code: Code) -> None:
     assert result.usage.refused_pids > 0
 
 
-async def test_what_fails_while_its_scratch_folder_is_full_ran_into_its_disk(code: Code, docker: Served) -> None:
+async def test_a_program_that_fails_with_a_full_scratch_folder_ran_into_its_disk(code: Code, docker: Served) -> None:
     fill = "import os\ntry:\n    open('x', 'wb').write(bytes(2 << 20))\nexcept OSError:\n    pass\n"
     for text, expected in (
         (f"{fill}raise SystemExit(3)", (3, "disk", "limit")),
@@ -227,7 +227,7 @@ async def test_what_fails_while_its_scratch_folder_is_full_ran_into_its_disk(cod
         assert (result.exit_code, result.limit, result.fault) == expected
 
 
-async def test_what_a_program_leaves_in_the_background_holds_nobody_up(runtime: Docker) -> None:
+async def test_background_processes_do_not_delay_a_result(runtime: Docker) -> None:
     mark = secrets.token_hex(8)
     script = "(setsid sleep 300 >/dev/null 2>&1 &); sleep 300 & (sleep 9; echo late) & echo started"
     result = await runtime.run(Command(arguments=["bash", "-c", f"{script} # {mark}"]), Limits(wall_s=30))
@@ -235,12 +235,12 @@ async def test_what_a_program_leaves_in_the_background_holds_nobody_up(runtime: 
     assert not lives(mark)
 
 
-async def test_a_program_that_kills_all_it_can_kills_nothing_of_ours(code: Code) -> None:
+async def test_a_program_that_kills_all_it_can_spares_our_processes(code: Code) -> None:
     result = await code("import os, time\nos.kill(-1, 9)\nprint('still here', flush=True)\ntime.sleep(0.2)")
     assert (result.signal, result.limit, result.fault, result.lost) == (9, None, "program", None)
 
 
-async def test_input_and_output_are_bytes_and_whole(code: Code, runtime: Docker) -> None:
+async def test_input_and_output_are_whole_bytes(code: Code, runtime: Docker) -> None:
     result = await code(
         "import sys\nsys.stdout.buffer.write(sys.stdin.buffer.read()[::-1])", stdin=bytes(range(256)) * 4000
     )
@@ -251,7 +251,7 @@ async def test_input_and_output_are_bytes_and_whole(code: Code, runtime: Docker)
     assert (await runtime.run(Command(arguments=["cat"]), Limits())).stdout.text == ""
 
 
-async def test_a_program_has_its_files_its_variables_and_no_others(runtime: Docker) -> None:
+async def test_a_program_has_only_its_own_files_and_variables(runtime: Docker) -> None:
     listing = "import os, json\nprint(json.dumps([dict(os.environ), open('a/b.bin', 'rb').read().hex()]))"
     command = Command(
         arguments=["python3", "-c", listing], files={"a/b.bin": b"\xff\0"}, environment={"NAME": "a value"}
@@ -282,14 +282,14 @@ async def test_any_image_runs_a_command_that_it_has(docker: Served) -> None:
         await runtime.close()
 
 
-async def test_files_come_into_an_image_without_python_by_its_tar(docker: Served) -> None:
+async def test_files_enter_an_image_without_python_by_its_tar(docker: Served) -> None:
     runtime = Docker(docker.daemon.host, docker.shell)
     result = await runtime.run(Command(arguments=["cat", "a/b"], files={"a/b": b"content"}), Limits())
     assert result.stdout.text == "content"
     await runtime.close()
 
 
-async def test_an_image_that_is_not_named_or_not_there_is_our_failure_with_what_to_do(
+async def test_an_unnamed_or_missing_image_is_our_failure_with_a_remedy(
     docker: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HEADRACE_DOCKER_IMAGE", raising=False)
@@ -334,7 +334,7 @@ async def test_a_container_that_is_ended_from_outside_is_our_failure(docker: Ser
     assert (caught.value.kind, caught.value.retryable) == ("sandbox-lost", True)
 
 
-def test_a_daemon_that_is_not_there_is_named_with_what_to_do() -> None:
+def test_a_missing_daemon_is_our_failure_with_a_remedy() -> None:
     for host, kind in (("unix:///no/such/socket", "daemon-unreachable"), ("ssh://somewhere", "bad-address")):
         with pytest.raises(SandboxFailure) as caught:
             Docker(host, "any")
@@ -412,7 +412,7 @@ def framed(frames: list[tuple[int, bytes]]) -> bytes:
     return b"".join(bytes([kind, 0, 0, 0]) + len(data).to_bytes(4, "big") + data for kind, data in frames)
 
 
-def test_frames_are_taken_apart_however_they_are_cut() -> None:
+def test_frames_are_read_however_the_data_is_cut() -> None:
     whole = framed(FRAMES)
     for step in (1, 3, 8, 9, 1000):
         heard: list[tuple[int, bytes]] = []
@@ -423,7 +423,7 @@ def test_frames_are_taken_apart_however_they_are_cut() -> None:
         assert b"".join(data for kind, data in heard if kind == 2) == b"x" * 300
 
 
-async def test_a_session_that_is_cancelled_while_its_host_starts_hangs_up() -> None:
+async def test_a_session_host_that_is_cancelled_at_its_start_closes_its_connection() -> None:
     writer = Mock(spec=asyncio.StreamWriter, transport=Mock())
     host = DockerSessionHost(Streams(asyncio.StreamReader(), writer), AsyncMock())
     hello = asyncio.ensure_future(host.wait_started())
@@ -439,7 +439,7 @@ async def test_a_session_that_is_cancelled_while_its_host_starts_hangs_up() -> N
 FRAMES = [(1, b"abc"), (2, b"x" * 300), (1, b""), (1, b"def")]
 
 
-async def test_what_comes_on_the_other_stream_before_the_start_is_told_is_kept() -> None:
+async def test_data_of_the_other_stream_before_the_start_mark_is_kept() -> None:
     reader = asyncio.StreamReader()
     reader.feed_data(framed([(2, b"early"), (1, b"."), (1, b"out")]))
     reader.feed_eof()

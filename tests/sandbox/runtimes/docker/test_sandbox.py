@@ -1,4 +1,4 @@
-"""Containers that live on: commands, sessions, files, and what becomes of them."""
+"""Persistent containers: commands, sessions, files, and their end."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def until_marked(mark: str, *, gone: bool = False) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_commands_share_files_and_nothing_else_is_left_of_one(sandbox: Sandbox) -> None:
+async def test_commands_share_files_and_leave_nothing_else(sandbox: Sandbox) -> None:
     mark = secrets.token_hex(8)
     script = f"{daemon(mark)}; cat given/x.txt; echo more >y; until grep -qa {mark} /proc/*/cmdline; do :; done"
     assert said(await sandbox.run(shell(script), LIMITS)) == "given"
@@ -68,7 +68,7 @@ async def test_commands_share_files_and_nothing_else_is_left_of_one(sandbox: San
     assert (result.stdout.text, result.exit_code, result.fault) == ("in more\nfile \n", 3, "program")
 
 
-async def test_a_command_that_runs_into_its_time_is_really_ended_and_its_sandbox_goes_on(sandbox: Sandbox) -> None:
+async def test_a_command_that_exceeds_its_time_is_ended_inside_and_its_sandbox_goes_on(sandbox: Sandbox) -> None:
     mark = secrets.token_hex(8)
     for script in (f"{daemon(mark)}; echo so far; sleep 300", f"{daemon(mark)}; kill -9 $PPID; sleep 300"):
         result = await sandbox.run(shell(script), Limits(wall_s=1.5))
@@ -79,7 +79,7 @@ async def test_a_command_that_runs_into_its_time_is_really_ended_and_its_sandbox
     assert (loud.limit, loud.lost) == ("output", None)
 
 
-async def test_a_session_keeps_what_a_cell_set_and_commands_run_beside_it(sandbox: Sandbox) -> None:
+async def test_a_session_keeps_its_state_while_commands_run_beside_it(sandbox: Sandbox) -> None:
     mark = secrets.token_hex(8)
     bash, python = await asyncio.gather(sandbox.session("bash"), sandbox.session("python"))
     assert said(await bash.run(f"cd given; X=5; {daemon(mark)}", LIMITS)) == ""
@@ -100,7 +100,7 @@ async def test_a_session_keeps_what_a_cell_set_and_commands_run_beside_it(sandbo
     assert said(await python.run("x + 1", LIMITS)) == "7\n"
 
 
-async def test_where_a_cell_ends_its_session_the_result_says_lost(sandbox: Sandbox) -> None:
+async def test_the_result_of_a_cell_that_ends_its_session_says_lost(sandbox: Sandbox) -> None:
     session = await sandbox.session("bash")
     result = await session.run("kill -9 -1", LIMITS)
     assert result.lost is not None
@@ -108,7 +108,7 @@ async def test_where_a_cell_ends_its_session_the_result_says_lost(sandbox: Sandb
     assert said(await session.run("echo again", LIMITS)) == "again\n"
 
 
-async def test_files_go_in_and_out_by_the_rights_of_programs(sandbox: Sandbox) -> None:
+async def test_files_are_written_and_read_with_the_rights_of_programs(sandbox: Sandbox) -> None:
     await sandbox.write("a/b.bin", bytes(range(256)) * 100)
     assert await sandbox.read("a/b.bin", 25_600) == bytes(range(256)) * 100
     assert said(await sandbox.run(shell("mkfifo p; ln -s /etc l; wc -c <a/b.bin"), LIMITS)) == "25600\n"
@@ -133,7 +133,7 @@ async def test_files_go_in_and_out_by_the_rights_of_programs(sandbox: Sandbox) -
     assert caught.value.kind == "disk-full"
 
 
-async def test_a_reset_makes_it_as_it_was(sandbox: Sandbox) -> None:
+async def test_a_reset_restores_the_first_state(sandbox: Sandbox) -> None:
     session = await sandbox.session("bash")
     mark = secrets.token_hex(8)
     await session.run(f"echo >made; rm given/x.txt; {daemon(mark)}", LIMITS)
@@ -147,7 +147,7 @@ async def test_a_reset_makes_it_as_it_was(sandbox: Sandbox) -> None:
     assert caught.value.kind == "closed"
 
 
-async def test_a_program_that_uses_up_the_memory_by_files_is_never_our_failure(runtime: Docker) -> None:
+async def test_a_program_whose_files_use_up_the_memory_is_never_our_failure(runtime: Docker) -> None:
     limits = Limits(memory_bytes=64 << 20, disk_bytes=256 << 20, file_bytes=1 << 30)
     sandbox = await runtime.open(Template(limits=limits), 300.0)
     result = await sandbox.run(shell("cat /dev/zero >x"), LIMITS)
@@ -158,7 +158,7 @@ async def test_a_program_that_uses_up_the_memory_by_files_is_never_our_failure(r
         assert after.stdout.text in ("", "ok\n")
 
 
-async def test_its_time_of_life_is_kept_inside_and_with_its_supervisor(docker: Served, runtime: Docker) -> None:
+async def test_a_container_ends_itself_at_its_expiry_and_with_its_supervisor(docker: Served, runtime: Docker) -> None:
     sandbox = await runtime.open(Template(), 3.0)
     assert isinstance(sandbox, DockerSandbox)
     held = await runtime.open(Template(), 300.0)
@@ -177,7 +177,7 @@ async def test_its_time_of_life_is_kept_inside_and_with_its_supervisor(docker: S
     assert caught.value.kind == "sandbox-lost"
 
 
-async def test_an_image_without_python_takes_commands_and_files_and_says_what_it_lacks(docker: Served) -> None:
+async def test_an_image_without_python_takes_commands_and_files_and_names_what_it_lacks(docker: Served) -> None:
     runtime = Docker(docker.daemon.host, docker.python)
     sandbox = await runtime.open(Template(image=docker.shell, files={"a/b": b"content"}), 60.0)
     result = await sandbox.run(Command(arguments=["cat", "a/b", "c"], files={"c": b"more"}), LIMITS)
@@ -195,7 +195,7 @@ async def test_an_image_without_python_takes_commands_and_files_and_says_what_it
     await runtime.close()
 
 
-async def test_G15_a_background_process_holds_nobody_up(runtime: Docker) -> None:  # noqa: N802
+async def test_a_background_process_does_not_delay_a_command(runtime: Docker) -> None:
     sandbox = await runtime.open(Template(), 300.0)
     for script, expected in G15.args[1]:
         mark = secrets.token_hex(8)
@@ -216,7 +216,7 @@ async def test_G15_a_background_process_holds_nobody_up(runtime: Docker) -> None
 
 
 @pytest.mark.parametrize("how", ["killed", "removed"])
-async def test_one_that_is_ended_from_outside_is_our_failure(docker: Served, sandbox: Sandbox, how: str) -> None:
+async def test_a_sandbox_that_is_ended_from_outside_is_our_failure(docker: Served, sandbox: Sandbox, how: str) -> None:
     assert isinstance(sandbox, DockerSandbox)
     session = await sandbox.session("bash")
     assert sandbox._container is not None
@@ -233,7 +233,7 @@ async def test_one_that_is_ended_from_outside_is_our_failure(docker: Served, san
         assert (caught.value.kind, caught.value.retryable) == ("sandbox-lost", True)
 
 
-async def test_nothing_is_left_when_a_runtime_is_closed(docker: Served) -> None:
+async def test_a_closed_runtime_leaves_nothing(docker: Served) -> None:
     runtime = Docker(docker.daemon.host, docker.python)
     sandbox = await runtime.open(Template(), 60.0)
     await sandbox.session("python")

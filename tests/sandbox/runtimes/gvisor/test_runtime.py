@@ -1,4 +1,4 @@
-"""What gVisor as a runtime promises beyond what every runtime does."""
+"""The runtime gvisor: its own promises, beyond those of every runtime."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def gvisor() -> AsyncIterator[Gvisor]:
 
 
 def kept() -> list[Path]:
-    """What this process keeps of its sandboxes in the file system."""
+    """The folders of this process's sandboxes."""
     return list((state_folder() / MADE_FOLDER).glob(f"{this_supervisor()}-gvisor-*/*"))
 
 
@@ -102,16 +102,16 @@ async def test_an_exit_code_is_not_taken_for_a_signal(
     assert (result.exit_code, result.signal, result.fault) == (exit_code, number, "program")
 
 
-async def test_any_time_that_is_a_number_is_taken(gvisor: Gvisor) -> None:
+async def test_any_finite_time_is_accepted(gvisor: Gvisor) -> None:
     assert (await gvisor.run(Command(arguments=["true"]), Limits(wall_s=1e300))).exit_code == 0
 
 
-async def test_what_runs_into_its_time_is_killed_and_keeps_what_it_said(gvisor: Gvisor) -> None:
+async def test_a_command_that_exceeds_its_time_is_killed_and_its_output_is_kept(gvisor: Gvisor) -> None:
     result = await shell(gvisor, "trap '' TERM INT; echo so far; sleep 60 & wait; sleep 60", wall_s=1.0)
     assert (result.limit, result.exit_code, result.signal, result.stdout.text) == ("time", None, None, "so far\n")
 
 
-async def test_a_child_in_the_background_holds_nobody_up(gvisor: Gvisor) -> None:
+async def test_a_background_child_does_not_delay_a_result(gvisor: Gvisor) -> None:
     result = await shell(gvisor, "setsid sleep 60 & sleep 60 & echo started")
     assert (result.stdout.text, result.fault) == ("started\n", "")
     assert result.wall_s < 10
@@ -132,7 +132,7 @@ async def test_processes_are_bounded_inside_and_the_kernel_survives_it(gvisor: G
     assert (result.exit_code, result.limit, result.fault) == (1, "pids", "limit")
 
 
-async def test_what_fails_in_a_full_sandbox_ran_into_its_disk(gvisor: Gvisor) -> None:
+async def test_a_command_that_fails_in_a_full_sandbox_ran_into_its_disk(gvisor: Gvisor) -> None:
     sandbox = await gvisor.open(Template(limits=Limits(disk_bytes=1 << 20)), 60.0)
     session = await sandbox.session("bash")
     assert (await session.run("false", LIMITS)).limit is None
@@ -159,7 +159,7 @@ async def test_a_kernel_that_the_machine_refuses_a_thread_ran_into_the_limit_of_
     assert "limit of processes" in (result.lost or "")
 
 
-async def test_where_no_control_group_bounds_rlimits_inside_do() -> None:
+async def test_without_control_groups_rlimits_inside_bound() -> None:
     runtime = Gvisor(NoDriver())
     code = "held = [bytearray(10_000_000) for _ in range(1000)]"
     result = await runtime.run_code(PythonProgram(code=code), LIMITS)
@@ -239,7 +239,7 @@ def command(script: str) -> Command:
     return Command(arguments=["bash", "-c", script])
 
 
-async def test_commands_share_files_and_nothing_else_is_left_of_one(sandbox: GvisorSandbox) -> None:
+async def test_commands_share_files_and_leave_nothing_else(sandbox: GvisorSandbox) -> None:
     script = "cat given; echo more >y; setsid sleep 300 >/dev/null 2>&1 & (sleep 300; true) & exit 3"
     result = await sandbox.run(command(script), LIMITS)
     assert (result.stdout.text, result.exit_code) == ("given", 3)
@@ -247,7 +247,7 @@ async def test_commands_share_files_and_nothing_else_is_left_of_one(sandbox: Gvi
     assert result.stdout.text.split() == ["more", "python3", "bash"]
 
 
-async def test_a_command_that_runs_into_its_time_is_dead_in_the_sandbox_too(sandbox: GvisorSandbox) -> None:
+async def test_a_command_that_exceeds_its_time_is_killed_inside_too(sandbox: GvisorSandbox) -> None:
     loop = "trap '' TERM; (while :; do echo >>beat; sleep 0.02; done) & echo so far; sleep 300"
     result = await sandbox.run(command(loop), Limits(wall_s=1.0))
     assert (result.limit, result.stdout.text, result.lost) == ("time", "so far\n", None)
@@ -256,7 +256,7 @@ async def test_a_command_that_runs_into_its_time_is_dead_in_the_sandbox_too(sand
     assert once == again != "0"
 
 
-async def test_output_of_commands_that_run_at_once_is_kept_apart(sandbox: GvisorSandbox) -> None:
+async def test_output_of_concurrent_commands_is_kept_apart(sandbox: GvisorSandbox) -> None:
     async def lines(word: str) -> ExecResult:
         script = f"for i in $(seq 300); do echo {word}-$i-{'x' * 400}; done"
         return await sandbox.run(command(script), Limits(wall_s=60.0, kept_bytes=1 << 20))
@@ -265,13 +265,13 @@ async def test_output_of_commands_that_run_at_once_is_kept_apart(sandbox: Gvisor
         assert result.stdout.text.splitlines() == [f"{word}-{n}-{'x' * 400}" for n in range(1, 301)]
 
 
-async def test_much_output_is_cut_and_the_sandbox_goes_on(sandbox: GvisorSandbox) -> None:
+async def test_large_output_is_truncated_and_the_sandbox_goes_on(sandbox: GvisorSandbox) -> None:
     result = await sandbox.run(command("yes"), Limits(wall_s=20.0, output_bytes=4 << 20, kept_bytes=100))
     assert (result.limit, result.fault, len(result.stdout.head)) == ("output", "limit", 50)
     assert (await sandbox.run(command("echo fine"), LIMITS)).stdout.text == "fine\n"
 
 
-async def test_sessions_live_on_and_end_with_a_reset(sandbox: GvisorSandbox) -> None:
+async def test_sessions_keep_their_state_and_end_with_a_reset(sandbox: GvisorSandbox) -> None:
     shell, python = await sandbox.session("bash"), await sandbox.session("python")
     await shell.run("x=5; sleep 300 &", LIMITS)
     assert (await shell.run("echo $x; false", LIMITS)).exit_code == 1
@@ -291,7 +291,7 @@ async def test_sessions_live_on_and_end_with_a_reset(sandbox: GvisorSandbox) -> 
         await shell.run("true", LIMITS)
 
 
-async def test_G15_a_background_process_holds_nobody_up_and_ends_with_its_session(  # noqa: N802
+async def test_a_background_process_does_not_delay_a_cell_and_ends_with_its_session(
     sandbox: GvisorSandbox,
 ) -> None:
     for script, expected in CASES.args[1]:
@@ -329,7 +329,7 @@ async def test_files_go_in_and_out_and_no_link_is_followed(sandbox: GvisorSandbo
 
 
 @pytest.mark.component("cgroups")
-async def test_where_memory_is_over_a_process_is_killed_or_the_sandbox_is_lost_and_every_later_call_says_so(
+async def test_without_memory_a_process_is_killed_or_the_sandbox_is_lost_and_later_calls_say_so(
     sandbox: GvisorSandbox,
 ) -> None:
     session = await sandbox.session("bash")
@@ -356,7 +356,7 @@ async def test_a_fork_bomb_in_a_session_is_refused_and_the_session_goes_on(sandb
     assert (await session.run("echo fine", LIMITS)).stdout.text == "fine\n"
 
 
-async def test_a_sandbox_ends_at_its_time_even_if_nobody_ends_it(gvisor: Gvisor) -> None:
+async def test_a_sandbox_ends_at_its_expiry_by_itself(gvisor: Gvisor) -> None:
     sandbox = await gvisor.open(Template(), 2.0)
     with pytest.raises(SandboxFailure) as caught:
         await sandbox.run(command("sleep 300"), LIMITS)
@@ -385,7 +385,7 @@ async def test_an_image_is_a_folder_with_the_files_of_a_system_and_is_not_change
     assert not list(image.glob("scratch/*"))
 
 
-async def test_no_program_reaches_what_tells_how_it_ended(sandbox: GvisorSandbox) -> None:
+async def test_no_program_reaches_the_process_that_reports_its_end(sandbox: GvisorSandbox) -> None:
     code = """
 import os
 print(os.getresuid(), os.listdir('/proc/self/fd'))
@@ -428,7 +428,7 @@ async def test_a_runsc_that_does_not_work_is_refused(
     assert kept() == []
 
 
-def test_a_runsc_that_is_missing_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_runsc_is_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_RUNSC", "/nonexistent/runsc")
     with pytest.raises(SandboxFailure, match="runsc is not installed at /nonexistent/runsc") as caught:
         Gvisor()

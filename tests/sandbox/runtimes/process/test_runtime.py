@@ -1,4 +1,4 @@
-"""The runtime that isolates nothing: what still holds, and that it says what does not."""
+"""The runtime that isolates nothing: the limits that hold, and its report of those that do not."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def process() -> AsyncIterator[Process]:
     await runtime.close()
 
 
-async def test_it_is_refused_unless_it_was_allowed() -> None:
+async def test_the_runtime_is_refused_unless_it_is_allowed() -> None:
     for made in (lambda: make_runtime("process"), None):
         with pytest.raises(SandboxFailure) as caught:
             made() if made else await ready_runtime("process")
@@ -35,13 +35,13 @@ async def test_it_is_refused_unless_it_was_allowed() -> None:
     assert make_runtime("process", allow_unsafe=True).name == "process"
 
 
-async def test_every_result_says_that_it_is_no_sandbox(process: Process) -> None:
+async def test_every_result_says_that_this_is_not_a_sandbox(process: Process) -> None:
     isolation = (await process.run(Command(arguments=["true"]), Limits())).isolation
     assert (isolation.runtime, isolation.is_sandbox) == ("process", False)
     assert not {"memory_bytes", "pids", "cpus", "disk_bytes"} & set(isolation.active)
 
 
-async def test_nothing_of_our_environment_reaches_it_and_its_folder_is_removed(
+async def test_our_variables_do_not_reach_a_program_and_its_folder_is_removed(
     process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SECRET", "x")
@@ -55,7 +55,7 @@ async def test_nothing_of_our_environment_reaches_it_and_its_folder_is_removed(
     assert not Path(folder).exists()
 
 
-async def test_how_it_ended_is_told_as_the_kernel_told_it(process: Process) -> None:
+async def test_a_result_has_the_exit_status_that_the_kernel_reported(process: Process) -> None:
     for script, expected in (
         ("exit 7", (7, None, "program")),
         ("kill -TERM $$", (None, 15, "program")),
@@ -67,7 +67,7 @@ async def test_how_it_ended_is_told_as_the_kernel_told_it(process: Process) -> N
     assert (missing.exit_code, missing.stderr.text) == (127, "no-such-program: No such file or directory\n")
 
 
-async def test_its_process_group_is_killed_at_its_end(process: Process) -> None:
+async def test_a_programs_process_group_is_killed_at_its_end(process: Process) -> None:
     mark = secrets.token_hex(8)
     result = await process.run(Command(arguments=["bash", "-c", "sleep 300 & echo on", mark]), Limits(wall_s=20))
     assert result.stdout.text == "on\n"
@@ -96,7 +96,7 @@ async def test_time_output_and_size_of_files_are_bounded(process: Process) -> No
     assert (signalled.signal, signalled.limit, signalled.fault) == (signal.SIGXFSZ, "disk", "limit")
 
 
-async def test_what_was_used_is_counted_from_outside(process: Process) -> None:
+async def test_usage_is_counted_from_outside(process: Process) -> None:
     result = await process.run_code(PythonProgram(code="for _ in range(3_000_000): pass"), Limits(wall_s=30))
     assert result.usage.cpu_s is not None
     assert result.usage.cpu_s > 0.02
@@ -110,7 +110,7 @@ async def test_executions_leave_no_descriptor(process: Process) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-async def test_a_call_that_finds_no_descriptor_is_our_failure_and_leaves_none_open(process: Process) -> None:
+async def test_a_call_without_enough_descriptors_is_our_failure_and_leaks_none(process: Process) -> None:
     await process.run_code(PythonProgram(code=""), Limits())
     before, failures = len(os.listdir("/proc/self/fd")), []
     for more in range(MOST_NEEDED):
@@ -124,11 +124,11 @@ async def test_a_call_that_finds_no_descriptor_is_our_failure_and_leaves_none_op
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-async def test_any_time_of_processors_is_a_limit(process: Process) -> None:
+async def test_any_processor_time_is_accepted_as_a_limit(process: Process) -> None:
     assert (await process.run(Command(arguments=["true"]), Limits(cpu_s=1e300))).exit_code == 0
 
 
-async def test_sandboxes_that_live_on_are_not_offered(process: Process) -> None:
+async def test_persistent_sandboxes_are_not_offered(process: Process) -> None:
     with pytest.raises(SandboxFailure) as caught:
         await process.open(Template(), 60)
     assert caught.value.kind == "not-offered"

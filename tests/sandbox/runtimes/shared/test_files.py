@@ -1,4 +1,4 @@
-"""Files of a sandbox that lives on: bytes in and out, by the rights of its programs, and no further."""
+"""Files of a persistent sandbox: read and written with the rights of its programs, and no more."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_bytes_come_back_as_they_were_written(sandbox: Sandbox) -> None:
     assert await sandbox.read("é \n'\"", 9) == b"x"
 
 
-async def test_a_folder_is_listed_by_what_is_in_it(sandbox: Sandbox) -> None:
+async def test_a_folders_entries_are_listed(sandbox: Sandbox) -> None:
     await shell(sandbox, "mkdir d; echo hi >f; ln -s /etc l; mkfifo p; touch $'\\xff'")
     assert await sandbox.list() == [
         FileInfo(path="d", kind="folder", size_bytes=0),
@@ -74,7 +74,7 @@ async def test_a_folder_is_listed_by_what_is_in_it(sandbox: Sandbox) -> None:
     assert len(await sandbox.list("m")) == 9000
 
 
-async def test_29_no_path_leads_out_of_the_scratch_folder(sandbox: Sandbox) -> None:
+async def test_no_path_leads_out_of_the_scratch_folder(sandbox: Sandbox) -> None:
     await shell(
         sandbox,
         "mkdir d; echo x >d/f; ln -s /etc/ld.so.cache link; ln -s d inner; ln -s / root; ln -s /proc/self/root magic;"
@@ -95,7 +95,7 @@ async def test_29_no_path_leads_out_of_the_scratch_folder(sandbox: Sandbox) -> N
     assert await refused(sandbox.read("none/x", 9)) == "no-such-file"
 
 
-async def test_29_links_that_are_moved_about_meanwhile_lead_nowhere(sandbox: Sandbox) -> None:
+async def test_links_that_move_during_a_call_lead_nowhere(sandbox: Sandbox) -> None:
     session = await sandbox.session("bash")
     await session.run("mkdir real; echo mine >real/f; ln -s /usr/bin link; cp -r real d", LIMITS)
     swap = "(while :; do mv -T d was; cp -P link d; rm d; mv -T was d; done) 2>/dev/null &"
@@ -107,14 +107,14 @@ async def test_29_links_that_are_moved_about_meanwhile_lead_nowhere(sandbox: San
             assert failure.kind in ("bad-path", "no-such-file")  # noqa: PT017 - both are right
 
 
-async def test_6_a_sparse_file_of_a_tebibyte_is_refused_before_it_is_read(sandbox: Sandbox) -> None:
+async def test_a_sparse_file_of_a_tebibyte_is_refused_before_it_is_read(sandbox: Sandbox) -> None:
     await shell(sandbox, "mkdir d; truncate -s 1T d/big 2>/dev/null || truncate -s 7M d/big")
     assert await refused(sandbox.read("d/big", 1 << 20)) == "file-too-large"
     assert await refused(sandbox.download("d", 1 << 20)) == "file-too-large"
     assert (await sandbox.list("d"))[0].size_bytes >= 7 << 20
 
 
-async def test_a_full_scratch_folder_is_said_to_be_full(sandbox: Sandbox) -> None:
+async def test_a_full_scratch_folder_is_reported_as_full(sandbox: Sandbox) -> None:
     assert await refused(sandbox.write("x", bytes(DISK_BYTES + 1))) == "disk-full"
     assert await sandbox.list() == []
     await sandbox.write("x", bytes(DISK_BYTES - 8192))
@@ -123,7 +123,7 @@ async def test_a_full_scratch_folder_is_said_to_be_full(sandbox: Sandbox) -> Non
     assert await refused(sandbox.upload(archive)) == "disk-full"
 
 
-async def test_a_file_that_the_program_took_away_from_itself_is_its_own_doing(sandbox: Sandbox) -> None:
+async def test_a_file_that_the_program_made_unreadable_is_its_own_fault(sandbox: Sandbox) -> None:
     await shell(sandbox, "mkdir -p d; echo x >d/f; chmod 000 d/f; mkdir e; chmod 000 e")
     assert await refused(sandbox.read("d/f", 9)) == "bad-path"
     assert await refused(sandbox.write("e/f", b"")) == "bad-path"
@@ -133,7 +133,7 @@ async def test_a_file_that_the_program_took_away_from_itself_is_its_own_doing(sa
     assert await sandbox.list() == []
 
 
-async def test_a_folder_goes_out_and_in_as_an_archive(sandbox: Sandbox) -> None:
+async def test_a_folder_is_downloaded_and_uploaded_as_an_archive(sandbox: Sandbox) -> None:
     await shell(sandbox, "mkdir -p d/e; echo x >d/e/f; printf '#!' >d/run; chmod +x d/run; ln -s f d/e/l; mkfifo d/p")
     archive = await sandbox.download("d", 1 << 20)
     entries = [
@@ -152,7 +152,7 @@ async def test_a_folder_goes_out_and_in_as_an_archive(sandbox: Sandbox) -> None:
     assert {entry.path for entry in whole if entry.kind == "file"} == {"copy/of/e/f", "copy/of/run", "d/e/f", "d/run"}
 
 
-async def test_30_of_a_refused_archive_nothing_is_written(sandbox: Sandbox) -> None:
+async def test_nothing_of_a_refused_archive_is_written(sandbox: Sandbox) -> None:
     def archive(info: tarfile.TarInfo) -> bytes:
         file = io.BytesIO()
         with tarfile.open(fileobj=file, mode="w") as tar:
@@ -180,7 +180,7 @@ async def test_30_of_a_refused_archive_nothing_is_written(sandbox: Sandbox) -> N
     assert await sandbox.list() == []
 
 
-async def test_31_a_link_planted_in_the_way_is_refused_or_replaced(sandbox: Sandbox) -> None:
+async def test_a_link_in_the_path_of_an_upload_is_refused_or_replaced(sandbox: Sandbox) -> None:
     await shell(sandbox, "mkdir d; ln -s /dev/shm out; ln -s /dev/shm/x file; mkfifo pipe")
     for entry in (
         ArchiveEntry(path="out/x", kind="file"),
@@ -196,7 +196,7 @@ async def test_31_a_link_planted_in_the_way_is_refused_or_replaced(sandbox: Sand
     assert await refused(sandbox.run(Command(arguments=["true"], files={"out/x": b""}), LIMITS)) == "bad-path"
 
 
-async def test_many_things_at_once_are_kept_apart(sandbox: Sandbox) -> None:
+async def test_concurrent_calls_are_kept_apart(sandbox: Sandbox) -> None:
     await asyncio.gather(*(sandbox.write(f"f{n}", f"{n}".encode()) for n in range(10)))
     assert await asyncio.gather(*(sandbox.read(f"f{n}", 9) for n in range(10))) == [f"{n}".encode() for n in range(10)]
 

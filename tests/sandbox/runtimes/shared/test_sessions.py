@@ -1,4 +1,4 @@
-"""A session from outside, with a host that is none."""
+"""The supervisor's side of a session, with a host that is a mock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace_sandbox.result import Isolation, Usage
 from headrace_sandbox.runtimes.shared.sessions import HostedSession, SessionBackend, _parse_cell_end
 
 
-async def test_a_session_that_is_closed_while_its_host_starts_leaves_none() -> None:
+async def test_a_session_that_is_closed_while_its_host_starts_leaves_no_host() -> None:
     host, goes_on = Mock(end=AsyncMock()), asyncio.Event()
 
     async def start() -> Mock:
@@ -31,7 +31,7 @@ async def test_a_session_that_is_closed_while_its_host_starts_leaves_none() -> N
     host.end.assert_awaited_once()
 
 
-async def test_a_session_whose_end_is_cancelled_ends_nevertheless() -> None:
+async def test_a_session_ends_even_if_its_close_is_cancelled() -> None:
     goes_on, ended = asyncio.Event(), asyncio.Event()
 
     async def end() -> None:
@@ -50,7 +50,7 @@ async def test_a_session_whose_end_is_cancelled_ends_nevertheless() -> None:
     assert ended.is_set()
 
 
-def test_what_a_host_says_that_cannot_be_is_our_failure() -> None:
+def test_an_unreadable_frame_of_a_host_is_our_failure() -> None:
     for said in (b"", b"[]", b'{"status": Infinity, "lost": "", "disk_full": false}', b"[" * 100_000):
         with pytest.raises(SandboxFailure) as caught:
             _parse_cell_end(said)

@@ -92,7 +92,7 @@ print(json.dumps({
 """
 
 
-def test_it_is_what_a_restricted_container_has(pod: Pod) -> None:
+def test_the_tests_pod_has_the_restrictions_of_the_profile(pod: Pod) -> None:
     found: dict[str, Any] = json.loads(pod.python(LOOK).stdout)
     assert (found["user"], found["capabilities"]) == (USER, "0" * 32)
     assert (found["no_new_privs"], found["filter"]) == ("1", "2")
@@ -102,7 +102,7 @@ def test_it_is_what_a_restricted_container_has(pod: Pod) -> None:
         assert found["processes"] < 5
 
 
-def test_doctor_says_so_with_the_remedy_and_that_wasm_is_the_best(pod: Pod) -> None:
+def test_doctor_names_the_remedy_and_wasm_as_the_best_runtime(pod: Pod) -> None:
     ended = pod.headrace("doctor", "--json")
     assert ended.returncode == 0, ended.stderr
     told = json.loads(ended.stdout)
@@ -116,7 +116,7 @@ def test_doctor_says_so_with_the_remedy_and_that_wasm_is_the_best(pod: Pod) -> N
     assert {row["name"]: row["verdict"] for row in told["machine"]} == {"control groups": "warn", "users": "warn"}
 
 
-def test_nothing_runs_where_none_is_named(pod: Pod) -> None:
+def test_the_default_runtime_is_refused(pod: Pod) -> None:
     ran = pod.folder / "ran"
     ended = pod.headrace("run", "--", "touch", str(ran))
     assert (ended.returncode, ended.stdout) == (70, "")
@@ -125,14 +125,14 @@ def test_nothing_runs_where_none_is_named(pod: Pod) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in runtime_names() if name not in ("bubblewrap", "wasm")])
-def test_nothing_runs_in_another_that_cannot_isolate_there(pod: Pod, name: str) -> None:
+def test_a_runtime_that_cannot_isolate_there_is_refused(pod: Pod, name: str) -> None:
     ran = pod.folder / "ran"
     ended = pod.headrace("run", "--runtime", name, "--", "touch", str(ran))
     assert (ended.returncode, ended.stdout) == (70, "")
     assert not ran.exists()
 
 
-def test_wasm_works_there_with_its_limits(pod: Pod) -> None:
+def test_wasm_works_with_its_limits(pod: Pod) -> None:
     def run(code: str, *options: str) -> subprocess.CompletedProcess[str]:
         return pod.headrace("run", "--runtime", "wasm", *options, "--", "python3", "-c", code)
 

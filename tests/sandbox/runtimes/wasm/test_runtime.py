@@ -1,4 +1,4 @@
-"""CPython in WebAssembly: what a program in it does not have, what bounds it, and how its end is told."""
+"""The runtime wasm: the isolation of a program, its limits, and the report of its end."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def tried(what):
     except BaseException as error:
         return type(error).__name__
 """
-"""``tried(f)``: what f gave, or the name of the error."""
+"""Defines ``tried(f)``: the result of f, or the name of its error."""
 
 
 async def worker_of(running: asyncio.Future[Any]) -> int:
-    """The process of the only program that runs, which said that it does by making a file."""
+    """The process of the only running program, which reports its start by making a file."""
     async with asyncio.timeout(60):
         while not running.done():
             for folder in state_folder().glob(f"{MADE_FOLDER}/*-wasm-*/on"):
@@ -70,7 +70,7 @@ ON = "import time\nopen('on', 'w').close()\ntime.sleep(300)"
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the folders of programs are, in this test alone."""
+    """The folder of the programs' folders, in this test alone."""
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     (tmp_path / MADE_FOLDER).mkdir()
     return tmp_path / MADE_FOLDER
@@ -79,7 +79,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # The interpreter ----------------------------------------------------------------------------------------------
 
 
-async def test_it_is_cpython_that_imports_nothing_but_wasi(wasm: Wasm) -> None:
+async def test_the_interpreter_is_cpython_and_imports_only_wasi(wasm: Wasm) -> None:
     from wasmtime import Module
 
     from headrace_sandbox.runtimes.wasm.worker import engine
@@ -109,7 +109,7 @@ async def test_another_interpreter_is_refused_and_not_compiled(tmp_path: Path, m
     assert not [path for path in (tmp_path / "cache/headrace").iterdir() if path.suffix != ".lock"]
 
 
-async def test_a_cache_that_others_can_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cache_that_other_users_can_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "headrace").mkdir()
     (tmp_path / "headrace").chmod(0o777)
@@ -118,7 +118,7 @@ async def test_a_cache_that_others_can_write_is_refused(tmp_path: Path, monkeypa
     assert caught.value.kind == "unsafe-cache"
 
 
-def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_is_reported_with_the_command_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "find_spec", lambda _: None)
     with pytest.raises(SandboxFailure) as caught:
         Wasm()
@@ -128,7 +128,9 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
 # What a program does not have ----------------------------------------------------------------------------------
 
 
-async def test_no_processes_threads_sockets_or_variables_of_ours(wasm: Wasm, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_program_has_no_processes_threads_sockets_or_variables_of_ours(
+    wasm: Wasm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SECRET", "x")
     code = f"""
 import os, socket, subprocess, threading
@@ -144,7 +146,7 @@ print(tried(lambda: __import__('ctypes')), sorted(os.environ))
     ]
 
 
-async def test_no_file_but_those_in_its_folder(wasm: Wasm, temporary: Path) -> None:
+async def test_a_program_has_only_the_files_in_its_folder(wasm: Wasm, temporary: Path) -> None:
     outside = temporary / "outside"
     outside.write_text("secret")
     outside.chmod(0o644)
@@ -173,7 +175,7 @@ print(tried(lambda: os.chdir('..') or open('outside').read()))
     assert not (temporary / "made").exists()
 
 
-async def test_a_link_that_somebody_else_puts_into_its_folder_leads_nowhere(wasm: Wasm, temporary: Path) -> None:
+async def test_a_link_that_another_process_puts_into_its_folder_leads_nowhere(wasm: Wasm, temporary: Path) -> None:
     outside = temporary / "outside"
     outside.write_text("secret")
     code = f"""
@@ -196,7 +198,7 @@ print(tried(lambda: open('link').read()), tried(lambda: open('link', 'w').write(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
-async def test_its_process_has_no_privileges(wasm: Wasm, temporary: Path) -> None:
+async def test_the_process_of_a_program_has_no_privileges(wasm: Wasm, temporary: Path) -> None:
     running = asyncio.ensure_future(execute(wasm, ON))
     pid = await worker_of(running)
     status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
@@ -244,7 +246,7 @@ def write(n):
     ],
     ids=["files", "deleted", "descriptor-1", "pwrite", "allocate", "empty", "folders", "symlinks", "links"],
 )
-async def test_its_folder_is_bounded(wasm: Wasm, monkeypatch: pytest.MonkeyPatch, temporary: Path, code: str) -> None:
+async def test_the_folder_is_bounded(wasm: Wasm, monkeypatch: pytest.MonkeyPatch, temporary: Path, code: str) -> None:
     monkeypatch.setattr(runtime_wasm, "INODES", 100)
     result = await execute(wasm, FULL + code, disk_bytes=8 << 20, file_bytes=1 << 30)
     assert (result.exit_code, result.limit, result.fault) == (1, "disk", "limit")
@@ -277,14 +279,14 @@ def deep(top, levels, name='x' * 200):
     ],
     ids=["deeper", "renamed", "hidden"],
 )
-async def test_its_folder_is_bounded_however_deep_it_is(wasm: Wasm, temporary: Path, code: str) -> None:
+async def test_the_folder_is_bounded_at_any_depth(wasm: Wasm, temporary: Path, code: str) -> None:
     result = await execute(wasm, DEEP + code, disk_bytes=8 << 20, file_bytes=1 << 30)
     assert (result.limit, result.fault) == ("disk", "limit")
     assert "No space left on device" in result.stderr.text
     assert list(temporary.iterdir()) == []
 
 
-async def test_what_it_was_refused_is_no_limit_where_it_ended_well(wasm: Wasm) -> None:
+async def test_a_refused_write_is_not_a_limit_of_a_program_that_succeeds(wasm: Wasm) -> None:
     caught = "try:\n    for n in range(40): write(n)\nexcept OSError as error:\n    print(error.strerror)"
     result = await execute(wasm, FULL + caught, disk_bytes=8 << 20)
     assert (said(result), result.limit, result.fault) == ("No space left on device", None, "")
@@ -292,7 +294,7 @@ async def test_what_it_was_refused_is_no_limit_where_it_ended_well(wasm: Wasm) -
     assert (alone.exit_code, alone.limit, alone.fault) == (1, None, "program")
 
 
-async def test_what_it_deletes_and_writes_over_is_not_counted_twice(wasm: Wasm) -> None:
+async def test_deleted_and_overwritten_data_is_not_counted_twice(wasm: Wasm) -> None:
     over = "for n in range(40):\n    write(n % 4).close()\n"
     anew = "for n in range(40):\n    write(n).close()\n    os.unlink(f'{n}')\nprint('ok')"
     assert said(await execute(wasm, FULL + over + anew, disk_bytes=8 << 20)) == "ok"
@@ -319,7 +321,7 @@ async def test_time_and_output_are_bounded(wasm: Wasm) -> None:
 # How its end is told --------------------------------------------------------------------------------------------
 
 
-async def test_how_it_ended_is_told(wasm: Wasm) -> None:
+async def test_a_result_reports_the_programs_end(wasm: Wasm) -> None:
     for code, exit_code, stderr in (
         ("raise SystemExit(7)", 7, ""),
         ("raise SystemExit('why')", 1, "why\n"),
@@ -334,7 +336,7 @@ async def test_how_it_ended_is_told(wasm: Wasm) -> None:
     assert lines[1:] == ['  File "main.py", line 3, in <module>', '  File "main.py", line 2, in f', "ValueError: hm"]
 
 
-async def test_input_output_and_files_are_bytes(wasm: Wasm) -> None:
+async def test_input_output_and_files_keep_every_byte(wasm: Wasm) -> None:
     code = """
 import sys
 given = sys.stdin.buffer.read()
@@ -351,7 +353,7 @@ print('é', helper.x, __name__, sys.argv, file=sys.stderr)
     assert caught.value.kind == "bad-path"
 
 
-async def test_a_crash_of_the_interpreter_of_webassembly_is_the_programs(wasm: Wasm, temporary: Path) -> None:
+async def test_a_crash_of_the_webassembly_runtime_is_the_programs_fault(wasm: Wasm, temporary: Path) -> None:
     running = asyncio.ensure_future(execute(wasm, ON))
     os.kill(await worker_of(running), signal.SIGABRT)
     result = await running
@@ -359,7 +361,7 @@ async def test_a_crash_of_the_interpreter_of_webassembly_is_the_programs(wasm: W
     assert result.lost == "The program crashed the WebAssembly runtime: SIGABRT."
 
 
-async def test_a_kill_from_outside_is_our_failure(wasm: Wasm, temporary: Path) -> None:
+async def test_a_process_that_is_killed_from_outside_is_our_failure(wasm: Wasm, temporary: Path) -> None:
     running = asyncio.ensure_future(execute(wasm, ON))
     os.kill(await worker_of(running), signal.SIGKILL)
     with pytest.raises(SandboxFailure) as caught:
@@ -368,7 +370,7 @@ async def test_a_kill_from_outside_is_our_failure(wasm: Wasm, temporary: Path) -
     assert list(temporary.iterdir()) == []
 
 
-async def test_a_call_that_is_cancelled_leaves_nothing(wasm: Wasm, temporary: Path) -> None:
+async def test_a_cancelled_call_leaves_nothing(wasm: Wasm, temporary: Path) -> None:
     running = asyncio.ensure_future(execute(wasm, "open('on', 'w').close()\nwhile True: open('x', 'w').close()"))
     pid = await worker_of(running)
     running.cancel()
@@ -378,7 +380,7 @@ async def test_a_call_that_is_cancelled_leaves_nothing(wasm: Wasm, temporary: Pa
     assert list(temporary.iterdir()) == []
 
 
-async def test_a_call_that_finds_no_descriptor_is_our_failure_and_leaves_none_open(wasm: Wasm) -> None:
+async def test_a_call_without_enough_descriptors_is_our_failure_and_leaks_none(wasm: Wasm) -> None:
     await execute(wasm, "")
     before, failures = len(os.listdir("/proc/self/fd")), []
     for more in range(MOST_NEEDED):
@@ -392,7 +394,7 @@ async def test_a_call_that_finds_no_descriptor_is_our_failure_and_leaves_none_op
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-async def test_a_process_that_cannot_be_made_is_our_failure(wasm: Wasm, tmp_path: Path) -> None:
+async def test_a_process_that_cannot_be_started_is_our_failure(wasm: Wasm, tmp_path: Path) -> None:
     wasm._compiled = CompiledModules(*[str(tmp_path / "missing")] * 3)
     with pytest.raises(SandboxFailure, match="No such file") as caught:
         await execute(wasm, "")
@@ -409,7 +411,7 @@ asyncio.run(Wasm().run_code(PythonProgram(code="print('on', flush=True)\\nwhile 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
-async def test_it_does_not_outlive_its_supervisor(wasm: Wasm) -> None:
+async def test_a_program_does_not_outlive_its_supervisor(wasm: Wasm) -> None:
     def children(pid: int) -> list[int]:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
@@ -424,7 +426,7 @@ async def test_it_does_not_outlive_its_supervisor(wasm: Wasm) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_programs_at_a_time_share_nothing_and_leave_nothing(wasm: Wasm, temporary: Path) -> None:
+async def test_concurrent_programs_share_nothing_and_leave_nothing(wasm: Wasm, temporary: Path) -> None:
     await execute(wasm, "")
     before = len(os.listdir("/proc/self/fd"))
     code = "import os, sys\nprint(os.listdir(), sys.stdin.read())\nopen('x', 'w').close()"
@@ -434,7 +436,7 @@ async def test_programs_at_a_time_share_nothing_and_leave_nothing(wasm: Wasm, te
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-async def test_commands_are_python_and_nothing_else(wasm: Wasm) -> None:
+async def test_only_python_commands_are_accepted(wasm: Wasm) -> None:
     for arguments, files in (
         (["python3", "-I", "-c", "import sys; print(sys.argv[1:])", "a"], {}),
         (["/usr/bin/python3", "x.py", "a"], {"x.py": b"import sys; print(sys.argv[1:])"}),
@@ -451,7 +453,7 @@ async def test_commands_are_python_and_nothing_else(wasm: Wasm) -> None:
         assert caught.value.kind == "not-offered"
 
 
-async def test_a_result_says_what_isolated_and_what_was_used(wasm: Wasm) -> None:
+async def test_a_result_has_the_isolation_and_the_usage(wasm: Wasm) -> None:
     result = await execute(wasm, "for _ in range(1_000_000): pass")
     assert result.isolation.versions.keys() == {"wasmtime", "cpython", "kernel"}
     assert {"memory_bytes", "pids", "disk_bytes"} <= set(result.isolation.active)
@@ -460,7 +462,7 @@ async def test_a_result_says_what_isolated_and_what_was_used(wasm: Wasm) -> None
     assert result.start_s > 0
 
 
-async def test_the_cache_is_private_and_may_come_with_an_image(
+async def test_the_cache_is_private_and_may_be_part_of_an_image(
     wasm: Wasm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
