@@ -13,6 +13,7 @@ import pytest
 
 from headrace import score
 from headrace.errors import PolicyFailure
+from headrace.runspec import SamplingSpec
 from headrace.trajectory import Message, Sampling
 from headrace_workers.policies import Policy, Sample, SampleRequest, ServedPolicies
 from tests.vllm.server import Vllm
@@ -117,7 +118,7 @@ async def test_bad_requests_have_kinds_of_their_own(vllm: Vllm, policies: Served
 
 
 async def test_an_answer_matches_what_was_asked_for(policies: ServedPolicies) -> None:
-    request = asked(structured_outputs={"choice": ["aa", "b"]}, sampling=Sampling(seed=1))
+    request = asked(sampling_spec=SamplingSpec(structured_outputs={"choice": ["aa", "b"]}), sampling=Sampling(seed=1))
     for protocol in ("generate", "completions"):
         sample = await policies.at([], protocol=protocol).sample(request)
         assert bytes(token for token in sample.token_ids if token < 256) in (b"aa", b"b")

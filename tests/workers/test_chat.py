@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from headrace.errors import NonFiniteValue, PolicyFailure
+from headrace.runspec import SamplingSpec
 from headrace.trajectory import Message, Trajectory, VersionRun
 from headrace.validation import validate
 from headrace_workers.policies import Sample, SampleRequest, one_version
@@ -21,7 +22,7 @@ ASKED = msgspec.structs.replace(
     REQUEST,
     messages=[Message(role="system", content="Be brief."), Message(role="user", content="Hello?")],
     tools=[{"type": "function", "function": {"name": "look", "parameters": {}}}],
-    structured_outputs={"json": {"type": "object"}},
+    sampling_spec=SamplingSpec(structured_outputs={"json": {"type": "object"}}),
 )
 RENDERED = [BOS, 1, 2, 3]
 

@@ -39,7 +39,7 @@ def test_a_tokenizer_with_nothing_that_ends_a_turn_needs_a_stop_string(tmp_path:
     plain = make_model(tmp_path, "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", eos=None)
     assert failure(plain).kind == "no-stop-token"
     policy = PolicySpec(renderer="template", tokenizer=str(plain))
-    assert make_plan(RunSpec(name="r", policy=policy, sampling={"stop": ["\n"]})).stop == ["\n"]
+    assert make_plan(RunSpec(name="r", policy=policy, sampling={"stop": ["\n"]})).spec.sampling.stop == ["\n"]
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(

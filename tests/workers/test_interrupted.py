@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from headrace.errors import InvalidRunSpec, PolicyFailure
-from headrace.runspec import parse_run_spec
+from headrace.runspec import PolicySpec, SamplingSpec, parse_run_spec
 from headrace.trajectory import VersionRun
 from headrace_workers.policies import http_policies as served_module
 from headrace_workers.policies.base import part_seed
@@ -44,14 +44,14 @@ async def test_an_interrupted_turn_goes_on_from_its_exact_tokens_on_the_new_weig
 
 async def test_with_restart_the_turn_is_sampled_again_whole() -> None:
     async with serving(interrupted) as engine, client(engine) as policy:
-        sample = await policy.sample(msgspec.structs.replace(REQUEST, interrupted="restart"))
+        sample = await policy.sample(msgspec.structs.replace(REQUEST, policy_spec=PolicySpec(interrupted="restart")))
     assert [body["prompt"] for body in engine.bodies] == [REQUEST.prompt, REQUEST.prompt]
     assert (sample.token_ids, sample.versions) == ([3, 261], [VersionRun(2, 0, 4)])
     assert sample.continued == ()
 
 
 async def test_a_grammar_cannot_go_on_in_the_middle_so_such_a_turn_is_sampled_again() -> None:
-    request = msgspec.structs.replace(REQUEST, structured_outputs={"regex": "[ab]+"})
+    request = msgspec.structs.replace(REQUEST, sampling_spec=SamplingSpec(structured_outputs={"regex": "[ab]+"}))
     async with serving(interrupted) as engine, client(engine) as policy:
         sample = await policy.sample(request)
     assert [body["prompt"] for body in engine.bodies] == [REQUEST.prompt, REQUEST.prompt]

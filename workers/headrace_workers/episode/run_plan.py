@@ -1,6 +1,6 @@
-"""The plan of a run: its spec in the form that episodes use, computed once per run.
+"""The plan of a run's episodes: its spec and what follows from it, computed once per run.
 
-* A spec is read once; episodes use plain attributes.
+* The renderer and the plans of the agents are made once for all episodes of a run.
 * The seed of a turn depends only on the episode's sampling seed and the turn's index.
 """
 
@@ -9,15 +9,13 @@ from __future__ import annotations
 import hashlib
 import struct
 from dataclasses import dataclass, replace
-from typing import Any, Literal
 
 import msgspec
 
 from headrace.errors import InfrastructureFailure
-from headrace.runspec import AgentSpec, LimitSpec, RunSpec, ScorerSpec
+from headrace.runspec import AgentSpec, RunSpec
 from headrace.trajectory import PolicyRef, Sampling
 from headrace.wire.policy_server import adapter_server_name
-from headrace_workers.policies.base import AnyProtocol, Interrupted
 from headrace_workers.renderers import Renderer, make_renderer
 
 _TWO_SEEDS = struct.Struct("<QQ")
@@ -50,20 +48,10 @@ class AgentPlan:
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """A run's spec in the form that its episodes use."""
+    """A run's spec, with what follows from it for its episodes."""
 
-    run: str
+    spec: RunSpec
     renderer: Renderer
-    limits: LimitSpec
-    max_tokens: int
-    temperature: float
-    top_p: float
-    stop: list[str]
-    structured_outputs: dict[str, Any] | None
-    logprobs: Literal["raw", "processed"]
-    protocol: AnyProtocol
-    interrupted: Interrupted
-    scorers: dict[str, ScorerSpec]
     everyone: AgentPlan
     agents: dict[str, AgentPlan]
 
@@ -108,18 +96,8 @@ def make_plan(spec: RunSpec) -> RunPlan:
         for name, agent in policy.agents.items()
     }
     return RunPlan(
-        run=spec.name,
+        spec=spec,
         renderer=renderer,
-        limits=spec.limits,
-        max_tokens=spec.sampling.max_tokens,
-        temperature=spec.sampling.temperature,
-        top_p=spec.sampling.top_p,
-        stop=spec.sampling.stop,
-        structured_outputs=spec.sampling.structured_outputs,
-        logprobs=policy.logprobs,
-        protocol=policy.protocol,
-        interrupted=policy.interrupted,
-        scorers=policy.scorers,
         everyone=everyone,
         agents=agents,
     )
@@ -138,9 +116,10 @@ def turn_seed(sampling_seed: int, turn: int) -> int:
 
 def agent_sampling(plan: RunPlan, agent: AgentPlan, *, evaluation_temperature: float | None, seed: int) -> Sampling:
     """The sampling parameters of an agent in an episode. Its own temperature has priority over the evaluation's."""
-    run_temperature = plan.temperature if evaluation_temperature is None else evaluation_temperature
+    run_temperature = plan.spec.sampling.temperature if evaluation_temperature is None else evaluation_temperature
     temperature = run_temperature if agent.temperature is None else agent.temperature
-    return Sampling(temperature=temperature, top_p=plan.top_p, seed=seed, logprobs=plan.logprobs)
+    spec = plan.spec
+    return Sampling(temperature=temperature, top_p=spec.sampling.top_p, seed=seed, logprobs=spec.policy.logprobs)
 
 
 def turn_sampling(sampling: Sampling, turn: int) -> Sampling:

@@ -92,7 +92,7 @@ class EpisodeRun:
         self._started_at = tools.clock()
         self._driver = EnvironmentDriver(
             assignment.task,
-            timeout_s=plan.limits.environment_timeout_s,
+            timeout_s=plan.spec.limits.environment_timeout_s,
             threads=tools.threads,
             kinds=tools.kinds,
             clock=tools.clock,
@@ -107,7 +107,7 @@ class EpisodeRun:
         self._messages: list[Message] = []
         self._infos: list[dict[str, Any]] = []
         self._turns = 0
-        self._context_tokens = plan.limits.max_context_tokens
+        self._context_tokens = plan.spec.limits.max_context_tokens
         self._servers: dict[str, None] = {}
         self._policy_s = 0.0
         self._policy_waiting_s = 0.0
@@ -123,7 +123,7 @@ class EpisodeRun:
         """Run the attempt to its end. Never raises: a cancelled call ends in a record as well."""
         try:
             ended = await self._ended()
-            if self._plan.scorers and ended.status in ("finished", "truncated"):
+            if self._plan.spec.policy.scorers and ended.status in ("finished", "truncated"):
                 return self._record_of(await self._scored(self._outcome(ended)))
             return self._record(ended)
         except EpisodeFailure as error:
@@ -147,7 +147,7 @@ class EpisodeRun:
     # The turns of an episode
 
     async def _play(self) -> None:
-        limits = self._plan.limits
+        limits = self._plan.spec.limits
         self._begin(await self._driver.reset(self._time_left()))
         while True:
             track = self._due_track()
@@ -159,7 +159,7 @@ class EpisodeRun:
             room = self._context_tokens - asked.length
             if room < 1:
                 raise _EpisodeOver("truncated", "max_tokens")
-            await self._turn(track, asked, min(room, self._plan.max_tokens))
+            await self._turn(track, asked, min(room, self._plan.spec.sampling.max_tokens))
 
     def _begin(self, seen: EnvironmentAnswer) -> None:
         plan, assignment = self._plan, self._assignment
@@ -300,19 +300,19 @@ class EpisodeRun:
             text_will_do=bool(assignment.evaluation),
             sampling=turn_sampling(track.sampling, self._turns),
             max_tokens=max_tokens,
-            stop=plan.stop,
+            stop=plan.spec.sampling.stop,
             stop_token_ids=plan.renderer.stop_token_ids,
-            timeout_s=min(plan.limits.policy_timeout_s, self._time_left()),
+            timeout_s=min(plan.spec.limits.policy_timeout_s, self._time_left()),
             vocab_size=plan.renderer.tokenizer.vocab_size,
-            structured_outputs=plan.structured_outputs,
-            interrupted=plan.interrupted,
+            sampling_spec=plan.spec.sampling,
+            policy_spec=plan.spec.policy,
             adapter=track.plan.adapter,
             frozen=track.plan.frozen,
         )
         started_at = tools.clock()
         tools.sampling_now += 1
         try:
-            policy = tools.policies.at(track.plan.endpoints, run=track.plan.run, protocol=plan.protocol)
+            policy = tools.policies.at(track.plan.endpoints, run=track.plan.run, protocol=plan.spec.policy.protocol)
             sample = await policy.sample(request)
         except PolicyFailure as failure:
             self._servers.update(dict.fromkeys(failure.extra.get("servers", ())))
@@ -355,14 +355,14 @@ class EpisodeRun:
 
     def _action(self, said: str) -> str:
         """The action for the environment: the text up to the first stop string."""
-        for stop in self._plan.stop:
+        for stop in self._plan.spec.sampling.stop:
             said = said.partition(stop)[0] if stop else said
         return said
 
     # Deadlines, blame and the record
 
     def _time_left(self) -> float:
-        left_s = self._plan.limits.episode_timeout_s - self._ran_s()
+        left_s = self._plan.spec.limits.episode_timeout_s - self._ran_s()
         if left_s <= 0:
             raise self._overdue()
         return left_s
@@ -373,7 +373,7 @@ class EpisodeRun:
 
     def _overdue(self) -> InfrastructureFailure:
         return InfrastructureFailure(
-            f"The attempt took longer than its {self._plan.limits.episode_timeout_s:g} s.",
+            f"The attempt took longer than its {self._plan.spec.limits.episode_timeout_s:g} s.",
             hint="Raise limits.episode_timeout_s, or find out what it waited for.",
             kind="episode-timeout",
             retryable=True,
@@ -381,7 +381,7 @@ class EpisodeRun:
 
     def _blamed(self, error: EpisodeFailure) -> Failure:
         """Add the turn to a failure, or replace it by the episode's deadline if that ended the call."""
-        if error.kind in DEADLINE_KINDS and self._ran_s() >= self._plan.limits.episode_timeout_s:
+        if error.kind in DEADLINE_KINDS and self._ran_s() >= self._plan.spec.limits.episode_timeout_s:
             return Failure.of(self._overdue())
         where = self._step or (f"Turn {self._turns}" if self._tracks else "Reset")
         return msgspec.structs.replace(Failure.of(error), message=f"{where}: {error}")
@@ -392,10 +392,10 @@ class EpisodeRun:
         self._step = "Scoring"
         segments, assets = await scored_rows(
             outcome.segments,
-            self._plan.scorers,
+            self._plan.spec.policy.scorers,
             self._tools.policies,
             attempt=f"{assignment.episode}-{assignment.attempt}",
-            timeout_s=min(self._plan.limits.policy_timeout_s, self._time_left()),
+            timeout_s=min(self._plan.spec.limits.policy_timeout_s, self._time_left()),
         )
         self.assets.update({asset.name: asset for asset in assets})
         took_s = self._tools.clock() - began_at

@@ -20,10 +20,8 @@ import numpy.typing as npt
 
 from headrace.assets import AssetData
 from headrace.errors import PolicyFailure
+from headrace.runspec import PolicySpec, SamplingSpec
 from headrace.trajectory import Message, Sampling, Version, VersionRun
-
-Interrupted = Literal["continue", "restart"]
-"""``continue``: go on from the tokens sampled so far, with the new weights. ``restart``: sample the turn again."""
 
 AnyProtocol = Literal["auto", "generate", "completions", "chat"]
 """The protocol of requests to a server. ``auto``: the best one that the server supports."""
@@ -43,8 +41,8 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     ``prompt`` int[n] token ids, all below ``vocab_size``; ``messages`` and ``tools`` (JSON schemas of functions, in the
     form of OpenAI's) are the same prompt for a server that renders it itself.
     ``images``: the images of the prompt, in order, each with one token in it.
-    ``sampling`` carries this turn's own seed; temperature 0 is greedy. ``structured_outputs``: the format that the
-    answer must match, as in vLLM. ``interrupted``: how to treat an answer that the engine ended for new weights.
+    ``sampling`` carries this turn's own seed; temperature 0 is greedy. ``sampling_spec`` and ``policy_spec`` are the
+    run's: the policy client reads from them what it alone uses.
     ``timeout_s`` bounds the whole call, including retries; pauses for new weights do not count.
     ``adapter``: the trained adapter of the run, which samples this turn in the version that the server has; ``model``
     is then its base. ``frozen``: whether ``model`` is a frozen adapter.
@@ -65,8 +63,8 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     messages: Sequence[Message] = ()
     tools: Sequence[Mapping[str, Any]] = ()
     images: Sequence[AssetData] = ()
-    structured_outputs: dict[str, Any] | None = None
-    interrupted: Interrupted = "continue"
+    sampling_spec: SamplingSpec = SamplingSpec()
+    policy_spec: PolicySpec = PolicySpec()
     text_will_do: bool = False
     adapter: str = ""
     frozen: bool = False

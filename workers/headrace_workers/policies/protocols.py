@@ -69,7 +69,7 @@ def _generate_body(request: SampleRequest) -> bytes:
                 stop=request.stop,
                 stop_token_ids=request.stop_token_ids,
                 logprobs=0,
-                structured_outputs=request.structured_outputs,
+                structured_outputs=request.sampling_spec.structured_outputs,
             ),
             content_parts=[policy_server.ImagePart(url=data_url(image)) for image in request.images],
             return_token_ids=bool(request.images),
@@ -111,7 +111,7 @@ def _completion_body(request: SampleRequest) -> bytes:
             stop=request.stop,
             stop_token_ids=request.stop_token_ids,
             logprobs=0,
-            structured_outputs=request.structured_outputs,
+            structured_outputs=request.sampling_spec.structured_outputs,
             return_token_ids=True,
         )
     )
@@ -131,7 +131,7 @@ def _read_completion(body: bytes) -> AnswerChoice:
 
 
 def _chat_body(request: SampleRequest) -> bytes:
-    sampling, wanted = request.sampling, request.structured_outputs
+    sampling, wanted = request.sampling, request.sampling_spec.structured_outputs
     schema = wanted["json"] if wanted is not None and wanted.keys() == {"json"} else None
     return _encode(
         policy_server.ChatRequest(

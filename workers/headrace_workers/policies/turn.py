@@ -74,8 +74,8 @@ class SampledTurn:
         """Add a part; returns the whole sample after the last one."""
         if part.finish_reason == ABORTED:
             self.interruptions += 1
-            goes_on = self.request.interrupted == "continue" and part.prompt is None
-            if goes_on and self.request.structured_outputs is None:
+            goes_on = self.request.policy_spec.interrupted == "continue" and part.prompt is None
+            if goes_on and self.request.sampling_spec.structured_outputs is None:
                 self._parts += [part] if part.token_ids else []
             if self._left():
                 return None
