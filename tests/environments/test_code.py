@@ -13,10 +13,10 @@ from headrace.errors import EnvironmentFailure, InvalidRequest
 from headrace_sandbox.graders import CallCase, StdioCase, grade
 from headrace_sandbox.result import Limits
 from headrace_workers.environments import math_problems
-from headrace_workers.environments.case_rows import tests_of as cases_of
+from headrace_workers.environments.case_rows import read_cases as cases_of
 from headrace_workers.environments.code import BASICS, CodeProblems, basics
 from headrace_workers.environments.conformance import check_environment
-from headrace_workers.environments.rows import row_of
+from headrace_workers.environments.rows import read_row
 from headrace_workers.sandboxes import WorkerSandbox
 from tests.workers.fakes import Script, failure_of, play, say
 from tests.workers.runtimes import LOST, ScriptedRuntime, bubblewrap, result, sandbox_of
@@ -115,17 +115,17 @@ def test_math_problems_keep_the_protocol() -> None:
 
 
 def test_the_seed_chooses_the_row(tmp_path: Path) -> None:
-    drawn = [row_of(BASICS, seed)["id"] for seed in range(200)]
-    assert drawn == [row_of(BASICS, seed)["id"] for seed in range(200)]
+    drawn = [read_row(BASICS, seed)["id"] for seed in range(200)]
+    assert drawn == [read_row(BASICS, seed)["id"] for seed in range(200)]
     assert set(drawn) == {row["id"] for row in rows()}
 
 
 def test_a_file_that_was_changed_is_read_anew(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"id": "a"}\n\n')
-    assert row_of(path, 0) == {"id": "a"}
+    assert read_row(path, 0) == {"id": "a"}
     path.write_text('\n{"id": "bcd"}')
-    assert row_of(path, 0) == {"id": "bcd"}
+    assert read_row(path, 0) == {"id": "bcd"}
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_file_without_usable_rows_is_a_failure_that_names_it(tmp_path: Path, c
     if content is not None:
         path.write_text(content)
     with pytest.raises(EnvironmentFailure, match=r"rows\.jsonl") as caught:
-        row_of(path, 0)
+        read_row(path, 0)
     assert (caught.value.kind, caught.value.retryable) == (kind, False)
 
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def graders() -> AsyncIterator[BoundedCalls]:
     made = BoundedCalls()
-    await made.call("headrace_workers.environments.math_equality:same", "1", "1", time_s=60, memory_bytes=1 << 30)
+    await made.call("headrace_workers.environments.math_equality:is_equal", "1", "1", time_s=60, memory_bytes=1 << 30)
     yield made
     await made.close()
 

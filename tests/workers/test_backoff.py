@@ -84,7 +84,7 @@ async def test_heartbeats_that_are_refused_slow_down_and_one_that_is_answered_br
 
 async def test_refused_heartbeats_come_as_often_as_the_leases_that_are_held_need() -> None:
     beating = heartbeat(Answering(Unauthorized("Nobody knows this token.")))
-    beating.has_term(6.0)
+    beating.add_term(6.0)
     assert max([await beating._beat() for _ in range(12)]) == 2.0
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from headrace.errors import InfrastructureFailure
 from headrace.runspec import PolicySpec
 from headrace.trajectory import ContentPart, Message
-from headrace_workers.renderers import BytesRenderer, ParsedReply, Standing, make_renderer
+from headrace_workers.renderers import BytesRenderer, CurrentSegment, SampledTurn, make_renderer
 from headrace_workers.renderers.bytes_renderer import ASSISTANT, BOS, END, SYSTEM, TOOL, USER, VOCAB_SIZE
 
 RENDERER = BytesRenderer()
@@ -53,7 +53,7 @@ def test_a_renderer_of_text_shows_the_text_that_stands_for_an_image_and_refuses_
 
 
 def extend(standing: list[int], new_messages: list[Message]) -> list[int]:
-    return RENDERER.extend(Standing(standing, 0, [], ""), new_messages).new_ids
+    return RENDERER.extend(CurrentSegment(standing, 0, [], ""), new_messages).new_ids
 
 
 @given(before=MESSAGES, sampled=SAMPLED, after=MESSAGES)
@@ -77,7 +77,7 @@ def test_the_bridge_adds_the_end_of_turn_that_a_sampled_turn_lacks() -> None:
 def test_a_new_segment_shows_what_was_sampled_before_as_the_ids_that_it_was(
     before: list[Message], sampled: list[int], after: list[Message]
 ) -> None:
-    reply = ParsedReply(sampled, RENDERER.parse(sampled))
+    reply = SampledTurn(sampled, RENDERER.parse(sampled))
     standing = RENDERER.start(before).new_ids + sampled
     assert RENDERER.start([*before, reply, *after]).new_ids == standing + extend(standing, after)
 

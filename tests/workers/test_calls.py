@@ -14,7 +14,7 @@ from headrace.trajectory import Message
 from headrace_workers.environments.conformance import check_environment
 from headrace_workers.renderers.family_renderer import FamilyRenderer
 from headrace_workers.renderers.folder_tokenizer import load_tokenizer
-from headrace_workers.renderers.tool_calls import taken_apart
+from headrace_workers.renderers.tool_calls import parse_action
 from tests.workers.fakes import Script, Turns, play, say
 from tests.workers.models import make_model
 
@@ -23,13 +23,13 @@ CALL = f"<tool_call>\n{ADD}\n</tool_call>"
 
 
 def test_thinking_is_what_stands_before_its_end_and_content_what_follows_up_to_the_first_call() -> None:
-    action = taken_apart(f"<think>\nhm\n</think>\n\nI add.\n{CALL}\n{CALL}")
+    action = parse_action(f"<think>\nhm\n</think>\n\nI add.\n{CALL}\n{CALL}")
     assert (action.reasoning, action.content) == ("hm", "I add.")
     assert action.calls == [Call(name="add", arguments={"a": 2}, text=ADD)] * 2
-    assert taken_apart("hm\n</think>\n\n4", "<think>\n").reasoning == "hm"
-    assert taken_apart("hm", "<think>\n") == "hm"
-    assert (taken_apart("hm", "<think>\n").reasoning, taken_apart("hm", "<think>\n").content) == ("hm", "")
-    assert taken_apart("4").content == "4"
+    assert parse_action("hm\n</think>\n\n4", "<think>\n").reasoning == "hm"
+    assert parse_action("hm", "<think>\n") == "hm"
+    assert (parse_action("hm", "<think>\n").reasoning, parse_action("hm", "<think>\n").content) == ("hm", "")
+    assert parse_action("4").content == "4"
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_thinking_is_what_stands_before_its_end_and_content_what_follows_up_to_t
 def test_a_call_that_cannot_be_read_is_there_with_its_text_and_with_what_is_wrong(
     block: str, error: str, name: str
 ) -> None:
-    first, second = taken_apart(f"{CALL}\n{block}").calls
+    first, second = parse_action(f"{CALL}\n{block}").calls
     assert (first.name, first.error) == ("add", "")
     assert second.error.startswith(error)
     assert (second.name, second.arguments) == (name, {})
@@ -53,8 +53,8 @@ def test_a_call_that_cannot_be_read_is_there_with_its_text_and_with_what_is_wron
 
 @given(st.text(alphabet='<>/ntolcak_{}" ', max_size=40) | st.text(max_size=40))
 def test_an_action_is_its_text_whatever_it_holds(text: str) -> None:
-    assert taken_apart(text) == text
-    assert taken_apart(text, "<think>\n") == text
+    assert parse_action(text) == text
+    assert parse_action(text, "<think>\n") == text
 
 
 def test_a_family_reads_calls_by_its_own_rules_and_what_a_stop_string_cut_as_it_was_given(tmp_path: Path) -> None:

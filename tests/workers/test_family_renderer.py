@@ -9,7 +9,7 @@ import pytest
 
 from headrace.runspec import PolicySpec
 from headrace.trajectory import Message
-from headrace_workers.renderers import ParsedReply, Standing, make_renderer
+from headrace_workers.renderers import CurrentSegment, SampledTurn, make_renderer
 from headrace_workers.renderers.family_renderer import FamilyRenderer, family_of
 from headrace_workers.renderers.folder_tokenizer import load_tokenizer
 from headrace_workers.renderers.template_renderer import TemplateRenderer
@@ -27,11 +27,11 @@ class Qwen:
         self.tokenizer = load_tokenizer(str(make_model(folder)))
         self.renderer = FamilyRenderer("qwen3", self.tokenizer, options)
 
-    def after(self, sampled: str) -> Standing:
+    def after(self, sampled: str) -> CurrentSegment:
         ids = self.tokenizer.encode(sampled)
         prompt = self.renderer.start([USER])
-        reply = ParsedReply(ids, self.renderer.parse(ids))
-        return Standing(prompt.new_ids + ids, len(prompt.new_ids), [USER, reply], prompt.text)
+        reply = SampledTurn(ids, self.renderer.parse(ids))
+        return CurrentSegment(prompt.new_ids + ids, len(prompt.new_ids), [USER, reply], prompt.text)
 
     def bridge(self, sampled: str, *new: Message) -> str | None:
         prompt = self.renderer.extend(self.after(sampled), new)

@@ -23,7 +23,7 @@ from headrace_workers.episode import EpisodeRun
 from headrace_workers.policies import ServedPolicies
 from headrace_workers.policies.images import png
 from headrace_workers.policy_check import CheckedServer, CheckTarget, turn_checks
-from headrace_workers.renderers import ParsedReply, Prompt, Said, Standing, Tools, make_renderer
+from headrace_workers.renderers import ConversationItem, CurrentSegment, Prompt, SampledTurn, Tools, make_renderer
 from tests.workers.fakes import assignment, failure_of, plan, tools
 from tests.workers.models import make_model
 from tests.workers.vision_engine import IMAGE, VisionEngine, serving_vision
@@ -38,11 +38,11 @@ class Twenty:
     stop_token_ids = (2,)
     image_token_id: int | None = IMAGE
 
-    def start(self, conversation: Sequence[Said], tools: Tools = ()) -> Prompt:
+    def start(self, conversation: Sequence[ConversationItem], tools: Tools = ()) -> Prompt:
         ids: list[int] = []
         images: list[str] = []
         for item in conversation:
-            if isinstance(item, ParsedReply):
+            if isinstance(item, SampledTurn):
                 ids += item.token_ids
                 continue
             shown = [part.asset for part in item.content if isinstance(part, ContentPart) and part.type == "image"]
@@ -50,7 +50,7 @@ class Twenty:
             images += shown
         return Prompt(ids, images=images)
 
-    def extend(self, standing: Standing, new_messages: Sequence[Message]) -> Prompt:
+    def extend(self, standing: CurrentSegment, new_messages: Sequence[Message]) -> Prompt:
         return self.start(new_messages)
 
     def parse(self, sampled_ids: Sequence[int]) -> str:

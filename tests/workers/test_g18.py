@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 
 from headrace.errors import EnvironmentFailure
-from headrace_workers.bounded_calls import BoundedCalls, Exhausted
+from headrace_workers.bounded_calls import BoundedCalls, LimitExceeded
 from headrace_workers.environments.math_problems import MathProblems
 from headrace_workers.episode import EnvironmentThreads
 from headrace_workers.episode.worker_context import WorkerContext
@@ -53,7 +53,7 @@ def lent(calls: BoundedCalls) -> WorkerContext:
 async def graders() -> AsyncIterator[BoundedCalls]:
     """Calls that have graded before."""
     made = BoundedCalls()
-    await made.call("headrace_workers.environments.math_equality:same", "1", "1", time_s=60, memory_bytes=1 << 30)
+    await made.call("headrace_workers.environments.math_equality:is_equal", "1", "1", time_s=60, memory_bytes=1 << 30)
     yield made
     await made.close()
 
@@ -195,7 +195,7 @@ async def server_pid(calls: BoundedCalls) -> int:
 async def test_a_call_that_takes_more_than_it_may_is_exhausted(
     graders: BoundedCalls, function: str, arguments: list[Any], limit: str
 ) -> None:
-    with pytest.raises(Exhausted) as caught:
+    with pytest.raises(LimitExceeded) as caught:
         await graders.call(function, *arguments, time_s=0.5, memory_bytes=512 << 20)
     assert caught.value.limit == limit
 

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.wire import messages
 from headrace_workers.worker import worker as module
-from headrace_workers.worker.episode_pace import Pace
+from headrace_workers.worker.episode_duration import EpisodeDuration
 from headrace_workers.worker.spool import Spool, SpoolEntry
 from headrace_workers.worker.submitter import Submitter
 from tests.builders import make_id
@@ -72,7 +72,7 @@ async def test_a_record_waits_for_others_as_long_as_it_may(wait_s: float, togeth
 
 
 async def test_the_last_record_waits_for_nobody(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "SUBMIT_OF_EPISODE", 1e12)
+    monkeypatch.setattr(module, "SUBMIT_EPISODE_SHARE", 1e12)
     monkeypatch.setattr(module, "LONGEST_SUBMIT_S", 3600.0)
     async with orchestrating() as stub:
         stub.queue = [assignment(episode=make_id(100 + number)) for number in range(3)]
@@ -81,16 +81,16 @@ async def test_the_last_record_waits_for_nobody(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_usual_time_follows_the_last_episodes():
-    pace = Pace()
-    assert pace.share_s(0.5, 10.0) == 0.0
-    pace.ended(4.0)
-    assert pace.share_s(0.5, 10.0) == 2.0
+    duration = EpisodeDuration()
+    assert duration.share_s(0.5, 10.0) == 0.0
+    duration.add(4.0)
+    assert duration.share_s(0.5, 10.0) == 2.0
     for _ in range(200):
-        pace.ended(8.0)
-    assert pace.share_s(0.5, 10.0) == pytest.approx(4.0, rel=1e-3)
+        duration.add(8.0)
+    assert duration.share_s(0.5, 10.0) == pytest.approx(4.0, rel=1e-3)
 
 
 def test_what_waits_is_bounded():
-    pace = Pace()
-    pace.ended(3600.0)
-    assert pace.share_s(0.01, 0.05) == 0.05
+    duration = EpisodeDuration()
+    duration.add(3600.0)
+    assert duration.share_s(0.01, 0.05) == 0.05

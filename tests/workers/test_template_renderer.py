@@ -10,7 +10,7 @@ import pytest
 from headrace.errors import InfrastructureFailure
 from headrace.runspec import PolicySpec
 from headrace.trajectory import Message
-from headrace_workers.renderers import ParsedReply, Prompt, Standing, make_renderer
+from headrace_workers.renderers import CurrentSegment, Prompt, SampledTurn, make_renderer
 from headrace_workers.renderers.folder_tokenizer import FolderTokenizer, load_tokenizer
 from headrace_workers.renderers.template_renderer import TemplateRenderer
 from tests.workers.models import CHATML, STRIPS_THINKING, make_model
@@ -30,11 +30,11 @@ class Rendered:
     def start(self, *messages: Message) -> str:
         return self.tokenizer.decode(self.renderer.start(messages).new_ids)
 
-    def standing(self, sampled: str | list[int], *messages: Message) -> Standing:
+    def standing(self, sampled: str | list[int], *messages: Message) -> CurrentSegment:
         ids = self.tokenizer.encode(sampled) if isinstance(sampled, str) else sampled
         prompt = self.renderer.start(messages or (USER,))
-        reply = ParsedReply(ids, self.renderer.parse(ids))
-        return Standing(prompt.new_ids + ids, len(prompt.new_ids), [*(messages or (USER,)), reply], prompt.text)
+        reply = SampledTurn(ids, self.renderer.parse(ids))
+        return CurrentSegment(prompt.new_ids + ids, len(prompt.new_ids), [*(messages or (USER,)), reply], prompt.text)
 
     def bridge(self, sampled: str | list[int], *new: Message) -> str | None:
         prompt = self.renderer.extend(self.standing(sampled), new or (NEXT,))
@@ -117,7 +117,9 @@ def test_tools_are_in_the_prompt_and_in_its_extensions(chatml: Rendered) -> None
     prompt = chatml.renderer.start([USER], tools)
     assert '"name": "lookup"' in prompt.text
     ids = chatml.tokenizer.encode("Four<|im_end|>")
-    standing = Standing(prompt.new_ids + ids, len(prompt.new_ids), [USER, ParsedReply(ids, "Four")], prompt.text, tools)
+    standing = CurrentSegment(
+        prompt.new_ids + ids, len(prompt.new_ids), [USER, SampledTurn(ids, "Four")], prompt.text, tools
+    )
     assert isinstance(chatml.renderer.extend(standing, [NEXT]), Prompt)
     assert chatml.renderer.extend(standing._replace(tools=()), [NEXT]) is None
 

@@ -512,7 +512,7 @@ async def test_a_worker_that_is_drained_finishes_what_it_holds_and_ends() -> Non
 
 
 async def test_records_that_nobody_takes_are_said_to_be_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LAST_WORDS_S", 0.1)
+    monkeypatch.setattr(module, "SHUTDOWN_S", 0.1)
     async with orchestrating() as stub:
         stub.takes_records = False
         stub.queue = attempts(1)

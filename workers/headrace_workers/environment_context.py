@@ -47,7 +47,7 @@ class EnvironmentContext(Protocol):
 
     async def bounded(self, function: str, *arguments: Any, time_s: float, memory_bytes: int) -> Any:
         """Call ``module:name`` in a separate process, which is killed after ``time_s``. Arguments and result must be
-        JSON-able. Raises headrace_workers.bounded_calls.Exhausted, and EnvironmentFailure."""
+        JSON-able. Raises headrace_workers.bounded_calls.LimitExceeded, and EnvironmentFailure."""
         ...
 
 

@@ -1,5 +1,5 @@
-"""Calls that may take for ever: each in a process of its own, with a deadline and a bound of memory."""
+"""Calls that may never return: each runs in its own process, with a deadline and a memory limit."""
 
-from headrace_workers.bounded_calls.client import BoundedCalls, Exhausted
+from headrace_workers.bounded_calls.client import BoundedCalls, LimitExceeded
 
-__all__ = ["BoundedCalls", "Exhausted"]
+__all__ = ["BoundedCalls", "LimitExceeded"]

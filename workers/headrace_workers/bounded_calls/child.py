@@ -1,7 +1,7 @@
-"""What a child of the server of bounded calls does: one call after the other, each in its bound of memory.
+"""Child process of the call server: runs calls one after another, each within its memory limit.
 
-* What a call may take of memory is the kernel's bound, and holds for that call.
-* A child that came near its bound says that it is not to be used again.
+* The kernel enforces the memory limit of a call, for that call only.
+* A child that came near its memory limit reports that it must not be reused.
 """
 
 from __future__ import annotations
@@ -12,33 +12,34 @@ import os
 import resource
 from typing import Any
 
-NICE = 5
-"""Below the worker."""
+NICENESS = 5
+"""Lower priority than the worker."""
 
-ALMOST = 0.9
-"""Of its memory: a call that took so much may have been refused more, and have hidden that."""
+NEAR_LIMIT_SHARE = 0.9
+"""Share of the memory limit above which a call counts as out of memory: an allocation beyond it may have failed
+silently."""
 
 
-def work(requests: int, answers: int) -> None:
-    """Carry calls out until there are no more."""
-    os.nice(NICE)
+def serve_calls(requests: int, answers: int) -> None:
+    """Run calls until the request pipe closes."""
+    os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with os.fdopen(requests, "rb") as lines, os.fdopen(answers, "wb") as said:
+    with os.fdopen(requests, "rb") as lines, os.fdopen(answers, "wb") as output:
         for line in lines:
-            said.write(packed(carried_out(json.loads(line))) + b"\n")
-            said.flush()
+            output.write(encode_answer(carry_out(json.loads(line))) + b"\n")
+            output.flush()
 
 
-def packed(answer: dict[str, Any]) -> bytes:
-    """An answer as JSON; of one that JSON cannot hold, why."""
+def encode_answer(answer: dict[str, Any]) -> bytes:
+    """Encode an answer as JSON, or an error if its value is not JSON-serializable."""
     try:
         return json.dumps(answer).encode()
     except (TypeError, ValueError, RecursionError) as error:
         return json.dumps({"raised": f"{type(error).__name__}: {error}", "last": True}).encode()
 
 
-def carried_out(call: dict[str, Any]) -> dict[str, Any]:
-    """What came of a call; with ``last``, whether this process is not to be used again."""
+def carry_out(call: dict[str, Any]) -> dict[str, Any]:
+    """Run one call and return its answer. ``last`` is true if this process must not be reused."""
     memory_bytes: int = call["memory_bytes"]
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     try:
@@ -53,15 +54,15 @@ def carried_out(call: dict[str, Any]) -> dict[str, Any]:
         return {"exhausted": "memory", "last": True}
     except RecursionError:
         return {"exhausted": "stack", "last": True}
-    except BaseException as error:  # noqa: BLE001 - told to whoever asked
+    except BaseException as error:  # noqa: BLE001 - reported to the caller
         return {"raised": f"{type(error).__name__}: {error}", "last": True}
-    if peak_bytes() > ALMOST * memory_bytes:
+    if peak_bytes() > NEAR_LIMIT_SHARE * memory_bytes:
         return {"exhausted": "memory", "last": True}
     return {"value": value, "last": False}
 
 
 def peak_bytes() -> int:
-    """The most memory that this process had, as its bound counts it."""
+    """Peak address space of this process, as its memory limit counts it."""
     with open("/proc/self/status") as file:
         for line in file:
             if line.startswith("VmPeak:"):

@@ -1,8 +1,8 @@
-"""Calls functions in processes of their own, from the event loop of a worker.
+"""Client that calls functions in separate processes, from a worker's event loop.
 
-* A call that exhausts its time or its memory raises Exhausted; the worker and other calls go on meanwhile.
-* The process that carries calls out is started at the first one. One that is lost is replaced, and what it carried out
-  is asked again once; a call that loses its process twice is a failure.
+* A call that exceeds its time or memory limit raises LimitExceeded; the worker and other calls continue.
+* The server process starts at the first call. A lost server is replaced, and its calls are retried once; a call that
+  loses its process twice fails.
 """
 
 from __future__ import annotations
@@ -22,61 +22,61 @@ from headrace.errors import EnvironmentFailure
 
 Limit = Literal["time", "memory", "stack"]
 
-GRACE_S, GRACE_TIMES = 30.0, 20.0
-"""For an answer beyond the time of a call, and times that: to import the function's module, to wait for a child and for
-a processor, on a busy machine."""
+ANSWER_GRACE_S, ANSWER_GRACE_FACTOR = 30.0, 20.0
+"""Added to the time limit of a call, and multiplied with it, to get the timeout of the answer: importing the function's
+module and waiting for a child and a CPU take time on a busy machine."""
 
-TRIES = 2
+MAX_TRIES = 2
 
-MOST_BYTES = 16 << 20
-"""Of an answer."""
+MAX_ANSWER_BYTES = 16 << 20
+"""Largest answer."""
 
 
-class Exhausted(Exception):
-    """The call took more than it may. ``limit``: of what; a stack overflows by what is nested too deep."""
+class LimitExceeded(Exception):
+    """A call exceeded a limit. ``limit`` names it; "stack" means that the input is nested too deeply."""
 
     def __init__(self, limit: Limit) -> None:
         super().__init__(f"limit of {limit}")
         self.limit = limit
 
 
-class _Lost(Exception):
-    """The process of a call, or of all, was killed by somebody else."""
+class _ProcessLost(Exception):
+    """The process of one call, or of all calls, was killed from outside."""
 
 
 class BoundedCalls:
-    """All bounded calls of a worker."""
+    """Bounded calls of a worker."""
 
     def __init__(self) -> None:
         self._server: _ServerProcess | None = None
-        self._starting = asyncio.Lock()
+        self._start_lock = asyncio.Lock()
 
     async def call(self, function: str, *arguments: Any, time_s: float, memory_bytes: int) -> Any:
-        """Call ``module:name`` with arguments that JSON can hold; gives what it returns, which JSON can hold too.
+        """Call ``module:name`` and return its result. Arguments and result must be JSON-serializable.
 
-        Raises Exhausted; EnvironmentFailure ``bounded-call-raised`` with what the function raised, and
+        Raises LimitExceeded, and EnvironmentFailure: ``bounded-call-raised`` (with the function's error) or
         ``bounded-call-lost``.
         """
         request = {"function": function, "arguments": arguments, "time_s": time_s, "memory_bytes": memory_bytes}
-        most_s = GRACE_TIMES * time_s + GRACE_S
-        for _ in range(TRIES):
-            server = await self._running()
+        max_s = ANSWER_GRACE_FACTOR * time_s + ANSWER_GRACE_S
+        for _ in range(MAX_TRIES):
+            server = await self._running_server()
             try:
-                async with timeout(most_s):
+                async with timeout(max_s):
                     answer = await server.ask(request)
-            except _Lost as lost:
+            except _ProcessLost as lost:
                 why = str(lost)
                 continue
             except TimeoutError:
-                why = f"no answer within {most_s:g} s"
+                why = f"no answer within {max_s:g} s"
                 await server.close()
                 continue
             if "lost" not in answer:
-                return _value(function, answer)
+                return _returned_value(function, answer)
             why = answer["lost"]
         raise EnvironmentFailure(
-            f"The process that {function} ran in was lost {TRIES} times: {why}.",
-            hint="Does something kill processes here, such as for memory of the whole machine?",
+            f"The process of {function} was lost {MAX_TRIES} times: {why}.",
+            hint="Check whether something kills processes on this machine, such as the out-of-memory killer.",
             kind="bounded-call-lost",
             retryable=True,
         )
@@ -87,25 +87,25 @@ class BoundedCalls:
             await self._server.close()
             self._server = None
 
-    async def _running(self) -> _ServerProcess:
-        async with self._starting:
-            if self._server is None or not self._server.lives:
+    async def _running_server(self) -> _ServerProcess:
+        async with self._start_lock:
+            if self._server is None or not self._server.is_alive:
                 if self._server is not None:
                     await self._server.close()
-                self._server = await _ServerProcess.started()
+                self._server = await _ServerProcess.start()
             return self._server
 
 
-def _value(function: str, answer: dict[str, Any]) -> Any:
+def _returned_value(function: str, answer: dict[str, Any]) -> Any:
     if "exhausted" in answer:
-        raise Exhausted(answer["exhausted"])
+        raise LimitExceeded(answer["exhausted"])
     if "raised" in answer:
         raise EnvironmentFailure(f"{function} raised {answer['raised']}", kind="bounded-call-raised", retryable=False)
     return answer["value"]
 
 
 class _ServerProcess:
-    """The process, and those who wait for its answers."""
+    """The call server's process and its pending calls."""
 
     def __init__(
         self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -113,12 +113,12 @@ class _ServerProcess:
         self._process = process
         self._reader = reader
         self._writer = writer
-        self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._reading = asyncio.create_task(self._read())
+        self._ids = itertools.count()
+        self._pending: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._read_task = asyncio.create_task(self._read())
 
     @classmethod
-    async def started(cls) -> _ServerProcess:
+    async def start(cls) -> _ServerProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
@@ -127,46 +127,46 @@ class _ServerProcess:
                 stdout=asyncio.subprocess.DEVNULL,
                 start_new_session=True,
             )
-        reader, writer = await asyncio.open_connection(sock=ours, limit=MOST_BYTES)
+        reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_ANSWER_BYTES)
         return cls(process, reader, writer)
 
     @property
-    def lives(self) -> bool:
-        return not self._reading.done()
+    def is_alive(self) -> bool:
+        return not self._read_task.done()
 
     async def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The answer. Raises _Lost."""
-        number = next(self._numbers)
-        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        """Send a request and return its answer. Raises _ProcessLost."""
+        number = next(self._ids)
+        answer = self._pending[number] = asyncio.get_running_loop().create_future()
         try:
-            if not self.lives:
-                raise _Lost("it has ended")
+            if not self.is_alive:
+                raise _ProcessLost("it has ended")
             self._writer.write(json.dumps({"id": number, **request}).encode() + b"\n")
             found: dict[str, Any] = await answer
             return found
         finally:
-            del self._waiting[number]
+            del self._pending[number]
 
     async def _read(self) -> None:
         try:
             while line := await self._reader.readline():
                 answer = json.loads(line)
-                waiting = self._waiting.get(answer["id"])
+                waiting = self._pending.get(answer["id"])
                 if waiting is not None and not waiting.done():
                     waiting.set_result(answer)
         except (OSError, ValueError):
-            pass  # it has ended, or writes what is no answer: either way those who wait are told
+            pass  # it has ended or sends invalid answers: the pending calls fail below
         finally:
-            for waiting in self._waiting.values():
+            for waiting in self._pending.values():
                 if not waiting.done():
-                    waiting.set_exception(_Lost("the process of all calls has ended"))
+                    waiting.set_exception(_ProcessLost("the call server has ended"))
 
     async def close(self) -> None:
-        """End it, and what it carries out."""
+        """Kill the process and all its calls."""
         self._writer.close()
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGKILL)
         await self._process.wait()
-        self._reading.cancel()
-        await asyncio.gather(self._reading, return_exceptions=True)
+        self._read_task.cancel()
+        await asyncio.gather(self._read_task, return_exceptions=True)

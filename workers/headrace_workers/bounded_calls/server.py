@@ -1,16 +1,15 @@
-"""The process that carries out bounded calls: ``python -m headrace_workers.bounded_calls.server``, socket on stdin.
+"""Server process of bounded calls: ``python -m headrace_workers.bounded_calls.server``, with its socket on stdin.
 
-* Calls run in children of this process. What a call's module imports is imported here, once, before a child is forked.
-* A child that answered well takes the next call; one that took long, or much, is not used again.
-* A call that takes longer than its time is killed with its child, which another replaces. Memory is bounded by the
-  kernel.
-* Calls that take long give way to those that have just begun: one that never ends delays no other.
-* A call is not blamed for a busy machine: one that hardly got a processor is given more time.
-* When the socket closes, or this process dies, every call ends.
+* Calls run in child processes. The module of a call is imported here, once, before a child is forked.
+* A child is reused after a normal call; after a long or memory-hungry one it is not.
+* A call that exceeds its time is killed with its child, and a new child replaces it. The kernel limits memory.
+* Long calls get a lower priority than new ones: a call that never ends does not delay others.
+* A busy machine does not fail a call: one that got hardly any CPU time gets a longer deadline.
+* When the socket closes or this process dies, every call ends.
 
-Lines of JSON come and go. Asked: ``id``, ``function`` (``module:name``), ``arguments``, ``time_s``, ``memory_bytes``.
-Answered: ``id`` and one of ``value``, ``exhausted`` (time, memory or stack), ``raised`` (an error, with its text) or
-``lost`` (the child was killed by somebody else).
+Requests and answers are lines of JSON. A request has ``id``, ``function`` (``module:name``), ``arguments``, ``time_s``
+and ``memory_bytes``. An answer has ``id`` and one of ``value``, ``exhausted`` (time, memory or stack), ``raised`` (the
+text of an error) or ``lost`` (the child was killed from outside).
 """
 
 from __future__ import annotations
@@ -28,22 +27,22 @@ import time
 from collections import deque
 from typing import Any
 
-from headrace_workers.bounded_calls.child import work
+from headrace_workers.bounded_calls.child import serve_calls
 
-BEGUN_S = 0.2
-"""A call that computed for longer is one that takes long; one that did not has just begun, whatever the clock says."""
+SHORT_CALL_S = 0.2
+"""CPU time after which a call counts as long. With less it counts as new, however much time has passed."""
 
-LOOK_S = 0.1
-"""Between looks at what a call has computed."""
+CHECK_INTERVAL_S = 0.1
+"""Interval between checks of a call's CPU time."""
 
-STARVED_TIMES = 10
-"""So many times its time a call may wait for a processor. Then it is lost, and no fault of its own."""
+STARVATION_FACTOR = 10
+"""Multiple of its time limit that a call may wait for a CPU. After that it is reported as lost, not as exhausted."""
 
-LONG_NICE = 19
-"""Below everything."""
+LONG_CALL_NICENESS = 19
+"""Lowest priority."""
 
-MOST_CHILDREN, MOST_IDLE = 64, 8
-"""More calls wait; more children without a call are ended."""
+MAX_CHILDREN, MAX_IDLE = 64, 8
+"""Limits on all children and on idle ones. More calls wait; more idle children are ended."""
 
 READ_BYTES = 1 << 16
 
@@ -51,12 +50,12 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 PR_SET_PDEATHSIG = 1
 
-CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL)
-"""Ends of a process whose stack overflowed."""
+CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL)
+"""Signals that end a process whose stack overflowed."""
 
 
 class CallProcess:
-    """A process for calls. ``call``: the one that it carries out."""
+    """A child process that runs calls. ``call`` is the current one, if any."""
 
     def __init__(self, pid: int, requests: int, answers: int, modules: int) -> None:
         self.pid = pid
@@ -64,28 +63,28 @@ class CallProcess:
         self.answers = answers
         self.modules = modules
         self.call: dict[str, Any] | None = None
-        self.begun_at = 0.0
-        self.computed_before_s = 0.0
+        self.started_at = 0.0
+        self.cpu_before_s = 0.0
         self.is_long = False
-        self.look_at = 0.0
-        self.said = b""
+        self.check_at = 0.0
+        self.answer_data = b""
 
-    def begin(self, call: dict[str, Any]) -> None:
-        """Give it a call."""
-        self.call, self.begun_at, self.said = call, time.monotonic(), b""
-        self.computed_before_s = self.computed_s()
-        self.look_at = self.begun_at + min(BEGUN_S, call["time_s"])
+    def start(self, call: dict[str, Any]) -> None:
+        """Send a call to this process."""
+        self.call, self.started_at, self.answer_data = call, time.monotonic(), b""
+        self.cpu_before_s = self.cpu_s()
+        self.check_at = self.started_at + min(SHORT_CALL_S, call["time_s"])
         data = json.dumps(call).encode() + b"\n"
-        with contextlib.suppress(BrokenPipeError):  # it was killed; that is seen next
+        with contextlib.suppress(BrokenPipeError):  # it was killed; the server finds its pipe closed next
             while data:
                 data = data[os.write(self.requests, data) :]
 
-    def computed_s(self) -> float:
-        """Its processor time so far."""
+    def cpu_s(self) -> float:
+        """CPU time used so far."""
         return sum(map(int, self._status()[11:13])) / TICKS
 
-    def waits(self) -> bool:
-        """Whether it would compute, if it got a processor."""
+    def is_runnable(self) -> bool:
+        """Return whether the process is running or ready to run."""
         return self._status()[0] == "R"
 
     def _status(self) -> list[str]:
@@ -94,7 +93,7 @@ class CallProcess:
 
 
 class CallServer:
-    """All children."""
+    """Server that distributes calls to child processes."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -103,35 +102,35 @@ class CallServer:
         self._children: dict[int, CallProcess] = {}
         self._idle: list[CallProcess] = []
         self._queue: deque[dict[str, Any]] = deque()
-        self._asked = b""
+        self._request_data = b""
         self._libc = ctypes.CDLL(None)
         self._modules: dict[str, Any] = {}
 
     def serve(self) -> None:
-        """Until the socket closes."""
+        """Serve requests until the socket closes."""
         while True:
             for key, _ in self._selector.select(self._pause_s()):
                 if key.fileobj is not self._connection:
                     self._read_answer(self._children[key.fd])
                 elif not self._read_requests():
                     return
-            self._look_at_clocks()
-            self._begin_one()
+            self._check_deadlines()
+            self._start_next_call()
 
     def _pause_s(self) -> float | None:
-        if self._queue and (self._idle or len(self._children) < MOST_CHILDREN):
+        if self._queue and (self._idle or len(self._children) < MAX_CHILDREN):
             return 0.0
-        looks = [child.look_at for child in self._children.values() if child.call is not None]
-        return max(0.0, min(looks) - time.monotonic()) if looks else None
+        check_times = [child.check_at for child in self._children.values() if child.call is not None]
+        return max(0.0, min(check_times) - time.monotonic()) if check_times else None
 
     def _read_requests(self) -> bool:
         data = self._connection.recv(READ_BYTES)
-        *lines, self._asked = (self._asked + data).split(b"\n")
+        *lines, self._request_data = (self._request_data + data).split(b"\n")
         self._queue += map(json.loads, lines)
         return bool(data)
 
-    def _begin_one(self) -> None:
-        """One at a time, since a fork takes a while: meanwhile others may have answered."""
+    def _start_next_call(self) -> None:
+        """Start one call. Only one at a time: a fork takes a while, and children may become idle meanwhile."""
         if not self._queue:
             return
         call = self._queue[0]
@@ -139,97 +138,97 @@ class CallServer:
         if module not in self._modules:
             try:
                 self._modules[module] = importlib.import_module(module)
-            except Exception as error:  # noqa: BLE001 - told to whoever asked
+            except Exception as error:  # noqa: BLE001 - reported to the caller
                 self._queue.popleft()
                 self._answer(call, {"raised": f"{type(error).__name__}: {error}"})
                 return
             gc.collect()
-            gc.freeze()  # so that a child's collector does not copy what is shared
+            gc.freeze()  # a child's garbage collector must not copy shared pages
             for child in self._idle:
-                self._dismiss(child)
+                self._close_requests(child)
             self._idle.clear()
         if self._idle:
-            self._idle.pop().begin(self._queue.popleft())
-        elif len(self._children) < MOST_CHILDREN:
-            self._fork().begin(self._queue.popleft())
+            self._idle.pop().start(self._queue.popleft())
+        elif len(self._children) < MAX_CHILDREN:
+            self._fork().start(self._queue.popleft())
 
     def _fork(self) -> CallProcess:
-        theirs, requests = os.pipe()
-        answers, said = os.pipe()
+        request_end, requests = os.pipe()
+        answers, answer_end = os.pipe()
         pid = os.fork()
         if pid == 0:
             try:
                 self._libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
                 self._connection.close()
                 for child in self._children.values():
-                    self._dismiss(child)
+                    self._close_requests(child)
                 os.close(requests)
-                work(theirs, said)
+                serve_calls(request_end, answer_end)
             finally:
                 os._exit(0)
-        os.close(theirs)
-        os.close(said)
+        os.close(request_end)
+        os.close(answer_end)
         child = self._children[answers] = CallProcess(pid, requests, answers, len(self._modules))
         self._selector.register(answers, selectors.EVENT_READ)
         return child
 
-    def _look_at_clocks(self) -> None:
+    def _check_deadlines(self) -> None:
         now = time.monotonic()
         for child in self._children.values():
-            if child.call is not None and now >= child.look_at:
-                self._look_at(child, child.call, now)
+            if child.call is not None and now >= child.check_at:
+                self._check_call(child, child.call, now)
 
-    def _look_at(self, child: CallProcess, call: dict[str, Any], now: float) -> None:
-        if not child.is_long and child.computed_s() - child.computed_before_s >= BEGUN_S:
+    def _check_call(self, child: CallProcess, call: dict[str, Any], now: float) -> None:
+        if not child.is_long and child.cpu_s() - child.cpu_before_s >= SHORT_CALL_S:
             child.is_long = True
-            os.setpriority(os.PRIO_PROCESS, child.pid, LONG_NICE)
-        due_at = child.begun_at + call["time_s"]
+            os.setpriority(os.PRIO_PROCESS, child.pid, LONG_CALL_NICENESS)
+        due_at = child.started_at + call["time_s"]
         if now < due_at:
-            child.look_at = due_at if child.is_long else min(due_at, now + LOOK_S)
-        elif not child.is_long and child.waits():
-            child.look_at = now + LOOK_S
-            if now >= child.begun_at + STARVED_TIMES * call["time_s"]:
-                self._kill(child, call, {"lost": "it got no processor"})
+            child.check_at = due_at if child.is_long else min(due_at, now + CHECK_INTERVAL_S)
+        elif not child.is_long and child.is_runnable():
+            child.check_at = now + CHECK_INTERVAL_S
+            if now >= child.started_at + STARVATION_FACTOR * call["time_s"]:
+                self._kill(child, call, {"lost": "it got no CPU time"})
         else:
             self._kill(child, call, {"exhausted": "time"})
 
     def _kill(self, child: CallProcess, call: dict[str, Any], answer: dict[str, Any]) -> None:
-        os.kill(child.pid, signal.SIGKILL)  # its end may take a while; nobody waits for it
+        os.kill(child.pid, signal.SIGKILL)  # it may take a while to end; do not wait
         child.call = None
         self._answer(call, answer)
 
     def _read_answer(self, child: CallProcess) -> None:
         data = os.read(child.answers, READ_BYTES)
-        child.said += data
+        child.answer_data += data
         if not data:
-            self._ended(child)
-        elif child.said.endswith(b"\n") and child.call is not None:
-            answer = json.loads(child.said)
-            is_done = answer.pop("last") or child.is_long or child.modules < len(self._modules)
+            self._reap(child)
+        elif child.answer_data.endswith(b"\n") and child.call is not None:
+            answer = json.loads(child.answer_data)
+            is_used_up = answer.pop("last") or child.is_long or child.modules < len(self._modules)
             self._answer(child.call, answer)
             child.call = None
-            if is_done or len(self._idle) >= MOST_IDLE:
-                self._dismiss(child)
+            if is_used_up or len(self._idle) >= MAX_IDLE:
+                self._close_requests(child)
             else:
                 self._idle.append(child)
 
-    def _dismiss(self, child: CallProcess) -> None:
-        """Let it end; it is forgotten when it has."""
+    def _close_requests(self, child: CallProcess) -> None:
+        """Close the child's request pipe, so that it exits. ``_reap`` removes it."""
         if child.requests >= 0:
             os.close(child.requests)
             child.requests = -1
 
-    def _ended(self, child: CallProcess) -> None:
+    def _reap(self, child: CallProcess) -> None:
         _, status = os.waitpid(child.pid, 0)
         self._selector.unregister(child.answers)
         os.close(child.answers)
         del self._children[child.answers]
-        self._dismiss(child)
+        self._close_requests(child)
         if child in self._idle:
             self._idle.remove(child)
         if child.call is not None:
             number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-            crashed = number in CRASHES or not number
+            crashed = number in CRASH_SIGNALS or not number
             self._answer(child.call, {"exhausted": "stack"} if crashed else {"lost": f"signal {number}"})
 
     def _answer(self, call: dict[str, Any], answer: dict[str, Any]) -> None:
@@ -237,7 +236,7 @@ class CallServer:
 
 
 def main() -> None:
-    """Serve the socket that is the input."""
+    """Serve the socket on stdin."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

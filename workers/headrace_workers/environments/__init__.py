@@ -1,7 +1,7 @@
-"""The environments that come with Headrace, by id.
+"""Built-in environments, by id.
 
-* Importing this package registers them; so do the entry points of the distribution, without an import.
-* A factory is named as text, so nothing heavy is imported before an environment of its kind is made.
+* Importing this package registers them; the distribution's entry points do the same without an import.
+* A factory is named as text, so nothing heavy is imported before its first environment is made.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ BUILT_IN: dict[str, str] = {
     "python:*": "headrace_workers.environments.python_tool:PythonTool",
     "rg:*": "headrace_workers.environments.reasoning_gym:ReasoningGym",
 }
-"""Factory by id. ``python:*`` and ``rg:*`` stand for a family: what follows the colon is the factory's first
-argument."""
+"""Factories by id. ``python:*`` and ``rg:*`` are families: the text after the colon is the factory's first argument."""
 
 _known = set(registered())
 for _id, _factory in BUILT_IN.items():

@@ -1,7 +1,7 @@
-r"""Finds the answer in what a policy wrote.
+r"""Extraction of the answer from a policy's text.
 
-* The last ``\boxed{...}`` counts; braces inside it are matched. Of code the last fenced block that is closed.
-* Text is data: no length and no nesting makes reading it slow or raises.
+* The last ``\boxed{...}`` counts, with matched braces inside; for code, the last closed fenced block.
+* Text of any length and nesting is read in linear time, without an error.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 FORMAT_ERROR = -0.1
-"""Reward of an action in which no answer can be found. It ends the episode, as in GEM."""
+"""Reward of an action without an answer. It ends the episode, as in GEM."""
 
 _MARK = re.compile(r"\\boxed\s{0,8}\{|[{}]")
 
@@ -37,7 +37,7 @@ def last_boxed(text: str) -> str | None:
 
 
 class Block(NamedTuple):
-    """A fenced block. ``language``: the first word behind its opening fence. ``end``: the position behind it."""
+    """A fenced block. ``language``: the first word after its opening fence. ``end``: the position after the block."""
 
     language: str
     content: str

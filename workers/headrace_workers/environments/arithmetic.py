@@ -1,9 +1,9 @@
 r"""Arithmetic: one expression, one exact answer.
 
-* The answer is the last ``\boxed{...}``; without one the episode ends at a format error.
+* The answer is the last ``\boxed{...}``; without one the episode ends with a format error.
 * Grading is exact: whole numbers, fractions and decimals are compared as fractions, never as floats.
-* A right answer earns 1, any other 0; one turn ends the episode.
-* The seed fixes the expression.
+* A correct answer earns 1, any other 0; the episode has one turn.
+* The seed determines the expression.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any, ClassVar
 from headrace.environment import Step
 from headrace.errors import InvalidRequest
 from headrace_workers.environments.answers import FORMAT_ERROR, last_boxed
-from headrace_workers.environments.call_order import out_of_order
+from headrace_workers.environments.call_order import out_of_order_error
 
 MAX_ANSWER_LENGTH = 200
-"""Longer answers are wrong unread: no expression here needs one, and reading one would cost time."""
+"""Longer answers are wrong without being parsed: no expression here needs one, and parsing one would take time."""
 
 _FRAC = re.compile(r"([+-]?)\\[dt]?frac\{\s*([+-]?[0-9]+)\s*\}\{\s*([+-]?[0-9]+)\s*\}")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:/[0-9]+|\.[0-9]*)?|\.[0-9]+)")
@@ -50,11 +50,11 @@ class Arithmetic:
     def __init__(self, terms: int = 2, max_operand: int = 99, operations: str = "+-*") -> None:
         if terms < 2 or max_operand < 1:
             raise InvalidRequest(
-                f"terms={terms}, max_operand={max_operand} makes no expression.",
+                f"terms={terms}, max_operand={max_operand} cannot make an expression.",
                 hint="Choose terms >= 2, max_operand >= 1.",
             )
         if not operations or set(operations) - set("+-*/"):
-            raise InvalidRequest(f"operations={operations!r} is not made of + - * /.")
+            raise InvalidRequest(f"operations={operations!r} may contain only + - * /.")
         self._terms = terms
         self._max_operand = max_operand
         self._operations = operations
@@ -73,7 +73,7 @@ class Arithmetic:
     def step(self, action: str) -> Step:
         """Grade the answer; the episode ends."""
         if not self._running:
-            raise out_of_order(self)
+            raise out_of_order_error(self)
         self._running = False
         answer = last_boxed(action)
         if answer is None:

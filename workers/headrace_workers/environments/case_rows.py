@@ -1,10 +1,10 @@
-"""The tests of a row, as data sets of programming problems write them.
+"""Test cases of a row, in the formats of common programming data sets.
 
-* ``{"inputs": [...], "outputs": [...]}``: programs that read and write; with ``fn_name`` calls of that function.
-* A list of ``{"input": ..., "output": ...}``, each with ``fn_name`` where it is a call.
-* Either may itself be JSON in a string. Inputs of a call are its arguments: a list; or a text with one JSON value a
-  line, and then the output is JSON as well.
-* Of many tests those with the longest inputs are taken, as GEM does.
+* ``{"inputs": [...], "outputs": [...]}``: programs with stdin and stdout; with ``fn_name``, calls of that function.
+* A list of ``{"input": ..., "output": ...}``, each with ``fn_name`` if it is a call.
+* Either may itself be JSON in a string. The input of a call is its list of arguments, or a text with one JSON value
+  per line; the output is then JSON too.
+* Of many tests, those with the longest inputs are taken, as GEM does.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from typing import Any
 import msgspec
 
 from headrace_sandbox.graders import CallCase, Case, StdioCase
-from headrace_workers.environments.rows import bad_row
+from headrace_workers.environments.rows import bad_row_error
 
 
-def tests_of(row: dict[str, Any], most: int) -> list[Case]:
-    """The tests of a row, at most so many. Raises EnvironmentFailure ``bad-row``."""
+def read_cases(row: dict[str, Any], max_cases: int) -> list[Case]:
+    """Read the tests of a row, at most ``max_cases``. Raises EnvironmentFailure ``bad-row``."""
     try:
-        pairs = _pairs(_plain(row["tests"]))
-        chosen = sorted(range(len(pairs)), key=lambda number: -_length(pairs[number][0]))[:most]
+        pairs = _pairs(_decoded(row["tests"]))
+        chosen = sorted(range(len(pairs)), key=lambda number: -_length(pairs[number][0]))[:max_cases]
         cases = [_case(*pairs[number]) for number in sorted(chosen)]
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise bad_row(f"The tests of the row cannot be read: {type(error).__name__}: {error}.") from error
+        raise bad_row_error(f"The tests of the row cannot be read: {type(error).__name__}: {error}.") from error
     if not cases:
-        raise bad_row("The row has no tests.")
+        raise bad_row_error("The row has no tests.")
     return cases
 
 
-def _plain(value: Any) -> Any:
+def _decoded(value: Any) -> Any:
     return msgspec.json.decode(value) if isinstance(value, str) else value
 
 
 def _pairs(tests: Any) -> list[tuple[Any, Any, str]]:
-    """Input, output and function (empty: a program) of each test."""
+    """Input, output and function of each test. The function is empty for a program."""
     if isinstance(tests, dict):
         function = tests.get("fn_name") or ""
         return [(*pair, function) for pair in zip(tests["inputs"], tests["outputs"], strict=True)]
@@ -46,14 +46,14 @@ def _case(given: Any, expected: Any, function: str) -> Case:
     if not function:
         return StdioCase(stdin=_text(given), stdout=_text(expected))
     if isinstance(given, str):
-        given, expected = [msgspec.json.decode(line) for line in given.splitlines() if line.strip()], _plain(expected)
+        given, expected = [msgspec.json.decode(line) for line in given.splitlines() if line.strip()], _decoded(expected)
     if not isinstance(given, list):
         raise TypeError(f"the arguments of {function} are {type(given).__name__}, not a list")
     return CallCase(function=function, arguments=given, expected=expected)
 
 
 def _text(value: Any) -> str:
-    """Text, or lines of text."""
+    """Join a list of lines; return a text unchanged."""
     return value if isinstance(value, str) else "\n".join(str(line) for line in value)
 
 

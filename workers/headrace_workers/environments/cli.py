@@ -1,7 +1,7 @@
-"""``headrace env``: what environments there are here, and whether one keeps the protocol.
+"""``headrace env``: lists environments and checks one against the protocol.
 
 * ``list`` names every id that a worker on this machine knows.
-* ``check`` plays an environment and prints each way in which it breaks the protocol; it ends with 1 if there is one.
+* ``check`` plays an environment and prints each violation of the protocol; it exits with 1 if it finds one.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from headrace_workers.environments.conformance import DEFAULT_ACTIONS, check_env
 from headrace_workers.imports import import_all
 
 _import_option = click.option(
-    "--import", "imports", multiple=True, metavar="MODULE|FILE.py", help="Import this first. May be given again."
+    "--import", "imports", multiple=True, metavar="MODULE|FILE.py", help="Import this first. Can be repeated."
 )
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
 
 
 @click.group("env", short_help="List environments, and check your own.")
 def env() -> None:
-    """List the environments that are known here, and check whether one keeps the protocol."""
+    """List the known environments, or check an environment against the protocol."""
 
 
 @env.command("list")
 @_import_option
 @_json_option
 def list_ids(imports: tuple[str, ...], as_json: bool) -> None:
-    """Name every environment id that is known here; `rg:*` stands for a family.
+    """List every known environment id; `rg:*` stands for a family.
 
     \b
     Example:
@@ -49,9 +49,9 @@ def list_ids(imports: tuple[str, ...], as_json: bool) -> None:
     "actions",
     multiple=True,
     metavar="TEXT",
-    help=r"An action to play, such as '\boxed{1}'. Give those that lead far into an episode.",
+    help=r"An action to play, such as '\boxed{1}'. Give actions that lead far into an episode. Can be repeated.",
 )
-@click.option("--kwargs", default="{}", metavar="JSON", help="Arguments of its constructor.")
+@click.option("--kwargs", default="{}", metavar="JSON", help="Arguments of the constructor.")
 @_json_option
 @click.pass_context
 def check(
@@ -62,7 +62,7 @@ def check(
     kwargs: str,
     as_json: bool,
 ) -> None:
-    """Play ENVIRONMENT and print each way in which it breaks the protocol; exit code 1 if there is one.
+    """Play ENVIRONMENT and print each violation of the protocol; exit with 1 if there is one.
 
     \b
     Example:
@@ -74,15 +74,15 @@ def check(
     except json.JSONDecodeError as error:
         raise click.UsageError(f"--kwargs is not JSON: {error}.") from error
     if not isinstance(arguments, dict):
-        raise click.UsageError("--kwargs is no JSON object, such as '{\"terms\": 4}'.")
+        raise click.UsageError("--kwargs is not a JSON object, such as '{\"terms\": 4}'.")
     try:
-        headrace.make(environment, **arguments)  # that it cannot be made is no problem of the protocol
+        headrace.make(environment, **arguments)  # a failing constructor is not a violation of the protocol
     except HeadraceError:
         raise
     except Exception as error:
         raise SetupError(
             f"{environment} cannot be made: {type(error).__name__}: {error}.",
-            hint="Give what its constructor takes as --kwargs. `headrace --debug env check ...` shows where it raised.",
+            hint="Pass its arguments as --kwargs. `headrace --debug env check ...` shows the traceback.",
         ) from error
     problems = check_environment(lambda: headrace.make(environment, **arguments), actions=actions or DEFAULT_ACTIONS)
     if as_json:

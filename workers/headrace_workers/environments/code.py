@@ -1,11 +1,10 @@
 """Programming problems: the answer is a Python program, graded by tests in sandboxes.
 
-* The answer is the last fenced block of code; without one the episode ends at a format error.
-* All tests passed earns 1, anything less 0; with ``partial`` the share of tests that passed.
-* Expected outputs never enter a sandbox, so nothing that an answer does there can pass but writing them.
-* An error in the answer, and a limit that it ran into, is its failure and earns nothing; a fault of a sandbox ends the
-  attempt as a failure.
-* The seed chooses the row.
+* The answer is the last fenced block of code; without one the episode ends with a format error.
+* Passing all tests earns 1, anything less 0; with ``partial`` the reward is the share of tests that passed.
+* Expected outputs never enter a sandbox, so an answer can pass only by producing them.
+* An answer that raises or exceeds a limit earns nothing; a fault of the sandbox ends the attempt as a failure.
+* The seed selects the row.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from headrace_sandbox.graders import Case, CaseResult, grade
 from headrace_sandbox.result import Limits
 from headrace_workers.environment_context import LOCAL_CONTEXT, EnvironmentContext
 from headrace_workers.environments.answers import FORMAT_ERROR, last_block
-from headrace_workers.environments.call_order import out_of_order
-from headrace_workers.environments.case_rows import tests_of
-from headrace_workers.environments.rows import bad_row, row_of
+from headrace_workers.environments.call_order import out_of_order_error
+from headrace_workers.environments.case_rows import read_cases
+from headrace_workers.environments.rows import bad_row_error, read_row
 
 BASICS = Path(__file__).parent / "data" / "code_basics.jsonl"
-"""Twenty small problems of our own."""
+"""Twenty small built-in problems."""
 
 QUESTION_KEYS = ("problem", "question", "prompt")
 
@@ -34,8 +33,11 @@ HOW_TO_ANSWER = (
 
 
 class CodeProblems:
-    """Problems of a file with one row a line (``path``), or one row (``example``): a text under ``problem``, and
-    ``tests``. ``max_tests``: of a row, those with the longest inputs. ``time_s``, ``memory_mib``: of each test."""
+    """Problems from a file with one JSON row per line (``path``), or from one row (``example``).
+
+    A row has a text under ``problem``, and ``tests``. ``max_tests`` keeps the tests with the longest inputs.
+    ``time_s`` and ``memory_mib`` limit each test.
+    """
 
     def __init__(
         self,
@@ -48,7 +50,7 @@ class CodeProblems:
         memory_mib: int = 256,
     ) -> None:
         if (path is None) == (example is None):
-            raise InvalidRequest("Give `path`, a file of rows, or `example`, one row.")
+            raise InvalidRequest("Give either `path`, a file of rows, or `example`, one row.")
         self.environment_context: EnvironmentContext = LOCAL_CONTEXT
         self._path = path
         self._example = example
@@ -58,19 +60,19 @@ class CodeProblems:
         self._tests: list[Case] = []
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
-        """Choose a row and ask its question."""
-        row = self._example if self._path is None else row_of(self._path, seed)
+        """Select a row and ask its question."""
+        row = self._example if self._path is None else read_row(self._path, seed)
         assert row is not None
-        self._tests = tests_of(row, self._max_tests)
+        self._tests = read_cases(row, self._max_tests)
         question = next((row[key] for key in QUESTION_KEYS if isinstance(row.get(key), str)), None)
         if question is None:
-            raise bad_row(f"The row has no text under {', '.join(QUESTION_KEYS)}.")
+            raise bad_row_error(f"The row has no text under {', '.join(QUESTION_KEYS)}.")
         return f"{question}\n\n{HOW_TO_ANSWER}", {"id": str(row.get("id", "")), "tests": len(self._tests)}
 
     async def step(self, action: str) -> Step:
         """Grade the answer; the episode ends."""
         if not self._tests:
-            raise out_of_order(self)
+            raise out_of_order_error(self)
         tests, self._tests = self._tests, []
         source = last_block(action)
         if source is None:
@@ -78,9 +80,9 @@ class CodeProblems:
         results = await grade(
             self.environment_context.sandbox, source, tests, self._limits, stop_early=not self._partial
         )
-        return self._graded(results, len(tests))
+        return self._result_step(results, len(tests))
 
-    def _graded(self, results: list[CaseResult], count: int) -> Step:
+    def _result_step(self, results: list[CaseResult], count: int) -> Step:
         passed = sum(result.verdict == "passed" for result in results)
         reward = passed / count if self._partial else float(passed == count)
         failed = next((result for result in results if result.verdict != "passed"), None)
@@ -90,12 +92,12 @@ class CodeProblems:
             "passed": passed,
             "detail": "" if failed is None else failed.detail,
         }
-        said = "All tests passed." if failed is None else f"Not all tests passed ({failed.verdict})."
-        return _end(said, info, "tests", reward)
+        observation = "All tests passed." if failed is None else f"Not all tests passed ({failed.verdict})."
+        return _end(observation, info, "tests", reward)
 
 
 def basics(**kwargs: Any) -> CodeProblems:
-    """The problems that come with Headrace."""
+    """Make the environment of the built-in problems."""
     return CodeProblems(str(BASICS), **kwargs)
 
 

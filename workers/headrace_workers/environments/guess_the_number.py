@@ -1,15 +1,15 @@
 r"""Guess the number: find a secret number from hints "higher" and "lower".
 
-* The action is the last ``\boxed{digits}``; without one the episode ends at a format error.
-* A guess outside the range, or one made before, costs its turn and nothing else.
-* A right guess earns 1 and ends the game.
+* The action is the last ``\boxed{digits}``; without one the episode ends with a format error.
+* A guess outside the range, or a repeated one, costs its turn and nothing else.
+* A correct guess earns 1 and ends the game.
 * The last turn earns by nearness, ``1 - |guess - secret| / (high - low)``, or nothing with success_only.
 * The turn limit is a rule of the game: it terminates and never truncates.
 * Every hint is stated in full, so the transcript alone gives the state.
-* The seed fixes the secret, and for the random variant the range.
+* The seed determines the secret, and for the random variant the range.
 
-GEM reports both flags at the turn limit. Here the instructions name the limit and every hint counts the turn, so the
-limit is part of what the player sees and the value after it is zero: a learner that bootstrapped there would be wrong.
+GEM reports both flags at the turn limit. Here the instructions state the limit and every hint states the turn, so the
+limit is part of the observation and the value after it is zero: a learner must not bootstrap there.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import Any, ClassVar, NamedTuple
 from headrace.environment import Step
 from headrace.errors import InvalidRequest
 from headrace_workers.environments.answers import FORMAT_ERROR
-from headrace_workers.environments.call_order import out_of_order
+from headrace_workers.environments.call_order import out_of_order_error
 
 _GUESS = re.compile(r"\\boxed\s*\{\s*([0-9]{1,18})\s*\}")
-"""Up to 18 digits: more is no number that anybody plays with, and reading it would only cost time."""
+"""Up to 18 digits: no game needs a larger number, and parsing one would take time."""
 
 
 class _Rules(NamedTuple):
@@ -35,10 +35,10 @@ class _Rules(NamedTuple):
 
 
 class GuessTheNumber:
-    """One secret whole number in ``[low, high]``, at most ``max_turns`` guesses.
+    """A secret whole number in ``[low, high]`` and at most ``max_turns`` guesses.
 
-    ``target`` fixes the secret whatever the seed says, which an evaluation over all secrets needs. With
-    ``success_only`` only a right guess earns anything (a format error still costs 0.1).
+    ``target`` sets the secret regardless of the seed, for an evaluation over all secrets. With ``success_only`` only a
+    correct guess earns a reward (a format error still costs 0.1).
     """
 
     blocking: ClassVar[bool] = False
@@ -53,9 +53,9 @@ class GuessTheNumber:
         success_only: bool = False,
     ) -> None:
         if not 0 <= low < high:
-            raise InvalidRequest(f"low={low}, high={high} is no range.", hint="Choose 0 <= low < high.")
+            raise InvalidRequest(f"low={low}, high={high} is not a range.", hint="Choose 0 <= low < high.")
         if max_turns < 1:
-            raise InvalidRequest(f"max_turns={max_turns} leaves no guess.", hint="Choose max_turns >= 1.")
+            raise InvalidRequest(f"max_turns={max_turns} allows no guess.", hint="Choose max_turns >= 1.")
         if target is not None and not low <= target <= high:
             raise InvalidRequest(f"target={target} is not in {low} to {high}.", hint="Choose a target in the range.")
         self._given = _Rules(low, high, max_turns)
@@ -83,7 +83,7 @@ class GuessTheNumber:
     def step(self, action: str) -> Step:
         """Judge one guess."""
         if not self._running:
-            raise out_of_order(self)
+            raise out_of_order_error(self)
         self._turn += 1
         found = _GUESS.findall(action)
         if not found:
@@ -127,7 +127,7 @@ class GuessTheNumber:
 
 
 class RandomGuessTheNumber(GuessTheNumber):
-    """The range is drawn too: low in 1..10, high in low+5..low+50, and ⌈√(count of numbers)⌉ + 1 guesses."""
+    """Variant with a random range: low in 1..10, high in low+5..low+50, and ⌈√(count of numbers)⌉ + 1 guesses."""
 
     def __init__(self, *, success_only: bool = False) -> None:
         super().__init__(success_only=success_only)
@@ -139,10 +139,10 @@ class RandomGuessTheNumber(GuessTheNumber):
 
 
 def easy(**kwargs: Any) -> GuessTheNumber:
-    """1 to 10, four guesses."""
+    """Make the easy variant: 1 to 10, four guesses."""
     return GuessTheNumber(**{"low": 1, "high": 10, "max_turns": 4, **kwargs})
 
 
 def hard(**kwargs: Any) -> GuessTheNumber:
-    """1 to 50, seven guesses."""
+    """Make the hard variant: 1 to 50, seven guesses."""
     return GuessTheNumber(**{"low": 1, "high": 50, "max_turns": 7, **kwargs})

@@ -1,9 +1,11 @@
-r"""Whether two mathematical expressions are the same, by ``math-verify``. To be called as a bounded call, never in a
-worker: some expressions keep it busy for ever, or take all memory, and its own timeouts work on a main thread alone.
+r"""Equality of mathematical expressions, by ``math-verify``.
 
-* An expression is what stands in ``\boxed{...}``, without the box.
-* Rational numbers are the same only if they are exactly; for anything else the rule is that of ``math-verify``.
-* An expression that cannot be read is equal to none.
+Call this as a bounded call, never in a worker: some expressions run forever or take all memory, and the timeouts of
+``math-verify`` work on a main thread only.
+
+* An expression is the content of ``\boxed{...}``, without the box.
+* Rational numbers are equal only if they are exactly equal; other expressions are compared by ``math-verify``.
+* An expression that cannot be parsed is equal to no other.
 """
 
 from __future__ import annotations
@@ -17,26 +19,26 @@ from sympy import Rational
 
 from headrace_workers.environments.arithmetic import read_number
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are disabled
 
 
-def same(answer: str, reference: str) -> bool:
-    """Whether an answer is the reference."""
+def is_equal(answer: str, reference: str) -> bool:
+    """Return whether an answer equals the reference."""
     numbers = _rational(answer), _rational(reference)
     if None not in numbers:
         return numbers[0] == numbers[1]
     return bool(verify(_read(reference), _read(answer), timeout_seconds=None))
 
 
-def readable(reference: str) -> bool:
-    """Whether a reference can be read, be compared with a number, and is the same as itself."""
+def is_readable(reference: str) -> bool:
+    """Return whether a reference can be parsed, be compared with a number, and equals itself."""
     read = _read(reference)
     verify(read, _read("1"), timeout_seconds=None)
     return bool(verify(read, read, timeout_seconds=None))
 
 
 def _rational(expression: str) -> Fraction | None:
-    """The exact value of a rational number: a decimal is what its digits say, and near to nothing else."""
+    """Exact value of a rational number, a decimal by its digits; None for any other expression."""
     plain = read_number(expression)
     if plain is not None:
         return plain
@@ -48,4 +50,4 @@ def _read(expression: str) -> Any:
     return parse(f"\\boxed{{{expression}}}", parsing_timeout=None)
 
 
-same("1", r"\frac{3}{4}")  # makes the parser's tables, which all calls then share
+is_equal("1", r"\frac{3}{4}")  # builds the parser's tables before the fork, so that all calls share them

@@ -1,10 +1,10 @@
-r"""Nim: two agents take objects from heaps in turn; who takes the last one wins.
+r"""Nim: two agents take objects from heaps in turn; taking the last object wins.
 
-* The action is the last ``\boxed{heap count}``; without one the game ends at a format error of the mover alone.
-* A move that the heaps do not allow loses the game.
-* The end pays +1 to the winner and -1 to the loser; the agent that did not move gets its share late.
-* The seed draws the heaps and who starts.
-* Each observation names all heaps, so the last one an agent saw gives the state.
+* The action is the last ``\boxed{heap count}``; without one the game ends with a format error of the mover alone.
+* An illegal move loses the game.
+* The winner gets +1 and the loser -1; the agent that did not make the last move gets its reward late.
+* The seed determines the heaps and the starter.
+* Each observation names all heaps, so the last one gives the full state.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from headrace.environment import Observation
 from headrace.errors import InvalidRequest
 from headrace_workers.environments.answers import FORMAT_ERROR
-from headrace_workers.environments.call_order import out_of_order
+from headrace_workers.environments.call_order import out_of_order_error
 
 _MOVE = re.compile(r"\\boxed\s*\{\s*([0-9]{1,9})[\s,]+([0-9]{1,9})\s*\}")
 
@@ -45,11 +45,11 @@ class Nim:
         self._due: str | None = None
 
     def next_agent(self) -> str | None:
-        """Who moves now; None before the first reset and after the end."""
+        """Return the agent to move; None before the first reset and after the end."""
         return self._due
 
     def reset(self, seed: int | None = None) -> tuple[dict[str, Observation], dict[str, Any]]:
-        """Draw the heaps and who starts; both agents are told the rules."""
+        """Draw the heaps and the starter, and state the rules to both agents."""
         rng = random.Random(seed)
         drawn = [rng.randint(1, self._max_heap) for _ in range(self._heap_count)]
         self._heaps = drawn if self._heaps_given is None else list(self._heaps_given)
@@ -66,9 +66,9 @@ class Nim:
         return observations, {"turn": 0, "starter": starter, "heaps": list(self._heaps)}
 
     def step(self, action: str) -> MultiStep:
-        """Carry out the due agent's move."""
+        """Make a move of the agent to move."""
         if self._due is None:
-            raise out_of_order(self)
+            raise out_of_order_error(self)
         mover = self._due
         other = self.agents[1 - self.agents.index(mover)]
         self._turn += 1

@@ -1,12 +1,12 @@
-"""Any environment with a Python tool: ``python:ID`` is the environment ID, whose policy may run programs.
+"""Python tool for any environment: in ``python:ID`` the policy of environment ID can run programs.
 
 * A call is the first ``<python>...</python>`` or fenced block of Python in an action; its output is the observation.
-* An exception in the program, and a limit that it ran into, is an observation; a fault of a sandbox is not: it is tried
-  again, and then ends the attempt as a failure.
-* Calls have a budget. After the last one an action goes to the environment, whatever is in it.
+* An exception in the program or an exceeded limit is an observation. A fault of the sandbox is not: the call is
+  retried, and then the attempt fails.
+* The number of calls is limited. After the last one, every action goes to the environment, with or without a program.
 * A call earns ``reward``, and ``success_reward`` or ``error_reward`` by how the program ended.
-* Each program runs in a fresh sandbox: nothing is left of the one before.
-* The environment itself sees no call, and runs as it would alone.
+* Each program runs in a fresh sandbox, without state from earlier ones.
+* The environment does not see the calls, and runs as it would without the tool.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from headrace_workers.environments.answers import fenced_blocks
 
 OPEN, CLOSE = "<python>", "</python>"
 
-LANGUAGES = ("python", "py")
-"""Of blocks that are calls."""
+CALL_LANGUAGES = ("python", "py")
+"""Languages of fenced blocks that count as calls."""
 
 INSTRUCTIONS = (
     "You can run Python before you answer: write a program between <python> and </python>{fence}. You then see what it "
@@ -38,12 +38,12 @@ LAST_CALL = "That was your last program: now give your final answer."
 
 
 class PythonToolSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the tool is set, as ``kwargs["python"]`` has it.
+    """Settings of the tool, from ``kwargs["python"]``.
 
-    ``max_uses``: calls of an episode. ``reward``: for each call; ``success_reward`` if the program ended with 0,
-    ``error_reward`` if not. ``time_s``, ``memory_mib``: of a program. ``output_bytes``: of each of its two streams, as
-    they are shown; of more, head and tail. ``fences``: whether fenced blocks are calls; switch it off where an answer
-    is one.
+    ``max_uses``: calls per episode. ``reward``: for each call, plus ``success_reward`` if the program exits with 0, or
+    ``error_reward``. ``time_s``, ``memory_mib``: limits of a program. ``output_bytes``: limit of each of its two
+    streams; a longer one keeps head and tail. ``fences``: whether fenced blocks count as calls; disable it
+    where the answer is a fenced block.
     """
 
     max_uses: int = 5
@@ -68,7 +68,7 @@ class PythonTool:
         self._environment: Any = make(environment_id, **kwargs)
         if hasattr(self._environment, "next_agent"):
             raise EnvironmentFailure(
-                f"{environment_id} has several agents; the Python tool is for one.",
+                f"{environment_id} has several agents; the Python tool supports one.",
                 kind="several-agents",
                 retryable=False,
             )
@@ -77,30 +77,30 @@ class PythonTool:
             memory_bytes=self._settings.memory_mib << 20,
             kept_bytes=self._settings.output_bytes,
         )
-        self._blocks = getattr(self._environment, "blocking", True) is not False
+        self._is_blocking = getattr(self._environment, "blocking", True) is not False
         self.environment_context: EnvironmentContext = LOCAL_CONTEXT
         self.reads_calls = getattr(self._environment, "reads_calls", False) is True
         self.version = str(getattr(self._environment, "version", ""))
         self._uses = 0
 
     async def reset(self, seed: int | None = None) -> tuple[Observation, dict[str, Any]]:
-        """Reset the environment, and say what the tool does."""
+        """Reset the environment, and append the tool's instructions."""
         if hasattr(self._environment, "environment_context"):
             self._environment.environment_context = self.environment_context
         self._uses = 0
         observation, info = await self._call(self._environment.reset, seed)
         settings = self._settings
         fence = ", or in a block that begins with ```python" if settings.fences else ""
-        return _appended(observation, INSTRUCTIONS.format(fence=fence, uses=settings.max_uses)), info
+        return _append_text(observation, INSTRUCTIONS.format(fence=fence, uses=settings.max_uses)), info
 
     async def step(self, action: str) -> Any:
-        """Run the program in the action, if there is one; else it is the environment's."""
+        """Run the program in the action; without one, pass the action to the environment."""
         program = self._program(action) if self._uses < self._settings.max_uses else None
         if program is None:
             return await self._call(self._environment.step, action)
         self._uses += 1
         result = await self.environment_context.sandbox.run_code(PythonProgram(code=program), self._limits)
-        return self._seen(program, result)
+        return self._result_step(program, result)
 
     async def close(self) -> None:
         """Close the environment."""
@@ -109,19 +109,19 @@ class PythonTool:
             await self._call(close)
 
     def _program(self, action: str) -> str | None:
-        """The program that is called: the one that ends first."""
+        """Find the program in an action: the one that ends first."""
         found = []
         start = action.find(OPEN)
         end = action.find(CLOSE, start)
         if 0 <= start < end:
             found.append((end, action[start + len(OPEN) : end]))
         blocks = fenced_blocks(action) if self._settings.fences else iter(())
-        found += [(block.end, block.content) for block in blocks if block.language in LANGUAGES][:1]
+        found += [(block.end, block.content) for block in blocks if block.language in CALL_LANGUAGES][:1]
         return min(found)[1] if found else None
 
-    def _seen(self, program: str, result: ExecResult) -> Step:
+    def _result_step(self, program: str, result: ExecResult) -> Step:
         settings = self._settings
-        shown = self._shown(result)
+        output = self._result_text(result)
         parts = {"python": settings.reward}
         if result.fault:
             parts["python_error"] = settings.error_reward
@@ -130,30 +130,30 @@ class PythonTool:
         call = ToolCall(
             name="python",
             arguments={"code": program},
-            result=shown,
-            error=_ended(result),
+            result=output,
+            error=_end_reason(result),
             duration_s=result.wall_s,
         )
         if self._uses == settings.max_uses:
-            shown += LAST_CALL
+            output += LAST_CALL
         info = {"python_uses": self._uses, "tool_calls": [call], "reward_parts": parts}
-        return Step(shown, sum(parts.values()), False, False, info)
+        return Step(output, sum(parts.values()), False, False, info)
 
-    def _shown(self, result: ExecResult) -> str:
+    def _result_text(self, result: ExecResult) -> str:
         lines = [text for stream in (result.stdout, result.stderr) if (text := stream.text.rstrip("\n"))]
         if result.fault == "limit" or result.lost:
-            lines.append(f"[The program was stopped: {_ended(result)}]")
+            lines.append(f"[The program was stopped: {_end_reason(result)}]")
         elif result.signal is not None:
             lines.append(f"[The program ended by signal {result.signal}]")
         return "Code execution result: " + "\n".join(lines) + "\n"
 
     async def _call(self, method: Any, *arguments: Any) -> Any:
-        answer = await self.environment_context.call(method, *arguments) if self._blocks else method(*arguments)
+        answer = await self.environment_context.call(method, *arguments) if self._is_blocking else method(*arguments)
         return await answer if inspect.isawaitable(answer) else answer
 
 
-def _ended(result: ExecResult) -> str:
-    """How a program ended that did not end well."""
+def _end_reason(result: ExecResult) -> str:
+    """Reason why a program failed; empty if it succeeded."""
     if result.lost:
         return result.lost
     if result.fault == "limit":
@@ -163,7 +163,7 @@ def _ended(result: ExecResult) -> str:
     return f"exit code {result.exit_code}" if result.exit_code else ""
 
 
-def _appended(observation: Any, text: str) -> Observation:
+def _append_text(observation: Any, text: str) -> Observation:
     if isinstance(observation, list):
         return [*observation, ContentPart(type="text", text=f"\n\n{text}")]
     return f"{observation}\n\n{text}"

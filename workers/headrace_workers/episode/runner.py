@@ -214,8 +214,8 @@ class EpisodeRun:
         said = self._plan.renderer.parse(sample.token_ids) if sample.text is None else sample.text
         action = self._action(said)
         self._messages.append(Message(role="assistant", content=action, agent=track.agent, turn=index))
-        taken_apart = self._driver.reads_calls
-        given = self._plan.renderer.action(sample.token_ids, action) if taken_apart else action
+        parse_action = self._driver.reads_calls
+        given = self._plan.renderer.action(sample.token_ids, action) if parse_action else action
         seen = await self._driver.step(given, self._time_left())
         if track.agent not in seen.rewards:
             raise EnvironmentFailure(

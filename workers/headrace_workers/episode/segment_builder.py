@@ -22,7 +22,7 @@ from headrace.errors import EpisodeFailure, PolicyFailure
 from headrace.trajectory import Message, Placeholder, Sampling, Segment, ToolCall, Turn, VersionRun
 from headrace_workers.episode.run_plan import AgentPlan
 from headrace_workers.policies.base import Sample, SeenPrompt
-from headrace_workers.renderers import ParsedReply, Prompt, Renderer, Said, Standing, Tools
+from headrace_workers.renderers import ConversationItem, CurrentSegment, Prompt, Renderer, SampledTurn, Tools
 
 
 class NextPrompt(NamedTuple):
@@ -173,7 +173,7 @@ class AgentTrack:
         self.tools = tools
         self._renderer = renderer
         self._segments: list[SegmentRecord] = []
-        self._conversation: list[Said] = []
+        self._conversation: list[ConversationItem] = []
         self._pending: list[Message] = []
         self._edited = False
         self._answered = Prompt([])
@@ -214,7 +214,7 @@ class AgentTrack:
     def messages(self) -> list[Message]:
         """The messages of the next turn, for a server that renders them itself."""
         said = [
-            Message(role="assistant", content=item.text, agent=self.agent) if isinstance(item, ParsedReply) else item
+            Message(role="assistant", content=item.text, agent=self.agent) if isinstance(item, SampledTurn) else item
             for item in self._conversation
         ]
         return said + self._pending
@@ -229,7 +229,7 @@ class AgentTrack:
     def _extension(self) -> Prompt | None:
         segment = self._segments[-1]
         turn_start, note = segment.turns[-1].start, self._answered.text
-        standing = Standing(segment.tokens, turn_start, self._conversation, note, self.tools)
+        standing = CurrentSegment(segment.tokens, turn_start, self._conversation, note, self.tools)
         return self._renderer.extend(standing, self._pending)
 
     def commit(self, asked: NextPrompt, sample: Sample, text: str, turn: TurnRecord) -> None:
@@ -244,7 +244,7 @@ class AgentTrack:
         segment.is_text = segment.is_text or sample.text is not None
         self._answered = asked.prompt
         self._conversation += self._pending
-        self._conversation.append(ParsedReply(sample.token_ids, text))
+        self._conversation.append(SampledTurn(sample.token_ids, text))
         self._pending.clear()
         if self._early_reward or self._early_parts:
             turn.reward += self._early_reward

@@ -44,7 +44,7 @@ class WorkerContext:
         return cast(T, ran.result)
 
     async def bounded(self, function: str, *arguments: Any, time_s: float, memory_bytes: int) -> Any:
-        """Call a function in a separate process. Raises Exhausted, EnvironmentFailure."""
+        """Call a function in a separate process. Raises LimitExceeded, EnvironmentFailure."""
         return await self._calls.call(function, *arguments, time_s=time_s, memory_bytes=memory_bytes)
 
     def begin(self, deadline: asyncio.Timeout) -> None:

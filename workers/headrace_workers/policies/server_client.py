@@ -38,7 +38,7 @@ CONFIRM_TIMEOUT_S = 10.0
 PROBE_TIMEOUT_S = 5.0
 """Deadline of one health probe. A busy server answers late, a frozen one never."""
 
-LAST_WORDS_S = 1.0
+SHUTDOWN_S = 1.0
 """Time that closing waits for aborts under way."""
 
 NO_ANSWER = frozenset({"connection-refused", "connection-lost"})
@@ -171,7 +171,7 @@ class PolicyServerClient:
     async def close(self) -> None:
         """Wait for pending aborts, and close all connections."""
         if self._aborts:
-            await asyncio.wait(self._aborts, timeout=LAST_WORDS_S)
+            await asyncio.wait(self._aborts, timeout=SHUTDOWN_S)
         for task in self._aborts:
             task.cancel()
         await self._connections.close()

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from headrace.errors import InfrastructureFailure
 from headrace.runspec import PolicySpec
-from headrace_workers.renderers.base import ParsedReply, Prompt, Renderer, Said, Standing, Tools, text_of
+from headrace_workers.renderers.base import (
+    ConversationItem,
+    CurrentSegment,
+    Prompt,
+    Renderer,
+    SampledTurn,
+    Tools,
+    text_of,
+)
 from headrace_workers.renderers.bytes_renderer import BytesRenderer
 
 
@@ -37,11 +45,11 @@ def make_renderer(spec: PolicySpec) -> Renderer:
 
 __all__ = [
     "BytesRenderer",
-    "ParsedReply",
+    "ConversationItem",
+    "CurrentSegment",
     "Prompt",
     "Renderer",
-    "Said",
-    "Standing",
+    "SampledTurn",
     "Tools",
     "make_renderer",
     "text_of",

@@ -22,7 +22,7 @@ Tools = Sequence[Mapping[str, Any]]
 """Functions that the policy may call, each as a JSON schema in the form of OpenAI's ``tools``."""
 
 
-class ParsedReply(msgspec.Struct, frozen=True):
+class SampledTurn(msgspec.Struct, frozen=True):
     """A sampled turn in a conversation. ``token_ids`` int[n] as sampled; ``text``: all that they say, whatever part of
     it the environment was given."""
 
@@ -30,30 +30,33 @@ class ParsedReply(msgspec.Struct, frozen=True):
     text: str
 
 
-Said = Message | ParsedReply
+ConversationItem = Message | SampledTurn
 """One item of a conversation: a message, or what the policy sampled."""
 
 
 class Prompt(NamedTuple):
-    """What to ask with. ``new_ids`` int[n]: what comes after the tokens that stand, at the start of a segment all of
-    them. ``text`` is the renderer's own note, which it finds in ``Standing`` again. ``images``: names of the assets
-    that it shows, in order; each has one token of ``image_token_id`` among ``new_ids``."""
+    """The input of the next turn.
+
+    ``new_ids`` int[n]: the ids to append to the current segment; at the start of a segment, all ids. ``text``: the
+    renderer's own note, passed back to it in ``CurrentSegment``. ``images``: names of the assets shown, in order; each
+    has one token ``image_token_id`` among ``new_ids``.
+    """
 
     new_ids: list[int]
     text: str = ""
     images: Sequence[str] = ()
 
 
-class Standing(NamedTuple):
+class CurrentSegment(NamedTuple):
     """A segment that ends with a sampled turn.
 
     ``token_ids`` int[n], of which those from ``turn_start`` on were sampled last. ``conversation`` is what they stand
-    for, the last item a ParsedReply. ``text`` is that of the Prompt that this turn answered.
+    for, the last item a SampledTurn. ``text`` is that of the Prompt that this turn answered.
     """
 
     token_ids: Sequence[int]
     turn_start: int
-    conversation: Sequence[Said]
+    conversation: Sequence[ConversationItem]
     text: str
     tools: Tools = ()
 
@@ -76,11 +79,11 @@ class Renderer(Protocol):
         """The id that stands for an image in a prompt that is sent; None: it reads text only."""
         ...
 
-    def start(self, conversation: Sequence[Said], tools: Tools = ()) -> Prompt:
+    def start(self, conversation: Sequence[ConversationItem], tools: Tools = ()) -> Prompt:
         """The first prompt of a segment, generation prompt included. Raises InfrastructureFailure."""
         ...
 
-    def extend(self, standing: Standing, new_messages: Sequence[Message]) -> Prompt | None:
+    def extend(self, standing: CurrentSegment, new_messages: Sequence[Message]) -> Prompt | None:
         """The prompt that extends what stands by ``new_messages``; None if what stands would have to change for it.
         Raises InfrastructureFailure."""
         ...

@@ -15,8 +15,8 @@ import msgspec
 
 from headrace.environment import Action
 from headrace.trajectory import Message, Tokenizer
-from headrace_workers.renderers.base import ParsedReply, Prompt, Said, Standing, Tools, text_of
-from headrace_workers.renderers.tool_calls import taken_apart
+from headrace_workers.renderers.base import ConversationItem, CurrentSegment, Prompt, SampledTurn, Tools, text_of
+from headrace_workers.renderers.tool_calls import parse_action
 
 BOS = 256
 SYSTEM = 257
@@ -44,11 +44,11 @@ class BytesRenderer:
     stop_token_ids: tuple[int, ...] = (END,)
     image_token_id: int | None = None
 
-    def start(self, conversation: Sequence[Said], tools: Tools = ()) -> Prompt:
+    def start(self, conversation: Sequence[ConversationItem], tools: Tools = ()) -> Prompt:
         shown = [SYSTEM, *msgspec.json.encode(tools), END] if tools else []
         return Prompt([BOS, *shown, *_body(conversation), ASSISTANT])
 
-    def extend(self, standing: Standing, new_messages: Sequence[Message]) -> Prompt:
+    def extend(self, standing: CurrentSegment, new_messages: Sequence[Message]) -> Prompt:
         bridge = [] if standing.token_ids[-1] == END else [END]
         return Prompt([*bridge, *_body(new_messages), ASSISTANT])
 
@@ -63,13 +63,13 @@ class BytesRenderer:
         return [*text.encode(), END]
 
     def action(self, sampled_ids: Sequence[int], text: str) -> Action:
-        return taken_apart(text)
+        return parse_action(text)
 
 
-def _body(conversation: Sequence[Said]) -> list[int]:
+def _body(conversation: Sequence[ConversationItem]) -> list[int]:
     ids: list[int] = []
     for item in conversation:
-        if isinstance(item, ParsedReply):
+        if isinstance(item, SampledTurn):
             ids += [ASSISTANT, *item.token_ids] if item.token_ids[-1] == END else [ASSISTANT, *item.token_ids, END]
         else:
             ids.append(ROLE_MARKS[item.role])

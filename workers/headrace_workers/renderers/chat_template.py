@@ -77,7 +77,7 @@ def _roles(messages: Sequence[TemplateMessage]) -> str:
     return ", ".join(str(message["role"]) for message in messages[:8]) + (", …" if len(messages) > 8 else "")
 
 
-class _Generation(Extension):
+class _GenerationTag(Extension):
     """``{% generation %}`` marks what an assistant said; here it only shows its content."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's own attribute
@@ -89,10 +89,10 @@ class _Generation(Extension):
 
 def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
+    environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda format_: now().strftime(format_)
     return environment
 
@@ -108,5 +108,5 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _refuse(message: str) -> None:
+def _raise_exception(message: str) -> None:
     raise TemplateError(message)

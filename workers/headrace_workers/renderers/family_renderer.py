@@ -15,11 +15,11 @@ from typing import Any
 from headrace.environment import Action, Call
 from headrace.errors import InfrastructureFailure
 from headrace.trajectory import Message, Tokenizer
-from headrace_workers.renderers.base import ParsedReply, Prompt, Said, Standing, Tools, text_of
+from headrace_workers.renderers.base import ConversationItem, CurrentSegment, Prompt, SampledTurn, Tools, text_of
 from headrace_workers.renderers.folder_tokenizer import FolderTokenizer, missing_extra
-from headrace_workers.renderers.tool_calls import call_of
+from headrace_workers.renderers.tool_calls import read_call
 
-NO_FAMILIES = frozenset({"auto", "default", "custom"})
+NOT_FAMILIES = frozenset({"auto", "default", "custom"})
 """Names of the package that are no family: ``template`` is our renderer of an unknown one."""
 
 
@@ -33,21 +33,21 @@ class FamilyRenderer:
         """Raises InfrastructureFailure ``renderer-does-not-fit`` or ``missing-extra``."""
         options = dict(options or {})
         self._tokenizer = tokenizer
-        self._renderer = _make(family, tokenizer, options)
+        self._renderer = _make_family_renderer(family, tokenizer, options)
         self.tokenizer = Tokenizer(
             name=tokenizer.name_or_path,
             fingerprint=tokenizer.fingerprint(family, version("renderers"), options),
             vocab_size=tokenizer.vocab_size,
         )
         self.stop_token_ids: Sequence[int] = tuple(self._renderer.get_stop_token_ids())
-        self._generation_prompt = self._rendered([_USER], (), generation_prompt=True)[
-            len(self._rendered([_USER], (), generation_prompt=False)) :
+        self._generation_prompt = self._render([_USER], (), generation_prompt=True)[
+            len(self._render([_USER], (), generation_prompt=False)) :
         ]
 
-    def start(self, conversation: Sequence[Said], tools: Tools = ()) -> Prompt:
-        return Prompt(self._rendered([self._shown(item) for item in conversation], tools, generation_prompt=True))
+    def start(self, conversation: Sequence[ConversationItem], tools: Tools = ()) -> Prompt:
+        return Prompt(self._render([self._to_message(item) for item in conversation], tools, generation_prompt=True))
 
-    def extend(self, standing: Standing, new_messages: Sequence[Message]) -> Prompt | None:
+    def extend(self, standing: CurrentSegment, new_messages: Sequence[Message]) -> Prompt | None:
         tokens, start = list(standing.token_ids), standing.turn_start
         bridged = self._renderer.bridge_to_next_turn(
             tokens[:start], tokens[start:], [_message(item) for item in new_messages], tools=_schemas(standing.tools)
@@ -68,10 +68,10 @@ class FamilyRenderer:
         # Text that a stop string cut is encoded again to be read; nothing of that is stored.
         ids = list(sampled_ids) if text == self.parse(sampled_ids) else self._tokenizer.encode(text)
         parsed = self._renderer.parse_response(ids, prompt_ids=self._generation_prompt)
-        calls = [_read(call) for call in parsed.tool_calls]
+        calls = [_to_call(call) for call in parsed.tool_calls]
         return Action(text, content=parsed.content, reasoning=parsed.reasoning_content or "", calls=calls)
 
-    def _rendered(self, messages: list[dict[str, Any]], tools: Tools, *, generation_prompt: bool) -> list[int]:
+    def _render(self, messages: list[dict[str, Any]], tools: Tools, *, generation_prompt: bool) -> list[int]:
         try:
             return list(
                 self._renderer.render_ids(messages, tools=_schemas(tools), add_generation_prompt=generation_prompt)
@@ -85,10 +85,10 @@ class FamilyRenderer:
                 retryable=False,
             ) from error
 
-    def _shown(self, item: Said) -> dict[str, Any]:
-        return self._reply(item) if isinstance(item, ParsedReply) else _message(item)
+    def _to_message(self, item: ConversationItem) -> dict[str, Any]:
+        return self._turn_message(item) if isinstance(item, SampledTurn) else _message(item)
 
-    def _reply(self, reply: ParsedReply) -> dict[str, Any]:
+    def _turn_message(self, reply: SampledTurn) -> dict[str, Any]:
         parsed = self._renderer.parse_response(list(reply.token_ids), prompt_ids=self._generation_prompt)
         if any(call.status != "ok" for call in parsed.tool_calls):
             return {"role": "assistant", "content": reply.text}
@@ -96,7 +96,7 @@ class FamilyRenderer:
         if parsed.reasoning_content is not None:
             message["reasoning_content"] = parsed.reasoning_content
         if parsed.tool_calls:
-            message["tool_calls"] = [_call(number, call) for number, call in enumerate(parsed.tool_calls)]
+            message["tool_calls"] = [_call_object(number, call) for number, call in enumerate(parsed.tool_calls)]
         return message
 
 
@@ -107,22 +107,22 @@ def _message(message: Message) -> dict[str, Any]:
     return {"role": message.role, "content": text_of(message)}
 
 
-def _call(number: int, call: Any) -> dict[str, Any]:
+def _call_object(number: int, call: Any) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"type": "function", "id": call.id or f"call_{number}", "function": function}
 
 
-def _read(call: Any) -> Call:
+def _to_call(call: Any) -> Call:
     if call.status != "ok":
         return Call(text=call.raw, name=call.name or "", error=f"the call cannot be read: {call.status}")
-    return call_of(call.raw, {"name": call.name, "arguments": call.arguments})
+    return read_call(call.raw, {"name": call.name, "arguments": call.arguments})
 
 
 def _schemas(tools: Tools) -> list[dict[str, Any]] | None:
     return [dict(tool) for tool in tools] or None
 
 
-def _make(family: str, tokenizer: FolderTokenizer, options: dict[str, Any]) -> Any:
+def _make_family_renderer(family: str, tokenizer: FolderTokenizer, options: dict[str, Any]) -> Any:
     try:
         from renderers import base, configs
     except ImportError as error:
@@ -147,7 +147,7 @@ def families() -> list[str]:
         base._populate_registry()
     except ImportError as error:
         raise missing_extra(error) from error
-    return sorted(base.RENDERER_REGISTRY.keys() - NO_FAMILIES)
+    return sorted(base.RENDERER_REGISTRY.keys() - NOT_FAMILIES)
 
 
 def family_of(model: str) -> str | None:

@@ -62,21 +62,21 @@ class FolderTokenizer:
         """Read ``folder``. Raises InfrastructureFailure ``tokenizer-missing``, ``tokenizer-unreadable``, or
         ``missing-extra``."""
         self.name_or_path = name
-        self._meaning = _meaning(folder / TOKENIZER_FILE)
+        self._definition_digest = _definition_digest(folder / TOKENIZER_FILE)
         self._backend = _backend(folder / TOKENIZER_FILE)
-        config = _read(folder / "tokenizer_config.json")
-        self.special_tokens = _special_tokens(config, _read(folder / "special_tokens_map.json"))
+        config = _read_json(folder / "tokenizer_config.json")
+        self.special_tokens = _special_tokens(config, _read_json(folder / "special_tokens_map.json"))
         """Special tokens by the names that templates use."""
         self.templates = _templates(folder, config)
         """Chat templates by name; ``default`` is the usual one."""
         ids = self._backend.get_vocab(with_added_tokens=True)
-        self._model_config = _read(folder / "config.json")
+        self._model_config = _read_json(folder / "config.json")
         self.vocab_size = max(_vocab_size(self._model_config), max(ids.values()) + 1)
         self.unk_token_id = self._id_of("unk_token")
         self.eos_token_id = self._id_of("eos_token")
         self.eos_token_ids = list(
             dict.fromkeys(
-                [*_ids(self.eos_token_id), *_ids(_read(folder / "generation_config.json").get("eos_token_id"))]
+                [*_ids(self.eos_token_id), *_ids(_read_json(folder / "generation_config.json").get("eos_token_id"))]
             )
         )
         """Ids that end a turn by the model's own word, the tokenizer's first."""
@@ -108,7 +108,7 @@ class FolderTokenizer:
 
     def fingerprint(self, *more: Any) -> str:
         """SHA-256 of what gives the ids their meaning, and of ``more`` JSON-able data."""
-        value = [self._meaning, self.special_tokens, self.templates, more]
+        value = [self._definition_digest, self.special_tokens, self.templates, more]
         text = json.dumps(value, sort_keys=True, ensure_ascii=False)
         return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
@@ -124,11 +124,11 @@ def load_tokenizer(name: str) -> FolderTokenizer:
     if path.is_dir():
         return FolderTokenizer(name, path)
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise _missing(f"There is no folder {name!r} on this worker.")
-    return FolderTokenizer(name, _fetched(name))
+        raise _missing_error(f"There is no folder {name!r} on this worker.")
+    return FolderTokenizer(name, _fetch(name))
 
 
-def _fetched(name: str) -> Path:
+def _fetch(name: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
@@ -137,7 +137,7 @@ def _fetched(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=list(FILES)))
     except (RepositoryNotFoundError, HFValidationError) as error:
-        raise _missing(f"The hub knows no model {name!r}, and there is no such folder.") from error
+        raise _missing_error(f"The hub knows no model {name!r}, and there is no such folder.") from error
     except Exception as error:  # the hub's client raises errors of several HTTP libraries
         raise InfrastructureFailure(
             f"The tokenizer of {name!r} cannot be fetched from the hub: {type(error).__name__}: {error}",
@@ -157,7 +157,7 @@ def missing_extra(error: ImportError) -> InfrastructureFailure:
     )
 
 
-def _missing(detail: str) -> InfrastructureFailure:
+def _missing_error(detail: str) -> InfrastructureFailure:
     return InfrastructureFailure(
         detail,
         hint="Set policy.tokenizer to the model's folder, as it is on the workers, or to its name on the hub.",
@@ -166,35 +166,35 @@ def _missing(detail: str) -> InfrastructureFailure:
     )
 
 
-def _unreadable(path: Path, error: Exception) -> InfrastructureFailure:
+def _unreadable_error(path: Path, error: Exception) -> InfrastructureFailure:
     return InfrastructureFailure(
         f"{path} cannot be read: {error}", hint="Fetch the file anew.", kind="tokenizer-unreadable", retryable=False
     )
 
 
-def _meaning(path: Path) -> str:
+def _definition_digest(path: Path) -> str:
     """A digest of what gives the ids their meaning."""
     try:
         definition = msgspec.json.decode(path.read_bytes(), type=_Definition)
     except FileNotFoundError as error:
-        raise _missing(
+        raise _missing_error(
             f"There is no {path.name} in {path.parent}; a tokenizer in an older format has to be converted."
         ) from error
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable_error(path, error) from error
     return hashlib.sha256(msgspec.json.encode(definition)).hexdigest()
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file that need not be there."""
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable_error(path, error) from error
     if not isinstance(value, dict):
-        raise _unreadable(path, ValueError("it is no JSON object"))
+        raise _unreadable_error(path, ValueError("it is no JSON object"))
     return value
 
 
@@ -206,7 +206,7 @@ def _backend(path: Path) -> Backend:
     try:
         backend = Backend.from_file(str(path))
     except Exception as error:  # the package raises plain Exception
-        raise _unreadable(path, error) from error
+        raise _unreadable_error(path, error) from error
     backend.no_truncation()
     backend.no_padding()
     return backend

@@ -18,12 +18,12 @@ from typing import Any
 from headrace.environment import Action
 from headrace.errors import InfrastructureFailure
 from headrace.trajectory import Message, Tokenizer
-from headrace_workers.renderers.base import ParsedReply, Prompt, Said, Standing, Tools, text_of
+from headrace_workers.renderers.base import ConversationItem, CurrentSegment, Prompt, SampledTurn, Tools, text_of
 from headrace_workers.renderers.chat_template import ChatTemplate, TemplateMessage
 from headrace_workers.renderers.folder_tokenizer import FolderTokenizer
-from headrace_workers.renderers.tool_calls import taken_apart
+from headrace_workers.renderers.tool_calls import parse_action
 
-STAND_IN = "8301846213"
+PROBE_TEXT = "8301846213"
 """What an assistant says while a template is looked at: no template changes digits."""
 
 
@@ -45,19 +45,19 @@ class TemplateRenderer:
             fingerprint=tokenizer.fingerprint("template", options),
             vocab_size=tokenizer.vocab_size,
         )
-        self._prefill, self._end = self._looked_at()
+        self._prefill, self._end = self._probe_template()
         self.image_token_id = self._image_token()
         self._stops: dict[int, str] = {tokenizer.added_tokens[self._end]: self._end} if self._end else {}
         self._stops |= {id_: tokenizer.decode([id_]) for id_ in tokenizer.eos_token_ids if id_ not in self._stops}
         self.stop_token_ids: Sequence[int] = tuple(self._stops)
 
-    def start(self, conversation: Sequence[Said], tools: Tools = ()) -> Prompt:
+    def start(self, conversation: Sequence[ConversationItem], tools: Tools = ()) -> Prompt:
         text = self._text(conversation, tools)
         return Prompt(self._tokenizer.encode(text), text, self._images(conversation))
 
-    def extend(self, standing: Standing, new_messages: Sequence[Message]) -> Prompt | None:
+    def extend(self, standing: CurrentSegment, new_messages: Sequence[Message]) -> Prompt | None:
         reply = standing.conversation[-1]
-        assert isinstance(reply, ParsedReply)
+        assert isinstance(reply, SampledTurn)
         text = self._text([*standing.conversation, *new_messages], standing.tools)
         said = standing.text + reply.text
         if not text.startswith(said):
@@ -78,20 +78,20 @@ class TemplateRenderer:
         return self._tokenizer.decode(sampled_ids[:-1] if ended else sampled_ids)
 
     def action(self, sampled_ids: Sequence[int], text: str) -> Action:
-        return taken_apart(text, self._prefill)
+        return parse_action(text, self._prefill)
 
-    def _text(self, conversation: Sequence[Said], tools: Tools) -> str:
-        return self._template.render([self._shown(item) for item in conversation], tools, generation_prompt=True)
+    def _text(self, conversation: Sequence[ConversationItem], tools: Tools) -> str:
+        return self._template.render([self._to_message(item) for item in conversation], tools, generation_prompt=True)
 
-    def _shown(self, item: Said) -> TemplateMessage:
-        if isinstance(item, ParsedReply):
+    def _to_message(self, item: ConversationItem) -> TemplateMessage:
+        if isinstance(item, SampledTurn):
             return {"role": "assistant", "content": self._prefill + item.text}
         if self.image_token_id is None or isinstance(item.content, str):
             return {"role": item.role, "content": text_of(item)}
         parts = [{"type": "image"} if part.type == "image" else _text_part(part.text) for part in item.content]
         return {"role": item.role, "content": parts}
 
-    def _images(self, conversation: Sequence[Said]) -> list[str]:
+    def _images(self, conversation: Sequence[ConversationItem]) -> list[str]:
         """The assets that a policy sees as images."""
         if self.image_token_id is None:
             return []
@@ -123,18 +123,18 @@ class TemplateRenderer:
         ids = self._tokenizer.encode(mark + text)
         return ids[len(before) :] if ids[: len(before)] == before else self._tokenizer.encode(text)
 
-    def _looked_at(self) -> tuple[str, str]:
+    def _probe_template(self) -> tuple[str, str]:
         """What a generation prompt begins for the assistant, and the token that ends an assistant's turn; empty where
         the template shows no such thing."""
         for before in ([_USER], [_SYSTEM, _USER]):
             try:
                 asked = self._template.render(before, generation_prompt=True)
                 shown = self._template.render(
-                    [*before, {"role": "assistant", "content": STAND_IN}, _USER], generation_prompt=False
+                    [*before, {"role": "assistant", "content": PROBE_TEXT}, _USER], generation_prompt=False
                 )
             except InfrastructureFailure:
                 continue  # a template that refuses this conversation may take those of the environment
-            head, found, rest = shown.partition(STAND_IN)
+            head, found, rest = shown.partition(PROBE_TEXT)
             if found:
                 ends = [mark for mark in self._tokenizer.added_tokens if rest.startswith(mark)]
                 return asked.removeprefix(head) if asked.startswith(head) else "", max(ends, key=len, default="")

@@ -12,33 +12,35 @@ from typing import Any
 
 from headrace.environment import Action, Call
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-THINKS, THOUGHT = "<think>", "</think>"
+CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
 
-def taken_apart(text: str, begun: str = "") -> Action:
-    """The parts of an action. ``begun`` is what the prompt had begun for the policy, such as ``<think>``."""
-    thinking, thought, rest = text.partition(THOUGHT)
-    is_thinking = THINKS in begun or thinking.lstrip().startswith(THINKS)
-    reasoning = thinking.lstrip().removeprefix(THINKS).strip("\n") if thought or is_thinking else ""
+def parse_action(text: str, prefill: str = "") -> Action:
+    """The parts of an action. ``prefill`` is what the prompt had prefill for the policy, such as ``<think>``."""
+    thinking, thought, rest = text.partition(THINK_CLOSE)
+    is_thinking = THINK_OPEN in prefill or thinking.lstrip().startswith(THINK_OPEN)
+    reasoning = thinking.lstrip().removeprefix(THINK_OPEN).strip("\n") if thought or is_thinking else ""
     if is_thinking and not thought:
         return Action(text, content="", reasoning=reasoning)
-    content, *blocks = (rest if thought else text).split(OPEN)
-    return Action(text, content=content.strip("\n"), reasoning=reasoning, calls=[_call(block) for block in blocks])
+    content, *blocks = (rest if thought else text).split(CALL_OPEN)
+    return Action(
+        text, content=content.strip("\n"), reasoning=reasoning, calls=[_parse_call(block) for block in blocks]
+    )
 
 
-def _call(block: str) -> Call:
-    said, closed, _ = block.partition(CLOSE)
+def _parse_call(block: str) -> Call:
+    said, closed, _ = block.partition(CALL_CLOSE)
     if not closed:
         return Call(text=said.strip(), error="the call is not closed")
     try:
         value = json.loads(said)
     except ValueError as error:
         return Call(text=said.strip(), error=f"the call is no JSON: {error}")
-    return call_of(said.strip(), value)
+    return read_call(said.strip(), value)
 
 
-def call_of(text: str, value: Any) -> Call:
+def read_call(text: str, value: Any) -> Call:
     """The call that JSON stands for."""
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(name, str) or not name:

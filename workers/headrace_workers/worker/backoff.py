@@ -39,7 +39,7 @@ class Backoff:
     async def pause(self, error: HeadraceError, *, longest_s: float = LAST_S) -> None:
         """Wait before the next try, between a half and the whole of the pause that is due, or of ``longest_s`` (which
         does not bound pauses after a refusal)."""
-        refusal = refusal_of(error)
+        refusal = refusal_message(error)
         last_s, longest_s = (REFUSED_LAST_S, REFUSED_LAST_S) if refusal else (LAST_S, longest_s)
         pause_s = min(self._next_s, longest_s) * (0.5 + 0.5 * self._random_share())
         self._next_s = min(last_s, self._next_s * 2)
@@ -51,7 +51,7 @@ class Backoff:
         self._next_s = FIRST_S
 
 
-def refusal_of(error: HeadraceError) -> str:
+def refusal_message(error: HeadraceError) -> str:
     """What to say where the orchestrator refuses this worker as such; else nothing."""
     if isinstance(error, Unauthorized):
         return "the token was refused"

@@ -63,25 +63,25 @@ class OrchestratorConnection:
         self._worker = worker
         self._token = token
         self._fence = fence
-        self._connections: HttpClient | None = None
+        self._client: HttpClient | None = None
 
     async def lease(self, request: messages.LeaseRequest, *, answer_s: float = ANSWER_S) -> messages.LeaseReply:
         """Ask for work. ``answer_s``: the longest silence beyond the wait that the request asks for."""
         body = await self._post("/worker/lease", _encode(request), timeout_s=request.wait_s + answer_s)
-        return self._fenced(_decoded(body, messages.LeaseReply))
+        return self._check_epoch(_decode(body, messages.LeaseReply))
 
     async def heartbeat(
         self, request: messages.HeartbeatRequest, *, timeout_s: float = ANSWER_S
     ) -> messages.HeartbeatReply:
         """Renew the leases of all that the worker holds."""
         body = await self._post("/worker/heartbeat", _encode(request), timeout_s=timeout_s)
-        return self._fenced(_decoded(body, messages.HeartbeatReply))
+        return self._check_epoch(_decode(body, messages.HeartbeatReply))
 
     async def submit(self, entries: Sequence[tuple[messages.AttemptKey, bytes]]) -> list[messages.SubmitResult]:
         """Hand in records; gives one result each, in their order."""
         target = f"/worker/submit?worker={quote(self._worker, safe='')}"
         body = await self._post(target, submission_body(entries), media_type=messages.RECORDS_MEDIA_TYPE)
-        results = self._fenced(_decoded(body, messages.SubmitReply)).results
+        results = self._check_epoch(_decode(body, messages.SubmitReply)).results
         if [result.episode for result in results] != [key.episode for key, _ in entries]:
             raise Unavailable("The answer to a submission does not list its records.")
         return results
@@ -89,7 +89,7 @@ class OrchestratorConnection:
     async def missing_assets(self, names: list[str]) -> list[str]:
         """Of these assets those that are to be sent; the others are kept for a while."""
         body = await self._post("/worker/assets", _encode(messages.AssetsRequest(names=names)))
-        missing = self._fenced(_decoded(body, messages.AssetsReply)).missing
+        missing = self._check_epoch(_decode(body, messages.AssetsReply)).missing
         if not set(missing) <= set(names):
             raise Unavailable("The answer names assets that nobody asked about.")
         return missing
@@ -97,7 +97,7 @@ class OrchestratorConnection:
     async def send_asset(self, asset: AssetData) -> None:
         """Send an asset; returns when it is on disk. Raises InvalidAsset, RequestTooLarge."""
         body = await self._request("PUT", f"/assets/{asset.name}", asset.data, messages.ASSET_MEDIA_TYPE, ANSWER_S)
-        self._fenced(_decoded(body, messages.AssetsReply))
+        self._check_epoch(_decode(body, messages.AssetsReply))
 
     async def hand_back(self, attempts: list[messages.AttemptKey]) -> None:
         """Give attempts back that will not be finished."""
@@ -106,18 +106,18 @@ class OrchestratorConnection:
     async def run_spec(self, run: str) -> RunSpec:
         """The spec of a run. Raises UnknownRun, InvalidRunSpec."""
         body = await self._request("GET", f"/runs/{quote(run, safe='')}", b"", "", ANSWER_S)
-        return parse_run_spec(_decoded(body, messages.RunStatus).spec)
+        return parse_run_spec(_decode(body, messages.RunStatus).spec)
 
     async def servers(self, run: str, revision: int, wait_s: float) -> messages.PolicyServersReply:
         """The policy servers of a run; waits while ``revision`` is still theirs. Raises UnknownRun."""
         target = f"/runs/{quote(run, safe='')}/servers?revision={revision}&wait_s={wait_s:g}"
         body = await self._request("GET", target, b"", "", wait_s + ANSWER_S)
-        return self._fenced(_decoded(body, messages.PolicyServersReply))
+        return self._check_epoch(_decode(body, messages.PolicyServersReply))
 
     async def close(self) -> None:
         """Close the connections."""
-        if self._connections is not None:
-            await self._connections.close()
+        if self._client is not None:
+            await self._client.close()
 
     async def _post(
         self, target: str, body: bytes, *, timeout_s: float = ANSWER_S, media_type: str = "application/json"
@@ -133,16 +133,16 @@ class OrchestratorConnection:
                 f"No answer from the orchestrator at {self._url}: {error}.", hint="Is it running at that address?"
             ) from error
         if status >= 300:
-            raise _error(status, answer, len(body))
+            raise _answer_error(status, answer, len(body))
         return answer
 
     def _open(self) -> HttpClient:
-        if self._connections is None:
+        if self._client is None:
             headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
-            self._connections = HttpClient(self._url, headers)
-        return self._connections
+            self._client = HttpClient(self._url, headers)
+        return self._client
 
-    def _fenced(self, reply: ReplyType) -> ReplyType:
+    def _check_epoch(self, reply: ReplyType) -> ReplyType:
         self._fence.check(reply.epoch)
         return reply
 
@@ -159,14 +159,14 @@ def submission_body(entries: Sequence[tuple[messages.AttemptKey, bytes]]) -> byt
     return b"".join([_LENGTH.pack(len(heads)), heads, padding, *(record for _, record in entries)])
 
 
-def _decoded(body: bytes, kind: type[T]) -> T:
+def _decode(body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise Unavailable(f"The answer is no {kind.__name__}: {error}.", hint="Is there a proxy in between?") from error
 
 
-def _error(status: int, body: bytes, sent_bytes: int) -> HeadraceError:
+def _answer_error(status: int, body: bytes, sent_bytes: int) -> HeadraceError:
     """What an error answer stands for. Only the orchestrator itself may refuse a record; a page from in between may
     not, whatever its status."""
     said = read_problem(status, body)

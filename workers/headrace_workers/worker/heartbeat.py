@@ -17,14 +17,14 @@ from collections.abc import Callable
 from headrace.common.timeouts import timeout
 from headrace.errors import HeadraceError
 from headrace.wire import messages
-from headrace_workers.worker.backoff import REFUSED_LAST_S, refusal_of
+from headrace_workers.worker.backoff import REFUSED_LAST_S, refusal_message
 from headrace_workers.worker.connection import OrchestratorConnection
 from headrace_workers.worker.logs import logger
 
 FIRST_INTERVAL_S = 5.0
 """Until the orchestrator has said otherwise."""
 
-HEARTBEATS_A_TERM = 3
+HEARTBEATS_PER_TERM = 3
 """Two may be lost before a lease runs out."""
 
 RETRY_S = 0.5
@@ -75,7 +75,7 @@ class Heartbeat:
             self._call(self._task.cancel)
         await asyncio.get_running_loop().run_in_executor(None, self._thread.join, JOIN_S)
 
-    def has_term(self, term_s: float) -> None:
+    def add_term(self, term_s: float) -> None:
         """An attempt with this lease term is held now. Safe to call from any thread."""
         if term_s < self._shortest_term_s:
             self._shortest_term_s = term_s
@@ -113,17 +113,17 @@ class Heartbeat:
             timeout_s = max(SHORTEST_ANSWER_S, self._interval_s)
             reply = await self._connection.heartbeat(self._content(), timeout_s=timeout_s)
         except HeadraceError as error:
-            if refusal := refusal_of(error):
-                return self._refused(refusal, error)
+            if refusal := refusal_message(error):
+                return self._refusal_pause_s(refusal, error)
             logger().warning("heartbeat got no answer", error=str(error))
             return min(RETRY_S, self._interval_s)
         self._interval_s, self._refused_s = reply.interval_s, RETRY_S
         self._on_reply(reply)
-        return min(self._interval_s, self._shortest_term_s / HEARTBEATS_A_TERM)
+        return min(self._interval_s, self._shortest_term_s / HEARTBEATS_PER_TERM)
 
-    def _refused(self, refusal: str, error: HeadraceError) -> float:
+    def _refusal_pause_s(self, refusal: str, error: HeadraceError) -> float:
         """The pause after a refusal: it doubles, and is never too long for the leases that are held."""
-        pause_s = min(self._refused_s, self._shortest_term_s / HEARTBEATS_A_TERM)
+        pause_s = min(self._refused_s, self._shortest_term_s / HEARTBEATS_PER_TERM)
         self._refused_s = min(REFUSED_LAST_S, self._refused_s * 2)
         logger().warning(refusal, error=str(error), pause_s=round(pause_s, 3))
         return pause_s

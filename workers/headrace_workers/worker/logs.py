@@ -10,9 +10,9 @@ from headrace.server import logs
 from headrace.wire.messages import Assignment
 
 
-def logger(assignment: Assignment | None = None, **facts: Any) -> FilteringBoundLogger:
+def logger(assignment: Assignment | None = None, **fields: Any) -> FilteringBoundLogger:
     """A logger that puts run, episode and attempt of an assignment on every line."""
     log = logs.logger("headrace.worker")
     if assignment is not None:
-        facts |= {"run": assignment.run, "episode": assignment.episode, "attempt": assignment.attempt}
-    return log.bind(**facts)
+        fields |= {"run": assignment.run, "episode": assignment.episode, "attempt": assignment.attempt}
+    return log.bind(**fields)

@@ -15,15 +15,15 @@ from headrace_workers.worker.backoff import Backoff
 from headrace_workers.worker.connection import OrchestratorConnection
 
 
-class Plans:
-    """Plans by run."""
+class RunPlans:
+    """RunPlans by run."""
 
     def __init__(self, connection: OrchestratorConnection) -> None:
         self._connection = connection
         self._plans: dict[str, RunPlan] = {}
         self._fetching: dict[str, asyncio.Lock] = {}
 
-    def known(self, run: str) -> RunPlan | None:
+    def get(self, run: str) -> RunPlan | None:
         """The plan of a run that was served before."""
         return self._plans.get(run)
 

@@ -34,16 +34,16 @@ second."""
 SHORTEST_GATHER_S = 0.02
 """Less is not waited for: episodes of less than half a second end in crowds anyway."""
 
-UPLOADS = 8
+PARALLEL_UPLOADS = 8
 """Images that are sent side by side: the orchestrator brings them to disk together."""
 
 
-INTERNAL_ERRORS = 3
+MAX_INTERNAL_ERRORS = 3
 """So often a record alone may meet an internal error of the orchestrator. One may be a passing fault of it; three in a
 row with growing pauses are a record that it cannot take, and all records behind it wait."""
 
 
-class Submits(Protocol):
+class SubmissionConnection(Protocol):
     """What the submitter needs of the connection."""
 
     async def submit(self, entries: list[tuple[messages.AttemptKey, bytes]]) -> list[messages.SubmitResult]:
@@ -65,7 +65,7 @@ class Submitter:
 
     def __init__(
         self,
-        connection: Submits,
+        connection: SubmissionConnection,
         spool: Spool,
         substitute: Callable[[SpoolEntry, HeadraceError], SpoolEntry],
         gather_s: Callable[[], float] = lambda: 0.0,
@@ -74,7 +74,7 @@ class Submitter:
         self._connection = connection
         self._spool = spool
         self._substitute = substitute
-        self._singly = 0
+        self._single_sends_left = 0
         """Records that are still to be sent one by one, after a body of so many was turned down whole."""
         self._internal_errors = 0
         """Internal errors in a row that the oldest record has met alone."""
@@ -87,7 +87,7 @@ class Submitter:
             gather_s = self._gather_s()
             if gather_s > SHORTEST_GATHER_S:
                 await asyncio.sleep(gather_s)
-            batch = self._spool.oldest(1 if self._singly else MAX_RECORDS, MAX_BYTES)
+            batch = self._spool.oldest(1 if self._single_sends_left else MAX_RECORDS, MAX_BYTES)
             try:
                 await self._send_assets(batch)
                 results = await self._connection.submit([(entry.key, entry.record) for entry in batch])
@@ -95,12 +95,12 @@ class Submitter:
                 await backoff.pause(error)
             except RequestError as error:
                 if not error.extra.get("proxy"):
-                    self._turned_down(batch, error)
+                    self._handle_refused_body(batch, error)
                     continue
-                self._too_large(batch)
+                self._handle_too_large(batch)
                 await backoff.pause(error)
             except InternalError as error:
-                self._failed_at(batch, error)
+                self._handle_internal_error(batch, error)
                 await backoff.pause(error)
             except HeadraceError as error:
                 await backoff.pause(error)
@@ -108,7 +108,7 @@ class Submitter:
                 backoff.reset()
                 self._next_single()
                 for entry, result in zip(batch, results, strict=True):
-                    self._settle(entry, result)
+                    self._handle_result(entry, result)
                 for result in islice((result for result in results if result.verdict == "assets-missing"), 1):
                     await backoff.pause(from_problem(result.problem or {}))
 
@@ -118,42 +118,44 @@ class Submitter:
         names = list(assets)
         for start in range(0, len(names), messages.MAX_ASSET_NAMES):
             missing = await self._connection.missing_assets(names[start : start + messages.MAX_ASSET_NAMES])
-            for first in range(0, len(missing), UPLOADS):
-                sending = (self._connection.send_asset(assets[name]) for name in missing[first : first + UPLOADS])
+            for first in range(0, len(missing), PARALLEL_UPLOADS):
+                sending = (
+                    self._connection.send_asset(assets[name]) for name in missing[first : first + PARALLEL_UPLOADS]
+                )
                 for error in await asyncio.gather(*sending, return_exceptions=True):
                     if error is not None:
                         raise error
 
-    def _turned_down(self, batch: list[SpoolEntry], error: HeadraceError) -> None:
+    def _handle_refused_body(self, batch: list[SpoolEntry], error: HeadraceError) -> None:
         """A body was refused whole: send its records one by one, and replace the one that is refused alone."""
         if len(batch) > 1:
-            self._singly = len(batch)
+            self._single_sends_left = len(batch)
             return
-        self._refused(batch[0], error)
+        self._replace_refused(batch[0], error)
         self._next_single()
 
-    def _too_large(self, batch: list[SpoolEntry]) -> None:
+    def _handle_too_large(self, batch: list[SpoolEntry]) -> None:
         """A proxy takes no body of that size: send less at a time, and what is too large alone behind the others."""
         if len(batch) > 1:
-            self._singly = len(batch)
+            self._single_sends_left = len(batch)
             return
         self._spool.postpone(batch[0].name)
         self._next_single()
 
-    def _failed_at(self, batch: list[SpoolEntry], error: InternalError) -> None:
+    def _handle_internal_error(self, batch: list[SpoolEntry], error: InternalError) -> None:
         """The orchestrator met a defect of its own. Which record it was shows only where it was alone."""
         self._internal_errors += len(batch) == 1
-        if len(batch) > 1 or self._internal_errors >= INTERNAL_ERRORS:
+        if len(batch) > 1 or self._internal_errors >= MAX_INTERNAL_ERRORS:
             self._internal_errors = 0
-            self._turned_down(batch, error)
+            self._handle_refused_body(batch, error)
 
     def _next_single(self) -> None:
         self._internal_errors = 0
-        self._singly = max(0, self._singly - 1)
+        self._single_sends_left = max(0, self._single_sends_left - 1)
 
-    def _settle(self, entry: SpoolEntry, result: messages.SubmitResult) -> None:
+    def _handle_result(self, entry: SpoolEntry, result: messages.SubmitResult) -> None:
         if result.verdict == "refused":
-            self._refused(entry, from_problem(result.problem or {}))
+            self._replace_refused(entry, from_problem(result.problem or {}))
             return
         if result.verdict == "assets-missing":
             return  # it stays, and its images go with it again
@@ -161,7 +163,7 @@ class Submitter:
             logger(entry.assignment).info("submission answered", verdict=result.verdict)
         self._spool.remove(entry.name)
 
-    def _refused(self, entry: SpoolEntry, error: HeadraceError) -> None:
+    def _replace_refused(self, entry: SpoolEntry, error: HeadraceError) -> None:
         log = logger(entry.assignment)
         if entry.is_substitute:
             # Without a readable answer to this one the orchestrator's lease ends it; there is nothing left to send.

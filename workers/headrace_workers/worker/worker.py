@@ -31,33 +31,33 @@ from headrace.wire import codec, messages
 from headrace_workers.episode import AttemptOutcome, EpisodeRun, EpisodeTools, failed, record_of
 from headrace_workers.worker.backoff import Backoff
 from headrace_workers.worker.connection import ANSWER_S, EpochFence, OrchestratorConnection
-from headrace_workers.worker.episode_pace import Pace
+from headrace_workers.worker.episode_duration import EpisodeDuration
 from headrace_workers.worker.heartbeat import Heartbeat
 from headrace_workers.worker.logs import logger
 from headrace_workers.worker.loop_lag import LoopLag
-from headrace_workers.worker.run_plans import Plans
+from headrace_workers.worker.run_plans import RunPlans
 from headrace_workers.worker.spool import AttemptName, Spool, SpoolEntry, key_of
 from headrace_workers.worker.submitter import Submitter
 
 LEASE_WAIT_S = 20.0
 """Long poll for work: below the idle limits of common proxies."""
 
-GATHER_S, LONGEST_GATHER_S, GATHER_OF_EPISODE = 0.002, 0.05, 0.01
+GATHER_S, LONGEST_GATHER_S, GATHER_EPISODE_SHARE = 0.002, 0.05, 0.01
 """How long freed slots are gathered before more work is asked for: this share of an episode's usual time, between two
 bounds. Episodes of a millisecond end in crowds, and one request for many costs as much as for one; long ones do not
 miss a hundredth of their time."""
 
-SUBMIT_OF_EPISODE, LONGEST_SUBMIT_S = 0.04, 0.1
+SUBMIT_EPISODE_SHARE, LONGEST_SUBMIT_S = 0.04, 0.1
 """How long finished episodes are gathered while others run: this share of an episode's usual time, up to a bound."""
 
-GATHER_SHARE = 4
+MIN_FREE_DIVISOR = 4
 """With one in so many slots free there is no gathering."""
 
-LEASES_A_FILL = 4
+LEASES_PER_FILL = 4
 """Leases that fill all slots. While one is granted, the attempts of the one before run, and those before them are
 handed in; with a single large one, worker and orchestrator would wait for each other in turn."""
 
-LEASES_A_TERM = 3
+LEASES_PER_TERM = 3
 """A lease request waits for a third of the shortest term for work and as long for its answer. So what a lost answer
 granted is told to be missing while its lease has a third of its term left."""
 
@@ -71,7 +71,7 @@ lose nothing; after a longer one somebody else should get the episode."""
 EMPTY_PAUSE_S = 0.05
 """After an answer without work, in case it came at once."""
 
-LAST_WORDS_S = 5.0
+SHUTDOWN_S = 5.0
 """At the end, for handing back and for what is still in the spool."""
 
 
@@ -99,7 +99,7 @@ class WorkerSettings:
     max_hanging: int = 64
 
 
-class Running:
+class RunningAttempt:
     """An attempt that has a slot. ``wanted`` is False once nobody wants its record."""
 
     __slots__ = ("assignment", "cancel_reason", "episode", "recorded", "started_at", "task", "wanted")
@@ -144,14 +144,14 @@ class Worker:
                 for _ in range(2)
             )
         )
-        self._plans = Plans(self._connections.work)
+        self._plans = RunPlans(self._connections.work)
         self._spool = Spool(settings.spool_bytes)
         self._submitter = Submitter(self._connections.work, self._spool, self._substitute, self._submit_gather_s)
-        self._pace = Pace()
-        self._broken = False
+        self._episode_duration = EpisodeDuration()
+        self._has_failed = False
         self._shortest_term_s = math.inf
         self._is_stuck = False
-        self._running: dict[AttemptName, Running] = {}
+        self._running: dict[AttemptName, RunningAttempt] = {}
         self._slot_freed = asyncio.Event()
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
@@ -193,12 +193,12 @@ class Worker:
             for task in done:
                 task.result()  # only the wait for the stop ends by itself; anything else is a defect, and raises here
             self._deadline = self._clock() + self._settings.grace_s
-            await _cancelled(background.pop(0))
+            await _cancel_and_wait(background.pop(0))
             await self._finish_running()
             await self._hand_back()
-            return await self._flush() and not self._broken
+            return await self._flush() and not self._has_failed
         finally:
-            await _cancelled(stopping, *background)
+            await _cancel_and_wait(stopping, *background)
             await self._heartbeat.stop()
             await self._connections.work.close()
 
@@ -215,7 +215,7 @@ class Worker:
             except HeadraceError as error:
                 tell_holding = True
                 # What a lost answer granted runs out unless it is asked for again within its term.
-                await backoff.pause(error, longest_s=self._shortest_term_s / LEASES_A_TERM)
+                await backoff.pause(error, longest_s=self._shortest_term_s / LEASES_PER_TERM)
                 continue
             tell_holding = False
             backoff.reset()
@@ -234,13 +234,13 @@ class Worker:
             pool=settings.pool,
             capabilities=[*settings.capabilities, *self._tools.sandbox.capabilities],
             slots=settings.slots,
-            free=min(self._free(), max(1, self._settings.slots // LEASES_A_FILL)),
-            holding=self._holding() if tell_holding else None,
-            wait_s=min(LEASE_WAIT_S, self._shortest_term_s / LEASES_A_TERM),
+            free=min(self._free(), max(1, self._settings.slots // LEASES_PER_FILL)),
+            holding=self._held_keys() if tell_holding else None,
+            wait_s=min(LEASE_WAIT_S, self._shortest_term_s / LEASES_PER_TERM),
         )
 
     def _answer_s(self) -> float:
-        return min(ANSWER_S, max(SHORTEST_ANSWER_S, self._shortest_term_s / LEASES_A_TERM))
+        return min(ANSWER_S, max(SHORTEST_ANSWER_S, self._shortest_term_s / LEASES_PER_TERM))
 
     def _free(self) -> int:
         return max(0, self._settings.slots - len(self._running))
@@ -252,25 +252,25 @@ class Worker:
             else:
                 self._slot_freed.clear()
                 await self._slot_freed.wait()
-        if self._running and self._free() * GATHER_SHARE < self._settings.slots:
-            await asyncio.sleep(max(GATHER_S, self._pace.share_s(GATHER_OF_EPISODE, LONGEST_GATHER_S)))
+        if self._running and self._free() * MIN_FREE_DIVISOR < self._settings.slots:
+            await asyncio.sleep(max(GATHER_S, self._episode_duration.share_s(GATHER_EPISODE_SHARE, LONGEST_GATHER_S)))
 
     def _start(self, assignment: messages.Assignment) -> None:
         name = (assignment.episode, assignment.attempt)
         if name in self._running or name in self._spool:
             return
         self._shortest_term_s = min(self._shortest_term_s, assignment.term_s)
-        self._heartbeat.has_term(assignment.term_s)
-        running = self._running[name] = Running(assignment, self._clock())
+        self._heartbeat.add_term(assignment.term_s)
+        running = self._running[name] = RunningAttempt(assignment, self._clock())
         running.task = self._loop.create_task(self._attempt(running))
-        running.task.add_done_callback(lambda task: self._ended(name, running, task))
+        running.task.add_done_callback(lambda task: self._end_attempt(name, running, task))
 
     # One attempt
 
-    async def _attempt(self, running: Running) -> None:
+    async def _attempt(self, running: RunningAttempt) -> None:
         assignment = running.assignment
         try:
-            plan = self._plans.known(assignment.run) or await self._plans.fetch(assignment.run)
+            plan = self._plans.get(assignment.run) or await self._plans.fetch(assignment.run)
         except EpisodeFailure as error:
             self._finish(running, self._bare_record(assignment, failed(error)))
             return
@@ -282,10 +282,10 @@ class Worker:
             logger(assignment).warning("the environment did not close", error=str(error))
         running.episode = None  # not kept until the task's callback: by then the memory is wanted for other episodes
 
-    def _ended(self, name: AttemptName, running: Running, task: asyncio.Task[None]) -> None:
+    def _end_attempt(self, name: AttemptName, running: RunningAttempt, task: asyncio.Task[None]) -> None:
         """Free the slot. An attempt that ended without a record, by whatever way, gets one here."""
         del self._running[name]
-        self._pace.ended(self._clock() - running.started_at)
+        self._episode_duration.add(self._clock() - running.started_at)
         self._slot_freed.set()
         self._check_hanging()
         if task.cancelled():
@@ -302,7 +302,7 @@ class Worker:
             self._finish(running, self._bare_record(running.assignment, outcome))
 
     def _finish(
-        self, running: Running, trajectory: Trajectory, assets: Mapping[str, AssetData] = MappingProxyType({})
+        self, running: RunningAttempt, trajectory: Trajectory, assets: Mapping[str, AssetData] = MappingProxyType({})
     ) -> None:
         running.recorded = True
         if not running.wanted:
@@ -323,7 +323,7 @@ class Worker:
     def _submit_gather_s(self) -> float:
         """How long finished episodes may wait for others. The last one waits for nobody."""
         others = any(not running.recorded for running in self._running.values())
-        return self._pace.share_s(SUBMIT_OF_EPISODE, LONGEST_SUBMIT_S) if others else 0.0
+        return self._episode_duration.share_s(SUBMIT_EPISODE_SHARE, LONGEST_SUBMIT_S) if others else 0.0
 
     def _substitute(self, entry: SpoolEntry, error: HeadraceError) -> SpoolEntry:
         failure = InfrastructureFailure(
@@ -342,23 +342,23 @@ class Worker:
                 "too many environment calls hang, and only the end of the process frees them; start another worker",
                 hanging=hanging,
             )
-            self._broken = True
+            self._has_failed = True
             self.drain()
 
     # Heartbeat
 
-    def _held(self) -> list[messages.Assignment]:
+    def _held_assignments(self) -> list[messages.Assignment]:
         held = {name: running.assignment for name, running in list(self._running.items())}
         held |= {entry.name: entry.assignment for entry in self._spool.entries()}
         return list(held.values())
 
-    def _holding(self) -> list[messages.AttemptKey]:
-        return [key_of(attempt) for attempt in self._held()]
+    def _held_keys(self) -> list[messages.AttemptKey]:
+        return [key_of(attempt) for attempt in self._held_assignments()]
 
-    def _renewed(self) -> list[messages.AttemptKey]:
+    def _keys_to_renew(self) -> list[messages.AttemptKey]:
         """What a heartbeat lists: all that is held, less what the event loop has stood still for too long to keep."""
         stuck_s = self._lag.stuck_s()
-        held = self._held()
+        held = self._held_assignments()
         renewed = [key_of(attempt) for attempt in held if stuck_s <= attempt.term_s * STUCK_SHARE]
         is_stuck = len(renewed) < len(held)
         if is_stuck and not self._is_stuck:
@@ -376,7 +376,7 @@ class Worker:
             worker=self._settings.name,
             pool=self._settings.pool,
             slots=self._settings.slots,
-            holding=self._renewed(),
+            holding=self._keys_to_renew(),
             stats={
                 "event_loop_lag_s": self._lag.take_worst_s(),
                 "spool_bytes": float(self._spool.size_bytes),
@@ -398,11 +398,11 @@ class Worker:
     def _heartbeat_defect(self, error: BaseException) -> None:
         """On the heartbeat's thread, at its end."""
         logger().error("the heartbeat failed, so nothing can be kept; the worker ends", exc_info=error)
-        self._loop.call_soon_threadsafe(self._end_broken)
+        self._loop.call_soon_threadsafe(self._stop_after_defect)
 
-    def _end_broken(self) -> None:
+    def _stop_after_defect(self) -> None:
         """Take nothing new, hand back what runs, and end with an error."""
-        self._broken = True
+        self._has_failed = True
         self._stop.set()
         self._stop_now.set()
 
@@ -424,7 +424,7 @@ class Worker:
             asyncio.create_task(asyncio.wait(tasks)),
         ]
         await asyncio.wait(ends, timeout=self._grace_s, return_when=asyncio.FIRST_COMPLETED)
-        await _cancelled(*ends)
+        await _cancel_and_wait(*ends)
 
     async def _hand_back(self) -> None:
         """Stop the rest and give it back. If nobody answers, the leases run out."""
@@ -435,7 +435,7 @@ class Worker:
         if not keys:
             return
         try:
-            async with timeout(LAST_WORDS_S):
+            async with timeout(SHUTDOWN_S):
                 await self._connections.work.hand_back(keys)
             logger().info("handed back", attempts=len(keys))
         except (HeadraceError, TimeoutError) as error:
@@ -444,7 +444,7 @@ class Worker:
     async def _flush(self) -> bool:
         left_s = 0.0 if self._stop_now.is_set() else self._deadline - self._clock()
         try:
-            async with timeout(max(LAST_WORDS_S, left_s)):
+            async with timeout(max(SHUTDOWN_S, left_s)):
                 await self._spool.emptied.wait()
         except TimeoutError:
             logger().error("records are lost: the orchestrator did not take them", records=len(self._spool))
@@ -452,7 +452,7 @@ class Worker:
         return True
 
 
-async def _cancelled(*tasks: asyncio.Task[Any]) -> None:
+async def _cancel_and_wait(*tasks: asyncio.Task[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
