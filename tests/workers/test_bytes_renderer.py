@@ -48,7 +48,7 @@ def test_text_parts_are_joined() -> None:
 def test_a_renderer_of_text_shows_the_text_that_stands_for_an_image_and_refuses_one_without() -> None:
     parts = [ContentPart(type="image", asset="0" * 64, text="b")]
     assert RENDERER.start([Message(role="user", content=parts)]).new_ids == [BOS, USER, ord("b"), END, ASSISTANT]
-    with pytest.raises(InfrastructureFailure, match="reads text only"):
+    with pytest.raises(InfrastructureFailure, match="supports text only"):
         RENDERER.start([Message(role="user", content=[ContentPart(type="image", asset="0" * 64)])])
 
 

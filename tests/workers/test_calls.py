@@ -36,9 +36,9 @@ def test_thinking_is_what_stands_before_its_end_and_content_what_follows_up_to_t
     ("block", "error", "name"),
     [
         ("<tool_call>{", "the call is not closed", ""),
-        ("<tool_call>{oops}</tool_call>", "the call is no JSON: ", ""),
+        ("<tool_call>{oops}</tool_call>", "the call is not JSON: ", ""),
         ("<tool_call>[]</tool_call>", "the call names no function", ""),
-        ('<tool_call>{"name": "add", "arguments": 3}</tool_call>', "the arguments are no JSON object", "add"),
+        ('<tool_call>{"name": "add", "arguments": 3}</tool_call>', "the arguments are not a JSON object", "add"),
     ],
 )
 def test_a_call_that_cannot_be_read_is_there_with_its_text_and_with_what_is_wrong(

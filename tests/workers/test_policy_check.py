@@ -153,4 +153,4 @@ def test_a_server_that_is_not_there_is_a_failed_check() -> None:
 def test_a_tokenizer_that_is_not_there_is_an_error_of_the_command(tmp_path: Path) -> None:
     result = run("--endpoint", "http://127.0.0.1:9", "--tokenizer", str(tmp_path / "none"))
     assert isinstance(result.exception, SetupError)
-    assert "There is no folder" in str(result.exception)
+    assert "does not exist on this worker" in str(result.exception)

@@ -1,4 +1,4 @@
-"""Renderers: messages to token ids, sampled ids back to text."""
+"""Renderers: convert messages to token ids, and sampled ids to text."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from headrace_workers.renderers.bytes_renderer import BytesRenderer
 
 
 def make_renderer(spec: PolicySpec) -> Renderer:
-    """The renderer that a run asks for. Reads files, and may fetch them from the hub. Raises InfrastructureFailure:
+    """Make the renderer of a run. Reads files, and may fetch them from the hub. Raises InfrastructureFailure:
     ``unknown-renderer``, ``missing-extra``, ``tokenizer-…``, ``no-chat-template``, ``template-unreadable``,
     ``renderer-does-not-fit``."""
     if spec.renderer == "bytes":
         return BytesRenderer()
-    # Not at the top: the packages that these need are an extra.
+    # Imported here because these modules need an optional extra.
     from headrace_workers.renderers.family_renderer import FamilyRenderer, families, family_of
     from headrace_workers.renderers.folder_tokenizer import load_tokenizer, missing_extra
 
@@ -35,7 +35,7 @@ def make_renderer(spec: PolicySpec) -> Renderer:
         return TemplateRenderer(load_tokenizer(spec.tokenizer), spec.renderer_options)
     if family not in (known := families()):
         raise InfrastructureFailure(
-            f"This worker knows no renderer {family!r}.",
+            f"This worker does not know the renderer {family!r}.",
             hint=f"Set policy.renderer in the run spec to one of: auto, bytes, template, {', '.join(known)}.",
             kind="unknown-renderer",
             retryable=False,

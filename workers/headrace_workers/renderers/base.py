@@ -1,10 +1,10 @@
-"""What a renderer is: messages to prompt tokens, sampled tokens to text.
+"""Renderer interface: messages to prompt tokens, sampled tokens to text.
 
-* The next prompt extends the last one exactly: ``extend`` gives only the ids to append.
-* Where no exact extension exists ``extend`` gives None, and the conversation goes on in a new segment.
-* What was sampled is never encoded again within its segment; text made from it is for reading.
-* Where a sampled turn lacks its end-of-turn token, the bridge adds it, unsampled.
-* A renderer of text shows the text that stands for an image; an image without one it refuses.
+* The next prompt extends the last one exactly: ``extend`` returns only the ids to append.
+* Without an exact extension, ``extend`` returns None, and the conversation continues in a new segment.
+* Sampled tokens are never encoded again within their segment; the text made from them is only for reading.
+* If a sampled turn lacks its end-of-turn token, the bridge adds it, unsampled.
+* A text-only renderer shows an image's substitute text, and refuses an image without one.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from headrace.errors import InfrastructureFailure
 from headrace.trajectory import ContentPart, Message, Tokenizer
 
 Tools = Sequence[Mapping[str, Any]]
-"""Functions that the policy may call, each as a JSON schema in the form of OpenAI's ``tools``."""
+"""Functions that the policy can call, each as a JSON schema in the form of OpenAI's ``tools``."""
 
 
 class SampledTurn(msgspec.Struct, frozen=True):
-    """A sampled turn in a conversation. ``token_ids`` int[n] as sampled; ``text``: all that they say, whatever part of
-    it the environment was given."""
+    """A sampled turn of a conversation. ``token_ids`` int[n] as sampled; ``text``: their full text, of which the
+    environment may have received only a part."""
 
     token_ids: Sequence[int]
     text: str
 
 
 ConversationItem = Message | SampledTurn
-"""One item of a conversation: a message, or what the policy sampled."""
+"""An item of a conversation: a message or a sampled turn."""
 
 
 class Prompt(NamedTuple):
@@ -48,10 +48,10 @@ class Prompt(NamedTuple):
 
 
 class CurrentSegment(NamedTuple):
-    """A segment that ends with a sampled turn.
+    """The current segment of a conversation. It ends with a sampled turn.
 
-    ``token_ids`` int[n], of which those from ``turn_start`` on were sampled last. ``conversation`` is what they stand
-    for, the last item a SampledTurn. ``text`` is that of the Prompt that this turn answered.
+    ``token_ids`` int[n]; those from ``turn_start`` on are the last sampled turn. ``conversation`` is the conversation
+    that they encode; its last item is a SampledTurn. ``text`` is the ``text`` of that turn's Prompt.
     """
 
     token_ids: Sequence[int]
@@ -62,11 +62,11 @@ class CurrentSegment(NamedTuple):
 
 
 class Renderer(Protocol):
-    """Turns messages into tokens. Stateless; one object serves all episodes of a run."""
+    """Converts messages to tokens. Stateless; one object serves all episodes of a run."""
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """What the ids mean."""
+        """Tokenizer that gives the ids their meaning."""
         ...
 
     @property
@@ -76,34 +76,34 @@ class Renderer(Protocol):
 
     @property
     def image_token_id(self) -> int | None:
-        """The id that stands for an image in a prompt that is sent; None: it reads text only."""
+        """Id of the placeholder of an image in a prompt; None if the renderer supports text only."""
         ...
 
     def start(self, conversation: Sequence[ConversationItem], tools: Tools = ()) -> Prompt:
-        """The first prompt of a segment, generation prompt included. Raises InfrastructureFailure."""
+        """Make the first prompt of a segment, including the generation prompt. Raises InfrastructureFailure."""
         ...
 
-    def extend(self, standing: CurrentSegment, new_messages: Sequence[Message]) -> Prompt | None:
-        """The prompt that extends what stands by ``new_messages``; None if what stands would have to change for it.
-        Raises InfrastructureFailure."""
+    def extend(self, segment: CurrentSegment, new_messages: Sequence[Message]) -> Prompt | None:
+        """Make the prompt that extends the segment by ``new_messages``; None if the segment's tokens would have to
+        change. Raises InfrastructureFailure."""
         ...
 
     def parse(self, sampled_ids: Sequence[int]) -> str:
-        """All the text of a sampled turn, without its end-of-turn token."""
+        """Decode a sampled turn to its full text, without its end-of-turn token."""
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Ids for a turn of which the server gave the text alone, end-of-turn token included. They are for reading:
-        nothing is ever trained on them."""
+        """Encode a turn for which the server returned only text, including the end-of-turn token. The ids are for
+        reading and are never used in training."""
         ...
 
     def action(self, sampled_ids: Sequence[int], text: str) -> Action:
-        """A sampled turn taken apart; ``text`` is the part of its text that the environment is given."""
+        """Parse a sampled turn into an action. ``text`` is the part of its text that the environment receives."""
         ...
 
 
 def text_of(message: Message) -> str:
-    """The text of a message: its content, or the texts of its parts joined without anything between them. Raises
+    """Return the text of a message: its content, or the texts of its parts joined without a separator. Raises
     InfrastructureFailure ``image-without-text``."""
     if isinstance(message.content, str):
         return message.content
@@ -113,9 +113,9 @@ def text_of(message: Message) -> str:
 def _part_text(part: ContentPart) -> str:
     if part.type == "image" and not part.text:
         raise InfrastructureFailure(
-            "The environment shows an image, and the run's renderer reads text only.",
-            hint="Give the image a text that stands for it (headrace.Image(..., text=...)), or use a renderer and a "
-            "policy that see images.",
+            "The environment shows an image, but the run's renderer supports text only.",
+            hint="Give the image a substitute text (headrace.Image(..., text=...)), or use a renderer and a policy "
+            "that support images.",
             kind="image-without-text",
             retryable=False,
         )

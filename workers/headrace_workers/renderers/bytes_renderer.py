@@ -1,8 +1,8 @@
-"""The byte-level renderer: ids 0 to 255 are bytes, a few more are the marks of a conversation.
+"""Byte-level renderer: ids 0 to 255 are bytes; a few more ids mark roles and turns.
 
 * A prompt is BOS, then role mark, UTF-8 bytes and END for each message, then the ASSISTANT mark.
-* Tools come first, as JSON in a message of the system.
-* Sampled bytes that are no valid UTF-8 stay as they are; only the text for reading has replacement characters.
+* Tools come first, as JSON in a system message.
+* Sampled bytes that are not valid UTF-8 are kept; only the text for reading has replacement characters.
 * The fingerprint is the SHA-256 of the definition, so it changes when the meaning of an id does.
 """
 
@@ -32,13 +32,13 @@ DEFINITION = (
     "headrace bytes 1: 0..255 bytes; 256 bos; 257 system; 258 user; 259 assistant; 260 tool; 261 end; "
     "prompt = bos (system tools-as-json end)? (role utf8 end)* assistant"
 )
-"""All that gives an id its meaning, in words; the fingerprint is taken of this text."""
+"""Definition of all ids. The fingerprint is the hash of this text."""
 
 TOKENIZER = Tokenizer(name="bytes", fingerprint=hashlib.sha256(DEFINITION.encode()).hexdigest(), vocab_size=VOCAB_SIZE)
 
 
 class BytesRenderer:
-    """The renderer named ``bytes``. Needs no files and no other package."""
+    """The renderer named ``bytes``. It needs no files and no other package."""
 
     tokenizer = TOKENIZER
     stop_token_ids: tuple[int, ...] = (END,)
@@ -48,15 +48,15 @@ class BytesRenderer:
         shown = [SYSTEM, *msgspec.json.encode(tools), END] if tools else []
         return Prompt([BOS, *shown, *_body(conversation), ASSISTANT])
 
-    def extend(self, standing: CurrentSegment, new_messages: Sequence[Message]) -> Prompt:
-        bridge = [] if standing.token_ids[-1] == END else [END]
+    def extend(self, segment: CurrentSegment, new_messages: Sequence[Message]) -> Prompt:
+        bridge = [] if segment.token_ids[-1] == END else [END]
         return Prompt([*bridge, *_body(new_messages), ASSISTANT])
 
     def parse(self, sampled_ids: Sequence[int]) -> str:
         try:
             return bytes(sampled_ids[:-1] if sampled_ids and sampled_ids[-1] == END else sampled_ids).decode()
         except ValueError:
-            # Marks in the middle are no bytes, and bytes need not be UTF-8; the ids in the record are the truth.
+            # A mark in the middle is not a byte, and bytes may be invalid UTF-8; the record keeps the exact ids.
             return bytes(id_ for id_ in sampled_ids if id_ < BOS).decode(errors="replace")
 
     def encode(self, text: str) -> list[int]:

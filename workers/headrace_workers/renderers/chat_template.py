@@ -1,9 +1,9 @@
-"""A model's chat template, rendered to text as the ``transformers`` package renders it.
+"""Chat template of a model, rendered as the ``transformers`` package renders it.
 
-* Same Jinja settings, filters and variables, so the text is the same to the character.
-* A template runs in a sandbox: it computes text and reaches nothing else.
+* Same Jinja settings, filters and variables as ``transformers``, so the text is identical.
+* A template runs in a Jinja sandbox: it computes text and has no other access.
 * A template that refuses a conversation is a failure that quotes its reason.
-* The date that a template asks for comes from the injected clock.
+* The date in a template comes from the injected clock.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from headrace.errors import InfrastructureFailure
 
 TemplateMessage = Mapping[str, Any]
-"""A message in the form that templates read: ``role``, ``content``, and what else belongs to it."""
+"""A message in the form that templates read: ``role``, ``content``, and optional further keys."""
 
 
 class ChatTemplate:
-    """The templates of one tokenizer. ``variables`` are the special tokens by name and what the run spec adds."""
+    """Templates of one tokenizer. ``variables`` are the special tokens by name and the run spec's options."""
 
     def __init__(
         self, templates: Mapping[str, str], variables: Mapping[str, Any], now: Callable[[], datetime] = datetime.now
@@ -43,10 +43,12 @@ class ChatTemplate:
             compiled = {name: environment.from_string(text) for name, text in templates.items()}
         except TemplateError as error:
             raise InfrastructureFailure(
-                f"The chat template is no valid Jinja: {error}", kind="template-unreadable", retryable=False
+                f"The chat template is not valid Jinja: {error}", kind="template-unreadable", retryable=False
             ) from error
         for template in compiled.values():
-            template.globals = dict(template.globals)  # each rendering copies them, and a chain of dicts copies slowly
+            template.globals = dict(
+                template.globals
+            )  # each rendering copies the globals, and a plain dict copies fastest
         self._default = compiled["default"]
         self._with_tools = compiled.get("tool_use", self._default)
         self._variables = dict(variables)
@@ -54,7 +56,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[TemplateMessage], tools: Sequence[Mapping[str, Any]] = (), *, generation_prompt: bool
     ) -> str:
-        """The text of a conversation. Raises InfrastructureFailure ``template-refused``."""
+        """Render a conversation to text. Raises InfrastructureFailure ``template-refused``."""
         variables: dict[str, Any] = {
             "messages": messages,
             "tools": list(tools) or None,
@@ -64,10 +66,10 @@ class ChatTemplate:
         }
         try:
             return (self._with_tools if tools else self._default).render(variables)
-        except Exception as error:  # the template is somebody else's program, and raises what its operations raise
+        except Exception as error:  # a template can raise any error
             raise InfrastructureFailure(
                 f"The chat template refuses a conversation of {_roles(messages)}: {error}",
-                hint="Let the environment show messages of roles and an order that the model's template takes.",
+                hint="Let the environment use roles, and an order of messages, that the model's template accepts.",
                 kind="template-refused",
                 retryable=False,
             ) from error
@@ -78,7 +80,7 @@ def _roles(messages: Sequence[TemplateMessage]) -> str:
 
 
 class _GenerationTag(Extension):
-    """``{% generation %}`` marks what an assistant said; here it only shows its content."""
+    """The tag ``{% generation %}``, which marks an assistant's text; here it only renders its content."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's own attribute
 
@@ -104,7 +106,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Without the escapes that Jinja's own filter makes for HTML."""
+    """Filter ``tojson`` without the HTML escapes of Jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

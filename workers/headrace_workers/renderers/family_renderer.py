@@ -1,9 +1,9 @@
-"""Renderers of model families, by the package ``renderers``: each family's template written out by hand.
+"""Renderers of model families, from the package ``renderers``, which implements each family's template by hand.
 
-* A family is chosen by its name; nothing is guessed from a model's name except by ``auto``, which needs an exact one.
-* The bridge is the family's own; where it has none, a whole rendering that begins with what stands is one as well.
-* What the package gives back is checked: a bridge that changes what stands is no extension.
-* A reply that cannot be taken apart and put together without loss goes into a new segment as its plain text.
+* A family is selected by its name; only ``auto`` selects one by the model's name, which must match exactly.
+* The bridge is the family's own; without one, a full rendering that begins with the current segment serves as one.
+* The package's results are checked: a bridge that changes the current segment is not an extension.
+* A sampled turn that cannot be parsed and rendered again without loss enters a new segment as plain text.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from headrace_workers.renderers.folder_tokenizer import FolderTokenizer, missing
 from headrace_workers.renderers.tool_calls import read_call
 
 NOT_FAMILIES = frozenset({"auto", "default", "custom"})
-"""Names of the package that are no family: ``template`` is our renderer of an unknown one."""
+"""Names in the package that are not families. For an unknown family use our renderer ``template``."""
 
 
 class FamilyRenderer:
-    """Renders as a family of models does. ``options`` are the fields of the family's configuration."""
+    """Renderer of a model family. ``options`` are the fields of the family's configuration."""
 
     image_token_id: int | None = None
-    """Text only: families' own rendering of images needs their processors."""
+    """Text only: rendering images would need the families' image processors."""
 
     def __init__(self, family: str, tokenizer: FolderTokenizer, options: Mapping[str, Any] | None = None) -> None:
         """Raises InfrastructureFailure ``renderer-does-not-fit`` or ``missing-extra``."""
@@ -47,14 +47,14 @@ class FamilyRenderer:
     def start(self, conversation: Sequence[ConversationItem], tools: Tools = ()) -> Prompt:
         return Prompt(self._render([self._to_message(item) for item in conversation], tools, generation_prompt=True))
 
-    def extend(self, standing: CurrentSegment, new_messages: Sequence[Message]) -> Prompt | None:
-        tokens, start = list(standing.token_ids), standing.turn_start
+    def extend(self, segment: CurrentSegment, new_messages: Sequence[Message]) -> Prompt | None:
+        tokens, start = list(segment.token_ids), segment.turn_start
         bridged = self._renderer.bridge_to_next_turn(
-            tokens[:start], tokens[start:], [_message(item) for item in new_messages], tools=_schemas(standing.tools)
+            tokens[:start], tokens[start:], [_message(item) for item in new_messages], tools=_schemas(segment.tools)
         )
         ids = list(bridged.token_ids) if bridged is not None else []
         if ids[: len(tokens)] != tokens:
-            ids = self.start([*standing.conversation, *new_messages], standing.tools).new_ids
+            ids = self.start([*segment.conversation, *new_messages], segment.tools).new_ids
         return Prompt(ids[len(tokens) :]) if ids[: len(tokens)] == tokens else None
 
     def parse(self, sampled_ids: Sequence[int]) -> str:
@@ -65,7 +65,7 @@ class FamilyRenderer:
         return [*self._tokenizer.encode(text), *self.stop_token_ids[:1]]
 
     def action(self, sampled_ids: Sequence[int], text: str) -> Action:
-        # Text that a stop string cut is encoded again to be read; nothing of that is stored.
+        # Text cut at a stop string is encoded again only for parsing; these ids are not stored.
         ids = list(sampled_ids) if text == self.parse(sampled_ids) else self._tokenizer.encode(text)
         parsed = self._renderer.parse_response(ids, prompt_ids=self._generation_prompt)
         calls = [_to_call(call) for call in parsed.tool_calls]
@@ -76,11 +76,11 @@ class FamilyRenderer:
             return list(
                 self._renderer.render_ids(messages, tools=_schemas(tools), add_generation_prompt=generation_prompt)
             )
-        except Exception as error:  # the package raises what its families raise
+        except Exception as error:  # a family can raise any error
             roles = ", ".join(str(message["role"]) for message in messages[:8])
             raise InfrastructureFailure(
                 f"The renderer refuses a conversation of {roles}: {error}",
-                hint="Let the environment show messages of roles and an order that the model's family takes.",
+                hint="Let the environment use roles, and an order of messages, that the model's family accepts.",
                 kind="template-refused",
                 retryable=False,
             ) from error
@@ -130,7 +130,7 @@ def _make_family_renderer(family: str, tokenizer: FolderTokenizer, options: dict
     try:
         config = type(configs.config_from_name(family)).model_validate({"name": family, **options})
         return base.create_renderer(tokenizer, config)
-    except Exception as error:  # the package asserts, and raises what a family raises
+    except Exception as error:  # a family can raise any error
         raise InfrastructureFailure(
             f"The renderer {family!r} does not fit the tokenizer {tokenizer.name_or_path!r}: {error}",
             hint="Choose the family of the model, or policy.renderer = 'template'; check policy.renderer_options.",
@@ -140,7 +140,7 @@ def _make_family_renderer(family: str, tokenizer: FolderTokenizer, options: dict
 
 
 def families() -> list[str]:
-    """The families that the package knows. Raises InfrastructureFailure ``missing-extra``."""
+    """List the families that the package supports. Raises InfrastructureFailure ``missing-extra``."""
     try:
         from renderers import base
 
@@ -151,8 +151,8 @@ def families() -> list[str]:
 
 
 def family_of(model: str) -> str | None:
-    """The family of a model by its exact name on the hub, if the package knows it. Raises InfrastructureFailure
-    ``missing-extra``."""
+    """Return the family of a model by its exact name on the hub; None if the package does not know it. Raises
+    InfrastructureFailure ``missing-extra``."""
     try:
         from renderers.base import MODEL_RENDERER_MAP
     except ImportError as error:

@@ -1,9 +1,9 @@
-"""A tokenizer as a model's folder holds it: vocabulary, special tokens, chat templates, ids that end a turn.
+"""Tokenizer of a model's folder: vocabulary, special tokens, chat templates, end-of-turn ids.
 
-* It is read from a local folder, or from the model hub by name; never is code of a model run.
-* Truncation and padding that a ``tokenizer.json`` may ask for are switched off: what is encoded is encoded whole.
-* The vocabulary is as large as the model's own, so that whatever the engine can sample is a known id.
-* The fingerprint covers the vocabulary, the special tokens and the templates, and nothing else of the files.
+* It is read from a local folder, or from the model hub by name; a model's code is never run.
+* Truncation and padding set in ``tokenizer.json`` are disabled: a text is encoded whole.
+* The vocabulary is as large as the model's, so every id that the engine can sample is valid.
+* The fingerprint covers the vocabulary, the special tokens and the templates, and nothing else in the files.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FILES = (
     "generation_config.json",
     "config.json",
 )
-"""What is fetched of a model: nothing of its weights."""
+"""Files fetched from the hub. They do not include weights."""
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Special tokens that templates refer to by name."""
@@ -44,8 +44,8 @@ _NULL = msgspec.Raw(b"null")
 
 
 class _Definition(msgspec.Struct):
-    """The parts of a tokenizer.json that give an id its meaning, as they are written: read, they would be a million
-    objects for a large vocabulary."""
+    """The parts of a tokenizer.json that give an id its meaning, as raw JSON: decoded, a large vocabulary would be a
+    million objects."""
 
     added_tokens: msgspec.Raw = _NULL
     normalizer: msgspec.Raw = _NULL
@@ -56,7 +56,7 @@ class _Definition(msgspec.Struct):
 
 
 class FolderTokenizer:
-    """A tokenizer with its templates. It has what the package ``renderers`` asks of one."""
+    """A tokenizer with its templates. It implements the interface that the package ``renderers`` expects."""
 
     def __init__(self, name: str, folder: Path) -> None:
         """Read ``folder``. Raises InfrastructureFailure ``tokenizer-missing``, ``tokenizer-unreadable``, or
@@ -68,7 +68,7 @@ class FolderTokenizer:
         self.special_tokens = _special_tokens(config, _read_json(folder / "special_tokens_map.json"))
         """Special tokens by the names that templates use."""
         self.templates = _templates(folder, config)
-        """Chat templates by name; ``default`` is the usual one."""
+        """Chat templates by name. The main one is ``default``."""
         ids = self._backend.get_vocab(with_added_tokens=True)
         self._model_config = _read_json(folder / "config.json")
         self.vocab_size = max(_vocab_size(self._model_config), max(ids.values()) + 1)
@@ -79,35 +79,35 @@ class FolderTokenizer:
                 [*_ids(self.eos_token_id), *_ids(_read_json(folder / "generation_config.json").get("eos_token_id"))]
             )
         )
-        """Ids that end a turn by the model's own word, the tokenizer's first."""
+        """Ids that end a turn according to the model's files, the tokenizer's first."""
         self.added_tokens = {
             token.content: id_ for id_, token in self._backend.get_added_tokens_decoder().items() if token.content
         }
-        """Tokens that no encoding splits, with their ids."""
+        """Ids of the tokens that an encoding never splits."""
 
     @property
     def image_token_id(self) -> int | None:
-        """The id that stands for an image, if the model's configuration names one."""
+        """Id of the image placeholder, if the model's configuration names one."""
         named = [self._model_config.get(key) for key in ("image_token_id", "image_token_index")]
         return next((value for value in named if isinstance(value, int)), None)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """The ids of a text; marks in it become special tokens, as in a template's text."""
+        """Encode a text; special tokens written in it become their ids, as in a template's text."""
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False, **_: Any) -> str:
-        """The text of ids. Bytes that are no UTF-8 become U+FFFD, and ids without a text nothing."""
+        """Decode ids to text. Invalid UTF-8 becomes U+FFFD; ids without a text are skipped."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
-        """The id of a token, the id of the unknown one if there is no such token; a list for a list."""
+        """Return the id of a token, or the unknown token's id; a list for a list."""
         if isinstance(tokens, str):
             id_ = self._backend.token_to_id(tokens)
             return self.unk_token_id if id_ is None else id_
         return [self.convert_tokens_to_ids(token) for token in tokens]
 
     def fingerprint(self, *more: Any) -> str:
-        """SHA-256 of what gives the ids their meaning, and of ``more`` JSON-able data."""
+        """Return the SHA-256 of the definition of the ids and of ``more`` JSON-serializable data."""
         value = [self._definition_digest, self.special_tokens, self.templates, more]
         text = json.dumps(value, sort_keys=True, ensure_ascii=False)
         return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
@@ -118,13 +118,13 @@ class FolderTokenizer:
 
 
 def load_tokenizer(name: str) -> FolderTokenizer:
-    """The tokenizer in that folder, or of the model of that name on the hub. Raises InfrastructureFailure
+    """Load a tokenizer from a folder or, by the model's name, from the hub. Raises InfrastructureFailure
     ``tokenizer-missing``, ``tokenizer-unreachable``, ``tokenizer-unreadable`` or ``missing-extra``."""
     path = Path(name).expanduser()
     if path.is_dir():
         return FolderTokenizer(name, path)
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise _missing_error(f"There is no folder {name!r} on this worker.")
+        raise _missing_error(f"The folder {name!r} does not exist on this worker.")
     return FolderTokenizer(name, _fetch(name))
 
 
@@ -137,18 +137,18 @@ def _fetch(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=list(FILES)))
     except (RepositoryNotFoundError, HFValidationError) as error:
-        raise _missing_error(f"The hub knows no model {name!r}, and there is no such folder.") from error
+        raise _missing_error(f"{name!r} is neither a model on the hub nor a folder on this worker.") from error
     except Exception as error:  # the hub's client raises errors of several HTTP libraries
         raise InfrastructureFailure(
             f"The tokenizer of {name!r} cannot be fetched from the hub: {type(error).__name__}: {error}",
-            hint="Give policy.tokenizer a folder that every worker has, or let workers reach the hub.",
+            hint="Set policy.tokenizer to a folder that exists on every worker, or give the workers access to the hub.",
             kind="tokenizer-unreachable",
             retryable=True,
         ) from error
 
 
 def missing_extra(error: ImportError) -> InfrastructureFailure:
-    """The failure of a worker that lacks the packages of renderers."""
+    """Failure of a worker without the packages that renderers need."""
     return InfrastructureFailure(
         f"This worker lacks the package {error.name!r}, which reads tokenizers and chat templates.",
         hint=f"Run: pip install '{EXTRA}'",
@@ -160,7 +160,7 @@ def missing_extra(error: ImportError) -> InfrastructureFailure:
 def _missing_error(detail: str) -> InfrastructureFailure:
     return InfrastructureFailure(
         detail,
-        hint="Set policy.tokenizer to the model's folder, as it is on the workers, or to its name on the hub.",
+        hint="Set policy.tokenizer to the path of the model's folder on the workers, or to its name on the hub.",
         kind="tokenizer-missing",
         retryable=False,
     )
@@ -168,25 +168,23 @@ def _missing_error(detail: str) -> InfrastructureFailure:
 
 def _unreadable_error(path: Path, error: Exception) -> InfrastructureFailure:
     return InfrastructureFailure(
-        f"{path} cannot be read: {error}", hint="Fetch the file anew.", kind="tokenizer-unreadable", retryable=False
+        f"{path} cannot be read: {error}", hint="Download the file again.", kind="tokenizer-unreadable", retryable=False
     )
 
 
 def _definition_digest(path: Path) -> str:
-    """A digest of what gives the ids their meaning."""
+    """Digest of the parts of a tokenizer.json that give an id its meaning."""
     try:
         definition = msgspec.json.decode(path.read_bytes(), type=_Definition)
     except FileNotFoundError as error:
-        raise _missing_error(
-            f"There is no {path.name} in {path.parent}; a tokenizer in an older format has to be converted."
-        ) from error
+        raise _missing_error(f"{path.parent} has no {path.name}; convert a tokenizer in an older format.") from error
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _unreadable_error(path, error) from error
     return hashlib.sha256(msgspec.json.encode(definition)).hexdigest()
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file that need not be there."""
+    """Read the object in a JSON file; empty if the file does not exist."""
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -194,7 +192,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise _unreadable_error(path, error) from error
     if not isinstance(value, dict):
-        raise _unreadable_error(path, ValueError("it is no JSON object"))
+        raise _unreadable_error(path, ValueError("it is not a JSON object"))
     return value
 
 
@@ -231,7 +229,7 @@ def _token_text(value: Any) -> str | None:
 
 
 def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """A template in a file of its own comes before one in the configuration."""
+    """Chat templates by name. A template file takes precedence over the configuration."""
     given = config.get("chat_template")
     templates: dict[str, str] = {}
     if isinstance(given, str):
@@ -247,7 +245,7 @@ def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
 
 
 def _vocab_size(config: dict[str, Any]) -> int:
-    """That of the model; 0 if its configuration does not say."""
+    """Vocabulary size in the model's configuration; 0 if absent."""
     sizes = [config.get("vocab_size"), (config.get("text_config") or {}).get("vocab_size")]
     return max((size for size in sizes if isinstance(size, int)), default=0)
 

@@ -1,11 +1,11 @@
-"""The renderer named ``template``: any model with a chat template.
+"""The renderer named ``template``, for any model with a chat template.
 
-* A prompt is the template's text of the conversation, generation prompt included, encoded once.
-* The bridge is the text that the template puts after the sampled turn, and nothing before it is encoded again.
-* A template that would show what stands in another way (thinking stripped, text trimmed, another date) gives no
+* A prompt is the template's text of the conversation, including the generation prompt, encoded once.
+* The bridge is the text that the template puts after the sampled turn; nothing before it is encoded again.
+* A template that would render the current segment differently (thinking stripped, text trimmed, another date) has no
   extension.
-* What a generation prompt begins for the assistant (``<think>``) is part of what the template is told it said.
-* Where the model has a token for an image and its template shows it, images are shown; else the text in their place.
+* The assistant prefill of a generation prompt (``<think>``) is added to the assistant's text given to the template.
+* If the model has an image token and its template uses it, images are shown; otherwise their substitute text.
 * A turn that was cut off gets the template's end-of-turn token, unsampled.
 """
 
@@ -24,11 +24,11 @@ from headrace_workers.renderers.folder_tokenizer import FolderTokenizer
 from headrace_workers.renderers.tool_calls import parse_action
 
 PROBE_TEXT = "8301846213"
-"""What an assistant says while a template is looked at: no template changes digits."""
+"""Assistant text for probing a template: templates do not change digits."""
 
 
 class TemplateRenderer:
-    """Renders by a tokenizer's chat template. ``options`` are variables of the template."""
+    """Renderer that uses a tokenizer's chat template. ``options`` are variables of the template."""
 
     def __init__(
         self,
@@ -55,14 +55,14 @@ class TemplateRenderer:
         text = self._text(conversation, tools)
         return Prompt(self._tokenizer.encode(text), text, self._images(conversation))
 
-    def extend(self, standing: CurrentSegment, new_messages: Sequence[Message]) -> Prompt | None:
-        reply = standing.conversation[-1]
+    def extend(self, segment: CurrentSegment, new_messages: Sequence[Message]) -> Prompt | None:
+        reply = segment.conversation[-1]
         assert isinstance(reply, SampledTurn)
-        text = self._text([*standing.conversation, *new_messages], standing.tools)
-        said = standing.text + reply.text
-        if not text.startswith(said):
+        text = self._text([*segment.conversation, *new_messages], segment.tools)
+        shown = segment.text + reply.text
+        if not text.startswith(shown):
             return None
-        bridge = text[len(said) :]
+        bridge = text[len(shown) :]
         end = self._stops.get(reply.token_ids[-1])
         if end is not None and bridge.startswith(end):
             return Prompt(self._encode_after(end, bridge.removeprefix(end)), text, self._images(new_messages))
@@ -92,7 +92,7 @@ class TemplateRenderer:
         return {"role": item.role, "content": parts}
 
     def _images(self, conversation: Sequence[ConversationItem]) -> list[str]:
-        """The assets that a policy sees as images."""
+        """Names of the assets shown to the policy as images."""
         if self.image_token_id is None:
             return []
         contents = [item.content for item in conversation if isinstance(item, Message)]
@@ -100,7 +100,7 @@ class TemplateRenderer:
         return [part.asset for part in parts if part.type == "image"]
 
     def _image_token(self) -> int | None:
-        """The model's token for an image, if its template shows an image as one."""
+        """The model's image token, if its template renders an image as exactly one."""
         token = self._tokenizer.image_token_id
         if token is None:
             return None
@@ -108,24 +108,24 @@ class TemplateRenderer:
         try:
             shown = self._tokenizer.encode(self._template.render([message], generation_prompt=True))
         except InfrastructureFailure:
-            return None  # it takes text only
+            return None  # the template supports text only
         return token if shown.count(token) == 1 else None
 
     def _encode_inside(self, text: str) -> list[int]:
-        """The ids of a text in the middle of a conversation."""
+        """Encode a text in the middle of a conversation."""
         if self._end or not self._stops:
-            return self._tokenizer.encode(text)  # it begins with the token that ends a turn, which no encoding joins
+            return self._tokenizer.encode(text)  # it begins with the end-of-turn token, which is never split
         return self._encode_after(next(iter(self._stops.values())), text)
 
     def _encode_after(self, mark: str, text: str) -> list[int]:
-        """The ids of a text that follows a special token: alone, some tokenizers would put a space before it."""
+        """Encode a text that follows a special token: alone, some tokenizers would put a space before it."""
         before = self._tokenizer.encode(mark)
         ids = self._tokenizer.encode(mark + text)
         return ids[len(before) :] if ids[: len(before)] == before else self._tokenizer.encode(text)
 
     def _probe_template(self) -> tuple[str, str]:
-        """What a generation prompt begins for the assistant, and the token that ends an assistant's turn; empty where
-        the template shows no such thing."""
+        """Find the assistant prefill of a generation prompt and the end-of-turn token; each is empty if absent from
+        the template."""
         for before in ([_USER], [_SYSTEM, _USER]):
             try:
                 asked = self._template.render(before, generation_prompt=True)
@@ -133,7 +133,7 @@ class TemplateRenderer:
                     [*before, {"role": "assistant", "content": PROBE_TEXT}, _USER], generation_prompt=False
                 )
             except InfrastructureFailure:
-                continue  # a template that refuses this conversation may take those of the environment
+                continue  # a template may refuse this conversation and accept the environment's
             head, found, rest = shown.partition(PROBE_TEXT)
             if found:
                 ends = [mark for mark in self._tokenizer.added_tokens if rest.startswith(mark)]

@@ -1,8 +1,8 @@
-"""Calls and thinking in the text of an action, in the form that most models without a family of their own use.
+"""Parser of tool calls and thinking in an action's text, in the form common to models without their own family.
 
-* Thinking is what stands before ``</think>``; what follows is content, up to the first call.
+* Thinking is the text before ``</think>``; content follows, up to the first call.
 * A call is JSON with ``name`` and ``arguments`` between ``<tool_call>`` and ``</tool_call>``.
-* A call that cannot be read is there with its text and with what is wrong; none is left out.
+* A call that cannot be parsed is kept with its text and an error; no call is dropped.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ def _parse_call(block: str) -> Call:
     try:
         value = json.loads(said)
     except ValueError as error:
-        return Call(text=said.strip(), error=f"the call is no JSON: {error}")
+        return Call(text=said.strip(), error=f"the call is not JSON: {error}")
     return read_call(said.strip(), value)
 
 
 def read_call(text: str, value: Any) -> Call:
-    """The call that JSON stands for."""
+    """Make a call from its decoded JSON."""
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(name, str) or not name:
         return Call(text=text, error="the call names no function")
     arguments = value.get("arguments", {})
     if not isinstance(arguments, dict):
-        return Call(text=text, name=name, error="the arguments are no JSON object")
+        return Call(text=text, name=name, error="the arguments are not a JSON object")
     return Call(text=text, name=name, arguments=arguments)
