@@ -27,7 +27,7 @@ import vllm_server
 from headrace import Client
 from headrace.errors import HeadraceError
 from headrace_orchestrator.cli.processes import components
-from headrace_orchestrator.cli.processes.supervisor import Component, LocalFleet
+from headrace_orchestrator.cli.processes.supervisor import Component, ProcessSupervisor
 
 HERE = Path(__file__).parent
 BUILD = HERE.parent / "build"
@@ -69,7 +69,7 @@ def run_demo(folder: Path, versions: int, seed: int) -> Iterator[dict[str, Any]]
     (model / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     say(f"vLLM is starting; that takes half a minute to three minutes (logs: {logs})")
     vllm = vllm_server.start_vllm(model, "--max-model-len", "512", log=logs / "vllm.log", say=say)
-    with vllm as address, LocalFleet(logs) as fleet:
+    with vllm as address, ProcessSupervisor(logs) as fleet:
         spec = json.loads((HERE / "kinds.json").read_text())
         spec |= {"seed": seed, "policy": {"renderer": "template", "tokenizer": str(model), "endpoints": [address]}}
         url = start_service(fleet, folder / "data")
@@ -81,7 +81,7 @@ def run_demo(folder: Path, versions: int, seed: int) -> Iterator[dict[str, Any]]
         yield from figures(fleet)
 
 
-def start_service(fleet: LocalFleet, data: Path) -> str:
+def start_service(fleet: ProcessSupervisor, data: Path) -> str:
     """An orchestrator and a worker that knows the game; gives the address."""
     port = components.free_port()
     url = f"http://127.0.0.1:{port}"
@@ -103,7 +103,7 @@ def learner(*arguments: str) -> Component:
     )
 
 
-def figures(fleet: LocalFleet) -> Iterator[dict[str, Any]]:
+def figures(fleet: ProcessSupervisor) -> Iterator[dict[str, Any]]:
     """What the learner prints, line by line, until it ends."""
     with fleet.log_file("learner").open() as log:
         text, ended = "", False

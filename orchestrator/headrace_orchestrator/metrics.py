@@ -30,10 +30,10 @@ from headrace_orchestrator.scheduler.events import (
 )
 
 MAX_RUN_LABELS = 100
-"""A time series costs memory for ever; a deployment with more runs than this watches them on the console."""
+"""Most runs with their own label: a time series costs memory for ever. The console shows further runs."""
 
 MAX_SERVER_LABELS = 100
-"""The policy servers with the most requests have a label of their own."""
+"""Most policy servers with their own label: those with the most requests."""
 
 OTHER = "other"
 
@@ -47,7 +47,7 @@ STORE_TEXTS = {
     "unprojected_rows": "Rows that are in the log and not yet in listings.",
     "projection_wal_bytes": "Bytes of the write-ahead file of the projection.",
 }
-"""What each number of ``ServiceStatus.store`` is."""
+"""Help text of each number of ``ServiceStatus.store``."""
 
 WAIT_BUCKETS_S = (0.01, 0.05, 0.1, 0.5, 1, 2, 5, 10, 20, 30, 60)
 SYNC_BUCKETS_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1)
@@ -58,7 +58,7 @@ LAG_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
 
 
 class Metrics:
-    """All metrics of one process, in a registry of their own."""
+    """All metrics of one process, in their own registry."""
 
     def __init__(self, status: Callable[[], ServiceStatus]) -> None:
         self.registry = CollectorRegistry()

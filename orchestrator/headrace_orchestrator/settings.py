@@ -1,4 +1,4 @@
-"""What an orchestrator process is started with."""
+"""Settings of an orchestrator process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace_orchestrator.buffer.retention_rules import KEEP_ALL, RetentionRule
 
 
 class Address(NamedTuple):
-    """Where a server listens: the port that was really bound."""
+    """The address on which a server listens, with the port that was bound."""
 
     host: str
     port: int

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.errors import PortInUse, SetupError
 from headrace_orchestrator.cli.processes import components
-from headrace_orchestrator.cli.processes.supervisor import Component, LocalFleet
+from headrace_orchestrator.cli.processes.supervisor import Component, ProcessSupervisor
 from tests.sdk.client.stub_server import StubServer, ok, page
 
 SLEEPER = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
@@ -34,7 +34,7 @@ def test_a_workers_token_is_in_its_environment_and_in_no_command_line() -> None:
 def test_a_component_is_ready_when_it_answers(tmp_path: Path, stub: StubServer) -> None:
     stub.on("GET /readyz", page(503), page(503), ok({"epoch": 1}))
     port = int(stub.url.rpartition(":")[2])
-    with LocalFleet(tmp_path) as fleet:
+    with ProcessSupervisor(tmp_path) as fleet:
         fleet.start(Component(name="orchestrator", command=SLEEPER))
         components.await_answer(fleet, "orchestrator", port, "/readyz", sleep=lambda seconds: None)
     assert len(stub.requests) == 3
@@ -42,7 +42,7 @@ def test_a_component_is_ready_when_it_answers(tmp_path: Path, stub: StubServer) 
 
 def test_a_component_that_stays_silent_is_an_error_after_its_time(tmp_path: Path) -> None:
     clock = iter(range(1000))
-    with LocalFleet(tmp_path) as fleet:
+    with ProcessSupervisor(tmp_path) as fleet:
         fleet.start(Component(name="orchestrator", command=SLEEPER))
         with pytest.raises(SetupError, match=r"did not answer at 127\.0\.0\.1:1/readyz within 5 s"):
             components.await_answer(

@@ -26,7 +26,7 @@ from headrace_orchestrator.cli.demo.scores import (
     score,
     uniform_guesses,
 )
-from headrace_orchestrator.cli.demo.training import Lesson, Progress, Step
+from headrace_orchestrator.cli.demo.training import Progress, TrainedVersion, TrainingResult
 
 
 def test_baselines_are_computed_exactly() -> None:
@@ -107,9 +107,9 @@ def test_it_has_learned_only_if_training_made_the_difference() -> None:
     assert not learned(FIRST, replace(TRAINED, failures=1), FIRST)
 
 
-def lesson(run: str, trained: Score, guesses: list[float]) -> Lesson:
-    steps = [Step(version=f"0.{n}", mean_reward=0.5, mean_guesses=mean) for n, mean in enumerate(guesses, 1)]
-    return Lesson(run=run, first=FIRST, trained=trained, steps=steps, episodes=640, failures=0, seconds=20.0)
+def lesson(run: str, trained: Score, guesses: list[float]) -> TrainingResult:
+    steps = [TrainedVersion(version=f"0.{n}", mean_reward=0.5, mean_guesses=mean) for n, mean in enumerate(guesses, 1)]
+    return TrainingResult(run=run, first=FIRST, trained=trained, steps=steps, episodes=640, failures=0, seconds=20.0)
 
 
 def test_the_last_json_object_has_the_trained_scores_and_the_baselines() -> None:
@@ -153,7 +153,7 @@ def test_the_plot_has_a_bar_for_each_version_on_one_scale() -> None:
 
 def test_the_live_line_says_what_the_learner_waits_on() -> None:
     progress = Progress(lesson="guess", phase="training", episodes_per_s=33.3, waits_on="collecting")
-    progress.steps.append(Step(version="0.4", mean_reward=0.75, mean_guesses=6.5))
+    progress.steps.append(TrainedVersion(version="0.4", mean_reward=0.75, mean_guesses=6.5))
     line = "guess: training, version 0.4, reward 0.75, 6.5 guesses, 33 episodes/s, the learner waits on collecting"
     assert display.sentence(progress) == line
     assert display.live(progress).plain == line + "\n█"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import SetupError
-from headrace_orchestrator.cli.processes.supervisor import Component, Event, LocalFleet, restart_delay_s
+from headrace_orchestrator.cli.processes.supervisor import Component, ProcessEvent, ProcessSupervisor, restart_delay_s
 
 SLEEPER = [sys.executable, "-S", "-c", "import time; print('up', flush=True); time.sleep(60)"]
 STUBBORN = [
@@ -41,8 +41,8 @@ def gone(pid: int) -> bool:
 
 def test_a_child_that_dies_is_restarted_after_a_delay_that_doubles_up_to_a_bound(tmp_path: Path) -> None:
     now = 0.0
-    events: list[Event] = []
-    with LocalFleet(tmp_path, on_event=events.append, clock=lambda: now) as fleet:
+    events: list[ProcessEvent] = []
+    with ProcessSupervisor(tmp_path, on_event=events.append, clock=lambda: now) as fleet:
         first = fleet.start(Component(name="sleeper", command=SLEEPER))
         os.kill(first, signal.SIGKILL)
         eventually(lambda: fleet.pid("sleeper") is None, "the child is dead")
@@ -64,8 +64,8 @@ def test_a_child_that_dies_is_restarted_after_a_delay_that_doubles_up_to_a_bound
 
 def test_a_child_that_ran_long_starts_over_with_the_first_delay(tmp_path: Path) -> None:
     now = 0.0
-    events: list[Event] = []
-    with LocalFleet(tmp_path, on_event=events.append, clock=lambda: now) as fleet:
+    events: list[ProcessEvent] = []
+    with ProcessSupervisor(tmp_path, on_event=events.append, clock=lambda: now) as fleet:
         for _ in range(2):
             pid = fleet.start(Component(name="sleeper", command=SLEEPER)) if not events else fleet.pid("sleeper")
             assert pid is not None
@@ -85,8 +85,8 @@ def test_children_die_with_their_parent_however_it_dies_on_linux(tmp_path: Path)
     program = f"""
 import sys, time
 from pathlib import Path
-from headrace_orchestrator.cli.processes.supervisor import Component, LocalFleet
-fleet = LocalFleet(Path({str(tmp_path)!r}))
+from headrace_orchestrator.cli.processes.supervisor import Component, ProcessSupervisor
+fleet = ProcessSupervisor(Path({str(tmp_path)!r}))
 print(fleet.start(Component(name="stubborn", command={STUBBORN!r})), flush=True)
 time.sleep(60)
 """
@@ -101,8 +101,8 @@ time.sleep(60)
 
 
 def test_stopping_asks_first_and_kills_after_a_grace(tmp_path: Path) -> None:
-    events: list[Event] = []
-    with LocalFleet(tmp_path, on_event=events.append, grace_s=0.2) as fleet:
+    events: list[ProcessEvent] = []
+    with ProcessSupervisor(tmp_path, on_event=events.append, grace_s=0.2) as fleet:
         fleet.start(Component(name="polite", command=SLEEPER))
         fleet.start(Component(name="stubborn", command=STUBBORN))
         for name in ("polite", "stubborn"):
@@ -112,8 +112,8 @@ def test_stopping_asks_first_and_kills_after_a_grace(tmp_path: Path) -> None:
 
 
 def test_later_stages_stop_before_earlier_ones(tmp_path: Path) -> None:
-    events: list[Event] = []
-    with LocalFleet(tmp_path, on_event=events.append) as fleet:
+    events: list[ProcessEvent] = []
+    with ProcessSupervisor(tmp_path, on_event=events.append) as fleet:
         for stage, name in enumerate(["orchestrator", "policy", "worker"]):
             fleet.start(Component(name=name, command=SLEEPER, stage=stage))
     assert [event.component for event in events if event.what == "ended"] == ["worker", "policy", "orchestrator"]
@@ -121,7 +121,7 @@ def test_later_stages_stop_before_earlier_ones(tmp_path: Path) -> None:
 
 def test_a_component_that_cannot_start_is_an_error_with_the_end_of_its_log(tmp_path: Path) -> None:
     command = [sys.executable, "-S", "-c", "raise SystemExit('the port is in use')"]
-    with LocalFleet(tmp_path) as fleet:
+    with ProcessSupervisor(tmp_path) as fleet:
         fleet.start(Component(name="orchestrator", command=command))
         eventually(lambda: fleet.pid("orchestrator") is None, "it ended")
         with pytest.raises(SetupError, match=r"exit code 1(?s:.*)the port is in use") as caught:
@@ -130,7 +130,7 @@ def test_a_component_that_cannot_start_is_an_error_with_the_end_of_its_log(tmp_p
 
 
 def test_each_childs_output_goes_to_a_file_of_its_own(tmp_path: Path) -> None:
-    with LocalFleet(tmp_path) as fleet:
+    with ProcessSupervisor(tmp_path) as fleet:
         for name in ("one", "two"):
             command = [sys.executable, "-S", "-c", f"import sys; print({name!r}); print('oh', file=sys.stderr)"]
             fleet.start(Component(name=name, command=command, restart=False))
@@ -141,7 +141,7 @@ def test_each_childs_output_goes_to_a_file_of_its_own(tmp_path: Path) -> None:
 
 def test_the_tail_of_a_log_shows_this_start_and_none_before(tmp_path: Path) -> None:
     (tmp_path / "one.log").write_text("an error of yesterday\n")
-    with LocalFleet(tmp_path) as fleet:
+    with ProcessSupervisor(tmp_path) as fleet:
         fleet.start(Component(name="one", command=[sys.executable, "-S", "-c", "print('new')"], restart=False))
         eventually(lambda: fleet.exit_code("one") == 0, "it ended")
         assert fleet.tail("one") == "new"

@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 
 INTERRUPTED = 130
-"""Exit code of a command that SIGINT ended, as shells have it."""
+"""Exit code of a command that SIGINT ended, as in shells."""
 
 
 def main() -> None:
     """Entry point of the script ``headrace``."""
     try:
         from headrace_orchestrator.cli.app import cli
-    except KeyboardInterrupt:  # while importing, before anything could be left half done
+    except KeyboardInterrupt:  # an import was interrupted, before any work began
         raise SystemExit(INTERRUPTED) from None
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("headrace"):

@@ -1,4 +1,4 @@
-"""``python -m headrace_orchestrator.cli``: how components that are started as processes are called."""
+"""``python -m headrace_orchestrator.cli``: the command line of components that are started as processes."""
 
 from headrace_orchestrator.cli import main
 

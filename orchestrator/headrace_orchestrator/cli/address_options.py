@@ -1,6 +1,6 @@
-"""Options about where an orchestrator is: its data directory, its address, its tokens, how long its polls wait.
+"""Options of an orchestrator's location: its data directory, address, tokens and longest poll.
 
-* One definition for every command that starts an orchestrator or looks at one.
+* Every command that starts or reads an orchestrator shares one definition.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def data_option(text: str) -> Decorator:
-    """``--data``; ``text`` is its help."""
+    """Add ``--data``; ``text`` is its help."""
     return click.option(
         "--data",
         type=click.Path(path_type=Path, file_okay=False),
@@ -28,7 +28,7 @@ def data_option(text: str) -> Decorator:
 
 
 def binding_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """``--host``, ``--port``, ``--tokens`` and ``--max-wait-s``."""
+    """Add ``--host``, ``--port``, ``--tokens`` and ``--max-wait-s``."""
     for option in reversed(_BINDING):
         command = option(command)
     return command

@@ -2,7 +2,7 @@
 
 * Commands of other packages mount by entry point.
 * A command whose package is not installed says so.
-* What nobody foresaw is a message too, and debug shows it.
+* An unforeseen error is a message too, and debug shows its traceback.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from headrace_orchestrator.cli.up import up
 from headrace_orchestrator.cli.version import version
 
 PLUGINS = "headrace.commands"
-"""Entry points of this group are click commands; the entry point's name is the command's."""
+"""Entry-point group of click commands; the entry point's name is the command's."""
 
 
 class Commands(click.Group):
-    """A group that knows the commands of other packages and reports errors."""
+    """A group that mounts the commands of other packages and reports errors."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted({*super().list_commands(ctx), *_plugins()})
@@ -78,19 +78,19 @@ def _load(point: EntryPoint) -> click.Command:
     try:
         command = point.load()
     except ModuleNotFoundError as error:
-        # The command stays in the list; what it lacks is said when somebody asks for it.
+        # The command stays in the list; running it says which package it needs.
         missing = MissingExtra(
             f"`headrace {point.name}` needs {error.name}, which is not installed.",
             hint=f"Run: pip install 'headrace[{point.extras[0] if point.extras else 'all'}]'",
         )
         return _Missing(point.name, missing)
     if not isinstance(command, click.Command):
-        raise InternalError(f"The entry point {point.value} of {PLUGINS} is no click command.")
+        raise InternalError(f"The entry point {point.value} of {PLUGINS} is not a click command.")
     return command
 
 
 class _Missing(click.Command):
-    """Stands for a command whose package cannot be imported."""
+    """The placeholder of a command whose package cannot be imported."""
 
     def __init__(self, name: str, error: MissingExtra) -> None:
         super().__init__(

@@ -1,4 +1,4 @@
-"""``headrace backup`` and ``headrace restore``: copies of a data directory, and putting one back."""
+"""``headrace backup`` and ``headrace restore``: copy a data directory, and restore a copy."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Folder = click.Path(path_type=Path, file_okay=False)
 def backup(ctx: click.Context, directory: Path, destination: Path) -> None:
     """Copy the data directory DIR into the folder DEST, while its service runs.
 
-    DEST then holds everything that was acknowledged before the command began. Run it again, and only what is new is
-    copied. All of it is synced, read back and compared by digest. An interrupted run leaves the copy before it usable.
-    Ends with 5 where something damaged was not copied.
+    DEST then holds everything that was acknowledged before the command began. Later runs copy only what is new. All
+    of it is synced, read back and compared by digest. An interrupted run leaves the previous copy usable. Ends with 5
+    if a damaged part was not copied.
 
     \b
     Example:
@@ -51,18 +51,18 @@ def backup(ctx: click.Context, directory: Path, destination: Path) -> None:
         ctx.exit(LOST)
 
 
-@click.command(short_help="Put a backup back into a new data directory.")
+@click.command(short_help="Restore a backup into a new data directory.")
 @click.argument("source", metavar="BACKUP", type=Folder)
 @click.argument("directory", metavar="DIR", type=Folder)
-@click.option("--despite-damage", is_flag=True, help="Put back what is damaged too: it costs those records only.")
+@click.option("--despite-damage", is_flag=True, help="Restore damaged files too; only the damaged records are lost.")
 @json_option
 @click.pass_context
 def restore(ctx: click.Context, source: Path, directory: Path, despite_damage: bool) -> None:
-    """Put what `headrace backup` wrote into BACKUP back into DIR, which must be missing or empty.
+    """Restore BACKUP, written by `headrace backup`, into DIR, which must be missing or empty.
 
     Every file is compared with its digest. The directory begins a new epoch: workers and learners that have talked to
-    a service on it refuse answers of the old one. What was acknowledged after the backup is not there any more.
-    Ends with 5 where something damaged was put back.
+    a service on it refuse answers of the old one. Everything acknowledged after the backup is lost. Ends with 5 if a
+    damaged part was restored.
 
     \b
     Example:

@@ -12,9 +12,9 @@ from headrace_orchestrator.cli.output import connect, emit, json_option, note, s
 @service_options
 @json_option
 def close(run: str, url: str | None, token: str | None) -> None:
-    """End RUN: nothing more is dispatched or served, and what is out is cancelled. Stored trajectories stay.
+    """End RUN: stop dispatching and serving, and cancel running attempts. Stored trajectories stay.
 
-    A run that is closed stays closed. Closing it again changes nothing.
+    A closed run cannot be reopened. Closing it again changes nothing.
 
     \b
     Example:

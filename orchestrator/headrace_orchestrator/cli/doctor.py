@@ -1,7 +1,7 @@
-"""``headrace doctor``: what this machine has, and what to do about what it lacks.
+"""``headrace doctor``: checks of this machine and the orchestrator, with a remedy for each failure.
 
-* Doctor ends with 1 if something failed, and says what to do.
-* Doctor looks at the orchestrator.
+* Doctor ends with 1 if a check failed, and says what to do.
+* Doctor checks the orchestrator.
 """
 
 from __future__ import annotations
@@ -48,25 +48,25 @@ EXTRAS = {
     "export": ("google_crc32c", "pyarrow"),
     "reasoning-gym": ("reasoning_gym",),
 }
-"""Modules that each extra brings."""
+"""Modules of each extra."""
 
 SYNCS = 20
 SLOW_SYNC_S = 0.05
-"""A group commit slower than this holds back submissions."""
+"""Time of a group commit above which it delays submissions."""
 
 FREE_BYTES = 1 << 30
-"""Less free space than this is soon full of trajectories."""
+"""Free space below which the disk may soon be full."""
 
 SKEW_S = 5.0
-"""Clocks further apart make times on the pages misleading; no decision depends on them."""
+"""Clock difference above which times on the pages mislead; no decision depends on it."""
 
-Verdict = Literal["ok", "warn", "fail"]
+CheckResult = Literal["ok", "warn", "fail"]
 
 
-class Check(NamedTuple):
-    """One line."""
+class DoctorCheck(NamedTuple):
+    """One line of the result."""
 
-    verdict: Verdict
+    verdict: CheckResult
     name: str
     found: str
     hint: str = ""
@@ -74,7 +74,9 @@ class Check(NamedTuple):
 
 @click.command(short_help="Check this machine and the orchestrator.")
 @data_option("Data directory.")
-@click.option("--port", default=8470, show_default=True, type=click.IntRange(1, 65535), help="Port to look at.")
+@click.option(
+    "--port", default=8470, show_default=True, type=click.IntRange(1, 65535), help="Port of the orchestrator."
+)
 @service_options
 @json_option
 def doctor(data: Path, port: int, url: str | None, token: str | None) -> None:
@@ -96,51 +98,53 @@ def doctor(data: Path, port: int, url: str | None, token: str | None) -> None:
         click.get_current_context().exit(FAILED)
 
 
-def local_checks(data: Path, port: int, *, answers: bool = False) -> Iterator[Check]:
-    """What this machine has. ``answers``: the orchestrator that was asked is the one at the port."""
+def local_checks(data: Path, port: int, *, answers: bool = False) -> Iterator[DoctorCheck]:
+    """Check this machine. ``answers``: true if the orchestrator that answered is the one at the port."""
     yield check_python(sys.version_info[:2])
     yield check_platform(sys.platform)
     yield from (check_extra(extra, modules) for extra, modules in EXTRAS.items())
     yield check_space(data)
     yield check_syncs(data)
-    yield Check("ok", "port", f"{port}: the orchestrator has it") if answers else check_port(port)
+    yield DoctorCheck("ok", "port", f"{port}: the orchestrator has it") if answers else check_port(port)
     yield check_browser()
 
 
-def check_python(version: tuple[int, ...]) -> Check:
-    """Python 3.11 or newer."""
+def check_python(version: tuple[int, ...]) -> DoctorCheck:
+    """Check for Python 3.11 or newer."""
     text = ".".join(map(str, version))
     if version < (3, 11):
-        return Check("fail", "python", text, "Headrace needs Python 3.11 or newer.")
-    return Check("ok", "python", text)
+        return DoctorCheck("fail", "python", text, "Headrace needs Python 3.11 or newer.")
+    return DoctorCheck("ok", "python", text)
 
 
-def check_platform(platform: str) -> Check:
-    """Linux, where children die with their parent."""
+def check_platform(platform: str) -> DoctorCheck:
+    """Check for Linux, where children die with their parent."""
     if platform != "linux":
-        return Check("warn", "platform", platform, "Made for Linux; elsewhere children of a killed `up` stay behind.")
-    return Check("ok", "platform", platform)
+        return DoctorCheck(
+            "warn", "platform", platform, "Made for Linux; elsewhere children of a killed `up` stay behind."
+        )
+    return DoctorCheck("ok", "platform", platform)
 
 
-def check_extra(extra: str, modules: tuple[str, ...]) -> Check:
-    """Whether all modules of an extra are there."""
+def check_extra(extra: str, modules: tuple[str, ...]) -> DoctorCheck:
+    """Check that all modules of an extra are installed."""
     missing = [module for module in modules if find_spec(module) is None]
     if missing:
-        return Check("warn", f"extra {extra}", f"lacks {', '.join(missing)}", f"pip install 'headrace[{extra}]'")
-    return Check("ok", f"extra {extra}", "installed")
+        return DoctorCheck("warn", f"extra {extra}", f"lacks {', '.join(missing)}", f"pip install 'headrace[{extra}]'")
+    return DoctorCheck("ok", f"extra {extra}", "installed")
 
 
-def check_space(data: Path) -> Check:
-    """Free space where the data directory is or will be."""
+def check_space(data: Path) -> DoctorCheck:
+    """Check the free space at the data directory."""
     free = shutil.disk_usage(_existing(data)).free
     found = f"{free / 2**30:.1f} GiB free at {data}"
     if free < FREE_BYTES:
-        return Check("warn", "disk space", found, "Choose another --data; a full disk refuses submissions.")
-    return Check("ok", "disk space", found)
+        return DoctorCheck("warn", "disk space", found, "Choose another --data; a full disk refuses submissions.")
+    return DoctorCheck("ok", "disk space", found)
 
 
-def check_syncs(data: Path) -> Check:
-    """How long an acknowledged write takes."""
+def check_syncs(data: Path) -> DoctorCheck:
+    """Measure the time of an acknowledged write."""
     try:
         with tempfile.TemporaryFile(dir=_existing(data)) as file:
             times = []
@@ -151,52 +155,54 @@ def check_syncs(data: Path) -> Check:
                 os.fdatasync(file.fileno())
                 times.append(time.perf_counter() - started)
     except OSError as error:
-        hint = "The data directory must be on a disk that can be written and synced."
-        return Check("fail", "fdatasync", f"{error.strerror} at {data}", hint)
+        hint = "Put the data directory on a writable disk that supports sync."
+        return DoctorCheck("fail", "fdatasync", f"{error.strerror} at {data}", hint)
     median = sorted(times)[SYNCS // 2]
     found = f"median {median * 1000:.2f} ms"
     if median > SLOW_SYNC_S:
-        return Check("warn", "fdatasync", found, "Submissions wait for it; put --data on a local SSD.")
-    return Check("ok", "fdatasync", found)
+        return DoctorCheck("warn", "fdatasync", found, "Submissions wait for it; put --data on a local SSD.")
+    return DoctorCheck("ok", "fdatasync", found)
 
 
-def check_port(port: int) -> Check:
-    """Whether an orchestrator could bind it."""
+def check_port(port: int) -> DoctorCheck:
+    """Check that an orchestrator could bind the port."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
-            return Check("warn", "port", f"{port}: {error.strerror}", "Fine if that is your orchestrator; else --port.")
-    return Check("ok", "port", f"{port} is free")
+            return DoctorCheck(
+                "warn", "port", f"{port}: {error.strerror}", "Fine if that is your orchestrator; else --port."
+            )
+    return DoctorCheck("ok", "port", f"{port} is free")
 
 
-def check_browser() -> Check:
-    """Only the tests of the pages need one."""
+def check_browser() -> DoctorCheck:
+    """Look for a browser, which only the tests of the pages need."""
     for name in ("chromium", "chromium-browser", "google-chrome"):
         if found := shutil.which(name):
-            return Check("ok", "browser", found)
-    return Check("warn", "browser", "no chromium", "Only tests of the pages need it: apt-get install chromium")
+            return DoctorCheck("ok", "browser", found)
+    return DoctorCheck("warn", "browser", "no chromium", "Only tests of the pages need it: apt-get install chromium")
 
 
-def service_checks(url: str | None, token: str | None) -> Iterator[Check]:
-    """Whether an orchestrator answers, who works for it, and whether clocks agree."""
+def service_checks(url: str | None, token: str | None) -> Iterator[DoctorCheck]:
+    """Check that an orchestrator answers, that it has workers, and that the clocks agree."""
     where = service_url(url)
     try:
         with connect(url, token) as client:
             status = client.status()
     except HeadraceError as error:
-        refuses = "phase" in error.extra  # it is there, and says what keeps it
+        refuses = "phase" in error.extra  # it answers, and its error says what is wrong
         hint = "Start one with `headrace up`." if isinstance(error, Unavailable) and not refuses else error.hint
-        yield Check("fail" if url or refuses else "warn", "orchestrator", error.detail, hint)
+        yield DoctorCheck("fail" if url or refuses else "warn", "orchestrator", error.detail, hint)
         return
-    yield Check("ok", "orchestrator", f"{status.version} at {where}, epoch {status.epoch}")
+    yield DoctorCheck("ok", "orchestrator", f"{status.version} at {where}, epoch {status.epoch}")
     heard = [worker for worker in status.workers if not is_silent(worker)]
     slots = sum(worker.slots for worker in heard)
     if slots:
-        yield Check("ok", "workers", f"{len(heard)} with {slots} slots")
+        yield DoctorCheck("ok", "workers", f"{len(heard)} with {slots} slots")
     else:
-        yield Check(
+        yield DoctorCheck(
             "warn",
             "workers",
             f"all {len(status.workers)} are silent" if status.workers else "none",
@@ -205,8 +211,8 @@ def service_checks(url: str | None, token: str | None) -> Iterator[Check]:
     yield check_clock(where, datetime.now(UTC))
 
 
-def check_clock(where: str, now: datetime) -> Check:
-    """Difference between this machine's clock and the orchestrator's, from its Date header."""
+def check_clock(where: str, now: datetime) -> DoctorCheck:
+    """Compare this machine's clock with the orchestrator's, from its Date header."""
     try:
         with build_opener(ProxyHandler({})).open(where, timeout=2.0) as answer:
             date = answer.headers.get("Date", "")
@@ -215,25 +221,27 @@ def check_clock(where: str, now: datetime) -> Check:
     except OSError:
         date = ""
     if not date:
-        return Check("warn", "clock", "the orchestrator sent no date", "Compare the clocks by hand.")
+        return DoctorCheck("warn", "clock", "the orchestrator sent no date", "Compare the clocks by hand.")
     skew = abs((parsedate_to_datetime(date) - now).total_seconds())
     if skew > SKEW_S:
-        return Check("warn", "clock", f"{skew:.0f} s apart", "Times on the pages mislead: run NTP on both machines.")
-    return Check("ok", "clock", f"within {SKEW_S:g} s")
+        return DoctorCheck(
+            "warn", "clock", f"{skew:.0f} s apart", "Times on the pages mislead: run NTP on both machines."
+        )
+    return DoctorCheck("ok", "clock", f"within {SKEW_S:g} s")
 
 
 def _existing(data: Path) -> Path:
-    """The directory itself, or the nearest parent that exists."""
+    """The directory itself, or its nearest existing parent."""
     path = data.absolute()
     while not path.is_dir():
         path = path.parent
     return path
 
 
-_STYLES: dict[Verdict, str] = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+_STYLES: dict[CheckResult, str] = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
-def _print(check: Check) -> None:
+def _print(check: DoctorCheck) -> None:
     if not on_terminal():
         click.echo("\t".join((check.verdict, check.name, check.found, check.hint)).rstrip())
         return

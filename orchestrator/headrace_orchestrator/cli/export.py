@@ -1,8 +1,8 @@
-"""``headrace export``: stored trajectories for the tools of others.
+"""``headrace export``: stored trajectories in the formats of other tools.
 
-* The folder is there when it is whole; an export that fails leaves nothing, and so does one that nothing fits.
+* The folder appears only when complete; an export that fails or matches nothing leaves no folder.
 * A damaged record is named and left out; with ``--strict`` it ends the export.
-* Assets that what is exported refers to come with it.
+* Assets of the exported trajectories are exported with them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from headrace_orchestrator.cli.progress import progress
 FORMATS = ("parquet", "jsonl", "dataset")
 
 SHARD_BYTES = 512 << 20
-"""A file of an export is about this large before compression: what loaders read in parallel."""
+"""Approximate size of an exported file before compression; loaders read files in parallel."""
 
 CARD = """\
 ---
@@ -67,9 +67,9 @@ def _version(ctx: click.Context, param: click.Parameter, value: str | None) -> V
 @click.argument("destination", metavar="DEST", type=click.Path(path_type=Path))
 @click.option("--format", "kind", type=click.Choice(FORMATS), default="parquet", show_default=True)
 @click.option("--run", help="Trajectories of this run only.")
-@click.option("--environment", help="Of this environment only.")
-@click.option("--status", type=click.Choice(get_args(Status)), help="Only those that ended like this.")
-@click.option("--evaluation", help="Of this evaluation only; '' leaves evaluations out.")
+@click.option("--environment", help="Trajectories of this environment only.")
+@click.option("--status", type=click.Choice(get_args(Status)), help="Only trajectories with this status.")
+@click.option("--evaluation", help="Trajectories of this evaluation only; '' excludes evaluations.")
 @click.option("--tag", "tags", multiple=True, help="Only with this tag on the task; may be repeated.")
 @click.option("--low", callback=_version, help="Only with a row of this version or a later one.")
 @click.option("--high", callback=_version, help="Only with a row of this version or an earlier one.")
@@ -88,7 +88,7 @@ def export(directory: Path, destination: Path, kind: str, strict: bool, **wanted
       headrace export headrace-data out --format dataset --low 0.10
     """
     if kind != "jsonl":
-        table_schema()  # says what is missing before anything is read
+        table_schema()  # names a missing package before any reading
     with progress("Exporting") as told, fresh_folder(destination) as folder:
         data = headrace.open(directory, strict=strict, on_progress=told)
         counted = _Counted(data.matching(TrajectoryFilter(**wanted)))
@@ -117,18 +117,18 @@ def export(directory: Path, destination: Path, kind: str, strict: bool, **wanted
     elif files:
         note(f"{counted.count} trajectories in {len(files)} file{'s' * (len(files) > 1)} in {destination}.")
     if not files:
-        note("No trajectory fits; nothing was written.")
+        note("No trajectory matches; nothing was written.")
 
 
 @contextmanager
 def fresh_folder(path: Path) -> Iterator[Path]:
-    """A folder that is at ``path`` after the block, or nowhere if that raises or deletes it. Raises InvalidRequest for
-    one that is there already."""
+    """Make a folder that appears at ``path`` after the block, unless the block raises or deletes it. Raises
+    InvalidRequest for an existing one."""
     if path.exists():
-        raise InvalidRequest(f"{path} is there already.", hint="Name a new folder, or delete this one first.")
+        raise InvalidRequest(f"{path} exists already.", hint="Name a new folder, or delete this one first.")
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
+    shutil.rmtree(partial, ignore_errors=True)  # left by an export that was killed
     partial.mkdir()
     try:
         yield partial
@@ -147,7 +147,7 @@ def _require_run(data: Reader, directory: Path, run: str | None) -> None:
 
 
 class _Counted:
-    """Trajectories as they go by: how many, of which runs, with which assets."""
+    """An iterator over trajectories that counts them, their runs and their assets."""
 
     def __init__(self, trajectories: Iterable[Trajectory]) -> None:
         self._trajectories = trajectories
@@ -164,7 +164,7 @@ class _Counted:
 
 
 def _write(kind: str, folder: Path, trajectories: _Counted) -> list[str]:
-    """The names of the files that hold them."""
+    """Write the files, and return their names."""
     if kind == "jsonl":
         return _write_lines(folder, trajectories)
     if kind == "parquet":
@@ -179,7 +179,7 @@ def _write(kind: str, folder: Path, trajectories: _Counted) -> list[str]:
 
 
 def _copy_assets(data: Reader, folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """Copy assets; gives what is wrong with those that cannot be."""
+    """Copy assets; returns the errors of those that cannot be copied."""
     lost: dict[str, str] = {}
     for name in names:
         try:

@@ -1,6 +1,6 @@
-"""``headrace fsck``: check a data directory, and build its projection anew.
+"""``headrace fsck``: check a data directory, and rebuild its projection.
 
-* Sound ends with 0, lost records with 5, damage that the rest makes up for with 6.
+* A sound directory ends with 0, lost records with 5, redundant damage with 6.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from headrace_orchestrator.service.fsck.fsck import rebuild as build_anew
 LOST, MENDABLE = 5, 6
 
 
-@click.command(short_help="Check a data directory; build its projection anew.")
+@click.command(short_help="Check a data directory; rebuild its projection.")
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path, file_okay=False))
-@click.option("--rebuild", is_flag=True, help="First build the projection anew from the log. Stop the service before.")
+@click.option("--rebuild", is_flag=True, help="First rebuild the projection from the log. Stop the service before.")
 @json_option
 @click.pass_context
 def fsck(ctx: click.Context, directory: Path, rebuild: bool) -> None:
     """Read everything in the data directory DIR, or in a backup, and name what is damaged.
 
-    Checks every record, both copies of events, the heads and footers of files, whether the projection says
-    what the log says, and assets. The service may be running. Nothing is written without --rebuild.
+    Checks every record, both copies of events, the heads and footers of files, the projection against the log,
+    and assets. The service may be running. Nothing is written without --rebuild.
 
     \b
     Exit codes beside those of `headrace --help`:
       0  all is sound
       5  records are lost; each is named
-      6  something is damaged, and nothing is lost: the other copy, an older head or the log makes up for it
+      6  something is damaged but nothing is lost: another copy, an older head or the log replaces it
 
     \b
     Examples:
@@ -44,7 +44,7 @@ def fsck(ctx: click.Context, directory: Path, rebuild: bool) -> None:
     if rebuild:
         with progress("Rebuilding") as told:
             count = build_anew(directory, on_progress=told)
-        note(f"The projection was built anew: {count} trajectories.")
+        note(f"The projection was rebuilt: {count} trajectories.")
     with progress("Checking") as told:
         report = check(directory, on_progress=told)
     if shared().json:
@@ -55,7 +55,7 @@ def fsck(ctx: click.Context, directory: Path, rebuild: bool) -> None:
 
 
 def exit_code_of(report: FsckReport) -> int:
-    """How the command ends."""
+    """The exit code for a result."""
     if any(finding.lost for finding in report.findings):
         return LOST
     return MENDABLE if report.findings else OK
@@ -69,15 +69,15 @@ def _tell(report: FsckReport) -> None:
         f"{report.files} file{'s' * (report.files != 1)}, {size(report.size_bytes)}: {counts}; {report.assets} assets."
     )
     if report.unfinished_bytes:
-        note(f"The last {report.unfinished_bytes} bytes are an append that never finished; nobody was told of it.")
+        note(f"The last {report.unfinished_bytes} bytes are an unfinished append that was never acknowledged.")
     if report.unprojected_bytes:
-        note(f"The projection is {size(report.unprojected_bytes)} behind the log; a service brings it up.")
+        note(f"The projection is {size(report.unprojected_bytes)} behind the log; the next start updates it.")
     found = len(report.findings)
     note(f"{found} finding{'s' * (found > 1)}." if found else "All is sound.")
 
 
 def line_of(finding: FsckFinding) -> str:
-    """A finding as a line for people."""
+    """Format a finding as a line."""
     where = f"{finding.file} at offset {finding.offset}" if finding.file.startswith("log/") else finding.file
     what = f", {finding.size_bytes} bytes" if finding.size_bytes else ""
     kind = f" ({finding.type})" if finding.type else ""

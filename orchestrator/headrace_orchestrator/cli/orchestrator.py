@@ -1,4 +1,4 @@
-"""``headrace orchestrator``: just that process."""
+"""``headrace orchestrator``: run the orchestrator process alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ FORMATS = ("auto", "json", "text")
 @binding_options
 @storage_options
 @click.option("--log-level", default="info", show_default=True, type=click.Choice(LEVELS), help="Least severity.")
-@click.option("--log-format", default="auto", show_default=True, type=click.Choice(FORMATS), help="How lines look.")
+@click.option(
+    "--log-format", default="auto", show_default=True, type=click.Choice(FORMATS), help="Format of log lines."
+)
 def orchestrator(
     data: Path,
     host: str,
@@ -33,13 +35,13 @@ def orchestrator(
 ) -> None:
     """Run the orchestrator in this process, until SIGTERM or Ctrl-C.
 
-    The address it bound is in DATA/address. Workers are started apart: see `headrace worker`.
+    The bound address is in DATA/address. Start workers separately: see `headrace worker`.
 
     \b
     Example:
       headrace orchestrator --data /var/lib/headrace --host 0.0.0.0 --tokens tokens.toml
     """
-    from headrace_orchestrator import server  # it brings the web server, which no other command needs
+    from headrace_orchestrator import server  # imports the web server, which no other command needs
 
     settings = Settings(
         data=data,

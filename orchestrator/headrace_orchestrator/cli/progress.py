@@ -1,4 +1,4 @@
-"""How far a long command is: a bar on a terminal, a line now and then when piped, nothing with ``--json``."""
+"""Progress of long commands: a bar on a terminal, occasional lines in a pipe, nothing with ``--json``."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from headrace_orchestrator.cli.output import note, notes, shared
 
 OnProgress = Callable[[int, int], None]
-"""Called with the bytes that are done, and how many there are."""
+"""A callback with the bytes done and the bytes in all."""
 
 REFRESH_S = 0.1
 LINE_S = 5.0
-"""A line of a piped command comes as often as this."""
+"""Interval between lines in a pipe."""
 
 
 @contextmanager
 def progress(label: str, *, clock: Callable[[], float] = time.monotonic) -> Iterator[OnProgress]:
-    """Shows what is reported while the block runs."""
+    """Show reported progress while the block runs."""
     if shared().json:
         yield lambda done, total: None
     elif not notes().is_terminal:

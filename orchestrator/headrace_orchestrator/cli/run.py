@@ -1,4 +1,4 @@
-"""``headrace run``: create a run from a file or from flags, and say what can be in one."""
+"""``headrace run``: create a run from a file or from flags, and print the schema of a run."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from headrace_orchestrator.cli import runs, top
 from headrace_orchestrator.cli.output import connect, emit, json_option, note, service_options, shared, table
 
 _MARKS: dict[Any, str] = {list: "[]", types.UnionType: "[]", dict: ".*"}
-"""How a path goes on inside a field that holds several; the only unions are with None."""
+"""Path suffix inside a field that holds several values; the only unions are with None."""
 
 
 class Field(NamedTuple):
-    """One line of ``--schema``. ``name`` is the path that ``--set`` takes."""
+    """A line of ``--schema``. ``name`` is the path that ``--set`` takes."""
 
     name: str
     type: str
@@ -34,12 +34,12 @@ class Field(NamedTuple):
 
 @click.command(short_help="Create a run from a file.")
 @click.argument("file", required=False, type=click.Path(path_type=Path, allow_dash=True))
-@click.option("--name", help="Name of the run; goes before the file's.")
+@click.option("--name", help="Name of the run; overrides the file's.")
 @click.option("--environment", "environments", multiple=True, help="An environment of the mixture; may be repeated.")
 @click.option(
     "--set", "assignments", multiple=True, metavar="FIELD=VALUE", help="Any field, as in estimator.gamma=0.9."
 )
-@click.option("--exist-ok", is_flag=True, help="A run of the same name and spec is fine.")
+@click.option("--exist-ok", is_flag=True, help="Accept an existing run of the same name and spec.")
 @click.option("--watch", is_flag=True, help="Stay, and show the run until it is finished.")
 @click.option("--schema", is_flag=True, help="Print every field with its type, default and meaning, and stop.")
 @service_options
@@ -85,7 +85,7 @@ def run(
 def _given(
     file: Path | None, name: str | None, environments: tuple[str, ...], assignments: tuple[str, ...]
 ) -> dict[str, Any]:
-    """The spec as data: the file first, then flags."""
+    """Merge the spec from the file and from flags, which override it."""
     given = _read(file) if file is not None else {}
     if name is not None:
         given["name"] = name
@@ -94,7 +94,7 @@ def _given(
     for assignment in assignments:
         path, equals, text = assignment.partition("=")
         if not equals:
-            raise click.UsageError(f"--set {assignment}: it reads FIELD=VALUE.")
+            raise click.UsageError(f"--set {assignment}: it must be FIELD=VALUE.")
         _assign(given, path.split("."), _value(text))
     return given
 
@@ -115,7 +115,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """JSON where it is JSON (numbers, lists, true), else the text itself."""
+    """Parse a value as JSON (numbers, lists, true), or return the text itself."""
     try:
         return json.loads(text)
     except ValueError:
@@ -139,7 +139,7 @@ def _print_schema() -> None:
 
 
 def fields(model: type[BaseModel], prefix: str = "") -> Iterator[Field]:
-    """Every field of a spec, nested ones after the field that holds them."""
+    """List every field of a spec, nested ones after their parent."""
     for name, info in model.model_fields.items():
         meaning = " ".join((info.description or "").split())
         yield Field(prefix + name, _type(info.annotation), _default(info), meaning)

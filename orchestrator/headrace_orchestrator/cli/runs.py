@@ -1,4 +1,4 @@
-"""``headrace runs``: all runs in a table."""
+"""``headrace runs``: a table of all runs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from headrace_orchestrator.cli.output import (
 from headrace_orchestrator.console.last_seen import learner_is_silent
 
 COLUMNS = ("run", "version", "learner", "waits on", "groups", "queued", "leased", "done", "failed", "reward")
-"""``groups`` are in flight; ``queued`` and ``leased`` are episodes now, the latter of how many the policy servers take
-at a time, where that is known; ``done`` and ``failed`` are those that ended."""
+"""Columns of the table. ``groups`` are in flight; ``queued`` and ``leased`` are current episodes, the latter with the
+policy servers' capacity if known; ``done`` and ``failed`` count ended episodes."""
 
 
 def doing(run: messages.RunStatus) -> str:
-    """What the learner does, in a word; how the run ended, if it did."""
+    """The learner's activity in a word, or the end of the run."""
     if run.state != "active":
         return run.state
     if run.learner_waiting:
@@ -32,7 +32,7 @@ def doing(run: messages.RunStatus) -> str:
 
 
 def row(run: messages.RunStatus) -> list[str]:
-    """One run as a line of the table; ``COLUMNS`` are its columns."""
+    """Format a run as a row of ``COLUMNS``."""
     waits = ", ".join(reason.code for reason in run.reasons) if run.learner_waiting else ""
     ended = run.episodes.get("finished", 0) + run.episodes.get("truncated", 0)
     return [
@@ -50,7 +50,7 @@ def row(run: messages.RunStatus) -> list[str]:
 
 
 def troubles(run: messages.RunStatus) -> list[str]:
-    """What keeps failing, in sentences, whether or not the learner waits; and what a weight sync is at."""
+    """Sentences about persistent failures, whether or not the learner waits, and about a weight sync under way."""
     failing = [reason.message for reason in run.reasons if reason.code.endswith("-failing")]
     return [*failing, run.weight_sync] if run.weight_sync else failing
 
@@ -61,9 +61,9 @@ def troubles(run: messages.RunStatus) -> list[str]:
 def runs(url: str | None, token: str | None) -> None:
     """List all runs: what each learner does, and what it waits on.
 
-    `groups` are in flight. `queued` and `leased` are episodes now, of how many the policy
-    servers take at a time, where that is known; `done` counts those that ended by themselves or by a
-    budget. `reward` is the mean of the last 256. What keeps failing is said below the table.
+    `groups` are in flight. `queued` and `leased` are current episodes, with the policy servers' capacity if
+    known; `done` counts episodes that ended by themselves or by a budget. `reward` is the mean of the last 256.
+    Persistent failures are listed below the table.
 
     \b
     Example:

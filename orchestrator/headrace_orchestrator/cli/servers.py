@@ -1,4 +1,4 @@
-"""``headrace servers``: the policy servers of a run, and adding, draining and removing one while it runs."""
+"""``headrace servers``: list, add, drain and remove policy servers of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from headrace_orchestrator.cli.output import (
 )
 
 COLUMNS = ("server", "state", "version", "paused", "running", "waiting", "cache", "reason")
-"""``paused``: for new weights, all in all. ``running`` and ``waiting`` are requests, ``cache`` the share in use."""
+"""Columns of the table. ``paused``: total pause for new weights. ``running`` and ``waiting`` are requests, ``cache``: share
+in use."""
 
 ACTIONS: dict[str, Callable[[Client, str, str], None]] = {
     "add": Client.add_server,
@@ -29,11 +30,11 @@ ACTIONS: dict[str, Callable[[Client, str, str], None]] = {
 }
 
 FIRST_LOOK_S = 5.0
-"""How long it waits for the first look at a server that was just added."""
+"""Longest wait for the first check of a server that was just added."""
 
 
 def row(server: messages.PolicyServerStatus) -> list[str]:
-    """One server as a line of the table; ``COLUMNS`` are its columns."""
+    """Format a server as a row of ``COLUMNS``."""
     return [
         server.address,
         server.state,
@@ -47,7 +48,7 @@ def row(server: messages.PolicyServerStatus) -> list[str]:
 
 
 def why_no_server(run: messages.RunStatus) -> str:
-    """Why a run has no policy servers."""
+    """The reason that a run has no policy servers."""
     if run.state == "closed":
         return f"The run {run.name} is closed: it has no policy servers any more."
     if not run.spec.get("policy", {}).get("endpoints"):
@@ -62,8 +63,8 @@ def why_no_server(run: messages.RunStatus) -> str:
 @service_options
 @json_option
 def servers(run: str, action: str | None, address: str | None, url: str | None, token: str | None) -> None:
-    """Show the policy servers of RUN. `add` gives it another one while it runs (or ends the drain of one), `drain` lets
-    one finish what it has, `remove` takes it away.
+    """Show the policy servers of RUN. `add` adds one while it runs (or ends the drain of one), `drain` lets one finish
+    its requests, `remove` removes it.
 
     \b
     Examples:

@@ -1,7 +1,7 @@
-"""Options about what is stored, of every command that starts an orchestrator.
+"""Storage options of every command that starts an orchestrator.
 
-* Each says what it deletes or stops; by default nothing is deleted, and nothing but a full disk stops anything.
-* A command that starts the orchestrator as a child hands them on as they were given.
+* Each says what it deletes or stops; by default nothing is deleted, and only a full disk stops admission.
+* A command that starts the orchestrator as a child passes them on unchanged.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _OPTIONS: tuple[tuple[str, click.IntRange | click.FloatRange, str], ...] = (
         click.FloatRange(min=0),
         "Delete files of the log whose newest record is older, in seconds.",
     ),
-    ("--keep-trajectories", click.IntRange(min=0), "Delete the oldest files while so many trajectories stay."),
-    ("--keep-bytes", click.IntRange(min=0), "Delete the oldest files while so many bytes of the log stay."),
+    ("--keep-trajectories", click.IntRange(min=0), "Delete the oldest files while this many trajectories remain."),
+    ("--keep-bytes", click.IntRange(min=0), "Delete the oldest files while this many bytes of the log remain."),
     (
         "--max-held-bytes",
         click.IntRange(min=1),
@@ -31,7 +31,7 @@ _OPTIONS: tuple[tuple[str, click.IntRange | click.FloatRange, str], ...] = (
 
 
 def storage_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the options; the command takes them as keyword arguments, None where they are not given."""
+    """Add the options; the command takes them as keyword arguments, None by default."""
     for name, kind, text in reversed(_OPTIONS):
         variable = "HEADRACE_" + name.removeprefix("--").replace("-", "_").upper()
         command = click.option(name, type=kind, default=None, envvar=variable, show_envvar=True, help=text)(command)
@@ -46,13 +46,13 @@ def storage_settings(
     max_held_bytes: int | None,
     max_disk_bytes: int | None,
 ) -> dict[str, Any]:
-    """Fields of ``Settings``."""
+    """The fields of ``Settings``."""
     retention = RetentionRules(age_s=keep_age_s, trajectories=keep_trajectories, size_bytes=keep_bytes)
     return {"retention": retention, "max_held_bytes": max_held_bytes, "max_disk_bytes": max_disk_bytes}
 
 
 def storage_arguments(given: dict[str, Any]) -> list[str]:
-    """Arguments of a child's command line."""
+    """The arguments of a child's command line."""
     return [
         part
         for name, value in given.items()

@@ -1,4 +1,4 @@
-"""``headrace top``: is the learner waiting, and on what? Then runs, then workers."""
+"""``headrace top``: a live view of the learner's waiting, the runs and the workers."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def top(interval_s: float, once: bool, url: str | None, token: str | None) -> No
 def watch(
     client: Client, *, run: str | None = None, interval_s: float = 1.0, sleep: Callable[[float], None] = time.sleep
 ) -> None:
-    """Show the service until Ctrl-C, or one run until it is over. Piped or with --json: lines when it changes."""
-    with suppress(KeyboardInterrupt):  # how a person ends it: no failure
+    """Show the service until Ctrl-C, or one run until it is over. A pipe or --json gets a line at each change."""
+    with suppress(KeyboardInterrupt):  # the usual way to end it
         if shared().json or not on_terminal():
             _follow(client, run, interval_s, sleep)
         else:
@@ -83,7 +83,7 @@ def _live(client: Client, run: str | None, interval_s: float, sleep: Callable[[f
 
 
 def verdict(run: messages.RunStatus) -> str:
-    """One sentence: is the learner of this run waiting, and on what."""
+    """A sentence that says whether the learner of a run waits, and on what."""
     if run.state != "active":
         return f"{run.name}: {run.state}"
     if run.learner_waiting:
@@ -96,7 +96,7 @@ def verdict(run: messages.RunStatus) -> str:
 
 
 def worker_row(worker: messages.WorkerStatus) -> list[str]:
-    """One worker as a line; ``WORKER_COLUMNS`` are its columns."""
+    """Format a worker as a row of ``WORKER_COLUMNS``."""
     state = "silent" if is_silent(worker) else "draining" if worker.draining else "ok"
     return [worker.worker, worker.pool, str(worker.slots), str(worker.leased), span(worker.seen_s), state]
 

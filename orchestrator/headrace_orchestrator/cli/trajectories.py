@@ -32,17 +32,17 @@ from headrace_orchestrator.cli.output import (
 COLUMNS = ("id", "environment", "status", "stop", "reward", "turns", "tokens", "versions", "age")
 
 SPARE = ("tokens", "versions", "status")
-"""Columns that a narrow terminal does without."""
+"""Columns that a narrow terminal drops."""
 
 DEFAULT_LIMIT = 50
 
 SHOWN_IDS = 32
-"""Last ids of a turn that a transcript shows where they say more than the environment was given."""
+"""Number of last ids of a turn that a transcript shows if they exceed the text given to the environment."""
 
 
 class TurnLine(NamedTuple):
-    """What one turn was worth. ``return_to_go`` is discounted by γ per turn of its agent; ``advantage`` is what its
-    batch says, None where it is in none or its segment is not trained on."""
+    """The value of a turn. ``return_to_go`` is discounted by γ per turn of its agent; ``advantage``: in its batch, None
+    if it has none or its segment is not trained on."""
 
     agent: str
     turn: Turn
@@ -52,7 +52,7 @@ class TurnLine(NamedTuple):
 
 @click.group()
 def trajectories() -> None:
-    """Look at stored trajectories.
+    """Show stored trajectories.
 
     \b
     Examples:
@@ -66,7 +66,9 @@ def trajectories() -> None:
 @click.option("--status", type=click.Choice(get_args(Status)), help="Only these.")
 @click.option("--environment", help="Only this environment id.")
 @click.option("--evaluation", help="Only this evaluation's.")
-@click.option("--limit", default=DEFAULT_LIMIT, show_default=True, type=click.IntRange(1), help="Newest so many.")
+@click.option(
+    "--limit", default=DEFAULT_LIMIT, show_default=True, type=click.IntRange(1), help="Most trajectories, newest first."
+)
 @service_options
 @json_option
 def list_trajectories(
@@ -125,7 +127,7 @@ def show(trajectory: str, url: str | None, token: str | None) -> None:
 
 
 def turn_lines(trajectory: Trajectory, gamma: float, batch: wire.TrajectoryAdvantages | None) -> dict[int, TurnLine]:
-    """Every turn by its index, with its return-to-go G_k = r_k + γ·G_{k+1} over the turns of its agent."""
+    """List the turns by index, with the return-to-go G_k = r_k + γ·G_{k+1} over the turns of the same agent."""
     advantages = _advantages_by_turn(trajectory, batch)
     lines: dict[int, TurnLine] = {}
     for agent in {segment.agent for segment in trajectory.segments}:
@@ -160,8 +162,8 @@ def _row(summary: wire.TrajectorySummary) -> list[str]:
 
 
 def _as_data(trajectory: Trajectory, gamma: float, batch: wire.TrajectoryAdvantages | None) -> dict[str, Any]:
-    """What people read; arrays stay in the record, which the API serves whole. A turn of which the environment got
-    only a part has its ids."""
+    """The readable part of a record, without arrays, which the API serves. A turn of which the environment got only a
+    part includes its ids."""
     hidden = {"segments"}
     sampled = _sampled_ids(trajectory)
     data = {
@@ -221,7 +223,7 @@ def transcript(trajectory: Trajectory, gamma: float, batch: wire.TrajectoryAdvan
 
 
 def _sampled_ids(trajectory: Trajectory) -> dict[int, list[int]]:
-    """The ids that each turn sampled, by the turn's index."""
+    """The sampled ids of each turn, by the turn's index."""
     return {
         turn.index: segment.token_ids[turn.start : turn.end].tolist()
         for segment in trajectory.segments
@@ -230,7 +232,7 @@ def _sampled_ids(trajectory: Trajectory) -> dict[int, list[int]]:
 
 
 def _sampled(turn: Turn, ids: list[int]) -> str:
-    """Ids and text of a turn of which the environment was given only the text above."""
+    """Format the ids and text of a turn of which the environment got only a part."""
     shown = " ".join(map(str, ids[-SHOWN_IDS:]))
     before = "… " if len(ids) > SHOWN_IDS else ""
     return f"sampled {_count(len(ids), 'token')}: {before}{shown}\nwhich say: {turn.said!r}"
@@ -245,7 +247,7 @@ def _version_words(low: Version, high: Version) -> str:
 
 
 def _speaker(message: Message, several: bool) -> str:
-    """Who says it; with several agents, also to whom."""
+    """The speaker of a message; with several agents, also the recipient."""
     if message.role == "assistant":
         turn = f" (turn {message.turn})" if message.turn >= 0 else ""
         return f"{message.agent or message.role}{turn}"
@@ -259,7 +261,7 @@ def _text(message: Message) -> str:
 
 
 def _image(part: ContentPart) -> str:
-    """Its name, and what stands for it where the policy reads text only."""
+    """Format an image: its name, and its text for policies that read text only."""
     return f"<image {part.asset}>" + (f" as text: {part.text}" if part.text else "")
 
 

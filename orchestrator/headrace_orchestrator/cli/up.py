@@ -1,4 +1,4 @@
-"""``headrace up``: everything on this machine, as child processes.
+"""``headrace up``: run orchestrator, workers and tiny policy on this machine, as child processes.
 
 * Up prints one line for each component and where the page is.
 * A signal stops all in order.
@@ -21,28 +21,30 @@ from headrace_orchestrator.cli.address_options import binding_options, data_opti
 from headrace_orchestrator.cli.output import emit_line, json_option, note, shared
 from headrace_orchestrator.cli.processes import components
 from headrace_orchestrator.cli.processes.components import await_answer
-from headrace_orchestrator.cli.processes.supervisor import Event, LocalFleet
+from headrace_orchestrator.cli.processes.supervisor import ProcessEvent, ProcessSupervisor
 from headrace_orchestrator.cli.storage_options import storage_arguments, storage_options
 from headrace_orchestrator.settings import Address
 
 TINY_POLICY_PORT = 8471
-"""Where learners of the examples look for it."""
+"""Default port of the tiny policy, which the learners of the examples use."""
 
 LOOK_S = 0.2
-"""Between looks at the children."""
+"""Interval between checks of the children."""
 
 WORKER_GRACE_S = 15.0
-"""For workers to finish what they hold; then they hand it back."""
+"""Time for workers to finish their episodes; then they hand them back."""
 
 GRACE_S = 20.0
-"""For any component to end; then it is killed."""
+"""Time for any component to end; then it is killed."""
 
 
 @click.command(short_help="Run an orchestrator and workers on this machine.")
 @data_option("Data directory; made if missing. Logs of the components are in its folder logs.")
 @binding_options
 @click.option("--workers", default=2, show_default=True, type=click.IntRange(0), help="Worker processes.")
-@click.option("--slots", default=32, show_default=True, type=click.IntRange(1), help="Concurrent episodes of each.")
+@click.option(
+    "--slots", default=32, show_default=True, type=click.IntRange(1), help="Concurrent episodes of each worker."
+)
 @click.option("--policy-endpoint", default="", help="Address of the policy server, such as vLLM's.")
 @click.option("--tiny-policy", is_flag=True, help="Run the tiny policy too.")
 @click.option(
@@ -50,14 +52,14 @@ GRACE_S = 20.0
     default=TINY_POLICY_PORT,
     show_default=True,
     type=click.IntRange(0, 65535),
-    help="Where the tiny policy listens; learners load their weights there. 0: a free one.",
+    help="Port of the tiny policy; learners load their weights there. 0: a free one.",
 )
 @click.option(
     "--import",
     "imports",
     multiple=True,
     metavar="MODULE|FILE.py",
-    help="Workers import this first; it registers environments. May be given again.",
+    help="Module or file that workers import first; it registers environments. May be repeated.",
 )
 @click.option(
     "--sandbox",
@@ -66,7 +68,7 @@ GRACE_S = 20.0
     help="What workers run programs in, such as bubblewrap: for environments of `code:` and `python:`.",
 )
 @click.option(
-    "--token", envvar="HEADRACE_TOKEN", show_envvar=True, default="", help="What the workers present; with --tokens."
+    "--token", envvar="HEADRACE_TOKEN", show_envvar=True, default="", help="Token of the workers; with --tokens."
 )
 @storage_options
 @json_option
@@ -110,7 +112,7 @@ def up(
     tiny_policy_port = tiny_policy_port or components.free_port()
     if tiny_policy:
         components.require_free("127.0.0.1", tiny_policy_port)
-    with stop_signal() as stop, LocalFleet(data / "logs", on_event=_say, grace_s=GRACE_S) as fleet:
+    with stop_signal() as stop, ProcessSupervisor(data / "logs", on_event=_say, grace_s=GRACE_S) as fleet:
         fleet.start(
             components.orchestrator(
                 data,
@@ -147,7 +149,7 @@ def up(
 
 @contextmanager
 def stop_signal() -> Iterator[threading.Event]:
-    """An event that SIGINT, SIGTERM and SIGHUP set, instead of what they did before."""
+    """An event that SIGINT, SIGTERM and SIGHUP set, in place of their usual effect."""
     stop = threading.Event()
     names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {name: signal.signal(name, lambda *_: stop.set()) for name in names}
@@ -159,7 +161,7 @@ def stop_signal() -> Iterator[threading.Event]:
 
 
 def pause(stop: threading.Event) -> Callable[[float], None]:
-    """Sleeps, and ends the command if the event is set meanwhile."""
+    """Sleep, and end the command if the event is set meanwhile."""
 
     def sleep(seconds: float) -> None:
         if stop.wait(seconds):
@@ -169,11 +171,11 @@ def pause(stop: threading.Event) -> Callable[[float], None]:
 
 
 def _local(host: str) -> str:
-    """Where this machine reaches what it bound."""
+    """The address under which this machine reaches a bound one."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
 
 
-def _say(event: Event) -> None:
+def _say(event: ProcessEvent) -> None:
     if shared().json:
         emit_line(event._asdict())
     else:

@@ -14,7 +14,7 @@ from headrace_orchestrator.cli.output import emit, facts, json_option, shared
 @click.command()
 @json_option
 def version() -> None:
-    """Say which release this is.
+    """Print the version.
 
     \b
     Example:

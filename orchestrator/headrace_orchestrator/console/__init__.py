@@ -1,1 +1,1 @@
-"""The console: one page that answers whether the learner waits, and on what."""
+"""The console: a page that says whether the learner waits, and on what."""

@@ -1,4 +1,4 @@
-"""When a worker or a learner counts as silent.
+"""The rules by which a worker or a learner counts as silent.
 
 * A worker not heard of for half a minute is silent.
 * A learner that holds no batch is silent once a batch lease has passed without a word.
@@ -10,19 +10,19 @@ from headrace.runspec import RunSpec
 from headrace.wire.messages import RunStatus, WorkerStatus
 
 SILENT_S = 30.0
-"""Workers speak every few seconds, also when they have nothing to do; after this long one has probably ended."""
+"""Silence after which a worker has probably ended: it sends heartbeats every few seconds, even when idle."""
 
 _BATCH_LEASE_S: float = RunSpec.model_fields["batch_lease_s"].default
 
 
 def is_silent(worker: WorkerStatus) -> bool:
-    """Whether the worker has not been heard of for too long to call it well."""
+    """Return True if the worker has sent nothing for ``SILENT_S``."""
     return worker.seen_s > SILENT_S
 
 
 def learner_is_silent(run: RunStatus) -> bool:
-    """Whether what the run's learner said last is too old to be true still. One that waits or holds a batch is there:
-    both end by themselves when it is not."""
+    """Return True if the last message of the run's learner is outdated. A learner that waits or holds a batch is alive:
+    both end by themselves if it dies."""
     if run.learner_waiting or run.batches_open:
         return False
     lease_s: float = run.spec.get("batch_lease_s", _BATCH_LEASE_S)

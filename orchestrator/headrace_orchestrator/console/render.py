@@ -1,4 +1,4 @@
-"""From the state of the service to pages.
+"""Pages rendered from the state of the service.
 
 * The first thing on the page is whether the learner is waiting, and on what.
 * Live runs come first, and those whose learner waits before the others.
@@ -24,8 +24,8 @@ _TONES = {"waiting": 0, "busy": 1, "idle": 2, "over": 3}
 
 
 class Phase(Protocol):
-    """What the service is busy with; ``done`` of ``total`` bytes while it starts. ``failure``: why nothing can be
-    stored; ``remedy``: what to do about it."""
+    """The service's current work; ``done`` of ``total`` bytes while it starts. ``failure``: the reason that it cannot
+    store; ``remedy``: the action to take."""
 
     @property
     def name(self) -> str: ...
@@ -40,7 +40,7 @@ class Phase(Protocol):
 
 
 class Headline(NamedTuple):
-    """Whether the learner of a run waits, in one sentence. ``tone``: waiting, busy, idle or over."""
+    """A sentence that says whether the learner of a run waits. ``tone``: waiting, busy, idle or over."""
 
     tone: str
     sentence: str
@@ -48,7 +48,7 @@ class Headline(NamedTuple):
 
 
 def headline(run: RunStatus) -> Headline:
-    """The answer to: is the learner waiting, and on what?"""
+    """Make the headline of a run: whether its learner waits, and on what."""
     reasons = [reason.message for reason in run.reasons]
     if run.state != "active":
         over = {"finished": "is finished: all its tasks were served", "closed": "was closed"}[run.state]
@@ -60,7 +60,7 @@ def headline(run: RunStatus) -> Headline:
         return Headline("waiting", f"The learner is waiting for {_list(list(what)) or 'a batch'}.", reasons)
     if learner_is_silent(run):
         ago = duration(run.learner_doing_s)
-        return Headline("idle", f"No learner is there: the last word of one was {ago} ago.", reasons)
+        return Headline("idle", f"No learner is connected: the last word of one was {ago} ago.", reasons)
     if run.learner_doing in ("training", "evaluating", "checkpointing"):
         since = f" for {duration(run.learner_doing_s)}" if run.learner_doing_s >= 0 else ""
         return Headline("busy", f"The learner is not waiting: it has been {run.learner_doing}{since}.", reasons)
@@ -97,11 +97,11 @@ _WAITED_FOR = {
     "row-too-long": "groups whose rows fit into a bin",
     "group-ended": "nothing: a group that it awaits has ended",
 }
-"""What each reason of an empty pull means to a person."""
+"""The meaning of each reason of an empty pull, for people."""
 
 
 def duration(seconds: float) -> str:
-    """A duration as people say it."""
+    """Format a duration in words."""
     if seconds < 1:
         return "less than a second"
     if seconds < 120:
@@ -112,7 +112,7 @@ def duration(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes as people say them."""
+    """Format a number of bytes."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -126,7 +126,7 @@ def console(status: ServiceStatus, phase: Phase) -> str:
 
 
 def content(status: ServiceStatus, phase: Phase) -> str:
-    """What changes on the page."""
+    """The part of the page that changes."""
     told = [(run, headline(run)) for run in status.runs]
     told.sort(key=lambda entry: _TONES[entry[1].tone])
     return _templates.get_template("content.html").render(
@@ -139,7 +139,7 @@ def content(status: ServiceStatus, phase: Phase) -> str:
 
 
 def docs(document: dict[str, Any]) -> str:
-    """The page that describes the interface."""
+    """The page that describes the HTTP interface."""
     return _templates.get_template("docs.html").render(document=document, version=document["info"]["version"])
 
 

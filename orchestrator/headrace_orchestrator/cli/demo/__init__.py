@@ -1,1 +1,1 @@
-"""``headrace demo``: a whole run on this machine, its control, and what came of both."""
+"""``headrace demo``: a whole run on this machine beside its control, with the results of both."""

@@ -15,9 +15,9 @@ from rich.live import Live
 
 from headrace.errors import SetupError
 from headrace_orchestrator.cli.demo import display
-from headrace_orchestrator.cli.demo.processes import Stage, staged
+from headrace_orchestrator.cli.demo.processes import DemoStage, staged
 from headrace_orchestrator.cli.demo.scores import TARGETS, binary_search_guesses, learned, uniform_guesses
-from headrace_orchestrator.cli.demo.training import Lesson, Progress, Teacher
+from headrace_orchestrator.cli.demo.training import Progress, Trainer, TrainingResult
 from headrace_orchestrator.cli.output import FAILED, emit_line, json_option, note, notes, shared, table
 from headrace_orchestrator.cli.up import LOOK_S, pause, stop_signal
 
@@ -25,7 +25,7 @@ VERSIONS = 40
 """Steps of the learner: enough to play like a binary search."""
 
 SECONDS = 90.0
-"""Most that the whole may take."""
+"""Most seconds for the whole demo."""
 
 
 @click.command(short_help="Train a tiny policy to guess a number, from nothing.")
@@ -49,7 +49,7 @@ def demo(versions: int, seconds: float, data: Path | None, keep: bool) -> None:
     started = time.monotonic()
     with stop_signal() as stop, _directory(data) as directory, staged(directory, pause(stop)) as stage:
         with _shown() as show_progress:
-            teacher = Teacher(
+            teacher = Trainer(
                 stage, versions=versions, deadline=started + seconds, show=show_progress, sleep=pause(stop)
             )
             taught = teacher.teach("guess", zero_advantages=False)
@@ -89,7 +89,7 @@ def _shown() -> Iterator[Callable[[Progress], None]]:
 
 
 class _PhaseByPhase:
-    """Says each phase once."""
+    """Prints each phase once."""
 
     def __init__(self) -> None:
         self._said: set[tuple[str, str]] = set()
@@ -101,7 +101,7 @@ class _PhaseByPhase:
             note(display.sentence(progress))
 
 
-def result(taught: Lesson, control: Lesson, success: bool, seconds: float) -> dict[str, Any]:
+def result(taught: TrainingResult, control: TrainingResult, success: bool, seconds: float) -> dict[str, Any]:
     """The object that ``--json`` ends with. Scores at the top level are those of the trained policy."""
     return {
         "targets": TARGETS,
@@ -120,7 +120,7 @@ def result(taught: Lesson, control: Lesson, success: bool, seconds: float) -> di
     }
 
 
-def _conclude(taught: Lesson, control: Lesson, success: bool, seconds: float) -> None:
+def _conclude(taught: TrainingResult, control: TrainingResult, success: bool, seconds: float) -> None:
     if shared().json:
         emit_line(result(taught, control, success, seconds))
         return
@@ -137,7 +137,7 @@ def _conclude(taught: Lesson, control: Lesson, success: bool, seconds: float) ->
     )
 
 
-def _look_around(stage: Stage) -> None:
+def _look_around(stage: DemoStage) -> None:
     newest = next(iter(stage.client.trajectories("guess", page=1)), None)
     if shared().json:
         emit_line({"url": stage.url})

@@ -1,4 +1,4 @@
-"""How the demo looks: a live line while it runs, a table and a plot at the end."""
+"""Display of the demo: a live line while it runs, a table and a plot at the end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from headrace_orchestrator.cli.demo.scores import binary_search_guesses, uniform_guesses
-from headrace_orchestrator.cli.demo.training import Lesson, Progress
+from headrace_orchestrator.cli.demo.training import Progress, TrainingResult
 from headrace_orchestrator.cli.output import number
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -16,13 +16,13 @@ COLUMNS = ("player", "solved", "mean guesses")
 
 
 def sparkline(values: Sequence[float], *, low: float, high: float) -> str:
-    """One bar for each value, on the scale from low to high."""
+    """Draw one bar for each value, on the scale from low to high."""
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(BARS[round((min(max(value, low), high) - low) * scale)] for value in values)
 
 
 def sentence(progress: Progress) -> str:
-    """Where it stands, in one line."""
+    """Describe the progress in one line."""
     parts = [f"{progress.lesson}: {progress.phase}"]
     if progress.steps:
         last = progress.steps[-1]
@@ -37,14 +37,14 @@ def sentence(progress: Progress) -> str:
 
 
 def live(progress: Progress) -> Text:
-    """The line, with the curve so far under it: on a scale from binary search to uniform guessing."""
+    """Render the line and the curve so far, on a scale from binary search to uniform guessing."""
     guesses = [step.mean_guesses for step in progress.steps]
     bars = sparkline(guesses, low=binary_search_guesses(), high=uniform_guesses())
     return Text(f"{sentence(progress)}\n{bars}")
 
 
-def rows(taught: Lesson, control: Lesson) -> list[list[str]]:
-    """The table of the end."""
+def rows(taught: TrainingResult, control: TrainingResult) -> list[list[str]]:
+    """The rows of the final table."""
     played = {
         "version 0, greedy": taught.first,
         "trained, greedy": taught.trained,
@@ -57,8 +57,8 @@ def rows(taught: Lesson, control: Lesson) -> list[list[str]]:
     ]
 
 
-def curves(*lessons: Lesson) -> list[str]:
-    """Mean guesses of each batch that was trained on, a line of bars for each lesson, all on one scale."""
+def curves(*lessons: TrainingResult) -> list[str]:
+    """Draw the mean guesses of each trained batch, a line of bars for each training, all on one scale."""
     guesses = [[step.mean_guesses for step in lesson.steps] for lesson in lessons]
     low, high = min(map(min, guesses)), max(map(max, guesses))
     width = max(len(lesson.run) for lesson in lessons)

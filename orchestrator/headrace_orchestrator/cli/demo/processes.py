@@ -20,7 +20,7 @@ from headrace.client.sync_client import Client
 from headrace.errors import SetupError
 from headrace_orchestrator.cli.processes import components
 from headrace_orchestrator.cli.processes.components import LEARNER_STAGE, await_answer, free_port
-from headrace_orchestrator.cli.processes.supervisor import Component, LocalFleet
+from headrace_orchestrator.cli.processes.supervisor import Component, ProcessSupervisor
 
 WORKERS = 2
 SLOTS = 16
@@ -29,10 +29,10 @@ SLOTS = 16
 GRACE_S = 5.0
 
 
-class Stage:
-    """A service on this machine, and what acts on it."""
+class DemoStage:
+    """A service on this machine, with its workers, policies and learners."""
 
-    def __init__(self, data: Path, fleet: LocalFleet, sleep: Callable[[float], None]) -> None:
+    def __init__(self, data: Path, fleet: ProcessSupervisor, sleep: Callable[[float], None]) -> None:
         self.fleet = fleet
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -49,24 +49,24 @@ class Stage:
             self.fleet.start(components.worker(name, self.url, slots=SLOTS, policy_endpoint="", grace_s=0.0))
 
     def start_policy(self, name: str) -> str:
-        """A fresh tiny policy at version 0.0; gives its address."""
+        """Start a new tiny policy at version 0.0; returns its address."""
         port = free_port()
         self.fleet.start(components.tiny_policy(name, port))
         await_answer(self.fleet, name, port, "/health", sleep=self._sleep)
         return f"http://127.0.0.1:{port}"
 
     def start_learner(self, name: str, *arguments: str) -> None:
-        """The learner of the examples. A learner that fails is not restarted: the demo says what it said."""
+        """Start the learner of the examples. A failed learner is not restarted: the demo prints its log."""
         command = [sys.executable, str(example("learner.py")), "--url", self.url, *arguments]
         self.fleet.start(Component(name=name, command=command, stage=LEARNER_STAGE, restart=False))
 
 
 @contextmanager
-def staged(data: Path, sleep: Callable[[float], None]) -> Iterator[Stage]:
-    """A running stage."""
+def staged(data: Path, sleep: Callable[[float], None]) -> Iterator[DemoStage]:
+    """Run a stage for the length of the block."""
     with ExitStack() as stack:
-        fleet = stack.enter_context(LocalFleet(data / "logs", grace_s=GRACE_S))
-        stage = Stage(data, fleet, sleep)
+        fleet = stack.enter_context(ProcessSupervisor(data / "logs", grace_s=GRACE_S))
+        stage = DemoStage(data, fleet, sleep)
         stack.callback(stage.client.close)
         stage.start()
         yield stage
@@ -96,7 +96,7 @@ class Lines:
         self._at = 0
 
     def read(self) -> list[dict[str, Any]]:
-        """What was added since the last call, whole lines only; lines that are not JSON objects are left out."""
+        """Read the complete lines added since the last call, leaving out those that are not JSON objects."""
         if not self._file.exists():
             return []
         with self._file.open("rb") as stream:

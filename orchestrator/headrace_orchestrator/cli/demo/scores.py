@@ -1,4 +1,4 @@
-"""What guessing a number takes: exact baselines, and the score of an evaluation.
+"""Scores of guessing a number: exact baselines, and the score of an evaluation.
 
 * Baselines are computed exactly, not simulated.
 * A failed episode is a failure, and neither a guess nor a miss.
@@ -17,12 +17,12 @@ LOW, HIGH = 1, 50
 TARGETS = HIGH - LOW + 1
 
 EVALUATION_TURNS = 15
-"""Most guesses in an evaluation: more than anything that plays sensibly needs."""
+"""Most guesses in an evaluation: more than any sensible player needs."""
 
 ENVIRONMENT = "game:GuessTheNumber-v0"
 
 SAME = 1e-9
-"""Greedy play of the same weights gives the same guesses; this is for rounding of the mean."""
+"""Tolerance for rounding of the mean: greedy play of the same weights gives the same guesses."""
 
 
 def uniform_guesses(targets: int = TARGETS) -> float:
@@ -35,7 +35,7 @@ def uniform_guesses(targets: int = TARGETS) -> float:
 
 
 def binary_search_guesses(targets: int = TARGETS) -> float:
-    """Mean guesses of a player who always halves what is possible: the best there is."""
+    """Mean guesses of a player who always halves the possible range: the optimum."""
     total, left, guess = 0, targets, 1
     while left > 0:
         found = min(left, 2 ** (guess - 1))
@@ -56,7 +56,7 @@ def evaluation_tasks() -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """Of one evaluation. ``mean_guesses`` is over episodes that did not fail; unsolved ones took all their guesses."""
+    """The score of one evaluation. ``mean_guesses`` is over episodes that did not fail; unsolved ones count all guesses."""
 
     targets: int
     solved: int
@@ -76,7 +76,7 @@ def score(reply: messages.EvaluationReply) -> Score:
 
 
 def learned(first: Score, trained: Score, control: Score) -> bool:
-    """Whether training made the difference."""
+    """Return True if training, and not the control, improved the score."""
     return (
         first.failures == trained.failures == control.failures == 0
         and trained.solved == trained.targets

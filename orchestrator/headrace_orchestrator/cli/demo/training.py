@@ -1,7 +1,7 @@
-"""One lesson: a fresh policy and a fresh run, an evaluation, a learner, and an evaluation again.
+"""One training of the demo: a new policy and a new run, an evaluation, a learner, and another evaluation.
 
-Evaluations are greedy, over every target, through the evaluation API. A learner that fails ends the lesson with the
-end of its log.
+Evaluations are greedy, over every target, through the evaluation API. A failing learner ends the training with the end
+of its log.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from dataclasses import dataclass, field
 
 from headrace.errors import InternalError, NothingToServe
 from headrace.wire import messages
-from headrace_orchestrator.cli.demo.processes import Lines, Stage, example_json
+from headrace_orchestrator.cli.demo.processes import DemoStage, Lines, example_json
 from headrace_orchestrator.cli.demo.scores import Score, evaluation_tasks, score
 
 LOOK_S = 0.3
-"""Between looks at the learner and the service."""
+"""Interval between checks of the learner and the service."""
 
 STEADY_S = 1.0
-"""A rate over less time than this says nothing."""
+"""Shortest time for a meaningful rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
-    """One version that the learner made, and how the episodes of its batch went."""
+class TrainedVersion:
+    """A version made by the learner, with the results of its batch."""
 
     version: str
     mean_reward: float
@@ -33,34 +33,34 @@ class Step:
 
 @dataclass(kw_only=True)
 class Progress:
-    """What is known so far; shown live."""
+    """The progress so far, shown live."""
 
     lesson: str
     phase: str = "starting"
-    steps: list[Step] = field(default_factory=list)
+    steps: list[TrainedVersion] = field(default_factory=list)
     episodes_per_s: float = 0.0
     waits_on: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lesson:
-    """What came of it. ``episodes`` are those of training, ``seconds`` from start to end."""
+class TrainingResult:
+    """The result of a training. ``episodes``: of training only; ``seconds``: from start to end."""
 
     run: str
     first: Score
     trained: Score
-    steps: list[Step]
+    steps: list[TrainedVersion]
     episodes: int
     failures: int
     seconds: float
 
 
-class Teacher:
-    """Gives lessons on a stage. ``show`` is called several times a second."""
+class Trainer:
+    """Runs trainings on a stage. ``show`` is called several times a second."""
 
     def __init__(
         self,
-        stage: Stage,
+        stage: DemoStage,
         *,
         versions: int,
         deadline: float,
@@ -75,8 +75,8 @@ class Teacher:
         self._sleep = sleep
         self._clock = clock
 
-    def teach(self, run: str, *, zero_advantages: bool) -> Lesson:
-        """Train a fresh policy, or with zero advantages only go through the motions."""
+    def teach(self, run: str, *, zero_advantages: bool) -> TrainingResult:
+        """Train a new policy, or run the control with zero advantages."""
         started = self._clock()
         client = self._stage.client
         progress = Progress(lesson=run)
@@ -88,7 +88,7 @@ class Teacher:
         trained = self._evaluate(progress, "evaluating what it learned")
         client.close_run(run)
         status = client.run(run)
-        return Lesson(
+        return TrainingResult(
             run=run,
             first=first,
             trained=trained,
@@ -126,7 +126,7 @@ class Teacher:
 
     def _read(self, progress: Progress, lines: Lines, rate: _Rate) -> None:
         progress.steps += [
-            Step(version=line["version"], mean_reward=line["mean_reward"], mean_guesses=line["mean_guesses"])
+            TrainedVersion(version=line["version"], mean_reward=line["mean_reward"], mean_guesses=line["mean_guesses"])
             for line in lines.read()
             if "mean_guesses" in line
         ]
@@ -147,7 +147,7 @@ class Teacher:
 
 
 class _Rate:
-    """Of a count, since it was first seen."""
+    """The rate of a count since its first value."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

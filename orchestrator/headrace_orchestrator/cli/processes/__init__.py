@@ -1,1 +1,1 @@
-"""Fleets: what starts workers and keeps them running. ``local`` is child processes of this machine."""
+"""Child processes of ``headrace up`` and ``headrace demo``: their supervisor and their command lines."""

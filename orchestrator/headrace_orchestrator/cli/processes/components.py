@@ -1,4 +1,4 @@
-"""The components of Headrace as processes of a local fleet: their command lines, and when they are ready.
+"""The components of Headrace as child processes: their command lines, and the checks that they are ready.
 
 * Workers stop before policies, and those before the orchestrator.
 * A worker's token is in its environment and in no command line.
@@ -15,21 +15,21 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
 from headrace.errors import PortInUse, SetupError
-from headrace_orchestrator.cli.processes.supervisor import Component, LocalFleet, python_module
+from headrace_orchestrator.cli.processes.supervisor import Component, ProcessSupervisor, python_module
 
 ORCHESTRATOR_STAGE, POLICY_STAGE, WORKER_STAGE, LEARNER_STAGE = range(4)
 
 START_TIMEOUT_S = 60.0
-"""To answer the first request; reading a large log takes a while, and says so meanwhile."""
+"""Time to answer the first request; reading a large log takes a while, and is reported meanwhile."""
 
 _LOOK_S = 0.05
-"""Between looks at a component that is starting."""
+"""Interval between checks of a starting component."""
 
 
 def orchestrator(
     data: Path, *, host: str, port: int, tokens: Path | None = None, arguments: Sequence[str] = ()
 ) -> Component:
-    """The orchestrator of a data directory, with more arguments of its command."""
+    """The orchestrator component of a data directory, with further arguments of its command."""
     arguments = ["orchestrator", "--data", str(data), "--host", host, "--port", str(port), *arguments]
     if tokens is not None:
         arguments += ["--tokens", str(tokens)]
@@ -51,9 +51,9 @@ def worker(
     sandbox: str = "",
     token: str = "",
 ) -> Component:
-    """A worker. It names itself at the orchestrator, anew after each restart. The token goes by the environment, so
-    that it is in no process list. Hashes are fixed: some generators of tasks depend on them, and a seed must mean the
-    same task in every worker."""
+    """A worker component. It takes a new name after each restart. The token is passed in the environment, so that no
+    process list shows it. Hashes are fixed: some task generators depend on them, and a seed must mean the same task in
+    every worker."""
     arguments = ["--orchestrator", url, "--slots", str(slots), "--grace-s", f"{grace_s:g}"]
     for module in imports:
         arguments += ["--import", module]
@@ -70,7 +70,7 @@ def worker(
 
 
 def tiny_policy(name: str, port: int, *, seed: int = 0) -> Component:
-    """A tiny policy. Its weights live in its process: one that is restarted begins at version 0.0 again."""
+    """A tiny policy component. Its weights are in memory: after a restart it is at version 0.0 again."""
     return Component(
         name=name,
         command=python_module("headrace_workers.tiny_policy", "--port", str(port), "--seed", str(seed)),
@@ -79,7 +79,7 @@ def tiny_policy(name: str, port: int, *, seed: int = 0) -> Component:
 
 
 def free_port() -> int:
-    """A port of the loopback interface that is free now. It is fixed, so that a restart keeps the address."""
+    """Find a free port of the loopback interface. It is fixed, so that a restart keeps the address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -101,7 +101,7 @@ def require_free(host: str, port: int) -> None:
 
 
 def await_answer(
-    fleet: LocalFleet,
+    fleet: ProcessSupervisor,
     name: str,
     port: int,
     path: str,
@@ -111,7 +111,7 @@ def await_answer(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Return when the component answers 200. Raises SetupError if it ends, or stays silent for too long."""
+    """Return when the component answers 200. Raises SetupError if it ends, or does not answer in time."""
     deadline = clock() + timeout_s
     while not _answers(host, port, path):
         fleet.require(name)

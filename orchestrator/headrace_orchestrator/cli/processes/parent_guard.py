@@ -1,4 +1,4 @@
-"""Becomes a command that does not outlive its parent. Run as a file, so that it starts in milliseconds.
+"""A program that becomes a command which ends with its parent. It is run as a file, to start in milliseconds.
 
 A fork hook in the parent would do the same, but is not safe in a process with threads.
 """
@@ -21,7 +21,7 @@ def main(parent: int, command: list[str]) -> None:
         if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
         if os.getppid() != parent:
-            raise SystemExit("The parent is gone already.")
+            raise SystemExit("The parent has already ended.")
     os.execv(command[0], command)
 
 

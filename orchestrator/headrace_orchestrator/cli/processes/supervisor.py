@@ -1,4 +1,4 @@
-"""The local fleet: components as child processes of this one.
+"""The process supervisor: runs components as child processes, and restarts them.
 
 * A child that dies is restarted, after a delay that doubles up to a bound.
 * A child that ran long starts over with the first delay.
@@ -8,7 +8,7 @@
 * Each child's output goes to a file of its own.
 * The tail of a log shows this start and none before.
 
-A fleet belongs to one thread, the main one: the kernel's parent-death signal follows the thread that started a child.
+A supervisor belongs to the main thread: the kernel's parent-death signal follows the thread that started a child.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ FIRST_RESTART_S = 0.5
 """Delay before the first restart."""
 
 LAST_RESTART_S = 30.0
-"""Delay before a restart at most: a component that comes back should be found within half a minute."""
+"""Longest delay before a restart: a repaired component should be back within half a minute."""
 
 STEADY_S = 30.0
-"""A child that ran so long starts over with the first delay."""
+"""Running time after which a child starts over with the first delay."""
 
 TAIL_CHARS = 1500
-"""So much of a log is quoted when its child could not start."""
+"""Characters of a log that are quoted when its child could not start."""
 
 _POLL_S = 0.02
-"""Between looks at children that were asked to stop."""
+"""Interval between checks of children that were asked to stop."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +53,8 @@ class Component:
     restart: bool = True
 
 
-class Event(NamedTuple):
-    """Something that happened to a component. ``detail`` is a pid, or how it ended."""
+class ProcessEvent(NamedTuple):
+    """A start or end of a component. ``detail`` is its pid, or how it ended."""
 
     component: str
     what: Literal["started", "ended", "restarting"]
@@ -81,14 +81,14 @@ def restart_delay_s(deaths: int) -> float:
     return min(LAST_RESTART_S, FIRST_RESTART_S * 2.0 ** min(deaths - 1, 16))
 
 
-class LocalFleet:
-    """Children by name. Used as a context manager it leaves none behind."""
+class ProcessSupervisor:
+    """A set of children by name. As a context manager it leaves none behind."""
 
     def __init__(
         self,
         logs: Path,
         *,
-        on_event: Callable[[Event], None] = lambda event: None,
+        on_event: Callable[[ProcessEvent], None] = lambda event: None,
         clock: Callable[[], float] = time.monotonic,
         grace_s: float = 10.0,
     ) -> None:
@@ -106,30 +106,30 @@ class LocalFleet:
         self.close()
 
     def start(self, component: Component) -> int:
-        """Start a component; gives its pid."""
+        """Start a component; returns its pid."""
         if component.name in self._children:
             raise SetupError(f"A component named {component.name!r} runs already.")
         log_start = self._log_size(component.name)
         child = _Child(component, self._spawn(component), self._clock(), log_start)
         self._children[component.name] = child
-        self._on_event(Event(component.name, "started", str(child.process.pid)))
+        self._on_event(ProcessEvent(component.name, "started", str(child.process.pid)))
         return child.process.pid
 
     def pid(self, name: str) -> int | None:
-        """Pid of a component, or None while it is not running."""
+        """The pid of a component, or None while it is not running."""
         child = self._children.get(name)
         return child.process.pid if child and child.process.poll() is None else None
 
     def exit_code(self, name: str) -> int | None:
-        """Exit code of a component that has ended, negative for a signal; None while it runs."""
+        """The exit code of a component that has ended, negative for a signal; None while it runs."""
         return self._children[name].process.poll()
 
     def log_file(self, name: str) -> Path:
-        """Where the component's output goes."""
+        """The file of the component's output."""
         return self.logs / f"{name}.log"
 
     def poll(self) -> None:
-        """See who has died, and start again what is due. To be called several times a second."""
+        """Note children that have died, and restart those that are due. Call it several times a second."""
         now = self._clock()
         for child in self._children.values():
             if child.restart_at is not None:
@@ -149,7 +149,7 @@ class LocalFleet:
         )
 
     def tail(self, name: str) -> str:
-        """The end of what a component has logged since its last start."""
+        """The end of a component's log since its last start."""
         with self.log_file(name).open("rb") as log:
             log.seek(self._children[name].log_start)
             return log.read().decode(errors="replace")[-TAIL_CHARS:].strip()
@@ -166,7 +166,7 @@ class LocalFleet:
         for child in stopping:
             if child.process.poll() is None:
                 child.process.kill()
-            self._on_event(Event(child.component.name, "ended", _ending(child.process.wait())))
+            self._on_event(ProcessEvent(child.component.name, "ended", _ending(child.process.wait())))
 
     def close(self) -> None:
         """Stop all, later stages first."""
@@ -177,14 +177,16 @@ class LocalFleet:
         child.deaths = 1 if now - child.started_at >= STEADY_S else child.deaths + 1
         delay = restart_delay_s(child.deaths)
         child.restart_at = now + delay
-        self._on_event(Event(child.component.name, "restarting", f"{_ending(code)}; starting again in {delay:g} s"))
+        self._on_event(
+            ProcessEvent(child.component.name, "restarting", f"{_ending(code)}; starting again in {delay:g} s")
+        )
 
     def _start_again(self, child: _Child) -> None:
         child.log_start = self._log_size(child.component.name)
         child.process = self._spawn(child.component)
         child.started_at = self._clock()
         child.restart_at = None
-        self._on_event(Event(child.component.name, "started", str(child.process.pid)))
+        self._on_event(ProcessEvent(child.component.name, "started", str(child.process.pid)))
 
     def _log_size(self, name: str) -> int:
         file = self.log_file(name)
@@ -199,7 +201,7 @@ class LocalFleet:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **component.environment},
-                # A session of its own: Ctrl-C in the terminal reaches the parent only, which stops all in order.
+                # Its own session: Ctrl-C in the terminal reaches only the parent, which stops all in order.
                 start_new_session=True,
             )
 
