@@ -34,19 +34,19 @@ def test_a_workers_token_is_in_its_environment_and_in_no_command_line() -> None:
 def test_a_component_is_ready_when_it_answers(tmp_path: Path, stub: StubServer) -> None:
     stub.on("GET /readyz", page(503), page(503), ok({"epoch": 1}))
     port = int(stub.url.rpartition(":")[2])
-    with ProcessSupervisor(tmp_path) as fleet:
-        fleet.start(Component(name="orchestrator", command=SLEEPER))
-        components.await_answer(fleet, "orchestrator", port, "/readyz", sleep=lambda seconds: None)
+    with ProcessSupervisor(tmp_path) as supervisor:
+        supervisor.start(Component(name="orchestrator", command=SLEEPER))
+        components.await_answer(supervisor, "orchestrator", port, "/readyz", sleep=lambda seconds: None)
     assert len(stub.requests) == 3
 
 
 def test_a_component_that_stays_silent_is_an_error_after_its_time(tmp_path: Path) -> None:
     clock = iter(range(1000))
-    with ProcessSupervisor(tmp_path) as fleet:
-        fleet.start(Component(name="orchestrator", command=SLEEPER))
+    with ProcessSupervisor(tmp_path) as supervisor:
+        supervisor.start(Component(name="orchestrator", command=SLEEPER))
         with pytest.raises(SetupError, match=r"did not answer at 127\.0\.0\.1:1/readyz within 5 s"):
             components.await_answer(
-                fleet,
+                supervisor,
                 "orchestrator",
                 1,
                 "/readyz",

@@ -225,7 +225,7 @@ async def test_an_append_that_never_finished_is_no_damage(data_dir: Path):
         stream.write(file.read_bytes()[:100])
     done = fsck(data_dir)
     assert done.exit_code == 0
-    assert "last 100 bytes are an append that never finished" in done.stderr
+    assert "last 100 bytes are an unfinished append" in done.stderr
 
 
 async def test_assets_that_are_damaged_or_missing_are_named(data_dir: Path):

@@ -91,7 +91,7 @@ def test_runs_that_are_over_are_folded():
 def test_a_learner_that_has_not_spoken_for_long_is_not_said_to_be_training():
     said = {"learner_doing": "training", "learner_doing_s": 301.0}
     gone = render.headline(run(**said))
-    assert (gone.tone, gone.sentence) == ("idle", "No learner is there: the last word of one was 5 min ago.")
+    assert (gone.tone, gone.sentence) == ("idle", "No learner is connected: the last word of one was 5 min ago.")
     assert "has been training" in render.headline(run(**said, batches_open=1)).sentence
     assert "has been training" in render.headline(run(**said, spec={"batch_lease_s": 600.0})).sentence
 

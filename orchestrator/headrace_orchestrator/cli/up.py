@@ -112,8 +112,8 @@ def up(
     tiny_policy_port = tiny_policy_port or components.free_port()
     if tiny_policy:
         components.require_free("127.0.0.1", tiny_policy_port)
-    with stop_signal() as stop, ProcessSupervisor(data / "logs", on_event=_say, grace_s=GRACE_S) as fleet:
-        fleet.start(
+    with stop_signal() as stop, ProcessSupervisor(data / "logs", on_event=_say, grace_s=GRACE_S) as supervisor:
+        supervisor.start(
             components.orchestrator(
                 data,
                 host=host,
@@ -122,14 +122,14 @@ def up(
                 arguments=["--max-wait-s", f"{max_wait_s}", *storage_arguments(storage)],
             )
         )
-        await_answer(fleet, "orchestrator", port, "/readyz", host=_local(host), sleep=pause(stop))
+        await_answer(supervisor, "orchestrator", port, "/readyz", host=_local(host), sleep=pause(stop))
         if tiny_policy:
-            fleet.start(components.tiny_policy("tiny-policy", tiny_policy_port))
-            await_answer(fleet, "tiny-policy", tiny_policy_port, "/health", sleep=pause(stop))
+            supervisor.start(components.tiny_policy("tiny-policy", tiny_policy_port))
+            await_answer(supervisor, "tiny-policy", tiny_policy_port, "/health", sleep=pause(stop))
             policy_endpoint = f"http://127.0.0.1:{tiny_policy_port}"
         for number in range(workers):
             name = f"worker-{number}"
-            fleet.start(
+            supervisor.start(
                 components.worker(
                     name,
                     url,
@@ -143,7 +143,7 @@ def up(
             )
         _say_where(url, policy_endpoint)
         while not stop.wait(LOOK_S):
-            fleet.poll()
+            supervisor.poll()
         note("Stopping.")
 
 

@@ -59,7 +59,7 @@ def demo(versions: int, seconds: float, data: Path | None, keep: bool) -> None:
         if keep:
             _look_around(stage)
             while not stop.wait(LOOK_S):
-                stage.fleet.poll()
+                stage.supervisor.poll()
     if not success:
         note("Nothing was learned: training should beat uniform guessing, and the control should not.")
         click.get_current_context().exit(FAILED)

@@ -32,8 +32,8 @@ GRACE_S = 5.0
 class DemoStage:
     """A service on this machine, with its workers, policies and learners."""
 
-    def __init__(self, data: Path, fleet: ProcessSupervisor, sleep: Callable[[float], None]) -> None:
-        self.fleet = fleet
+    def __init__(self, data: Path, supervisor: ProcessSupervisor, sleep: Callable[[float], None]) -> None:
+        self.supervisor = supervisor
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.client = Client(self.url, learner="demo", keepalive=False, retry_for_s=15.0)
@@ -42,31 +42,31 @@ class DemoStage:
 
     def start(self) -> None:
         """Start the orchestrator and its workers; returns when the orchestrator answers."""
-        self.fleet.start(components.orchestrator(self._data, host="127.0.0.1", port=self.port))
-        await_answer(self.fleet, "orchestrator", self.port, "/readyz", sleep=self._sleep)
+        self.supervisor.start(components.orchestrator(self._data, host="127.0.0.1", port=self.port))
+        await_answer(self.supervisor, "orchestrator", self.port, "/readyz", sleep=self._sleep)
         for number in range(WORKERS):
             name = f"worker-{number}"
-            self.fleet.start(components.worker(name, self.url, slots=SLOTS, policy_endpoint="", grace_s=0.0))
+            self.supervisor.start(components.worker(name, self.url, slots=SLOTS, policy_endpoint="", grace_s=0.0))
 
     def start_policy(self, name: str) -> str:
         """Start a new tiny policy at version 0.0; returns its address."""
         port = free_port()
-        self.fleet.start(components.tiny_policy(name, port))
-        await_answer(self.fleet, name, port, "/health", sleep=self._sleep)
+        self.supervisor.start(components.tiny_policy(name, port))
+        await_answer(self.supervisor, name, port, "/health", sleep=self._sleep)
         return f"http://127.0.0.1:{port}"
 
     def start_learner(self, name: str, *arguments: str) -> None:
         """Start the learner of the examples. A failed learner is not restarted: the demo prints its log."""
         command = [sys.executable, str(example("learner.py")), "--url", self.url, *arguments]
-        self.fleet.start(Component(name=name, command=command, stage=LEARNER_STAGE, restart=False))
+        self.supervisor.start(Component(name=name, command=command, stage=LEARNER_STAGE, restart=False))
 
 
 @contextmanager
 def staged(data: Path, sleep: Callable[[float], None]) -> Iterator[DemoStage]:
     """Run a stage for the length of the block."""
     with ExitStack() as stack:
-        fleet = stack.enter_context(ProcessSupervisor(data / "logs", grace_s=GRACE_S))
-        stage = DemoStage(data, fleet, sleep)
+        supervisor = stack.enter_context(ProcessSupervisor(data / "logs", grace_s=GRACE_S))
+        stage = DemoStage(data, supervisor, sleep)
         stack.callback(stage.client.close)
         stage.start()
         yield stage

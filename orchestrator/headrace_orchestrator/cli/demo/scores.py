@@ -56,7 +56,7 @@ def evaluation_tasks() -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """The score of one evaluation. ``mean_guesses`` is over episodes that did not fail; unsolved ones count all guesses."""
+    """The score of one evaluation. ``mean_guesses``: over episodes that did not fail; unsolved ones count all."""
 
     targets: int
     solved: int

@@ -111,18 +111,18 @@ class Trainer:
 
     def _train(self, progress: Progress, endpoint: str, zero_advantages: bool) -> None:
         progress.phase = "training with zero advantages" if zero_advantages else "training"
-        fleet, name = self._stage.fleet, f"learner-{progress.lesson}"
+        supervisor, name = self._stage.supervisor, f"learner-{progress.lesson}"
         arguments = ["--run", progress.lesson, "--policy", endpoint, "--versions", str(self._versions), "--json"]
         self._stage.start_learner(name, *arguments, *(["--zero-advantages"] if zero_advantages else []))
-        lines, rate = Lines(fleet.log_file(name)), _Rate(self._clock)
-        while fleet.exit_code(name) is None:
+        lines, rate = Lines(supervisor.log_file(name)), _Rate(self._clock)
+        while supervisor.exit_code(name) is None:
             self._read(progress, lines, rate)
             self._look(progress)
             self._sleep(LOOK_S)
         self._read(progress, lines, rate)
-        if fleet.exit_code(name) != 0:
-            raise InternalError(f"The learner failed. The end of its log:\n{fleet.tail(name)}")
-        fleet.stop(name)
+        if supervisor.exit_code(name) != 0:
+            raise InternalError(f"The learner failed. The end of its log:\n{supervisor.tail(name)}")
+        supervisor.stop(name)
 
     def _read(self, progress: Progress, lines: Lines, rate: _Rate) -> None:
         progress.steps += [
@@ -135,7 +135,7 @@ class Trainer:
         progress.waits_on = _waits_on(status)
 
     def _look(self, progress: Progress) -> None:
-        self._stage.fleet.poll()
+        self._stage.supervisor.poll()
         self._show(progress)
         if self._left_s() <= 0:
             raise NothingToServe(

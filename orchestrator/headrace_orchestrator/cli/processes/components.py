@@ -101,7 +101,7 @@ def require_free(host: str, port: int) -> None:
 
 
 def await_answer(
-    fleet: ProcessSupervisor,
+    supervisor: ProcessSupervisor,
     name: str,
     port: int,
     path: str,
@@ -114,15 +114,15 @@ def await_answer(
     """Return when the component answers 200. Raises SetupError if it ends, or does not answer in time."""
     deadline = clock() + timeout_s
     while not _answers(host, port, path):
-        fleet.require(name)
+        supervisor.require(name)
         if clock() >= deadline:
             raise SetupError(
                 f"{name} did not answer at {host}:{port}{path} within {timeout_s:g} s. The end of its log:\n"
-                f"{fleet.tail(name)}",
-                hint=f"Its log is {fleet.log_file(name)}.",
+                f"{supervisor.tail(name)}",
+                hint=f"Its log is {supervisor.log_file(name)}.",
             )
         sleep(_LOOK_S)
-    fleet.require(name)
+    supervisor.require(name)
 
 
 def _answers(host: str, port: int, path: str) -> bool:

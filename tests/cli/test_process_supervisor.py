@@ -1,4 +1,4 @@
-"""Children of the local fleet: real processes, small ones."""
+"""Children of the local supervisor: real processes, small ones."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ def gone(pid: int) -> bool:
 def test_a_child_that_dies_is_restarted_after_a_delay_that_doubles_up_to_a_bound(tmp_path: Path) -> None:
     now = 0.0
     events: list[ProcessEvent] = []
-    with ProcessSupervisor(tmp_path, on_event=events.append, clock=lambda: now) as fleet:
-        first = fleet.start(Component(name="sleeper", command=SLEEPER))
+    with ProcessSupervisor(tmp_path, on_event=events.append, clock=lambda: now) as supervisor:
+        first = supervisor.start(Component(name="sleeper", command=SLEEPER))
         os.kill(first, signal.SIGKILL)
-        eventually(lambda: fleet.pid("sleeper") is None, "the child is dead")
+        eventually(lambda: supervisor.pid("sleeper") is None, "the child is dead")
 
-        fleet.poll()
-        assert fleet.pid("sleeper") is None
+        supervisor.poll()
+        assert supervisor.pid("sleeper") is None
         now = 0.49
-        fleet.poll()
-        assert fleet.pid("sleeper") is None
+        supervisor.poll()
+        assert supervisor.pid("sleeper") is None
         now = 0.5
-        fleet.poll()
+        supervisor.poll()
 
-        second = fleet.pid("sleeper")
+        second = supervisor.pid("sleeper")
         assert second not in (None, first)
         assert [event.what for event in events] == ["started", "restarting", "started"]
         assert events[1].detail == "ended by SIGKILL; starting again in 0.5 s"
@@ -65,16 +65,20 @@ def test_a_child_that_dies_is_restarted_after_a_delay_that_doubles_up_to_a_bound
 def test_a_child_that_ran_long_starts_over_with_the_first_delay(tmp_path: Path) -> None:
     now = 0.0
     events: list[ProcessEvent] = []
-    with ProcessSupervisor(tmp_path, on_event=events.append, clock=lambda: now) as fleet:
+    with ProcessSupervisor(tmp_path, on_event=events.append, clock=lambda: now) as supervisor:
         for _ in range(2):
-            pid = fleet.start(Component(name="sleeper", command=SLEEPER)) if not events else fleet.pid("sleeper")
+            pid = (
+                supervisor.start(Component(name="sleeper", command=SLEEPER))
+                if not events
+                else supervisor.pid("sleeper")
+            )
             assert pid is not None
             now += 31.0
             os.kill(pid, signal.SIGKILL)
-            eventually(lambda: fleet.pid("sleeper") is None, "the child is dead")
-            fleet.poll()
+            eventually(lambda: supervisor.pid("sleeper") is None, "the child is dead")
+            supervisor.poll()
             now += 0.5
-            fleet.poll()
+            supervisor.poll()
     assert [event.detail for event in events if event.what == "restarting"] == [
         "ended by SIGKILL; starting again in 0.5 s"
     ] * 2
@@ -86,8 +90,8 @@ def test_children_die_with_their_parent_however_it_dies_on_linux(tmp_path: Path)
 import sys, time
 from pathlib import Path
 from headrace_orchestrator.cli.processes.supervisor import Component, ProcessSupervisor
-fleet = ProcessSupervisor(Path({str(tmp_path)!r}))
-print(fleet.start(Component(name="stubborn", command={STUBBORN!r})), flush=True)
+supervisor = ProcessSupervisor(Path({str(tmp_path)!r}))
+print(supervisor.start(Component(name="stubborn", command={STUBBORN!r})), flush=True)
 time.sleep(60)
 """
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
@@ -102,46 +106,46 @@ time.sleep(60)
 
 def test_stopping_asks_first_and_kills_after_a_grace(tmp_path: Path) -> None:
     events: list[ProcessEvent] = []
-    with ProcessSupervisor(tmp_path, on_event=events.append, grace_s=0.2) as fleet:
-        fleet.start(Component(name="polite", command=SLEEPER))
-        fleet.start(Component(name="stubborn", command=STUBBORN))
+    with ProcessSupervisor(tmp_path, on_event=events.append, grace_s=0.2) as supervisor:
+        supervisor.start(Component(name="polite", command=SLEEPER))
+        supervisor.start(Component(name="stubborn", command=STUBBORN))
         for name in ("polite", "stubborn"):
-            eventually(lambda name=name: "up" in fleet.log_file(name).read_text(), f"{name} is up")
+            eventually(lambda name=name: "up" in supervisor.log_file(name).read_text(), f"{name} is up")
     ended = {event.component: event.detail for event in events if event.what == "ended"}
     assert ended == {"polite": "ended by SIGTERM", "stubborn": "ended by SIGKILL"}
 
 
 def test_later_stages_stop_before_earlier_ones(tmp_path: Path) -> None:
     events: list[ProcessEvent] = []
-    with ProcessSupervisor(tmp_path, on_event=events.append) as fleet:
+    with ProcessSupervisor(tmp_path, on_event=events.append) as supervisor:
         for stage, name in enumerate(["orchestrator", "policy", "worker"]):
-            fleet.start(Component(name=name, command=SLEEPER, stage=stage))
+            supervisor.start(Component(name=name, command=SLEEPER, stage=stage))
     assert [event.component for event in events if event.what == "ended"] == ["worker", "policy", "orchestrator"]
 
 
 def test_a_component_that_cannot_start_is_an_error_with_the_end_of_its_log(tmp_path: Path) -> None:
     command = [sys.executable, "-S", "-c", "raise SystemExit('the port is in use')"]
-    with ProcessSupervisor(tmp_path) as fleet:
-        fleet.start(Component(name="orchestrator", command=command))
-        eventually(lambda: fleet.pid("orchestrator") is None, "it ended")
+    with ProcessSupervisor(tmp_path) as supervisor:
+        supervisor.start(Component(name="orchestrator", command=command))
+        eventually(lambda: supervisor.pid("orchestrator") is None, "it ended")
         with pytest.raises(SetupError, match=r"exit code 1(?s:.*)the port is in use") as caught:
-            fleet.require("orchestrator")
+            supervisor.require("orchestrator")
     assert "orchestrator.log" in caught.value.hint
 
 
 def test_each_childs_output_goes_to_a_file_of_its_own(tmp_path: Path) -> None:
-    with ProcessSupervisor(tmp_path) as fleet:
+    with ProcessSupervisor(tmp_path) as supervisor:
         for name in ("one", "two"):
             command = [sys.executable, "-S", "-c", f"import sys; print({name!r}); print('oh', file=sys.stderr)"]
-            fleet.start(Component(name=name, command=command, restart=False))
+            supervisor.start(Component(name=name, command=command, restart=False))
         for name in ("one", "two"):
-            eventually(lambda name=name: fleet.exit_code(name) == 0, f"{name} ended")
-            assert sorted(fleet.tail(name).split()) == sorted([name, "oh"])
+            eventually(lambda name=name: supervisor.exit_code(name) == 0, f"{name} ended")
+            assert sorted(supervisor.tail(name).split()) == sorted([name, "oh"])
 
 
 def test_the_tail_of_a_log_shows_this_start_and_none_before(tmp_path: Path) -> None:
     (tmp_path / "one.log").write_text("an error of yesterday\n")
-    with ProcessSupervisor(tmp_path) as fleet:
-        fleet.start(Component(name="one", command=[sys.executable, "-S", "-c", "print('new')"], restart=False))
-        eventually(lambda: fleet.exit_code("one") == 0, "it ended")
-        assert fleet.tail("one") == "new"
+    with ProcessSupervisor(tmp_path) as supervisor:
+        supervisor.start(Component(name="one", command=[sys.executable, "-S", "-c", "print('new')"], restart=False))
+        eventually(lambda: supervisor.exit_code("one") == 0, "it ended")
+        assert supervisor.tail("one") == "new"
