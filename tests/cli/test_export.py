@@ -162,7 +162,7 @@ def test_a_folder_that_is_there_is_not_touched(stored: Path, tmp_path: Path):
     (tmp_path / "out").mkdir()
     done = export(stored, tmp_path / "out")
     assert done.exit_code == 1
-    assert "there already" in done.stderr
+    assert "exists already" in done.stderr
 
 
 def test_without_pyarrow_it_says_what_to_install(stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

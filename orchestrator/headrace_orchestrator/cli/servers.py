@@ -20,8 +20,8 @@ from headrace_orchestrator.cli.output import (
 )
 
 COLUMNS = ("server", "state", "version", "paused", "running", "waiting", "cache", "reason")
-"""Columns of the table. ``paused``: total pause for new weights. ``running`` and ``waiting``: requests, ``cache``: share in
-use."""
+"""Columns of the table. ``paused``: total pause for new weights. ``running`` and ``waiting``: requests. ``cache``:
+share in use."""
 
 ACTIONS: dict[str, Callable[[Client, str, str], None]] = {
     "add": Client.add_server,
