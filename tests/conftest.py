@@ -14,7 +14,7 @@ from tests.components import CI, LEAST_TESTS, PARTS
 
 pytest_plugins = [  # fixtures of every folder: one vLLM, one Docker daemon a session
     "tests.vllm.server",
-    "tests.sandbox.docker_fixtures",
+    "tests.sandbox.runtimes.docker.fixtures",
 ]
 
 

@@ -19,13 +19,13 @@ def docker_exec() -> Iterator[tuple[Way | None, str]]:
     if missing or os.geteuid() != 0:
         yield None, f"docker exec: it takes root and {', '.join(missing) or 'is not root here'}; make parts"
         return
-    from tests.sandbox import docker_image
-    from tests.sandbox.docker_daemon import DockerDaemon
+    from tests.sandbox.runtimes.docker import images
+    from tests.sandbox.runtimes.docker.docker_daemon import DockerDaemon
 
     daemon = DockerDaemon()
     try:
         daemon.start()
-        image = daemon.load("bench", docker_image.PYTHON)
+        image = daemon.load("bench", images.PYTHON)
         variables = {**os.environ, "DOCKER_HOST": daemon.host}
 
         def docker(*arguments: str) -> None:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from headrace.errors import SandboxFailure
+from headrace_sandbox.conformance.leftovers import lives
 from headrace_sandbox.host.supervisor import sandbox_holders, this_supervisor
 from headrace_sandbox.pool.leased_sandbox import Leased
 from headrace_sandbox.pool.messages import PoolSettings
@@ -19,7 +20,6 @@ from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Template
 from headrace_sandbox.runtimes.bubblewrap import runtime as bubblewrap
 from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
-from tests.sandbox.test_hostile import lives
 
 pytestmark = pytest.mark.component("bubblewrap")
 

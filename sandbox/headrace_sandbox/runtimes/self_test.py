@@ -23,9 +23,9 @@ import msgspec
 
 from headrace.common.timeouts import timeout
 from headrace.errors import SandboxFailure
-from headrace_sandbox import guest
 from headrace_sandbox.result import ExecResult, Isolation, Limits
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Runtime
+from headrace_sandbox.runtimes.shared.guest_modules import guest_text
 
 SELF_TEST_S = 60.0
 """Deadline for the whole test, on a busy machine. gVisor, the slowest, takes some seconds."""
@@ -37,7 +37,7 @@ LIMITS = Limits(wall_s=20.0)
 SHORT_LIMITS = Limits(wall_s=0.3)
 SMALL_LIMITS = Limits(wall_s=20.0, memory_bytes=128 << 20)
 
-PROBE = (Path(guest.__file__).parent / "isolation_probe.py").read_text()
+PROBE = guest_text("isolation_probe")
 
 ENDLESS = "while True:\n    pass"
 
@@ -49,7 +49,7 @@ QUOTED_CHARACTERS = 300
 """The quoted length of a program's output."""
 
 RunPython = Callable[[str, tuple[str, ...], Limits], Awaitable[ExecResult]]
-"""Runs Python code with arguments in limits."""
+"""Runs Python code with arguments, under limits."""
 
 
 @runtime_checkable
@@ -136,7 +136,7 @@ async def _probe(run: RunPython, isolation: Isolation) -> dict[str, bool]:
     try:
         found: dict[str, bool] = json.loads(probed.stdout.text)
     except ValueError:
-        return {f"can look around ({_describe_end(probed)})": False}
+        return {f"runs the probe ({_describe_end(probed)})": False}
     found["an end in time"] = endless.limit == "time"
     if "memory_bytes" in isolation.active:
         found["bounded memory"] = (await run(LARGE_ALLOCATION, (), SMALL_LIMITS)).exit_code != 0

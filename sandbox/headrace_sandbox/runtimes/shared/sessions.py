@@ -83,7 +83,7 @@ class HostedSession:
         await self._live_host()
 
     async def run(self, cell: str, limits: Limits) -> ExecResult:
-        """Run a cell. Of the limits ``wall_s``, ``output_bytes`` and ``kept_bytes`` hold. Raises SandboxFailure.
+        """Run a cell. Only the limits ``wall_s``, ``output_bytes`` and ``kept_bytes`` apply. Raises SandboxFailure.
         Cancelling the call ends the session's host; the next cell gets a new one."""
         text = _encode_cell(cell)
         if len(text) > MOST_CELL_BYTES:

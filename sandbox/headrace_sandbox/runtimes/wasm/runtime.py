@@ -30,7 +30,7 @@ import msgspec
 from headrace.common.timeouts import timeout
 from headrace.errors import SandboxFailure
 from headrace_sandbox.host.child_process import ChildProcess
-from headrace_sandbox.host.descriptors import os_errors_as_failures
+from headrace_sandbox.host.descriptors import os_errors_as_failures, wait_readable
 from headrace_sandbox.host.layout import program_environment
 from headrace_sandbox.host.seccomp import filter_program
 from headrace_sandbox.host.supervisor import SUPERVISOR_VARIABLE, owned_folder, this_supervisor
@@ -224,17 +224,12 @@ class _Worker:
         await self.child.__aexit__()
 
     async def _wait_started(self) -> bool:
-        readable = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        loop.add_reader(self._status, readable.set)
         try:
             async with timeout(START_TIMEOUT_S):
-                await readable.wait()
-            return os.read(self._status, 1) == b"\n"
+                await wait_readable(self._status)
         except TimeoutError:
             return False
-        finally:
-            loop.remove_reader(self._status)
+        return os.read(self._status, 1) == b"\n"
 
     def _not_started(self) -> SandboxFailure:
         os.set_blocking(self.child.program.stderr, False)

@@ -6,11 +6,11 @@ import secrets
 
 import pytest
 
+from headrace_sandbox.conformance.leftovers import lives
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import Command, Sandbox, Session, Template
 from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
 from tests.sandbox.runtimes.helpers import pids_marked
-from tests.sandbox.test_hostile import lives
 
 pytestmark = pytest.mark.component("bubblewrap")
 

@@ -11,12 +11,11 @@ import signal
 import pytest
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox.conformance.leftovers import descendants
+from headrace_sandbox.conformance.leftovers import descendants, lives
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import PythonProgram
 from headrace_sandbox.runtimes.bubblewrap import fork_server
 from headrace_sandbox.runtimes.bubblewrap.fork_server import ForkServer
-from tests.sandbox.test_hostile import lives
 
 pytestmark = pytest.mark.component("bubblewrap")
 

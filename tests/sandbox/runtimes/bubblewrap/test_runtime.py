@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from headrace.errors import SandboxFailure
+from headrace_sandbox.conformance.leftovers import lives
 from headrace_sandbox.host.cgroups.cgroup import Cgroup
 from headrace_sandbox.host.cgroups.detection import NoDriver
 from headrace_sandbox.result import RANGES, Limits, Usage
@@ -24,7 +25,6 @@ from headrace_sandbox.runtimes.bubblewrap.fork_server import ForkServer
 from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
 from headrace_sandbox.runtimes.bubblewrap.sandbox import BubblewrapSandbox
 from tests.sandbox.conftest import Run
-from tests.sandbox.test_hostile import lives
 
 pytestmark = pytest.mark.component("bubblewrap")
 

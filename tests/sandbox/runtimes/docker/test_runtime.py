@@ -16,6 +16,7 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from headrace.errors import SandboxFailure
+from headrace_sandbox.conformance.leftovers import lives
 from headrace_sandbox.host.seccomp import ARCHITECTURES, FAMILIES
 from headrace_sandbox.host.supervisor import this_supervisor
 from headrace_sandbox.result import ExecResult, Limits
@@ -27,9 +28,8 @@ from headrace_sandbox.runtimes.docker.sandbox import DockerSessionHost
 from headrace_sandbox.runtimes.docker.stream_watch import StreamFrameReader, StreamWatcher
 from headrace_sandbox.runtimes.registry import make_runtime
 from headrace_sandbox.runtimes.self_test import self_test
-from tests.sandbox.docker_daemon import DockerDaemon
-from tests.sandbox.docker_fixtures import Served
-from tests.sandbox.test_hostile import lives
+from tests.sandbox.runtimes.docker.docker_daemon import DockerDaemon
+from tests.sandbox.runtimes.docker.fixtures import DockerSetup
 
 pytestmark = pytest.mark.component("docker")
 
@@ -37,7 +37,7 @@ Code = Callable[..., Awaitable[ExecResult]]
 
 
 @pytest.fixture
-async def runtime(docker: Served) -> AsyncIterator[Docker]:
+async def runtime(docker: DockerSetup) -> AsyncIterator[Docker]:
     made_ = Docker(docker.daemon.host, docker.python)
     yield made_
     await made_.close()
@@ -62,7 +62,7 @@ async def containers(host: str) -> list[dict[str, Any]]:
 # What isolates --------------------------------------------------------------------------------------------------------
 
 
-async def test_docker_passes_the_self_test(docker: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_docker_passes_the_self_test(docker: DockerSetup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", docker.daemon.host)
     monkeypatch.setenv("HEADRACE_DOCKER_IMAGE", docker.python)
     runtime = make_runtime("docker")
@@ -216,7 +216,9 @@ async def test_a_fork_bomb_runs_into_the_limit_of_processes(code: Code) -> None:
     assert result.usage.refused_pids > 0
 
 
-async def test_a_program_that_fails_with_a_full_scratch_folder_ran_into_its_disk(code: Code, docker: Served) -> None:
+async def test_a_program_that_fails_with_a_full_scratch_folder_ran_into_its_disk(
+    code: Code, docker: DockerSetup
+) -> None:
     fill = "import os\ntry:\n    open('x', 'wb').write(bytes(2 << 20))\nexcept OSError:\n    pass\n"
     for text, expected in (
         (f"{fill}raise SystemExit(3)", (3, "disk", "limit")),
@@ -269,7 +271,7 @@ async def test_a_program_has_only_its_own_files_and_variables(runtime: Docker) -
 # Images ---------------------------------------------------------------------------------------------------------------
 
 
-async def test_any_image_runs_a_command_that_it_has(docker: Served) -> None:
+async def test_any_image_runs_a_command_that_it_has(docker: DockerSetup) -> None:
     for image in (docker.shell, docker.bare):
         runtime = Docker(docker.daemon.host, image)
         assert (await runtime.run(Command(arguments=["cat"], stdin=b"in"), Limits())).stdout.text == "in"
@@ -282,7 +284,7 @@ async def test_any_image_runs_a_command_that_it_has(docker: Served) -> None:
         await runtime.close()
 
 
-async def test_files_enter_an_image_without_python_by_its_tar(docker: Served) -> None:
+async def test_files_enter_an_image_without_python_by_its_tar(docker: DockerSetup) -> None:
     runtime = Docker(docker.daemon.host, docker.shell)
     result = await runtime.run(Command(arguments=["cat", "a/b"], files={"a/b": b"content"}), Limits())
     assert result.stdout.text == "content"
@@ -290,7 +292,7 @@ async def test_files_enter_an_image_without_python_by_its_tar(docker: Served) ->
 
 
 async def test_an_unnamed_or_missing_image_is_our_failure_with_a_remedy(
-    docker: Served, monkeypatch: pytest.MonkeyPatch
+    docker: DockerSetup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HEADRACE_DOCKER_IMAGE", raising=False)
     for image, kind, hint in ((None, "no-image", "HEADRACE_DOCKER_IMAGE"), ("no/such:image", "image-missing", "Pull")):
@@ -315,7 +317,7 @@ async def until_started(host: str) -> str:
 
 
 @pytest.mark.parametrize("how", ["killed", "removed"])
-async def test_a_container_that_is_ended_from_outside_is_our_failure(docker: Served, code: Code, how: str) -> None:
+async def test_a_container_that_is_ended_from_outside_is_our_failure(docker: DockerSetup, code: Code, how: str) -> None:
     await code("")
     mark = secrets.token_hex(8)
     running = asyncio.ensure_future(code(f"import os\nos.execv('/bin/sleep', ['{mark}', '60'])"))
@@ -344,12 +346,12 @@ def test_a_missing_daemon_is_our_failure_with_a_remedy() -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 async def test_a_daemon_that_dies_under_a_program_is_our_failure() -> None:
-    from tests.sandbox import docker_image
+    from tests.sandbox.runtimes.docker import images
 
     daemon = DockerDaemon()
     try:
         daemon.start()
-        runtime = Docker(daemon.host, daemon.load("shell", docker_image.SHELL))
+        runtime = Docker(daemon.host, daemon.load("shell", images.SHELL))
         await runtime.run(Command(arguments=["true"]), Limits())
         running = asyncio.ensure_future(runtime.run(Command(arguments=["sleep", "60"]), Limits(wall_s=60)))
         await until_started(daemon.host)
@@ -366,7 +368,7 @@ async def test_a_daemon_that_dies_under_a_program_is_our_failure() -> None:
 # Nothing is left ------------------------------------------------------------------------------------------------------
 
 
-async def test_executions_leave_no_container_group_descriptor_or_task(docker: Served, code: Code) -> None:
+async def test_executions_leave_no_container_group_descriptor_or_task(docker: DockerSetup, code: Code) -> None:
     await code("")
     before = len(os.listdir("/proc/self/fd"))
     await asyncio.gather(*(code("open('x', 'w').write('x')") for _ in range(4)))
@@ -381,7 +383,7 @@ async def test_executions_leave_no_container_group_descriptor_or_task(docker: Se
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-async def test_sweep_removes_what_a_dead_supervisor_left_and_nothing_else(docker: Served, runtime: Docker) -> None:
+async def test_sweep_removes_what_a_dead_supervisor_left_and_nothing_else(docker: DockerSetup, runtime: Docker) -> None:
     daemon = Daemon(docker.daemon.host)
     mine, boot = str(this_supervisor()), boot_id()
     dead = mine.replace("-", "-9", 1)

@@ -18,8 +18,8 @@ from headrace_sandbox.runtimes.base import Command, FileInfo, Sandbox, Template
 from headrace_sandbox.runtimes.docker.daemon import Daemon
 from headrace_sandbox.runtimes.docker.runtime import Docker
 from headrace_sandbox.runtimes.docker.sandbox import DockerSandbox
-from tests.sandbox.docker_fixtures import Served
 from tests.sandbox.runtimes.bubblewrap.test_background_processes import CASES as G15
+from tests.sandbox.runtimes.docker.fixtures import DockerSetup
 from tests.sandbox.runtimes.docker.test_runtime import containers
 
 pytestmark = pytest.mark.component("docker")
@@ -28,7 +28,7 @@ LIMITS = Limits(wall_s=30.0)
 
 
 @pytest.fixture
-async def runtime(docker: Served) -> AsyncIterator[Docker]:
+async def runtime(docker: DockerSetup) -> AsyncIterator[Docker]:
     made = Docker(docker.daemon.host, docker.python)
     yield made
     await made.close()
@@ -158,7 +158,9 @@ async def test_a_program_whose_files_use_up_the_memory_is_never_our_failure(runt
         assert after.stdout.text in ("", "ok\n")
 
 
-async def test_a_container_ends_itself_at_its_expiry_and_with_its_supervisor(docker: Served, runtime: Docker) -> None:
+async def test_a_container_ends_itself_at_its_expiry_and_with_its_supervisor(
+    docker: DockerSetup, runtime: Docker
+) -> None:
     sandbox = await runtime.open(Template(), 3.0)
     assert isinstance(sandbox, DockerSandbox)
     held = await runtime.open(Template(), 300.0)
@@ -177,7 +179,7 @@ async def test_a_container_ends_itself_at_its_expiry_and_with_its_supervisor(doc
     assert caught.value.kind == "sandbox-lost"
 
 
-async def test_an_image_without_python_takes_commands_and_files_and_names_what_it_lacks(docker: Served) -> None:
+async def test_an_image_without_python_takes_commands_and_files_and_names_what_it_lacks(docker: DockerSetup) -> None:
     runtime = Docker(docker.daemon.host, docker.python)
     sandbox = await runtime.open(Template(image=docker.shell, files={"a/b": b"content"}), 60.0)
     result = await sandbox.run(Command(arguments=["cat", "a/b", "c"], files={"c": b"more"}), LIMITS)
@@ -216,7 +218,9 @@ async def test_a_background_process_does_not_delay_a_command(runtime: Docker) ->
 
 
 @pytest.mark.parametrize("how", ["killed", "removed"])
-async def test_a_sandbox_that_is_ended_from_outside_is_our_failure(docker: Served, sandbox: Sandbox, how: str) -> None:
+async def test_a_sandbox_that_is_ended_from_outside_is_our_failure(
+    docker: DockerSetup, sandbox: Sandbox, how: str
+) -> None:
     assert isinstance(sandbox, DockerSandbox)
     session = await sandbox.session("bash")
     assert sandbox._container is not None
@@ -233,7 +237,7 @@ async def test_a_sandbox_that_is_ended_from_outside_is_our_failure(docker: Serve
         assert (caught.value.kind, caught.value.retryable) == ("sandbox-lost", True)
 
 
-async def test_a_closed_runtime_leaves_nothing(docker: Served) -> None:
+async def test_a_closed_runtime_leaves_nothing(docker: DockerSetup) -> None:
     runtime = Docker(docker.daemon.host, docker.python)
     sandbox = await runtime.open(Template(), 60.0)
     await sandbox.session("python")

@@ -23,8 +23,8 @@ from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Template
 from headrace_sandbox.runtimes.gvisor.runtime import Gvisor
 from headrace_sandbox.runtimes.gvisor.sandbox import GvisorSandbox
-from tests.sandbox.docker_image import rootfs
 from tests.sandbox.runtimes.bubblewrap.test_background_processes import CASES
+from tests.sandbox.runtimes.docker.images import rootfs
 
 pytestmark = pytest.mark.component("gvisor")
 

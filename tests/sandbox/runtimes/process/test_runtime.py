@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import SandboxFailure
+from headrace_sandbox.conformance.leftovers import lives
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Template
 from headrace_sandbox.runtimes.process.runtime import Process
 from headrace_sandbox.runtimes.registry import make_runtime, ready_runtime
 from tests.sandbox.open_files import MOST_NEEDED, only_descriptors
-from tests.sandbox.test_hostile import lives
 
 
 @pytest.fixture

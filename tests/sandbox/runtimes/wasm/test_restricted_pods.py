@@ -43,7 +43,7 @@ class Pod:
             MARK: os.environ[MARK],
         }
         return subprocess.run(
-            [sys.executable, "-m", "tests.sandbox.restricted", str(USER), *command],
+            [sys.executable, "-m", "tests.sandbox.runtimes.wasm.restricted_pod", str(USER), *command],
             env=variables, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False, stdin=subprocess.DEVNULL,
         )  # fmt: skip
 

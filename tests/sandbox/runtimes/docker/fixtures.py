@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.sandbox import docker_image
-from tests.sandbox.docker_daemon import DockerDaemon
+from tests.sandbox.runtimes.docker import images
+from tests.sandbox.runtimes.docker.docker_daemon import DockerDaemon
 
 
-class Served(NamedTuple):
+class DockerSetup(NamedTuple):
     """A daemon, and its images: with Python, with a shell and no Python, with neither."""
 
     daemon: DockerDaemon
@@ -21,15 +21,15 @@ class Served(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def docker() -> Iterator[Served]:
+def docker() -> Iterator[DockerSetup]:
     daemon = DockerDaemon()
     try:
         daemon.start()
-        yield Served(
+        yield DockerSetup(
             daemon,
-            daemon.load("python", docker_image.PYTHON),
-            daemon.load("shell", docker_image.SHELL),
-            daemon.load("bare", docker_image.BARE),
+            daemon.load("python", images.PYTHON),
+            daemon.load("shell", images.SHELL),
+            daemon.load("bare", images.BARE),
         )
     finally:
         daemon.stop()

@@ -3,7 +3,8 @@
 * It touches no interface and no packet filter of this machine, and no registry.
 * Whatever happened, ``stop`` leaves no process, mount, control group or file.
 
-``python -m tests.sandbox.docker_daemon COMMAND`` runs a command that finds such a daemon, and an image with Python.
+``python -m tests.sandbox.runtimes.docker.docker_daemon COMMAND`` runs a command that finds such a daemon, and an image
+with Python.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 
 import docker
 
-from tests.sandbox.docker_image import PYTHON, rootfs
+from tests.sandbox.runtimes.docker.images import PYTHON, rootfs
 
 START_S = 60.0
 

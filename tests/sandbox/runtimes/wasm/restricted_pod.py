@@ -5,7 +5,7 @@
 * Where root runs it, as a kubelet would: processes of its own, with /proc masked and read-only where containerd does
   that, and control groups read-only.
 
-``python -m tests.sandbox.restricted USER COMMAND…``
+``python -m tests.sandbox.runtimes.wasm.restricted_pod USER COMMAND…``
 """
 
 from __future__ import annotations
