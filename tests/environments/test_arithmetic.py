@@ -32,7 +32,7 @@ def value_of(expression: str) -> Fraction:
 
 
 @given(st.integers(0, 2**32), st.integers(2, 5))
-def test_a_right_answer_earns_1_any_other_0(seed, terms):
+def test_a_correct_answer_earns_1_any_other_0(seed, terms):
     environment = Arithmetic(terms=terms, operations="+-*/")
     question, info = environment.reset(seed)
     assert info["expression"] in question
@@ -67,7 +67,7 @@ def test_grading_is_exact(text, value):
 @pytest.mark.parametrize(
     "text", ["", "seven", "1/0", "\\frac{1}{0}", "1e999999999", "1/2/3", "nan", "inf", "1_000", "9" * 10**6, "0x10"]
 )
-def test_what_is_no_number_is_no_answer(text):
+def test_an_answer_that_is_not_a_number_is_wrong(text):
     assert read_number(text) is None
 
 
@@ -75,7 +75,7 @@ def test_a_third_is_not_a_decimal():
     assert read_number("0.3333333333333333") != read_number("1/3")
 
 
-def test_without_a_boxed_answer_the_episode_ends_at_a_format_error():
+def test_without_a_boxed_answer_the_episode_ends_with_a_format_error():
     environment = Arithmetic()
     environment.reset(0)
     step = environment.step("42")
@@ -85,12 +85,12 @@ def test_without_a_boxed_answer_the_episode_ends_at_a_format_error():
 
 
 @given(st.integers(0, 2**32))
-def test_the_seed_fixes_the_expression(seed):
+def test_the_seed_determines_the_expression(seed):
     assert Arithmetic(terms=4).reset(seed) == Arithmetic(terms=4).reset(seed)
 
 
 @pytest.mark.parametrize("kwargs", [{"terms": 1}, {"max_operand": 0}, {"operations": ""}, {"operations": "%"}])
-def test_kwargs_that_make_no_expression_are_refused(kwargs):
+def test_kwargs_that_cannot_make_an_expression_are_refused(kwargs):
     with pytest.raises(InvalidRequest):
         Arithmetic(**kwargs)
 

@@ -44,38 +44,38 @@ def test_list_names_every_id_that_a_worker_on_this_machine_knows() -> None:
     assert "game:Nim-v0" in json.loads(result.stdout)
 
 
-def test_check_says_that_an_environment_keeps_the_protocol_and_ends_with_0() -> None:
+def test_check_confirms_that_an_environment_keeps_the_protocol_and_exits_with_0() -> None:
     result = CliRunner().invoke(env, ["check", "math:Arithmetic-v0", "--action", r"\boxed{4}"])
     assert (result.exit_code, result.stdout) == (0, "math:Arithmetic-v0 keeps the protocol.\n")
 
 
-def test_check_prints_each_way_in_which_it_breaks_the_protocol_and_ends_with_1(faulty: tuple[str, str]) -> None:
+def test_check_prints_each_violation_of_the_protocol_and_exits_with_1(faulty: tuple[str, str]) -> None:
     environment, file = faulty
     result = CliRunner().invoke(env, ["check", environment, "--import", file, "--json"])
     assert result.exit_code == 1
     assert [problem["check"] for problem in json.loads(result.stdout)] == ["step-returns"]
 
 
-def test_check_of_an_unknown_id_is_an_error_of_its_own() -> None:
+def test_check_of_an_unknown_id_is_a_separate_error() -> None:
     result = CliRunner().invoke(env, ["check", "nowhere:Known"])
     assert isinstance(result.exception, UnknownEnvironment)
 
 
 @pytest.mark.parametrize("kwargs", ["{", "[1]"])
-def test_kwargs_that_are_no_json_object_are_a_usage_error(kwargs: str) -> None:
+def test_kwargs_that_are_not_a_json_object_are_a_usage_error(kwargs: str) -> None:
     result = CliRunner().invoke(env, ["check", "game:Nim-v0", "--kwargs", kwargs])
     assert result.exit_code == 2
     assert "--kwargs" in result.stderr
 
 
-def test_an_environment_that_cannot_be_made_says_what_its_constructor_was_given() -> None:
+def test_an_environment_that_cannot_be_made_is_an_error_with_the_constructors_message() -> None:
     result = CliRunner().invoke(env, ["check", "game:Nim-v0", "--kwargs", '{"colour": 1}'])
     assert isinstance(result.exception, SetupError)
     assert "colour" in str(result.exception)
     assert "--kwargs" in result.exception.hint
 
 
-def test_the_help_of_check_has_its_example_on_a_line_of_its_own() -> None:
+def test_the_help_of_check_has_its_example_on_a_separate_line() -> None:
     lines = CliRunner().invoke(env, ["check", "--help"]).stdout.splitlines()
     example = lines[lines.index("  Example:") + 1]
     assert example.endswith(r"--action '\boxed{1}' --action '\boxed{3}'")

@@ -54,7 +54,7 @@ async def graded(sandbox: WorkerSandbox, action: str, **kwargs: Any) -> tuple[fl
 
 
 @pytest.mark.component("bubblewrap")
-async def test_all_tests_or_nothing(sandbox: WorkerSandbox) -> None:
+async def test_passing_all_tests_earns_1_anything_less_0(sandbox: WorkerSandbox) -> None:
     reward, info = await graded(sandbox, RIGHT)
     assert (reward, info["outcome"], info["verdicts"]) == (1.0, "passed", ["passed"] * 3)
     reward, info = await graded(sandbox, "```python\nprint(int(input()) ** 2)\n```")
@@ -62,13 +62,13 @@ async def test_all_tests_or_nothing(sandbox: WorkerSandbox) -> None:
 
 
 @pytest.mark.component("bubblewrap")
-async def test_partial_rewards_are_the_share_of_tests_that_passed(sandbox: WorkerSandbox) -> None:
+async def test_with_partial_the_reward_is_the_share_of_tests_that_passed(sandbox: WorkerSandbox) -> None:
     reward, info = await graded(sandbox, "```\nprint(int(input().split()[0]) ** 2)\n```", partial=True)
     assert (reward, info["verdicts"]) == (2 / 3, ["passed", "wrong", "passed"])
 
 
 @pytest.mark.component("bubblewrap")
-async def test_a_limit_is_the_answers_and_earns_nothing(sandbox: WorkerSandbox) -> None:
+async def test_an_answer_that_exceeds_a_limit_earns_nothing(sandbox: WorkerSandbox) -> None:
     reward, info = await graded(sandbox, "```python\nwhile True: pass\n```", time_s=0.3)
     assert (reward, info["outcome"], info["detail"]) == (0.0, "limit", "limit: time")
 
@@ -81,7 +81,7 @@ async def test_an_action_without_a_block_is_a_format_error() -> None:
     assert runtime.programs == []
 
 
-async def test_a_fault_of_the_sandbox_is_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fault_of_the_sandbox_is_a_failure_and_not_a_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace_workers.sandboxes.PAUSE_S", 0.0)
     record = await play(
         Script(say(RIGHT)), lambda: CodeProblems(example=SQUARES), sandbox=sandbox_of(ScriptedRuntime(LOST))
@@ -91,7 +91,7 @@ async def test_a_fault_of_the_sandbox_is_no_reward(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.component("bubblewrap")
-async def test_the_problems_of_headrace_can_be_solved_and_not_by_nothing(sandbox: WorkerSandbox) -> None:
+async def test_the_built_in_problems_can_be_solved_but_not_by_an_empty_program(sandbox: WorkerSandbox) -> None:
     runtime = await sandbox.runtime()
     for row in rows():
         cases = cases_of(row, 12)
@@ -114,13 +114,13 @@ def test_math_problems_keep_the_protocol() -> None:
 # Rows ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_seed_chooses_the_row(tmp_path: Path) -> None:
+def test_the_seed_selects_the_row(tmp_path: Path) -> None:
     drawn = [read_row(BASICS, seed)["id"] for seed in range(200)]
     assert drawn == [read_row(BASICS, seed)["id"] for seed in range(200)]
     assert set(drawn) == {row["id"] for row in rows()}
 
 
-def test_a_file_that_was_changed_is_read_anew(tmp_path: Path) -> None:
+def test_a_changed_file_is_indexed_again(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"id": "a"}\n\n')
     assert read_row(path, 0) == {"id": "a"}
@@ -160,11 +160,11 @@ PAIRS = {"inputs": ["1", "22"], "outputs": ["a", "b"]}
         ),
     ],
 )
-def test_tests_are_read_as_data_sets_write_them(tests: Any, cases: list[Any]) -> None:
+def test_tests_are_read_in_the_formats_of_common_data_sets(tests: Any, cases: list[Any]) -> None:
     assert cases_of({"tests": tests}, 12) == cases
 
 
-def test_of_many_tests_those_with_the_longest_inputs_are_taken_in_their_order() -> None:
+def test_the_tests_with_the_longest_inputs_are_taken_in_their_order() -> None:
     inputs = ["1", "333", "22", "4444", "5"]
     cases = cases_of({"tests": {"inputs": inputs, "outputs": inputs}}, 3)
     assert [case.stdin for case in cases if isinstance(case, StdioCase)] == ["333", "22", "4444"]
@@ -193,7 +193,7 @@ async def test_a_row_without_a_question_fails_the_episode() -> None:
     assert failure_of(record) == ("environment", "bad-row", False)
 
 
-def test_rows_come_from_a_file_or_are_one() -> None:
+def test_rows_come_from_a_file_or_from_one_example() -> None:
     for kwargs in ({}, {"path": "x", "example": {}}):
         with pytest.raises(InvalidRequest):
             CodeProblems(**kwargs)

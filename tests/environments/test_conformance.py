@@ -31,7 +31,7 @@ GUESSES = (*(f"\\boxed{{{number}}}" for number in (25, 12, 37, 6, 44, 25, 99)), 
         pytest.param("rg:leg_counting", {}, ("\\boxed{4}", "4"), marks=pytest.mark.component("reasoning-gym")),
     ],
 )
-def test_our_own_environments_keep_the_protocol(name, kwargs, actions):
+def test_built_in_environments_keep_the_protocol(name, kwargs, actions):
     assert check_environment(lambda: headrace.make(name, **kwargs), actions=actions) == []
 
 
@@ -53,7 +53,7 @@ class AsyncEcho(Echo):
         return super().step(action)
 
 
-def test_coroutines_are_fine():
+def test_an_environment_with_coroutines_keeps_the_protocol():
     assert check_environment(AsyncEcho) == []
 
 
@@ -215,7 +215,7 @@ class HalfACharacter(Echo):
         (NobodyDue, "next-agent"),
     ],
 )
-def test_each_breach_is_found_under_its_name(broken, check):
+def test_each_violation_is_found_under_its_name(broken, check):
     problems = check_environment(broken)
     assert check in {problem.check for problem in problems}, problems
     assert all(str(problem) for problem in problems)
@@ -225,7 +225,7 @@ def test_an_environment_of_images_keeps_the_protocol():
     assert check_environment(FreshImages) == []
 
 
-def test_the_global_generators_are_put_back():
+def test_the_global_generators_are_restored():
     state = random.getstate()
     check_environment(Echo)
     assert random.getstate() == state

@@ -31,13 +31,13 @@ def test_the_action_is_the_last_boxed_digits():
 @pytest.mark.parametrize(
     "action", ["", "20", "\\boxed{}", "\\boxed{twenty}", "\\boxed{-20}", "\\boxed{2.0}", "\\boxed{" + "1" * 5000 + "}"]
 )
-def test_without_one_the_episode_ends_at_a_format_error(action):
+def test_without_one_the_episode_ends_with_a_format_error(action):
     step = started().step(action)
     assert (step.reward, step.terminated, step.truncated) == (-0.1, True, False)
     assert step.info["outcome"] == "format_error"
 
 
-def test_a_guess_outside_the_range_or_one_made_before_costs_its_turn_and_nothing_else():
+def test_a_guess_outside_the_range_or_a_repeated_one_costs_its_turn_and_nothing_else():
     environment = started()
     outside = environment.step(guess(51))
     zero = environment.step(guess(0))
@@ -52,7 +52,7 @@ def test_a_guess_outside_the_range_or_one_made_before_costs_its_turn_and_nothing
     assert again.info["turn"] == 4
 
 
-def test_a_right_guess_earns_1_and_ends_the_game():
+def test_a_correct_guess_earns_1_and_ends_the_game():
     environment = started()
     environment.step(guess(10))
     step = environment.step(guess(20))
@@ -86,7 +86,7 @@ def test_the_turn_limit_is_a_rule_of_the_game_it_terminates_and_never_truncates(
     assert (step.terminated, step.truncated) == (True, False)
 
 
-def test_a_right_guess_at_the_last_turn_is_a_win():
+def test_a_correct_guess_at_the_last_turn_is_a_win():
     step = started(max_turns=1).step(guess(20))
     assert (step.reward, step.info["outcome"]) == (1.0, "win")
 
@@ -107,7 +107,7 @@ def test_every_hint_is_stated_in_full_so_the_transcript_alone_gives_the_state(se
 
 
 @given(st.integers(0, 2**63), st.lists(st.integers(0, 60), max_size=8))
-def test_the_seed_fixes_the_secret_and_for_the_random_variant_the_range(seed, guesses):
+def test_the_seed_determines_the_secret_and_for_the_random_variant_the_range(seed, guesses):
     def play(disturbance):
         random.seed(disturbance)
         environment = RandomGuessTheNumber()
@@ -162,7 +162,7 @@ def test_the_ids_have_their_rules_and_take_kwargs(name, rules):
 @pytest.mark.parametrize(
     "kwargs", [{"low": 5, "high": 5}, {"low": -1}, {"max_turns": 0}, {"target": 51}, {"target": 0}]
 )
-def test_rules_that_make_no_game_are_refused(kwargs):
+def test_invalid_rules_are_refused(kwargs):
     with pytest.raises(InvalidRequest):
         GuessTheNumber(**kwargs)
 

@@ -59,7 +59,7 @@ async def test_answers_are_compared_exactly(graders: BoundedCalls, answer: str, 
     assert await reward(graders, answer, reference) == earned
 
 
-async def test_every_problem_of_headrace_is_right_with_its_answer_and_wrong_with_another(graders: BoundedCalls) -> None:
+async def test_every_built_in_problem_accepts_its_answer_and_rejects_another(graders: BoundedCalls) -> None:
     rows = [json.loads(line) for line in BASICS.read_text().splitlines()]
     answers = [row["answer"] for row in rows]
     right = await asyncio.gather(*(reward(graders, answer, answer) for answer in answers))
@@ -87,16 +87,16 @@ async def test_a_row_without_question_or_answer_is_a_failure(row: dict[str, Any]
     ("given", "reference"),
     [(12, "12"), (" $x+1$ ", "x+1"), (r"so \boxed{\frac{1}{2}}.", r"\frac{1}{2}"), (0.5, "0.5")],
 )
-async def test_the_reference_of_a_row_is_its_expression(given: Any, reference: str) -> None:
+async def test_the_reference_is_the_expression_in_a_rows_answer(given: Any, reference: str) -> None:
     assert reference_of(given) == reference
 
 
-async def test_rows_come_from_a_file_or_are_one() -> None:
+async def test_rows_come_from_a_file_or_from_one_example() -> None:
     with pytest.raises(InvalidRequest):
         MathProblems()
 
 
-async def test_without_the_extra_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_the_extra_the_hint_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(math_problems, "find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match=r"headrace\[math\]"):
         basics()

@@ -33,7 +33,7 @@ def test_the_action_is_the_last_boxed_heap_and_count():
     assert environment.step(take(1, 1))[1][other] == 1.0
 
 
-def test_without_one_the_game_ends_at_a_format_error_of_the_mover_alone():
+def test_without_one_the_game_ends_with_a_format_error_of_the_mover_alone():
     environment, mover, other = started()
     _, rewards, terminated, truncated, info = environment.step("I pass")
     assert rewards == {mover: -0.1, other: 0.0}
@@ -43,7 +43,7 @@ def test_without_one_the_game_ends_at_a_format_error_of_the_mover_alone():
 
 
 @pytest.mark.parametrize("action", [take(0, 1), take(3, 1), take(1, 0), take(1, 2)])
-def test_a_move_that_the_heaps_do_not_allow_loses_the_game(action):
+def test_an_illegal_move_loses_the_game(action):
     environment, mover, other = started()
     _, rewards, terminated, _, info = environment.step(action)
     assert rewards == {mover: -1.0, other: 1.0}
@@ -51,7 +51,7 @@ def test_a_move_that_the_heaps_do_not_allow_loses_the_game(action):
     assert info["outcome"] == "illegal_move"
 
 
-def test_the_agent_that_did_not_move_gets_its_share_late():
+def test_the_agent_that_did_not_make_the_last_move_gets_its_reward_late():
     environment, mover, other = started()
     _, first, *_ = environment.step(take(2, 2))
     assert first == {mover: 0.0}
@@ -62,11 +62,11 @@ def test_the_agent_that_did_not_move_gets_its_share_late():
 
 
 @given(st.integers(0, 2**32))
-def test_the_seed_draws_the_heaps_and_who_starts(seed):
+def test_the_seed_determines_the_heaps_and_the_starter(seed):
     assert Nim().reset(seed) == Nim().reset(seed)
 
 
-def test_heaps_and_starters_vary():
+def test_different_seeds_give_different_heaps_and_starters():
     infos = [Nim().reset(seed)[1] for seed in range(60)]
     assert {info["starter"] for info in infos} == {"player_0", "player_1"}
     assert {size for info in infos for size in info["heaps"]} == {1, 2, 3, 4, 5}
@@ -92,13 +92,13 @@ def test_each_observation_names_all_heaps_and_play_is_zero_sum(seed, data):
     assert info["mover"] == max(totals, key=totals.__getitem__)
 
 
-def test_a_heap_may_be_empty_from_the_start():
+def test_a_heap_can_be_empty_at_the_start():
     environment, _, _ = started(heaps=(0, 1))
     assert environment.step(take(2, 1))[4]["outcome"] == "win"
 
 
 @pytest.mark.parametrize("kwargs", [{"heaps": [0, 0]}, {"heaps": []}, {"heaps": [-1, 2]}, {"heap_count": 0}])
-def test_rules_that_make_no_game_are_refused(kwargs):
+def test_invalid_rules_are_refused(kwargs):
     with pytest.raises(InvalidRequest):
         Nim(**kwargs)
 

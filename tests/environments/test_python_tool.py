@@ -41,7 +41,7 @@ def seen(record: Trajectory) -> list[str]:
 
 
 @pytest.mark.component("bubblewrap")
-async def test_a_program_runs_its_output_is_seen_and_the_answer_is_graded(sandbox: WorkerSandbox) -> None:
+async def test_a_program_runs_its_output_is_the_observation_and_the_answer_is_graded(sandbox: WorkerSandbox) -> None:
     record = await played(
         "Let me see. <python>print(6 * 7)</python> and so on",
         "```python\nprint('from a block')\n```",
@@ -65,7 +65,7 @@ async def test_a_program_runs_its_output_is_seen_and_the_answer_is_graded(sandbo
 
 
 @pytest.mark.component("bubblewrap")
-async def test_an_exception_and_a_limit_are_observations(sandbox: WorkerSandbox) -> None:
+async def test_an_exception_or_an_exceeded_limit_is_an_observation(sandbox: WorkerSandbox) -> None:
     programs = [
         "print('before')\n1 / 0",
         "while True: pass",
@@ -105,7 +105,7 @@ async def test_an_exception_and_a_limit_are_observations(sandbox: WorkerSandbox)
     ]
 
 
-async def test_a_fault_of_the_sandbox_is_tried_again_and_is_never_an_observation(
+async def test_a_fault_of_the_sandbox_is_retried_and_is_never_an_observation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("headrace_workers.sandboxes.PAUSE_S", 0.0)
@@ -117,13 +117,13 @@ async def test_a_fault_of_the_sandbox_is_tried_again_and_is_never_an_observation
     assert (record.segments, seen(record)) == ([], [])
 
 
-async def test_a_program_that_destroyed_its_sandbox_sees_so() -> None:
+async def test_a_program_that_destroys_its_sandbox_gets_an_observation() -> None:
     runtime = ScriptedRuntime(result("x", exit_code=None, lost="it killed all its processes"))
     record = await played("<python>x</python>", "x", sandbox=sandbox_of(runtime))
     assert "[The program was stopped: it killed all its processes]" in seen(record)[0]
 
 
-async def test_calls_have_a_budget_and_then_the_action_is_the_environments() -> None:
+async def test_the_number_of_calls_is_limited_and_then_every_action_goes_to_the_environment() -> None:
     runtime = ScriptedRuntime(result("1\n"))
     call = r"<python>print(1)</python> \boxed{x}"
     record = await played(call, call, call, sandbox=sandbox_of(runtime), max_uses=2)
@@ -156,13 +156,13 @@ async def test_the_call_is_the_one_that_ends_first(action: str, fences: bool, pr
     assert [ran.code for ran in runtime.programs] == ([] if program is None else [program])
 
 
-async def test_actions_without_end_are_read_in_no_time() -> None:
+async def test_very_long_actions_are_parsed() -> None:
     runtime = ScriptedRuntime(result())
     for action in ("<python>" * 100_000, "```x\n" * 100_000, "```python\n" * 50_000 + "```" * 50_000):
         await played(action, "x", sandbox=sandbox_of(runtime))
 
 
-async def test_the_environment_runs_as_it_would_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_environment_runs_as_it_would_without_the_tool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_registry", dict(registry._registry))
     calls: list[tuple[str, bool]] = []
     loop = threading.get_ident()
@@ -204,12 +204,12 @@ async def test_the_environment_runs_as_it_would_alone(monkeypatch: pytest.Monkey
     assert calls[-1] == ("close", True)
 
 
-def test_a_wrong_setting_is_refused_with_those_that_there_are() -> None:
+def test_an_unknown_setting_is_refused_with_the_list_of_settings() -> None:
     with pytest.raises(InvalidRequest, match="max_uses"):
         PythonTool(SUM, python={"uses": 3})
 
 
-def test_environments_with_several_agents_have_no_tool() -> None:
+def test_an_environment_with_several_agents_is_refused() -> None:
     with pytest.raises(EnvironmentFailure, match="several agents"):
         PythonTool("game:Nim-v0")
 

@@ -38,7 +38,7 @@ def test_the_package_is_imported_when_the_first_environment_of_the_family_is_mad
     in_new_process(code, "random")
 
 
-def test_without_the_package_making_one_raises_missing_extra_and_says_what_to_install(monkeypatch):
+def test_without_the_package_making_one_raises_missing_extra_with_the_package_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(MissingExtra, match=r"headrace\[reasoning-gym\]"):
         ReasoningGym("leg_counting")
@@ -64,7 +64,7 @@ def test_every_dataset_gives_the_same_tasks_in_another_process():
     assert int(first.split()[-2]) >= 90  # some datasets print dots before it
 
 
-def test_the_answer_is_the_last_boxed_and_without_one_the_episode_ends_at_a_format_error():
+def test_the_answer_is_the_last_boxed_and_without_one_the_episode_ends_with_a_format_error():
     environment = ReasoningGym("leg_counting")
     question, _ = environment.reset(3)
     assert "\\boxed{answer}" in question
@@ -77,20 +77,20 @@ def test_the_answer_is_the_last_boxed_and_without_one_the_episode_ends_at_a_form
         environment.step("again")
 
 
-def test_the_reward_is_the_datasets_own_score_a_fraction_from_0_to_1():
+def test_the_reward_is_the_datasets_score_from_0_to_1():
     environment = ReasoningGym("propositional_logic")
     environment.reset(3)
     assert 0.0 < environment.step("\\boxed{nonsense}").reward < 1.0
 
 
-def test_an_answer_that_the_grader_cannot_read_earns_0():
+def test_an_answer_that_the_grader_cannot_parse_earns_0():
     environment = ReasoningGym("prime_factorization")
     environment.reset(0)
     step = environment.step("\\boxed{nonsense}")
     assert (step.reward, step.info["outcome"]) == (0.0, "unreadable")
 
 
-def test_a_grader_that_cannot_read_its_own_answer_is_a_failure(monkeypatch):
+def test_a_grader_that_cannot_parse_its_own_answer_is_a_failure(monkeypatch):
     environment = ReasoningGym("leg_counting")
     environment.reset(0)
 
@@ -103,7 +103,7 @@ def test_a_grader_that_cannot_read_its_own_answer_is_a_failure(monkeypatch):
     assert (caught.value.kind, caught.value.retryable) == ("grader-error", False)
 
 
-def test_the_package_and_its_datasets_leave_the_global_generators_as_they_were():
+def test_the_package_and_its_datasets_leave_the_global_generators_unchanged():
     before = random.getstate(), np.random.get_state()[1].tolist()
     environment = ReasoningGym("pool_matrix")
     environment.reset(0)

@@ -29,7 +29,7 @@ def test_an_id_family_star_registers_a_whole_family(monkeypatch):
     assert headrace.make("example:own") == "own"
 
 
-def test_an_unknown_id_is_answered_with_those_of_its_family():
+def test_the_error_for_an_unknown_id_lists_the_ids_of_its_family():
     with pytest.raises(UnknownEnvironment, match="game:Nim-v0") as caught:
         headrace.make("game:Chess-v0")
     assert "math:Arithmetic-v0" not in str(caught.value)

@@ -49,7 +49,7 @@ def shown(record: Trajectory) -> list[str]:
     return [message.content[0].asset for message in record.messages if isinstance(message.content, list)]
 
 
-async def test_images_go_ahead_of_the_records_that_refer_to_them_and_once_each() -> None:
+async def test_missing_images_are_sent_once_before_the_records_that_refer_to_them() -> None:
     async with orchestrating() as stub:
         stub.queue = attempts(4)
         async with working(stub, Draws):
@@ -58,7 +58,7 @@ async def test_images_go_ahead_of_the_records_that_refer_to_them_and_once_each()
     assert sorted(stub.sent_assets) == sorted(NAMES)
 
 
-async def test_what_the_orchestrator_has_let_go_meanwhile_is_sent_again() -> None:
+async def test_images_that_the_orchestrator_has_dropped_meanwhile_are_sent_again() -> None:
     async with orchestrating() as stub:
         stub.queue = attempts(1)
         stub.assets = dict.fromkeys(NAMES, b"there")
@@ -81,7 +81,7 @@ async def test_an_outage_between_images_and_record_loses_nothing() -> None:
     assert sorted(stub.sent_assets) == sorted(NAMES)
 
 
-async def test_an_image_that_is_refused_costs_its_own_record_only() -> None:
+async def test_a_refused_image_affects_only_its_own_record() -> None:
     class Shows(OneTurn):
         def reset(self, seed: int | None = None) -> Any:
             return [Image(data=pixels(seed or 0), text="<image>")], {}

@@ -24,7 +24,7 @@ class Slept:
         self.pauses_s.append(seconds)
 
 
-async def test_pauses_double_up_to_a_bound_and_there_is_always_another_try() -> None:
+async def test_pauses_double_up_to_a_limit_and_retries_are_unlimited() -> None:
     slept = Slept()
     backoff = Backoff(sleep=slept, random_share=lambda: 1.0)
     for _ in range(12):
@@ -33,13 +33,13 @@ async def test_pauses_double_up_to_a_bound_and_there_is_always_another_try() -> 
     assert slept.pauses_s[-1] == LAST_S
 
 
-async def test_pauses_are_spread_by_chance_between_a_half_and_the_whole() -> None:
+async def test_pauses_have_random_jitter_between_a_half_and_the_whole() -> None:
     slept = Slept()
     await Backoff(sleep=slept, random_share=lambda: 0.0).pause(AWAY)
     assert slept.pauses_s == [FIRST_S / 2]
 
 
-async def test_no_pause_is_longer_than_what_waits_for_it_allows() -> None:
+async def test_a_pause_is_at_most_longest_s() -> None:
     slept = Slept()
     backoff = Backoff(sleep=slept, random_share=lambda: 1.0)
     for _ in range(8):
@@ -47,7 +47,7 @@ async def test_no_pause_is_longer_than_what_waits_for_it_allows() -> None:
     assert max(slept.pauses_s) == 0.3
 
 
-async def test_after_a_success_it_starts_over() -> None:
+async def test_a_success_resets_the_pause() -> None:
     slept = Slept()
     backoff = Backoff(sleep=slept, random_share=lambda: 1.0)
     await backoff.pause(AWAY)
@@ -57,7 +57,7 @@ async def test_after_a_success_it_starts_over() -> None:
     assert slept.pauses_s[-1] == FIRST_S
 
 
-async def test_a_token_that_is_refused_is_named_as_the_cause_and_tried_less_often() -> None:
+async def test_a_refused_token_is_logged_as_the_cause_and_retried_less_often() -> None:
     slept = Slept()
     backoff = Backoff(sleep=slept, random_share=lambda: 1.0)
     with capture_logs() as lines:
@@ -68,7 +68,7 @@ async def test_a_token_that_is_refused_is_named_as_the_cause_and_tried_less_ofte
     assert [line["event"] for line in lines] == ["the token was refused"] * 12 + ["the worker was refused"]
 
 
-async def test_heartbeats_that_are_refused_slow_down_and_one_that_is_answered_brings_back_the_pace() -> None:
+async def test_refused_heartbeats_slow_down_and_an_answered_one_resets_the_interval() -> None:
     connection = Answering(Unauthorized("Nobody knows this token."))
     beating = heartbeat(connection)
     with capture_logs() as lines:
@@ -82,7 +82,7 @@ async def test_heartbeats_that_are_refused_slow_down_and_one_that_is_answered_br
     assert await beating._beat() == RETRY_S
 
 
-async def test_refused_heartbeats_come_as_often_as_the_leases_that_are_held_need() -> None:
+async def test_refused_heartbeats_come_often_enough_for_the_held_leases() -> None:
     beating = heartbeat(Answering(Unauthorized("Nobody knows this token.")))
     beating.add_term(6.0)
     assert max([await beating._beat() for _ in range(12)]) == 2.0

@@ -45,7 +45,7 @@ def test_text_parts_are_joined() -> None:
     ]
 
 
-def test_a_renderer_of_text_shows_the_text_that_stands_for_an_image_and_refuses_one_without() -> None:
+def test_a_text_only_renderer_shows_an_images_substitute_text_and_refuses_an_image_without_one() -> None:
     parts = [ContentPart(type="image", asset="0" * 64, text="b")]
     assert RENDERER.start([Message(role="user", content=parts)]).new_ids == [BOS, USER, ord("b"), END, ASSISTANT]
     with pytest.raises(InfrastructureFailure, match="supports text only"):
@@ -68,13 +68,13 @@ def test_the_next_prompt_extends_the_last_one_exactly(
     assert new[-1] == ASSISTANT
 
 
-def test_the_bridge_adds_the_end_of_turn_that_a_sampled_turn_lacks() -> None:
+def test_if_a_sampled_turn_lacks_its_end_of_turn_token_the_bridge_adds_it_unsampled() -> None:
     assert extend([BOS, ASSISTANT, 65], [])[:1] == [END]
     assert extend([BOS, ASSISTANT, 65, END], []) == [ASSISTANT]
 
 
 @given(before=MESSAGES, sampled=SAMPLED, after=MESSAGES)
-def test_a_new_segment_shows_what_was_sampled_before_as_the_ids_that_it_was(
+def test_a_new_segment_keeps_the_ids_that_were_sampled_before(
     before: list[Message], sampled: list[int], after: list[Message]
 ) -> None:
     reply = SampledTurn(sampled, RENDERER.parse(sampled))
@@ -83,7 +83,7 @@ def test_a_new_segment_shows_what_was_sampled_before_as_the_ids_that_it_was(
 
 
 @given(SAMPLED)
-def test_sampled_bytes_that_are_no_utf_8_stay_as_they_are_and_read_with_replacement_characters(
+def test_sampled_bytes_that_are_not_valid_utf_8_are_kept_and_only_the_text_has_replacement_characters(
     sampled: list[int],
 ) -> None:
     text = RENDERER.parse(sampled)
@@ -93,7 +93,7 @@ def test_sampled_bytes_that_are_no_utf_8_stay_as_they_are_and_read_with_replacem
 
 
 @given(TEXT)
-def test_text_reads_back_as_it_was(text: str) -> None:
+def test_an_encoded_text_decodes_to_itself(text: str) -> None:
     assert RENDERER.parse([*text.encode(), END]) == text
 
 

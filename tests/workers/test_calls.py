@@ -22,7 +22,7 @@ ADD = '{"name": "add", "arguments": {"a": 2}}'
 CALL = f"<tool_call>\n{ADD}\n</tool_call>"
 
 
-def test_thinking_is_what_stands_before_its_end_and_content_what_follows_up_to_the_first_call() -> None:
+def test_thinking_is_the_text_before_its_end_tag_and_content_follows_up_to_the_first_call() -> None:
     action = parse_action(f"<think>\nhm\n</think>\n\nI add.\n{CALL}\n{CALL}")
     assert (action.reasoning, action.content) == ("hm", "I add.")
     assert action.calls == [Call(name="add", arguments={"a": 2}, text=ADD)] * 2
@@ -41,9 +41,7 @@ def test_thinking_is_what_stands_before_its_end_and_content_what_follows_up_to_t
         ('<tool_call>{"name": "add", "arguments": 3}</tool_call>', "the arguments are not a JSON object", "add"),
     ],
 )
-def test_a_call_that_cannot_be_read_is_there_with_its_text_and_with_what_is_wrong(
-    block: str, error: str, name: str
-) -> None:
+def test_a_call_that_cannot_be_parsed_is_kept_with_its_text_and_an_error(block: str, error: str, name: str) -> None:
     first, second = parse_action(f"{CALL}\n{block}").calls
     assert (first.name, first.error) == ("add", "")
     assert second.error.startswith(error)
@@ -52,12 +50,12 @@ def test_a_call_that_cannot_be_read_is_there_with_its_text_and_with_what_is_wron
 
 
 @given(st.text(alphabet='<>/ntolcak_{}" ', max_size=40) | st.text(max_size=40))
-def test_an_action_is_its_text_whatever_it_holds(text: str) -> None:
+def test_an_action_equals_its_text(text: str) -> None:
     assert parse_action(text) == text
     assert parse_action(text, "<think>\n") == text
 
 
-def test_a_family_reads_calls_by_its_own_rules_and_what_a_stop_string_cut_as_it_was_given(tmp_path: Path) -> None:
+def test_a_family_parses_calls_by_its_own_rules_and_text_cut_at_a_stop_string_as_given(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(make_model(tmp_path)))
     renderer = FamilyRenderer("qwen3", tokenizer)
     said = f"<think>\nhm\n</think>\n\nI add.\n{CALL}"
@@ -91,7 +89,7 @@ class Calculator(Turns):
         return super().step(action)
 
 
-async def test_an_environment_that_reads_calls_gets_an_action_and_the_record_its_text() -> None:
+async def test_an_environment_that_reads_calls_gets_an_action_and_the_record_keeps_its_text() -> None:
     environment = Calculator()
     record = await play(Script(say(f"I add.\n{CALL}")), lambda: environment)
     (action,) = environment.given
@@ -109,5 +107,5 @@ async def test_any_other_environment_gets_plain_text() -> None:
     assert (await play(Script(say(CALL)), lambda: Plain(last=1))).status == "finished"
 
 
-def test_the_check_of_environments_gives_actions_to_one_that_reads_calls() -> None:
+def test_the_conformance_check_gives_actions_to_an_environment_that_reads_calls() -> None:
     assert check_environment(Calculator, actions=["hello"], max_steps=2) == []

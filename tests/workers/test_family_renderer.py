@@ -53,7 +53,7 @@ def test_the_familys_own_bridge_extends_within_a_cycle_of_tools(qwen: Qwen) -> N
     )
 
 
-def test_a_whole_rendering_that_begins_with_what_stands_is_an_extension(qwen: Qwen) -> None:
+def test_a_full_rendering_that_begins_with_the_current_segment_is_an_extension(qwen: Qwen) -> None:
     assert qwen.bridge("4<|im_end|>", NEXT) == "\n<|im_start|>user\nAnd 3+3?<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -78,13 +78,13 @@ def test_tokens_after_the_end_of_a_turn_are_never_dropped(tmp_path: Path) -> Non
     assert qwen.bridge("4<|im_end|>\nmore", NEXT) is None
 
 
-def test_a_new_segment_shows_tool_calls_as_the_family_does_and_a_broken_one_as_it_was_said(qwen: Qwen) -> None:
+def test_a_new_segment_shows_tool_calls_as_the_family_does_and_an_invalid_one_as_plain_text(qwen: Qwen) -> None:
     assert CALL in qwen.restart(f"{CALL}<|im_end|>", Message(role="tool", content="4"))
     broken = "<tool_call>\n{oops\n</tool_call>"
     assert broken in qwen.restart(f"{broken}<|im_end|>", Message(role="tool", content="no"))
 
 
-def test_auto_is_the_family_of_an_exact_name_and_else_the_template(tmp_path: Path) -> None:
+def test_auto_selects_the_family_by_an_exact_name_otherwise_the_template(tmp_path: Path) -> None:
     assert family_of("Qwen/Qwen3-8B") == "qwen3"
     assert family_of("someone/Qwen3-8B-finetuned") is None
     spec = PolicySpec(renderer="auto", tokenizer=str(make_model(tmp_path)))

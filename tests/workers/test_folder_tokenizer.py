@@ -22,7 +22,7 @@ def failure(tokenizer: Path | str, renderer: str = "template", **sampling: Any) 
     return caught.value
 
 
-def test_what_cannot_be_had_is_a_failure_that_says_what_to_do(tmp_path: Path) -> None:
+def test_a_tokenizer_that_cannot_be_loaded_is_a_failure_with_a_hint(tmp_path: Path) -> None:
     assert failure(tmp_path / "none").kind == "tokenizer-missing"
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -35,7 +35,7 @@ def test_what_cannot_be_had_is_a_failure_that_says_what_to_do(tmp_path: Path) ->
     assert failure(tmp_path / "m").kind == "tokenizer-unreadable"
 
 
-def test_a_tokenizer_with_nothing_that_ends_a_turn_needs_a_stop_string(tmp_path: Path) -> None:
+def test_a_tokenizer_without_an_end_of_turn_token_needs_a_stop_string(tmp_path: Path) -> None:
     plain = make_model(tmp_path, "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", eos=None)
     assert failure(plain).kind == "no-stop-token"
     policy = PolicySpec(renderer="template", tokenizer=str(plain))
@@ -87,7 +87,7 @@ def test_the_vocabulary_is_as_large_as_the_models_own(tmp_path: Path) -> None:
     assert tokenizer.decode([size + 1]) == ""
 
 
-def test_every_id_that_ends_a_turn_by_the_models_own_word_is_a_stop_token(tmp_path: Path) -> None:
+def test_every_end_of_turn_id_in_the_models_files_is_a_stop_token(tmp_path: Path) -> None:
     folder = make_model(tmp_path, CHATML)
     end, other, start = (
         load_tokenizer(str(folder)).convert_tokens_to_ids(mark)
@@ -98,7 +98,7 @@ def test_every_id_that_ends_a_turn_by_the_models_own_word_is_a_stop_token(tmp_pa
     assert renderer.stop_token_ids == (end, other, start)
 
 
-def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path: Path) -> None:
+def test_truncation_and_padding_in_the_file_are_disabled(tmp_path: Path) -> None:
     folder = make_model(tmp_path)
     definition = json.loads((folder / "tokenizer.json").read_text())
     whole = load_tokenizer(str(folder)).encode("quick brown fox")

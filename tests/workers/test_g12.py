@@ -98,7 +98,7 @@ async def play(engine: VisionEngine, environment: Album, **limits: Any) -> Traje
     return record
 
 
-async def test_g12_prompts_have_the_recorded_lengths_and_what_does_not_fit_is_never_sent() -> None:
+async def test_g12_prompts_have_the_recorded_lengths_and_oversized_ones_are_never_sent() -> None:
     engine = VisionEngine()
     record = await play(engine, Album([1, 2, 3, 4]), max_context_tokens=300)
     (segment,) = record.segments
@@ -141,24 +141,24 @@ async def test_g12_a_history_edit_that_drops_an_image_starts_a_segment_with_its_
     assert {item.asset for item in first.placeholders}.isdisjoint(item.asset for item in second.placeholders)
 
 
-async def test_g12_an_engine_that_sees_an_image_otherwise_than_before_fails_the_episode() -> None:
+async def test_g12_an_engine_that_encodes_an_image_differently_than_before_fails_the_episode() -> None:
     record = await play(VisionEngine(drift=1), Album([1, 2]))
     assert failure_of(record) == ("policy", "images-changed", False)
     assert len(record.segments[0].turns) == 1
 
 
-async def test_g12_an_image_token_that_was_sampled_stands_for_no_image() -> None:
+async def test_g12_a_sampled_image_token_does_not_count_as_an_image() -> None:
     record = await play(VisionEngine(answer=[3, IMAGE]), Album([1, 2]))
     assert failure_of(record) == ("policy", "stray-image-token", False)
     assert len(record.segments[0].turns) == 1
 
 
-async def test_a_server_that_takes_no_images_is_named() -> None:
+async def test_a_server_without_image_support_is_named() -> None:
     record = await play(VisionEngine(generate=False), Album([1]))
     assert failure_of(record) == ("policy", "images-not-taken", False)
 
 
-async def test_the_check_of_a_server_tells_how_many_tokens_an_image_is() -> None:
+async def test_the_check_of_a_server_reports_the_tokens_of_an_image() -> None:
     async with serving_vision(VisionEngine(17)) as engine, aiohttp.ClientSession() as session:
         policies = ServedPolicies(default_endpoints=[engine.url], clock=time.monotonic)
         target = CheckTarget(
@@ -176,7 +176,7 @@ async def test_the_check_of_a_server_tells_how_many_tokens_an_image_is() -> None
     assert engine.images[0][0].startswith(b"\x89PNG")
 
 
-def test_pixels_travel_as_a_png_that_loses_nothing() -> None:
+def test_pixels_are_sent_as_a_lossless_png() -> None:
     pixels = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3)
     encoded = png(pixels)
     assert encoded.startswith(b"\x89PNG\r\n\x1a\n")
@@ -194,7 +194,7 @@ VISION = """{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}
 
 
 @pytest.mark.parametrize("sees", [True, False])
-def test_a_template_shows_an_image_where_its_model_has_a_token_for_one_and_else_the_text_for_it(
+def test_images_are_shown_if_the_model_has_an_image_token_otherwise_their_substitute_text(
     tmp_path: Path, sees: bool
 ) -> None:
     folder = make_model(tmp_path, VISION)

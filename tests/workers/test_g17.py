@@ -120,7 +120,7 @@ async def test_g17_a_verdict_is_a_reward_only_if_it_is_one(sandbox: WorkerSandbo
         "mkfifo verdict",
     ],
 )
-async def test_no_submission_makes_a_verdict_of_0_a_failure(sandbox: WorkerSandbox, left: str) -> None:
+async def test_a_submission_cannot_turn_a_verdict_of_0_into_a_failure(sandbox: WorkerSandbox, left: str) -> None:
     opened = await (await sandbox.runtime()).open(Template(), 60.0)
     await opened.run(shell(left), LIMITS)
     assert await verdict_of(opened, shell(writes("0")), LIMITS) == 0.0
@@ -137,7 +137,7 @@ def archive(**files: str) -> bytes:
     return buffer.getvalue()
 
 
-async def test_what_a_submission_left_is_graded_in_a_fresh_sandbox_from_the_graders_files(
+async def test_files_of_a_submission_are_graded_in_a_fresh_sandbox_with_the_graders_files(
     sandbox: WorkerSandbox,
 ) -> None:
     runtime = await sandbox.runtime()

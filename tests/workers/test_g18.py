@@ -99,7 +99,7 @@ async def graded(calls: BoundedCalls, said: str, reference: str) -> tuple[str, f
     return outcome, step.reward, time.monotonic() - begun_at
 
 
-async def test_g18_32_answers_at_once_are_decided_in_time_and_none_delays_another(graders: BoundedCalls) -> None:
+async def test_g18_32_concurrent_answers_are_graded_in_time_and_do_not_delay_each_other(graders: BoundedCalls) -> None:
     answers = [*ENDLESS, *NO_ANSWERS, RIGHT]
     stalls, resident = Stalls(), resident_bytes()
     watching = asyncio.create_task(stalls.watch())
@@ -134,7 +134,7 @@ async def test_g18_a_reference_that_exhausts_the_grader_is_a_failure_of_the_envi
     )
 
 
-async def test_g18_an_answer_that_exhausts_the_grader_earns_what_the_environment_says(graders: BoundedCalls) -> None:
+async def test_g18_an_answer_that_exhausts_the_grader_earns_exhausted_reward(graders: BoundedCalls) -> None:
     environment = MathProblems(example={"problem": "?", "answer": "42"}, grader_s=0.3, exhausted_reward=-0.5)
     environment.environment_context = lent(graders)
     await environment.reset(0)
@@ -149,7 +149,7 @@ async def test_g18_a_killed_grader_is_replaced_and_its_answer_graded(calls: Boun
         assert await asking is None
 
 
-async def test_g18_a_grader_that_is_killed_each_time_is_a_failure_that_can_be_tried_again(calls: BoundedCalls) -> None:
+async def test_g18_a_grader_that_is_killed_each_time_is_a_retryable_failure(calls: BoundedCalls) -> None:
     asking = asyncio.create_task(calls.call("time:sleep", 60.0, time_s=90.0, memory_bytes=1 << 30))
     killed = 0
     for _ in range(2):
@@ -192,7 +192,7 @@ async def server_pid(calls: BoundedCalls) -> int:
         ("os:abort", [], "stack"),
     ],
 )
-async def test_a_call_that_takes_more_than_it_may_is_exhausted(
+async def test_a_call_that_exceeds_its_time_or_memory_limit_raises_limit_exceeded(
     graders: BoundedCalls, function: str, arguments: list[Any], limit: str
 ) -> None:
     with pytest.raises(LimitExceeded) as caught:
@@ -200,7 +200,7 @@ async def test_a_call_that_takes_more_than_it_may_is_exhausted(
     assert caught.value.limit == limit
 
 
-async def test_a_call_gives_its_value_or_what_it_raised(graders: BoundedCalls) -> None:
+async def test_a_call_returns_its_value_or_reports_its_error(graders: BoundedCalls) -> None:
     assert await graders.call("math:gcd", 12, 18, time_s=5, memory_bytes=1 << 30) == 6
     assert await graders.call("operator:mul", "x", 3_000_000, time_s=5, memory_bytes=1 << 30) == "x" * 3_000_000
     for function in ("math:sqrt", "no_such_module:f", "math:no_such_function"):
@@ -209,13 +209,13 @@ async def test_a_call_gives_its_value_or_what_it_raised(graders: BoundedCalls) -
         assert (caught.value.kind, caught.value.retryable) == ("bounded-call-raised", False)
 
 
-async def test_a_value_that_cannot_be_told_is_an_error_and_exhausted_nothing(calls: BoundedCalls) -> None:
+async def test_a_value_that_is_not_json_is_an_error_and_not_an_exceeded_limit(calls: BoundedCalls) -> None:
     with pytest.raises(EnvironmentFailure, match="TypeError") as caught:
         await calls.call("builtins:range", 3, time_s=10.0, memory_bytes=1 << 30)
     assert (caught.value.kind, caught.value.retryable) == ("bounded-call-raised", False)
 
 
-async def test_nothing_of_a_call_lives_longer_than_what_asked_for_it() -> None:
+async def test_every_call_ends_when_the_socket_closes_or_the_server_dies() -> None:
     calls = BoundedCalls()
     asking = asyncio.create_task(calls.call("time:sleep", 60.0, time_s=90.0, memory_bytes=1 << 30))
     child = await grader_pid(calls)

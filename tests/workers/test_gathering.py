@@ -57,7 +57,7 @@ async def submissions(spool: Spool, gather_s: Callable[[], float]) -> list[int]:
 
 
 @pytest.mark.parametrize(("wait_s", "together"), [(0.03, [2]), (0.0, [1, 1])])
-async def test_a_record_waits_for_others_as_long_as_it_may(wait_s: float, together: list[int]):
+async def test_a_record_waits_for_others_for_the_gathering_time(wait_s: float, together: list[int]):
     spool = Spool(1 << 20)
     spool.add(entry(1))
     asked: list[int] = []
@@ -71,7 +71,7 @@ async def test_a_record_waits_for_others_as_long_as_it_may(wait_s: float, togeth
     assert await submissions(spool, gather_s) == together
 
 
-async def test_the_last_record_waits_for_nobody(monkeypatch: pytest.MonkeyPatch):
+async def test_the_last_record_does_not_wait(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "SUBMIT_EPISODE_SHARE", 1e12)
     monkeypatch.setattr(module, "LONGEST_SUBMIT_S", 3600.0)
     async with orchestrating() as stub:
@@ -80,7 +80,7 @@ async def test_the_last_record_waits_for_nobody(monkeypatch: pytest.MonkeyPatch)
             await stub.until(lambda: len(stub.records) == 3)
 
 
-def test_the_usual_time_follows_the_last_episodes():
+def test_the_usual_duration_follows_recent_episodes():
     duration = EpisodeDuration()
     assert duration.share_s(0.5, 10.0) == 0.0
     duration.add(4.0)
@@ -90,7 +90,7 @@ def test_the_usual_time_follows_the_last_episodes():
     assert duration.share_s(0.5, 10.0) == pytest.approx(4.0, rel=1e-3)
 
 
-def test_what_waits_is_bounded():
+def test_the_gathering_time_is_limited():
     duration = EpisodeDuration()
     duration.add(3600.0)
     assert duration.share_s(0.01, 0.05) == 0.05

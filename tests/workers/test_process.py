@@ -50,7 +50,7 @@ async def ended(child: asyncio.subprocess.Process) -> tuple[int, list[dict[str, 
     return child.returncode, [json.loads(line) for line in stderr.decode().splitlines()]
 
 
-async def test_sigterm_ends_it_with_0_after_all_is_handed_in_and_logs_are_json_lines() -> None:
+async def test_sigterm_exits_with_0_after_all_records_are_submitted_and_logs_are_json_lines() -> None:
     async with orchestrating() as stub:
         stub.token = "secret"
         stub.queue = [assignment(episode=make_id(number), task=ARITHMETIC) for number in range(3)]
@@ -65,7 +65,7 @@ async def test_sigterm_ends_it_with_0_after_all_is_handed_in_and_logs_are_json_l
     assert {record.status for record in stub.records} == {"finished"}
 
 
-async def test_a_second_sigterm_hands_back_at_once() -> None:
+async def test_a_second_sigterm_returns_attempts_at_once() -> None:
     async with orchestrating() as stub:
         stub.queue = [assignment(task=ARITHMETIC)]
         options = ("--policy", "tests.workers.null_policy:make", "--grace-s", "600")
@@ -80,7 +80,7 @@ async def test_a_second_sigterm_hands_back_at_once() -> None:
             code, lines = await ended(child)
     assert code == 0
     assert [key.episode for key in stub.returned] == [assignment().episode]
-    assert "handed back" in [line["event"] for line in lines]
+    assert "returned attempts" in [line["event"] for line in lines]
 
 
 HANGS = """
@@ -98,7 +98,7 @@ register("test:Hangs", Hangs)
 """
 
 
-async def test_too_many_calls_that_hang_end_the_process_with_1_and_say_why(tmp_path: Path) -> None:
+async def test_too_many_hanging_calls_end_the_process_with_1_and_log_the_cause(tmp_path: Path) -> None:
     module = tmp_path / "hangs.py"
     module.write_text(HANGS)
     async with orchestrating() as stub:
@@ -114,7 +114,7 @@ async def test_too_many_calls_that_hang_end_the_process_with_1_and_say_why(tmp_p
     assert any(line["event"].startswith("too many environment calls hang") for line in lines)
 
 
-def test_a_policy_that_cannot_be_loaded_is_said_so(tmp_path: Path) -> None:
+def test_a_policy_that_cannot_be_loaded_is_reported(tmp_path: Path) -> None:
     for path in ("no_such_module:make", "tests.workers.null_policy:nothing", "json:JSONDecoder", ":x"):
         with pytest.raises(SetupError):
             load_in_process_policy(path)
@@ -131,7 +131,7 @@ def test_the_token_comes_from_the_file_or_the_environment(tmp_path: Path, monkey
         cli.read_token(file)
 
 
-def test_capabilities_are_those_named_and_those_found_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capabilities_are_the_named_and_the_installed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "EXTRAS", {"json": "json", "absent": "no_such_module"})
     assert cli.offered("gpu, tools,") == ("gpu", "json", "tools")
 
@@ -145,7 +145,7 @@ def test_capabilities_are_those_named_and_those_found_installed(monkeypatch: pyt
         ("--log-level", "loud"),
     ],
 )
-def test_what_cannot_be_is_refused_at_the_start(option: str, value: str) -> None:
+def test_invalid_settings_are_refused_at_the_start(option: str, value: str) -> None:
     refused = CliRunner().invoke(cli.worker, [option, value])
     assert refused.exit_code == 2
     assert value in refused.output

@@ -162,7 +162,7 @@ def new_track(renderer: Renderer, tools: list[dict[str, Any]]) -> AgentTrack:
 @pytest.mark.parametrize("name", ["bytes", *FAMILIES, *AWKWARD])
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_each_prompt_extends_what_stands_or_starts_a_new_segment(name: str, data: st.DataObject) -> None:
+def test_each_prompt_extends_the_current_segment_or_starts_a_new_one(name: str, data: st.DataObject) -> None:
     case = case_of(name)
     renderer, vocab_size = case.renderer, case.renderer.tokenizer.vocab_size
     has_system, messages = data.draw(FIRST_MESSAGES)
@@ -216,7 +216,7 @@ def test_an_extended_prompt_is_the_templates_own_text_of_the_conversation(name: 
 
 
 @pytest.mark.parametrize("name", AWKWARD)
-def test_a_template_that_leaves_a_plain_answer_alone_keeps_one_segment(name: str) -> None:
+def test_a_template_that_keeps_a_plain_answer_unchanged_keeps_one_segment(name: str) -> None:
     case = case_of(name)
     track = new_track(case.renderer, [])
     for index in range(3):

@@ -71,7 +71,7 @@ def test_a_turn_that_ended_with_another_stop_token_keeps_it_and_gets_the_templat
     assert bridge.startswith("<|im_end|>\n<|im_start|>user")
 
 
-def test_half_a_character_stays_as_it_was_sampled(chatml: Rendered) -> None:
+def test_half_a_character_is_kept_as_sampled(chatml: Rendered) -> None:
     half = chatml.tokenizer.encode("🙂")[:1]
     standing = chatml.standing(half)
     prompt = chatml.renderer.extend(standing, [NEXT])
@@ -80,7 +80,7 @@ def test_half_a_character_stays_as_it_was_sampled(chatml: Rendered) -> None:
     assert "\ufffd" in chatml.renderer.parse(half)
 
 
-def test_a_template_that_strips_thinking_gives_no_extension_after_a_turn_that_thought(tmp_path: Path) -> None:
+def test_a_template_that_strips_thinking_has_no_extension_after_a_turn_with_thinking(tmp_path: Path) -> None:
     rendered = Rendered(tmp_path, STRIPS_THINKING)
     assert rendered.start(USER).endswith("<|im_start|>assistant\n<think>\n")
     assert rendered.bridge("hm\n</think>\n\nFour<|im_end|>") is None
@@ -97,7 +97,7 @@ def test_a_new_segment_shows_the_conversation_as_the_template_does(tmp_path: Pat
     )
 
 
-def test_a_template_that_keeps_thinking_which_the_prompt_began_extends(tmp_path: Path) -> None:
+def test_a_template_that_keeps_a_prefilled_thinking_tag_has_an_extension(tmp_path: Path) -> None:
     keeps = CHATML.replace("assistant\\n' }}{%- endif", "assistant\\n<think>\\n' }}{%- endif")
     rendered = Rendered(tmp_path, keeps)
     assert rendered.start(USER).endswith("<|im_start|>assistant\n<think>\n")

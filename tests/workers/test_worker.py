@@ -72,7 +72,7 @@ async def working(
         its_tools.threads.close()
 
 
-async def test_attempts_are_leased_run_and_handed_in_once_each() -> None:
+async def test_attempts_are_leased_run_and_submitted_once_each() -> None:
     async with orchestrating() as stub:
         stub.queue = attempts(50)
         async with working(stub):
@@ -84,7 +84,7 @@ async def test_attempts_are_leased_run_and_handed_in_once_each() -> None:
     assert stub.spec_requests == 1
 
 
-async def test_a_worker_names_itself_and_what_it_offers() -> None:
+async def test_a_worker_reports_its_name_and_capabilities() -> None:
     async with orchestrating() as stub:
         stub.token = "secret"
         async with working(stub, pool="p", capabilities=("a", "b"), token="secret"):
@@ -112,7 +112,7 @@ async def test_an_attempt_that_is_granted_twice_is_run_once() -> None:
     assert len(stub.records) == 1
 
 
-async def test_a_heartbeat_lists_all_attempts_those_in_the_spool_included() -> None:
+async def test_one_heartbeat_lists_all_attempts_including_finished_ones_in_the_spool() -> None:
     async with orchestrating() as stub:
         finished, running = attempts(2)
         running = assignment(episode=running.episode, task=Task(environment="e", seed=0, kwargs={"name": "waits"}))
@@ -125,7 +125,7 @@ async def test_a_heartbeat_lists_all_attempts_those_in_the_spool_included() -> N
             await stub.until(lambda: {key.episode for key in stub.heartbeats[-1].holding} == both)
 
 
-async def test_heartbeats_go_on_while_an_episode_computes_in_the_event_loop() -> None:
+async def test_heartbeats_continue_while_an_episode_blocks_the_event_loop() -> None:
     beats = threading.Event()
 
     class Computes(OneTurn):
@@ -161,7 +161,7 @@ async def test_heartbeats_go_on_while_an_episode_computes_in_the_event_loop() ->
     assert [record.status for record in stub.records] == ["finished"]
 
 
-async def test_a_lease_term_that_is_shorter_than_the_interval_comes_first() -> None:
+async def test_a_shorter_lease_term_shortens_the_heartbeat_interval() -> None:
     async with orchestrating() as stub:
         stub.interval_s = 600.0
         async with working(stub, Waits):
@@ -171,7 +171,7 @@ async def test_a_lease_term_that_is_shorter_than_the_interval_comes_first() -> N
     assert stub.heartbeats[-1].holding
 
 
-async def test_a_loop_that_is_stuck_now_shows_its_lag_now() -> None:
+async def test_a_stuck_loop_shows_its_current_lag_to_other_threads_at_once() -> None:
     clock = Clock()
     lag = LoopLag(clock)
     assert lag.take_worst_s() == 0.0
@@ -180,7 +180,7 @@ async def test_a_loop_that_is_stuck_now_shows_its_lag_now() -> None:
     assert lag.take_worst_s() == pytest.approx(3.0, abs=0.2)
 
 
-async def test_a_cancel_with_a_record_ends_the_episode_in_a_cancelled_record() -> None:
+async def test_a_cancel_with_a_record_ends_in_a_cancelled_record() -> None:
     async with orchestrating() as stub:
         stub.queue = attempts(1)
         async with working(stub, Waits):
@@ -204,7 +204,7 @@ async def test_a_cancel_without_a_record_frees_the_slot_and_submits_nothing() ->
     assert stub.records == []
 
 
-async def test_an_outage_reruns_nothing() -> None:
+async def test_an_outage_does_not_cause_reruns() -> None:
     async with orchestrating() as stub:
         stub.queue = attempts(4)
         gate = asyncio.Event()
@@ -225,7 +225,7 @@ async def test_an_outage_reruns_nothing() -> None:
     assert len(policy.requests) == 4
 
 
-async def test_while_the_spool_is_full_nothing_new_is_leased() -> None:
+async def test_nothing_is_leased_while_the_spool_is_full() -> None:
     async with orchestrating() as stub:
         stub.takes_records = False
         stub.queue = attempts(5)
@@ -240,7 +240,7 @@ async def test_while_the_spool_is_full_nothing_new_is_leased() -> None:
             await stub.until(lambda: len(stub.records) == 5)
 
 
-async def test_an_answer_of_an_older_epoch_is_ignored() -> None:
+async def test_an_answer_from_an_older_epoch_is_discarded() -> None:
     async with orchestrating() as stub, working(stub):
         stub.epoch = 5
         await stub.until(lambda: len(stub.leases) > 3)
@@ -270,7 +270,7 @@ async def test_a_refused_record_is_replaced_by_a_failed_one() -> None:
 
 
 @pytest.mark.parametrize("verdict", ["duplicate", "superseded", "not-yours", "retrying"])
-async def test_a_record_that_was_answered_leaves_the_spool(verdict: messages.SubmitVerdict) -> None:
+async def test_an_answered_record_leaves_the_spool(verdict: messages.SubmitVerdict) -> None:
     async with orchestrating() as stub:
         stub.queue = attempts(1)
         stub.verdicts = {make_id(100): verdict}
@@ -280,7 +280,7 @@ async def test_a_record_that_was_answered_leaves_the_spool(verdict: messages.Sub
     assert len(stub.records) == 1
 
 
-async def test_a_body_that_is_refused_whole_is_sent_again_record_by_record() -> None:
+async def test_a_body_that_is_refused_as_a_whole_is_sent_again_record_by_record() -> None:
     async with orchestrating() as stub:
         stub.queue = attempts(8)
         stub.refused_body = InvalidRequest("too odd")
@@ -301,7 +301,9 @@ PAGES = [
 
 
 @pytest.mark.parametrize("page", PAGES)
-async def test_a_page_from_in_between_refuses_no_record_and_ends_no_worker(page: tuple[int, str, bytes]) -> None:
+async def test_an_error_page_of_a_proxy_does_not_refuse_a_record_or_end_the_worker(
+    page: tuple[int, str, bytes],
+) -> None:
     gate = asyncio.Event()
 
     async def gated(request: Any) -> Any:
@@ -321,7 +323,7 @@ async def test_a_page_from_in_between_refuses_no_record_and_ends_no_worker(page:
     assert [record.status for record in stub.records] == ["finished", "finished"]
 
 
-async def test_a_record_that_the_orchestrator_fails_at_again_and_again_does_not_block_the_others() -> None:
+async def test_a_record_that_repeatedly_causes_an_internal_error_does_not_block_others() -> None:
     async with orchestrating() as stub:
         stub.takes_records = False
         stub.queue = attempts(8)
@@ -337,7 +339,9 @@ async def test_a_record_that_the_orchestrator_fails_at_again_and_again_does_not_
     assert {record.status for record in by_episode.values()} == {"finished"}
 
 
-async def test_a_heartbeat_that_ends_by_a_defect_ends_the_worker_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_heartbeat_that_fails_by_a_defect_ends_the_worker_with_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def broken(self: LoopLag) -> float:
         raise ZeroDivisionError("a defect")
 
@@ -361,7 +365,7 @@ async def test_a_lease_request_waits_a_third_of_the_shortest_term() -> None:
     assert (stub.leases[0].wait_s, stub.leases[-1].wait_s) == (module.LEASE_WAIT_S, 1.0)
 
 
-async def test_a_lost_lease_answer_is_given_up_and_the_next_request_tells_what_is_held() -> None:
+async def test_a_lost_lease_answer_times_out_and_the_next_request_lists_the_held_attempts() -> None:
     async with orchestrating() as stub:
         stub.queue = attempts(1, term_s=0.3)
         async with working(stub):
@@ -381,7 +385,7 @@ def gate() -> Iterator[threading.Event]:
     event.set()
 
 
-async def test_with_too_many_environment_calls_that_hang_it_drains_and_ends_with_an_error(
+async def test_with_too_many_hanging_environment_calls_it_drains_and_ends_with_an_error(
     gate: threading.Event,
 ) -> None:
     class Hangs(OneTurn):
@@ -401,7 +405,7 @@ async def test_with_too_many_environment_calls_that_hang_it_drains_and_ends_with
     assert stub.returned == []
 
 
-async def test_a_call_that_came_back_late_hangs_no_longer(gate: threading.Event) -> None:
+async def test_a_call_that_returns_late_no_longer_counts_as_hanging(gate: threading.Event) -> None:
     threads = EnvironmentThreads(time.monotonic)
     with pytest.raises(CallAbandonedError):
         await threads.run(lambda: gate.wait(30), 0.01)
@@ -413,7 +417,7 @@ async def test_a_call_that_came_back_late_hangs_no_longer(gate: threading.Event)
     assert threads.abandoned == 1
 
 
-async def test_attempts_are_renewed_only_while_the_event_loop_that_runs_them_turns(gate: threading.Event) -> None:
+async def test_attempts_are_renewed_only_while_their_event_loop_runs(gate: threading.Event) -> None:
     class Computes(OneTurn):
         def step(self, action: str) -> Any:
             assert gate.wait(20)  # holds the worker's event loop, not the interpreter
@@ -438,7 +442,7 @@ async def test_attempts_are_renewed_only_while_the_event_loop_that_runs_them_tur
     assert [record.status for record in stub.records] == ["finished"]
 
 
-async def test_an_unknown_run_is_a_failure_of_the_infrastructure() -> None:
+async def test_an_unknown_run_is_an_infrastructure_failure() -> None:
     async with orchestrating() as stub:
         stub.queue = attempts(1, run="gone")
         async with working(stub):
@@ -449,7 +453,7 @@ async def test_an_unknown_run_is_a_failure_of_the_infrastructure() -> None:
     validate(stub.records[0])
 
 
-async def test_an_unknown_renderer_is_a_failure_that_no_retry_mends() -> None:
+async def test_an_unknown_renderer_is_a_failure_without_retries() -> None:
     async with orchestrating() as stub:
         stub.queue = attempts(1)
         stub.spec = RunSpec(name="r", policy={"renderer": "runes", "tokenizer": "none"})
@@ -460,7 +464,7 @@ async def test_an_unknown_renderer_is_a_failure_that_no_retry_mends() -> None:
     assert (failure.kind, failure.retryable) == ("unknown-renderer", False)
 
 
-async def test_asked_to_stop_it_finishes_what_it_can_and_takes_nothing_new() -> None:
+async def test_when_stopped_it_finishes_its_attempts_and_leases_nothing_new() -> None:
     gate = asyncio.Event()
 
     async def gated(request: Any) -> Any:
@@ -479,7 +483,7 @@ async def test_asked_to_stop_it_finishes_what_it_can_and_takes_nothing_new() -> 
     assert (len(stub.queue), stub.returned) == (4, [])
 
 
-async def test_after_the_grace_period_the_rest_is_handed_back() -> None:
+async def test_after_the_grace_period_the_remaining_attempts_are_returned() -> None:
     async with orchestrating() as stub:
         stub.queue = attempts(3)
         async with working(stub, Waits, grace_s=0.05) as started:
@@ -490,7 +494,7 @@ async def test_after_the_grace_period_the_rest_is_handed_back() -> None:
     assert stub.records == []
 
 
-async def test_asked_to_stop_again_it_hands_back_at_once() -> None:
+async def test_when_stopped_again_it_returns_all_attempts_at_once() -> None:
     async with orchestrating() as stub:
         stub.queue = attempts(1)
         async with working(stub, Waits, grace_s=600) as started:
@@ -502,7 +506,7 @@ async def test_asked_to_stop_again_it_hands_back_at_once() -> None:
     assert len(stub.returned) == 1
 
 
-async def test_a_worker_that_is_drained_finishes_what_it_holds_and_ends() -> None:
+async def test_a_drained_worker_finishes_its_attempts_and_ends() -> None:
     async with orchestrating() as stub:
         stub.drain = True
         stub.queue = attempts(2)
@@ -511,7 +515,7 @@ async def test_a_worker_that_is_drained_finishes_what_it_holds_and_ends() -> Non
     assert len(stub.records) == 2
 
 
-async def test_records_that_nobody_takes_are_said_to_be_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_records_that_cannot_be_submitted_are_logged_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SHUTDOWN_S", 0.1)
     async with orchestrating() as stub:
         stub.takes_records = False
@@ -523,7 +527,7 @@ async def test_records_that_nobody_takes_are_said_to_be_lost(monkeypatch: pytest
     assert stub.records == []
 
 
-async def test_the_failure_of_one_attempt_leaves_the_others_alone() -> None:
+async def test_the_failure_of_one_attempt_does_not_affect_the_others() -> None:
     class Breaks(OneTurn):
         def __init__(self, broken: bool = False) -> None:
             self.broken = broken

@@ -1,4 +1,4 @@
-"""The worker process: lease, run, submit, heartbeat."""
+"""The worker process: leases attempts, runs episodes, submits records, sends heartbeats."""
 
 from headrace_workers.worker.worker import Worker, WorkerSettings
 

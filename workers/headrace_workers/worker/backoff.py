@@ -1,7 +1,7 @@
-"""Pauses between tries while the orchestrator is away: they double up to a bound and are spread by chance.
+"""Backoff between retries while the orchestrator is unavailable: pauses double up to a limit, with random jitter.
 
-* There is always another try: an outage ends when it ends.
-* A token that is refused is named as the cause, and tried less often: a person has to mend it.
+* The number of retries is unlimited, because an outage can last any time.
+* A refused token is logged as the cause and retried less often: a person has to fix it.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from headrace.errors import Forbidden, HeadraceError, Unauthorized
 from headrace_workers.worker.logs import logger
 
 FIRST_S = 0.1
-"""A restart of the orchestrator takes about a second; the first tries should catch its end."""
+"""First pause. A restart of the orchestrator takes about a second, and early retries should notice its end."""
 
 LAST_S = 5.0
-"""The longest pause: so late a worker may notice that the orchestrator is back."""
+"""Longest pause, and so the longest delay until a worker notices that the orchestrator is back."""
 
 REFUSED_LAST_S = 30.0
-"""The longest pause after a refusal."""
+"""Longest pause after a refusal."""
 
 
 class Backoff:
-    """One sequence of tries. ``random_share`` gives a number in [0, 1)."""
+    """Pauses of one sequence of retries. ``random_share`` returns a number in [0, 1)."""
 
     def __init__(
         self,
@@ -37,8 +37,8 @@ class Backoff:
         self._next_s = FIRST_S
 
     async def pause(self, error: HeadraceError, *, longest_s: float = LAST_S) -> None:
-        """Wait before the next try, between a half and the whole of the pause that is due, or of ``longest_s`` (which
-        does not bound pauses after a refusal)."""
+        """Wait before the next retry: 50 to 100 % of the current pause, which is at most ``longest_s`` unless the error
+        is a refusal."""
         refusal = refusal_message(error)
         last_s, longest_s = (REFUSED_LAST_S, REFUSED_LAST_S) if refusal else (LAST_S, longest_s)
         pause_s = min(self._next_s, longest_s) * (0.5 + 0.5 * self._random_share())
@@ -47,12 +47,12 @@ class Backoff:
         await self._sleep(pause_s)
 
     def reset(self) -> None:
-        """It worked: start over with the first pause."""
+        """Return to the first pause, after a success."""
         self._next_s = FIRST_S
 
 
 def refusal_message(error: HeadraceError) -> str:
-    """What to say where the orchestrator refuses this worker as such; else nothing."""
+    """Log message if the orchestrator refused this worker; empty for other errors."""
     if isinstance(error, Unauthorized):
         return "the token was refused"
     return "the worker was refused" if isinstance(error, Forbidden) else ""

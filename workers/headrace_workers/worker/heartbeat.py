@@ -1,10 +1,10 @@
-"""The worker's heartbeat, on a thread and an event loop of its own.
+"""Heartbeat of the worker, on a separate thread and event loop.
 
-* It goes on while an episode computes in the worker's event loop.
-* One heartbeat lists all attempts, finished ones in the spool included.
-* The orchestrator says when the next one is wanted; a shorter lease term that arrives meanwhile comes first.
-* A lost heartbeat is repeated soon, not one interval later; one that was refused for its token less and less often.
-* A heartbeat that ends by a defect says so; the worker does not go on without one.
+* It continues while an episode blocks the worker's event loop.
+* One heartbeat lists all attempts, including finished ones in the spool.
+* The orchestrator sets the interval; a shorter lease term that arrives meanwhile shortens it.
+* A lost heartbeat is repeated soon, not one interval later; one with a refused token less and less often.
+* A heartbeat that fails by a defect reports it; the worker does not continue without one.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from headrace_workers.worker.connection import OrchestratorConnection
 from headrace_workers.worker.logs import logger
 
 FIRST_INTERVAL_S = 5.0
-"""Until the orchestrator has said otherwise."""
+"""Interval until the orchestrator sets another."""
 
 HEARTBEATS_PER_TERM = 3
-"""Two may be lost before a lease runs out."""
+"""Heartbeats per lease term: two may be lost before a lease expires."""
 
 RETRY_S = 0.5
-"""After a heartbeat that got no answer."""
+"""Pause after a heartbeat without an answer."""
 
 SHORTEST_ANSWER_S = 2.0
-"""A heartbeat is given up after one interval, but never sooner than this."""
+"""Shortest timeout of a heartbeat. Otherwise it is one interval."""
 
 JOIN_S = 5.0
-"""How long to wait for the thread at the end."""
+"""Longest wait for the thread's end in ``stop``."""
 
 
 class Heartbeat:
-    """Sends heartbeats until stopped. All three callbacks are called on the heartbeat's own thread.
+    """Sends heartbeats until stopped. All three callbacks run on the heartbeat's thread.
 
-    ``on_defect`` is called once, at the end of a heartbeat that was not stopped.
+    ``on_defect`` is called once, if the heartbeat ends without having been stopped.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class Heartbeat:
         await asyncio.get_running_loop().run_in_executor(None, self._thread.join, JOIN_S)
 
     def add_term(self, term_s: float) -> None:
-        """An attempt with this lease term is held now. Safe to call from any thread."""
+        """Note the lease term of a new attempt. Safe to call from any thread."""
         if term_s < self._shortest_term_s:
             self._shortest_term_s = term_s
             self._call(self._wake.set)
 
     def _call(self, function: Callable[[], object]) -> None:
-        """Call it on the heartbeat's loop, unless that has ended."""
+        """Schedule a call on the heartbeat's loop, unless the loop has ended."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(function)
@@ -90,7 +90,7 @@ class Heartbeat:
     def _work(self) -> None:
         try:
             asyncio.run(self._beat_until_stopped())
-        except BaseException as error:  # noqa: BLE001 - handed to the worker, which ends over it
+        except BaseException as error:  # noqa: BLE001 - passed to the worker, which then stops
             if not self._stopped:
                 self._on_defect(error)
 
@@ -108,7 +108,7 @@ class Heartbeat:
             await self._connection.close()
 
     async def _beat(self) -> float:
-        """Send one heartbeat; gives the pause after it."""
+        """Send one heartbeat and return the pause after it."""
         try:
             timeout_s = max(SHORTEST_ANSWER_S, self._interval_s)
             reply = await self._connection.heartbeat(self._content(), timeout_s=timeout_s)
@@ -122,7 +122,7 @@ class Heartbeat:
         return min(self._interval_s, self._shortest_term_s / HEARTBEATS_PER_TERM)
 
     def _refusal_pause_s(self, refusal: str, error: HeadraceError) -> float:
-        """The pause after a refusal: it doubles, and is never too long for the leases that are held."""
+        """Pause after a refusal: it doubles each time, limited by the terms of the held leases."""
         pause_s = min(self._refused_s, self._shortest_term_s / HEARTBEATS_PER_TERM)
         self._refused_s = min(REFUSED_LAST_S, self._refused_s * 2)
         logger().warning(refusal, error=str(error), pause_s=round(pause_s, 3))

@@ -1,4 +1,4 @@
-"""The worker's logger, which puts run, episode and attempt on every line where they are known."""
+"""Logger of the worker. It adds run, episode and attempt to a line where they are known."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headrace.wire.messages import Assignment
 
 
 def logger(assignment: Assignment | None = None, **fields: Any) -> FilteringBoundLogger:
-    """A logger that puts run, episode and attempt of an assignment on every line."""
+    """Make a logger that adds ``fields``, and the assignment's run, episode and attempt, to every line."""
     log = logs.logger("headrace.worker")
     if assignment is not None:
         fields |= {"run": assignment.run, "episode": assignment.episode, "attempt": assignment.attempt}

@@ -1,7 +1,7 @@
-"""Event-loop lag: how late the worker's event loop gets to what is due.
+"""Event-loop lag: the delay between the time a callback is due and the time it runs.
 
-* A loop that is stuck now shows its lag now, to a thread that asks.
-* How long it stands still now is told apart from its worst lag.
+* A stuck loop shows its current lag to other threads at once.
+* The current lag and the worst lag are separate values.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import asyncio
 from collections.abc import Callable
 
 TICK_S = 0.1
-"""Often enough to see a stall of a heartbeat's length, seldom enough to cost nothing."""
+"""Interval of the measurement: short compared to a heartbeat's interval, with negligible cost."""
 
 
 class LoopLag:
-    """``clock`` is monotonic, in seconds."""
+    """Measures the lag of the running event loop. ``clock`` is monotonic, in seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -29,11 +29,11 @@ class LoopLag:
             self._worst_s = max(self._worst_s, self._clock() - self._due_at)
 
     def stuck_s(self) -> float:
-        """For how long the loop has not got to what was due. Safe to call from another thread."""
+        """Current lag. Safe to call from another thread."""
         return max(0.0, self._clock() - self._due_at)
 
     def take_worst_s(self) -> float:
-        """The worst lag since the last call, the present one included. Safe to call from another thread."""
+        """Return and reset the worst lag, including the current one. Safe to call from another thread."""
         worst_s = max(self._worst_s, self.stuck_s())
         self._worst_s = 0.0
         return worst_s

@@ -1,7 +1,7 @@
 """The worker as a process: event loop, signals, exit code.
 
-* SIGTERM and SIGINT stop it in order; a second one makes it hand back at once.
-* It exits with 0 if every record was handed in and nothing of it broke, else with 1.
+* SIGTERM and SIGINT stop it gracefully; a second one makes it return its attempts at once.
+* It exits with 0 if every record was submitted and the worker had no defect, else with 1.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from headrace_workers.worker.logs import logger
 from headrace_workers.worker.worker import Worker, WorkerSettings
 
 YOUNG_OBJECTS = 50_000
-"""Allocations between collections of young objects. Records hold no cycles, so there is little to find; the default of
-700 costs some 5 % of a busy worker's time."""
+"""Allocations between collections of young objects. Records have no cycles, so little is collected; the default of 700
+costs about 5 % of a busy worker's time."""
 
 
 def run_worker(settings: WorkerSettings, *, policy_endpoints: Sequence[str] = (), policy: str = "") -> int:
-    """Run a worker until it is stopped; gives the exit code. ``policy``: ``module:factory`` of an in-process one."""
+    """Run a worker until it is stopped; return its exit code. ``policy``: ``module:factory`` of an in-process one."""
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS)
     return uvloop.run(_run(settings, policy_endpoints, policy))

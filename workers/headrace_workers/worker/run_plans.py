@@ -1,8 +1,8 @@
-"""The plans of the runs that a worker serves.
+"""Cache of the plans of a worker's runs.
 
 * A run's spec is fetched once and kept.
-* What a plan reads of files and of the model hub it reads on a thread; episodes go on meanwhile.
-* While the orchestrator is away, an attempt waits for its spec; what it cannot have is a failure with a kind.
+* A plan reads files and the model hub on a thread; episodes continue meanwhile.
+* While the orchestrator is unavailable, an attempt waits for its spec; a spec that cannot be fetched is a failure.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from headrace_workers.worker.connection import OrchestratorConnection
 
 
 class RunPlans:
-    """RunPlans by run."""
+    """Plans by run."""
 
     def __init__(self, connection: OrchestratorConnection) -> None:
         self._connection = connection
@@ -24,11 +24,11 @@ class RunPlans:
         self._fetching: dict[str, asyncio.Lock] = {}
 
     def get(self, run: str) -> RunPlan | None:
-        """The plan of a run that was served before."""
+        """Return the plan of a run, if it is cached."""
         return self._plans.get(run)
 
     async def fetch(self, run: str) -> RunPlan:
-        """The plan of a run. Raises InfrastructureFailure."""
+        """Return the plan of a run, fetched if needed. Raises InfrastructureFailure."""
         async with self._fetching.setdefault(run, asyncio.Lock()):
             plan = self._plans.get(run)
             if plan is None:
@@ -42,7 +42,7 @@ class RunPlans:
                 spec = await self._connection.run_spec(run)
             except RequestError as error:
                 raise InfrastructureFailure(
-                    f"The spec of run {run!r} cannot be had: {error}", kind="no-run-spec", retryable=True
+                    f"The spec of run {run!r} cannot be fetched: {error}", kind="no-run-spec", retryable=True
                 ) from error
             except ServiceError as error:
                 await backoff.pause(error)

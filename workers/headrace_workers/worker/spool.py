@@ -1,8 +1,8 @@
-"""Finished episodes that the orchestrator has not answered for yet.
+"""Spool of finished attempts whose submission has not been answered yet.
 
-* A record stays until its submission is answered: an outage reruns nothing.
-* The spool is bounded in bytes, those of images included; when it is full, no new work is asked for.
-* Records leave in the order they came, but for one that was postponed.
+* A record stays until its submission is answered: an outage does not cause reruns.
+* The spool is limited in bytes, including images; while it is full, the worker leases no attempts.
+* Records leave in the order they arrived, except postponed ones.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from headrace.assets import AssetData
 from headrace.wire.messages import Assignment, AttemptKey
 
 AttemptName = tuple[str, int]
-"""Episode and number of the attempt."""
+"""Episode id and attempt number."""
 
 
 class SpoolEntry(NamedTuple):
-    """One finished attempt. ``assets`` are what the record refers to, by name. ``is_substitute``: a failed record in
-    place of one that was refused."""
+    """A finished attempt. ``assets``: the assets that the record refers to, by name. ``is_substitute``: the record
+    replaces one that was refused, and marks the attempt as failed."""
 
     assignment: Assignment
     record: bytes
@@ -43,21 +43,21 @@ class SpoolEntry(NamedTuple):
 
 
 def key_of(assignment: Assignment) -> AttemptKey:
-    """The key of an assigned attempt."""
+    """Return the key of an assigned attempt."""
     return AttemptKey(assignment.episode, assignment.attempt, assignment.nonce)
 
 
 class Spool:
-    """In memory: a worker that dies loses its leases too, and its episodes are run again."""
+    """Spool in memory: a worker that dies also loses its leases, and its episodes are run again."""
 
     def __init__(self, max_bytes: int) -> None:
         self._entries: dict[AttemptName, SpoolEntry] = {}
         self._max_bytes = max_bytes
         self.size_bytes = 0
         self.filled = asyncio.Event()
-        """Set while something is in it."""
+        """Set while the spool has entries."""
         self.emptied = asyncio.Event()
-        """Set while nothing is in it."""
+        """Set while the spool is empty."""
         self.emptied.set()
 
     def __contains__(self, name: AttemptName) -> bool:
@@ -68,11 +68,11 @@ class Spool:
 
     @property
     def is_full(self) -> bool:
-        """Whether the bound is reached. What runs already is still taken."""
+        """True if the limit is reached. Attempts that already run are still added."""
         return self.size_bytes >= self._max_bytes
 
     def add(self, entry: SpoolEntry) -> None:
-        """Take a finished attempt."""
+        """Add a finished attempt, replacing an entry of the same name."""
         self.remove(entry.name)
         self._entries[entry.name] = entry
         self.size_bytes += entry.size_bytes
@@ -80,7 +80,7 @@ class Spool:
         self.emptied.clear()
 
     def remove(self, name: AttemptName) -> None:
-        """Let an attempt go, if it is there."""
+        """Remove an attempt, if present."""
         entry = self._entries.pop(name, None)
         if entry is None:
             return
@@ -90,13 +90,13 @@ class Spool:
             self.emptied.set()
 
     def postpone(self, name: AttemptName) -> None:
-        """Put an entry behind all others, if it is there."""
+        """Move an entry behind all others, if present."""
         entry = self._entries.pop(name, None)
         if entry is not None:
             self._entries[name] = entry
 
     def oldest(self, max_records: int, max_bytes: int) -> list[SpoolEntry]:
-        """The oldest entries within both bounds, at least one if there is any."""
+        """Return the oldest entries within both limits, at least one unless the spool is empty."""
         batch: list[SpoolEntry] = []
         size_bytes = 0
         for entry in islice(self._entries.values(), max_records):
@@ -107,5 +107,5 @@ class Spool:
         return batch
 
     def entries(self) -> Iterable[SpoolEntry]:
-        """All entries at this moment. Safe to call from another thread."""
+        """Return all current entries. Safe to call from another thread."""
         return list(self._entries.values())

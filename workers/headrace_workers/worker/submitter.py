@@ -1,13 +1,13 @@
-"""Hands finished episodes to the orchestrator.
+"""Submission of finished attempts to the orchestrator.
 
-* One submission is on its way at a time, with all that has queued meanwhile; records may wait for others.
-* While the orchestrator is away nothing is lost: the same records are sent again until they are answered.
-* A refused record is logged, and a failed record goes in its place: the episode still ends in exactly one.
-* A body that is refused whole is sent again record by record, so that one bad record costs only itself.
-* A record that is too large for a proxy in between is kept, and sent again behind the others.
-* A record that the orchestrator fails at again and again is replaced as well, so that it does not block the others.
-* Images go ahead of the records that refer to them, those only that are not there; what the orchestrator has let go
-  meanwhile is sent again.
+* One submission is in flight at a time, with all records queued meanwhile; records may wait to be batched.
+* An outage of the orchestrator loses nothing: the same records are sent again until they are answered.
+* A refused record is logged and replaced by a failed record, so the attempt still ends in exactly one record.
+* A body that is refused as a whole is sent again record by record, so one bad record does not affect the others.
+* A record that is too large for a proxy is kept, and sent again behind the others.
+* A record that repeatedly causes an internal error of the orchestrator is replaced too, so it does not block others.
+* Missing images are sent before the records that refer to them; images that the orchestrator has dropped meanwhile are
+  sent again.
 """
 
 from __future__ import annotations
@@ -25,43 +25,43 @@ from headrace_workers.worker.logs import logger
 from headrace_workers.worker.spool import Spool, SpoolEntry
 
 MAX_RECORDS = 1024
-"""Records of one submission: some 50 ms of the orchestrator's time."""
+"""Most records in one submission: they take about 50 ms of the orchestrator's time."""
 
 MAX_BYTES = 32 << 20
-"""Bytes of one submission, images included: far below what the orchestrator takes, and sent in a fraction of a
+"""Most bytes in one submission, including images: far below the orchestrator's limit, and sent in a fraction of a
 second."""
 
 SHORTEST_GATHER_S = 0.02
-"""Less is not waited for: episodes of less than half a second end in crowds anyway."""
+"""Shortest gathering time. Episodes of less than half a second end close together anyway."""
 
 PARALLEL_UPLOADS = 8
-"""Images that are sent side by side: the orchestrator brings them to disk together."""
+"""Images sent in parallel: the orchestrator writes them to disk together."""
 
 
 MAX_INTERNAL_ERRORS = 3
-"""So often a record alone may meet an internal error of the orchestrator. One may be a passing fault of it; three in a
-row with growing pauses are a record that it cannot take, and all records behind it wait."""
+"""Internal errors of the orchestrator after which a record sent alone is replaced. One may be temporary; three in a
+row, with growing pauses, mean that it cannot process the record, which blocks all records behind it."""
 
 
 class SubmissionConnection(Protocol):
-    """What the submitter needs of the connection."""
+    """The part of the connection that the submitter uses."""
 
     async def submit(self, entries: list[tuple[messages.AttemptKey, bytes]]) -> list[messages.SubmitResult]:
-        """One result for each record, in their order."""
+        """Submit records; returns one result for each, in order."""
         ...
 
     async def missing_assets(self, names: list[str]) -> list[str]:
-        """Of these assets those that are to be sent."""
+        """Return the assets among ``names`` that must be sent."""
         ...
 
     async def send_asset(self, asset: AssetData) -> None:
-        """Returns when it is on the orchestrator's disk."""
+        """Send an asset, and return when the orchestrator has stored it."""
         ...
 
 
 class Submitter:
-    """Empties the spool. ``substitute`` makes the failed record that replaces a refused one; ``gather_s`` gives how
-    long a record may wait for others, in seconds."""
+    """Submits the entries of the spool. ``substitute`` makes the failed record that replaces a refused one;
+    ``gather_s`` returns how long a record may wait for others, in seconds."""
 
     def __init__(
         self,
@@ -75,9 +75,9 @@ class Submitter:
         self._spool = spool
         self._substitute = substitute
         self._single_sends_left = 0
-        """Records that are still to be sent one by one, after a body of so many was turned down whole."""
+        """Records still to be sent one by one, after a body with that many was refused."""
         self._internal_errors = 0
-        """Internal errors in a row that the oldest record has met alone."""
+        """Consecutive internal errors caused by the oldest record alone."""
 
     async def submit_forever(self) -> None:
         """Run until cancelled."""
@@ -113,7 +113,7 @@ class Submitter:
                     await backoff.pause(from_problem(result.problem or {}))
 
     async def _send_assets(self, batch: Sequence[SpoolEntry]) -> None:
-        """See that all is there that these records refer to."""
+        """Send the assets of these records that the orchestrator does not have."""
         assets = {name: asset for entry in batch for name, asset in entry.assets.items()}
         names = list(assets)
         for start in range(0, len(names), messages.MAX_ASSET_NAMES):
@@ -127,7 +127,7 @@ class Submitter:
                         raise error
 
     def _handle_refused_body(self, batch: list[SpoolEntry], error: HeadraceError) -> None:
-        """A body was refused whole: send its records one by one, and replace the one that is refused alone."""
+        """Handle a refused body: send its records one by one, and replace a record that is refused alone."""
         if len(batch) > 1:
             self._single_sends_left = len(batch)
             return
@@ -135,7 +135,7 @@ class Submitter:
         self._next_single()
 
     def _handle_too_large(self, batch: list[SpoolEntry]) -> None:
-        """A proxy takes no body of that size: send less at a time, and what is too large alone behind the others."""
+        """Handle a body too large for a proxy: send less at a time, and postpone a record that is too large alone."""
         if len(batch) > 1:
             self._single_sends_left = len(batch)
             return
@@ -143,7 +143,7 @@ class Submitter:
         self._next_single()
 
     def _handle_internal_error(self, batch: list[SpoolEntry], error: InternalError) -> None:
-        """The orchestrator met a defect of its own. Which record it was shows only where it was alone."""
+        """Handle an internal error of the orchestrator. Only a record sent alone is known to have caused it."""
         self._internal_errors += len(batch) == 1
         if len(batch) > 1 or self._internal_errors >= MAX_INTERNAL_ERRORS:
             self._internal_errors = 0
@@ -158,7 +158,7 @@ class Submitter:
             self._replace_refused(entry, from_problem(result.problem or {}))
             return
         if result.verdict == "assets-missing":
-            return  # it stays, and its images go with it again
+            return  # the record stays in the spool; its images are sent again
         if result.verdict not in ("accepted", "duplicate"):
             logger(entry.assignment).info("submission answered", verdict=result.verdict)
         self._spool.remove(entry.name)
@@ -166,9 +166,9 @@ class Submitter:
     def _replace_refused(self, entry: SpoolEntry, error: HeadraceError) -> None:
         log = logger(entry.assignment)
         if entry.is_substitute:
-            # Without a readable answer to this one the orchestrator's lease ends it; there is nothing left to send.
-            log.error("a failed record was refused as well; the attempt is given up", error=str(error))
+            # Nothing is left to send; the orchestrator ends the attempt when its lease expires.
+            log.error("a substitute record was refused too; the attempt is abandoned", error=str(error))
             self._spool.remove(entry.name)
             return
-        log.error("a record was refused; a failed record goes in its place", error=str(error))
+        log.error("a record was refused and is replaced by a failed record", error=str(error))
         self._spool.add(self._substitute(entry, error))

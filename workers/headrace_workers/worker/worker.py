@@ -1,17 +1,17 @@
-"""The worker: leases attempts, runs their episodes side by side, and hands in the records.
+"""The worker: leases attempts, runs their episodes concurrently, and submits their records.
 
-* Attempts are leased in batches, as slots become free, and handed in in batches; the longer episodes take, the longer
-  either waits for company, but for the last one.
+* Attempts are leased in batches as slots become free, and submitted in batches; longer episodes allow longer
+  gathering, except for the last attempt.
 * Nothing is leased while the spool is full.
-* Every attempt ends in one record, unless the orchestrator wants none or it was handed back.
+* Every attempt ends in one record, unless the orchestrator discards it or the worker returns it.
 * An attempt that is granted twice (its first reply was lost) is run once.
-* Asked to stop, it takes nothing new, finishes what it can within the grace period and hands back the rest.
-* Asked to stop again, it hands back at once.
-* An outage of the orchestrator stops no episode.
-* A lease request gives up well before the leases that its lost answer may have granted run out.
-* Attempts are renewed only while the event loop that runs them turns.
-* Without its heartbeat, or with too many environment calls that hang, it ends with an error: whoever started it
-  starts another.
+* When stopped, it leases nothing new, finishes attempts within the grace period and returns the rest.
+* When stopped again, it returns all attempts at once.
+* An outage of the orchestrator does not stop episodes.
+* A lease request times out well before leases granted by a lost answer expire.
+* Attempts are renewed only while their event loop runs.
+* Without its heartbeat, or with too many hanging environment calls, it ends with an error; its supervisor starts
+  another worker.
 """
 
 from __future__ import annotations
@@ -40,50 +40,50 @@ from headrace_workers.worker.spool import AttemptName, Spool, SpoolEntry, key_of
 from headrace_workers.worker.submitter import Submitter
 
 LEASE_WAIT_S = 20.0
-"""Long poll for work: below the idle limits of common proxies."""
+"""Long poll of a lease request: below the idle limits of common proxies."""
 
 GATHER_S, LONGEST_GATHER_S, GATHER_EPISODE_SHARE = 0.002, 0.05, 0.01
-"""How long freed slots are gathered before more work is asked for: this share of an episode's usual time, between two
-bounds. Episodes of a millisecond end in crowds, and one request for many costs as much as for one; long ones do not
-miss a hundredth of their time."""
+"""Time for which free slots are gathered before the next lease request: this share of an episode's usual duration,
+between two limits. Episodes of a millisecond end close together, and a request for many costs as much as for one; for
+long episodes a hundredth of their duration is negligible."""
 
 SUBMIT_EPISODE_SHARE, LONGEST_SUBMIT_S = 0.04, 0.1
-"""How long finished episodes are gathered while others run: this share of an episode's usual time, up to a bound."""
+"""Time for which finished episodes are gathered while others run: this share of an episode's usual duration, up to a
+limit."""
 
 MIN_FREE_DIVISOR = 4
-"""With one in so many slots free there is no gathering."""
+"""Slots are not gathered once at least one in this many is free."""
 
 LEASES_PER_FILL = 4
-"""Leases that fill all slots. While one is granted, the attempts of the one before run, and those before them are
-handed in; with a single large one, worker and orchestrator would wait for each other in turn."""
+"""Lease requests that fill all slots. While one is granted, the attempts of the previous one run and earlier ones are
+submitted; with a single large request, worker and orchestrator would wait for each other in turn."""
 
 LEASES_PER_TERM = 3
-"""A lease request waits for a third of the shortest term for work and as long for its answer. So what a lost answer
-granted is told to be missing while its lease has a third of its term left."""
+"""A lease request waits up to a third of the shortest lease term for work, and as long for its answer. So an attempt
+granted in a lost answer is reported missing while a third of its term is left."""
 
 SHORTEST_ANSWER_S = 0.5
-"""Answers to lease requests are given at least this long; a group commit takes milliseconds."""
+"""Shortest timeout for the answer to a lease request; a group commit takes milliseconds."""
 
 STUCK_SHARE = 2 / 3
-"""Attempts are no longer renewed when the event loop has stood still for this share of their term. Shorter stalls
-lose nothing; after a longer one somebody else should get the episode."""
+"""Share of its lease term after which an attempt on a stuck event loop is no longer renewed. A shorter stall loses
+nothing; after a longer one another worker should get the episode."""
 
 EMPTY_PAUSE_S = 0.05
-"""After an answer without work, in case it came at once."""
+"""Pause after an answer without work, which may have come at once."""
 
 SHUTDOWN_S = 5.0
-"""At the end, for handing back and for what is still in the spool."""
+"""Time at the end to return attempts and to submit the records in the spool."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSettings:
-    """What a worker is. ``name`` is unique among all workers; ``spool_bytes`` bounds finished records in memory;
-    ``sandbox`` names what its environments run programs in, if they do; ``imports`` was imported, and is by processes
-    of environments too.
+    """Settings of a worker. ``name`` is unique among all workers; ``spool_bytes`` limits finished records in memory;
+    ``sandbox`` names the sandbox in which environments run programs, if any; ``imports`` are modules already imported
+    here, which environment processes import too.
 
-    ``max_hanging`` bounds environment calls that never come back. Each keeps a thread and all that its environment
-    holds, and nothing but the end of the process frees them. The default is what a machine bears without notice, and
-    more than a few odd tasks of a long run come to.
+    ``max_hanging`` limits environment calls that never return. Each keeps a thread and its environment's memory until
+    the process ends. A machine bears the default number easily, and a long run with a few bad tasks does not reach it.
     """
 
     name: str
@@ -100,7 +100,7 @@ class WorkerSettings:
 
 
 class RunningAttempt:
-    """An attempt that has a slot. ``wanted`` is False once nobody wants its record."""
+    """An attempt in a slot. ``wanted`` is False once its record is not needed any more."""
 
     __slots__ = ("assignment", "cancel_reason", "episode", "recorded", "started_at", "task", "wanted")
 
@@ -114,7 +114,7 @@ class RunningAttempt:
         self.recorded = False
 
     def cancel(self, reason: str, *, wanted: bool) -> None:
-        """Stop it. ``wanted``: whether a ``cancelled`` record is to be made."""
+        """Cancel the attempt. ``wanted``: whether to make a ``cancelled`` record."""
         if self.recorded or self.task is None:
             return
         self.wanted = self.wanted and wanted
@@ -131,7 +131,7 @@ class _Connections(NamedTuple):
 
 
 class Worker:
-    """One worker process's work. ``run`` once, on the event loop that it was made on."""
+    """The work of one worker process. Call ``run`` once, on the event loop on which it was made."""
 
     def __init__(self, settings: WorkerSettings, tools: EpisodeTools, clock: Callable[[], float]) -> None:
         self._settings = settings
@@ -167,20 +167,20 @@ class Worker:
         )
 
     def stop(self) -> None:
-        """Stop, with the grace period; the second call ends that period."""
+        """Stop after the grace period; a second call ends that period."""
         if self._stop.is_set():
             self._stop_now.set()
         self._stop.set()
 
     def drain(self) -> None:
-        """Stop as soon as all that is held is finished, however long that takes."""
+        """Stop when all held attempts are finished, however long that takes."""
         if not self._stop.is_set():
             logger().info("the worker drains", running=len(self._running))
             self._grace_s = None
             self._stop.set()
 
     async def run(self) -> bool:
-        """Work until stopped. Gives whether every record was handed in, and nothing of the worker itself broke."""
+        """Work until stopped. Returns True if every record was submitted and the worker had no defect."""
         self._heartbeat.start()
         background: list[asyncio.Task[Any]] = [
             asyncio.create_task(self._lease_forever()),
@@ -191,7 +191,7 @@ class Worker:
         try:
             done, _ = await asyncio.wait([stopping, *background], return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                task.result()  # only the wait for the stop ends by itself; anything else is a defect, and raises here
+                task.result()  # only the wait for the stop may end by itself; another end is a defect, and raises here
             self._deadline = self._clock() + self._settings.grace_s
             await _cancel_and_wait(background.pop(0))
             await self._finish_running()
@@ -214,7 +214,7 @@ class Worker:
                 reply = await self._connections.work.lease(request, answer_s=self._answer_s())
             except HeadraceError as error:
                 tell_holding = True
-                # What a lost answer granted runs out unless it is asked for again within its term.
+                # Attempts granted in a lost answer expire unless the next request comes within their term.
                 await backoff.pause(error, longest_s=self._shortest_term_s / LEASES_PER_TERM)
                 continue
             tell_holding = False
@@ -280,10 +280,10 @@ class Worker:
             await episode.close()
         except EpisodeFailure as error:
             logger(assignment).warning("the environment did not close", error=str(error))
-        running.episode = None  # not kept until the task's callback: by then the memory is wanted for other episodes
+        running.episode = None  # free the memory now, not in the task's callback: other episodes need it
 
     def _end_attempt(self, name: AttemptName, running: RunningAttempt, task: asyncio.Task[None]) -> None:
-        """Free the slot. An attempt that ended without a record, by whatever way, gets one here."""
+        """Free the slot. An attempt that ended without a record gets one here."""
         del self._running[name]
         self._episode_duration.add(self._clock() - running.started_at)
         self._slot_freed.set()
@@ -321,7 +321,7 @@ class Worker:
         self._spool.add(SpoolEntry(running.assignment, record, shown))
 
     def _submit_gather_s(self) -> float:
-        """How long finished episodes may wait for others. The last one waits for nobody."""
+        """Time that finished attempts may wait for others to be submitted with them; zero for the last one."""
         others = any(not running.recorded for running in self._running.values())
         return self._episode_duration.share_s(SUBMIT_EPISODE_SHARE, LONGEST_SUBMIT_S) if others else 0.0
 
@@ -356,15 +356,15 @@ class Worker:
         return [key_of(attempt) for attempt in self._held_assignments()]
 
     def _keys_to_renew(self) -> list[messages.AttemptKey]:
-        """What a heartbeat lists: all that is held, less what the event loop has stood still for too long to keep."""
+        """Keys of the attempts to renew: all held ones, except those whose event loop has been stuck too long."""
         stuck_s = self._lag.stuck_s()
         held = self._held_assignments()
         renewed = [key_of(attempt) for attempt in held if stuck_s <= attempt.term_s * STUCK_SHARE]
         is_stuck = len(renewed) < len(held)
         if is_stuck and not self._is_stuck:
             logger().error(
-                "the event loop stands still, so its attempts are not renewed; does an environment with "
-                "blocking = False block?",
+                "the event loop is stuck, so its attempts are not renewed; check for an environment with "
+                "blocking = False that blocks",
                 stuck_s=round(stuck_s, 3),
                 attempts=len(held) - len(renewed),
             )
@@ -389,19 +389,19 @@ class Worker:
         )
 
     def _heartbeat_reply(self, reply: messages.HeartbeatReply) -> None:
-        """On the heartbeat's thread."""
+        """Handle a reply, on the heartbeat's thread."""
         if reply.cancels:
             self._loop.call_soon_threadsafe(self._cancel_all, reply.cancels)
         if reply.drain:
             self._loop.call_soon_threadsafe(self.drain)
 
     def _heartbeat_defect(self, error: BaseException) -> None:
-        """On the heartbeat's thread, at its end."""
-        logger().error("the heartbeat failed, so nothing can be kept; the worker ends", exc_info=error)
+        """Handle a failed heartbeat, at the end of its thread."""
+        logger().error("the heartbeat failed, so no lease can be renewed; the worker ends", exc_info=error)
         self._loop.call_soon_threadsafe(self._stop_after_defect)
 
     def _stop_after_defect(self) -> None:
-        """Take nothing new, hand back what runs, and end with an error."""
+        """Stop leasing, return running attempts, and end with an error."""
         self._has_failed = True
         self._stop.set()
         self._stop_now.set()
@@ -415,7 +415,7 @@ class Worker:
     # The end
 
     async def _finish_running(self) -> None:
-        """Wait for what runs, until the grace period ends or somebody asks again."""
+        """Wait for running attempts, until the grace period ends or ``stop`` is called again."""
         if not self._running:
             return
         tasks = [running.task for running in self._running.values() if running.task is not None]
@@ -427,7 +427,7 @@ class Worker:
         await _cancel_and_wait(*ends)
 
     async def _hand_back(self) -> None:
-        """Stop the rest and give it back. If nobody answers, the leases run out."""
+        """Cancel the remaining attempts and return them. Without an answer, their leases expire."""
         rest = [running for running in self._running.values() if not running.recorded]
         for running in rest:
             running.cancel("The worker stops.", wanted=False)
@@ -437,9 +437,9 @@ class Worker:
         try:
             async with timeout(SHUTDOWN_S):
                 await self._connections.work.hand_back(keys)
-            logger().info("handed back", attempts=len(keys))
+            logger().info("returned attempts", attempts=len(keys))
         except (HeadraceError, TimeoutError) as error:
-            logger().error("could not hand back; the leases will run out", attempts=len(keys), error=str(error))
+            logger().error("could not return attempts; their leases will expire", attempts=len(keys), error=str(error))
 
     async def _flush(self) -> bool:
         left_s = 0.0 if self._stop_now.is_set() else self._deadline - self._clock()
