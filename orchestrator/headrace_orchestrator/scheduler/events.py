@@ -1,9 +1,11 @@
-"""Events: what the scheduler decided, in the order it decided it.
+"""Events: the scheduler's decisions, in order.
 
-* State changes only by applying a record; deciding and applying are apart.
-* Applying the records of a log in order gives the state back, but for deadlines: those get a full term.
-* Two kinds of event are carried by frames of their own in the log and rebuilt from them: ``EpisodeEnded`` by the
-  trajectory's, ``BatchFormed`` by the batch head's. All others are stored as they are.
+* State changes only by applying an event; deciding and applying are apart.
+* Applying the events of a log in order restores the state, except deadlines: those get a full term.
+* Two kinds of event are stored as frames of their own and rebuilt from them: ``EpisodeEnded`` as the trajectory's,
+  ``BatchFormed`` as the batch head's. All others are stored as they are.
+
+The name of an event's class is its tag in the log.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=T
 
 
 class RunCreated(Event, frozen=True, kw_only=True):
-    """``spec`` as it was given, JSON-able."""
+    """A run is created. ``spec`` is stored as plain values."""
 
     run: str
     spec: dict[str, Any]
 
 
 class RunClosed(Event, frozen=True, kw_only=True):
-    """No more admission; attempts are cancelled. A batch that is leased may still be acked."""
+    """A run is closed: it admits no more, and its attempts are cancelled. A leased batch may still be acked."""
 
     run: str
 
@@ -42,9 +44,9 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GroupAdmitted(Event, frozen=True, kw_only=True):
-    """A group enters the ledger. ``position`` counts admissions of the run's own source; -1 for submitted groups and
-    evaluations. ``evaluation`` names the evaluation it belongs to, outside the ledger. ``adapters``: the frozen ones
-    that play in it, by agent."""
+    """A group is admitted. ``position`` counts admissions of the run's own source; -1 for submitted groups and
+    evaluations. ``evaluation`` names the evaluation that it belongs to, outside the ledger. ``adapters``: its frozen
+    adapters, by agent."""
 
     run: str
     group: str
@@ -58,7 +60,7 @@ class GroupAdmitted(Event, frozen=True, kw_only=True):
 
 
 class MemberAdded(Event, frozen=True, kw_only=True):
-    """A top-up: a fresh episode in place of one that failed for good. Draws no credit."""
+    """A top-up: a new episode takes the place of one that failed for good. It draws no credit."""
 
     run: str
     group: str
@@ -66,18 +68,18 @@ class MemberAdded(Event, frozen=True, kw_only=True):
 
 
 PARTIAL = "partial"
-"""Reason for which members of a group are stopped that is served without them."""
+"""Reason of stopping the members of a group that is served without them."""
 
 
 class GroupCut(Event, frozen=True, kw_only=True):
-    """The group is waited for no longer: its live members are stopped, and it is served with its true size."""
+    """A group does not wait for its live members any more: they are stopped, and it is served with its true size."""
 
     run: str
     group: str
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):
-    """One attempt given to a worker."""
+    """One attempt granted to a worker."""
 
     episode: str
     attempt: int
@@ -85,8 +87,8 @@ class Grant(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Dispatched(Event, frozen=True, kw_only=True):
-    """Attempts granted to a worker, all of one run. ``version`` is the one that its policy servers hold at that moment:
-    the run's, unless the service is yet to load that."""
+    """Attempts of one run are granted to a worker. ``version`` is the one that the policy servers hold at that moment:
+    the run's current one, unless the service is yet to load it."""
 
     run: str
     worker: str
@@ -96,13 +98,13 @@ class Dispatched(Event, frozen=True, kw_only=True):
 
 
 WORKER_LOST = "worker lost"
-"""Reason of an attempt that went with its worker: the lease ran out and the worker was silent."""
+"""Reason of an attempt that was lost with its worker: the lease ran out and the worker was silent."""
 
 
 class AttemptEnded(Event, frozen=True, kw_only=True):
-    """An attempt ended without a terminal record and the episode is queued again. ``counts``: it drew on the retry
-    budget (a retryable failure does, and an attempt that a living worker dropped; hand-back, drain, cancellation and
-    the loss of the worker do not). ``reason`` is ``WORKER_LOST`` for the last of these."""
+    """An attempt ends without a result and the episode is queued again. ``counts``: it draws on the retry budget (a
+    retryable failure does, and an attempt that a living worker dropped; hand-back, drain, cancellation and the loss of
+    the worker do not). ``reason`` is ``WORKER_LOST`` for the last of these."""
 
     run: str
     episode: str
@@ -113,7 +115,7 @@ class AttemptEnded(Event, frozen=True, kw_only=True):
 
 
 class AttemptCancelled(Event, frozen=True, kw_only=True):
-    """The worker was told to stop; its ``cancelled`` record is awaited until the lease ends."""
+    """An attempt is cancelled. The worker's ``cancelled`` trajectory is awaited until the lease ends."""
 
     run: str
     episode: str
@@ -122,13 +124,13 @@ class AttemptCancelled(Event, frozen=True, kw_only=True):
 
 
 class EpisodeEnded(Event, frozen=True, kw_only=True):
-    """The one terminal record of a dispatched episode. Carried by the trajectory's own frame.
+    """The one result of a dispatched episode. Stored as the trajectory's own frame.
 
     ``rewards``: the sum of rewards by agent, for agents with rows. ``low``, ``high``: the lowest and highest
-    version of its rows; a missing ``high`` is taken to be ``low``.
-    ``row_tokens``: tokens of all rows; ``longest_row``: of the longest. ``size_bytes``: of the stored record.
-    ``by_worker``: whether a worker wrote it; otherwise the scheduler did, and the shell stores a record without
-    segments.
+    version of its rows; a missing ``high`` equals ``low``.
+    ``row_tokens``: tokens of all rows; ``longest_row``: tokens of the longest. ``size_bytes``: size of the stored
+    trajectory. ``by_worker``: a worker submitted it; otherwise the scheduler ended the episode, and the shell stores a
+    trajectory without segments.
     """
 
     run: str
@@ -150,15 +152,15 @@ class EpisodeEnded(Event, frozen=True, kw_only=True):
     evaluation: str = ""
     by_worker: bool = True
     trajectory: str = ""
-    """Id of the stored trajectory; empty until the shell has given one."""
+    """Id of the stored trajectory; empty until the shell assigns one."""
 
 
 REPLACED = "version-replaced"
-"""Reason for which episodes of an evaluation are stopped: the version that they are pinned to is served no more."""
+"""Reason of stopping the episodes of an evaluation: the version that they are pinned to is not served any more."""
 
 
 class GroupRetired(Event, frozen=True, kw_only=True):
-    """A group's last state. ``reason``: acked, stale, zero-variance, incomplete, row-too-long, rejected, evicted,
+    """A group is retired. ``reason``: acked, stale, zero-variance, incomplete, row-too-long, rejected, evicted,
     failed, rewound, closed; of an evaluation: evaluated, deadline, version-replaced."""
 
     run: str
@@ -167,7 +169,7 @@ class GroupRetired(Event, frozen=True, kw_only=True):
 
 
 class TaskQuarantined(Event, frozen=True, kw_only=True):
-    """The task killed too many attempts; it is not dispatched again. ``history`` lists its failures, stored as
+    """A task killed too many attempts; it is not dispatched again. ``history`` lists its failures; it is stored as
     ``story``."""
 
     run: str
@@ -176,7 +178,7 @@ class TaskQuarantined(Event, frozen=True, kw_only=True):
 
 
 class BatchFormed(Event, frozen=True, kw_only=True):
-    """A batch is frozen. Carried by the batch head's own frame. ``filtered``: the pull asked for some kinds only."""
+    """A batch is frozen. Stored as the batch head's own frame. ``filtered``: the pull asked for some kinds only."""
 
     run: str
     batch: str
@@ -186,8 +188,8 @@ class BatchFormed(Event, frozen=True, kw_only=True):
 
 
 class BatchLeased(Event, frozen=True, kw_only=True):
-    """A batch lease. ``generation`` counts from 1. ``shards``: how many ranks share it; ``fetched``: the shards that
-    were served with it."""
+    """A batch is leased. ``generation`` counts from 1. ``shards``: ranks that share the lease; ``fetched``: the shards
+    that were served with it."""
 
     run: str
     batch: str
@@ -200,7 +202,7 @@ class BatchLeased(Event, frozen=True, kw_only=True):
 
 
 class ShardFetched(Event, frozen=True, kw_only=True):
-    """Another shard of a leased batch was served. A lease that had run out lives again: its holder is there."""
+    """Another shard of a leased batch is served. A lease that ran out is valid again: its holder is active."""
 
     run: str
     batch: str
@@ -209,11 +211,11 @@ class ShardFetched(Event, frozen=True, kw_only=True):
 
 
 EXPIRED = "expired"
-"""Reason of a batch lease that ran out."""
+"""Reason of the release of a batch whose lease ran out."""
 
 
 class BatchReleased(Event, frozen=True, kw_only=True):
-    """A batch lease ended unacked: expired, nacked, or its learner's session was replaced."""
+    """A batch lease ends unacked: expired, nacked, or its learner's session was replaced."""
 
     run: str
     batch: str
@@ -222,8 +224,8 @@ class BatchReleased(Event, frozen=True, kw_only=True):
 
 
 class BatchDissolved(Event, frozen=True, kw_only=True):
-    """A batch that will not be served again; its groups are eligible, or retire by records of their own. ``unseen``:
-    nobody has a part of it, so the pulls that it was to answer are answered with another."""
+    """A batch is dissolved: it is not served again; its groups are eligible, or retire by events of their own.
+    ``unseen``: no part of it was delivered, so the pulls that it was to answer are answered with another."""
 
     run: str
     batch: str
@@ -232,8 +234,8 @@ class BatchDissolved(Event, frozen=True, kw_only=True):
 
 
 class BatchAcked(Event, frozen=True, kw_only=True):
-    """Acked, at most once. ``version``: what the step made, announced by this very record; None if it made none.
-    ``weights``: where it is, if the service is to load it."""
+    """A batch is acked, at most once. ``version``: made by the step and announced by this very event; None if it made
+    none. ``weights``: its weights, if the service is to load them."""
 
     run: str
     batch: str
@@ -243,8 +245,8 @@ class BatchAcked(Event, frozen=True, kw_only=True):
 
 
 class VersionAnnounced(Event, frozen=True, kw_only=True):
-    """The run's version now. A first version of a new lineage names its fork point. ``weights``: where it is, if the
-    service is to load it."""
+    """A version becomes the current one of the run. The first of a new lineage names its fork point. ``weights``: its
+    weights, if the service is to load them."""
 
     run: str
     version: Version
@@ -253,7 +255,7 @@ class VersionAnnounced(Event, frozen=True, kw_only=True):
 
 
 class WeightsLoaded(Event, frozen=True, kw_only=True):
-    """A policy server takes requests with this version, the first one to do so."""
+    """The first policy server takes requests with this version."""
 
     run: str
     version: Version
@@ -261,28 +263,28 @@ class WeightsLoaded(Event, frozen=True, kw_only=True):
 
 
 class ServerAdded(Event, frozen=True, kw_only=True):
-    """A policy server of the run beside those of its spec; or one of its servers drains no longer."""
+    """A run gets a policy server beside those of its spec, or the drain of one of its servers ends."""
 
     run: str
     address: str
 
 
 class ServerDrained(Event, frozen=True, kw_only=True):
-    """A policy server of the run takes nothing new."""
+    """A policy server of the run gets no new requests."""
 
     run: str
     address: str
 
 
 class ServerRemoved(Event, frozen=True, kw_only=True):
-    """A policy server is none of the run's any more."""
+    """A policy server is removed from the run."""
 
     run: str
     address: str
 
 
 class SessionStarted(Event, frozen=True, kw_only=True):
-    """A learner resumed in a new session: what its earlier ones asked for is not answered any more."""
+    """A learner resumes in a new session; requests of its earlier ones are refused."""
 
     run: str
     learner: str
@@ -290,14 +292,14 @@ class SessionStarted(Event, frozen=True, kw_only=True):
 
 
 class PrioritiesSet(Event, frozen=True, kw_only=True):
-    """What a prioritized draw goes by from now on, by group."""
+    """Priorities of groups in prioritized draws from now on."""
 
     run: str
     priorities: dict[str, float]
 
 
 class EvaluationStarted(Event, frozen=True, kw_only=True):
-    """Its groups follow as ``GroupAdmitted`` records."""
+    """An evaluation starts. Its groups follow as ``GroupAdmitted`` events."""
 
     run: str
     evaluation: str
@@ -308,7 +310,7 @@ class EvaluationStarted(Event, frozen=True, kw_only=True):
 
 
 class EvaluationEnded(Event, frozen=True, kw_only=True):
-    """All its episodes are over; ``reason``: done, deadline, closed, or cancelled where that came before these."""
+    """All episodes of an evaluation are over. ``reason``: done, deadline, closed, or cancelled if that came before."""
 
     run: str
     evaluation: str
@@ -316,7 +318,7 @@ class EvaluationEnded(Event, frozen=True, kw_only=True):
 
 
 class WorkerDraining(Event, frozen=True, kw_only=True):
-    """The worker gets nothing new. ``over``: it has gone, and another process may take its name."""
+    """A worker gets no new attempts. ``over``: it has gone, and another process may take its name."""
 
     worker: str
     over: bool = False
@@ -351,4 +353,4 @@ AnyEvent = (
     | EvaluationEnded
     | WorkerDraining
 )
-"""The union that the log decodes events to."""
+"""The union to which the log decodes stored events."""

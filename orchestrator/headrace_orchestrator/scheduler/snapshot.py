@@ -165,7 +165,7 @@ class RunRow(SnapshotRow, frozen=True):
     submitted_failures: dict[str, str] = {}
 
 
-class StoredGroup(SnapshotRow, frozen=True):
+class SnapshotGroup(SnapshotRow, frozen=True):
     """A group with its members, and the id of its evaluation."""
 
     group: GroupRow
@@ -173,9 +173,9 @@ class StoredGroup(SnapshotRow, frozen=True):
     members: list[EpisodeRow]
 
 
-class StoredRun(SnapshotRow, frozen=True):
-    """A run, with the ids of its groups and episodes as references. A group is a ``StoredGroup`` encoded by itself: the
-    garbage collector would traverse a tree of a million rows again and again."""
+class SnapshotRun(SnapshotRow, frozen=True):
+    """A run, with the ids of its groups and episodes as references. A group is a ``SnapshotGroup`` encoded by itself:
+    the garbage collector would traverse a tree of a million rows again and again."""
 
     spec: dict[str, Any]
     run: RunRow
@@ -190,7 +190,7 @@ class StoredRun(SnapshotRow, frozen=True):
     evaluation_queue: list[str]
 
 
-class StoredWorker(SnapshotRow, frozen=True):
+class SnapshotWorker(SnapshotRow, frozen=True):
     """A worker that holds attempts, or drains."""
 
     name: str
@@ -204,10 +204,10 @@ class SnapshotFormat(SnapshotRow, frozen=True):
     format: int
 
 
-class StoredState(SnapshotRow, frozen=True):
+class SnapshotState(SnapshotRow, frozen=True):
     format: int
-    runs: list[StoredRun]
-    workers: list[StoredWorker]
+    runs: list[SnapshotRun]
+    workers: list[SnapshotWorker]
     draining: list[str]
 
 
@@ -229,8 +229,8 @@ def _plain(value: Any) -> Any:
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
 _format_decoder = msgspec.msgpack.Decoder(SnapshotFormat)
-_decoder = msgspec.msgpack.Decoder(StoredState)
-_group_decoder = msgspec.msgpack.Decoder(StoredGroup)
+_decoder = msgspec.msgpack.Decoder(SnapshotState)
+_group_decoder = msgspec.msgpack.Decoder(SnapshotGroup)
 
 
 def snapshot(state: SchedulerState) -> bytes:
@@ -298,7 +298,7 @@ def _require_format(found: int) -> None:
         )
 
 
-def _restored_run(stored: StoredRun, state: SchedulerState, now: float) -> Run:
+def _restored_run(stored: SnapshotRun, state: SchedulerState, now: float) -> Run:
     run = Run(RunSpec.model_validate(stored.spec), state.bounds, state.episodes)
     episodes = state.episodes
     _fill(run, stored.run)
@@ -324,7 +324,7 @@ def _restored_run(stored: StoredRun, state: SchedulerState, now: float) -> Run:
     return run
 
 
-def _restore_group(run: Run, stored: StoredGroup) -> None:
+def _restore_group(run: Run, stored: SnapshotGroup) -> None:
     row = stored.group
     evaluation = run.evaluations[stored.evaluation] if stored.evaluation else None
     group = Group(run.name, row.id, row.task, row.position, row.submitted, evaluation)
@@ -343,7 +343,7 @@ def _restore_group(run: Run, stored: StoredGroup) -> None:
         run.episodes[episode.id] = episode
 
 
-def _restore_worker(state: SchedulerState, row: StoredWorker, attempts: Iterable[Episode], now: float) -> None:
+def _restore_worker(state: SchedulerState, row: SnapshotWorker, attempts: Iterable[Episode], now: float) -> None:
     worker: WorkerState = state.workers.named(row.name, row.pool, now)
     for episode in attempts:
         worker.attempts[episode.id] = episode

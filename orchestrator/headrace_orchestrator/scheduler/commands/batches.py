@@ -91,7 +91,7 @@ def _require_lease(batch: OpenBatch, learner: str, session: str, generation: int
             f"Batch {batch.id} is in generation {batch.generation}, "
             f"{'held by' if batch.leased else 'last held by'} session {batch.session!r} of learner {batch.learner!r}; "
             f"this was generation {generation} of session {session!r}.",
-            hint="Pull again: the batch is redelivered to whoever pulls.",
+            hint="Pull again: the batch is redelivered to the next pull.",
         )
 
 

@@ -25,7 +25,9 @@ def start(state: SchedulerState, run: Run, request: messages.EvaluationRequest, 
         )
     episodes = len(tasks) * request.episodes_per_task
     if episodes > MAX_REQUEST_EPISODES:
-        raise InvalidRequest(f"An evaluation has at most {MAX_REQUEST_EPISODES} episodes; this one wants {episodes}.")
+        raise InvalidRequest(
+            f"An evaluation has at most {MAX_REQUEST_EPISODES} episodes; this one asks for {episodes}."
+        )
     version = parse_version(request.version) if request.version else run.versions.now
     ahead = version.lineage == run.versions.now.lineage and version.n > run.versions.now.n
     if ahead or version.lineage >= len(run.versions.forks) or run.versions.distance(version) is None:

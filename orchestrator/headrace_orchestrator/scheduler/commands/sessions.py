@@ -22,13 +22,13 @@ def require_session(run: Run, learner: str, session: str, shard: int, shards: in
     """Raise SessionSuperseded for an earlier session of the learner, InvalidRequest for an impossible shard."""
     if not 0 <= shard < shards <= MAX_SHARDS:
         raise InvalidRequest(
-            f"There is no shard {shard} of {shards}.", hint=f"Shards count from 0; there are 1 to {MAX_SHARDS}."
+            f"Shard {shard} of {shards} does not exist.", hint=f"Shards count from 0; there are 1 to {MAX_SHARDS}."
         )
     sessions = run.sessions.get(learner)
     if sessions is not None and session != sessions.current and session in sessions.earlier:
         raise SessionSuperseded(
             f"Session {session!r} of learner {learner!r} is over: session {sessions.current!r} took over its batches.",
-            hint="If this process is no leftover, two learners run under one name: give each its own, as in "
+            hint="If this process is not a leftover, two learners run under one name: give each its own, as in "
             "Client(learner='a').",
         )
 

@@ -94,7 +94,7 @@ class OpenBatch:
 
     @property
     def given_back(self) -> bool:
-        """Whether its last holder gave it back."""
+        """True if its last holder gave it back."""
         return not self.leased and self.release_reason.startswith(NACKED)
 
     def lease(self, event: BatchLeased) -> None:

@@ -268,7 +268,7 @@ class Group:
 
     @property
     def cut(self) -> bool:
-        """Whether it is served without the members that were live at its deadline."""
+        """True if it is served without the members that were live at its deadline."""
         return self.reason == PARTIAL
 
     def versions(self) -> list[Version]:
@@ -296,6 +296,6 @@ class Group:
         self.members = []
 
     def has_zero_variance(self) -> bool:
-        """Whether at least two usable members have the same rewards, agent by agent."""
+        """True if at least two usable members have the same rewards, agent by agent."""
         rewards = [episode.rewards for episode in self.members if episode.state in USABLE]
         return len(rewards) > 1 and all(other == rewards[0] for other in rewards[1:])

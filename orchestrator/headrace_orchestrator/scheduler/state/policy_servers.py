@@ -47,7 +47,7 @@ class PolicyServersState:
         self.skipped = [skipped for skipped in self.skipped if skipped != version]
 
     def is_replaced(self, version: Version) -> bool:
-        """Whether the servers have replaced a version, and none will serve it again."""
+        """True if the servers have replaced a version, and none will serve it again."""
         if self.target is None or version in (self.held, self.target):
             return False
         return version < self.held

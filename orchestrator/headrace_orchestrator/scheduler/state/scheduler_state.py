@@ -43,7 +43,7 @@ class SchedulerState:
         """The run of that name; raises UnknownRun."""
         run = self.runs.get(name)
         if run is None:
-            raise UnknownRun(f"There is no run named {name!r}.", hint="`headrace runs` lists them.")
+            raise UnknownRun(f"No run is named {name!r}.", hint="`headrace runs` lists them.")
         return run
 
     def add_run(self, run: Run) -> None:

@@ -94,7 +94,7 @@ class Workers:
         return expired
 
     def next_deadline(self) -> float | None:
-        """When ``expired`` may find something."""
+        """The earliest moment at which ``expired`` may find attempts."""
         heap = self._heap
         while heap:
             moment, name = heap[0]
@@ -116,7 +116,7 @@ class Workers:
         return [name for name in gone if name in self.draining]
 
     def is_gone(self, name: str, now: float) -> bool:
-        """Whether the worker of that name holds nothing and has been silent for ``GONE_S``."""
+        """True if the worker of that name holds nothing and has been silent for ``GONE_S``."""
         worker = self.by_name.get(name)
         return worker is None or (not worker.attempts and now - worker.seen > GONE_S)
 
