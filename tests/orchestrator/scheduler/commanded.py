@@ -32,7 +32,7 @@ from headrace_orchestrator.scheduler.state.policy_servers import PolicyServersSt
 
 
 class CommandedScheduler(Scheduler):
-    """As the service carries commands out, one at a time."""
+    """The commands one at a time, as the service executes them."""
 
     # Invariants
 

@@ -1,4 +1,4 @@
-"""Drives a scheduler as a shell would: keeps the log, checks the invariants after every command, replays."""
+"""A driver of the scheduler in place of the shell: keeps the log, checks the invariants after commands, replays."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from headrace_orchestrator.scheduler import events
 from headrace_orchestrator.scheduler.commands.pull_plan import Form, Redeliver
 from headrace_orchestrator.scheduler.state.admission.bounds import SharedBounds
 from tests.orchestrator.scheduler.commanded import CommandedScheduler
-from tests.orchestrator.scheduler.oracle import Told, faults
+from tests.orchestrator.scheduler.oracle import RunEvents, batch_faults
 
 FLAKY = Failure(layer="environment", kind="step-timeout", message="The step took too long.", retryable=True)
 BROKEN = Failure(layer="environment", kind="crashed", message="It raised.", retryable=False)
 NO_POLICY = Failure(layer="policy", kind="unreachable", message="Connection refused.", retryable=False)
 
 
-class Served:
-    """A batch as a learner has it."""
+class ServedBatch:
+    """A batch that a learner holds."""
 
     def __init__(self, run: str, lease: Redeliver, request: messages.PullRequest, groups: list[str]) -> None:
         self.run = run
@@ -41,12 +41,12 @@ class Harness:
         self.bounds = bounds or SharedBounds()
         self.now = 1000.0
         self.log: list[events.AnyEvent] = []
-        #: What batches are judged by; None where events of the log were lost.
-        self.told: defaultdict[str, Told] | None = defaultdict(Told) if checked else None
+        #: Events that batches are checked against, by run; None where events of the log were lost.
+        self.events_by_run: defaultdict[str, RunEvents] | None = defaultdict(RunEvents) if checked else None
         self.checked = checked
         self._ids = itertools.count()
         self.core = self._scheduler()
-        #: What each worker holds, as it would list it.
+        #: Attempts that each worker holds, as it lists them.
         self.holding: dict[str, dict[str, messages.AttemptKey]] = {}
         self.tasks: dict[str, str] = {}
 
@@ -59,13 +59,13 @@ class Harness:
         )
 
     def settle(self) -> list[events.AnyEvent]:
-        """Take what the last command decided, and check the invariants."""
+        """Log the events of the last command, and check the invariants."""
         new = self.core.drain()
         self.log += new
-        if self.told is not None:
+        if self.events_by_run is not None:
             for event in new:
                 if not isinstance(event, events.WorkerDraining):
-                    self.told[event.run].take(event)
+                    self.events_by_run[event.run].take(event)
         for event in new:
             if isinstance(event, events.GroupAdmitted):
                 self.tasks[event.group] = event.task.id
@@ -75,7 +75,7 @@ class Harness:
 
     # Time and restarts
     def advance(self, seconds: float) -> list[events.AnyEvent]:
-        """Let time pass; ``tick`` is called as often as the core wants it."""
+        """Let time pass; ``tick`` is called at every deadline of the core."""
         begun = len(self.log)
         end = self.now + seconds
         while self.now < end:
@@ -87,7 +87,7 @@ class Harness:
         return self.log[begun:]
 
     def catch_up(self) -> None:
-        """Let what is done in slices be done: each brings something about."""
+        """Tick until no slice is left; each slice has to emit events."""
         idle = 0
         while idle < 1000:
             deadline = self.core.next_deadline()
@@ -95,10 +95,10 @@ class Harness:
                 return
             self.core.tick(self.now)
             idle = 0 if self.settle() else idle + 1
-        raise AssertionError("there is no end to it")
+        raise AssertionError("the slices do not end")
 
     def stall(self, seconds: float) -> list[events.AnyEvent]:
-        """The process stands still for so long."""
+        """Stop the process for so long."""
         self.now += seconds
         self.core.tick(self.now)
         return self.settle()
@@ -110,7 +110,7 @@ class Harness:
         return core
 
     def restored(self, snapshot: bytes, since: int | None = None) -> CommandedScheduler:
-        """A scheduler that took a snapshot, and the events from ``since`` on."""
+        """A scheduler restored from a snapshot and the events from ``since`` on."""
         core = self._scheduler()
         core.restore(snapshot, self.now)
         for event in [] if since is None else self.log[since:]:
@@ -221,7 +221,7 @@ class Harness:
         return verdict
 
     def work(self, worker: str = "w", slots: int = 64) -> int:
-        """Lease and finish whatever there is; returns how many episodes."""
+        """Lease and finish all that is queued; returns how many episodes."""
         count = 0
         while attempts := self.lease(slots, worker):
             for attempt in attempts:
@@ -232,7 +232,7 @@ class Harness:
     # Learners
     def pull(
         self, session: str = "s", request: str | None = None, run: str = "r", **fields: Any
-    ) -> Served | messages.EmptyReply:
+    ) -> ServedBatch | messages.EmptyReply:
         wanted = messages.PullRequest(
             learner=fields.pop("learner", "l"),
             session=session,
@@ -243,11 +243,11 @@ class Harness:
         self.settle()
         if isinstance(plan, messages.EmptyReply):
             return plan
-        if isinstance(plan, Form) and self.told is not None:
-            assert faults(self.told[run], self.core.spec(run), plan.groups, wanted) == []
+        if isinstance(plan, Form) and self.events_by_run is not None:
+            assert batch_faults(self.events_by_run[run], self.core.spec(run), plan.groups, wanted) == []
         lease = self.core.form(run, plan, wanted, self.now) if isinstance(plan, Form) else plan
         self.settle()
-        return Served(run, lease, wanted, self.groups_of(lease.batch))
+        return ServedBatch(run, lease, wanted, self.groups_of(lease.batch))
 
     def groups_of(self, batch: str) -> list[str]:
         return next(r.groups for r in self.log if isinstance(r, events.BatchFormed) and r.batch == batch)
@@ -258,9 +258,9 @@ class Harness:
         self.settle()
         return reply
 
-    def batch(self, session: str = "s", **fields: Any) -> Served:
+    def batch(self, session: str = "s", **fields: Any) -> ServedBatch:
         served = self.pull(session, **fields)
-        assert isinstance(served, Served), served
+        assert isinstance(served, ServedBatch), served
         return served
 
     def empty(self, session: str = "s", **fields: Any) -> messages.EmptyReply:
@@ -268,7 +268,7 @@ class Harness:
         assert isinstance(reply, messages.EmptyReply), reply.id
         return reply
 
-    def ack(self, batch: Served, version: str = "") -> messages.AckReply:
+    def ack(self, batch: ServedBatch, version: str = "") -> messages.AckReply:
         request = messages.AckRequest(
             learner=batch.learner, session=batch.session, generation=batch.generation, version=version
         )
@@ -276,7 +276,7 @@ class Harness:
         self.settle()
         return reply
 
-    def nack(self, batch: Served) -> None:
+    def nack(self, batch: ServedBatch) -> None:
         request = messages.NackRequest(
             learner=batch.learner, session=batch.session, generation=batch.generation, reason="out of memory"
         )
@@ -304,7 +304,7 @@ class Harness:
         self.settle()
         return more
 
-    # What the log says
+    # Events of the log
     def found(self, kind: type[Any], since: int = 0) -> list[Any]:
         return [event for event in self.log[since:] if isinstance(event, kind)]
 
@@ -314,7 +314,7 @@ class Harness:
     def ends(self, episode: str) -> list[str]:
         return [event.status for event in self.found(events.EpisodeEnded) if event.episode == episode]
 
-    def task_ids(self, batch: Served) -> list[str]:
+    def task_ids(self, batch: ServedBatch) -> list[str]:
         return [self.tasks[group] for group in batch.groups]
 
 
@@ -324,19 +324,3 @@ def codes(reply: messages.EmptyReply) -> list[str]:
 
 def version(text: str) -> Version:
     return Version.parse(text)
-
-
-def busy() -> Harness:
-    """A run with something in every state."""
-    harness = Harness()
-    harness.run(group_size=2, batch_size=4, max_staleness=3, attempt_lease_s=30, batch_lease_s=90)
-    harness.submit("submitted")
-    harness.evaluate(2, deadline_s=60.0)
-    attempts = [a for a in harness.lease(14, slots=16) if not a.evaluation]
-    harness.finish(attempts[0], "failed", failure=BROKEN)
-    for attempt in attempts[1:9]:
-        harness.finish(attempt)
-    harness.batch()
-    harness.announce("0.1")
-    harness.rewind("0.1")
-    return harness

@@ -1,4 +1,4 @@
-"""What a batch may be made of, told from the events alone, without the scheduler's state or any code of its own."""
+"""An oracle of valid batches that reads the events alone, without the scheduler's state or code."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from headrace.wire import messages
 from headrace_orchestrator.scheduler import events
 
 
-class Told:
-    """The events of one run, sorted by what they are about."""
+class RunEvents:
+    """The events of one run, sorted by subject."""
 
     def __init__(self) -> None:
         self.admitted: dict[str, events.GroupAdmitted] = {}
         self.members: dict[str, list[str]] = {}
         self.dispatched: set[str] = set()
         self.ended: dict[str, events.EpisodeEnded] = {}
-        #: Groups of which members may be missing that were never dispatched.
+        #: Groups that may lack members which were never dispatched.
         self.given_up: set[str] = set()
         self.retired: set[str] = set()
         self.batches: dict[str, list[str]] = {}
@@ -29,7 +29,7 @@ class Told:
         self.forks: dict[int, Version] = {}
 
     def take(self, event: events.AnyEvent) -> None:
-        """Hear of one more."""
+        """Add an event."""
         match event:
             case events.GroupAdmitted():
                 self.admitted[event.group] = event
@@ -65,7 +65,7 @@ class Told:
             self.forks[version.lineage] = fork
 
     def path(self) -> dict[int, float]:
-        """The lineages that the version now descends from, each with the last ``n`` on the way."""
+        """The lineages that the current version descends from, each with the last ``n`` on the path."""
         found = {self.now.lineage: math.inf}
         at = self.forks.get(self.now.lineage)
         while at is not None:
@@ -74,28 +74,28 @@ class Told:
         return found
 
 
-def faults(
-    told: Told, spec: RunSpec, groups: Sequence[tuple[str, list[str]]], asked: messages.PullRequest
+def batch_faults(
+    run: RunEvents, spec: RunSpec, groups: Sequence[tuple[str, list[str]]], asked: messages.PullRequest
 ) -> list[str]:
-    """What is wrong with a batch of these groups and trajectories."""
+    """Faults of a batch of these groups and trajectories."""
     found = [f"{id} is there twice" for id, count in Counter(id for id, _ in groups).items() if count > 1]
-    in_batches = {id for ids in told.batches.values() for id in ids}
-    path = told.path()
+    in_batches = {id for ids in run.batches.values() for id in ids}
+    path = run.path()
     for id, trajectories in groups:
-        admitted = told.admitted[id]
-        if id in told.retired or id in in_batches or told.uses[id] >= spec.max_uses:
+        admitted = run.admitted[id]
+        if id in run.retired or id in in_batches or run.uses[id] >= spec.max_uses:
             found.append(f"{id} is used up, in another batch or retired")
-        missing = [e for e in told.members[id] if e not in told.ended]
-        if any(e in told.dispatched or id not in told.given_up for e in missing):
+        missing = [e for e in run.members[id] if e not in run.ended]
+        if any(e in run.dispatched or id not in run.given_up for e in missing):
             found.append(f"{id} is not complete: {missing}")
-        ends = [told.ended[e] for e in told.members[id] if e in told.ended]
+        ends = [run.ended[e] for e in run.members[id] if e in run.ended]
         usable = [end for end in ends if end.status in ("finished", "truncated")]
         if [end.trajectory for end in usable] != trajectories or not usable:
             found.append(f"{id} is not its usable members in their order")
         for version in (version for end in usable for version in (end.low, end.high) if version is not None):
             if version.n > path.get(version.lineage, -1):
                 found.append(f"{id} has a row of {version}, which a rewind left")
-            elif told.now.n - version.n > spec.max_staleness:
+            elif run.now.n - version.n > spec.max_staleness:
                 found.append(f"{id} has a row of {version} and is stale")
         if spec.short_groups == "drop" and len(usable) < len(admitted.members):
             found.append(f"{id} is short")

@@ -1,4 +1,4 @@
-"""Deciding and applying are apart; and ``check`` notices what it says it notices."""
+"""Commands, replay and stalls."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import pytest
 from headrace.errors import HeadraceError
 from headrace.wire import messages
 from headrace_orchestrator.scheduler import events
-from headrace_orchestrator.scheduler.queries.invariants import check_invariants
-from tests.orchestrator.scheduler.harness import Harness, busy, version
+from tests.orchestrator.scheduler.harness import version
+from tests.orchestrator.scheduler.scenarios import busy_harness
 
 
-def test_a_command_leaves_the_records_of_what_it_decided_in_drain():
-    harness = busy()
+def test_the_events_of_a_command_are_in_drain():
+    harness = busy_harness()
     request = messages.VersionRequest(version="1.9")
     before = harness.core.durable()
     harness.core.announce("r", request, harness.now)
@@ -23,20 +23,8 @@ def test_a_command_leaves_the_records_of_what_it_decided_in_drain():
     assert harness.core.drain() == []
 
 
-def test_state_changes_only_by_applying_a_record():
-    harness = busy()
-    core = harness.replayed()
-    before = core.durable()
-    core.heartbeat(messages.HeartbeatRequest(worker="w", slots=8), harness.now)
-    core.run_status("r", harness.now)
-    core.worker_statuses(harness.now)
-    core.doing("r", messages.DoingRequest(learner="l", session="s", doing="training"), harness.now)
-    assert core.drain() == []
-    assert core.durable() == before
-
-
 def test_a_command_that_raises_has_changed_nothing():
-    harness = busy()
+    harness = busy_harness()
     core, now = harness.core, harness.now
     attempt = harness.lease(1, "other")[0]
     batch = next(event.batch for event in harness.found(events.BatchFormed))
@@ -64,8 +52,8 @@ def test_a_command_that_raises_has_changed_nothing():
         assert core.durable() == before, number
 
 
-def test_replaying_all_records_gives_the_same_durable_state():
-    harness = busy()
+def test_replaying_all_events_gives_the_same_durable_state():
+    harness = busy_harness()
     harness.now += 500.0
     core = harness.replayed()
     assert core.durable() == harness.core.durable()
@@ -78,8 +66,8 @@ def test_replaying_all_records_gives_the_same_durable_state():
     assert core.drain()
 
 
-def test_applying_the_records_of_a_log_in_order_gives_the_state_back_but_for_deadlines():
-    harness = busy()
+def test_applying_the_events_of_a_log_in_order_restores_the_state_except_deadlines():
+    harness = busy_harness()
     core = harness._scheduler()
     for position, event in enumerate(harness.log):
         core.apply(event, harness.now)
@@ -87,70 +75,28 @@ def test_applying_the_records_of_a_log_in_order_gives_the_state_back_but_for_dea
             assert harness.replayed(harness.log[: position + 1]).durable() == core.durable()
 
 
-def test_between_commands_no_group_waits_for_a_decision_and_no_credit_lies_idle():
-    harness = busy()
-    run = harness.core.state.runs["r"]
-    assert (run.undecided, run.ledger.free) == ({}, 0)
+def test_a_tick_that_comes_late_expires_nothing(harness):
+    harness.run(batch_size=2, attempt_lease_s=30, batch_lease_s=90, max_staleness=2)
+    for attempt in harness.lease(2):
+        harness.finish(attempt)
+    batch = harness.batch()
+    attempts = harness.lease(2)
+    harness.advance(8.0)
+    assert harness.stall(500.0) == []
+    harness.heartbeat("another")
+    harness.advance(29.0)
+    assert harness.found(events.AttemptEnded) == []
+    harness.advance(1.0)
+    assert len(harness.found(events.AttemptEnded)) == len(attempts), "once"
+    assert harness.found(events.BatchReleased) == []
+    harness.advance(60.0)
+    assert [event.batch for event in harness.found(events.BatchReleased)] == [batch.id]
 
 
-# What check notices -------------------------------------------------------------------------------------------
-
-
-def notices(harness: Harness, history: str) -> None:
-    with pytest.raises(AssertionError, match=history):
-        check_invariants(harness.core.state)
-
-
-def test_groups_in_flight_are_exactly_the_runs_own_groups_that_are_not_retired():
-    harness = busy()
-    harness.core.state.runs["r"].ledger.in_flight += 1
-    notices(harness, "counts .* groups in flight; has .* open")
-
-
-def test_each_groups_state_agrees_with_its_members_states():
-    harness = busy()
-    run = harness.core.state.runs["r"]
-    group = next(group for group in run.groups.values() if group.state == "open")
-    group.state = "eligible"
-    notices(harness, "complete and open at once, or neither: group .* its history")
-
-
-def test_an_attempt_is_held_by_exactly_the_worker_that_it_was_granted_to():
-    harness = busy()
-    workers = harness.core.state.workers
-    thief = workers.named("thief", "default", harness.now)
-    thief.attempts.update(workers.by_name["w"].attempts)
-    notices(harness, "is held by w and thief: episode .* its history")
-
-
-def test_a_group_in_a_batch_is_in_exactly_one_and_is_leased():
-    harness = busy()
-    run = harness.core.state.runs["r"]
-    next(iter(run.batches.values())).groups.pop()
-    notices(harness, "is in no batch or several")
-
-
-def test_bytes_held_and_episodes_reserved_are_those_of_the_groups_in_flight():
-    harness = busy()
-    ledger = harness.core.state.runs["r"].ledger
-    ledger.unfinished -= 1
-    notices(harness, "reserves for")
-    ledger.unfinished += 1
-    ledger.held_bytes += 1
-    notices(harness, "miscounts held bytes")
-
-
-def test_every_index_says_what_the_episodes_and_groups_say():
-    harness = busy()
-    run = harness.core.state.runs["r"]
-    kept = run.queue.pop()
-    notices(harness, "it is queued in no queue")
-    run.queue.append(kept)
-    group = next(group for group in run.groups.values() if group.state == "eligible")
-    run.eligible.remove(group)
-    notices(harness, "as eligible")
-    run.eligible.add(group, run.versions)
-    run.leased += 1
-    notices(harness, "miscounts leased")
-    run.leased -= 1
-    check_invariants(harness.core.state)
+def test_a_command_that_comes_first_after_a_stall_renews_all_the_same(harness):
+    harness.run(attempt_lease_s=30)
+    harness.lease(1)
+    harness.now += 31.0
+    harness.heartbeat("another")
+    harness.advance(29.0)
+    assert harness.found(events.AttemptEnded) == []

@@ -1,4 +1,4 @@
-"""Logs that lost records: whatever is missing, the counts stay right and the run goes on."""
+"""Logs that lost events."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from headrace.errors import InternalError, RequestError
 from headrace.wire import messages
 from headrace_orchestrator.scheduler import events
 from tests.orchestrator.scheduler.commanded import CommandedScheduler
-from tests.orchestrator.scheduler.harness import BROKEN, FLAKY, Harness, Served, version
+from tests.orchestrator.scheduler.harness import BROKEN, FLAKY, Harness, ServedBatch, version
 
 
 @cache
 def history(seed: int) -> Harness:
-    """A run in which about everything happens."""
+    """A run with nearly every kind of event."""
     draw = random.Random(seed)
     harness = Harness(checked=False)
     harness.run(
@@ -50,7 +50,7 @@ def history(seed: int) -> Harness:
         session += draw.random() < 0.4
         found = pull_some(harness, f"s{session}", draw)
         now = harness.core.version("r")
-        if isinstance(found, Served) and draw.random() < 0.7:
+        if isinstance(found, ServedBatch) and draw.random() < 0.7:
             harness.ack(found, f"{now.lineage}.{now.n + 1}")
         elif draw.random() < 0.2:
             harness.rewind(f"{now.lineage}.{now.n}")
@@ -63,8 +63,8 @@ def history(seed: int) -> Harness:
     return harness
 
 
-def pull_some(harness: Harness, session: str, draw: random.Random) -> Served | messages.EmptyReply:
-    """Of one learner, as one process or as two ranks."""
+def pull_some(harness: Harness, session: str, draw: random.Random) -> ServedBatch | messages.EmptyReply:
+    """A pull of one learner, as one process or as two ranks."""
     if draw.random() < 0.2:
         harness.resume(session)
     if draw.random() < 0.7:
@@ -75,7 +75,7 @@ def pull_some(harness: Harness, session: str, draw: random.Random) -> Served | m
 
 
 def replay(harness: Harness, log: list[events.AnyEvent]) -> CommandedScheduler:
-    """Take what fits of a log, as a restart does."""
+    """Apply the events of a log that fit, as a restart does."""
     core = harness._scheduler()
     refused = 0
     for event in log:
@@ -89,12 +89,12 @@ def replay(harness: Harness, log: list[events.AnyEvent]) -> CommandedScheduler:
 
 @settings(max_examples=1000, deadline=None, derandomize=True, database=None)
 @given(seed=st.integers(0, 39), lost=st.lists(st.integers(0, 1 << 16), min_size=1, max_size=12))
-def test_whatever_records_are_lost_the_counts_stay_right_and_the_run_goes_on(seed, lost):
+def test_after_any_loss_of_events_the_counts_stay_right_and_the_run_goes_on(seed, lost):
     harness = history(seed)
     missing = {1 + index % (len(harness.log) - 1) for index in lost}  # the run itself stays
     log = [event for place, event in enumerate(harness.log) if place not in missing]
     driven = Harness()
-    driven.told = None
+    driven.events_by_run = None
     driven.now = harness.now
     driven._ids = iter(range(1 << 20, 1 << 30))
     driven.core = replay(driven, log)
@@ -107,7 +107,7 @@ def test_whatever_records_are_lost_the_counts_stay_right_and_the_run_goes_on(see
 
 
 def assert_goes_on(harness: Harness) -> None:
-    """Fresh workers and a fresh learner have a batch within a few rounds; the invariants hold at every step."""
+    """New workers and a new learner have a batch within a few rounds; the invariants hold at every step."""
     for round_ in range(40):
         for attempt in harness.lease(16, f"fresh{round_}"):
             low = version(attempt.pinned_version) if attempt.pinned_version else harness.core.version("r")
@@ -116,14 +116,14 @@ def assert_goes_on(harness: Harness) -> None:
             except RequestError:
                 harness.hand_back([attempt], f"fresh{round_}")
         found = harness.pull("fresh")
-        if isinstance(found, Served):
+        if isinstance(found, ServedBatch):
             harness.ack(found)
             return
         harness.advance(35.0)
     raise AssertionError(f"nothing is served: {found.reasons}")
 
 
-def test_a_fact_that_does_not_fit_changes_nothing_and_raises(harness):
+def test_an_event_that_does_not_fit_changes_nothing_and_raises(harness):
     harness.run(group_size=2, batch_size=2)
     complete = harness.lease(2)
     for attempt in complete:
@@ -209,19 +209,19 @@ def test_an_episode_whose_dispatch_was_lost_is_not_granted_twice_at_once(harness
     harness.hand_back(again, "b")
     core = replay(harness, harness.log[:first] + harness.log[first + 1 :])
     driven = Harness()
-    driven.told = None
+    driven.events_by_run = None
     driven._ids = iter(range(1 << 20, 1 << 30))
     driven.core = core
     granted = driven.lease(8, "c")
     assert len({attempt.episode for attempt in granted}) == len(granted) == 6
 
 
-def test_a_group_of_which_all_records_were_lost_is_not_served_again(harness):
+def test_a_group_of_which_all_results_were_lost_is_not_served_again(harness):
     harness.run(batch_size=2)
     harness.work()
     harness.nack(harness.batch())
     driven = Harness()
-    driven.told = None
+    driven.events_by_run = None
     driven._ids = iter(range(1 << 20, 1 << 30))
     driven.core = replay(harness, [r for r in harness.log if not isinstance(r, events.EpisodeEnded)])
     driven.core.tick(driven.now)
@@ -232,7 +232,7 @@ def test_a_group_of_which_all_records_were_lost_is_not_served_again(harness):
     assert set(driven.retired().values()) == {"failed"}
 
 
-def test_where_a_lineage_began_may_be_lost(harness):
+def test_the_fork_of_a_lineage_may_be_lost(harness):
     harness.run(batch_size=2)
     harness.work()
     harness.ack(harness.batch(), "0.1")

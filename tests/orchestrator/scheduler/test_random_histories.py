@@ -1,4 +1,4 @@
-"""Random histories: workers die, replies get lost, clocks jump, learners restart, logs and snapshots are read again.
+"""Random histories: workers die, replies are lost, clocks jump, learners restart, logs and snapshots are replayed.
 
 After every command ``check()`` holds. At the end of every history the log replays to the same durable state, whole or
 from a snapshot on, every dispatched episode has at most one terminal record, and a run that can go on is brought to
@@ -20,7 +20,7 @@ from headrace.trajectory import Version
 from headrace.wire import messages
 from headrace_orchestrator.scheduler import events
 from headrace_orchestrator.scheduler.commands import follow_ups
-from tests.orchestrator.scheduler.harness import BROKEN, FLAKY, NO_POLICY, Harness, Served
+from tests.orchestrator.scheduler.harness import BROKEN, FLAKY, NO_POLICY, Harness, ServedBatch
 
 WORKERS = st.sampled_from(["w0", "w1", "w2"])
 SESSIONS = st.sampled_from([0, 0, 0, 1])
@@ -74,7 +74,7 @@ class Histories(RuleBasedStateMachine):
         make_run(self.harness, spec)
         #: Every attempt ever granted, with its worker.
         self.granted: list[tuple[str, messages.Assignment]] = []
-        self.served: list[Served] = []
+        self.served: list[ServedBatch] = []
         self.accepted: set[tuple[str, int]] = set()
         self.closed = False
         self.submitted = 0
@@ -246,20 +246,20 @@ class Histories(RuleBasedStateMachine):
         begun = len(self.harness.log)
         ids = {f"g{(index + number) % self.submitted}" for number in range(count)}
         found = self.attempt(self.harness.pull, self.session(session), groups=sorted(ids), learner="l0")
-        if isinstance(found, Served):
+        if isinstance(found, ServedBatch):
             assert sorted(found.groups) == sorted(ids)
         if found is not None:
             self.take(found)
         self.assert_formed_in_bound(begun)
 
     def assert_formed_in_bound(self, begun: int) -> None:
-        """No batch is formed of what waits to be retired."""
+        """Assert that no batch is formed of groups that wait to be retired."""
         run = self.harness.core.state.runs["r"]
         for event in self.harness.found(events.BatchFormed, begun):
             assert not any(run.bound_violation(run.groups[id]) for id in event.groups)
 
     def take(self, found):
-        if isinstance(found, Served):
+        if isinstance(found, ServedBatch):
             self.served.append(found)
         else:
             assert found.reasons
@@ -356,7 +356,7 @@ def assert_serves_again(harness: Harness) -> None:
     reward = 0
     for _ in range(60):
         found = harness.pull("fresh", learner="l0")
-        if isinstance(found, Served):
+        if isinstance(found, ServedBatch):
             harness.ack(found)
             return
         harness.advance(110.0)

@@ -1,4 +1,4 @@
-"""Logs that were cut, or lost a record."""
+"""Logs that were cut, or lost one event."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_a_log_that_was_cut_between_two_events_is_finished_after_a_replay(harnes
         core.check()
 
 
-def test_a_terminal_record_that_was_lost_costs_itself_only(harness):
+def test_a_result_that_was_lost_costs_itself_only(harness):
     harness.run(group_size=2, batch_size=4, max_staleness=1, retries={"max_attempts": 9})
     for number in range(1, 6):
         attempts = harness.lease(8)

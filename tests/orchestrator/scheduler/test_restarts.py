@@ -1,4 +1,4 @@
-"""Credit over crashes: a scheduler that starts again admits no more than one that never died.
+"""Credit after crashes: a scheduler that starts again admits no more than one that never crashed.
 
 AReaL's rule: what is admitted is at most ``(max_staleness + 1)`` batches ahead of what retired. Systems that count anew
 after a recovery submit a burst there.
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace_orchestrator.scheduler import events
-from tests.orchestrator.scheduler.harness import Harness, Served
+from tests.orchestrator.scheduler.harness import Harness, ServedBatch
 
 CRASHES = ["crash", "crash-from-snapshot", "crash-from-old-snapshot"]
 STEPS = st.lists(
@@ -22,7 +22,7 @@ STEPS = st.lists(
 
 
 class Crashing:
-    """A run, how much was admitted beyond its credit because a pull found it idle, and a snapshot."""
+    """A run, the number of groups that pulls admitted beyond its credit while it was idle, and a snapshot."""
 
     def __init__(self, **spec: int) -> None:
         self.harness = Harness()
@@ -42,7 +42,7 @@ class Crashing:
             case "step":
                 admitted = len(harness.found(events.GroupAdmitted))
                 found = harness.pull()
-                if isinstance(found, Served):
+                if isinstance(found, ServedBatch):
                     harness.ack(found, f"{now.lineage}.{now.n + 1}")
                 else:
                     self.beyond += len(harness.found(events.GroupAdmitted)) - admitted
@@ -58,7 +58,7 @@ class Crashing:
                 self.crash(name)
 
     def crash(self, name: str) -> None:
-        """Die, start again, and meet workers with far more slots than there is credit."""
+        """Crash, start again, and hear from workers with far more slots than the credit allows."""
         harness = self.harness
         before = harness.status()
         begun = len(harness.log)
@@ -99,7 +99,7 @@ def test_credit_in_flight_never_exceeds_the_ledger_however_often_the_scheduler_s
 
 @pytest.mark.parametrize("how", ["replay", "snapshot"])
 def test_a_learner_goes_back_to_a_checkpoint_after_a_crash(how):
-    """What has rows above the checkpoint is retired, what is of the checkpoint is served, what was acked stays so."""
+    """Groups with rows above the checkpoint are retired, the others are served, acked ones stay acked."""
     harness = Harness()
     harness.run(group_size=1, batch_size=2, max_staleness=3, attempt_lease_s=30)
     play(harness, 2)
@@ -126,7 +126,7 @@ def test_a_learner_goes_back_to_a_checkpoint_after_a_crash(how):
 
 
 def play(harness: Harness, count: int) -> list[str]:
-    """So many groups of one episode each end; returns their ids."""
+    """End so many groups of one episode each; returns their ids."""
     attempts = harness.lease(count)
     for attempt in attempts:
         harness.finish(attempt)

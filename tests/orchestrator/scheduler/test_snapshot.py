@@ -1,4 +1,4 @@
-"""Snapshots: what they carry, and what is refused."""
+"""Snapshots: contents, restore, refusal."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from headrace_orchestrator.scheduler.state.groups import Episode, Group
 from headrace_orchestrator.scheduler.state.policy_servers import PolicyServersState
 from headrace_orchestrator.scheduler.state.run import Run
 from headrace_orchestrator.scheduler.state.versions import Versions
-from tests.orchestrator.scheduler.harness import BROKEN, Harness, busy
+from tests.orchestrator.scheduler.harness import BROKEN, Harness
+from tests.orchestrator.scheduler.scenarios import busy_harness
 
 
 def test_a_restored_scheduler_has_the_same_durable_state_and_goes_on_to_the_same_decisions():
-    lived, restored = busy(), busy()
+    lived, restored = busy_harness(), busy_harness()
     lived.restart()
     restored.restart(restored.restored(restored.core.snapshot()))
     for harness in (lived, restored):
@@ -33,7 +34,7 @@ def test_a_restored_scheduler_has_the_same_durable_state_and_goes_on_to_the_same
 
 
 def test_after_a_restore_every_lease_has_a_full_term_as_after_a_replay():
-    harness = busy()
+    harness = busy_harness()
     taken = harness.core.snapshot()
     harness.now += 500.0
     core = harness.restored(taken)
@@ -45,7 +46,7 @@ def test_after_a_restore_every_lease_has_a_full_term_as_after_a_replay():
 
 
 def test_events_behind_a_snapshot_are_applied_to_it():
-    harness = busy()
+    harness = busy_harness()
     taken, since = harness.core.snapshot(), len(harness.log)
     harness.work()
     harness.advance(31.0)
@@ -53,7 +54,7 @@ def test_events_behind_a_snapshot_are_applied_to_it():
     assert harness.restored(taken, since).durable() == harness.core.durable()
 
 
-def test_a_snapshot_carries_quarantine_kills_and_what_the_brake_looks_at(harness):
+def test_a_snapshot_holds_quarantine_kills_and_the_recent_failures(harness):
     harness.run(group_size=2, batch_size=2, retries={"max_attempts": 1, "quarantine_after": 2})
     for attempt in harness.lease(3):
         harness.finish(attempt, "failed", failure=BROKEN)
@@ -82,26 +83,26 @@ def test_a_snapshot_taken_in_the_middle_of_a_replay_is_finished_as_the_replay_is
         assert [type(event) for event in core.drain()] == [type(event) for event in cut.drain()]
 
 
-def test_a_snapshot_carries_how_awaited_groups_failed(harness):
+def test_a_snapshot_holds_the_failures_of_awaited_groups(harness):
     harness.run(source="learner", batch_size=1, short_groups="serve")
     harness.submit("a")
     harness.finish(harness.lease(1)[0], "failed", failure=Failure(layer="policy", kind="long", message="x" * 10_000))
-    (told,) = harness.empty(groups=["a"]).reasons
-    assert told.facts["failure"].startswith("policy/long: xxx")
-    assert len(told.facts["failure"]) == MAX_FAILURE
+    (reason,) = harness.empty(groups=["a"]).reasons
+    assert reason.facts["failure"].startswith("policy/long: xxx")
+    assert len(reason.facts["failure"]) == MAX_FAILURE
     again = harness.restored(harness.core.snapshot()).state.runs["r"]
-    assert again.submitted_failures == {"a": told.facts["failure"]}
+    assert again.submitted_failures == {"a": reason.facts["failure"]}
 
 
 def test_a_snapshot_of_a_format_that_is_not_known_is_refused_and_named():
-    taken = busy().core.snapshot()
+    taken = busy_harness().core.snapshot()
     other = taken[:1] + bytes([snapshot.FORMAT + 7]) + taken[2:]  # behind the head of an array
     with pytest.raises(CorruptRecord, match=f"format {snapshot.FORMAT + 7}"):
         Harness().core.restore(other, 0.0)
 
 
 def test_a_damaged_snapshot_is_refused_whole():
-    taken = busy().core.snapshot()
+    taken = busy_harness().core.snapshot()
     for length in range(0, len(taken), 7):
         core = Harness().core
         with pytest.raises(CorruptRecord):
@@ -115,7 +116,7 @@ def test_a_damaged_snapshot_is_refused_whole():
 
 
 def test_a_snapshot_is_taken_between_commands_and_restored_into_a_fresh_scheduler():
-    harness = busy()
+    harness = busy_harness()
     with pytest.raises(InternalError, match="only into a new scheduler"):
         harness.core.restore(harness.core.snapshot(), 0.0)
     harness.core.close_run("r", harness.now)
@@ -179,5 +180,5 @@ ROWS = {
 
 @pytest.mark.parametrize("kind", list(ROWS), ids=lambda kind: kind.__name__)
 def test_what_is_soft_is_not_in_it_and_a_slot_of_the_state_is_named_here_or_named_soft(kind):
-    slots = set(vars(busy().core.state.runs["r"])) if kind is Run else set(kind.__slots__)
+    slots = set(vars(busy_harness().core.state.runs["r"])) if kind is Run else set(kind.__slots__)
     assert set(ROWS[kind].__struct_fields__) == slots - SOFT[kind] - BY_REFERENCE[kind]

@@ -35,7 +35,7 @@ def hold_s(harness) -> float:
     return harness.core.sync_hold("r", harness.now)[0]
 
 
-def test_servers_begin_with_those_of_the_spec_and_change_by_records_of_their_own(harness):
+def test_servers_begin_with_those_of_the_spec_and_change_by_events_of_their_own(harness):
     harness.run(policy={"endpoints": [f"{A}/"]})
     servers = harness.core.policy_servers("r")
     harness.core.add_server("r", B, harness.now)
@@ -67,7 +67,7 @@ def test_a_server_is_one_however_its_address_is_written(harness, other):
     assert base_url("http://Me:Secret@HOST/") == "http://Me:Secret@host"
 
 
-def test_what_changes_nothing_is_no_record_and_what_is_not_there_is_named(harness):
+def test_a_change_without_effect_emits_no_event_and_an_unknown_server_is_an_error(harness):
     harness.run(policy={"endpoints": [A]})
     harness.core.add_server("r", A, harness.now)
     harness.core.drain_server("r", A, harness.now)
@@ -97,7 +97,7 @@ def test_a_version_with_weights_is_to_be_loaded_and_one_without_was_loaded_by_th
     harness.restart()
 
 
-def test_an_ack_carries_where_the_weights_are_and_weights_without_a_version_are_refused(harness):
+def test_an_ack_announces_weights_and_weights_without_a_version_are_refused(harness):
     harness.run(batch_size=1)
     harness.work(1)
     batch = harness.batch()
@@ -165,7 +165,7 @@ def test_an_evaluation_holds_the_version_that_is_served_while_newer_ones_come(ha
     assert hold_s(harness) == 0.0
 
 
-def test_an_evaluation_that_nobody_asks_for_holds_no_longer(harness):
+def test_an_evaluation_whose_report_is_not_requested_holds_no_longer(harness):
     harness.run()
     evaluation = evaluate(harness, deadline_s=1000.0)
     harness.advance(REPORT_LEASE_S - 1)
@@ -176,7 +176,7 @@ def test_an_evaluation_that_nobody_asks_for_holds_no_longer(harness):
     assert hold_s(harness) == 0.0
 
 
-def test_nothing_is_played_on_weights_that_are_too_old_for_a_batch_and_what_is_goes_by_their_version(harness):
+def test_no_episode_is_granted_on_weights_that_are_too_old_for_a_batch(harness):
     harness.run(max_staleness=1)
     harness.announce("0.1", path="/w/1")
     (attempt,) = harness.lease(1)
@@ -197,7 +197,7 @@ def test_an_evaluation_of_a_version_that_is_yet_to_be_loaded_waits_for_it(harnes
     assert {attempt.evaluation for attempt in harness.lease(4)} >= {evaluation}
 
 
-def test_what_is_left_of_an_evaluation_is_cancelled_once_its_version_is_served_no_more(harness):
+def test_the_rest_of_an_evaluation_is_cancelled_once_its_version_is_not_served_any_more(harness):
     harness.run()
     harness.announce("0.1", path="/w/1")
     served(harness, "0.1")
@@ -208,7 +208,7 @@ def test_what_is_left_of_an_evaluation_is_cancelled_once_its_version_is_served_n
     assert (report.finished, report.done, report.wanted) == (True, 0, 2)
 
 
-def test_a_name_that_stands_for_several_servers_is_refused_where_nobody_looks_it_up():
+def test_a_name_of_several_servers_is_refused_where_it_is_not_looked_up():
     name = "dns+http://vllm:8000"
     for policy in ({"agents": {"x": {"endpoints": [name]}}}, {"scorers": {"ref": {"endpoints": [name], "model": "m"}}}):
         with pytest.raises(InvalidRunSpec, match="is a name that stands for several servers"):

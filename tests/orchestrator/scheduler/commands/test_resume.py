@@ -1,4 +1,4 @@
-"""What a learner that was started again gets back."""
+"""Batches that a learner gets back after it was started again."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import pytest
 
 from headrace.errors import BatchSuperseded, SessionSuperseded, ShardsNotFetched
 from headrace.wire import messages
-from tests.orchestrator.scheduler.harness import Harness, Served
+from tests.orchestrator.scheduler.harness import Harness, ServedBatch
 
 
-def resumed(harness: Harness, session: str, **fields: int) -> list[Served]:
+def resumed(harness: Harness, session: str, **fields: int) -> list[ServedBatch]:
     return [harness.batch(session, batch=id) for id in harness.resume(session, **fields).batches]
 
 
@@ -30,7 +30,7 @@ def test_it_gets_exactly_the_batches_that_its_earlier_sessions_leased_and_never_
     assert harness.batch("new").id not in {batch.id for batch in (*held, other)}
 
 
-def test_it_is_told_the_names_of_the_others_and_why(harness):
+def test_the_reply_names_the_others_and_why(harness):
     harness.run(batch_size=2, max_staleness=1, batch_lease_s=100)
     harness.work()
     stale, taken = harness.batch("old"), harness.batch("old")
@@ -90,7 +90,7 @@ def test_a_resumed_batch_that_was_not_fetched_cannot_be_acked(harness):
         harness.ack(old)
 
 
-def test_a_pull_that_names_a_batch_gets_it_or_what_became_of_it(harness):
+def test_a_pull_that_names_a_batch_gets_it_or_how_it_ended(harness):
     harness.run(batch_size=2)
     harness.work()
     old = harness.batch("old")
@@ -105,7 +105,7 @@ def test_a_pull_that_names_a_batch_gets_it_or_what_became_of_it(harness):
     assert harness.settle() == []
 
 
-def test_from_then_on_nothing_that_an_earlier_session_still_asks_for_is_answered(harness):
+def test_from_then_on_requests_of_earlier_sessions_are_refused(harness):
     harness.run(batch_size=2, max_staleness=3)
     harness.work()
     harness.ack(harness.batch("old"))

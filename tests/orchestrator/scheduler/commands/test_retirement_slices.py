@@ -1,4 +1,4 @@
-"""What is out of bound is retired in slices: nobody waits for a million retirements, and none of it is served."""
+"""Retirement in slices: no command waits for a million retirements, and no group that waits for its own is served."""
 
 from __future__ import annotations
 

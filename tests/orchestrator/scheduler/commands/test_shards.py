@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.errors import BatchSuperseded, InvalidRequest, SessionSuperseded, ShardsNotFetched
+from headrace.errors import BatchSuperseded, InvalidRequest, ShardsNotFetched
 from headrace.wire import messages
 from headrace_orchestrator.scheduler import events
-from tests.orchestrator.scheduler.harness import Harness, Served, codes
-
-
-def pull_all(harness: Harness, request: str, shards: int = 4, session: str = "s") -> list[Served]:
-    return [harness.batch(session, request=request, shard=shard, shards=shards) for shard in range(shards)]
+from tests.orchestrator.scheduler.harness import codes
+from tests.orchestrator.scheduler.scenarios import pull_all_shards
 
 
 def test_the_same_request_of_the_ranks_that_share_a_session_is_answered_with_shards_of_one_batch(harness):
     harness.run(batch_size=2)
     harness.work()
-    first, second = pull_all(harness, "pull-0"), pull_all(harness, "pull-1")
+    first, second = pull_all_shards(harness, "pull-0"), pull_all_shards(harness, "pull-1")
     assert len({(batch.id, batch.generation) for batch in first}) == 1
     assert len({(batch.id, batch.generation) for batch in second}) == 1
     assert first[0].id != second[0].id
@@ -57,13 +54,13 @@ def test_an_ack_before_every_shard_was_fetched_is_refused_and_names_those_that_a
 def test_a_repeated_pull_of_a_rank_gets_the_same_and_changes_nothing(harness):
     harness.run(batch_size=2)
     harness.work()
-    first = pull_all(harness, "1")
+    first = pull_all_shards(harness, "1")
     before = len(harness.log)
-    assert {batch.id for batch in pull_all(harness, "1")} == {first[0].id}
+    assert {batch.id for batch in pull_all_shards(harness, "1")} == {first[0].id}
     assert len(harness.log) == before
 
 
-def test_why_empty_names_the_rank_that_is_missing(harness):
+def test_the_reasons_of_an_empty_answer_name_the_missing_rank(harness):
     harness.run(batch_size=2, max_staleness=0)
     harness.work()
     harness.batch(request="1", shard=0, shards=3)
@@ -89,7 +86,7 @@ def test_a_rank_that_comes_late_takes_up_the_lease_of_its_session(harness):
 
 
 @pytest.mark.parametrize("end", ["nacked", "dissolved", "taken over"])
-def test_a_rank_that_asks_for_a_batch_that_is_over_is_told_so(harness, end):
+def test_a_rank_that_asks_for_a_batch_that_is_over_gets_an_error(harness, end):
     harness.run(batch_size=2, max_staleness=0 if end == "dissolved" else 1, batch_lease_s=100)
     harness.work()
     first = harness.batch(request="1", shard=0, shards=2)
@@ -107,14 +104,14 @@ def test_a_rank_that_asks_for_a_batch_that_is_over_is_told_so(harness, end):
         harness.pull(request="1", shard=1, shards=2)
     assert harness.settle() == []
     if end == "nacked":  # all ranks go on with their next pull
-        assert {batch.id for batch in pull_all(harness, "2", 2)} == {first.id}
+        assert {batch.id for batch in pull_all_shards(harness, "2", 2)} == {first.id}
 
 
 def test_a_restart_with_another_number_of_ranks_gets_the_same_batch_in_other_views(harness):
     harness.run(batch_size=2)
     harness.work()
-    first = pull_all(harness, "pull-0", 4)
-    again = pull_all(harness, "pull-0", 3, session="again")
+    first = pull_all_shards(harness, "pull-0", 4)
+    again = pull_all_shards(harness, "pull-0", 3, session="again")
     assert {(batch.id, batch.generation) for batch in again} == {(first[0].id, 2)}
     with pytest.raises(BatchSuperseded):
         harness.ack(first[0])
@@ -133,19 +130,6 @@ def test_ranks_that_disagree_on_their_number_are_refused(harness):
     assert harness.settle() == []
 
 
-def test_an_earlier_session_of_a_learner_is_told_that_a_newer_one_took_its_place(harness):
-    harness.run(batch_size=2)
-    harness.work()
-    harness.batch("old")
-    harness.batch("new")
-    harness.restart(harness.restored(harness.core.snapshot()))
-    with pytest.raises(SessionSuperseded, match="two learners run under one name"):
-        harness.pull("old")
-    with pytest.raises(SessionSuperseded):
-        harness.resume("old")
-    assert harness.settle() == []
-
-
 def test_submitted_groups_are_awaited_in_shards(harness):
     harness.run(batch_size=2, group_size=2)
     harness.submit("a", "b")
@@ -156,22 +140,10 @@ def test_submitted_groups_are_awaited_in_shards(harness):
     harness.ack(found[0])
 
 
-def test_a_batch_that_was_given_back_says_so_when_it_is_acked(harness):
+def test_the_ack_of_a_batch_that_was_given_back_is_refused_with_the_reason(harness):
     harness.run(batch_size=2)
     harness.work()
     batch = harness.batch()
     harness.nack(batch)
     with pytest.raises(BatchSuperseded, match=r"lease of batch \w+ is over: nacked: out of memory"):
         harness.ack(batch)
-
-
-def test_what_is_remembered_of_learners_and_their_pulls_is_bounded(monkeypatch, harness):
-    monkeypatch.setattr("headrace_orchestrator.scheduler.apply.batches.SHARDED_PULLS", 3)
-    harness.run(batch_size=2)
-    for number in range(6):
-        harness.work()
-        harness.ack(pull_all(harness, f"pull-{number}", 2)[0])
-    (sessions,) = harness.core.durable()["runs"]["r"]["sessions"].values()
-    assert list(sessions[2]) == ["pull-3", "pull-4", "pull-5"]
-    with pytest.raises(BatchSuperseded, match="was acked"):
-        harness.pull(request="pull-5", shard=1, shards=2)

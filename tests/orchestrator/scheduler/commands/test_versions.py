@@ -39,7 +39,7 @@ def test_what_an_announcement_leaves_too_far_behind_is_retired_as_a_unit(harness
     assert group not in harness.batch().groups
 
 
-def test_a_queued_member_that_was_dispatched_before_ends_in_a_cancelled_record(harness):
+def test_a_queued_member_that_was_dispatched_before_ends_cancelled(harness):
     harness.run(group_size=3, batch_size=3, max_staleness=0)
     first, second = harness.lease(2)
     harness.hand_back([second])
@@ -96,7 +96,7 @@ def test_a_rewind_dissolves_batches_with_such_a_group_and_what_was_acked_stays_c
     assert harness.retired()[consumed.groups[0]] == "acked"
 
 
-def test_a_rewind_goes_only_to_what_the_version_now_descends_from(harness):
+def test_a_rewind_goes_only_to_versions_that_the_current_one_descends_from(harness):
     harness.run()
     harness.announce("0.4")
     harness.rewind("0.2")
@@ -108,7 +108,7 @@ def test_a_rewind_goes_only_to_what_the_version_now_descends_from(harness):
     assert harness.rewind("0.1") == "3.1"
 
 
-def test_distance_counts_along_the_path_from_the_version_now_back_to_the_root(harness):
+def test_distance_counts_along_the_path_from_the_current_version_back_to_the_root(harness):
     harness.run(group_size=1, batch_size=4, max_staleness=1)
     harness.announce("0.4")
     harness.rewind("0.4")

@@ -1,4 +1,4 @@
-"""Which groups a batch takes: orders, draws, what is left out."""
+"""Selection of groups: orders, draws, filters."""
 
 from __future__ import annotations
 
@@ -7,50 +7,33 @@ from itertools import permutations
 
 import pytest
 
-from headrace.errors import Conflict, InvalidRequest
+from headrace.errors import InvalidRequest
 from headrace.wire import messages
-from headrace_orchestrator.scheduler import events
-from headrace_orchestrator.scheduler.queries import selection
-from headrace_orchestrator.scheduler.state.eligible.filters import EVERYTHING, GroupFilter
-from tests.orchestrator.scheduler.harness import Harness, Served
-
-
-def stocked(order: str, groups: int = 6, **spec: object) -> Harness:
-    """A run with so many eligible groups, dispatched in the order of their ids and finished in another."""
-    harness = Harness()
-    harness.run(source="learner", selection={"order": order, **spec.pop("selection", {})}, **spec)
-    harness.submit(*[f"g{number}" for number in range(groups)])
-    attempts = harness.lease(groups * 8)
-    for attempt in attempts[1::2] + attempts[::2]:
-        harness.finish(attempt)
-    return harness
+from headrace_orchestrator.scheduler.state.eligible.filters import GroupFilter
+from tests.orchestrator.scheduler.harness import Harness, ServedBatch
+from tests.orchestrator.scheduler.scenarios import (
+    MIXED_ENVIRONMENTS,
+    chosen_batches,
+    eligible_harness,
+    kinds_of_batch,
+    mixed_harness,
+)
 
 
 def test_fifo_serves_the_oldest_dispatch_first():
-    harness = stocked("fifo", batch_size=2)
+    harness = eligible_harness("fifo", batch_size=2)
     assert [harness.batch().groups for _ in range(3)] == [["g0", "g1"], ["g2", "g3"], ["g4", "g5"]]
 
 
 def test_lifo_serves_the_newest_dispatch_first():
-    harness = stocked("lifo", batch_size=2)
+    harness = eligible_harness("lifo", batch_size=2)
     assert [harness.batch().groups for _ in range(3)] == [["g5", "g4"], ["g3", "g2"], ["g1", "g0"]]
 
 
 @pytest.mark.parametrize("order", ["fifo", "lifo", "uniform", "prioritized"])
 def test_a_batch_takes_whole_groups_up_to_its_budget_of_tokens(order):
-    harness = stocked(order, group_size=2, batch_size=1, batch_tokens=400)
+    harness = eligible_harness(order, group_size=2, batch_size=1, batch_tokens=400)
     assert [len(harness.batch().groups) for _ in range(3)] == [2, 2, 2], "200 tokens each"
-
-
-def drawn(harness: Harness, times: int) -> list[tuple[str, ...]]:
-    """Batches that would be chosen, were so many formed before."""
-    run = harness.core.state.runs["r"]
-    found, formed = [], run.batches_formed
-    for number in range(times):
-        run.batches_formed = number
-        found.append(tuple(group.id for group in selection.choose(run, EVERYTHING)))
-    run.batches_formed = formed
-    return found
 
 
 def chi_square(counts: Counter[tuple[str, ...]], expected: dict[tuple[str, ...], float]) -> float:
@@ -60,8 +43,8 @@ def chi_square(counts: Counter[tuple[str, ...]], expected: dict[tuple[str, ...],
 
 
 def test_uniform_draws_every_ordered_pair_as_often():
-    harness = stocked("uniform", groups=4, batch_size=2)
-    counts = Counter(drawn(harness, 4800))
+    harness = eligible_harness("uniform", groups=4, batch_size=2)
+    counts = Counter(chosen_batches(harness, 4800))
     pairs = dict.fromkeys(permutations(["g0", "g1", "g2", "g3"], 2), 1 / 12)
     assert chi_square(counts, pairs) < 31.3, "11 degrees of freedom: once in a thousand seeds"
 
@@ -78,14 +61,14 @@ def test_uniform_draws_as_evenly_from_groups_of_several_kinds_and_versions():
     harness.announce("0.1")
     for attempt in attempts[3:]:
         harness.finish(attempt)
-    counts = Counter(drawn(harness, 4000))
+    counts = Counter(chosen_batches(harness, 4000))
     pairs = dict.fromkeys(permutations([f"g{number}" for number in range(5)], 2), 1 / 20)
     assert chi_square(counts, pairs) < 43.9, "19 degrees of freedom: once in a thousand seeds"
 
 
 @pytest.mark.parametrize("exponent", [0.0, 0.5, 1.0, 2.0])
 def test_prioritized_draws_in_proportion_to_the_power_of_the_priority_without_replacement(exponent):
-    harness = stocked("prioritized", groups=3, batch_size=2, selection={"exponent": exponent})
+    harness = eligible_harness("prioritized", groups=3, batch_size=2, selection={"exponent": exponent})
     priorities = {"g0": 1.0, "g1": 2.0, "g2": 4.0}
     harness.prioritize(priorities)
     weights = {id: priority**exponent for id, priority in priorities.items()}
@@ -94,32 +77,38 @@ def test_prioritized_draws_in_proportion_to_the_power_of_the_priority_without_re
         (first, second): weights[first] / total * weights[second] / (total - weights[first])
         for first, second in permutations(weights, 2)
     }
-    assert chi_square(Counter(drawn(harness, 3000)), pairs) < 20.5, "5 degrees of freedom: once in a thousand seeds"
+    assert chi_square(Counter(chosen_batches(harness, 3000)), pairs) < 20.5, (
+        "5 degrees of freedom: once in a thousand seeds"
+    )
 
 
 @pytest.mark.parametrize("order", ["uniform", "prioritized"])
-def test_a_draw_hangs_on_the_seed_the_batches_formed_and_the_eligible_groups_alone(order):
-    harness, again, other = stocked(order, batch_size=2), stocked(order, batch_size=2), stocked(order, seed=1)
-    assert drawn(harness, 50) == drawn(again, 50)
-    assert drawn(harness, 50) != drawn(other, 50)
+def test_a_draw_depends_on_the_seed_the_batches_formed_and_the_eligible_groups_alone(order):
+    harness, again, other = (
+        eligible_harness(order, batch_size=2),
+        eligible_harness(order, batch_size=2),
+        eligible_harness(order, seed=1),
+    )
+    assert chosen_batches(harness, 50) == chosen_batches(again, 50)
+    assert chosen_batches(harness, 50) != chosen_batches(other, 50)
     first = harness.batch()
     harness.core = harness.replayed()
     again.batch()
     assert harness.batch().groups == again.batch().groups != first.groups
 
 
-def test_a_set_of_eligible_groups_is_drawn_from_alike_however_it_came_about():
-    harness, again = stocked("uniform", batch_size=2), stocked("uniform", batch_size=2)
+def test_a_draw_is_the_same_in_whatever_order_the_groups_became_eligible():
+    harness, again = eligible_harness("uniform", batch_size=2), eligible_harness("uniform", batch_size=2)
     for _ in range(5):
         batch = harness.batch()
         harness.core.dissolve("r", batch.id, "damaged", harness.now)
         harness.settle()
-        assert drawn(harness, 20) == drawn(again, 20)
+        assert chosen_batches(harness, 20) == chosen_batches(again, 20)
 
 
 @pytest.mark.parametrize("order", ["fifo", "lifo", "uniform", "prioritized"])
 def test_groups_are_used_as_often_as_the_run_says_with_every_order(order):
-    harness = stocked(order, batch_size=1, max_uses=3)
+    harness = eligible_harness(order, batch_size=1, max_uses=3)
     uses: Counter[str] = Counter()
     for _ in range(18):
         batch = harness.batch()
@@ -129,68 +118,7 @@ def test_groups_are_used_as_often_as_the_run_says_with_every_order(order):
     assert "no-tasks" in [reason.code for reason in harness.empty().reasons]
 
 
-# Priorities ---------------------------------------------------------------------------------------------------
-
-
-def test_a_priority_holds_until_it_is_set_anew_and_a_group_starts_with_one():
-    harness = stocked("prioritized", groups=3, batch_size=1, max_uses=9)
-    harness.prioritize({"g1": 1e6})
-    batch = harness.batch()
-    assert batch.groups == ["g1"]
-    assert harness.prioritize({"g1": 1e-6, "g2": 1.0}).set == 2, "a group in a batch keeps it for its next use"
-    harness.ack(batch)
-    assert "g1" not in {id for batch in drawn(harness, 200) for id in batch}
-
-
-def test_groups_that_are_over_are_named_in_the_answer_and_the_others_are_set_all_the_same():
-    harness = stocked("prioritized", groups=3, batch_size=1)
-    batch = harness.batch()
-    harness.ack(batch)
-    left = {"g0", "g1", "g2"} - set(batch.groups)
-    reply = harness.prioritize(dict.fromkeys(["g0", "g1", "g2", "nobody"], 2.0))
-    assert (reply.set, set(reply.over)) == (2, {"nobody", *batch.groups})
-    assert [set(event.priorities) for event in harness.found(events.PrioritiesSet)] == [left]
-
-
-@pytest.mark.parametrize("priority", [0.0, -1.0, 1e-7, 1e7, float("inf"), float("nan")])
-def test_a_priority_that_cannot_be_a_weight_is_refused(priority):
-    harness = stocked("prioritized", groups=2)
-    with pytest.raises(InvalidRequest, match="priorities lie between 1e-06 and 1e\\+06"):
-        harness.prioritize({"g0": 2.0, "g1": priority})
-    assert harness.found(events.PrioritiesSet) == []
-
-
-def test_priorities_are_refused_where_no_draw_would_look_at_them():
-    harness = stocked("fifo", groups=2)
-    with pytest.raises(Conflict, match="selects groups fifo: priorities would have no effect"):
-        harness.prioritize({"g0": 2.0})
-
-
-def test_priorities_come_back_after_a_replay():
-    harness = stocked("prioritized", batch_size=2)
-    harness.prioritize({"g3": 7.5})
-    assert harness.replayed().durable() == harness.core.durable()
-
-
 # Filters ------------------------------------------------------------------------------------------------------
-
-MIXED = [
-    {"id": "game:A", "tags": ["easy"]},
-    {"id": "game:A", "tags": ["hard", "new"]},
-    {"id": "game:B", "tags": ["hard"]},
-]
-
-
-def mixed(**spec: object) -> Harness:
-    harness = Harness()
-    harness.run(environments=MIXED, batch_size=2, max_staleness=9, **spec)
-    harness.work()
-    return harness
-
-
-def kinds(harness: Harness, batch: Served) -> set[tuple[str, ...]]:
-    admitted = {event.group: event.task for event in harness.found(events.GroupAdmitted)}
-    return {(admitted[id].environment, *sorted(admitted[id].tags)) for id in batch.groups}
 
 
 @pytest.mark.parametrize("order", ["fifo", "lifo", "uniform", "prioritized"])
@@ -204,21 +132,21 @@ def kinds(harness: Harness, batch: Served) -> set[tuple[str, ...]]:
     ],
 )
 def test_a_pull_may_ask_for_some_kinds_of_groups(order, asked, fitting):
-    harness = mixed(selection={"order": order})
+    harness = mixed_harness(selection={"order": order})
     found = set()
-    while isinstance(batch := harness.pull(**asked), Served):
-        found |= kinds(harness, batch)
+    while isinstance(batch := harness.pull(**asked), ServedBatch):
+        found |= kinds_of_batch(harness, batch)
     assert found == fitting
     assert harness.status().selected["filtered"] == harness.status().selected[order]
 
 
 def test_pulls_that_ask_for_different_kinds_or_for_any_go_on_side_by_side():
-    harness = mixed()
+    harness = mixed_harness()
     taken: Counter[str] = Counter()
     for _ in range(8):
         for asked in ({"environments": ["game:B"]}, {"tags": ["easy"]}, {}):
             batch = harness.pull(session="s", **asked)
-            if isinstance(batch, Served):
+            if isinstance(batch, ServedBatch):
                 taken.update(batch.groups)
                 harness.ack(batch)
                 harness.work()
@@ -226,27 +154,13 @@ def test_pulls_that_ask_for_different_kinds_or_for_any_go_on_side_by_side():
     assert len(taken) >= 40
 
 
-def test_a_batch_is_redelivered_only_to_a_pull_that_asks_for_nothing_else_than_what_it_holds():
-    harness = mixed()
-    anything, hard = harness.batch(), harness.batch(environments=["game:B"])
-    assert len(kinds(harness, anything)) > 1
-    harness.nack(anything)
-    harness.nack(hard)
-    assert harness.batch(environments=["game:B"], request="1").id == hard.id
-    other = harness.batch(tags=["easy"])
-    assert other.id not in (anything.id, hard.id)
-    harness.nack(harness.batch(environments=["game:B"], request="1"))
-    assert harness.batch(environments=["game:A", "game:B"]).id == anything.id
-    assert harness.batch().id == hard.id, "a pull that asks for nothing takes any"
-
-
 def test_a_learner_that_pulls_one_kind_only_is_served_though_others_fill_the_credit():
-    """Nothing goes stale, nobody else pulls: each pull that waits lets one more group in."""
+    """Nothing goes stale and no other learner pulls: each pull that waits admits one more group."""
     harness = Harness()
-    harness.run(environments=MIXED, batch_size=2, max_staleness=0)
+    harness.run(environments=MIXED_ENVIRONMENTS, batch_size=2, max_staleness=0)
     for _ in range(8):
         rounds = 0
-        while not isinstance(batch := harness.pull(environments=["game:B"]), Served):
+        while not isinstance(batch := harness.pull(environments=["game:B"]), ServedBatch):
             assert "filtered" in [reason.code for reason in batch.reasons] or rounds == 0
             harness.work()
             rounds += 1
@@ -255,8 +169,8 @@ def test_a_learner_that_pulls_one_kind_only_is_served_though_others_fill_the_cre
 
 
 def test_the_answer_to_a_pull_whose_kind_is_not_ready_counts_what_is_ready():
-    harness = mixed()
-    while isinstance(harness.pull(tags=["new"]), Served):
+    harness = mixed_harness()
+    while isinstance(harness.pull(tags=["new"]), ServedBatch):
         pass
     reply = harness.empty(tags=["new"])
     reason = next(reason for reason in reply.reasons if reason.code == "filtered")
@@ -267,8 +181,8 @@ def test_the_answer_to_a_pull_whose_kind_is_not_ready_counts_what_is_ready():
     assert not reply.finished
 
 
-def test_what_no_task_of_the_run_ever_is_cannot_be_asked_for():
-    harness = mixed()
+def test_a_filter_that_no_task_of_the_run_fits_is_refused():
+    harness = mixed_harness()
     with pytest.raises(InvalidRequest, match=r"no task of environments \['game:A'\] and tags \['soft'\]"):
         harness.pull(environments=["game:A"], tags=["soft"])
     harness.submit("g")
@@ -288,7 +202,7 @@ def test_submitted_tasks_carry_tags_too():
     assert harness.batch(tags=["easy"]).groups == ["easy"]
 
 
-def test_the_end_of_a_list_is_the_end_for_what_fits():
+def test_the_end_of_a_list_is_the_end_for_groups_that_fit():
     tasks = [{"environment": "game:A", "tags": ["odd" if seed % 2 else "even"], "seed": seed} for seed in range(5)]
     harness = Harness()
     harness.run(tasks=tasks, batch_size=2, max_staleness=9)

@@ -21,7 +21,7 @@ from headrace_orchestrator.scheduler.state.compact_ids import pack, unpack
         max_size=6,
     )
 )
-def test_whatever_ids_are_packed_come_back_the_same_in_their_order(ids):
+def test_packed_ids_of_any_form_come_back_the_same_in_their_order(ids):
     assert unpack(pack(ids)) == ids
 
 

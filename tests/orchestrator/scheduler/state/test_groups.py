@@ -1,11 +1,14 @@
-"""What is kept of episodes and groups."""
+"""Moves of episodes and groups, and what is kept of them."""
 
 from __future__ import annotations
 
 import gc
 
-from headrace_orchestrator.scheduler.queries import views
-from headrace_orchestrator.scheduler.state.groups import HISTORY_STEPS, Episode
+import pytest
+
+from headrace.errors import InternalError
+from headrace_orchestrator.scheduler import events
+from headrace_orchestrator.scheduler.state.groups import HISTORY_STEPS, TERMINAL, Episode
 from tests.orchestrator.scheduler.harness import Harness, version
 
 
@@ -36,18 +39,34 @@ def test_memory_grows_little_with_what_is_stored():
     assert episodes(12) <= episodes(2) + 64
 
 
-def test_so_many_groups_are_listed_that_nobody_waits(harness, monkeypatch):
-    harness.run(group_size=1, batch_size=4)
-    harness.work()
-    whole = harness.core.groups("r")
-    monkeypatch.setattr(views, "LISTED", 3)
-    assert harness.core.groups("r") == whole[:3]
-
-
-def test_a_story_keeps_its_last_steps(harness):
+def test_a_history_keeps_its_last_steps(harness):
     harness.run(attempt_lease_s=30, batch_size=1)
     for _ in range(2 * HISTORY_STEPS):
         (attempt, *_) = harness.lease(1)
         harness.hand_back([attempt])
     history = harness.core.state.episodes[attempt.episode].history
     assert history == [("leased", "Dispatched"), ("queued", "handed back")] * (HISTORY_STEPS // 2)
+
+
+def test_an_illegal_move_raises_with_the_history_of_what_led_there(harness):
+    harness.run(group_size=2)
+    (attempt,) = harness.lease(1)
+    harness.finish(attempt)
+    core = harness.replayed()
+    with pytest.raises(InternalError, match=r"from finished to queued by lost\. .*queued → leased \(Dispatched\)"):
+        core.apply(
+            events.AttemptEnded(run="r", episode=attempt.episode, attempt=1, reason="lost", counts=False), harness.now
+        )
+
+
+def test_terminal_is_terminal(harness):
+    harness.run(group_size=4, max_staleness=0, batch_size=4)
+    attempts = harness.lease(3)
+    for attempt, status in zip(attempts, ("finished", "truncated", "failed"), strict=True):
+        harness.finish(attempt, status)
+    for status in ("finished", "truncated", "failed", "cancelled"):
+        for attempt in attempts:
+            outcome = harness.outcome(attempt, status)
+            with pytest.raises(InternalError, match="cannot go from"):
+                harness.replayed().apply(outcome, harness.now)
+    assert {"finished", "truncated", "failed", "cancelled", "vanished"} == TERMINAL

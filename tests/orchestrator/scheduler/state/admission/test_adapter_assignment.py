@@ -27,7 +27,7 @@ def test_fixed_is_always_the_first_and_round_robin_group_after_group_the_next(ha
     assert played(harness)[:5] == expected
 
 
-def test_all_members_of_a_group_play_with_the_same_topped_up_ones_too(harness):
+def test_all_members_of_a_group_have_the_same_adapters_topped_up_ones_too(harness):
     harness.run(group_size=3, batch_size=6, policy=policy("round_robin"))
     attempts = harness.lease(6)
     harness.finish(attempts[0], "failed")
@@ -56,7 +56,7 @@ def test_rotation_goes_on_after_a_restart_and_counts_submitted_and_evaluated_gro
     assert evaluated.adapters == {"opponent": "b"}
 
 
-def test_a_group_says_which_adapter_is_trained(harness):
+def test_a_group_names_the_adapter_that_is_trained(harness):
     harness.run(batch_size=1, policy={"endpoints": [SERVER], "adapter": "math"})
     assert harness.found(events.GroupAdmitted)[0].policy.adapter == "math"
 
@@ -71,6 +71,6 @@ def test_a_group_says_which_adapter_is_trained(harness):
         ({"adapters": POOL, "agents": {"x": {"adapters": ["a"]}}}, "train = false"),
     ],
 )
-def test_adapters_that_cannot_be_are_refused_when_the_run_is_made(wrong, said):
+def test_impossible_adapters_are_refused_when_the_run_is_created(wrong, said):
     with pytest.raises(InvalidRunSpec, match=said):
         parse_run_spec({"name": "r", "policy": {"endpoints": [SERVER], **wrong}})

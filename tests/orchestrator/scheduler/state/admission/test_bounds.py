@@ -1,4 +1,4 @@
-"""SharedBounds that all runs share."""
+"""Bounds that all runs share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headrace_orchestrator.scheduler.state.admission.bounds import RETRY_S, Shar
 from tests.orchestrator.scheduler.harness import Harness, codes
 
 EPISODE = 4096
-"""What an episode is taken to need before any record was seen."""
+"""Estimated bytes of an episode before any record was stored."""
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_an_admitted_attempt_may_always_be_handed_in(harness):
     assert [harness.finish(attempt) for attempt in attempts] == ["accepted", "accepted"]
 
 
-def test_without_bounds_nothing_is_looked_at_again():
+def test_without_bounds_no_run_is_looked_at_again():
     harness = Harness()
     harness.run(batch_size=6, max_staleness=0)
     assert harness.core.next_deadline() is None

@@ -1,4 +1,4 @@
-"""The cap that policy servers put on a run's episodes at workers."""
+"""The concurrency cap of a run's training episodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_the_cap_limits_training_episodes_at_workers_not_admission(harness):
     assert len(harness.lease(100)) == 1
 
 
-def test_without_a_word_there_is_no_cap(harness):
+def test_a_run_has_no_cap_until_it_is_set(harness):
     harness.run(batch_size=64)
     assert len(harness.lease(100)) == 100
     harness.set_concurrency_cap(5)
@@ -68,7 +68,7 @@ def test_a_run_at_its_cap_leaves_its_slots_to_others(harness):
     assert len(attempts) == 10
 
 
-def test_a_pull_says_that_the_policy_servers_are_saturated(harness):
+def test_the_answer_to_a_pull_says_that_the_policy_servers_are_saturated(harness):
     harness.run(batch_size=8)
     harness.set_concurrency_cap(2)
     assert "policy-saturated" not in codes(harness.empty())
@@ -79,7 +79,7 @@ def test_a_pull_says_that_the_policy_servers_are_saturated(harness):
     assert harness.status().attainable == 2
 
 
-def test_after_a_restart_there_is_no_cap_until_it_is_said_again():
+def test_after_a_restart_a_run_has_no_cap_until_it_is_set_again():
     harness = Harness()
     harness.run(batch_size=64)
     harness.set_concurrency_cap(1)

@@ -17,7 +17,7 @@ def harness() -> Harness:
 
 
 def fail_all(harness: Harness, seconds: float, failure=BROKEN) -> int:
-    """A worker that leases whenever something may be due, and fails all it gets; returns how many attempts it got."""
+    """Lease whenever an attempt may be due, and fail all; returns how many attempts were granted."""
     granted = 0
     end = harness.now + seconds
     while harness.now < end:

@@ -8,7 +8,7 @@ import pytest
 
 from headrace.wire import messages
 from headrace_orchestrator.scheduler import events
-from tests.orchestrator.scheduler.harness import Harness, Served, codes, version
+from tests.orchestrator.scheduler.harness import Harness, ServedBatch, codes, version
 
 
 def test_G01_finished_work_is_never_counted_as_running(harness):  # noqa: N802
@@ -70,8 +70,8 @@ def test_G02_a_half_dispatched_stale_group_retires_as_a_unit(harness):  # noqa: 
     assert harness.retired() == {}
     harness.announce("0.2")
     assert harness.retired() == {group: "stale"}
-    told = {event.episode for event in harness.found(events.AttemptCancelled)}
-    assert told == {attempt.episode for attempt in leased}
+    cancelled = {event.episode for event in harness.found(events.AttemptCancelled)}
+    assert cancelled == {attempt.episode for attempt in leased}
     assert harness.status().in_flight == 2
     reply = harness.heartbeat()
     assert [(c.reason, c.record) for c in reply.cancels] == [("stale", True)] * 3
@@ -255,7 +255,7 @@ def test_G05_f_a_broken_group_is_topped_up_or_served_with_its_real_size(harness,
         harness.finish(attempt)
     harness.work(slots=4)
     found = []
-    while isinstance(batch := harness.pull(), Served):
+    while isinstance(batch := harness.pull(), ServedBatch):
         for group in batch.groups:
             ended = [r for r in harness.found(events.EpisodeEnded) if r.group == group and r.status == "finished"]
             found.append(len(ended))
@@ -269,7 +269,7 @@ def _drink(harness: Harness) -> list[list[str]]:
     while True:
         harness.work(slots=4)
         batch = harness.pull()
-        if not isinstance(batch, Served):
+        if not isinstance(batch, ServedBatch):
             return served
         served.append(harness.task_ids(batch))
         harness.ack(batch, f"0.{len(served)}")

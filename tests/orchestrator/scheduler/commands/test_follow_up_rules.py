@@ -58,7 +58,7 @@ def test_a_partial_group_is_served_with_its_true_size_after_its_deadline(harness
     assert harness.status().episodes == {"finished": 2, "cancelled": 2}, "a result that came after all is used"
 
 
-def test_a_worker_that_does_not_stop_is_waited_for_one_term_and_no_longer(harness):
+def test_a_cut_group_waits_one_term_for_a_worker_that_does_not_stop(harness):
     attempts = late(harness, attempt_lease_s=30)
     for _ in range(20):
         harness.advance(1.0)
@@ -71,7 +71,7 @@ def test_a_worker_that_does_not_stop_is_waited_for_one_term_and_no_longer(harnes
     assert {failure.kind for failure in failures.values()} == {"partial"}
 
 
-def test_members_that_were_never_dispatched_leave_no_record(harness):
+def test_members_that_were_never_dispatched_leave_no_trajectory(harness):
     harness.run(group_size=4, batch_size=4, max_staleness=0, partial_after_s=20)
     (attempt,) = harness.lease(1)
     harness.finish(attempt)
@@ -81,7 +81,7 @@ def test_members_that_were_never_dispatched_leave_no_record(harness):
     assert harness.status().in_flight == 1
 
 
-def test_a_group_of_which_nothing_has_ended_is_waited_for(harness):
+def test_a_group_of_which_no_member_has_ended_is_not_cut(harness):
     harness.run(group_size=2, batch_size=2, max_staleness=0, partial_after_s=20)
     harness.lease(2)
     for _ in range(100):
@@ -228,7 +228,7 @@ def test_without_a_bound_of_its_own_a_run_replaces_three_batches_of_groups(harne
 # Bins ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_group_with_a_row_that_fits_into_no_bin_is_retired_and_the_pull_says_so(harness):
+def test_a_group_with_a_row_that_fits_into_no_bin_is_retired_and_the_answer_to_a_pull_says_so(harness):
     harness.run(group_size=2, batch_size=2, max_staleness=0, bin_tokens=100)
     attempts = harness.lease(2)
     harness.finish(attempts[0], longest_row=101, row_tokens=150)

@@ -55,7 +55,7 @@ class Simulation:
         self.take()
 
     def take(self) -> None:
-        """Count groups in flight from the records of the last command."""
+        """Count groups in flight from the events of the last command."""
         for event in self.core.drain():
             if isinstance(event, events.GroupAdmitted):
                 self.admitted += 1
@@ -102,7 +102,7 @@ class Simulation:
                 self.finish(attempt, self.fate(self, attempt))
 
     def learn(self, groups: list[str] | None = None) -> messages.EmptyReply | None:
-        """Pull once; ack the oldest batch where the learner holds its fill, or nothing comes."""
+        """Pull once; ack the oldest batch if the learner holds all that it may, or gets nothing."""
         request = messages.PullRequest(learner="l", session="s", request=f"{next(self.requests)}", groups=groups)
         plan = self.core.pull("r", request, 0.0)
         if isinstance(plan, Form):
@@ -200,7 +200,7 @@ CONFIGURATIONS = {
 
 
 BRIEF = ("replaced", "complete only", "drawn")
-"""Differ from others only in which groups are served: a fifth of the groups will do."""
+"""Cases that differ only in the groups that are served: a fifth of the groups is enough."""
 
 
 @pytest.mark.timeout(600)

@@ -1,0 +1,48 @@
+"""Workers: drains, watched leases, silence."""
+
+from __future__ import annotations
+
+from headrace_orchestrator.scheduler import events
+
+
+def test_a_drain_is_over_when_its_worker_has_gone(harness):
+    harness.run(batch_size=8)
+    harness.core.drain_worker("w", harness.now)
+    assert harness.lease_reply(1).drain
+    harness.advance(30.0)
+    assert harness.lease_reply(1).drain, "it is there"
+    harness.advance(61.0)
+    reply = harness.lease_reply(1)
+    assert (reply.drain, len(reply.attempts)) == (False, 1)
+    assert [event.over for event in harness.found(events.WorkerDraining)] == [False, True]
+
+
+def test_a_drain_of_a_worker_that_never_came_back_is_forgotten(harness):
+    harness.core.drain_worker("w", harness.now)
+    harness.settle()
+    harness.restart()
+    harness.advance(100.0)
+    harness.restart()
+    assert harness.core.durable()["draining"] == []
+
+
+def test_a_lease_only_gets_longer_so_the_watched_moment_of_a_worker_is_never_too_late(harness):
+    harness.run("short", attempt_lease_s=10)
+    harness.run("long", attempt_lease_s=100)
+    harness.lease(2)
+    harness.advance(9.0)
+    harness.heartbeat()
+    harness.advance(1.0)
+    assert harness.found(events.AttemptEnded) == []
+    harness.advance(8.0)
+    assert harness.found(events.AttemptEnded) == []
+    assert harness.core.next_deadline() == harness.now + 1
+    harness.advance(1.0)
+    assert len(harness.found(events.AttemptEnded)) == 1
+
+
+def test_silent_workers_that_hold_nothing_are_forgotten(harness):
+    harness.lease(1, "idle")
+    assert [w.worker for w in harness.core.worker_statuses(harness.now)] == ["idle"]
+    harness.advance(100.0)
+    assert harness.core.worker_statuses(harness.now) == []
