@@ -1,1 +1,1 @@
-"""HTTP as clients of Headrace use it."""
+"""HTTP client code shared by workers, sandbox clients and the SDK."""

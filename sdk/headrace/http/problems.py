@@ -1,8 +1,8 @@
-"""Telling an error of the orchestrator from a page that a proxy wrote in its place.
+"""Problem bodies: an error of the orchestrator, as opposed to the error page of a proxy.
 
-* Only a problem body of Headrace's own counts as its word; it is known by its type.
-* Whatever else comes with an error status was written by somebody in between, and says nothing about the request.
-* The body's status does not override that of the answer.
+* A problem body of Headrace is recognized by its type.
+* Any other body with an error status comes from a proxy, and says nothing about the request itself.
+* The status in the body does not override the status of the response.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import msgspec
 from headrace.errors import TYPE_PREFIX, HeadraceError, from_problem
 
 GATEWAY_STATUSES = frozenset({408, 425, 429, 502, 503, 504, 520, 521, 522, 523, 524})
-"""Statuses that a proxy answers when the same request may work later."""
+"""Statuses with which a proxy responds although the same request may succeed later."""
 
 
 def read_problem(status: int, body: bytes | memoryview) -> HeadraceError | None:
-    """The orchestrator's own error, or None where the body is not one of its problem bodies."""
+    """The orchestrator's error, or None if the body is not one of its problem bodies."""
     try:
         problem = msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError):

@@ -178,7 +178,7 @@ class PolicyServerClient:
 
     def close_connections(self) -> None:
         """Close all connections."""
-        self._connections.hang_up()
+        self._connections.abort()
 
     async def problem(self) -> str:
         """Probe the server's health: the problem found, empty if it is healthy."""
