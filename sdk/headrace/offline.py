@@ -1,13 +1,13 @@
 """Reading a data directory without a service: ``headrace.open(path)``.
 
-* Only the log is read, and nothing is written, locked or kept open: a service that owns the directory never notices.
-* A live directory is read up to the append that was under way when the reading began.
-* A damaged record is named and passed over; a strict reader raises there.
-* Arrays are read-only views of the record as it was read, without a copy.
-* A file that the service deletes meanwhile is left out.
+* Only the log is read. Nothing is written, locked or kept open, so that a running service is not affected.
+* A live directory is read up to the append that was running when the reading began.
+* A damaged record is listed and skipped; a strict reader raises ``CorruptRecord``.
+* Arrays are read-only views of the record that was read, without a copy.
+* A file that the service deletes during the reading is omitted.
 
-What a live service has written and not yet synced may be seen here, though nobody was told yet that it is stored.
-Needs ``headrace[offline]``.
+Records that a live service has written but not yet synced, and so has not acknowledged, may be returned. Needs
+``headrace[offline]``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from typing import Any, NamedTuple, get_args
 
 import msgspec
 
-from headrace.batch.batch import Batch, RowAdvantages, read_advantages, read_manifest
+from headrace.batch.batch import Batch
+from headrace.batch.body import RowAdvantages, read_advantages, read_manifest
 from headrace.batch.manifest import Manifest
 from headrace.common.arguments import require_known, sorted_names
 from headrace.errors import CorruptRecord, HeadraceError, InvalidRequest, SetupError, UnknownBatch, UnknownTrajectory
@@ -35,13 +36,13 @@ from headrace.trajectory import Status, Trajectory, Version
 from headrace.wire.codec import TrajectoryHead, decode, decode_head
 
 ReadProgress = Callable[[int, int], None]
-"""Called now and then with the bytes that were read, and how many there are."""
+"""Called now and then with the number of bytes read, and the total."""
 
 
 def open(path: str | os.PathLike[str], *, strict: bool = False, on_progress: ReadProgress | None = None) -> Reader:
-    """A reader of the data directory at ``path``, of a live service too.
+    """A reader of the data directory at ``path``, which may belong to a running service.
 
-    ``strict``: damage raises CorruptRecord instead of being passed over. Raises SetupError if this is no data
+    ``strict``: damage raises CorruptRecord instead of being skipped. Raises SetupError if ``path`` is not a data
     directory, MissingExtra without ``headrace[offline]``.
     """
     log_format.crc32c(b"")
@@ -49,7 +50,7 @@ def open(path: str | os.PathLike[str], *, strict: bool = False, on_progress: Rea
 
 
 class LogDamage(NamedTuple):
-    """A part of the log that cannot be used: so many bytes at an offset of a file, and what is wrong with them."""
+    """A damaged part of the log: ``size_bytes`` bytes at ``offset`` of ``file``, and the problem."""
 
     file: str
     offset: int
@@ -59,10 +60,11 @@ class LogDamage(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TrajectoryFilter:
-    """Which trajectories are wanted; None: any.
+    """A filter of trajectories; a field that is None matches any.
 
-    ``low`` and ``high`` bound the versions: a trajectory fits if a row of it has one of ``low`` to ``high``, ends
-    included. ``evaluation``: the name of one; "" for training only. ``tags``: all of these are on its task.
+    ``low`` and ``high`` bound the versions: a trajectory matches if one of its rows has a version from ``low`` to
+    ``high``, both included. ``evaluation``: the name of an evaluation; "" for training only. ``tags``: tags that the
+    task must all have.
     """
 
     run: str | None = None
@@ -77,32 +79,32 @@ class TrajectoryFilter:
         sorted_names("tags", self.tags)
         require_known("status", self.status, get_args(Status))
 
-    def fits(self, head: TrajectoryHead) -> bool:
-        """Whether the trajectory is wanted."""
-        for wanted, found in (
+    def matches(self, head: TrajectoryHead) -> bool:
+        """True if the trajectory matches."""
+        for expected, value in (
             (self.run, head.run),
             (self.environment, head.task.environment),
             (self.status, head.status),
             (self.evaluation, head.provenance.evaluation),
         ):
-            if wanted is not None and wanted != found:
+            if expected is not None and expected != value:
                 return False
-        return set(self.tags) <= set(head.task.tags) and self._fits_versions(head)
+        return set(self.tags) <= set(head.task.tags) and self._matches_versions(head)
 
-    def _fits_versions(self, head: TrajectoryHead) -> bool:
+    def _matches_versions(self, head: TrajectoryHead) -> bool:
         if self.low is None and self.high is None:
             return True
-        found = head.version_range()
-        if found is None:
+        versions = head.version_range()
+        if versions is None:
             return False
-        lowest, highest = found
+        lowest, highest = versions
         return (self.high is None or lowest <= self.high) and (self.low is None or highest >= self.low)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredRun:
-    """A run as the log has it. ``spec`` as it was given; ``version`` is the last one announced. Each is None where the
-    file that said so was deleted."""
+    """A run in the log. ``spec`` as it was submitted; ``version`` is the last announced one. Each is None if the file
+    with that event was deleted."""
 
     name: str
     spec: dict[str, Any] | None
@@ -114,7 +116,7 @@ class StoredRun:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredBatch:
-    """A frozen batch and what became of it. ``made`` is the version that its ack announced."""
+    """A frozen batch and its state. ``made`` is the version that its ack announced, if any."""
 
     manifest: Manifest
     state: BatchState
@@ -131,12 +133,14 @@ class StoredBatch:
         return self.manifest.run
 
     def advantages(self, trajectory: str) -> list[RowAdvantages]:
-        """What the batch says of the rows of one of its trajectories; nothing if that is not in it."""
+        """Returns and advantages of a trajectory's rows; an empty list if the trajectory is not in the batch."""
         return read_advantages(self._head, trajectory)
 
     def load(self) -> Batch:
-        """The batch as a learner pulled it. Raises CorruptRecord or UnknownTrajectory if one of its records is damaged
-        or was deleted with its file."""
+        """The batch as a learner pulled it.
+
+        Raises CorruptRecord or UnknownTrajectory if one of its records is damaged or was deleted with its file.
+        """
         records = [self._reader.record(trajectory) for trajectory in self.manifest.trajectories]
         return Batch.parse(b"".join([self._head, *records]))
 
@@ -149,9 +153,9 @@ def _version(argument: str, given: Version | str | None) -> Version | None:
 
 
 class Reader:
-    """Trajectories, batches and runs of a data directory, as they were when each was asked for.
+    """Trajectories, batches and runs of a data directory, each read when it is requested.
 
-    ``damaged`` is all damage that was met so far, each part once.
+    ``damaged`` lists the damage found so far, each part once.
     """
 
     def __init__(self, path: Path, *, strict: bool, on_progress: ReadProgress | None) -> None:
@@ -161,8 +165,8 @@ class Reader:
         self._on_progress = on_progress
         if not (path / "log").is_dir():
             raise SetupError(
-                f"{path} is no data directory: there is no folder named log in it.",
-                hint="Give the directory that the orchestrator was started with (--data).",
+                f"{path} is not a data directory: it has no folder named log.",
+                hint="Give the directory with which the orchestrator was started (--data).",
             )
 
     def trajectories(
@@ -180,7 +184,7 @@ class Reader:
 
         A version may be text, as in ``"0.12"``. Raises InvalidRequest for a filter that nothing can match.
         """
-        wanted = TrajectoryFilter(
+        trajectory_filter = TrajectoryFilter(
             run=run,
             environment=environment,
             status=status,
@@ -189,21 +193,21 @@ class Reader:
             low=_version("low", low),
             high=_version("high", high),
         )
-        return self.matching(wanted)
+        return self.matching(trajectory_filter)
 
-    def matching(self, wanted: TrajectoryFilter) -> Iterator[Trajectory]:
-        """All stored trajectories that fit, in the order in which they were stored."""
+    def matching(self, trajectory_filter: TrajectoryFilter) -> Iterator[Trajectory]:
+        """All matching stored trajectories, in the order in which they were stored."""
         for file, frame in self._frames():
             if frame.type is not FrameType.TRAJECTORY:
                 continue
             try:
-                if wanted.fits(decode_head(frame.payload)):
+                if trajectory_filter.matches(decode_head(frame.payload)):
                     yield decode(frame.payload)
             except HeadraceError as error:
-                self._pass_over(LogDamage(file.path.name, frame.offset, frame.size, error.detail))
+                self._report_damage(LogDamage(file.path.name, frame.offset, frame.size, error.detail))
 
     def trajectory(self, id: str) -> Trajectory:
-        """One trajectory. Raises UnknownTrajectory or CorruptRecord."""
+        """A trajectory by id. Raises UnknownTrajectory or CorruptRecord."""
         return decode(self.record(id))
 
     def record(self, id: str) -> bytes:
@@ -211,36 +215,33 @@ class Reader:
         number = self._catalog.trajectories.get(id)
         if number is None:
             raise UnknownTrajectory(
-                f"There is no readable trajectory {id} in {self.path}.", hint="`headrace fsck` lists what is damaged."
+                f"{self.path} has no readable trajectory {id}.", hint="`headrace fsck` lists all damage."
             )
         return self._payload(*self._catalog.places[3 * number : 3 * number + 3])
 
     def asset(self, name: str) -> bytes:
-        """An image or a large array that a trajectory refers to, checked against its name. Raises UnknownAsset or
-        CorruptAsset."""
+        """An image or a large array by name, checked against it. Raises UnknownAsset or CorruptAsset."""
         return read_asset(self.path / FOLDER, name)
 
     def batches(self, *, run: str | None = None, state: BatchState | None = None) -> Iterator[StoredBatch]:
-        """All batches, in the order in which they were frozen. Raises InvalidRequest for a state that there is not."""
+        """All batches, in the order in which they were frozen. Raises InvalidRequest for an unknown state."""
         require_known("state", state, get_args(BatchState))
         return self._batches(run, state)
 
     def _batches(self, run: str | None, state: BatchState | None) -> Iterator[StoredBatch]:
         for entry in self._catalog.batches.values():
             if run in (None, entry.run) and state in (None, entry.state):
-                yield self._stored(entry)
+                yield self._stored_batch(entry)
 
     def batch(self, id: str) -> StoredBatch:
-        """One batch. Raises UnknownBatch or CorruptRecord."""
+        """A batch by id. Raises UnknownBatch or CorruptRecord."""
         entry = self._catalog.batches.get(id)
         if entry is None:
-            raise UnknownBatch(
-                f"There is no readable batch {id} in {self.path}.", hint="`headrace fsck` lists what is damaged."
-            )
-        return self._stored(entry)
+            raise UnknownBatch(f"{self.path} has no readable batch {id}.", hint="`headrace fsck` lists all damage.")
+        return self._stored_batch(entry)
 
     def runs(self) -> list[StoredRun]:
-        """All runs, in the order in which they were first met."""
+        """All runs, in the order of their first record."""
         return [
             StoredRun(
                 name=name,
@@ -253,19 +254,19 @@ class Reader:
             for name, entry in self._catalog.runs.items()
         ]
 
-    def _stored(self, entry: CatalogBatch) -> StoredBatch:
+    def _stored_batch(self, entry: CatalogBatch) -> StoredBatch:
         head = self._payload(*entry.place)
         return StoredBatch(manifest=read_manifest(head), state=entry.state, made=entry.made, _reader=self, _head=head)
 
     @cached_property
     def _catalog(self) -> Catalog:
-        """What is where, and what became of it: one reading of the whole log."""
+        """The catalog, built in one pass over the whole log."""
         catalog = Catalog()
         for file, frame in self._frames():
             try:
-                catalog.take(file.number, frame)
+                catalog.add(file.number, frame)
             except (HeadraceError, msgspec.MsgspecError, ValueError) as error:
-                self._pass_over(LogDamage(file.path.name, frame.offset, frame.size, str(error)))
+                self._report_damage(LogDamage(file.path.name, frame.offset, frame.size, str(error)))
         return catalog
 
     # The log --------------------------------------------------------------------------------------------------
@@ -281,13 +282,13 @@ class Reader:
                 yield file, item
             done += file.size_bytes
             if following is not None and (missing := log_files.gap_after(file, following)) is not None:
-                self._pass_over(LogDamage(file.path.name, missing.offset, missing.size_bytes, missing.problem))
+                self._report_damage(LogDamage(file.path.name, missing.offset, missing.size_bytes, missing.problem))
         if self._on_progress is not None:
             self._on_progress(total, total)
 
     def _files(self) -> list[LogFile]:
         directory, found = self.path / "log", []
-        # A service deletes its oldest files, whole: what they held is not stored any more.
+        # A service deletes its oldest files, whose records are then no longer stored.
         with suppress(FileNotFoundError):
             for file in log_files.newest_first(directory, log_files.numbers_in(directory)):
                 found.append(file.without_state())
@@ -299,7 +300,7 @@ class Reader:
                 if isinstance(item, Frame):
                     yield item
                 elif not (item.torn and last):
-                    self._pass_over(LogDamage(file.path.name, item.offset, item.size, item.problem))
+                    self._report_damage(LogDamage(file.path.name, item.offset, item.size, item.problem))
 
     def _payload(self, number: int, offset: int, length: int) -> bytes:
         file = log_files.path_of(self.path / "log", number)
@@ -307,8 +308,8 @@ class Reader:
             descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError as error:
             raise CorruptRecord(
-                f"The file {file.name} was deleted since it was listed.",
-                hint="Open the directory again to read what it holds now.",
+                f"The file {file.name} was deleted after it was listed.",
+                hint="Open the directory again to read its current content.",
                 file=file.name,
                 offset=offset,
             ) from error
@@ -317,13 +318,13 @@ class Reader:
         finally:
             os.close(descriptor)
 
-    def _pass_over(self, damage: LogDamage) -> None:
+    def _report_damage(self, damage: LogDamage) -> None:
         if damage not in self.damaged:
             self.damaged.append(damage)
         if self.strict:
             raise CorruptRecord(
                 f"The record at offset {damage.offset} of {damage.file} is damaged: {damage.problem}.",
-                hint="Read without strict to pass it over; `headrace fsck` lists all damage.",
+                hint="Read without strict to skip it; `headrace fsck` lists all damage.",
                 file=damage.file,
                 offset=damage.offset,
             )

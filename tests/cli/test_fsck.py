@@ -189,7 +189,7 @@ async def test_a_file_that_is_missing_or_cut_short_is_named(data_dir: Path):
     found[1].write_bytes(whole)
     found[1].unlink()
     (finding,) = check(data_dir).findings
-    assert (finding.kind, finding.problem) == ("file", "00000002.log behind it is missing")
+    assert (finding.kind, finding.problem) == ("file", "00000002.log after it is missing")
 
 
 async def test_what_retention_deleted_is_no_damage_though_listings_did_not_forget_it_yet(data_dir: Path):

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 import headrace
-from headrace.batch.batch import Batch, RowAdvantages
+from headrace.batch.batch import Batch
+from headrace.batch.body import RowAdvantages
 from headrace.errors import CorruptRecord, InvalidRequest, MissingExtra, SetupError, UnknownBatch, UnknownTrajectory
 from headrace.trajectory import Version
 from headrace.wire import codec

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from headrace.batch.batch import GroupInput, build_head
+from headrace.batch.build import build_head
+from headrace.batch.estimator_inputs import GroupInput
 from headrace.runspec import EstimatorSpec
 from headrace.trajectory import Task, Version
 from headrace.wire.codec import decode_head, encode

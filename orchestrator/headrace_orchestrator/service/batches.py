@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from headrace.batch.batch import build_head, read_manifest
-from headrace.batch.body import read_head
+from headrace.batch.body import read_head, read_manifest
+from headrace.batch.build import build_head
 from headrace.batch.estimator_inputs import GroupInput
 from headrace.batch.shards import ShardedBatch
 from headrace.errors import CorruptRecord

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from headrace.batch.batch import read_advantages, read_manifest
+from headrace.batch.body import read_advantages, read_manifest
 from headrace.errors import UnknownBatch, UnknownEnvironment, UnknownTrajectory
 from headrace.runspec import parse_run_spec
 from headrace.server import logs

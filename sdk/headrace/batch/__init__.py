@@ -1,1 +1,1 @@
-"""Batches: their bytes, their manifest, and how they are built, packed and sharded."""
+"""Batches: their format and manifest, and how they are built, packed into bins and sharded."""

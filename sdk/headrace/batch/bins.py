@@ -1,7 +1,7 @@
-"""Rows packed into bins: several rows that a learner computes as one sequence.
+"""Packing of rows into bins. A learner computes the rows of a bin as one sequence.
 
-* No bin holds more tokens than its bound; no row is cut, and one that is longer than a bin is refused.
-* First-fit-decreasing: from the longest row on, each goes into the first bin that has room for it.
+* A bin never exceeds its bound; no row is cut, and a row longer than a bin is refused.
+* First-fit decreasing: rows are placed from the longest to the shortest, each into the first bin with room for it.
 * The same rows give the same bins.
 """
 
@@ -16,8 +16,11 @@ I64 = npt.NDArray[np.int64]
 
 
 def pack_bins(row_tokens: npt.ArrayLike, bin_tokens: int) -> I64:
-    """The bin of each row, i64[rows], counted in the order in which bins are opened. 0 for ``bin_tokens``: each row is
-    a bin of its own. Raises InvalidRequest for a row that is longer than a bin."""
+    """The bin of each row, i64[rows], numbered in the order in which bins are opened.
+
+    ``row_tokens`` i64[rows]. ``bin_tokens`` 0: each row is its own bin. Raises InvalidRequest for a row longer than a
+    bin.
+    """
     tokens = np.asarray(row_tokens, np.int64)
     if not bin_tokens:
         return np.arange(len(tokens), dtype=np.int64)
@@ -34,14 +37,14 @@ def pack_bins(row_tokens: npt.ArrayLike, bin_tokens: int) -> I64:
 
 
 class _FreeSpace:
-    """What is free in each of a row of bins, as a tree of maxima."""
+    """Free tokens of all bins, as a tree of maxima."""
 
     def __init__(self, bins: int, tokens: int) -> None:
         self._leaves = 1 << max(0, bins - 1).bit_length()
         self._free = [tokens] * (2 * self._leaves)
 
     def take(self, tokens: int) -> int:
-        """Put a row into the first bin that has room."""
+        """Put a row into the first bin with room; returns its number."""
         free, node = self._free, 1
         while node < self._leaves:
             node *= 2

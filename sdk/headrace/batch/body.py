@@ -1,21 +1,21 @@
-"""The bytes of a batch: how its head and columns are laid out, and how they are read without a copy.
+"""The format of a batch's body: writing head and columns, and reading them without a copy.
 
 Little-endian; every part starts at a multiple of 64 bytes::
 
     "HRTB" | schema u16 | 0 u16 | head length u64 | start of the records u64
     head: msgpack {manifest, columns: [{name, dtype, length, offset}], shard}, offsets from the end of the padded head
     columns, each padded to 64
-    records, as they are stored
+    records as they are stored
 
 Columns, per turn of rows (row by row): ``returns``, ``advantages`` (not with estimator ``none``), ``turn_weights``,
 ``rewards`` f64, ``turn_tokens`` i64. Per row: ``row_trajectory``, ``row_segment``, ``row_tokens``, ``row_group`` i64;
-``row_reward`` f64, the undiscounted sum of its agent's rewards in its episode, and ``row_leads`` i64, 1 at the first
-row of each (trajectory, agent), which is where that sum counts; ``row_bin`` i64, the bin that the row is packed into;
+``row_reward`` f64, the undiscounted sum of its agent's rewards in its episode, and ``row_leads`` i64, 1 for the first
+row of each (trajectory, agent), where that sum is counted; ``row_bin`` i64, the bin of the row;
 ``row_turn_offsets`` i64[rows + 1].
 ``record_offsets`` i64[records + 1], from the start of the records.
 
-A shard has the columns of its own rows, and numbers beside them: ``row_number`` i64[rows] and ``record_number``
-i64[records] in the whole batch. ``row_trajectory``, ``row_group`` and ``row_bin`` count in the whole batch too.
+A shard has the columns of its own rows, and their numbers in the whole batch: ``row_number`` i64[rows] and
+``record_number`` i64[records]. ``row_trajectory``, ``row_group`` and ``row_bin`` are numbers in the whole batch too.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import numpy.typing as npt
 
 from headrace.batch.manifest import Manifest, Shard
 from headrace.errors import InvalidRequest
+from headrace.estimators import F64
 from headrace.trajectory import SCHEMA
 from headrace.wire.alignment import ALIGNMENT, padded
 from headrace.wire.codec import Buffer
@@ -43,7 +44,7 @@ PER_ROW = ("row_trajectory", "row_segment", "row_tokens", "row_group", "row_rewa
 
 
 class Column(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a column is: ``length`` numbers, ``offset`` bytes from the end of the padded head."""
+    """The place of a column: ``length`` numbers, at ``offset`` bytes from the end of the padded head."""
 
     name: str
     dtype: Literal["<f8", "<i8"]
@@ -52,7 +53,7 @@ class Column(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchHead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The msgpack head of a batch; ``shard`` says which part of it the body holds, None for the whole."""
+    """The msgpack head of a batch. ``shard``: the part of the batch in the body; None for the whole."""
 
     manifest: Manifest
     columns: list[Column]
@@ -60,7 +61,7 @@ class BatchHead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ParsedHead(NamedTuple):
-    """A head that was read; ``columns`` are read-only views, ``records_start`` is where the records begin in bytes."""
+    """A parsed head. ``columns`` are read-only views; ``records_start`` is the offset of the records in bytes."""
 
     manifest: Manifest
     columns: dict[str, npt.NDArray[Any]]
@@ -73,7 +74,7 @@ _decoder = msgspec.msgpack.Decoder(BatchHead)
 
 
 def pack_head(manifest: Manifest, columns: Columns, shard: Shard | None = None) -> bytes:
-    """The body up to its records."""
+    """Encode the body up to its records."""
     table, parts, offset = [], [], 0
     for name, column in columns.items():
         dtype: Literal["<f8", "<i8"] = "<f8" if column.dtype.kind == "f" else "<i8"
@@ -88,36 +89,75 @@ def pack_head(manifest: Manifest, columns: Columns, shard: Shard | None = None) 
 
 
 def read_head(buffer: Buffer) -> ParsedHead:
-    """Read a body, or the part of it that ``pack_head`` made. Raises InvalidRequest if it is none."""
+    """Parse a body, or its part up to the records. Raises InvalidRequest."""
     view = memoryview(buffer).toreadonly()
     if len(view) < PREFIX.size:
-        raise _no_batch(f"{len(view)} bytes are too few")
+        raise _not_a_batch(f"{len(view)} bytes are too few")
     magic, schema, reserved, length, records_start = PREFIX.unpack_from(view)
     if magic != MAGIC:
-        raise _no_batch(f"they start with {bytes(magic)!r}, not {MAGIC!r}")
+        raise _not_a_batch(f"it starts with {bytes(magic)!r}, not {MAGIC!r}")
     if schema != SCHEMA:
-        raise _no_batch(f"they have wire schema {schema}, this reader knows {SCHEMA}")
+        raise _not_a_batch(f"its wire schema is {schema}, this version reads {SCHEMA}")
     columns_start = padded(PREFIX.size + length)
     if reserved or records_start % ALIGNMENT or not columns_start <= records_start <= len(view):
-        raise _no_batch(f"lengths do not fit: head {length}, records from {records_start}, body {len(view)} bytes")
+        raise _not_a_batch(f"its sizes disagree: head {length}, records from {records_start}, body {len(view)} bytes")
     try:
         head = _decoder.decode(view[PREFIX.size : PREFIX.size + length])
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
-        raise _no_batch(f"the head does not decode: {error}") from error
+        raise _not_a_batch(f"its head cannot be decoded: {error}") from error
     columns = {column.name: _view_column(view, column, columns_start, records_start) for column in head.columns}
     return ParsedHead(head.manifest, columns, head.shard, records_start)
+
+
+def read_manifest(buffer: Buffer) -> Manifest:
+    """The manifest of a body, or of its part up to the records. Raises InvalidRequest."""
+    return read_head(buffer).manifest
+
+
+class RowAdvantages(NamedTuple):
+    """The values of one row: its segment in the trajectory, and ``returns`` and ``advantages`` f64[turns].
+    ``advantages`` is None with estimator ``none``."""
+
+    segment: int
+    returns: F64
+    advantages: F64 | None
+
+
+def read_advantages(buffer: Buffer, trajectory: str) -> list[RowAdvantages]:
+    """Returns and advantages of a trajectory's rows, from a body or its part up to the records.
+
+    The list is empty if the trajectory is not in the batch. Raises InvalidRequest.
+    """
+    head = read_head(buffer)
+    columns = head.columns
+    if trajectory not in head.manifest.trajectories:
+        return []
+    offsets = columns["row_turn_offsets"]
+    advantages = columns.get("advantages")
+    rows = []
+    for row in np.flatnonzero(columns["row_trajectory"] == head.manifest.trajectories.index(trajectory)):
+        turns = slice(offsets[row], offsets[row + 1])
+        rows.append(
+            RowAdvantages(
+                int(columns["row_segment"][row]),
+                columns["returns"][turns],
+                None if advantages is None else advantages[turns],
+            )
+        )
+    return rows
 
 
 def _view_column(view: memoryview, column: Column, start: int, end: int) -> npt.NDArray[Any]:
     begin = start + column.offset
     if column.offset < 0 or column.offset % ALIGNMENT or column.length < 0 or begin + 8 * column.length > end:
-        raise _no_batch(f"column {column.name!r} lies outside its part of the body")
+        raise _not_a_batch(f"column {column.name!r} is outside the columns' part of the body")
     return np.frombuffer(view, column.dtype, column.length, begin)
 
 
-def _no_batch(problem: str) -> InvalidRequest:
+def _not_a_batch(problem: str) -> InvalidRequest:
     return InvalidRequest(
-        f"The bytes are no batch: {problem}.", hint="The body is damaged, cut short, or of another version of Headrace."
+        f"The bytes are not a batch: {problem}.",
+        hint="They are damaged, truncated, or written by another version of Headrace.",
     )
 
 

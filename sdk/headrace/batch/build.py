@@ -1,7 +1,7 @@
-"""Forming a batch: from the heads of stored trajectories to the body up to its records.
+"""Building a batch: from the heads of stored trajectories to the body up to its records.
 
 * The same groups give the same bytes.
-* Moments, baselines and counts are over rows, each (trajectory, agent) once; returns run through all its turns.
+* Moments, baselines and counts cover rows, each (trajectory, agent) once; returns cover all its turns.
 
 The layout of the body is in :mod:`headrace.batch.body`.
 """
@@ -59,7 +59,7 @@ class EstimatorSettings(Protocol):
 
 
 class ComputedBatch(NamedTuple):
-    """Everything in a batch that follows from its records."""
+    """Manifest and columns, as computed from the records."""
 
     manifest: Manifest
     columns: dict[str, npt.NDArray[Any]]
@@ -75,10 +75,10 @@ def build_head(
     selection: BatchSelection = DISPATCH_ORDER,
     bin_tokens: int = 0,
 ) -> bytes:
-    """The body of a batch up to its records; append the members' records in the order given.
+    """Encode the body of a batch up to its records; append the members' records in the given order.
 
-    ``version`` is the run's now. ``bin_tokens``: most tokens of a bin; 0: rows are not packed. Raises InvalidRequest
-    for a member that failed, or a row longer than a bin.
+    ``version`` is the run's current version. ``bin_tokens``: most tokens of a bin; 0: rows are not packed. Raises
+    InvalidRequest for a member that failed, or a row longer than a bin.
     """
     computed = compute(
         batch=batch,
@@ -102,7 +102,7 @@ def compute(
     selection: BatchSelection = DISPATCH_ORDER,
     bin_tokens: int = 0,
 ) -> ComputedBatch:
-    """Manifest and columns of these groups. Raises as ``build_head``."""
+    """Compute manifest and columns of these groups. Arguments and errors are those of ``build_head``."""
     strands = collect_strands(groups)
     estimate = _estimate(estimator, strands)
     by_tokens = estimator.name != NONE and find_estimator(estimator.name).by_tokens
@@ -166,7 +166,7 @@ def _columns(
 
 
 def _strand_columns(strands: Strands) -> dict[str, npt.NDArray[Any]]:
-    """What each row says of the whole of its strand."""
+    """Columns that describe the whole strand of each row."""
     experience = strands.experience
     first_turns = strands.row_turns[_offsets(strands.row_turn_counts)[:-1]]
     strand = np.searchsorted(experience.offsets, first_turns, side="right") - 1
@@ -233,7 +233,7 @@ def _by_environment(groups: Sequence[GroupInput], strands: Strands, returns: F64
 
 
 def moment_set(strands: Strands, returns: F64, chosen: npt.NDArray[np.bool_] | None) -> MomentSet:
-    """Moments over the rows of the chosen strands (None: all)."""
+    """Moments over the rows of the chosen strands, ``chosen`` bool[strands]; None: all."""
     experience = strands.experience
     totals = episode_rewards(experience.rewards, experience.offsets)
     at = strands.row_turns

@@ -1,9 +1,9 @@
-"""From trajectories to the flat arrays that estimators take.
+"""The flat arrays that estimators take, collected from trajectories.
 
 * A strand is one agent's turns in one trajectory, in the order of the episode, over all its segments.
-* Returns run through all turns of a strand; only turns of rows are counted.
-* A strand without rows is left out: a frozen opponent never enters.
-* A trajectory that failed is refused.
+* Returns cover all turns of a strand; only turns of rows are counted.
+* A strand without rows is omitted, such as that of a frozen opponent.
+* A failed trajectory is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from headrace.wire.codec import TrajectoryHead
 
 
 class GroupInput(NamedTuple):
-    """A group to be served. ``members`` are heads and record sizes in bytes; ``expected`` is the size asked for."""
+    """A group to serve. ``members``: head and record size in bytes of each; ``expected``: the requested group size."""
 
     id: str
     task: Task
@@ -29,11 +29,11 @@ class GroupInput(NamedTuple):
 
 
 class Strands(NamedTuple):
-    """All strands of some groups, and the rows in them.
+    """All strands of some groups, and their rows.
 
     ``experience``: the flat turns. ``cells``: (group number, agent) by the numbers in ``experience.groups``.
-    ``trajectories`` i64[strands], ``terminated`` bool[strands]: whether the environment ended the episode.
-    ``row_turns`` i64[row turns]: positions of the rows' turns in the flat arrays, row by row. The columns
+    ``trajectories`` i64[strands]: number of the trajectory; ``terminated`` bool[strands]: the environment ended the
+    episode. ``row_turns`` i64[row turns]: positions of the rows' turns in the flat arrays, row by row. The columns
     ``row_*`` i64[rows]: ``row_turn_counts``, ``row_trajectory``, ``row_segment``, ``row_tokens``, ``row_group``.
     """
 
@@ -58,14 +58,14 @@ class _Row(NamedTuple):
 
 
 def collect_strands(groups: Sequence[GroupInput]) -> Strands:
-    """Lay the turns of all members flat. Raises InvalidRequest for a failed or cancelled member."""
+    """Collect the turns of all members in flat arrays. Raises InvalidRequest for a failed or cancelled member."""
     collector = _Collector()
     for number, group in enumerate(groups):
         for head, _ in group.members:
             if head.status not in ("finished", "truncated"):
                 raise InvalidRequest(
-                    f"Trajectory {head.id} of group {group.id} is {head.status}; it cannot be in a batch.",
-                    hint="Serve the group with its true size, or top it up.",
+                    f"Trajectory {head.id} of group {group.id} is {head.status} and cannot be in a batch.",
+                    hint="Serve the group without it, or top the group up.",
                 )
             collector.add(number, head)
     return collector.finish([group.expected for group in groups])
@@ -91,7 +91,10 @@ class _Collector:
         self.members += 1
 
     def _add_plain(self, group: int, head: TrajectoryHead) -> bool:
-        """The same, at a third of the cost, for what most trajectories are: one row, whose turns follow each other."""
+        """Add the most common form of trajectory, one row with consecutive turns, at a third of the cost.
+
+        Returns false for any other form.
+        """
         if len(head.segments) != 1:
             return False
         (segment,) = head.segments
@@ -114,7 +117,7 @@ class _Collector:
         self.terminated.append(head.status == "finished")
 
     def _add_any(self, group: int, head: TrajectoryHead) -> None:
-        # A segment in which the policy never acted has nothing to train on and is no row.
+        # A segment in which the policy never acted has nothing to train on, and is not a row.
         learners = dict.fromkeys(segment.agent for segment in head.segments if segment.train and segment.turns)
         position: dict[int, int] = {}
         for agent in learners:

@@ -1,8 +1,8 @@
-"""The manifest: what a batch says about itself, computed over exactly the rows that it serves.
+"""The manifest: the description of a batch, computed over exactly the rows that it serves.
 
-* BatchCounts are of the whole batch, whatever part of it a learner holds.
-* A shard says what every shard holds, so that one alone can be checked against the manifest.
-* γ names its unit, and σ its ddof and ε: nobody has to guess how an advantage was made.
+* Counts cover the whole batch, also in a shard.
+* A shard states the content of every shard, so that one shard can be checked against the manifest.
+* The unit of γ, and the ddof and ε of σ, are stated, so that an advantage can be reproduced.
 * Moments are float64 ``[n, mean, M2]``: of returns by turn and by token, and of episode rewards; overall, per
   environment, and (rewards) per group and agent.
 """
@@ -18,11 +18,11 @@ from headrace.moments import Moments
 from headrace.trajectory import Task, Version
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
-"""As many as a float64 can count."""
+"""A count that a float64 can hold exactly."""
 
 
 class BatchEstimator(msgspec.Struct, frozen=True, kw_only=True):
-    """How advantages were computed. ``gamma`` is the discount per ``gamma_unit``."""
+    """The estimator of a batch. ``gamma`` is the discount per ``gamma_unit``."""
 
     name: str
     gamma: float
@@ -33,7 +33,7 @@ class BatchEstimator(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchSelection(msgspec.Struct, frozen=True, kw_only=True):
-    """How the groups were chosen: the order (``awaited``: by name), and what the pull asked for; empty: anything."""
+    """The selection of a batch's groups: the order (``awaited``: by id), and the pull's filter; empty: none."""
 
     order: str = "fifo"
     environments: list[str] = []
@@ -41,17 +41,20 @@ class BatchSelection(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def filtered(self) -> bool:
-        """Whether the pull asked for some kinds only."""
+        """True if the pull had a filter."""
         return bool(self.environments or self.tags)
 
 
 DISPATCH_ORDER = BatchSelection()
-"""Nothing but the order of dispatch chose."""
+"""Selection in the order of dispatch, without a filter."""
 
 
 class BatchCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the whole batch. ``turns`` and tokens are those of rows; ``tokens`` counts prompts and observations too.
-    ``bins``: what rows are packed into; as many as rows where they are not packed."""
+    """Counts of the whole batch.
+
+    ``turns`` and tokens are those of rows; ``tokens`` includes prompts and observations. ``bins`` equals ``rows`` if
+    rows are not packed.
+    """
 
     rows: Count
     trajectories: Count
@@ -64,7 +67,7 @@ class BatchCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 class MomentSet(msgspec.Struct, frozen=True, kw_only=True):
     """Moments over rows. Returns: each turn once, and each turn by its sampled tokens. Rewards: the undiscounted sum
-    of each (trajectory, agent), once however many rows it has."""
+    of each (trajectory, agent), once, whatever the number of its rows."""
 
     returns_by_turn: Moments
     returns_by_token: Moments
@@ -72,11 +75,11 @@ class MomentSet(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One group. Its trajectories follow those of the group before it, ``actual`` of them.
+    """One group. Its ``actual`` trajectories follow those of the group before it.
 
-    ``single``: an agent is alone in its comparison, so it has no baseline. ``zero_variance``: every comparison has
-    two members or more, and all are equal. ``agents``: moments of episode rewards by agent. ``low``: lowest version of
-    its rows; ``staleness``: how many versions that is behind.
+    ``single``: an agent has only one member in its comparison, and so no baseline. ``zero_variance``: every comparison
+    has at least two members, all with equal reward. ``agents``: moments of episode rewards by agent. ``low``: lowest
+    version of its rows; ``staleness``: the number of versions that it is behind.
     """
 
     id: str
@@ -92,11 +95,12 @@ class GroupEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a batch is. ``version`` is the run's when the batch was formed; staleness is relative to it.
+    """The description of a batch.
 
-    ``version_min`` and ``version_max`` are over all rows (None without rows). ``bin_tokens``: most tokens of a bin; 0:
-    rows are not packed. ``trajectories`` are the ids of the records, in their order. ``whitening`` are the moments that
-    the estimator divided by, if it whitens the batch.
+    ``version`` is the run's version when the batch was formed; staleness is relative to it. ``version_min`` and
+    ``version_max`` cover all rows (None without rows). ``bin_tokens``: most tokens of a bin; 0: rows are not packed.
+    ``trajectories`` are the ids of the records, in their order. ``whitening``: the moments with which the estimator
+    whitened the batch, if it does.
     """
 
     schema: int
@@ -119,8 +123,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShardPart(msgspec.Struct, frozen=True, kw_only=True):
-    """What one shard holds. The reward of a (trajectory, agent) counts in the shard of its first row; ``trajectories``
-    are the records that came with it, which other shards may hold too."""
+    """The content of one shard.
+
+    The reward of a (trajectory, agent) counts in the shard of its first row. ``trajectories`` counts its records, which
+    other shards may have too.
+    """
 
     rows: Count
     trajectories: Count
@@ -133,17 +140,17 @@ class ShardPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
-    """Which part of a batch this is: ``number`` of ``parts``, which lists them all."""
+    """A part of a batch: ``number`` is its index in ``parts``, which lists all shards."""
 
     number: Count
     parts: list[ShardPart]
 
     @property
     def part(self) -> ShardPart:
-        """What this shard holds."""
+        """The content of this shard."""
         return self.parts[self.number]
 
     @property
     def most_rows(self) -> int:
-        """Rows of the largest shard: what ``layouts.filled`` fills up to where all ranks need as many."""
+        """Rows of the largest shard, for ``layouts.filled`` if all ranks need equally many."""
         return max(part.rows for part in self.parts)

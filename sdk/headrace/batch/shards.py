@@ -1,10 +1,10 @@
-"""Shards: a batch cut for the ranks of a data-parallel learner.
+"""Shards: the parts of a batch for the ranks of a data-parallel learner.
 
-* Shards are disjoint and their union is the batch; rows of one episode may be in several, rows of one bin are not.
+* Shards are disjoint, and their union is the batch. Rows of one bin are in one shard.
 * Shards are balanced by the tokens of their rows.
-* The same batch and number of shards give the same cut, whoever makes it.
-* Counts and moments of all shards merge to the manifest; a shard that says otherwise is refused.
-* An empty shard is a shard.
+* The same batch and number of shards always give the same shards.
+* Counts and moments of all shards merge to the manifest; a shard that disagrees is refused.
+* A shard may be empty.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _COUNTED = ("rows", "turns", "sampled_tokens", "tokens", "bins")
 
 
 class ShardBody(NamedTuple):
-    """One shard: its body up to the records, and the records that follow, by number i64[records]."""
+    """The body of a shard: ``head`` up to the records, and the numbers i64[n] of the records to append."""
 
     head: bytes
     records: I64
 
 
 def assign_bins(bin_tokens: npt.ArrayLike, shards: int) -> I64:
-    """The shard of each bin, i64[bins]: from the fullest bin on, each goes to the shard with the fewest tokens."""
+    """The shard of each bin, i64[bins]. Each bin, the fullest first, goes to the shard with the fewest tokens."""
     tokens = np.asarray(bin_tokens, np.int64)
     lightest = [(0, number) for number in range(shards)]
     found = np.zeros(len(tokens), np.int64)
@@ -44,11 +44,11 @@ def assign_bins(bin_tokens: npt.ArrayLike, shards: int) -> I64:
 
 
 class ShardedBatch:
-    """A batch cut into ``shards``. ``head`` is that of the whole batch. Raises InvalidRequest for fewer than one."""
+    """A batch in ``shards`` shards. ``head`` is that of the whole batch. Raises InvalidRequest for fewer than one."""
 
     def __init__(self, head: ParsedHead, shards: int) -> None:
         if shards < 1:
-            raise InvalidRequest(f"A batch cannot be cut into {shards} shards.", hint="Ask for 1 or more.")
+            raise InvalidRequest(f"A batch cannot have {shards} shards.", hint="Ask for 1 or more.")
         self._manifest = head.manifest
         self._columns = head.columns
         bins = head.columns["row_bin"]
@@ -62,7 +62,7 @@ class ShardedBatch:
         self._parts = [shard_part(head.manifest, columns) for columns in self._own]
 
     def shard(self, number: int) -> ShardBody:
-        """One shard."""
+        """The body of one shard."""
         columns = self._own[number]
         head = pack_head(self._manifest, columns, Shard(number=number, parts=self._parts))
         return ShardBody(head, columns["record_number"])
@@ -81,7 +81,7 @@ class ShardedBatch:
 
 
 def shard_part(manifest: Manifest, columns: Columns) -> ShardPart:
-    """What these columns hold."""
+    """Counts and moments of these columns."""
     names = [group.task.environment for group in manifest.groups]
     rows_by_environment: dict[str, list[int]] = {}
     for row, group in enumerate(columns["row_group"].tolist()):
@@ -115,17 +115,17 @@ def _moments(columns: Columns, rows: npt.NDArray[np.bool_]) -> MomentSet:
 
 
 def find_disagreement(manifest: Manifest, shard: Shard, columns: Columns) -> str:
-    """Why a shard is not what it says, or its parts do not merge to the manifest; empty where all is well."""
+    """The first disagreement of a shard with its columns or the manifest; empty if there is none."""
     if shard.number >= len(shard.parts):
-        return f"it says that it is shard {shard.number} of {len(shard.parts)}"
+        return f"it states that it is shard {shard.number} of {len(shard.parts)}"
     for name in _COUNTED:
         total, stated = sum(getattr(part, name) for part in shard.parts), getattr(manifest.counts, name)
         if total != stated:
-            return f"its shards have {total} {name.replace('_', ' ')}, the batch has {stated}"
+            return f"its shards have {total} {name.replace('_', ' ')}, the batch {stated}"
     own = shard_part(manifest, columns)
     for name in (*_COUNTED, "trajectories"):
         if getattr(own, name) != getattr(shard.part, name):
-            return f"shard {shard.number} has {getattr(own, name)} {name}, it says {getattr(shard.part, name)}"
+            return f"shard {shard.number} has {getattr(own, name)} {name}, but states {getattr(shard.part, name)}"
     pairs = [
         ("the moments of shard {}", own.moments, shard.part.moments),
         ("the merged moments of the shards", _merged(part.moments for part in shard.parts), manifest.moments),
@@ -139,7 +139,7 @@ def find_disagreement(manifest: Manifest, shard: Shard, columns: Columns) -> str
     for what, found, stated_moments in pairs:
         for name in MomentSet.__struct_fields__:
             if not getattr(found, name).agrees(getattr(stated_moments, name)):
-                return f"{what.format(shard.number)} are not what is stated ({name})"
+                return f"{what.format(shard.number)} differ from those stated ({name})"
     return ""
 
 

@@ -59,7 +59,7 @@ def verify_asset(folder: Path, name: str) -> int:
 
 def unknown_asset(name: str) -> UnknownAsset:
     return UnknownAsset(
-        f"There is no asset {name[:80]!r}.",
+        f"The asset {name[:80]!r} is not stored.",
         hint="Assets are named by the SHA-256 of their bytes, and are kept as long as a stored trajectory refers to "
         "them.",
         asset=name[:80],

@@ -1,7 +1,7 @@
-"""What is where in a log, and what became of it: gathered in one reading, for ``headrace.open``.
+"""The catalog of a log, built in one pass for ``headrace.open``: places of trajectories, states of batches and runs.
 
-* The first record of a trajectory counts, and the last word on a batch.
-* Control records are read by name: this package does not know the scheduler's.
+* The first record of a trajectory counts, and the last event of a batch.
+* Events are read by the name of their type, because this package does not import the scheduler.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from headrace.batch.batch import read_manifest
+from headrace.batch.body import read_manifest
 from headrace.store.log_format import Frame, FrameType
 from headrace.trajectory import Version
 from headrace.wire.codec import decode_head
@@ -22,7 +22,7 @@ BatchState = Literal["open", "acked", "dissolved"]
 
 
 class _StoredEvent(msgspec.Struct, frozen=True):
-    """The part of an event that is read here; ``type`` names its kind."""
+    """The fields of an event that the catalog reads; ``type`` is the name of its class."""
 
     type: str
     run: str = ""
@@ -31,12 +31,12 @@ class _StoredEvent(msgspec.Struct, frozen=True):
     version: Any = None
 
 
-_events = msgspec.msgpack.Decoder(list[_StoredEvent])
+_event_decoder = msgspec.msgpack.Decoder(list[_StoredEvent])
 
 
 @dataclass
 class CatalogRun:
-    """What is known of a run."""
+    """The stored state of a run."""
 
     spec: dict[str, Any] | None = None
     closed: bool = False
@@ -46,7 +46,7 @@ class CatalogRun:
 
 @dataclass
 class CatalogBatch:
-    """Where a batch's head is, and what became of the batch."""
+    """The place of a batch's head, and the state of the batch."""
 
     run: str
     place: tuple[int, int, int]
@@ -55,7 +55,7 @@ class CatalogBatch:
 
 
 class Catalog:
-    """Where everything is: number of the file, offset, length of the payload. A trajectory takes about 200 bytes."""
+    """Places of records: file number, offset, length of the payload. A trajectory takes about 200 bytes of memory."""
 
     def __init__(self) -> None:
         self.runs: dict[str, CatalogRun] = {}
@@ -64,8 +64,8 @@ class Catalog:
         self.trajectories: dict[str, int] = {}
         self.places = array("Q")
 
-    def take(self, number: int, frame: Frame) -> None:
-        """Take a frame in. Raises a HeadraceError, MsgspecError or ValueError if it does not decode."""
+    def add(self, number: int, frame: Frame) -> None:
+        """Add a frame of file ``number``. Raises a HeadraceError, MsgspecError or ValueError if it is invalid."""
         place = (number, frame.offset, len(frame.payload))
         if frame.type is FrameType.TRAJECTORY:
             head = decode_head(frame.payload)
@@ -78,10 +78,10 @@ class Catalog:
             self.batches[manifest.batch] = CatalogBatch(manifest.run, place)
             self._run(manifest.run).counts["batches"] += 1
         elif frame.type is FrameType.CONTROL:
-            for event in _events.decode(frame.payload):
-                self._learn(event)
+            for event in _event_decoder.decode(frame.payload):
+                self._apply(event)
 
-    def _learn(self, event: _StoredEvent) -> None:
+    def _apply(self, event: _StoredEvent) -> None:
         if event.type == "RunCreated":
             run = self._run(event.run)
             run.spec, run.version = event.spec, Version(0, 0)
@@ -90,12 +90,12 @@ class Catalog:
         elif event.type == "VersionAnnounced":
             self._run(event.run).version = Version(*event.version)
         elif event.type in ("BatchAcked", "BatchDissolved"):
-            made = None if event.version is None else Version(*event.version)
-            if made is not None:
-                self._run(event.run).version = made
+            version = None if event.version is None else Version(*event.version)
+            if version is not None:
+                self._run(event.run).version = version
             if (entry := self.batches.get(event.batch)) is not None:
                 entry.state = "acked" if event.type == "BatchAcked" else "dissolved"
-                entry.made = made
+                entry.made = version
 
     def _run(self, name: str) -> CatalogRun:
         return self.runs.setdefault(name, CatalogRun())

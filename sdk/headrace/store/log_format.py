@@ -1,21 +1,21 @@
 """The frames of a log file.
 
-* A frame comes back as it was packed; its payload starts at a multiple of 64 bytes in the file.
-* A flipped byte costs at most the frame that it is in: reading goes on at the next frame.
+* A frame is read as it was packed; its payload starts at a multiple of 64 bytes in the file.
+* A flipped byte affects at most the frame that it is in: reading continues at the next frame.
 * A control frame is stored twice and survives damage to either copy.
-* A torn tail, an append that never finished, is told from damage inside.
+* A torn tail, from an append that never finished, is distinguished from damage.
 * A read is checked against its checksum, and a mismatch names file and offset.
-* A file opens with its head: what log it belongs to, where it goes on from, and the live control state at that point.
-* A file that was sealed ends with its footer, whose digest covers every frame before it.
-* A file of a format that this code does not know is refused, and the format is named.
+* A file begins with its head: the log that it belongs to, the point where it continues, and the control state there.
+* A sealed file ends with its footer, whose digest covers every frame before it.
+* A file of an unknown format is refused, and the error names the format.
 
 A frame, little-endian, padded with zeros to a multiple of 64 bytes after the header and after the payload::
 
     [ "HRLOGFRM" | type u16, copy u16, length u64 | header crc32c u32 | payload crc32c u32 | payload ]
 
 The header's checksum covers the bytes before it. ``control``, ``file_head`` and ``footer`` frames are two such frames
-back to back, of copy 0 and 1. That mends flipped bytes; a bad block of the disk that holds both copies of a short frame
-loses it, and is reported as damage. Checksums need the package google-crc32c (``headrace[offline]``).
+back to back, with copy 0 and 1. This repairs flipped bytes. A bad disk block that holds both copies of a short frame
+loses the frame, and is reported as damage. Checksums need the package google-crc32c (``headrace[offline]``).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from headrace.errors import CorruptRecord, MissingExtra, UnknownLogFormat
 from headrace.wire.alignment import ALIGNMENT, padded
 
 FORMAT = 1
-"""The version of the format that this code writes, and the only one that it reads."""
+"""The format version that this code writes, and the only one that it reads."""
 
 HEADER_BYTES = 64
 """Bytes from the start of a frame to its payload."""
@@ -45,38 +45,37 @@ _MAGIC = b"HRLOGFRM"
 _FIELDS = struct.Struct("<8sHHQ")
 _HEADER = struct.Struct(f"<{_FIELDS.size}sII36x")
 _CHECKED_BYTES = _FIELDS.size + 2 * 4
-"""So much of a header says something; the rest is zeros."""
+"""Used bytes of a header; the rest is zeros."""
 _SEARCH_BYTES = 1 << 20
-"""How much is read at a time while looking for the next frame."""
+"""Bytes read at a time in the search for the next frame."""
 
 
 class FrameType(IntEnum):
-    """What a payload is."""
+    """The content of a frame's payload."""
 
     FILE_HEAD = 1
     """A ``FileHead``. Stored twice."""
     CONTROL = 2
-    """Control records. Stored twice."""
+    """Scheduler events. Stored twice."""
     TRAJECTORY = 3
-    """One trajectory record, as it was submitted."""
+    """One trajectory record as it was submitted."""
     BATCH = 4
-    """A batch's body up to its records."""
+    """The body of a batch up to its records."""
     FOOTER = 5
     """A ``Footer``. Stored twice."""
 
 
 _TWICE = frozenset((FrameType.FILE_HEAD, FrameType.CONTROL, FrameType.FOOTER))
 _COPIES = [2 if kind in _TWICE else 1 for kind in range(len(FrameType) + 1)]
-"""By type: an index is cheaper than the hash of an enum's member, for each frame that is written."""
+"""Number of copies by type. A list is used because indexing is cheaper than hashing an enum member."""
 
 
 class FileHead(msgspec.Struct, frozen=True, kw_only=True):
-    """How a file begins.
+    """The first frame of a file.
 
-    ``log``: id of the log, the same in all of its files. ``number``: of this file. ``epoch``: of its writer.
-    ``before_bytes``: how much of the file before this one counts; what lies behind that was never acknowledged, and may
-    be stored again in this one. ``state``: the live control state at this point; None: the file goes on from the one
-    before.
+    ``log``: id of the log, the same in all of its files. ``number``: number of this file. ``epoch``: epoch of its
+    writer. ``before_bytes``: valid bytes of the previous file; the bytes after them were never acknowledged, and may be
+    stored again in this file. ``state``: the control state at this point; None: the file continues the previous one.
     """
 
     format: int = FORMAT
@@ -88,11 +87,11 @@ class FileHead(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Footer(msgspec.Struct, frozen=True, kw_only=True):
-    """How a sealed file ends: what is in it, so that nothing of it can be missing unseen.
+    """The last frame of a sealed file: an index of its frames, so that a missing frame is detected.
 
     ``places``: by frame type, the offsets of its frames in units of 64 bytes, u32 little-endian. ``digest``: SHA-256
     over the headers (of copy 0) of all frames before this one, in order; a header holds its payload's checksum.
-    ``opened_ms``, ``sealed_ms``: Unix times in milliseconds at which the file was opened for writing, last, and sealed.
+    ``opened_ms``, ``sealed_ms``: Unix times in milliseconds when the file was last opened for writing, and sealed.
     """
 
     places: dict[int, bytes]
@@ -101,18 +100,18 @@ class Footer(msgspec.Struct, frozen=True, kw_only=True):
     sealed_ms: int
 
     def count(self, kind: FrameType) -> int:
-        """Frames of that type."""
+        """Number of frames of that type."""
         return len(self.places.get(kind, b"")) // _PLACE_BYTES
 
     def offsets(self, kind: FrameType) -> list[int]:
-        """Offsets in the file of the frames of that type, in bytes, ascending."""
+        """Offsets of the frames of that type in the file, in bytes, ascending."""
         places = array("I", self.places.get(kind, b""))
         return [place * ALIGNMENT for place in places]
 
 
 class Frame(NamedTuple):
-    """A whole frame. ``offset`` and ``size`` are in bytes of the file, both copies included; ``checksum`` is the
-    payload's. ``recovered``: one copy was damaged."""
+    """A complete frame. ``offset`` and ``size`` are in bytes and include both copies; ``checksum`` is the payload's.
+    ``recovered``: one copy was damaged."""
 
     type: FrameType
     offset: int
@@ -123,8 +122,11 @@ class Frame(NamedTuple):
 
 
 class Damage(NamedTuple):
-    """Bytes that are no frame. ``torn``: they are an append that never finished, at the end of the file, so nobody was
-    told that it is stored; cut the file at ``offset`` before appending. ``type`` is known if the header is intact."""
+    """Bytes that are not a frame.
+
+    ``torn``: an append at the end of the file that never finished, and so was never acknowledged; truncate the file to
+    ``offset`` before appending. ``type`` is known if the header is intact.
+    """
 
     offset: int
     size: int
@@ -149,29 +151,29 @@ class _Header(NamedTuple):
 
 
 class FooterBuilder:
-    """What a footer says, gathered while the frames are placed or read in order."""
+    """Builds a footer while frames are placed or read in order."""
 
     def __init__(self, opened_ms: int) -> None:
         self.digest = hashlib.sha256()
-        """Over the headers that were added."""
+        """Digest of the added headers."""
         self._opened_ms = opened_ms
         self._places = [array("I") for _ in _COPIES]
 
     def place(self, kind: FrameType, offset: int) -> None:
-        """The next frame, whose header is yet to be made: ``with_digest`` tells the footer of it."""
+        """Add the next frame, whose header does not exist yet; ``with_digest`` completes the footer later."""
         self._places[kind].append(offset // ALIGNMENT)
 
     def add(self, kind: FrameType, offset: int, header: bytes | memoryview) -> None:
-        """The next frame, with the 64 bytes of its first header."""
+        """Add the next frame, with the 64 bytes of its first header."""
         self.place(kind, offset)
         self.digest.update(header)
 
     def add_read(self, frame: Frame) -> None:
-        """The next frame, as it was read."""
+        """Add the next frame that was read."""
         self.add(frame.type, frame.offset, header_of(frame))
 
     def footer(self, sealed_ms: int) -> Footer:
-        """The footer of the frames so far; ``with_digest`` puts in the digest where they were only placed."""
+        """The footer of the frames so far; if they were only placed, ``with_digest`` sets the digest."""
         return Footer(
             places={kind: places.tobytes() for kind, places in enumerate(self._places) if places},
             digest=self.digest.digest(),
@@ -180,22 +182,22 @@ class FooterBuilder:
         )
 
     def matches(self, footer: Footer) -> bool:
-        """Whether the frames so far are those that the footer speaks of."""
+        """True if the footer describes the frames so far."""
         return self.footer(footer.sealed_ms) == msgspec.structs.replace(footer, opened_ms=self._opened_ms)
 
 
 def header_of(frame: Frame) -> bytes:
-    """The first header of a frame that was read, 64 bytes."""
+    """The first header of a frame, 64 bytes."""
     return _pack_header(frame.type, 0, len(frame.payload), frame.checksum)
 
 
 def with_digest(footer: bytes, digest: bytes) -> bytes:
-    """A footer's payload with that digest; it stays as long as it was."""
+    """Set the digest in a footer's payload; its size does not change."""
     return _encoder.encode(msgspec.structs.replace(parse_footer(footer), digest=digest))
 
 
 def pack_frame(kind: FrameType, payload: bytes | memoryview) -> list[bytes | memoryview]:
-    """The buffers of a frame, in order, for ``writev``; the first is its header. Raises MissingExtra."""
+    """The buffers of a frame in order, for ``writev``; the first is its header. Raises MissingExtra."""
     checksum = crc32c(bytes(payload))
     length = len(payload)
     padding = (bytes(-length % ALIGNMENT),) if length % ALIGNMENT else ()
@@ -206,16 +208,16 @@ def pack_frame(kind: FrameType, payload: bytes | memoryview) -> list[bytes | mem
 
 
 def frame_bytes(kind: FrameType, length: int) -> int:
-    """Size in the file of a frame whose payload is that long."""
+    """Size in bytes in the file of a frame with a payload of ``length`` bytes."""
     return (HEADER_BYTES + padded(length)) * _COPIES[kind]
 
 
 def parse_head(payload: bytes) -> FileHead:
-    """A file's head. Raises UnknownLogFormat, or msgspec.MsgspecError if it is none."""
+    """Decode a file's head. Raises UnknownLogFormat, or msgspec.MsgspecError if it is invalid."""
     found = _format_decoder.decode(payload).format
     if found != FORMAT:
         raise UnknownLogFormat(
-            f"The log is of format {found}; this version of Headrace reads format {FORMAT}.",
+            f"The log has format {found}; this version of Headrace reads format {FORMAT}.",
             hint="Use the version of Headrace that wrote it.",
             format=found,
         )
@@ -236,8 +238,10 @@ def read_head(stream: BinaryIO) -> FileHead | None:
 
 
 def scan(stream: BinaryIO, *, start: int = 0, end: int | None = None) -> Iterator[Frame | Damage]:
-    """Everything in a log file, in order: all of it, or from the frame that starts at ``start``, or up to ``end``; both
-    are offsets in bytes. The stream must be seekable."""
+    """All frames and damage in a log file, in order, from the frame at offset ``start`` up to offset ``end``, in bytes.
+
+    The stream must be seekable.
+    """
     size = stream.seek(0, os.SEEK_END)
     end = size if end is None else min(end, size)
     offset = start
@@ -253,13 +257,13 @@ def scan(stream: BinaryIO, *, start: int = 0, end: int | None = None) -> Iterato
 
 
 def read_payload(descriptor: int, offset: int, length: int, *, name: str) -> bytes:
-    """The payload of ``length`` bytes of the frame at ``offset``. Raises CorruptRecord, which names the file."""
-    # Two reads: to cut the header off a long frame would copy all of it.
+    """Read the payload of ``length`` bytes of the frame at ``offset``. Raises CorruptRecord, which names the file."""
+    # Two reads, since slicing the header off a long frame would copy the payload.
     header = _parse_header(os.pread(descriptor, HEADER_BYTES, offset))
     payload = os.pread(descriptor, length, offset + HEADER_BYTES)
     problem = ""
     if header is None:
-        problem = "there is no frame header"
+        problem = "the frame header is missing"
     elif header.length != length or len(payload) != length:
         problem = f"it has {min(header.length, len(payload))} bytes, not {length}"
     elif crc32c(payload) != header.payload_crc:
@@ -275,7 +279,7 @@ def read_payload(descriptor: int, offset: int, length: int, *, name: str) -> byt
 
 
 def is_padded_with_zeros(path: Path, frame: Frame) -> bool:
-    """Whether the bytes that fill a frame up, which no checksum covers, are as they were written."""
+    """True if the padding of a frame, which no checksum covers, is all zeros."""
     size = frame.size // (2 if frame.type in _TWICE else 1)
     begin, end = _CHECKED_BYTES, HEADER_BYTES + len(frame.payload)
     with open(path, "rb", buffering=0) as stream:
@@ -288,7 +292,7 @@ def is_padded_with_zeros(path: Path, frame: Frame) -> bool:
 
 
 class _Format(msgspec.Struct, frozen=True):
-    """What heads of all formats have."""
+    """The field that heads of all formats have."""
 
     format: int
 
@@ -301,7 +305,7 @@ _footer_decoder = msgspec.msgpack.Decoder(Footer)
 
 
 def crc32c(data: bytes) -> int:
-    """CRC-32C of the bytes. Raises MissingExtra."""
+    """The CRC-32C of the bytes. Raises MissingExtra."""
     return _checksum()(data)
 
 
@@ -322,7 +326,7 @@ def _pack_header(kind: FrameType, copy: int, length: int, checksum: int) -> byte
 
 
 def _frame_at(stream: BinaryIO, offset: int, header: _Header, end: int) -> Frame | Damage:
-    """The frame whose intact first header is at ``offset``."""
+    """Read the frame whose intact first header is at ``offset``."""
     if offset + header.size > end:
         return Damage(offset, end - offset, "the file ends inside a frame", torn=True, type=header.type)
     payload = _payload_at(stream, offset, header)
@@ -344,27 +348,29 @@ def _second_is_intact(stream: BinaryIO, offset: int, header: _Header) -> bool:
 
 
 def _resynchronize(stream: BinaryIO, start: int, end: int) -> list[Frame | Damage]:
-    """What is at ``start``, where no frame begins: damage up to the next frame, or the second copy of a control frame
-    whose first header is gone."""
+    """Find the next frame after ``start``, where no frame begins.
+
+    Returns the damage before it, or a control frame whose first header is damaged.
+    """
     for offset in _magic_offsets(stream, start + ALIGNMENT, end):
         header = _header_at(stream, offset)
         if header is None:
             continue
         if header.copy == 0:
-            return [Damage(start, offset - start, "there is no frame header")]
+            return [Damage(start, offset - start, "the frame header is missing")]
         first = offset - header.copy_size
         payload = _payload_at(stream, offset, header) if first >= start else None
         if payload is not None:
             frame = Frame(header.type, first, header.size, payload, header.payload_crc, recovered=True)
-            return [frame] if first == start else [Damage(start, first - start, "there is no frame header"), frame]
-    # An append writes whole frames of whole blocks: an odd length or nothing but zeros is one that never finished.
+            return [frame] if first == start else [Damage(start, first - start, "the frame header is missing"), frame]
+    # An append writes complete frames of complete blocks: an odd length, or only zeros, is an unfinished append.
     torn = end % ALIGNMENT != 0 or not any(any(block) for block in _blocks(stream, start, end))
-    problem = "the file ends inside a frame" if torn else "there is no frame header"
+    problem = "the file ends inside a frame" if torn else "the frame header is missing"
     return [Damage(start, end - start, problem, torn=torn)]
 
 
 def _magic_offsets(stream: BinaryIO, start: int, end: int) -> Iterator[int]:
-    """Aligned positions in [start, end) that begin like a frame."""
+    """Aligned offsets in [start, end) with the magic of a frame."""
     base = start
     for block in _blocks(stream, start, end):
         at = block.find(_MAGIC)
@@ -387,7 +393,7 @@ def _header_at(stream: BinaryIO, offset: int) -> _Header | None:
 
 
 def _parse_header(raw: bytes) -> _Header | None:
-    """The header, or None if these bytes are none or damaged."""
+    """Parse a header; None if it is missing or damaged."""
     if len(raw) < HEADER_BYTES:
         return None
     fields, header_crc, payload_crc = _HEADER.unpack_from(raw)
@@ -398,7 +404,7 @@ def _parse_header(raw: bytes) -> _Header | None:
 
 
 def _payload_at(stream: BinaryIO, offset: int, header: _Header) -> bytes | None:
-    """The payload of the copy at ``offset``, or None if it is damaged or cut short."""
+    """Read the payload of the copy at ``offset``; None if it is damaged or truncated."""
     stream.seek(offset + HEADER_BYTES)
     payload = stream.read(header.length)
     return payload if len(payload) == header.length and crc32c(payload) == header.payload_crc else None

@@ -1,9 +1,9 @@
-"""Stored trajectories as Arrow tables and as lines of JSON, for the tools of others.
+"""Stored trajectories as Arrow tables and as lines of JSON, for other tools.
 
-* One row, or one line, is one trajectory, with all its segments.
-* Tokens, logprobs and rewards are those of the record, bit for bit.
-* A line has every field of the record; a table has what reads well in columns, and the rest as JSON.
-* Rewards of a failed trajectory are not given as 0: it has none.
+* One row or one line is one trajectory with all its segments.
+* Tokens, logprobs and rewards equal those of the record, bit for bit.
+* A line has every field of the record; a table has columns for most fields, and JSON text for the others.
+* The reward of a failed trajectory is null, not 0.
 
 Tables need ``headrace[export]``.
 """
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 TABLE_TOKENS = 4 << 20
-"""About as many tokens go into one table, 36 MB: enough for a good row group, little enough for memory."""
+"""Approximate tokens of one table, 36 MB: large enough for a row group, small enough for memory."""
 
 
 def as_json(trajectory: Trajectory) -> bytes:
-    """The whole trajectory as one line of JSON, without the line's end; arrays are lists of numbers."""
+    """The trajectory as one line of JSON, without the line end; arrays become lists of numbers."""
     return msgspec.json.encode(trajectory, enc_hook=np.ndarray.tolist)
 
 
 def tables(trajectories: Iterable[Trajectory]) -> Iterator[pa.Table]:
-    """The trajectories in tables of ``table_schema()``. Raises MissingExtra."""
+    """The trajectories in tables with the schema ``table_schema()``. Raises MissingExtra."""
     schema = table_schema()
     rows: list[dict[str, Any]] = []
     tokens = 0
@@ -48,9 +48,11 @@ def tables(trajectories: Iterable[Trajectory]) -> Iterator[pa.Table]:
 
 
 def table_schema() -> pa.Schema:
-    """The columns of a table. JSON: ``kwargs``, ``example``, ``infos``, ``arrays``, ``placeholders``, ``reward_parts``,
-    ``tool_calls``. Text of a message's parts is joined in ``content``, its assets are in ``images``. Raises
-    MissingExtra."""
+    """The columns of a table.
+
+    JSON text: ``kwargs``, ``example``, ``infos``, ``arrays``, ``placeholders``, ``reward_parts``, ``tool_calls``. The
+    text parts of a message are joined in ``content``, and its assets are in ``images``. Raises MissingExtra.
+    """
     pa = _arrow()
     text, real, count = pa.string(), pa.float64(), pa.int64()
 
@@ -96,7 +98,7 @@ def _row(trajectory: Trajectory) -> dict[str, Any]:
         **_fields(trajectory, "id", "run", "group", "member", "episode", "attempt", "status", "stop_reason"),
         "environment": task.environment,
         "task": task.id,
-        "seed": str(task.seed),  # as text: a seed may be larger than any integer column
+        "seed": str(task.seed),  # as text: a seed may exceed any integer column
         "tags": task.tags,
         "kwargs": _json(task.kwargs),
         "example": None if task.example is None else _json(task.example),
@@ -148,7 +150,7 @@ def _message(message: Message) -> dict[str, Any]:
 
 
 def _reward(trajectory: Trajectory) -> float | None:
-    """The undiscounted sum over the agents that train; None where nothing was scored."""
+    """The undiscounted sum over the agents that train; None if the trajectory has no reward."""
     agents = {segment.agent for segment in trajectory.rows()}
     if trajectory.status not in ("finished", "truncated") or not agents:
         return None
@@ -157,7 +159,7 @@ def _reward(trajectory: Trajectory) -> float | None:
 
 
 def _fields(value: Any, *names: str) -> dict[str, Any] | Any:
-    """Some fields by name; None of nothing."""
+    """Some fields by name; None for None."""
     return None if value is None else {name: getattr(value, name) for name in names}
 
 

@@ -1,1 +1,1 @@
-"""The formats that cross process boundaries: control messages, trajectories, policy-server calls."""
+"""Formats that cross process boundaries: control messages, trajectory records, calls of policy servers."""

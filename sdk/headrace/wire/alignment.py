@@ -1,11 +1,11 @@
-"""Where things begin in records, frames and bodies."""
+"""Alignment of the parts of records, frames and bodies."""
 
 from __future__ import annotations
 
 ALIGNMENT = 64
-"""Bytes. A cache line, and as much as any vector instruction asks for."""
+"""Alignment in bytes: a cache line, and enough for any vector instruction."""
 
 
 def padded(size: int) -> int:
-    """The next multiple of ``ALIGNMENT``."""
+    """``size`` rounded up to a multiple of ``ALIGNMENT``."""
     return size + -size % ALIGNMENT

@@ -1,16 +1,16 @@
-"""A trajectory as bytes: a small head, and arrays in an aligned little-endian tail.
+"""Encoding of a trajectory as a record: a small head, then aligned little-endian arrays.
 
-* A record decodes to what was encoded; its arrays are read-only views into the buffer, without a copy.
+* A record decodes to the encoded trajectory; its arrays are read-only views of the buffer, without a copy.
 * Every array starts at a multiple of 64 bytes from the start of the record, and a record is a multiple of 64 bytes
-  long, so that records can be laid end to end.
+  long, so that records can be concatenated.
 * Arrays of a wrong dtype or shape are refused, never converted.
-* Damaged bytes raise ``UnreadableRecord``, or decode to something; no other error, no large allocation. That the bytes
-  are the right ones is what checksums are for, and those are in the log's frames.
+* Damaged bytes raise ``UnreadableRecord`` or decode to a trajectory, without another error or a large allocation. The
+  checksums that detect damage are in the log's frames.
 
 Layout, little-endian::
 
     "HRTJ" | schema u16 | 0 u16 | head length u64 | record length u64
-    head: a msgpack map, the fields of Trajectory; a segment has its length in place of its arrays
+    head: a msgpack map, the fields of Trajectory; a segment has its length in place of arrays
     padding to 64
     per segment: token_ids i32[n], logprobs f32[n], sampled u8[n], each padded to 64
 """
@@ -49,7 +49,7 @@ from headrace.trajectory import (
 from headrace.wire.alignment import ALIGNMENT, padded
 
 Buffer = bytes | bytearray | memoryview
-"""What the readers below take: bytes, or a contiguous view of bytes."""
+"""The input of the readers below: bytes, or a contiguous view of bytes."""
 
 _MAGIC = b"HRTJ"
 _MAGIC_NUMBER = int.from_bytes(_MAGIC, "little")
@@ -61,7 +61,7 @@ _I4, _F4, _U1 = (dtype for _, dtype in _COLUMNS)
 
 
 class SegmentHead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A segment without its arrays; ``length`` is their length."""
+    """A segment without its arrays; ``length`` is the length of each."""
 
     agent: str
     policy: PolicyRef
@@ -75,7 +75,7 @@ class SegmentHead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class TrajectoryHead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A trajectory without arrays, messages and infos: what listing and batch forming need."""
+    """A trajectory without arrays, messages and infos, for listings and for forming batches."""
 
     id: str
     run: str
@@ -94,11 +94,11 @@ class TrajectoryHead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     provenance: Provenance = Provenance()
 
     def rows(self) -> Iterator[SegmentHead]:
-        """The segments a learner trains on: those to be trained that have a turn."""
+        """The rows: segments with ``train = true`` and at least one turn."""
         return (segment for segment in self.segments if segment.train and segment.turns)
 
     def version_range(self) -> tuple[Version, Version] | None:
-        """Lowest and highest version of any row, or None without rows."""
+        """The lowest and the highest version of all rows, or None without rows."""
         versions = [run.version for segment in self.rows() for run in segment.versions]
         return (min(versions), max(versions)) if versions else None
 
@@ -115,8 +115,11 @@ _Head = TypeVar("_Head", bound=TrajectoryHead)
 
 
 def encode(trajectory: Trajectory) -> bytes:
-    """The record of a trajectory. Raises WrongDtype or WrongShape for its arrays, InvalidTrajectory where a value of
-    its head (kwargs, infos, tool arguments) has no msgpack form."""
+    """Encode a trajectory as a record.
+
+    Raises WrongDtype or WrongShape for its arrays, InvalidTrajectory if a value of its head (kwargs, infos, tool
+    arguments) cannot be encoded as msgpack.
+    """
     fields = _full_head(trajectory)
     head = _encode_head(fields)
     size = padded(_PREFIX.size + len(head))
@@ -132,14 +135,14 @@ def encode(trajectory: Trajectory) -> bytes:
 
 
 def decode(buffer: Buffer) -> Trajectory:
-    """The trajectory of a record that fills the buffer. Raises UnreadableRecord.
+    """Decode a record that fills the buffer. Raises UnreadableRecord.
 
-    Arrays are read-only views of the buffer: it must stay as it is while they are in use.
+    Arrays are read-only views of the buffer, which must not change while they are in use.
     """
     view = memoryview(buffer).toreadonly()
     head_end, size = _read_prefix(view)
     if size != len(view):
-        raise _unreadable(f"the record says it is {size} bytes long, the buffer has {len(view)}")
+        raise _unreadable(f"its stated size is {size} bytes, the buffer has {len(view)}")
     head = _decode_head(_full_decoder, view[_PREFIX.size : head_end])
     offset = padded(head_end)
     segments: list[Segment] = []
@@ -148,7 +151,7 @@ def decode(buffer: Buffer) -> Trajectory:
         wide = padded(4 * n)
         end = offset + 2 * wide + padded(n)
         if end > size:
-            raise _unreadable(f"segment {len(segments)} of {n} tokens runs past the record's end")
+            raise _unreadable(f"segment {len(segments)} of {n} tokens exceeds the record")
         segments.append(
             Segment(
                 agent=item.agent,
@@ -166,7 +169,7 @@ def decode(buffer: Buffer) -> Trajectory:
         )
         offset = end
     if offset != size:
-        raise _unreadable(f"{size - offset} bytes are left over behind the last segment")
+        raise _unreadable(f"{size - offset} bytes are left over after the last segment")
     return Trajectory(
         id=head.id,
         run=head.run,
@@ -189,14 +192,14 @@ def decode(buffer: Buffer) -> Trajectory:
 
 
 def decode_head(buffer: Buffer) -> TrajectoryHead:
-    """The head of a record. The buffer may end behind the head. Raises UnreadableRecord."""
+    """Decode the head of a record. The buffer may end after the head. Raises UnreadableRecord."""
     view = memoryview(buffer)
     head_end, _ = _read_prefix(view)
     return _decode_head(_head_decoder, view[_PREFIX.size : head_end])
 
 
 def record_schema(buffer: Buffer) -> int:
-    """The wire schema that a record says it has; reads the first bytes only. Raises UnreadableRecord if it is none."""
+    """The wire schema stated by a record; reads only the first bytes. Raises UnreadableRecord."""
     if len(buffer) < _PREFIX.size:
         raise _unreadable(f"{len(buffer)} bytes are too few")
     magic, schema, _, _, _ = _PREFIX.unpack_from(buffer)
@@ -206,16 +209,16 @@ def record_schema(buffer: Buffer) -> int:
 
 
 def record_size(buffer: Buffer) -> int:
-    """Length in bytes of the record that starts the buffer, a multiple of 64. Raises UnreadableRecord."""
+    """Size in bytes of the record at the start of the buffer, a multiple of 64. Raises UnreadableRecord."""
     return _read_prefix(memoryview(buffer), whole_head=False)[1]
 
 
 def record_sizes(records: memoryview, starts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The lengths that the records say they have, at these multiples of 64 bytes; -1 where no record starts."""
+    """Sizes i64[n] in bytes stated by the records at offsets ``starts`` i64[n]; -1 where no record starts."""
     if len(records) < _PREFIX.size:
         return np.full(len(starts), -1)
     words = np.frombuffer(records, _U8, len(records) // 8)
-    # Without its sign a negative number is a large one.
+    # As an unsigned integer a negative number is a large one: one comparison finds both.
     whole = (starts % ALIGNMENT == 0) & (starts.view(_U8) <= len(records) - _PREFIX.size)
     first = starts // 8 * whole
     found = whole & (words[first] & 0xFFFFFFFF == _MAGIC_NUMBER)
@@ -263,7 +266,7 @@ def _encode_head(head: _FullHead) -> bytes:
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
         raise InvalidTrajectory(
             f"The head of trajectory {head.id} cannot be encoded: {error}",
-            hint="Task kwargs, tool arguments and infos take JSON-able values only.",
+            hint="Task kwargs, tool arguments and infos must be plain JSON values.",
         ) from error
 
 
@@ -275,20 +278,20 @@ def _decode_head(decoder: msgspec.msgpack.Decoder[_Head], head: memoryview) -> _
 
 
 def _read_prefix(view: memoryview, whole_head: bool = True) -> tuple[int, int]:
-    """End of the head and size of the record, both within bounds."""
+    """The end of the head and the size of the record, both checked."""
     if len(view) < _PREFIX.size:
         raise _unreadable(f"{len(view)} bytes are too few")
     magic, schema, reserved, head_length, size = _PREFIX.unpack_from(view)
     if magic != _MAGIC or schema != SCHEMA:
-        raise _unreadable(f"it has wire schema {record_schema(view)}, this reader knows {SCHEMA}")
+        raise _unreadable(f"its wire schema is {record_schema(view)}, this version reads {SCHEMA}")
     head_end = _PREFIX.size + head_length
     if reserved or size % ALIGNMENT or padded(head_end) > size or (whole_head and head_end > len(view)):
-        raise _unreadable(f"its lengths do not fit: head {head_length}, record {size}, buffer {len(view)} bytes")
+        raise _unreadable(f"its sizes disagree: head {head_length}, record {size}, buffer {len(view)} bytes")
     return head_end, size
 
 
 def _checked_length(position: int, segment: Segment) -> int:
-    """Length of a segment's arrays, all three of the right dtype and of equal length."""
+    """Check that a segment's arrays have the right dtypes and equal lengths; returns that length."""
     n = -1
     for name, dtype in _COLUMNS:
         array = getattr(segment, name)
@@ -299,7 +302,7 @@ def _checked_length(position: int, segment: Segment) -> int:
                 hint="Build the array with that dtype; values are never converted silently.",
             )
         if array.ndim != 1 or n not in (-1, len(array)):
-            expected = "(n,)" if n == -1 else f"({n},) as token_ids has"
+            expected = "(n,)" if n == -1 else f"({n},) like token_ids"
             raise WrongShape(
                 f"Segment {position}: {name} has shape {array.shape}, not {expected}.",
                 hint="Give every token one id, one sampled flag and one logprob.",
@@ -310,6 +313,6 @@ def _checked_length(position: int, segment: Segment) -> int:
 
 def _unreadable(problem: str) -> UnreadableRecord:
     return UnreadableRecord(
-        f"The bytes are no trajectory record: {problem}.",
-        hint="They are damaged, cut short, or of another version of Headrace.",
+        f"The bytes are not a trajectory record: {problem}.",
+        hint="They are damaged, truncated, or written by another version of Headrace.",
     )

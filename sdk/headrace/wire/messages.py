@@ -1,8 +1,8 @@
-"""What crosses HTTP beside trajectories and batches: control messages as JSON.
+"""Control messages between the orchestrator, workers and learners: JSON over HTTP.
 
-* Durations, never absolute times, cross the wire; each is in seconds and says so in its name.
-* Every answer carries the epoch of the orchestrator, which fences off a paused older one.
-* Unknown fields are ignored by readers, so that either side can be newer by one release.
+* Messages hold durations, never absolute times; each is in seconds, and its name ends in ``_s``.
+* Every response carries the epoch of the orchestrator, so that the responses of a paused older one are refused.
+* Readers ignore unknown fields, so that either side can be newer by one release.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ HEADER_EPOCH = "Headrace-Epoch"
 HEADER_GENERATION = "Headrace-Generation"
 HEADER_LEASE_S = "Headrace-Lease-Seconds"
 HEADER_WAIT_S = "Headrace-Wait-Seconds"
-"""On every answer to a long poll: the wait that was granted."""
+"""Header of every response to a long poll: the granted wait."""
 
 MAX_WAIT_S = 60.0
-"""Longest long poll that the server grants unless it is set otherwise; a longer ``wait_s`` is shortened to it."""
+"""Default of the longest long poll that the server grants; a longer ``wait_s`` is shortened to it."""
 
 
 # Workers ------------------------------------------------------------------------------------------------------
 
 
 class AttemptKey(msgspec.Struct, frozen=True, array_like=True):
-    """Names one attempt. The nonce is known only to the worker that holds the lease."""
+    """The key of an attempt. The nonce is known only to the worker that holds the lease."""
 
     episode: str
     attempt: int
@@ -44,14 +44,15 @@ class AttemptKey(msgspec.Struct, frozen=True, array_like=True):
 
 
 Slots = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
-"""Of one worker. Those of a pool are added up, so a number that is none would be everyone's."""
+"""Slots of one worker. The bound protects the sum over a pool from one absurd number."""
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A worker asks for work.
+    """A worker's request for attempts.
 
-    ``holding`` is all attempts that it has, finished ones in its spool included: given at its start and after an answer
-    that did not arrive, so that what was granted in that one is granted again. None: as the answers so far said.
+    ``holding`` lists all attempts that it has, including finished ones in its spool. It is sent at the worker's start
+    and after a lost response, so that the attempts granted in that one are granted again. None: the attempts granted so
+    far.
     """
 
     worker: str
@@ -60,13 +61,13 @@ class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     slots: Slots
     """All slots of the worker."""
     free: int
-    """Slots that are free now: at most so many attempts are granted."""
+    """Free slots: at most that many attempts are granted."""
     holding: list[AttemptKey] | None = None
     wait_s: float = 0.0
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One attempt, granted. The run's spec is fetched once per run and kept."""
+    """One granted attempt. The worker fetches the run's spec once per run."""
 
     run: str
     group: str
@@ -79,16 +80,19 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     term_s: float
     evaluation: str = ""
     pinned_version: str = ""
-    """Evaluation only: the version that must answer every turn."""
+    """Evaluation only: the version that must sample every turn."""
     temperature: float | None = None
     """Evaluation only: replaces the run's."""
     adapters: dict[str, str] = {}
-    """The frozen adapter that plays an agent, by agent: the same in all episodes of the group."""
+    """The frozen adapter of each agent that has one, by agent; it is the same in all episodes of the group."""
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Stop this attempt. ``record``: whether a ``cancelled`` record is wanted from the worker (it has begun);
-    otherwise the orchestrator has the episode's record already, or wants none."""
+    """An order to stop an attempt.
+
+    ``record``: the worker must submit a ``cancelled`` record, since the attempt has begun; otherwise the orchestrator
+    has the episode's record already, or needs none.
+    """
 
     episode: str
     attempt: int
@@ -101,38 +105,38 @@ class LeaseReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     attempts: list[Assignment] = []
     cancels: list[Cancel] = []
     drain: bool = False
-    """Finish what you hold, take nothing new."""
+    """The worker must finish its attempts and take no new ones."""
 
 
 class HeartbeatRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One per worker, for all its attempts, finished ones in the spool included. Renews their leases."""
+    """The heartbeat of a worker. It renews the leases of all its attempts, including finished ones in its spool."""
 
     worker: str
     pool: str = "default"
     slots: Slots
     holding: list[AttemptKey] = []
     stats: dict[str, float] = {}
-    """The worker's own gauges: ``event_loop_lag_s``, ``spool_bytes``, ``policy_waiting``, ``environment_waiting``; of
-    each policy server ``policy_requests ADDRESS`` and ``policy_failures ADDRESS``, since the worker began."""
+    """Gauges of the worker: ``event_loop_lag_s``, ``spool_bytes``, ``policy_waiting``, ``environment_waiting``; and
+    counters since its start for each policy server, ``policy_requests ADDRESS`` and ``policy_failures ADDRESS``."""
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     epoch: int
     interval_s: float
-    """When the next heartbeat is wanted."""
+    """Seconds until the next heartbeat is due."""
     cancels: list[Cancel] = []
     drain: bool = False
 
 
 class ReturnRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A worker that shuts down hands back attempts it will not finish. No retry budget is drawn."""
+    """A worker that shuts down returns attempts it will not finish. No retry budget is drawn."""
 
     worker: str
     attempts: list[AttemptKey]
 
 
 class SubmissionHead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Head of one record in a submission; the records' bytes follow in this order.
+    """The head of one record in a submission; the records' bytes follow in this order.
 
     ``POST /v1/worker/submit`` has the body ``u32 little-endian length of the JSON | JSON (list of these) | padding
     to 64 bytes | records, each a multiple of 64 bytes long``.
@@ -145,11 +149,11 @@ class SubmissionHead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 SubmitVerdict = Literal["accepted", "duplicate", "retrying", "superseded", "not-yours", "refused", "assets-missing"]
-"""accepted: stored, on disk. duplicate: was accepted before (the first result stands). retrying: the failure was
-retryable and the episode is queued again. superseded: a newer attempt exists or the episode is over; the record is
-not wanted. not-yours: another worker's attempt or a wrong nonce. refused: not a valid record. assets-missing: nothing
-was stored, since assets of the record are not there; send those and submit it again. The last four carry the error in
-``problem``."""
+"""accepted: stored on disk. duplicate: already accepted, and the first result stands. retrying: the failure is
+retryable, and the episode is queued again. superseded: a newer attempt exists or the episode is over, so the record is
+discarded. not-yours: another worker's attempt, or a wrong nonce. refused: an invalid record. assets-missing: nothing
+was stored because assets of the record are not stored; send them and submit the record again. The last four carry the
+error in ``problem``."""
 
 
 class SubmitResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -164,21 +168,21 @@ class SubmitReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 MAX_ASSET_NAMES = 4096
-"""Names of one request."""
+"""Most names in one request."""
 
 
 class AssetsRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Names of assets. A worker that has records which refer to them asks which are there already; a learner asks for
-    their bytes."""
+    """Names of assets. A worker asks which of them are already stored, before it submits records that refer to them; a
+    learner asks for their bytes."""
 
     names: Annotated[list[str], msgspec.Meta(max_length=MAX_ASSET_NAMES)]
 
 
 class AssetHead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Head of one asset in the answer to ``POST /v1/assets``, or the error that stands in its place.
+    """The head of one asset in the response to ``POST /v1/assets``, or the error in its place.
 
     The body is ``u32 little-endian length of the JSON | JSON (list of these) | padding to 64 bytes | assets, each
-    padded to 64 bytes``. It answers the first names of the request only, where all together would be too long.
+    padded to 64 bytes``. It may hold only the first assets of the request, if all would be too long.
     """
 
     size_bytes: int = 0
@@ -186,8 +190,8 @@ class AssetHead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class AssetsReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """``missing``: to be sent, each with ``PUT /v1/assets/{name}``. The others are kept for ``keep_s`` from now on, and
-    for as long as a record refers to them that is submitted within that time."""
+    """``missing``: the assets to send, each with ``PUT /v1/assets/{name}``. The others are kept for ``keep_s`` seconds
+    from now, and beyond that while a record refers to them that is submitted within that time."""
 
     epoch: int
     missing: list[str]
@@ -197,22 +201,22 @@ class AssetsReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 # Learners -----------------------------------------------------------------------------------------------------
 
 Doing = Literal["waiting", "training", "evaluating", "checkpointing", "idle"]
-"""What a learner says it is doing."""
+"""The activity that a learner reports."""
 
 
 class PullRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A learner asks for a batch.
+    """A learner's request for a batch.
 
     ``learner`` is a name that survives its restart, ``session`` one process of it: leases of another session of the
-    same learner are released at once. ``request`` makes a retry safe: the same request of a session is answered with
-    the same batch until that is acked. ``groups`` awaits submitted groups by id.
+    same learner are released at once. ``request`` makes a retry safe: the same request of a session gets the same batch
+    until that is acked. ``groups`` waits for submitted groups by id.
 
-    The ranks of a data-parallel learner share a session. Each asks for its ``shard`` of ``shards``, and names its k-th
-    request as the others do: so it gets its shard of the same batch. ``batch`` asks for one that ``ResumeReply`` named,
-    and for nothing else.
+    The ranks of a data-parallel learner share a session. Each asks for its ``shard`` of ``shards``, and uses the same
+    request id for its k-th pull as the others, so that it gets its shard of the same batch. ``batch`` asks only for the
+    named batch of a ``ResumeReply``.
 
-    ``environments`` and ``tags`` ask for groups of one of these environments that carry all of these tags. Empty: any.
-    A batch is redelivered to a pull only if all its groups are what that asks for.
+    ``environments`` and ``tags`` restrict the batch to groups of one of these environments with all of these tags.
+    Empty: any. A batch is redelivered to a pull only if all its groups match that pull.
     """
 
     learner: str
@@ -228,16 +232,15 @@ class PullRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class Reason(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One reason why nothing can be served. ``code`` is one of: collecting, no-workers, all-stale, batches-held,
+    """One reason why no batch can be served. ``code`` is one of: collecting, no-workers, all-stale, batches-held,
     shards-not-fetched, byte-bound, service-byte-bound, disk-bound, tasks-exhausted, groups-left, group-ended,
     evaluation-hold, quarantined, no-tasks, no-policy-servers, policy-saturated, weight-sync, adapters, draining,
-    closed, filtered, zero-variance, row-too-long. Where a layer keeps failing it is LAYER-failing, such as
-    policy-failing.
+    closed, filtered, zero-variance, row-too-long; or LAYER-failing, such as policy-failing, if a layer keeps failing.
 
-    ``group-ended``: an awaited group was retired unserved, ``facts["reason"]`` says why, and ``facts["failure"]`` how
-    an episode of it failed last, where one did. ``shards-not-fetched``: a batch is held for ranks that did not pull,
-    ``facts["missing"]`` lists them. ``filtered``: what is ready is not what the pull asks for. ``zero-variance``: the
-    batch goes without groups whose returns are all equal. ``row-too-long``: groups were retired that fit into no bin.
+    ``group-ended``: an awaited group was retired unserved; ``facts["reason"]`` says why, and ``facts["failure"]`` is
+    the last failure of an episode of it, if one failed. ``shards-not-fetched``: a batch is held for ranks that did not
+    pull, listed in ``facts["missing"]``. ``filtered``: eligible groups do not match the pull. ``zero-variance``: the
+    batch omits groups whose returns are all equal. ``row-too-long``: groups were retired that did not fit into a bin.
     """
 
     code: str
@@ -246,7 +249,7 @@ class Reason(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class EmptyReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A pull that serves nothing. ``finished``: nothing will ever come. ``waited_s``: how long the server waited."""
+    """The reply to a pull without a batch. ``finished``: no batch will follow. ``waited_s``: the server's wait."""
 
     epoch: int
     reasons: list[Reason]
@@ -255,8 +258,8 @@ class EmptyReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ResumeRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A learner that was started again asks for what it had. All ranks that share the session may ask; the batches are
-    leased to it once."""
+    """A restarted learner's request for the batches of its earlier sessions. All ranks of the session may ask; the
+    batches are leased to it once."""
 
     learner: str
     session: str
@@ -264,8 +267,8 @@ class ResumeRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class ResumeReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """``batches`` that earlier sessions leased and never acked, oldest first: they are leased to this session now; a
-    pull that names one fetches it. ``lost``: those that are not served to this learner again, and why."""
+    """``batches`` that earlier sessions leased and never acked, oldest first; they are now leased to this session, and
+    a pull by name fetches one. ``lost``: the reason why a batch is not served to this learner again, by its id."""
 
     epoch: int
     batches: list[str]
@@ -273,17 +276,23 @@ class ResumeReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class Weights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where the weights of a version are, by a path that the policy servers can read: ``full``, a folder of safetensors
-    as transformers writes it; ``adapter``, a folder of a LoRA adapter as PEFT writes it."""
+    """The place of a version's weights: a path that the policy servers can read.
+
+    ``full``: a folder of safetensors as transformers writes it. ``adapter``: a folder of a LoRA adapter as PEFT writes
+    it.
+    """
 
     path: str
     kind: Literal["full", "adapter"] = "full"
 
 
 class AckRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The batch was trained on. ``version`` is the one that the step made, in the text form ``lineage.n``; it is
-    announced in the same record. Empty: the step made none. ``weights``: where it is; the service then loads it into
-    the run's policy servers. Without, the learner has loaded it itself."""
+    """The acknowledgement of a batch that was trained on.
+
+    ``version`` is the version that the step made, as ``lineage.n``; it is announced in the same log frame. Empty: the
+    step made none. ``weights``: the place of its weights, which the service loads into the run's policy servers; None:
+    the learner has loaded them itself.
+    """
 
     learner: str
     session: str
@@ -299,7 +308,7 @@ class AckReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class NackRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Give a batch back. It is redelivered whole while within bound."""
+    """Gives a batch back. It is redelivered whole while it is fresh enough."""
 
     learner: str
     session: str
@@ -308,15 +317,18 @@ class NackRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class VersionRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Announce a version: the next ``n`` of the lineage (gaps are versions that were skipped). ``weights``: where it
-    is; the service then loads it into the run's policy servers. Without, the learner has loaded it itself."""
+    """Announces a version: a later ``n`` of the lineage; gaps are skipped versions.
+
+    ``weights``: the place of its weights, which the service loads into the run's policy servers; None: the learner has
+    loaded them itself.
+    """
 
     version: str
     weights: Weights | None = None
 
 
 class RewindRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Go back to a checkpoint: open a new lineage that forks from ``version``."""
+    """Goes back to a checkpoint: opens a new lineage that forks from ``version``."""
 
     version: str
 
@@ -324,18 +336,21 @@ class RewindRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 class VersionReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     epoch: int
     version: str
-    """The version now. After a rewind: ``(new lineage, n of the fork point)``."""
+    """The current version. After a rewind: ``(new lineage, n of the fork point)``."""
 
 
 PolicyServerState = Literal["unknown", "serving", "syncing", "draining", "ejected"]
-"""unknown: not heard of yet. serving: takes requests. syncing: paused for new weights. draining: finishes what it has,
-takes nothing new. ejected: takes nothing until it confirms a version that it should have."""
+"""unknown: not contacted yet. serving: takes requests. syncing: paused for new weights. draining: finishes its requests
+and takes no new ones. ejected: takes no requests until it confirms an expected version."""
 
 
 class PolicyServerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One policy server of a run. ``version``: what it last confirmed; empty if it never did. ``paused_s``: seconds
-    that it was paused for new weights so far, the pause that lasts included. ``running``, ``waiting``: requests in the
-    engine. ``kv_cache_used``: share of its KV cache, 0 to 1. ``reason``: why it is not serving."""
+    """The status of one policy server of a run.
+
+    ``version``: the last one that it confirmed; empty if none. ``paused_s``: total seconds of its pauses for new
+    weights, including a current one. ``running``, ``waiting``: requests in the engine. ``kv_cache_used``: share of its
+    KV cache, 0 to 1. ``reason``: why it is not serving.
+    """
 
     address: str
     state: PolicyServerState
@@ -348,10 +363,12 @@ class PolicyServerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_default
 
 
 class PolicyServersReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The policy servers of a run. ``revision`` grows whenever a server comes, goes or changes its state or version: a
-    long poll that names the one it knows is answered at the next. ``sync``: what the weight sync is at, or why the last
-    one failed; empty if there is nothing to say. ``skipped``: versions that were overtaken before any server had them,
-    the last ones."""
+    """The policy servers of a run.
+
+    ``revision`` grows whenever a server is added, removed or changes its state or version: a long poll that names the
+    last known revision returns at the next. ``sync``: the progress of the weight sync, or why the last one failed;
+    empty if neither applies. ``skipped``: the latest versions that a newer one replaced before any server loaded them.
+    """
 
     epoch: int
     revision: int
@@ -361,13 +378,13 @@ class PolicyServersReply(msgspec.Struct, frozen=True, kw_only=True, omit_default
 
 
 class PolicyServerRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Add, drain or remove a policy server of a run while it runs. ``address``: as in ``policy.endpoints``."""
+    """Adds, drains or removes a policy server of a run. ``address``: as in ``policy.endpoints``."""
 
     address: str
 
 
 class DoingRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the learner is doing now; renews all its batch leases."""
+    """The learner's current activity. It renews all its batch leases."""
 
     learner: str
     session: str
@@ -375,13 +392,13 @@ class DoingRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class PrioritiesRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Priorities by group id, 1e-6 to 1e6: what a prioritized draw goes by from now on. A group starts with 1."""
+    """Priorities by group id, 1e-6 to 1e6, for prioritized draws from now on. The initial priority of a group is 1."""
 
     priorities: dict[str, float]
 
 
 class PrioritiesReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How many were set. ``over``: the groups that are not in flight any more."""
+    """``set``: the number of priorities set. ``over``: the groups that are no longer in flight."""
 
     epoch: int
     set: int
@@ -389,7 +406,7 @@ class PrioritiesReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class GroupRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A group that the learner wants. ``size`` defaults to the run's group size; ``id`` to a fresh one."""
+    """A group that the learner submits. ``size`` defaults to the run's group size, ``id`` to a new one."""
 
     task: dict[str, Any]
     size: int | None = None
@@ -406,18 +423,19 @@ class SubmitGroupsReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
 
 class EvaluationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Episodes outside the ledger, pinned to a version. Unfinished ones are cancelled after ``deadline_s``."""
+    """Starts an evaluation: episodes outside the ledger, pinned to a version. Unfinished ones are cancelled after
+    ``deadline_s`` seconds."""
 
     tasks: list[dict[str, Any]]
     episodes_per_task: int = 1
     version: str = ""
-    """Default: the version now."""
+    """Default: the current version."""
     temperature: float | None = None
     deadline_s: float = 600.0
 
 
 class EvaluationEpisode(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One finished line of an evaluation. ``reward`` is the sum over turns of agents that train."""
+    """One episode of an evaluation that is over. ``reward`` is the sum over turns of agents that train."""
 
     episode: str
     task: Task
@@ -435,12 +453,12 @@ class EvaluationReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     done: int
     finished: bool
     hold_s: float
-    """Seconds that a weight sync still has to wait for it; 0 when none."""
+    """Seconds that a weight sync still has to wait for the evaluation; 0 if it need not wait."""
     episodes: list[EvaluationEpisode] = []
 
 
 class GroupCounts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Groups of a run by state."""
+    """Numbers of a run's groups by state."""
 
     open: int = 0
     eligible: int = 0
@@ -450,7 +468,7 @@ class GroupCounts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One run, as pages, ``runs`` and ``top`` show it."""
+    """The status of a run, as the console and the commands ``runs`` and ``top`` show it."""
 
     name: str
     state: Literal["active", "finished", "closed"]
@@ -458,42 +476,42 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     spec: dict[str, Any]
     groups: GroupCounts
     credit: int
-    """Groups that may still be admitted now."""
+    """Groups that may be admitted now."""
     in_flight: int
     """Groups in flight: admitted and not retired."""
     queued: int
-    """Episodes that wait for a slot."""
+    """Episodes waiting for a slot."""
     leased: int
     """Episodes at workers."""
     attainable: int | None = None
-    """Training episodes that the policy servers take at a time, as their metrics say; None for no cap."""
+    """Training episodes that the policy servers can take at a time, by their metrics; None: no cap."""
     episodes: dict[str, int]
-    """Terminal records by status (evaluation not counted)."""
+    """Numbers of terminal records by status, without evaluations."""
     batches_acked: int
     batches_open: int
     learner_doing: str
     learner_doing_s: float
-    """Seconds since it said so; -1 if it never did."""
+    """Seconds since that report; -1 without one."""
     learner_waiting: bool
-    """A pull is waiting now."""
+    """True while a pull waits."""
     reasons: list[Reason]
-    """What it waits on (or would, if it pulled now)."""
+    """The reasons why a pull waits, or would wait if it came now."""
     selected: dict[str, int] = {}
-    """What the rules of selection did. Groups put in batches: ``fifo``, ``lifo``, ``uniform``, ``prioritized``, by that
-    order; ``awaited``, by name. Of them ``filtered``: by a pull that asked for some kinds only; ``reused``: not for the
-    first time; ``short``: with fewer members than were asked for; ``partial``: since the others were not waited for.
-    Groups made eligible: ``zero_variance``, although their returns are all equal. ``topped_up``: members added."""
+    """Effects of the selection rules. Groups put in batches: ``fifo``, ``lifo``, ``uniform``, ``prioritized``, by that
+    order; ``awaited``, by id. Of these, ``filtered``: for a pull with environments or tags; ``reused``: not for the
+    first time; ``short``: with fewer members than requested; ``partial``: without waiting for the other members.
+    ``zero_variance``: groups made eligible although their returns are all equal. ``topped_up``: members added."""
     mean_reward: float | None = None
-    """Mean episode reward over the last 256 terminal records with rewards."""
+    """Mean episode reward of the last 256 terminal records with rewards."""
     quarantined: int = 0
     servers: dict[str, int] = {}
-    """Its policy servers by state."""
+    """Numbers of its policy servers by state."""
     weight_sync: str = ""
-    """What the weight sync is at, or why it fails; empty if there is nothing to say."""
+    """The progress of the weight sync, or why it fails; empty if neither applies."""
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One worker, as pages and ``top`` show it."""
+    """The status of a worker, as the console and ``top`` show it."""
 
     worker: str
     pool: str
@@ -501,13 +519,13 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     slots: int
     leased: int
     seen_s: float
-    """Seconds since its last word."""
+    """Seconds since its last request."""
     draining: bool
     stats: dict[str, float] = {}
 
 
 class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The whole service, for ``/v1/status``."""
+    """The status of the service, for ``/v1/status``."""
 
     epoch: int
     version: str
@@ -519,7 +537,10 @@ class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class HoldReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Whether weights may be replaced now. ``hold_s`` is 0 when they may; else the named evaluations run until then."""
+    """The answer to whether weights may be replaced now.
+
+    ``hold_s`` is 0 if they may; else it is the seconds until the named evaluations are over.
+    """
 
     epoch: int
     hold_s: float
@@ -527,7 +548,7 @@ class HoldReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class TrajectorySummary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One line of a listing."""
+    """One trajectory in a listing."""
 
     id: str
     run: str
@@ -539,7 +560,7 @@ class TrajectorySummary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     status: Status
     stop_reason: str
     reward: float | None
-    """Sum over turns of agents that train; None where the episode failed or was cancelled."""
+    """Sum over turns of agents that train; None if the episode failed or was cancelled."""
     turns: int
     row_tokens: int
     size_bytes: int
@@ -553,8 +574,10 @@ class TrajectorySummary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
 
 class SegmentAdvantages(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a batch says of one row: its segment in the trajectory, and a value for each of its turns. ``advantages`` is
-    None with estimator ``none``."""
+    """The values of one row in a batch: its segment in the trajectory, and a value for each of its turns.
+
+    ``advantages`` is None with estimator ``none``.
+    """
 
     segment: int
     returns: list[float]

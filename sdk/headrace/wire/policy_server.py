@@ -1,16 +1,17 @@
-"""The protocol of policy servers: what workers and the service send to an engine, and what it answers.
+"""The HTTP protocol of policy servers: requests of workers and the service, and an engine's responses.
 
-* The shapes are vLLM's; each struct holds the fields that we use, and a reader ignores all others.
-* Token ids go in and come out. Text is asked for only where a server knows nothing else.
-* What an answer leaves out is None, never a default that could be taken for the engine's word.
+* The messages are vLLM's; each struct holds the fields used here, and readers ignore all others.
+* Prompts and samples are token ids. Text is used only with servers that support nothing else.
+* A field that a response omits is None, never a default that could be mistaken for the engine's value.
 
-Three routes sample, from the best to the least: ``POST /inference/v1/generate`` says which weights sampled which
-tokens; ``POST /v1/completions`` takes and gives token ids; ``POST /v1/chat/completions`` takes messages and gives token
-ids where the server can. ``GET /weight_info`` names the weights, ``GET /v1/models`` the models, ``GET /health`` says
-that the server lives.
+Three routes sample, the best first: ``POST /inference/v1/generate`` states which weights sampled which tokens;
+``POST /v1/completions`` takes and returns token ids; ``POST /v1/chat/completions`` takes messages, and returns token
+ids if the server can. ``GET /weight_info`` names the weights, ``GET /v1/models`` the models, and ``GET /health``
+succeeds while the server runs.
 
-Weights of a folder are loaded with ``POST /collective_rpc``, by what ``headrace.integrations.vllm`` adds to vLLM's
-workers, while ``POST /pause`` holds requests back; ``POST /update_weight_version`` names them before ``POST /resume``.
+Weights in a folder are loaded with ``POST /collective_rpc``, which calls the worker extension in
+``headrace.integrations.vllm``, while ``POST /pause`` holds requests back; ``POST /update_weight_version`` names the
+weights before ``POST /resume``.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ HEALTH = "/health"
 ABORT_REQUESTS = "/inference/v1/abort_requests"
 
 GENERATE_PREFIX = "generate-tokens-"
-"""vLLM's own id of a request to ``GENERATE`` is this and the request's id."""
+"""Prefix that vLLM adds to the id of a request to ``GENERATE``."""
 PAUSE = "/pause"
 RESUME = "/resume"
 IS_PAUSED = "/is_paused"
@@ -41,16 +42,16 @@ RPC = "/collective_rpc"
 UPDATE_WEIGHT_VERSION = "/update_weight_version"
 
 REQUEST_ID = "X-Request-Id"
-"""Header: the id of a request. No two that are open at one server share theirs."""
+"""Header with the id of a request, which is unique among the open requests of a server."""
 
 INITIAL_VERSION = "default"
-"""The weight version of a vLLM server before anybody named one. It reads as 0.0."""
+"""The weight version of a vLLM server before one was set. It is parsed as 0.0."""
 
 CLAMPED_LOGPROB = -9999.0
-"""What vLLM writes for a logprob that is no finite number, or that it does not know. JSON has no NaN."""
+"""vLLM's value for a logprob that is unknown or not finite, since JSON has no NaN."""
 
 ABORTED = "abort"
-"""The finish reason of a request that the server ended itself, with what was sampled until then."""
+"""The finish reason of a request that the server ended early, with the tokens sampled so far."""
 
 BAD_RESPONSE_KINDS = frozenset(
     {
@@ -68,16 +69,18 @@ BAD_RESPONSE_KINDS = frozenset(
         "too-many-tokens",
     }
 )
-"""Kinds of policy failures in which a server that works answered this very prompt wrongly. Unlike an engine that is
-away, they may be the task's doing, such as a context that is too long for the engine's arithmetic."""
+"""Kinds of policy failures in which a working server gave an invalid response to this prompt. Unlike an unreachable
+server, the task may cause them, for example with a context that is too long for the engine's arithmetic."""
 
 DNS_PREFIX = "dns+http://"
-"""What an address begins with that is a name: it stands for the servers at all IP addresses that it resolves to."""
+"""Prefix of an address that is a DNS name of several servers: those at all IP addresses to which it resolves."""
 
 
 def base_url(text: str) -> str:
-    """The one spelling of a base address: scheme and host in lower case, no slash at the end, and without the ``/v1``
-    of an OpenAI client's base URL, which routes begin with themselves."""
+    """The canonical form of a base address: scheme and host in lower case, without a slash at the end.
+
+    A final ``/v1``, as in the base URL of an OpenAI client, is removed, since the routes begin with it.
+    """
     text = text.rstrip("/").removesuffix("/v1").rstrip("/")
     scheme, mark, rest = text.partition("://")
     place, slash, path = rest.partition("/")
@@ -86,7 +89,7 @@ def base_url(text: str) -> str:
 
 
 def canonical_address(text: str) -> str:
-    """An address of a policy server, or a name of several, as they are known by; raises ValueError for what is none."""
+    """The canonical form of a policy server's address, or of a DNS name of several. Raises ValueError."""
     parts = urlsplit(text)
     plain = not (parts.query or parts.fragment)
     if parts.scheme in ("http", "https") and parts.netloc and plain:
@@ -94,46 +97,51 @@ def canonical_address(text: str) -> str:
     if text.startswith(DNS_PREFIX) and parts.hostname and parts.port and plain and parts.path in ("", "/"):
         return base_url(text)
     raise ValueError(
-        f"{text!r} is no address of a policy server: give its base address, as in http://127.0.0.1:8471, or a name and "
-        f"a port that stand for several, as in {DNS_PREFIX}vllm:8000"
+        f"{text!r} is not the address of a policy server: give its base address, as in http://127.0.0.1:8471, or the "
+        f"DNS name and port of several servers, as in {DNS_PREFIX}vllm:8000"
     )
 
 
 PauseMode = Literal["keep", "wait", "abort"]
-"""What becomes of requests when an engine is paused: they go on from where they are, on the new weights; the pause
-waits until they are done, on the old ones; they are ended with what they have."""
+"""The treatment of running requests in a pause. ``keep``: they continue on the new weights. ``wait``: they finish on
+the old weights first. ``abort``: they end with the tokens sampled so far."""
 
 CHECK = "headrace_check"
 LOAD = "headrace_load"
-"""Methods of ``RPC``; their one argument is a folder."""
+"""Methods for ``RPC``; their only argument is a folder."""
 
 _LOADING = " -> "
 
 
 def weight_version_name(version: Version, run: str = "") -> str:
-    """What a server calls the weights of a run, such as ``math@0.12``. Two runs may have the same server and count from
-    0.0 both; without its run, a version is whosever asks."""
+    """The weight version that a server reports for a run, such as ``math@0.12``.
+
+    Two runs may share a server and both count from 0.0. Without a run, a version counts for every run.
+    """
     return f"{run}@{version}" if run else str(version)
 
 
 def loading_name(held: str, name: str) -> str:
-    """What a server is made to call its weights while those called ``name`` are loaded over those called ``held``."""
+    """The weight version that a server reports while ``name`` is loaded over ``held``."""
     return f"{name_before_load(held)}{_LOADING}{name}"
 
 
 def name_before_load(text: str) -> str:
-    """What a server called its weights before the load that is under way, or that was broken off; else the text."""
+    """The weight version before a running or interrupted load; without a load, the text itself."""
     return text.split(_LOADING)[0]
 
 
 def run_of_weight_version(text: str) -> str:
-    """The run that a server's word for its weights names; empty if it names none."""
+    """The run in a server's weight version; empty if it names none."""
     return text.rpartition("@")[0]
 
 
 def parse_weight_version(text: str, run: str = "") -> Version | None:
-    """The version that a server's word for its weights stands for; None if it stands for none, as in a load, or for one
-    of another run than ``run``. Without ``run`` it may be of any."""
+    """The version in a server's weight version.
+
+    None during a load, for text that is not a version, and for a version of another run than ``run``. Without ``run``
+    the version of any run is returned.
+    """
     if text == INITIAL_VERSION:
         return Version(0, 0)
     named, _, version = text.rpartition("@")
@@ -150,15 +158,18 @@ UNLOAD_ADAPTER = "/v1/unload_lora_adapter"
 
 
 class AdapterRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Body of the two routes above. ``lora_path``: of the folder that is loaded."""
+    """Body of requests to load or unload an adapter. ``lora_path``: the folder to load."""
 
     lora_name: str
     lora_path: str = ""
 
 
 def adapter_server_name(run: str, adapter: str, version: Version | None = None) -> str:
-    """What a run's adapter is called at the servers; ``version``: of the trained one. A request names it as its model,
-    so that the version of every token is known by the name; a name is never used for two versions."""
+    """The name of a run's adapter at the servers. ``version``: that of the trained adapter; None for a frozen one.
+
+    Requests name it as their model, so that the name states the version of every token. A name is never reused for
+    another version.
+    """
     return f"{run}/{adapter}" + (f"@{version}" if version is not None else "")
 
 
@@ -166,10 +177,10 @@ def adapter_server_name(run: str, adapter: str, version: Version | None = None) 
 
 
 class GenerateSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How the tokens of a ``GenerateRequest`` are drawn.
+    """Sampling parameters of a ``GenerateRequest``.
 
-    ``logprobs`` 0: of each sampled token and no other. ``prompt_logprobs`` 0: of each prompt token and no other.
-    ``structured_outputs``: what the answer must match, as vLLM has it: one of ``json``, ``regex``, ``choice``,
+    ``logprobs`` 0: only those of the sampled tokens. ``prompt_logprobs`` 0: only those of the prompt tokens.
+    ``structured_outputs``: the format of the output, in vLLM's form: one of ``json``, ``regex``, ``choice``,
     ``grammar``.
     """
 
@@ -192,9 +203,11 @@ class ImagePart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Body of ``POST /inference/v1/generate``. ``token_ids`` int[n] is the prompt. ``cache_salt``: requests with
-    different ones share no cached prefixes. ``content_parts``: images in the order of their placeholder tokens, one
-    token each; the server puts as many there as the image has."""
+    """Body of ``POST /inference/v1/generate``. ``token_ids`` int[n] is the prompt.
+
+    Requests with different ``cache_salt`` do not share cached prefixes. ``content_parts``: images in the order of their
+    placeholder tokens, one token each; the server expands it to the number of tokens of the image.
+    """
 
     model: str
     token_ids: Sequence[int]
@@ -205,7 +218,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class AbortRequests(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of ``POST /inference/v1/abort_requests``: ids as vLLM has them, see ``GENERATE_PREFIX``."""
+    """Body of ``POST /inference/v1/abort_requests``: vLLM's ids, see ``GENERATE_PREFIX``."""
 
     request_ids: list[str]
 
@@ -229,16 +242,18 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """One message of a chat: ``content`` is text, or parts as OpenAI has them."""
+    """One message of a chat. ``content`` is text, or parts in OpenAI's form."""
 
     role: str
     content: str | list[dict[str, Any]]
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Body of ``POST /v1/chat/completions``. ``logprobs`` true: of each sampled token. ``response_format``: what the
-    answer must match, as OpenAI has it. ``tools`` are shown to the model; with ``tool_choice`` ``none`` the server does
-    not take its calls out of the text."""
+    """Body of ``POST /v1/chat/completions``.
+
+    ``logprobs`` true: those of each sampled token. ``response_format``: the format of the output, in OpenAI's form.
+    ``tools`` are shown to the model; with ``tool_choice`` ``none`` the server leaves its calls in the text.
+    """
 
     model: str
     messages: Sequence[ChatMessage]
@@ -256,11 +271,11 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     structured_outputs: dict[str, Any] | None = None
 
 
-# Answers ------------------------------------------------------------------------------------------------------
+# Responses ----------------------------------------------------------------------------------------------------
 
 
 class VersionSpan(msgspec.Struct, frozen=True, kw_only=True):
-    """The sampled tokens ``[start, end)`` are of the weights named ``version``."""
+    """The sampled tokens ``[start, end)`` come from the weights named ``version``."""
 
     version: str | int
     start: int
@@ -268,26 +283,26 @@ class VersionSpan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One sampled token. A chat server names it by its text, and leaves out the id."""
+    """The logprob of one sampled token. A chat server names the token by its text, and omits the id."""
 
     logprob: float | None = None
     token_id: int | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
-    """One item for each sampled token."""
+    """Logprobs of the sampled tokens, one item each."""
 
     content: list[TokenLogprob] | None = None
 
 
 class PromptLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    """The logprob of a token of the prompt, given those before it."""
+    """The logprob of a prompt token, given the tokens before it."""
 
     logprob: float | None = None
 
 
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
-"""One item for each token of a prompt, by token id; the first one has no logprob and is None."""
+"""One item for each token of a prompt, by token id. The first token has no logprob, and its item is None."""
 
 
 class GenerateChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -305,8 +320,8 @@ class PlaceholderRange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to a ``GenerateRequest``. ``prompt_token_ids`` have all placeholder tokens of each image;
-    ``mm_placeholders`` says where they are, by kind (``image``)."""
+    """Response to a ``GenerateRequest``. ``prompt_token_ids`` include all placeholder tokens of each image;
+    ``mm_placeholders`` states their positions, by kind (``image``)."""
 
     choices: list[GenerateChoice] = []
     prompt_token_ids: list[int] | None = None
@@ -321,7 +336,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """``weight_versions`` is no field of vLLM's here; a server may give it all the same."""
+    """One completion. ``weight_versions`` is an addition of other servers; vLLM does not send it here."""
 
     text: str = ""
     token_ids: list[int] | None = None
@@ -333,7 +348,7 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to a ``CompletionRequest``."""
+    """Response to a ``CompletionRequest``."""
 
     choices: list[CompletionChoice] = []
 
@@ -351,7 +366,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to a ``ChatRequest``."""
+    """Response to a ``ChatRequest``."""
 
     choices: list[ChatChoice] = []
     prompt_token_ids: list[int] | None = None
@@ -367,21 +382,24 @@ class WeightInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PauseInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to ``GET /is_paused``: whether the engine holds requests back."""
+    """Response to ``GET /is_paused``. ``is_paused``: the engine holds requests back."""
 
     is_paused: bool = False
 
 
 class RpcRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of ``POST /collective_rpc``: run a method in every process of the engine."""
+    """Body of ``POST /collective_rpc``, which calls a method in every process of the engine."""
 
     method: str
     args: list[str]
 
 
 class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What one process of the engine answers to ``CHECK`` or ``LOAD``. ``refused``: why nothing was changed. ``mixed``:
-    why its weights are neither the old nor the new ones. Neither: all is well."""
+    """The result of ``CHECK`` or ``LOAD`` in one process of the engine.
+
+    ``refused``: why nothing was changed. ``mixed``: why the weights are neither the old nor the new ones. Without
+    either the call succeeded.
+    """
 
     tensors: int = 0
     bytes: int = 0
@@ -396,14 +414,14 @@ class RpcResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VersionUpdate(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of ``POST /update_weight_version``: what the weights are called from now on."""
+    """Body of ``POST /update_weight_version``: the weight version to report from now on."""
 
     new_version: str
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that a server answers for. ``max_model_len``: most tokens of prompt and answer. ``parent``: the base of
-    an adapter; ``root``: the folder that it was loaded from."""
+    """A model that a server serves. ``max_model_len``: most tokens of prompt and output together. ``parent``: the base
+    of an adapter; ``root``: the folder from which it was loaded."""
 
     id: str
     root: str | None = None
@@ -412,13 +430,13 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to ``GET /v1/models``."""
+    """Response to ``GET /v1/models``."""
 
     data: list[ModelCard] = []
 
 
 class EngineError(msgspec.Struct, frozen=True, kw_only=True):
-    """What is in the body of an error: ``param`` names the field that was wrong."""
+    """The error in an ``ErrorResponse``. ``param`` names the invalid field."""
 
     message: str = ""
     type: str = ""
@@ -427,6 +445,6 @@ class EngineError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of an answer with an error status."""
+    """Body of a response with an error status."""
 
     error: EngineError

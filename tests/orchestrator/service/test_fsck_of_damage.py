@@ -358,7 +358,7 @@ async def test_what_is_missing_in_the_log_is_named_at_a_start_and_by_readers(
         (data_dir / "projection.sqlite").unlink()  # so that the start reads it
     else:
         files[-1].unlink()
-    told = {"a file": "00000002.log behind it is missing", "an end": "bytes before its end"}
+    told = {"a file": "00000002.log after it is missing", "an end": "bytes before its end"}
     capfd.readouterr()
     async with orchestrator(data_dir) as api:
         metrics = await (await api.session.get("/metrics")).text()

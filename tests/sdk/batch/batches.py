@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from headrace.batch.batch import Batch, GroupInput, Row, build_head
+from headrace.batch.batch import Batch, Row
+from headrace.batch.build import build_head
+from headrace.batch.estimator_inputs import GroupInput
 from headrace.runspec import EstimatorSpec
 from headrace.trajectory import Segment, Task, Trajectory, Version
 from headrace.wire.codec import decode_head, encode

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from headrace.batch.batch import Batch, GroupInput, build_head, read_advantages
-from headrace.batch.build import compute
-from headrace.batch.estimator_inputs import Strands, collect_strands
+from headrace.batch.batch import Batch
+from headrace.batch.body import read_advantages
+from headrace.batch.build import build_head, compute
+from headrace.batch.estimator_inputs import GroupInput, Strands, collect_strands
 from headrace.errors import InvalidRequest, InvalidTrajectory
 from headrace.estimators import gae_turn
 from headrace.moments import Moments, merge_all
@@ -94,7 +95,7 @@ def test_the_same_groups_give_the_same_bytes() -> None:
     assert usual_body("both train", "grpo") == first
 
 
-def test_records_are_served_as_they_are_stored() -> None:
+def test_records_are_served_unchanged() -> None:
     group, records = group_of([make_trajectory(number=k, turns=k) for k in (1, 2, 3)])
     body = body_of([(group, records)])
     assert body.endswith(records)
@@ -104,7 +105,7 @@ def test_records_are_served_as_they_are_stored() -> None:
     assert (len(body) - len(records)) % 64 == 0
 
 
-def test_the_manifest_names_everything_that_made_the_advantages() -> None:
+def test_the_unit_of_gamma_and_ddof_and_eps_are_stated_in_the_manifest() -> None:
     manifest = Batch.parse(usual_body("multi-segment", "grpo", 0.9)).manifest
     assert msgspec.to_builtins(manifest.estimator) == {
         "name": "grpo",
@@ -120,7 +121,7 @@ def test_the_manifest_names_everything_that_made_the_advantages() -> None:
     assert len(manifest.trajectories) == 6
 
 
-def test_staleness_is_that_of_the_groups_lowest_row() -> None:
+def test_staleness_is_relative_to_the_lowest_version_of_the_groups_rows() -> None:
     old = [make_trajectory(number=1, version=Version(0, 1)), make_trajectory(number=2, version=Version(0, 3))]
     new = [make_trajectory(number=3, version=Version(0, 3))]
     manifest = Batch.parse(body_of([group_of(old, name="old"), group_of(new, name="new")])).manifest
@@ -135,7 +136,7 @@ def test_a_frozen_opponents_version_does_not_count() -> None:
     assert manifest.staleness_max == 1
 
 
-def test_a_group_says_whether_it_is_complete_alone_or_without_variance() -> None:
+def test_a_group_states_if_it_is_complete_single_or_without_variance() -> None:
     groups = [
         group_of([make_trajectory(number=k, rewards=[k]) for k in (1, 2)], name="short", expected=4),
         group_of([make_trajectory(number=3)], name="alone", expected=1),
@@ -150,7 +151,7 @@ def test_a_group_says_whether_it_is_complete_alone_or_without_variance() -> None
     assert entries[0].agents == {"agent": Moments(2.0, 1.5, 0.5)}
 
 
-def test_moments_count_each_trajectory_and_agent_once_however_many_rows_it_has() -> None:
+def test_moments_count_each_trajectory_and_agent_once() -> None:
     members = [make_multi_segment(number=k, rewards=(0.5, -0.25, float(k))) for k in (1, 2)]
     batch = Batch.parse(body_of([group_of(members)], gamma=0.5))
     assert batch.manifest.counts.rows == 4
@@ -159,7 +160,7 @@ def test_moments_count_each_trajectory_and_agent_once_however_many_rows_it_has()
     assert batch.manifest.moments.returns_by_token.n == 2 * (4 + 4 + 3)
 
 
-def test_returns_run_through_all_of_an_agents_turns() -> None:
+def test_returns_cover_all_turns_of_an_agent() -> None:
     first = make_segment(spans=[(2, 4)], rewards=[1.0], indices=[0], terminated=False)
     scratch = make_segment(spans=[(2, 9)], rewards=[4.0], indices=[1], terminated=False, train=False)
     last = make_segment(spans=[(2, 5)], rewards=[8.0], indices=[2])
@@ -171,7 +172,7 @@ def test_returns_run_through_all_of_an_agents_turns() -> None:
     assert batch.manifest.moments.rewards == Moments(1.0, 13.0, 0.0)
 
 
-def test_a_frozen_opponent_never_enters() -> None:
+def test_a_strand_without_rows_is_omitted_such_as_that_of_a_frozen_opponent() -> None:
     members = [make_multi_agent(number=k, rewards=(0.0, k), opponent_rewards=(50.0, -99.0 * k)) for k in (1, 2)]
     batch = Batch.parse(body_of([group_of(members)]))
     assert batch.manifest.groups[0].agents == {"player": Moments(2.0, 1.5, 0.5)}
@@ -179,7 +180,7 @@ def test_a_frozen_opponent_never_enters() -> None:
     assert [row.advantages.tolist() for row in batch.rows] == [[-1.0, -1.0], [1.0, 1.0]]
 
 
-def test_agents_are_compared_with_their_own_kind() -> None:
+def test_agents_are_compared_with_the_same_agent_of_other_members() -> None:
     members = [
         make_multi_agent(number=k, rewards=(0.0, k), opponent_rewards=(0.0, -10.0 * k), opponent_trains=True)
         for k in (1, 2)
@@ -189,7 +190,7 @@ def test_agents_are_compared_with_their_own_kind() -> None:
     assert [row.advantages[0] for row in batch.rows] == [-0.5, 5.0, 0.5, -5.0]
 
 
-def test_environments_have_moments_of_their_own_that_merge_to_the_whole() -> None:
+def test_the_moments_of_environments_merge_to_those_of_the_batch() -> None:
     manifest = Batch.parse(usual_body()).manifest
     assert set(manifest.environments) == {"e:0", "e:1"}
     for name in ("returns_by_turn", "returns_by_token", "rewards"):
@@ -198,14 +199,14 @@ def test_environments_have_moments_of_their_own_that_merge_to_the_whole() -> Non
         np.testing.assert_allclose(msgspec.structs.astuple(merged), msgspec.structs.astuple(whole), rtol=1e-12)
 
 
-def test_a_segment_in_which_the_policy_never_acted_is_no_row() -> None:
+def test_a_segment_without_turns_is_not_a_row() -> None:
     silent = make_segment(agent="silent", spans=[])
     batch = Batch.parse(body_of([group_of([make_trajectory(segments=[silent, make_segment()])])]))
     batch.verify()
     assert [row.segment.agent for row in batch.rows] == ["agent"]
 
 
-def test_a_batch_without_rows_is_whole() -> None:
+def test_a_batch_may_have_no_rows() -> None:
     empty = make_truncated(segments=[], stop_reason="max_tokens", tokenizer=None)
     batch = Batch.parse(body_of([group_of([empty])]))
     batch.verify()
@@ -215,16 +216,16 @@ def test_a_batch_without_rows_is_whole() -> None:
 
 
 @pytest.mark.parametrize("status", ["failed", "cancelled"])
-def test_a_trajectory_that_failed_never_enters(status: str) -> None:
+def test_a_failed_trajectory_is_refused(status: str) -> None:
     failed = make_failed(number=2, status=status, stop_reason="failure" if status == "failed" else "cancelled")
-    with pytest.raises(InvalidRequest, match=f"is {status}; it cannot be in a batch"):
+    with pytest.raises(InvalidRequest, match=f"is {status} and cannot be in a batch"):
         body_of([group_of([make_trajectory(), failed])])
 
 
 # Reading --------------------------------------------------------------------------------------------------------
 
 
-def test_everything_is_a_view_into_the_body() -> None:
+def test_a_learner_reads_a_batch_without_a_copy() -> None:
     body = usual_body()
     base = np.frombuffer(body, np.uint8)
     batch = Batch.parse(body)
@@ -246,7 +247,7 @@ def test_each_row_has_its_own_advantages_at_its_own_sampled_positions() -> None:
             assert not np.any(found[row.sampled == 0])
 
 
-def test_a_row_knows_where_it_comes_from() -> None:
+def test_a_row_has_its_trajectory_segment_and_group() -> None:
     batch = Batch.parse(usual_body("both train", "grpo"), generation=4, lease_s=30.0)
     assert (batch.id, batch.run, batch.version, batch.generation, batch.lease_s) == ("b1", "run", NOW, 4, 30.0)
     assert [row.index for row in batch.rows] == list(range(12))
@@ -257,21 +258,21 @@ def test_a_row_knows_where_it_comes_from() -> None:
     assert (row.temperature, row.versions) == (1.0, row.segment.versions)
 
 
-def test_token_weighting_shows_in_the_turns_weights() -> None:
+def test_token_weighting_sets_the_weights_of_turns() -> None:
     rows = Batch.parse(usual_body("multi-segment", "reinforce_pp")).rows
     assert [row.weights.tolist() for row in rows[:2]] == [[4.0, 4.0], [3.0]]
     rows = Batch.parse(usual_body("multi-segment", "rebn")).rows
     assert [row.weights.tolist() for row in rows[:2]] == [[1.0, 1.0], [1.0]]
 
 
-def test_without_an_estimator_there_are_no_advantages_to_use_by_mistake() -> None:
+def test_without_an_estimator_reading_advantages_is_an_error() -> None:
     batch = Batch.parse(usual_body("multi-turn", "none"))
     assert "advantages" not in batch.columns
-    with pytest.raises(InvalidRequest, match="carries no advantages"):
+    with pytest.raises(InvalidRequest, match="has no advantages"):
         batch.rows[0].token_advantages()
 
 
-def test_own_values_find_their_way_back_to_the_columns() -> None:
+def test_row_turns_map_flat_values_to_the_columns() -> None:
     batch = Batch.parse(usual_body("both train", "reinforce"))
     strands = batch.strands()
     experience = strands.experience
@@ -291,7 +292,7 @@ def test_own_values_find_their_way_back_to_the_columns() -> None:
 
 
 @pytest.mark.parametrize("indices", [(0, 1, 2), (0, 2, 4), (2, 1, 0)])
-def test_a_row_is_laid_flat_alike_alone_and_beside_a_segment_without_turns(indices: tuple[int, ...]) -> None:
+def test_a_row_is_collected_alike_with_and_without_a_segment_without_turns(indices: tuple[int, ...]) -> None:
     head = decode_head(encode(make_trajectory(rewards=[0.5, -1.0, 2.0])))
     (row,) = head.segments
     turns = [replace(turn, index=index) for turn, index in zip(row.turns, indices, strict=True)]
@@ -338,36 +339,36 @@ def set_count(name: str, value: int) -> Callable[[Any, Any], None]:
 
 @pytest.mark.parametrize("name", ["rows", "trajectories", "groups", "turns", "sampled_tokens", "tokens"])
 @pytest.mark.parametrize("value", [-1, 0, 1000])
-def test_counts_that_disagree_are_refused_when_read(name: str, value: int) -> None:
-    with pytest.raises(InvalidRequest, match=r"disagrees with its manifest|no batch"):
+def test_counts_that_disagree_with_the_manifest_are_refused(name: str, value: int) -> None:
+    with pytest.raises(InvalidRequest, match=r"disagrees with its manifest|not a batch"):
         Batch.parse(forged(usual_body(), set_count(name, value)))
 
 
-def test_sizes_that_disagree_are_refused_when_read() -> None:
+def test_sizes_that_disagree_with_the_manifest_are_refused() -> None:
     body = usual_body()
     for wrong in (body[:-64], body + bytes(64)):
         with pytest.raises(InvalidRequest, match="disagrees"):
             Batch.parse(wrong)
-    with pytest.raises(InvalidRequest, match=r"record 0 is \d+ bytes long"):
+    with pytest.raises(InvalidRequest, match=r"record 0 has \d+ bytes"):
         Batch.parse(forged(body, lambda manifest, columns: columns["record_offsets"].__setitem__(1, 64)))
 
 
-def test_a_row_that_points_elsewhere_is_refused() -> None:
+def test_a_row_that_points_outside_the_batch_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="points outside"):
         Batch.parse(forged(usual_body(), lambda manifest, columns: columns["row_trajectory"].__setitem__(0, 6)))
     batch = Batch.parse(forged(usual_body(), lambda manifest, columns: columns["row_segment"].__setitem__(0, 1)))
-    with pytest.raises(InvalidRequest, match="row 0 is segment 1 of trajectory 0"):
+    with pytest.raises(InvalidRequest, match="row 0 does not match segment 1 of trajectory 0"):
         _ = batch.rows
 
 
 @pytest.mark.parametrize("column", ["returns", "advantages", "rewards", "turn_weights"])
-def test_verify_computes_columns_again(column: str) -> None:
+def test_verify_recomputes_columns(column: str) -> None:
     batch = Batch.parse(forged(usual_body(), lambda manifest, columns: columns[column].__setitem__(2, 0.123)))
-    with pytest.raises(InvalidRequest, match=f"column '{column}' is not what its records give"):
+    with pytest.raises(InvalidRequest, match=f"column '{column}' disagrees with its records"):
         batch.verify()
 
 
-def test_verify_computes_moments_again() -> None:
+def test_verify_recomputes_moments() -> None:
     def change(manifest: Any, columns: Any) -> None:
         n, mean, m2 = manifest["moments"]["rewards"]
         manifest["moments"]["rewards"] = [n, mean * (1 + 1e-10), m2]
@@ -376,7 +377,7 @@ def test_verify_computes_moments_again() -> None:
         Batch.parse(forged(usual_body(), change)).verify()
 
 
-def test_verify_notices_a_record_that_was_exchanged() -> None:
+def test_verify_detects_an_exchanged_record() -> None:
     group, records = group_of([make_trajectory(number=k, rewards=[k]) for k in (1, 2)])
     _, others = group_of([make_trajectory(number=k, rewards=[k]) for k in (2, 1)])
     body = body_of([(group, records)])
@@ -386,7 +387,7 @@ def test_verify_notices_a_record_that_was_exchanged() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(1, 255)), min_size=1, max_size=3))
-def test_a_damaged_body_raises_a_typed_error_or_reads_as_something(flips: list[tuple[int, int]]) -> None:
+def test_a_damaged_body_raises_a_typed_error_or_can_be_read(flips: list[tuple[int, int]]) -> None:
     body = bytearray(usual_body())
     for position, mask in flips:
         body[position % len(body)] ^= mask
@@ -398,18 +399,18 @@ def test_a_damaged_body_raises_a_typed_error_or_reads_as_something(flips: list[t
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 1 << 20))
-def test_a_body_that_was_cut_short_is_refused(length: int) -> None:
+def test_a_truncated_body_is_refused(length: int) -> None:
     body = usual_body()
     with pytest.raises(InvalidRequest):
         Batch.parse(body[: length % len(body)])
 
 
-def test_a_body_of_another_kind_or_schema_is_named() -> None:
-    with pytest.raises(InvalidRequest, match="start with b'HRTJ'"):
+def test_the_error_names_another_magic_or_schema() -> None:
+    with pytest.raises(InvalidRequest, match="starts with b'HRTJ'"):
         Batch.parse(encode(make_trajectory()))
     other = bytearray(usual_body())
     other[4] = 9
-    with pytest.raises(InvalidRequest, match="wire schema 9, this reader knows 1"):
+    with pytest.raises(InvalidRequest, match="wire schema is 9, this version reads 1"):
         Batch.parse(other)
 
 
@@ -421,7 +422,7 @@ def test_compute_and_build_agree() -> None:
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_a_head_alone_says_what_each_trajectorys_turns_were_given(make: str) -> None:
+def test_the_advantages_of_a_trajectory_are_read_from_the_head_alone(make: str) -> None:
     body = usual_body(make)
     batch = Batch.parse(body)
     head = body[: len(body) - len(batch.records)]

@@ -1,4 +1,4 @@
-"""Bins: first-fit-decreasing, against the rule as it is usually written."""
+"""Bins: first-fit decreasing, compared with a plain implementation."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.batch.batch import Batch, build_head
+from headrace.batch.batch import Batch
 from headrace.batch.bins import pack_bins
+from headrace.batch.build import build_head
 from headrace.batch.manifest import BatchSelection
 from headrace.errors import InvalidRequest
 from headrace.runspec import EstimatorSpec
@@ -19,7 +20,7 @@ SIZES = st.lists(st.integers(0, 50), max_size=80)
 
 
 def plain(sizes: list[int], capacity: int) -> list[int]:
-    """First-fit-decreasing, one bin after another."""
+    """First-fit decreasing with a loop over the bins."""
     found, loads = [0] * len(sizes), []
     for row in sorted(range(len(sizes)), key=lambda row: (-sizes[row], row)):
         fits = [number for number, load in enumerate(loads) if load + sizes[row] <= capacity]
@@ -32,23 +33,23 @@ def plain(sizes: list[int], capacity: int) -> list[int]:
 
 
 @given(SIZES, st.integers(50, 200))
-def test_from_the_longest_row_on_each_goes_into_the_first_bin_that_has_room(sizes, capacity):
+def test_first_fit_decreasing_equals_a_plain_implementation(sizes, capacity):
     assert pack_bins(sizes, capacity).tolist() == plain(sizes, capacity)
 
 
 @given(SIZES, st.integers(50, 200))
-def test_no_bin_holds_more_than_its_bound_and_all_but_one_are_more_than_half_full(sizes, capacity):
+def test_a_bin_never_exceeds_its_bound_and_all_but_one_are_more_than_half_full(sizes, capacity):
     loads = np.bincount(pack_bins(sizes, capacity), weights=sizes)
     assert (loads <= capacity).all()
     assert (loads * 2 <= capacity).sum() <= 1
 
 
-def test_a_row_that_is_longer_than_a_bin_is_refused():
+def test_a_row_longer_than_a_bin_is_refused():
     with pytest.raises(InvalidRequest, match="A row of 11 tokens does not fit into a bin of 10"):
         pack_bins([3, 11], 10)
 
 
-def test_rows_that_are_not_packed_are_bins_of_their_own():
+def test_without_packing_each_row_is_its_own_bin():
     assert pack_bins([5, 1, 9], 0).tolist() == [0, 1, 2]
     assert pack_bins([], 7).tolist() == []
 
@@ -78,7 +79,7 @@ def longest(batch: Batch) -> int:
     return max(len(row.token_ids) for row in batch.rows)
 
 
-def test_a_batch_names_the_bin_of_each_row():
+def test_a_batch_has_the_bin_of_each_row():
     bin_tokens = 2 * longest(Batch.parse(packed_body(0)))
     batch = Batch.parse(packed_body(bin_tokens))
     batch.verify()
@@ -90,7 +91,7 @@ def test_a_batch_names_the_bin_of_each_row():
     assert any(len({row.trajectory.id for row in batch.rows if row.bin == bin}) > 1 for bin in range(len(bins)))
 
 
-def test_without_a_bound_each_row_is_a_bin_of_its_own():
+def test_without_bin_tokens_a_batch_has_one_bin_per_row():
     batch = Batch.parse(packed_body(0))
     assert [[row.index for row in rows] for rows in batch.bins()] == [[n] for n in range(batch.manifest.counts.rows)]
 
@@ -107,7 +108,7 @@ def test_a_shard_holds_whole_bins(shards):
     assert rows == {row.index: row.bin for row in whole.rows}
 
 
-def test_a_recut_batch_is_packed_anew():
+def test_a_recut_batch_is_packed_again():
     batch = Batch.parse(packed_body(2 * longest(Batch.parse(packed_body(0)))))
     kept = batch.recut(np.arange(batch.manifest.counts.rows) % 2 == 0)
     kept.verify()
@@ -116,7 +117,7 @@ def test_a_recut_batch_is_packed_anew():
     assert kept.manifest.bin_tokens == batch.manifest.bin_tokens
 
 
-def test_a_body_with_a_bin_that_is_too_full_is_refused():
+def test_a_body_with_an_overfull_bin_is_refused():
     body = packed_body(2 * longest(Batch.parse(packed_body(0))))
     batch = Batch.parse(body)
     column = batch.columns["row_bin"]

@@ -1,4 +1,4 @@
-"""A batch of which the learner drops rows."""
+"""A batch from which the learner drops rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.sdk.batch.test_shards import mixed_body
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_a_recut_gives_what_the_batch_would_be_of_the_episodes_that_are_kept(name: str) -> None:
+def test_recut_returns_exactly_the_batch_that_the_kept_rows_would_form(name: str) -> None:
     groups = [[make_trajectory(number=10 * g + k, rewards=[k, g, -k]) for k in range(1, 5)] for g in (1, 2, 3)]
     body = body_of([group_of(members, name=f"g{g}", expected=4) for g, members in enumerate(groups)], name=name)
     left = [groups[0][1:], groups[2][:1]]
@@ -34,7 +34,7 @@ def test_a_recut_gives_what_the_batch_would_be_of_the_episodes_that_are_kept(nam
     cut.verify()
 
 
-def test_returns_run_through_rows_that_were_dropped() -> None:
+def test_returns_include_the_turns_of_dropped_rows() -> None:
     batch = Batch.parse(body_of([group_of([make_multi_segment(number=1, rewards=(0.5, -0.25, 1.0))])], gamma=0.5))
     first = batch.recut([True, False])
     assert first.manifest.counts.rows == 1
@@ -45,7 +45,7 @@ def test_returns_run_through_rows_that_were_dropped() -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(st.data())
-def test_a_recut_of_a_recut_is_the_recut_of_both(data: st.DataObject) -> None:
+def test_two_recuts_equal_one_with_both_masks(data: st.DataObject) -> None:
     whole = Batch.parse(mixed_body())
     number = len(whole.rows)
     first = np.array(data.draw(st.lists(st.booleans(), min_size=number, max_size=number)))
@@ -59,7 +59,7 @@ def test_a_recut_of_a_recut_is_the_recut_of_both(data: st.DataObject) -> None:
     one.verify()
 
 
-def test_keeping_all_changes_nothing_and_keeping_nothing_is_an_empty_batch() -> None:
+def test_keeping_all_rows_changes_nothing_and_keeping_none_is_an_empty_batch() -> None:
     whole = Batch.parse(mixed_body())
     same = whole.recut(np.ones(len(whole.rows), bool))
     assert same.manifest == whole.manifest

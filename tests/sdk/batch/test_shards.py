@@ -1,4 +1,4 @@
-"""Shards of a batch, cut from its head and read as a learner reads them."""
+"""Shards of a batch, built from its head and read as a learner reads them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAMES = MomentSet.__struct_fields__
 
 
 def shards_of(body: bytes, shards: int) -> list[Batch]:
-    """The batch as so many ranks get it."""
+    """The shards of the batch as the ranks receive them."""
     return [Batch.parse(body) for body in bodies_of(body, shards)]
 
 
@@ -56,8 +56,8 @@ def mixed_body(name: str = "grpo") -> bytes:
     return body_of(groups, name=name)
 
 
-def said(row: Row) -> tuple[Any, ...]:
-    """All that a batch says of a row."""
+def row_values(row: Row) -> tuple[Any, ...]:
+    """All values of a row."""
     numbers = (row.returns, row.rewards, row.weights, row.token_ids, row.served_advantages)
     return (row.trajectory.id, row.group.id, *(None if array is None else array.tobytes() for array in numbers))
 
@@ -72,8 +72,8 @@ def test_shards_are_disjoint_and_their_union_is_the_batch(shards: int, name: str
         assert shard.manifest == whole.manifest
         for row in shard.rows:
             assert row.index not in found
-            found[row.index] = said(row)
-    assert found == {row.index: said(row) for row in whole.rows}
+            found[row.index] = row_values(row)
+    assert found == {row.index: row_values(row) for row in whole.rows}
 
 
 @pytest.mark.parametrize("shards", [1, 2, 5, 40])
@@ -131,12 +131,12 @@ def test_shards_are_balanced_by_the_tokens_of_their_rows() -> None:
     assert np.bincount(assign_bins(np.array([100, 1, 1, 1]), 2)).tolist() == [1, 3], "a long row stands alone"
 
 
-def test_the_same_batch_and_number_of_shards_give_the_same_cut() -> None:
+def test_the_same_batch_and_number_of_shards_always_give_the_same_shards() -> None:
     assert bodies_of(mixed_body(), 3) == bodies_of(mixed_body(), 3)
     assert assign_bins(np.array([5, 5, 5, 5]), 2).tolist() == [0, 1, 0, 1]
 
 
-def test_an_empty_shard_is_a_shard() -> None:
+def test_a_shard_may_be_empty() -> None:
     body = body_of([group_of([make_trajectory(number=k) for k in (1, 2, 3)])])
     cut = shards_of(body, 8)
     empty = [batch for batch in cut if not batch.rows]
@@ -184,27 +184,29 @@ def test_a_shard_with_another_shards_rows_is_refused() -> None:
         Batch.parse(forged)
 
 
-def test_verify_computes_a_shards_columns_again() -> None:
+def test_verify_recomputes_a_shards_columns() -> None:
     body = bodies_of(mixed_body(), 2)[0]
     head = read_head(body)
     assert head.shard is not None
     columns = {name: column.copy() for name, column in head.columns.items()}
     columns["rewards"][0] += 1.0
     batch = Batch.parse(pack_head(head.manifest, columns, head.shard) + body[head.records_start :])
-    with pytest.raises(InvalidRequest, match="column 'rewards' is not what its records give"):
+    with pytest.raises(InvalidRequest, match="column 'rewards' disagrees with its records"):
         batch.verify()
 
 
-def test_what_needs_the_whole_batch_is_refused_of_a_shard() -> None:
+def test_methods_that_need_the_whole_batch_are_refused_for_a_shard() -> None:
     shard = shards_of(mixed_body(), 2)[0]
     for ask in (shard.strands, shard.moments, lambda: shard.recut(np.ones(len(shard.rows), bool))):
-        with pytest.raises(InvalidRequest, match=r"shard 0 of 2 of batch b1\. .* only be computed of the whole batch"):
+        with pytest.raises(
+            InvalidRequest, match=r"shard 0 of 2 of batch b1\. .* only be computed from the whole batch"
+        ):
             ask()
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 1 << 30), st.integers(0, 7)), min_size=1, max_size=4))
-def test_a_damaged_shard_raises_a_typed_error_or_reads_as_something(flips: list[tuple[int, int]]) -> None:
+def test_a_damaged_shard_raises_a_typed_error_or_can_be_read(flips: list[tuple[int, int]]) -> None:
     body = bytearray(bodies_of(usual_body(), 2)[0])
     for place, bit in flips:
         body[place % len(body)] ^= 1 << bit
@@ -212,13 +214,13 @@ def test_a_damaged_shard_raises_a_typed_error_or_reads_as_something(flips: list[
         Batch.parse(bytes(body)).verify()
 
 
-def test_a_batch_cannot_be_cut_into_less_than_one_shard() -> None:
+def test_a_batch_has_at_least_one_shard() -> None:
     with pytest.raises(InvalidRequest, match="0 shards"):
         ShardedBatch(read_head(mixed_body()), 0)
     assert sharding.assign_bins([], 3).tolist() == []
 
 
-def test_filler_rows_are_flagged_weigh_nothing_count_nowhere_and_are_copies_of_nothing() -> None:
+def test_filler_rows_are_flagged_and_have_no_weight_tokens_or_turns() -> None:
     first, second = shards_of(body_of([group_of([make_trajectory(number=k, turns=2) for k in (1, 2, 3)])]), 2)
     assert first.shard is not None
     assert (len(first.rows), len(second.rows), first.shard.most_rows) == (2, 1, 2)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from headrace.batch import batch
+from headrace.batch.build import build_head
 from headrace.batch.estimator_inputs import GroupInput
 from headrace.runspec import EstimatorSpec
 from headrace.trajectory import Version
@@ -34,7 +34,7 @@ def make_body(name: str, *, estimator: EstimatorSpec = EstimatorSpec()) -> bytes
         record = codec.encode(trajectory)
         groups.append(GroupInput(f"g{number}", trajectory.task, 1, [(codec.decode_head(record), len(record))]))
         records.append(record)
-    head = batch.build_head(batch=name, run="guess", estimator=estimator, version=Version(0, 3), groups=groups)
+    head = build_head(batch=name, run="guess", estimator=estimator, version=Version(0, 3), groups=groups)
     return head + b"".join(records)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from headrace.assets import decode_array, encode_array, make_asset
-from headrace.batch.batch import build_head
+from headrace.batch.build import build_head
 from headrace.batch.estimator_inputs import GroupInput
 from headrace.errors import (
     CorruptAsset,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headrace.batch.batch import build_head
+from headrace.batch.build import build_head
 from headrace.batch.estimator_inputs import GroupInput
 from headrace.client.sync_client import Client
 from headrace.errors import GroupEnded, GroupIncomplete, InvalidRequest

@@ -22,7 +22,7 @@ def test_an_asset_is_read_only_if_its_bytes_match_its_name(tmp_path: Path) -> No
     for read in (read_asset, verify_asset):
         with pytest.raises(CorruptAsset, match=asset.name):
             read(tmp_path, asset.name)
-        with pytest.raises(UnknownAsset, match="There is no asset"):
+        with pytest.raises(UnknownAsset, match="is not stored"):
             read(tmp_path, "0" * 64)
     with pytest.raises(UnknownAsset):
         read_asset(tmp_path, "../../etc/passwd")

@@ -1,4 +1,4 @@
-"""Heads, footers, and which files make up a log."""
+"""Heads and footers, and the files of a log."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def frames_of(data: bytes) -> list[Frame]:
     return [item for item in scan(io.BytesIO(data)) if isinstance(item, Frame)]
 
 
-def tally_of(data: bytes) -> FooterBuilder:
+def footer_builder(data: bytes) -> FooterBuilder:
     tally = FooterBuilder(7)
     for frame in frames_of(data):
         tally.add_read(frame)
@@ -51,15 +51,15 @@ RECORDS = [pack(FrameType.TRAJECTORY, b"one" * 50), pack(FrameType.CONTROL, b"tw
 BODY = head(state=b"state") + b"".join(RECORDS)
 
 
-def test_a_file_opens_with_its_head() -> None:
+def test_a_file_begins_with_its_head() -> None:
     found = read_head(io.BytesIO(BODY))
     assert found == FileHead(log="log", number=1, epoch=1, before_bytes=0, state=b"state")
     assert read_head(io.BytesIO(BODY[len(head(state=b"state")) :])) is None
     assert read_head(io.BytesIO(b"")) is None
 
 
-def test_a_file_that_was_sealed_ends_with_its_footer_whose_digest_covers_every_frame_before_it() -> None:
-    footer = tally_of(BODY).footer(9)
+def test_a_sealed_file_ends_with_its_footer_whose_digest_covers_every_frame_before_it() -> None:
+    footer = footer_builder(BODY).footer(9)
     assert (footer.opened_ms, footer.sealed_ms) == (7, 9)
     assert [footer.count(kind) for kind in FrameType] == [1, 1, 2, 0, 0]
     trajectories = [frame.offset for frame in frames_of(BODY) if frame.type is FrameType.TRAJECTORY]
@@ -88,14 +88,14 @@ def test_a_file_that_was_sealed_ends_with_its_footer_whose_digest_covers_every_f
     ],
     ids=["missing", "added", "swapped", "replaced"],
 )
-def test_a_frame_that_is_not_the_one_that_was_sealed_is_seen(change: Callable[[list[bytes]], list[bytes]]) -> None:
-    footer = tally_of(BODY).footer(9)
-    changed = tally_of(head(state=b"state") + b"".join(change(RECORDS)))
-    assert tally_of(BODY).matches(footer)
+def test_a_footer_detects_a_frame_that_was_changed_after_sealing(change: Callable[[list[bytes]], list[bytes]]) -> None:
+    footer = footer_builder(BODY).footer(9)
+    changed = footer_builder(head(state=b"state") + b"".join(change(RECORDS)))
+    assert footer_builder(BODY).matches(footer)
     assert not changed.matches(footer)
 
 
-def test_a_file_of_a_format_that_this_code_does_not_know_is_refused_and_the_format_is_named() -> None:
+def test_a_file_of_an_unknown_format_is_refused_and_the_error_names_the_format() -> None:
     other = pack(FrameType.FILE_HEAD, encode({"format": 99, "what": "ever"}))
     with pytest.raises(UnknownLogFormat, match="format 99") as caught:
         read_head(io.BytesIO(other))
@@ -108,7 +108,7 @@ def write(directory: Path, number: int, content: bytes) -> None:
     path_of(directory, number).write_bytes(content)
 
 
-def test_the_directory_listing_is_the_manifest(tmp_path: Path) -> None:
+def test_the_directory_listing_is_the_only_list_of_the_logs_files(tmp_path: Path) -> None:
     for number in (12, 3, 7):
         write(tmp_path, number, head(number))
     (tmp_path / "notes.txt").touch()
@@ -116,19 +116,19 @@ def test_the_directory_listing_is_the_manifest(tmp_path: Path) -> None:
     assert [file.number for file in newest_first(tmp_path, [3, 7, 12])] == [12, 7, 3]
 
 
-def test_a_file_counts_as_far_as_the_head_of_the_next_one_says(tmp_path: Path) -> None:
+def test_the_head_of_the_next_file_states_how_much_of_a_file_is_valid(tmp_path: Path) -> None:
     write(tmp_path, 1, BODY)
     good = len(BODY) - len(RECORDS[-1])
     write(tmp_path, 2, head(2, before_bytes=good))
     second, first = newest_first(tmp_path, [1, 2])
     assert (first.size_bytes, second.size_bytes) == (good, len(head(2, before_bytes=good)))
     assert [item.offset + item.size for item in first.scan()][-1] == good
-    # Without the next head there is nothing that says so.
+    # Without the next head the whole file counts.
     (first,) = newest_first(tmp_path, [1])
     assert first.size_bytes == len(BODY)
 
 
-def test_a_file_is_read_from_a_frame_on(tmp_path: Path) -> None:
+def test_a_file_can_be_read_from_any_frame(tmp_path: Path) -> None:
     write(tmp_path, 1, BODY)
     (file,) = newest_first(tmp_path, [1])
     frames = frames_of(BODY)
@@ -145,14 +145,14 @@ def test_a_head_without_its_state_is_small(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["1.log", "0000000x.log", "000000001.log"])
-def test_a_file_that_is_named_otherwise_is_refused_by_its_name(tmp_path: Path, name: str) -> None:
+def test_a_file_with_another_name_is_refused_and_the_error_names_it(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
     with pytest.raises(SetupError, match=name):
         numbers_in(tmp_path)
 
 
 @pytest.mark.parametrize("foreign", [head(2, log="other"), head(3)], ids=["of another log", "of another number"])
-def test_a_file_that_belongs_to_another_log_is_refused_by_its_name(tmp_path: Path, foreign: bytes) -> None:
+def test_a_file_of_another_log_is_refused_and_the_error_names_it(tmp_path: Path, foreign: bytes) -> None:
     write(tmp_path, 1, head(1))
     write(tmp_path, 2, foreign)
     write(tmp_path, 4, head(4))

@@ -43,7 +43,7 @@ def frames_in(found: list[Frame | Damage]) -> list[Frame]:
     return [item._replace(recovered=False) for item in found if isinstance(item, Frame)]
 
 
-def test_a_frame_comes_back_as_it_was_packed() -> None:
+def test_a_frame_is_read_as_it_was_packed() -> None:
     assert [(frame.type, frame.payload) for frame in WHOLE] == FRAMES
     assert not any(frame.recovered for frame in WHOLE)
     assert [frame.offset + frame.size for frame in WHOLE[:-1]] == [frame.offset for frame in WHOLE[1:]]
@@ -58,12 +58,12 @@ def test_payloads_start_at_a_multiple_of_64_bytes_in_the_file() -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.tuples(st.sampled_from(list(FrameType)), st.binary(max_size=300)), max_size=8))
-def test_any_frames_come_back(frames: list[tuple[FrameType, bytes]]) -> None:
+def test_any_frames_are_read_as_they_were_packed(frames: list[tuple[FrameType, bytes]]) -> None:
     assert [(frame.type, frame.payload) for frame in frames_in(read(pack(frames)))] == frames
 
 
 @pytest.mark.parametrize("mask", [0x01, 0x80, 0xFF])
-def test_a_flipped_byte_costs_at_most_the_frame_that_it_is_in(mask: int) -> None:
+def test_a_flipped_byte_affects_at_most_the_frame_that_it_is_in(mask: int) -> None:
     for position in range(len(LOG)):
         damaged = bytearray(LOG)
         damaged[position] ^= mask
@@ -97,7 +97,7 @@ def test_a_control_frame_with_both_copies_damaged_is_reported() -> None:
     assert (damage.offset, damage.size, damage.type, damage.torn) == (frame.offset, frame.size, frame.type, False)
 
 
-def test_a_torn_tail_is_told_from_damage_inside() -> None:
+def test_a_torn_tail_is_distinguished_from_damage() -> None:
     for length in range(len(LOG)):
         found = read(LOG[:length])
         whole = [frame for frame in WHOLE if frame.offset + frame.size <= length]
@@ -117,14 +117,14 @@ def test_a_tail_of_zeros_is_torn() -> None:
 
 @settings(deadline=None, max_examples=100)
 @given(st.integers(0, len(FRAMES)), st.binary(min_size=64, max_size=640))
-def test_foreign_bytes_between_frames_cost_nothing_else(position: int, foreign: bytes) -> None:
+def test_foreign_bytes_between_frames_do_not_affect_the_frames(position: int, foreign: bytes) -> None:
     foreign = foreign[: len(foreign) // 64 * 64]
     at = WHOLE[position].offset if position < len(WHOLE) else len(LOG)
     found = read(LOG[:at] + foreign + LOG[at:])
     assert [(frame.type, frame.payload) for frame in frames_in(found)] == FRAMES
 
 
-def test_the_search_for_the_next_frame_crosses_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search_for_the_next_frame_crosses_its_read_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_format, "_SEARCH_BYTES", 64)
     found = read(LOG[: WHOLE[2].offset] + b"\xaa" * 4096 + LOG[WHOLE[2].offset :])
     assert [(frame.type, frame.payload) for frame in frames_in(found)] == FRAMES
@@ -149,21 +149,21 @@ def test_a_read_is_checked_against_its_checksum(descriptor: int) -> None:
 
 @pytest.mark.parametrize(
     ("offset", "length", "problem"),
-    [(64, 10, "no frame header"), (WHOLE[2].offset, 191, "192|191"), (len(LOG), 1, "no frame header")],
+    [(64, 10, "header is missing"), (WHOLE[2].offset, 191, "192|191"), (len(LOG), 1, "header is missing")],
 )
-def test_a_read_from_elsewhere_is_refused(descriptor: int, offset: int, length: int, problem: str) -> None:
+def test_a_read_at_a_wrong_offset_or_length_is_refused(descriptor: int, offset: int, length: int, problem: str) -> None:
     with pytest.raises(CorruptRecord, match=problem):
         read_payload(descriptor, offset, length, name="1.log")
 
 
-def test_without_the_checksum_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_checksum_package_the_error_names_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     log_format._checksum.cache_clear()
     monkeypatch.setitem(sys.modules, "google_crc32c", None)
     with pytest.raises(MissingExtra, match=r"pip install headrace\[offline\]"):
         pack_frame(FrameType.CONTROL, b"")
 
 
-def test_bytes_that_fill_a_frame_up_are_seen_to_be_changed(tmp_path: Path) -> None:
+def test_changed_padding_of_a_frame_is_detected(tmp_path: Path) -> None:
     file = tmp_path / "1.log"
     file.write_bytes(LOG)
     assert all(is_padded_with_zeros(file, frame) for frame in WHOLE)

@@ -58,7 +58,7 @@ def same(one: Trajectory, other: Trajectory) -> bool:
 
 
 @pytest.mark.parametrize("trajectory", ALL.values(), ids=ALL)
-def test_a_record_decodes_to_what_was_encoded(trajectory: Trajectory) -> None:
+def test_a_record_decodes_to_the_encoded_trajectory(trajectory: Trajectory) -> None:
     record = codec.encode(trajectory)
     assert same(codec.decode(record), trajectory)
     assert codec.encode(codec.decode(record)) == record
@@ -66,7 +66,7 @@ def test_a_record_decodes_to_what_was_encoded(trajectory: Trajectory) -> None:
 
 
 @pytest.mark.parametrize("writable", [False, True])
-def test_arrays_are_read_only_views_into_the_buffer(writable: bool) -> None:
+def test_arrays_are_read_only_views_of_the_buffer(writable: bool) -> None:
     record = codec.encode(make_trajectory(turns=3))
     buffer = bytearray(record) if writable else record
     base = np.frombuffer(buffer, np.uint8)
@@ -86,7 +86,7 @@ def test_every_array_starts_at_a_multiple_of_64_bytes(trajectory: Trajectory) ->
             assert (array.__array_interface__["data"][0] - start) % 64 == 0
 
 
-def test_records_can_be_laid_end_to_end() -> None:
+def test_records_can_be_concatenated() -> None:
     records = [codec.encode(trajectory) for trajectory in ALL.values()]
     rest, found = memoryview(b"".join(records)), []
     while rest:
@@ -96,7 +96,7 @@ def test_records_can_be_laid_end_to_end() -> None:
     assert all(same(one, other) for one, other in zip(found, ALL.values(), strict=True))
 
 
-def test_the_head_needs_no_arrays() -> None:
+def test_the_head_can_be_decoded_without_the_arrays() -> None:
     trajectory = make_multi_agent()
     record = codec.encode(trajectory)
     tail = (2 * 128 + 64) + (2 * 64 + 64)  # 17 tokens, 13 tokens
@@ -135,7 +135,7 @@ def test_a_strided_array_is_encoded_by_its_values() -> None:
 
 
 @pytest.mark.parametrize("value", [object(), {1, 2, object()}, 1 << 70, "\ud800"])
-def test_a_head_value_without_a_form_is_refused(value: object) -> None:
+def test_a_head_value_that_is_not_json_is_refused(value: object) -> None:
     with pytest.raises(InvalidTrajectory, match="cannot be encoded"):
         codec.encode(make_trajectory(infos=[{"value": value}]))
 
@@ -158,14 +158,16 @@ def try_to_read(record: bytes) -> None:
     name=st.sampled_from(sorted(ALL)),
     flips=st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(1, 255)), min_size=1, max_size=4),
 )
-def test_damaged_bytes_raise_unreadable_record_or_decode_to_something(name: str, flips: list[tuple[int, int]]) -> None:
+def test_damaged_bytes_raise_unreadable_record_or_decode_to_a_trajectory(
+    name: str, flips: list[tuple[int, int]]
+) -> None:
     record = bytearray(codec.encode(ALL[name]))
     for position, mask in flips:
         record[position % len(record)] ^= mask
     try_to_read(bytes(record))
 
 
-def test_every_flipped_byte_of_a_head_is_survived() -> None:
+def test_a_flipped_byte_in_the_head_raises_no_other_error() -> None:
     record = codec.encode(RICH)
     for position in range(min(len(record), 1200)):
         for mask in (0x01, 0x80, 0xFF):
@@ -174,7 +176,7 @@ def test_every_flipped_byte_of_a_head_is_survived() -> None:
             try_to_read(bytes(damaged))
 
 
-def test_every_truncation_is_unreadable() -> None:
+def test_a_truncated_record_is_unreadable() -> None:
     record = codec.encode(make_trajectory(turns=2))
     for length in range(len(record)):
         with pytest.raises(UnreadableRecord):
@@ -185,30 +187,30 @@ def test_every_truncation_is_unreadable() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=300), st.booleans())
-def test_garbage_is_unreadable(garbage: bytes, with_magic: bool) -> None:
+def test_random_bytes_are_unreadable(garbage: bytes, with_magic: bool) -> None:
     with pytest.raises(UnreadableRecord):
         codec.decode(b"HRTJ\1\0\0\0" + garbage if with_magic else garbage)
 
 
-def test_a_claimed_length_allocates_nothing() -> None:
+def test_a_false_length_causes_no_large_allocation() -> None:
     record = bytearray(codec.encode(make_trajectory()))
     at = record.index(b"\xa6length") + 7
     record[at : at + 1] = b"\x7f"
-    with pytest.raises(UnreadableRecord, match="runs past the record's end"):
+    with pytest.raises(UnreadableRecord, match="exceeds the record"):
         codec.decode(bytes(record))
 
 
-def test_another_schema_is_named() -> None:
+def test_the_error_names_another_schema() -> None:
     record = bytearray(codec.encode(make_trajectory()))
     record[4] = 2
     assert codec.record_schema(record) == 2
-    with pytest.raises(UnreadableRecord, match="wire schema 2, this reader knows 1"):
+    with pytest.raises(UnreadableRecord, match="wire schema is 2, this version reads 1"):
         codec.decode(record)
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=5), st.randoms(use_true_random=False))
-def test_any_lengths_come_back(gaps: list[int], rng: random.Random) -> None:
+def test_trajectories_of_any_lengths_survive_encoding(gaps: list[int], rng: random.Random) -> None:
     spans, position = [], 0
     for gap in gaps:
         start = position + gap

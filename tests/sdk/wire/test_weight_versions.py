@@ -1,4 +1,4 @@
-"""What a server calls its weights, and what that says."""
+"""The weight versions that policy servers report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headrace.wire.policy_server import (
 SEVEN, EIGHT = Version(0, 7), Version(0, 8)
 
 
-def test_a_name_says_the_version_to_its_own_run_and_to_whoever_asks_for_nobodys():
+def test_a_weight_version_is_parsed_for_its_own_run_and_without_a_run():
     name = weight_version_name(SEVEN, "math")
     assert (run_of_weight_version(name), parse_weight_version(name, "math"), parse_weight_version(name)) == (
         "math",
@@ -26,13 +26,13 @@ def test_a_name_says_the_version_to_its_own_run_and_to_whoever_asks_for_nobodys(
     assert parse_weight_version(name, "other") is None
 
 
-def test_without_a_run_a_version_is_whosever_asks():
+def test_a_weight_version_without_a_run_counts_for_every_run():
     assert parse_weight_version(weight_version_name(SEVEN), "math") == SEVEN
     assert parse_weight_version("default", "math") == Version(0, 0)
 
 
 @pytest.mark.parametrize("run", ["math", ""])
-def test_while_weights_are_loaded_the_name_is_no_version_and_says_what_was_held_before(run: str):
+def test_during_a_load_there_is_no_version_but_the_name_before_the_load(run: str):
     name = loading_name(weight_version_name(SEVEN, run), weight_version_name(EIGHT, run))
     assert (
         parse_weight_version(name) is parse_weight_version(name, "math") is parse_weight_version(name, "other") is None
@@ -45,5 +45,5 @@ def test_while_weights_are_loaded_the_name_is_no_version_and_says_what_was_held_
 
 
 @pytest.mark.parametrize("text", ["", "@", "latest", "math@", "math@1", "0.1@math"])
-def test_other_words_are_no_version(text: str):
+def test_other_text_is_not_a_version(text: str):
     assert parse_weight_version(text) is None

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from headrace.batch.batch import read_manifest
+from headrace.batch.body import read_manifest
 from headrace.batch.manifest import Manifest
 from headrace.store.log_format import Frame, FrameType
 from headrace.wire import codec
