@@ -32,7 +32,7 @@ from tests.orchestrator.buffer.test_assets import claim, send, showing
 from tests.orchestrator.buffer.test_log import flip
 from tests.orchestrator.buffer.test_projection import rows
 from tests.orchestrator.serving import Api, orchestrator, record_for, submission
-from tests.orchestrator.test_offline import listing
+from tests.sdk.test_offline import listing
 
 SMALL_FILE_BYTES = 8 << 10
 

@@ -22,7 +22,7 @@ from tests.orchestrator.serving import Api, orchestrator, record_for, submission
 
 
 async def a_history(api: Api) -> tuple[Batch, Batch]:
-    """Two runs; an acked batch, and one that is open."""
+    """Two runs, with an acked and an open batch."""
     await api.create_run(seed=3)
     await api.create_run(name="other", environments=[{"id": "test:Other"}], group_size=1, batch_size=1)
     await api.play(free=8)
@@ -37,11 +37,11 @@ async def a_history(api: Api) -> tuple[Batch, Batch]:
 
 
 def listing(path: Path) -> dict[str, tuple[int, int]]:
-    """Every file with its size and the time of its last change."""
+    """Size and modification time of every file."""
     return {str(file): (file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(path.rglob("*"))}
 
 
-async def test_trajectories_batches_and_runs_come_back_as_they_were_stored(data_dir: Path):
+async def test_trajectories_batches_and_runs_are_read_as_they_were_stored(data_dir: Path):
     async with orchestrator(data_dir) as api:
         acked, opened = await a_history(api)
     data = headrace.open(data_dir)
@@ -70,7 +70,7 @@ async def test_trajectories_batches_and_runs_come_back_as_they_were_stored(data_
     assert data.damaged == []
 
 
-async def test_a_batch_says_what_its_rows_were_worth(data_dir: Path):
+async def test_a_stored_batch_has_the_advantages_of_its_rows(data_dir: Path):
     async with orchestrator(data_dir) as api:
         await api.create_run(estimator={"name": "grpo", "eps": 0.0})
         attempts = await api.lease(free=4)
@@ -105,7 +105,7 @@ async def test_only_the_log_is_read_and_nothing_is_written(data_dir: Path):
     assert listing(data_dir) == before
 
 
-async def test_a_live_directory_is_read_while_the_service_goes_on(data_dir: Path):
+async def test_a_live_directory_is_read_while_the_service_runs(data_dir: Path):
     async with orchestrator(data_dir, log_file_bytes=16 << 10) as api:
         await api.create_run(group_size=1, batch_size=64)
         first = {attempt.episode for attempt in await api.play(free=8)}
@@ -118,7 +118,7 @@ async def test_a_live_directory_is_read_while_the_service_goes_on(data_dir: Path
         assert len({trajectory.episode for trajectory in headrace.open(data_dir).trajectories()}) == 40
 
 
-async def test_an_append_under_way_is_left_out_without_complaint(data_dir: Path):
+async def test_a_running_append_is_omitted_without_reporting_damage(data_dir: Path):
     async with orchestrator(data_dir) as api:
         await api.create_run()
         await api.play(free=4)
@@ -131,7 +131,7 @@ async def test_an_append_under_way_is_left_out_without_complaint(data_dir: Path)
     assert data.damaged == []
 
 
-async def test_a_damaged_record_is_named_and_passed_over_and_a_strict_reader_raises(data_dir: Path):
+async def test_a_damaged_record_is_listed_and_skipped_and_a_strict_reader_raises(data_dir: Path):
     async with orchestrator(data_dir) as api:
         acked, opened = await a_history(api)
     file = last_file(data_dir)
@@ -179,7 +179,7 @@ async def test_trajectories_are_filtered_by_run_environment_status_and_versions(
     assert count(run="run", high=Version(0, 0)) == count(run="run") - 2
 
 
-async def test_arrays_are_views_of_the_record(data_dir: Path):
+async def test_arrays_are_read_only_views_of_the_record(data_dir: Path):
     async with orchestrator(data_dir) as api:
         await api.create_run()
         await api.play(free=1)
@@ -199,8 +199,10 @@ async def test_progress_counts_the_bytes_of_the_log(data_dir: Path):
     assert told[-1] == (size, size)
 
 
-async def test_what_is_not_there_is_said(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(SetupError, match="no data directory"):
+async def test_missing_directories_records_and_extras_raise_their_errors(
+    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with pytest.raises(SetupError, match="not a data directory"):
         headrace.open(tmp_path / "nothing")
     async with orchestrator(data_dir):
         pass
@@ -216,7 +218,7 @@ async def test_what_is_not_there_is_said(data_dir: Path, tmp_path: Path, monkeyp
         headrace.open(data_dir)
 
 
-def test_the_events_that_are_read_have_the_names_that_the_scheduler_gives_them():
+def test_the_events_that_the_catalog_reads_have_the_names_of_the_schedulers_classes():
     fields = {
         "RunCreated": ("run", "spec"),
         "RunClosed": ("run",),
@@ -232,7 +234,7 @@ def last_file(data_dir: Path) -> Path:
     return max((data_dir / "log").glob("*.log"))
 
 
-def test_a_filter_that_nothing_can_fit_is_refused(tmp_path: Path):
+def test_a_filter_that_nothing_can_match_is_refused(tmp_path: Path):
     (tmp_path / "log").mkdir()
     data = headrace.open(tmp_path)
     wrong: list[dict[str, Any]] = [{"status": "done"}, {"tags": "image"}, {"low": "new"}]
