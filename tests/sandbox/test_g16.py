@@ -78,7 +78,7 @@ async def waits_for_another(way: Any) -> None:
     assert is_killed_by_itself(result)
     assert 4.5 < queue_s < 12
     assert start_s < 3
-    assert result.wall_s < 0.5
+    assert result.wall_s < TWO_SECONDS.wall_s
     assert (await first)[0].exit_code == 0
     await pool.close()
 
@@ -87,9 +87,9 @@ async def waits_for_its_start(way: Any) -> None:
     pool = Pool(Slow(), PoolSettings(running=1, sandboxes=1))
     result, queue_s, start_s = await way(pool, SHORT, TWO_SECONDS, 30.0)
     assert is_killed_by_itself(result)
-    assert queue_s < 1
+    assert queue_s < 4
     assert 4 <= start_s < 10
-    assert result.wall_s < 0.5
+    assert result.wall_s < TWO_SECONDS.wall_s
     await pool.close()
 
 

@@ -55,7 +55,8 @@ async def test_no_more_run_at_a_time_than_may_and_all_do_in_the_end(make: Any, r
     pool = make(running=3)
     results = await asyncio.gather(*(pool.run_code(code("sleep 0.01"), LIMITS, owner=f"{n % 4}") for n in range(20)))
     assert runtime.most_running == 3
-    assert results[0].queue_s < 0.005 < max(result.queue_s for result in results)
+    assert results[0].queue_s < max(result.queue_s for result in results)
+    assert max(result.queue_s for result in results) > 0.05
 
 
 async def test_a_sandbox_is_reset_before_it_is_handed_on(make: Any, runtime: MemoryRuntime) -> None:
