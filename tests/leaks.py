@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -41,6 +42,14 @@ def new_since(before: set[str]) -> list[str]:
     while (left := snapshot() - before) and time.monotonic() < deadline:
         time.sleep(0.02)
     return sorted(left)
+
+
+def descriptors(*, collect: bool = False) -> int:
+    """How many files this process has open. ``collect``: after those are closed that other tests left to the garbage
+    collector, which comes at any moment."""
+    if collect:
+        gc.collect()
+    return len(os.listdir(_PROC / "self/fd"))
 
 
 def escaped(mark: str) -> list[str]:

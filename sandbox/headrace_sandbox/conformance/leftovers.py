@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,13 +51,20 @@ class Traces(msgspec.Struct, frozen=True):
     groups: int
 
 
+def mounts() -> set[str]:
+    """Mounts that are there now. Of those in the folder for temporary files only this process's own: other programs
+    mount there too."""
+    lines = Path("/proc/self/mounts").read_text().splitlines()
+    others = f"{tempfile.gettempdir()}/"
+    return {line for line in lines if f"{os.getpid()}-" in line or not line.split()[1].startswith(others)}
+
+
 def traces() -> Traces:
     """What there is now."""
-    mounts = len(Path("/proc/self/mounts").read_text().splitlines())
     walk = os.walk("/sys/fs/cgroup")  # which takes it that groups of others go meanwhile
     made = {name for folder, names, _ in walk if folder.endswith("/headrace") for name in names}
     groups = sum(f"{os.getpid()}-" in name for name in made)
-    return Traces(len(descendants(os.getpid())), len(os.listdir("/proc/self/fd")), mounts, groups)
+    return Traces(len(descendants(os.getpid())), len(os.listdir("/proc/self/fd")), len(mounts()), groups)
 
 
 def _processes() -> Iterator[int]:

@@ -13,6 +13,7 @@ from headrace.errors import SandboxFailure
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template
 from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
+from tests.leaks import descriptors
 from tests.sandbox.open_files import MOST_NEEDED, only_descriptors
 
 pytestmark = pytest.mark.component("bubblewrap")
@@ -51,7 +52,7 @@ async def test_a_call_without_enough_descriptors_is_our_failure_and_leaks_none(
     runtime = Bubblewrap()
     sandbox = await runtime.open(Template(), 300.0)
     await call(runtime, sandbox)
-    before, failures = len(os.listdir("/proc/self/fd")), []
+    before, failures = descriptors(collect=True), []
     for more in range(MOST_NEEDED):
         try:
             with only_descriptors(more):
@@ -61,7 +62,7 @@ async def test_a_call_without_enough_descriptors_is_our_failure_and_leaks_none(
     await call(runtime, sandbox)
     assert failures
     assert all(failure.retryable for failure in failures)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert descriptors() == before
     await runtime.close()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox.conformance.leftovers import lives
+from headrace_sandbox.conformance.leftovers import lives, mounts
 from headrace_sandbox.host.cgroups.cgroup import Cgroup
 from headrace_sandbox.host.cgroups.detection import NoDriver
 from headrace_sandbox.result import RANGES, Limits, Usage
@@ -24,6 +24,7 @@ from headrace_sandbox.runtimes.bubblewrap import runtime as runtime_module
 from headrace_sandbox.runtimes.bubblewrap.fork_server import ForkServer
 from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
 from headrace_sandbox.runtimes.bubblewrap.sandbox import BubblewrapSandbox
+from tests.leaks import descriptors
 from tests.sandbox.conftest import Run
 
 pytestmark = pytest.mark.component("bubblewrap")
@@ -32,23 +33,19 @@ pytestmark = pytest.mark.component("bubblewrap")
 KERNEL = tuple(map(int, re.findall(r"\d+", os.uname().release)[:2]))
 
 
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 def our_groups() -> list[Path]:
     return list(Path("/sys/fs/cgroup").glob(f"**/headrace/{os.getpid()}-*"))
 
 
 async def test_executions_leave_no_process_group_mount_or_descriptor(run: Run) -> None:
     await asyncio.gather(*(run("print(1)") for _ in range(4)))  # what is kept for four at a time is there from now on
-    before, mounts = descriptors(), Path("/proc/self/mounts").read_text()
+    before, mounted = descriptors(collect=True), mounts()
     groups = len(our_groups())
     await asyncio.gather(*(run("print(1)") for _ in range(4)))
     for _ in range(20):
         await run("open('x', 'w').write('x')")
     assert descriptors() == before
-    assert Path("/proc/self/mounts").read_text() == mounts
+    assert mounts() == mounted
     assert len(our_groups()) == groups
 
 
@@ -67,7 +64,7 @@ def test_groups_are_removed_at_the_end() -> None:
 async def test_files_exist_inside_and_paths_that_lead_out_are_refused(run: Run) -> None:
     result = await run("print(open('a/b/c.bin', 'rb').read())", files={"a/b/c.bin": b"\xff\0"})
     assert result.stdout.text == "b'\\xff\\x00'\n"
-    before = descriptors()
+    before = descriptors(collect=True)
     for path in ("/etc/x", "../x", "a/../../x", "a//b", ""):
         with pytest.raises(SandboxFailure) as caught:
             await run("", files={path: b""})

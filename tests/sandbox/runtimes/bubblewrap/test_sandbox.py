@@ -16,12 +16,13 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox.conformance.leftovers import descendants, lives
+from headrace_sandbox.conformance.leftovers import descendants, lives, mounts
 from headrace_sandbox.host.cgroups.detection import NoDriver
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Sandbox, Template
 from headrace_sandbox.runtimes.bubblewrap.runtime import Bubblewrap
 from headrace_sandbox.runtimes.bubblewrap.sandbox import BubblewrapSandbox
+from tests.leaks import descriptors
 from tests.sandbox.runtimes.helpers import LIMITS, detached, output_of, python, wait_until
 
 pytestmark = pytest.mark.component("bubblewrap")
@@ -168,11 +169,11 @@ async def test_a_closed_sandbox_leaves_no_process_group_mount_or_descriptor(fres
 
     mark = f"{300 + secrets.randbelow(1 << 20)}.5"
     await life()
-    before, mounts = len(os.listdir("/proc/self/fd")), Path("/proc/self/mounts").read_text()
+    before, mounted = descriptors(collect=True), mounts()
     for _ in range(3):
         await life()
-    assert len(os.listdir("/proc/self/fd")) == before
-    assert Path("/proc/self/mounts").read_text() == mounts
+    assert descriptors() == before
+    assert mounts() == mounted
     assert not lives(mark)
 
 
@@ -280,15 +281,15 @@ def our_groups() -> set[Path]:
     return set(Path("/sys/fs/cgroup").glob(f"**/headrace/{os.getpid()}-*"))
 
 
-def left() -> tuple[int, set[int], set[Path]]:
+def left(*, collect: bool = False) -> tuple[int, set[int], set[Path]]:
     """Descriptors, processes and control groups of this process."""
-    return len(os.listdir("/proc/self/fd")), descendants(os.getpid()), our_groups()
+    return descriptors(collect=collect), descendants(os.getpid()), our_groups()
 
 
 @pytest.mark.parametrize("what", ["open", "close", "reset"])
 async def test_a_call_that_is_cancelled_half_way_leaves_nothing(what: str) -> None:
     await (runtime := Bubblewrap()).close()
-    before = left()
+    before = left(collect=True)
     for turns in range(24):
         opened = None if what == "open" else await runtime.open(Template(), 300.0)
         if opened is None:
@@ -309,7 +310,7 @@ async def test_a_call_that_is_cancelled_half_way_leaves_nothing(what: str) -> No
 @pytest.mark.parametrize("what", ["run", "run_code"])
 async def test_an_execution_that_is_cancelled_at_any_time_leaves_nothing(what: str) -> None:
     await (runtime := Bubblewrap()).close()
-    before = left()
+    before = left(collect=True)
     for turns in range(40):
         running = (
             runtime.run(Command(arguments=["sleep", "60"]), LIMITS)

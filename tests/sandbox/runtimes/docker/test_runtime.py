@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import os
 import secrets
 import time
 import tracemalloc
@@ -28,6 +27,7 @@ from headrace_sandbox.runtimes.docker.sandbox import DockerSessionHost
 from headrace_sandbox.runtimes.docker.stream_watch import StreamFrameReader, StreamWatcher
 from headrace_sandbox.runtimes.registry import make_runtime
 from headrace_sandbox.runtimes.self_test import self_test
+from tests.leaks import descriptors
 from tests.sandbox.runtimes.docker.docker_daemon import DockerDaemon
 from tests.sandbox.runtimes.docker.fixtures import DockerSetup
 
@@ -370,7 +370,7 @@ async def test_a_daemon_that_dies_under_a_program_is_our_failure() -> None:
 
 async def test_executions_leave_no_container_group_descriptor_or_task(docker: DockerSetup, code: Code) -> None:
     await code("")
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors(collect=True)
     await asyncio.gather(*(code("open('x', 'w').write('x')") for _ in range(4)))
     stopped = asyncio.ensure_future(code("import time\ntime.sleep(60)"))
     await until_started(docker.daemon.host)
@@ -380,7 +380,7 @@ async def test_executions_leave_no_container_group_descriptor_or_task(docker: Do
     assert await containers(docker.daemon.host) == []
     assert docker.daemon.groups() == []
     assert len(asyncio.all_tasks()) == 1
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert descriptors() == before
 
 
 async def test_sweep_removes_what_a_dead_supervisor_left_and_nothing_else(docker: DockerSetup, runtime: Docker) -> None:

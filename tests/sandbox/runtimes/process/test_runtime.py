@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import signal
 from collections.abc import AsyncIterator
@@ -17,6 +16,7 @@ from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Template
 from headrace_sandbox.runtimes.process.runtime import Process
 from headrace_sandbox.runtimes.registry import make_runtime, ready_runtime
+from tests.leaks import descriptors
 from tests.sandbox.open_files import MOST_NEEDED, only_descriptors
 
 
@@ -104,15 +104,15 @@ async def test_usage_is_counted_from_outside(process: Process) -> None:
 
 async def test_executions_leave_no_descriptor(process: Process) -> None:
     await process.run(Command(arguments=["true"]), Limits())
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors(collect=True)
     for _ in range(5):
         await process.run(Command(arguments=["true"]), Limits())
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert descriptors() == before
 
 
 async def test_a_call_without_enough_descriptors_is_our_failure_and_leaks_none(process: Process) -> None:
     await process.run_code(PythonProgram(code=""), Limits())
-    before, failures = len(os.listdir("/proc/self/fd")), []
+    before, failures = descriptors(collect=True), []
     for more in range(MOST_NEEDED):
         try:
             with only_descriptors(more):
@@ -121,7 +121,7 @@ async def test_a_call_without_enough_descriptors_is_our_failure_and_leaks_none(p
             failures.append(failure)
     assert failures
     assert all(failure.retryable for failure in failures)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert descriptors() == before
 
 
 async def test_any_processor_time_is_accepted_as_a_limit(process: Process) -> None:

@@ -22,6 +22,7 @@ from headrace_sandbox.runtimes.wasm import interpreter
 from headrace_sandbox.runtimes.wasm import runtime as runtime_wasm
 from headrace_sandbox.runtimes.wasm.interpreter import CompiledModules
 from headrace_sandbox.runtimes.wasm.runtime import Wasm
+from tests.leaks import descriptors
 from tests.sandbox.open_files import MOST_NEEDED, only_descriptors
 
 pytestmark = [pytest.mark.component("wasm"), pytest.mark.timeout(400)]  # the first one compiles the interpreter
@@ -382,7 +383,7 @@ async def test_a_cancelled_call_leaves_nothing(wasm: Wasm, temporary: Path) -> N
 
 async def test_a_call_without_enough_descriptors_is_our_failure_and_leaks_none(wasm: Wasm) -> None:
     await execute(wasm, "")
-    before, failures = len(os.listdir("/proc/self/fd")), []
+    before, failures = descriptors(collect=True), []
     for more in range(MOST_NEEDED):
         try:
             with only_descriptors(more):
@@ -391,7 +392,7 @@ async def test_a_call_without_enough_descriptors_is_our_failure_and_leaks_none(w
             failures.append(failure)
     assert failures
     assert all(failure.retryable for failure in failures)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert descriptors() == before
 
 
 async def test_a_process_that_cannot_be_started_is_our_failure(wasm: Wasm, tmp_path: Path) -> None:
@@ -428,12 +429,12 @@ async def test_a_program_does_not_outlive_its_supervisor(wasm: Wasm) -> None:
 
 async def test_concurrent_programs_share_nothing_and_leave_nothing(wasm: Wasm, temporary: Path) -> None:
     await execute(wasm, "")
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors(collect=True)
     code = "import os, sys\nprint(os.listdir(), sys.stdin.read())\nopen('x', 'w').close()"
     results = await asyncio.gather(*(execute(wasm, code, stdin=b"%d" % n) for n in range(4)))
     assert [said(result) for result in results] == [f"[] {n}" for n in range(4)]
     assert list(temporary.iterdir()) == []
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert descriptors() == before
 
 
 async def test_only_python_commands_are_accepted(wasm: Wasm) -> None:
