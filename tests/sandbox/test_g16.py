@@ -105,14 +105,14 @@ class RunsShort:
     """Its one step runs the command that is killed at once."""
 
     def __init__(self) -> None:
-        self.surroundings: EnvironmentContext | None = None
+        self.environment_context: EnvironmentContext | None = None
 
     def reset(self, seed: int | None = None) -> Any:
         return "go", {}
 
     async def step(self, action: str) -> Step:
-        assert self.surroundings is not None
-        result = await self.surroundings.sandbox.run(SHORT, TWO_SECONDS)
+        assert self.environment_context is not None
+        result = await self.environment_context.sandbox.run(SHORT, TWO_SECONDS)
         return Step(f"signal {result.signal}", 1.0, True, False, {})
 
 
