@@ -1,4 +1,4 @@
-"""Rules of arithmetic, and the contract of its module."""
+"""Rules of the arithmetic environment, and the contract of its module."""
 
 import ast
 from fractions import Fraction
@@ -13,7 +13,7 @@ from headrace_workers.environments.arithmetic import Arithmetic, read_number
 
 
 def value_of(expression: str) -> Fraction:
-    """An independent evaluation of what the environment asks."""
+    """Evaluate an environment's question independently."""
 
     def evaluate(node):
         if isinstance(node, ast.Constant):

@@ -1,4 +1,4 @@
-"""``headrace env``, as an author of an environment uses it."""
+"""``headrace env``, as used by the author of an environment."""
 
 from __future__ import annotations
 

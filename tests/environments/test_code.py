@@ -1,4 +1,4 @@
-"""Programming problems, and how rows of a data set become tests."""
+"""Programming problems, and the tests read from rows of a data set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The conformance suite passes what keeps the protocol, and names what breaks it."""
+"""The conformance checks accept environments that keep the protocol, and name each violation."""
 
 import asyncio
 import math
@@ -36,7 +36,7 @@ def test_built_in_environments_keep_the_protocol(name, kwargs, actions):
 
 
 class Echo:
-    """Ends after three steps; subclasses break one thing each."""
+    """Environment that ends after three steps; each subclass has one violation."""
 
     def reset(self, seed=None):
         self.seed, self.turn = seed, 0

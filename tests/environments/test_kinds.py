@@ -1,4 +1,4 @@
-"""The game of examples/kinds.py: it keeps the protocol, and bytes drawn at random earn something at once."""
+"""The game of examples/kinds.py: it keeps the protocol, and random bytes earn a reward at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headrace_workers.environments.conformance import check_environment
 
 
 def played(seed: int, *actions: str) -> list[float]:
-    """The rewards of a game, up to its end."""
+    """Play a game to its end and return its rewards."""
     game, rewards = Kinds(turns=3), []
     game.reset(seed)
     for action in actions:

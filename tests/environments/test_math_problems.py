@@ -15,7 +15,7 @@ from headrace_workers.bounded_calls import BoundedCalls
 from headrace_workers.environments import math_problems
 from headrace_workers.environments.math_problems import BASICS, MathProblems, basics, reference_of
 from tests.workers.fakes import Script, failure_of, play, say
-from tests.workers.test_g18 import lent
+from tests.workers.test_g18 import context_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -30,7 +30,7 @@ async def graders() -> AsyncIterator[BoundedCalls]:
 
 async def reward(graders: BoundedCalls, answer: str, reference: Any) -> float:
     environment = MathProblems(example={"question": "?", "answer": reference}, grader_s=30.0)
-    environment.environment_context = lent(graders)
+    environment.environment_context = context_of(graders)
     await environment.reset(0)
     return (await environment.step(f"So it is \\boxed{{{answer}}}.")).reward
 

@@ -1,4 +1,4 @@
-"""The Python tool around any environment."""
+"""Python tool for any environment."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def played(*said: str, sandbox: WorkerSandbox, environment: str = SUM, **p
 
 
 def seen(record: Trajectory) -> list[str]:
-    """What the environment said after the first observation."""
+    """Return the observations after the first one."""
     return [str(message.content) for message in record.messages[2:] if message.role == "user"]
 
 

@@ -1,4 +1,4 @@
-"""The rg family through the real package, and the contract of its module."""
+"""The rg family with the real package, and the contract of its module."""
 
 import random
 import subprocess
@@ -61,7 +61,7 @@ def test_every_dataset_gives_the_same_tasks_in_another_process():
     )
     first, second = in_new_process(code, "1"), in_new_process(code, "2")
     assert first == second
-    assert int(first.split()[-2]) >= 90  # some datasets print dots before it
+    assert int(first.split()[-2]) >= 90  # some datasets print dots first
 
 
 def test_the_answer_is_the_last_boxed_and_without_one_the_episode_ends_with_a_format_error():

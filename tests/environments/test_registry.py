@@ -1,4 +1,4 @@
-"""How environments are found by id, and that the page about writing one can be followed."""
+"""Lookup of environments by id, and the documentation's example environment."""
 
 import re
 from importlib.metadata import entry_points

@@ -1,4 +1,4 @@
-"""Images on their way from a worker's environments to the orchestrator."""
+"""Submission of images from a worker's environments to the orchestrator."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pixels(value: int) -> Any:
 
 
 class Draws(OneTurn):
-    """Draws into one buffer and returns it each turn; its pixels are 1, 2, 3."""
+    """Environment that draws into one buffer and returns it each turn, with pixels of 1, 2, 3."""
 
     def __init__(self) -> None:
         self.buffer = pixels(0)

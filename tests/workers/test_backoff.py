@@ -1,4 +1,4 @@
-"""Pauses while the orchestrator is away."""
+"""Backoff while the orchestrator is unavailable."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AWAY = Unavailable("Nobody answers.")
 
 
 class Slept:
-    """Counts what would have been slept."""
+    """Sleep function that records the pauses."""
 
     def __init__(self) -> None:
         self.pauses_s: list[float] = []
@@ -89,7 +89,7 @@ async def test_refused_heartbeats_come_often_enough_for_the_held_leases() -> Non
 
 
 class Answering:
-    """An orchestrator that answers heartbeats with this error, or well."""
+    """Orchestrator connection that answers heartbeats with an error, if one is set."""
 
     def __init__(self, error: HeadraceError | None) -> None:
         self.error = error

@@ -1,4 +1,4 @@
-"""The byte-level renderer."""
+"""Byte-level renderer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from headrace.errors import InfrastructureFailure
 from headrace.runspec import PolicySpec
 from headrace.trajectory import ContentPart, Message
-from headrace_workers.renderers import BytesRenderer, CurrentSegment, SampledTurn, make_renderer
+from headrace_workers.renderers import AssistantTurn, BytesRenderer, CurrentSegment, make_renderer
 from headrace_workers.renderers.bytes_renderer import ASSISTANT, BOS, END, SYSTEM, TOOL, USER, VOCAB_SIZE
 
 RENDERER = BytesRenderer()
@@ -77,7 +77,7 @@ def test_if_a_sampled_turn_lacks_its_end_of_turn_token_the_bridge_adds_it_unsamp
 def test_a_new_segment_keeps_the_ids_that_were_sampled_before(
     before: list[Message], sampled: list[int], after: list[Message]
 ) -> None:
-    reply = SampledTurn(sampled, RENDERER.parse(sampled))
+    reply = AssistantTurn(sampled, RENDERER.parse(sampled))
     standing = RENDERER.start(before).new_ids + sampled
     assert RENDERER.start([*before, reply, *after]).new_ids == standing + extend(standing, after)
 

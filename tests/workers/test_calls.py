@@ -1,4 +1,4 @@
-"""Actions taken apart: calls, content and thinking, for environments that ask for them."""
+"""Parsing of actions into calls, content and thinking, for environments that read them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_family_parses_calls_by_its_own_rules_and_text_cut_at_a_stop_string_as
 
 
 class Calculator(Turns):
-    """Keeps what it was given."""
+    """Environment that keeps the actions it receives."""
 
     reads_calls = True
     given: list[Any]

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.runspec import PolicySpec
 from headrace.trajectory import Message
-from headrace_workers.renderers import CurrentSegment, SampledTurn, make_renderer
+from headrace_workers.renderers import AssistantTurn, CurrentSegment, make_renderer
 from headrace_workers.renderers.family_renderer import FamilyRenderer, family_of
 from headrace_workers.renderers.folder_tokenizer import load_tokenizer
 from headrace_workers.renderers.template_renderer import TemplateRenderer
@@ -21,7 +21,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
 
 
 class Qwen:
-    """The family ``qwen3`` over a small vocabulary that has its marks."""
+    """The family ``qwen3`` with a small vocabulary that has its special tokens."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
         self.tokenizer = load_tokenizer(str(make_model(folder)))
@@ -30,7 +30,7 @@ class Qwen:
     def after(self, sampled: str) -> CurrentSegment:
         ids = self.tokenizer.encode(sampled)
         prompt = self.renderer.start([USER])
-        reply = SampledTurn(ids, self.renderer.parse(ids))
+        reply = AssistantTurn(ids, self.renderer.parse(ids))
         return CurrentSegment(prompt.new_ids + ids, len(prompt.new_ids), [USER, reply], prompt.text)
 
     def bridge(self, sampled: str, *new: Message) -> str | None:

@@ -1,4 +1,4 @@
-"""Tokenizers as folders hold them, and what is said where one cannot be had."""
+"""Tokenizers of model folders, and the errors when one cannot be loaded."""
 
 from __future__ import annotations
 

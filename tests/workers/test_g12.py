@@ -1,5 +1,5 @@
-"""G12: images and their placeholder tokens agree, in every prompt and in the record. Against the recorded protocol of
-vLLM's generate route; tests/vllm/test_images.py has the real one."""
+"""G12: images and their placeholder tokens agree, in every prompt and in the record. This runs against the recorded
+protocol of vLLM's generate route; tests/vllm/test_images.py uses the real one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from headrace_workers.episode import EpisodeRun
 from headrace_workers.policies import ServedPolicies
 from headrace_workers.policies.images import png
 from headrace_workers.policy_check import CheckedServer, CheckTarget, turn_checks
-from headrace_workers.renderers import ConversationItem, CurrentSegment, Prompt, SampledTurn, Tools, make_renderer
+from headrace_workers.renderers import AssistantTurn, ConversationItem, CurrentSegment, Prompt, Tools, make_renderer
 from tests.workers.fakes import assignment, failure_of, plan, tools
 from tests.workers.models import make_model
 from tests.workers.vision_engine import IMAGE, VisionEngine, serving_vision
@@ -32,7 +32,7 @@ TEXT = [1] * 20
 
 
 class Twenty:
-    """Shows each message as twenty tokens of text and a token for each image in it."""
+    """Renderer that encodes each message as twenty text tokens and one token per image."""
 
     tokenizer = Tokenizer(name="twenty", fingerprint="0" * 64, vocab_size=10)
     stop_token_ids = (2,)
@@ -42,7 +42,7 @@ class Twenty:
         ids: list[int] = []
         images: list[str] = []
         for item in conversation:
-            if isinstance(item, SampledTurn):
+            if isinstance(item, AssistantTurn):
                 ids += item.token_ids
                 continue
             shown = [part.asset for part in item.content if isinstance(part, ContentPart) and part.type == "image"]
@@ -64,7 +64,7 @@ class Twenty:
 
 
 class Album:
-    """Shows an image each turn, by ``shown``; ``edit`` is the history after turn 1, if there is one."""
+    """Environment that shows an image each turn, from ``shown``; ``edit`` replaces the history after turn 1."""
 
     blocking = False
 
@@ -106,7 +106,7 @@ async def test_g12_prompts_have_the_recorded_lengths_and_oversized_ones_are_neve
     assert [turn.start for turn in segment.turns] == [84, 178, 272]
     tokens = segment.token_ids.tolist()
     for prompt, turn in zip(engine.seen, segment.turns, strict=True):
-        assert tokens[: turn.start] == prompt  # nothing is cut on the left
+        assert tokens[: turn.start] == prompt  # nothing is truncated on the left
     assert [prompt.count(IMAGE) for prompt in engine.prompts] == [1, 2, 3]  # expanded once, by the engine
     assert engine.images == [[b"\1"], [b"\1", b"\2"], [b"\1", b"\2", b"\3"]]
     shown = [asset.name for asset in record.assets]
@@ -190,7 +190,7 @@ VISION = """{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}
 {%- if m.content is string %}{{ m.content }}{%- else %}{%- for p in m.content %}
 {{- '<|endoftext|>' if p.type == 'image' else p.text }}{%- endfor %}{%- endif %}{{ '<|im_end|>\n' }}{%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"""
-"""Shows an image as the token <|endoftext|>."""
+"""Chat template that shows an image as the token <|endoftext|>."""
 
 
 @pytest.mark.parametrize("sees", [True, False])

@@ -1,4 +1,4 @@
-"""G17: a grader's verdict is a reward only if it is one; none, or a strange one, is a failure with the grader's log."""
+"""G17: a grader's verdict is a reward only if it is valid; any other is a failure with the grader's log."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.component("bubblewrap")
 LIMITS = Limits(wall_s=1.0)
 
 SUBMISSION = "printf 1 > verdict; mkdir -p work; printf 1 > work/verdict"
-"""What a policy does in its sandbox: it leaves a verdict of its own."""
+"""A policy's program that writes a forged verdict into its sandbox."""
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ async def sandbox() -> AsyncIterator[WorkerSandbox]:
 
 
 class TerminalTask:
-    """The policy's action is a script; then the grader, another script, says what it is worth."""
+    """Environment whose action is a script, graded by another script."""
 
     def __init__(self, grader: str) -> None:
         self.environment_context: EnvironmentContext | None = None

@@ -1,4 +1,4 @@
-"""G18: answers and references that cannot be checked in reasonable time; many at once, from one worker."""
+"""G18: answers and references that cannot be graded in reasonable time, many concurrently, from one worker."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from headrace_workers.sandboxes import EpisodeSandbox, WorkerSandbox
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 DEADLINE_S = 2.0
-MOST_S = 60.0
-"""For all to be decided. Tests run on busy machines, and calls that got no processor are given more time."""
+TIME_LIMIT_S = 60.0
+"""Time limit for grading all answers. Tests run on busy machines, and calls without CPU time get a longer deadline."""
 
 _rng = random.Random(18)
 UNICODE = "".join(
@@ -43,15 +43,15 @@ NO_ANSWERS = ["{" * 200_000, UNICODE, "", "I don't know."]
 RIGHT = r"\boxed{42}"
 
 
-def lent(calls: BoundedCalls) -> WorkerContext:
-    """Surroundings as a worker gives them, of one set of bounded calls."""
+def context_of(calls: BoundedCalls) -> WorkerContext:
+    """Environment context of a worker with these bounded calls."""
     sandbox = EpisodeSandbox(WorkerSandbox(""), domain="r", clock=time.monotonic)
     return WorkerContext(sandbox, EnvironmentThreads(time.monotonic), calls, 60.0)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def graders() -> AsyncIterator[BoundedCalls]:
-    """Calls that have graded before."""
+    """Bounded calls whose grader is already loaded."""
     made = BoundedCalls()
     await made.call("headrace_workers.environments.math_equality:is_equal", "1", "1", time_s=60, memory_bytes=1 << 30)
     yield made
@@ -66,8 +66,8 @@ async def calls() -> AsyncIterator[BoundedCalls]:
 
 
 class Stalls:
-    """For how long this thread computed at most between two looks of the event loop. Unlike a lag it does not count
-    what other processes of the machine take."""
+    """Longest CPU time of this thread between turns of the event loop. Unlike a lag, it excludes the time of other
+    processes."""
 
     def __init__(self) -> None:
         self.worst_s = 0.0
@@ -85,10 +85,10 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-async def graded(calls: BoundedCalls, said: str, reference: str) -> tuple[str, float, float]:
-    """Outcome (or kind of the failure), reward, and how long it took."""
+async def grade(calls: BoundedCalls, said: str, reference: str) -> tuple[str, float, float]:
+    """Outcome (or kind of the failure), reward, and duration."""
     environment = MathProblems(example={"problem": "?", "answer": reference}, grader_s=DEADLINE_S)
-    environment.environment_context = lent(calls)
+    environment.environment_context = context_of(calls)
     begun_at = time.monotonic()
     try:
         await environment.reset(0)
@@ -104,10 +104,10 @@ async def test_g18_32_concurrent_answers_are_graded_in_time_and_do_not_delay_eac
     stalls, resident = Stalls(), resident_bytes()
     watching = asyncio.create_task(stalls.watch())
     said = [answers[number % len(answers)] for number in range(31)] + [r"\boxed{\sqrt{1764}}"]
-    results = await asyncio.gather(*(graded(graders, text, "42") for text in said))
+    results = await asyncio.gather(*(grade(graders, text, "42") for text in said))
     watching.cancel()
     for text, (outcome, reward, took_s) in zip(said, results, strict=True):
-        assert took_s < MOST_S, text[:40]
+        assert took_s < TIME_LIMIT_S, text[:40]
         if text in ENDLESS:
             assert (outcome, reward) == ("grader_exhausted", 0.0), text[:40]
         elif text in NO_ANSWERS:
@@ -124,19 +124,17 @@ async def test_g18_32_concurrent_answers_are_graded_in_time_and_do_not_delay_eac
 
 async def test_g18_a_reference_that_exhausts_the_grader_is_a_failure_of_the_environment(graders: BoundedCalls) -> None:
     references = [*ENDLESS, "{" * 200_000, ""]
-    results = await asyncio.gather(*(graded(graders, RIGHT, reference) for reference in references))
+    results = await asyncio.gather(*(grade(graders, RIGHT, reference) for reference in references))
     for reference, (outcome, _, took_s) in zip(references, results, strict=True):
         assert outcome == "bad-reference", reference[:40]
-        assert took_s < MOST_S, reference[:40]
-    assert (await graded(graders, RIGHT, RIGHT))[:2] == ("right", 1.0)
-    assert (await graded(graders, RIGHT, "I don't know."))[:2] == ("wrong", 0.0), (
-        "a text, which only itself is equal to"
-    )
+        assert took_s < TIME_LIMIT_S, reference[:40]
+    assert (await grade(graders, RIGHT, RIGHT))[:2] == ("right", 1.0)
+    assert (await grade(graders, RIGHT, "I don't know."))[:2] == ("wrong", 0.0), "a text, which only itself is equal to"
 
 
 async def test_g18_an_answer_that_exhausts_the_grader_earns_exhausted_reward(graders: BoundedCalls) -> None:
     environment = MathProblems(example={"problem": "?", "answer": "42"}, grader_s=0.3, exhausted_reward=-0.5)
-    environment.environment_context = lent(graders)
+    environment.environment_context = context_of(graders)
     await environment.reset(0)
     step = await environment.step(ENDLESS[0])
     assert (step.reward, step.info["reward_parts"]) == (-0.5, {"grader_exhausted": -0.5})
@@ -161,7 +159,7 @@ async def test_g18_a_grader_that_is_killed_each_time_is_a_retryable_failure(call
 
 
 async def grader_pid(calls: BoundedCalls, other_than: int = 0) -> int:
-    """The process of the call that runs."""
+    """Return the process id of the running call."""
     async with asyncio.timeout(30):
         while True:
             await asyncio.sleep(0.01)
@@ -179,7 +177,7 @@ async def server_pid(calls: BoundedCalls) -> int:
     return calls._server._process.pid
 
 
-# The calls themselves --------------------------------------------------------------------------------------------
+# Bounded calls ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a worker sends waits for company: how long, and for whom."""
+"""Gathering of finished attempts into one submission."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def entry(number: int) -> SpoolEntry:
 
 
 class Connection:
-    """Accepts everything, and keeps how many records came together."""
+    """Connection that accepts everything and keeps the number of records in each submission."""
 
     def __init__(self) -> None:
         self.submissions: list[int] = []
@@ -40,7 +40,7 @@ class Connection:
 
 
 async def submissions(spool: Spool, gather_s: Callable[[], float]) -> list[int]:
-    """How many of two records go together."""
+    """Return the sizes of the submissions of two records."""
     connection = Connection()
     submitter = Submitter(
         connection,  # type: ignore[arg-type]  # records without images
@@ -63,7 +63,7 @@ async def test_a_record_waits_for_others_for_the_gathering_time(wait_s: float, t
     asked: list[int] = []
 
     def gather_s() -> float:
-        if not asked:  # the other one comes a moment later
+        if not asked:  # the second record follows a moment later
             asyncio.get_running_loop().call_soon(spool.add, entry(2))
         asked.append(len(spool))
         return wait_s

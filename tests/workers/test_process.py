@@ -1,4 +1,4 @@
-"""The worker as a real process, against a stand-in for the orchestrator."""
+"""The worker as a real process, against a minimal orchestrator."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def test_a_second_sigterm_returns_attempts_at_once() -> None:
             asked = len(stub.heartbeats)
             await stub.until(lambda: len(stub.heartbeats) > asked or stub.returned)
             if child.returncode is None and not stub.returned:
-                child.send_signal(signal.SIGTERM)  # the two before may have been delivered as one
+                child.send_signal(signal.SIGTERM)  # the first two signals may have been delivered as one
             code, lines = await ended(child)
     assert code == 0
     assert [key.episode for key in stub.returned] == [assignment().episode]

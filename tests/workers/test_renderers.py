@@ -1,5 +1,5 @@
-"""Whatever is said, each prompt extends what stands or starts a new segment: for every renderer, and for chat templates
-that make it hard."""
+"""Property tests of all renderers: each prompt extends the current segment or starts a new one, also with difficult
+chat templates."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ NEVER_EXTENDS = {
     "has no generation prompt",
     "shows the minute",
     "numbers turns from the last one back",
-    "is plain text",  # it never shows the token that ends a turn
+    "is plain text",  # it never shows the end-of-turn token
 }
-"""Here every turn that ends is a segment of its own; the others extend at least where nothing is to be rewritten."""
+"""Templates for which every finished turn is a separate segment; the others extend at least if nothing is rewritten."""
 
 FAMILIES = ("qwen3", "qwen3 that keeps thinking")
 
@@ -103,7 +103,7 @@ FIRST_MESSAGES = st.tuples(st.booleans(), NEW)
 
 @st.composite
 def _sampled(draw: st.DrawFn, encode: Callable[[str], list[int]], vocab_size: int, stops: list[int]) -> list[int]:
-    """What a policy may sample: text that ends as it should, is cut off anywhere (in a character too), or any ids."""
+    """Ids that a policy can sample: text that ends properly or is cut off (even in a character), or any ids."""
     kind = draw(st.sampled_from(["whole", "cut", "any"]))
     if kind == "any":
         return draw(st.lists(st.integers(0, vocab_size - 1), min_size=1, max_size=8))
@@ -115,7 +115,7 @@ def _sampled(draw: st.DrawFn, encode: Callable[[str], list[int]], vocab_size: in
 
 
 class Case:
-    """A renderer under test, its tokenizer if it has one, and ``encode`` to write text as ids."""
+    """A renderer under test, its tokenizer if it has one, and ``encode`` for text."""
 
     def __init__(self, renderer: Renderer, tokenizer: FolderTokenizer | None = None) -> None:
         self.renderer = renderer
@@ -200,8 +200,8 @@ def test_each_prompt_extends_the_current_segment_or_starts_a_new_one(name: str, 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_an_extended_prompt_is_the_templates_own_text_of_the_conversation(name: str, data: st.DataObject) -> None:
-    """The prompt's tokens say, to the character, what the template says; else the engine's own chat route and we would
-    ask the policy different things."""
+    """The prompt's tokens decode exactly to the template's text; otherwise our prompt would differ from that of the
+    engine's own chat route."""
     case = case_of(name)
     renderer, tokenizer = case.renderer, case.tokenizer
     assert tokenizer is not None

@@ -1,4 +1,4 @@
-"""The renderer of chat templates."""
+"""Renderer of chat templates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from headrace.errors import InfrastructureFailure
 from headrace.runspec import PolicySpec
 from headrace.trajectory import Message
-from headrace_workers.renderers import CurrentSegment, Prompt, SampledTurn, make_renderer
+from headrace_workers.renderers import AssistantTurn, CurrentSegment, Prompt, make_renderer
 from headrace_workers.renderers.folder_tokenizer import FolderTokenizer, load_tokenizer
 from headrace_workers.renderers.template_renderer import TemplateRenderer
 from tests.workers.models import CHATML, STRIPS_THINKING, make_model
@@ -20,7 +20,7 @@ NEXT = Message(role="user", content="And 東京?")
 
 
 class Rendered:
-    """A template's renderer, and the tokenizer to write samples with and to read prompts."""
+    """A template's renderer, with the tokenizer that encodes samples and decodes prompts."""
 
     def __init__(self, folder: Path, template: str, **config: object) -> None:
         self.tokenizer: FolderTokenizer = load_tokenizer(str(make_model(folder, template, **config)))
@@ -33,7 +33,7 @@ class Rendered:
     def standing(self, sampled: str | list[int], *messages: Message) -> CurrentSegment:
         ids = self.tokenizer.encode(sampled) if isinstance(sampled, str) else sampled
         prompt = self.renderer.start(messages or (USER,))
-        reply = SampledTurn(ids, self.renderer.parse(ids))
+        reply = AssistantTurn(ids, self.renderer.parse(ids))
         return CurrentSegment(prompt.new_ids + ids, len(prompt.new_ids), [*(messages or (USER,)), reply], prompt.text)
 
     def bridge(self, sampled: str | list[int], *new: Message) -> str | None:
@@ -84,7 +84,7 @@ def test_a_template_that_strips_thinking_has_no_extension_after_a_turn_with_thin
     rendered = Rendered(tmp_path, STRIPS_THINKING)
     assert rendered.start(USER).endswith("<|im_start|>assistant\n<think>\n")
     assert rendered.bridge("hm\n</think>\n\nFour<|im_end|>") is None
-    assert rendered.bridge("hm, never ended<|im_end|>") is not None  # the template shows thinking that did not end
+    assert rendered.bridge("hm, never ended<|im_end|>") is not None  # the template shows unfinished thinking
 
 
 def test_a_new_segment_shows_the_conversation_as_the_template_does(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_tools_are_in_the_prompt_and_in_its_extensions(chatml: Rendered) -> None
     assert '"name": "lookup"' in prompt.text
     ids = chatml.tokenizer.encode("Four<|im_end|>")
     standing = CurrentSegment(
-        prompt.new_ids + ids, len(prompt.new_ids), [USER, SampledTurn(ids, "Four")], prompt.text, tools
+        prompt.new_ids + ids, len(prompt.new_ids), [USER, AssistantTurn(ids, "Four")], prompt.text, tools
     )
     assert isinstance(chatml.renderer.extend(standing, [NEXT]), Prompt)
     assert chatml.renderer.extend(standing._replace(tools=()), [NEXT]) is None

@@ -1,4 +1,4 @@
-"""The worker against a stand-in for the orchestrator, over real HTTP."""
+"""The worker against a minimal orchestrator, over real HTTP."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Waits(OneTurn):
-    """Its step waits in the event loop for ever."""
+    """Environment whose step waits in the event loop forever."""
 
     async def step(self, action: str) -> Any:
         await asyncio.Event().wait()
@@ -119,7 +119,7 @@ async def test_one_heartbeat_lists_all_attempts_including_finished_ones_in_the_s
         stub.takes_records = False
         stub.queue = [finished]
         async with working(stub, lambda name="": Waits() if name else OneTurn()):
-            await stub.until(lambda: stub.turned_away)  # so it is in the spool
+            await stub.until(lambda: stub.turned_away)  # so the attempt is in the spool
             stub.queue = [running]
             both = {finished.episode, running.episode}
             await stub.until(lambda: {key.episode for key in stub.heartbeats[-1].holding} == both)
@@ -130,11 +130,11 @@ async def test_heartbeats_continue_while_an_episode_blocks_the_event_loop() -> N
 
     class Computes(OneTurn):
         def step(self, action: str) -> Any:
-            assert beats.wait(20)  # holds the worker's event loop, not the interpreter
+            assert beats.wait(20)  # blocks the worker's event loop, not the interpreter
             return super().step(action)
 
     async with orchestrating() as stub:
-        # The worker needs a loop of its own here, since its episode is going to hold it.
+        # The worker needs a separate loop here, since its episode will block it.
         stub.queue = attempts(1)
         finished = asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -420,7 +420,7 @@ async def test_a_call_that_returns_late_no_longer_counts_as_hanging(gate: thread
 async def test_attempts_are_renewed_only_while_their_event_loop_runs(gate: threading.Event) -> None:
     class Computes(OneTurn):
         def step(self, action: str) -> Any:
-            assert gate.wait(20)  # holds the worker's event loop, not the interpreter
+            assert gate.wait(20)  # blocks the worker's event loop, not the interpreter
             return super().step(action)
 
     async with orchestrating() as stub:

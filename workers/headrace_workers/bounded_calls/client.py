@@ -48,7 +48,7 @@ class BoundedCalls:
     """Bounded calls of a worker."""
 
     def __init__(self) -> None:
-        self._server: _ServerProcess | None = None
+        self._server: _CallServerProcess | None = None
         self._start_lock = asyncio.Lock()
 
     async def call(self, function: str, *arguments: Any, time_s: float, memory_bytes: int) -> Any:
@@ -87,12 +87,12 @@ class BoundedCalls:
             await self._server.close()
             self._server = None
 
-    async def _running_server(self) -> _ServerProcess:
+    async def _running_server(self) -> _CallServerProcess:
         async with self._start_lock:
             if self._server is None or not self._server.is_alive:
                 if self._server is not None:
                     await self._server.close()
-                self._server = await _ServerProcess.start()
+                self._server = await _CallServerProcess.start()
             return self._server
 
 
@@ -104,7 +104,7 @@ def _returned_value(function: str, answer: dict[str, Any]) -> Any:
     return answer["value"]
 
 
-class _ServerProcess:
+class _CallServerProcess:
     """The call server's process and its pending calls."""
 
     def __init__(
@@ -118,7 +118,7 @@ class _ServerProcess:
         self._read_task = asyncio.create_task(self._read())
 
     @classmethod
-    async def start(cls) -> _ServerProcess:
+    async def start(cls) -> _CallServerProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
@@ -142,8 +142,8 @@ class _ServerProcess:
             if not self.is_alive:
                 raise _ProcessLost("it has ended")
             self._writer.write(json.dumps({"id": number, **request}).encode() + b"\n")
-            found: dict[str, Any] = await answer
-            return found
+            result: dict[str, Any] = await answer
+            return result
         finally:
             del self._pending[number]
 

@@ -30,9 +30,9 @@ def last_boxed(text: str) -> str | None:
         if mark.group() != "}":
             open_marks.append(mark)
         elif open_marks:
-            opened = open_marks.pop()
-            if opened.group() != "{" and opened.end() > start:
-                start, end = opened.end(), mark.start()
+            open_mark = open_marks.pop()
+            if open_mark.group() != "{" and open_mark.end() > start:
+                start, end = open_mark.end(), mark.start()
     return text[start:end].strip() if start >= 0 else None
 
 
@@ -50,14 +50,14 @@ def fenced_blocks(text: str) -> Iterator[Block]:
     >>> list(fenced_blocks("First:\n```python\nprint(1)\n```\nDone."))
     [Block(language='python', content='print(1)\n', end=30)]
     """
-    opened, language, position = -1, "", 0
+    start, language, position = -1, "", 0
     for line in text.split("\n"):
-        bare, after = line.strip(), position + len(line) + 1
-        if opened < 0 and bare.startswith("```") and "`" not in bare[3:]:
-            opened, language = after, bare[3:].strip().partition(" ")[0]
-        elif opened >= 0 and bare == "```":
-            yield Block(language, text[opened:position], after - 1)
-            opened = -1
+        stripped, after = line.strip(), position + len(line) + 1
+        if start < 0 and stripped.startswith("```") and "`" not in stripped[3:]:
+            start, language = after, stripped[3:].strip().partition(" ")[0]
+        elif start >= 0 and stripped == "```":
+            yield Block(language, text[start:position], after - 1)
+            start = -1
         position = after
 
 

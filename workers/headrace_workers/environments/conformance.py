@@ -102,8 +102,8 @@ class _Player:
             if inspect.isawaitable(result):
                 result = self._runner.run(_await(result))
         except (Exception, SystemExit) as error:
-            given = ", ".join(map(repr, arguments))
-            raise _CheckFailed("raises", f"{method.__name__}({given}) raised {error!r}") from error
+            arguments_text = ", ".join(map(repr, arguments))
+            raise _CheckFailed("raises", f"{method.__name__}({arguments_text}) raised {error!r}") from error
         return result
 
     def play(self, environment: Any, seed: int, plan: Sequence[str]) -> list[Any]:
@@ -119,8 +119,8 @@ class _Player:
         for action in plan:
             if several:
                 _check_next_agent(environment, ended=False)
-            given = parse_action(action) if getattr(environment, "reads_calls", False) is True else action
-            returned.append(self.call(environment.step, given))
+            argument = parse_action(action) if getattr(environment, "reads_calls", False) is True else action
+            returned.append(self.call(environment.step, argument))
             _check_step(returned[-1], several)
             copies.append(copy.deepcopy(returned[-1]))
             yield _without_durations(copies[-1])

@@ -82,9 +82,9 @@ class Nim:
         if not any(self._heaps):
             return self._end(mover, other, "win", {mover: 1.0, other: -1.0})
         self._due = other
-        told = f"The other player took {count} from heap {heap}. {self._describe()}"
+        observation = f"The other player took {count} from heap {heap}. {self._describe()}"
         info = {"turn": self._turn, "heaps": list(self._heaps)}
-        return {other: told}, {mover: 0.0}, self._flags(False), self._flags(False), info
+        return {other: observation}, {mover: 0.0}, self._flags(False), self._flags(False), info
 
     def _describe(self) -> str:
         return f"Heaps now: {', '.join(str(size) for size in self._heaps)}."
@@ -94,21 +94,21 @@ class Nim:
 
     def _end(self, mover: str, other: str, outcome: str, rewards: dict[str, float]) -> MultiStep:
         self._due = None
-        told: dict[str, Observation]
+        observations: dict[str, Observation]
         if outcome == "win":
-            told = {
+            observations = {
                 mover: "You took the last object and win.",
                 other: "The other player took the last object and wins.",
             }
         elif outcome == "illegal_move":
-            told = {
+            observations = {
                 mover: "The heaps do not allow that move: you lose.",
                 other: "The other player made a move that the heaps do not allow: you win.",
             }
         else:
-            told = {
+            observations = {
                 mover: "No move in the form \\boxed{heap count} was found.",
                 other: "The other player made no readable move: the game is over.",
             }
         info = {"turn": self._turn, "outcome": outcome, "mover": mover, "heaps": list(self._heaps)}
-        return told, rewards, self._flags(True), self._flags(False), info
+        return observations, rewards, self._flags(True), self._flags(False), info

@@ -22,7 +22,7 @@ from headrace.errors import EpisodeFailure, PolicyFailure
 from headrace.trajectory import Message, Placeholder, Sampling, Segment, ToolCall, Turn, VersionRun
 from headrace_workers.episode.run_plan import AgentPlan
 from headrace_workers.policies.base import Sample, SeenPrompt
-from headrace_workers.renderers import ConversationItem, CurrentSegment, Prompt, Renderer, SampledTurn, Tools
+from headrace_workers.renderers import AssistantTurn, ConversationItem, CurrentSegment, Prompt, Renderer, Tools
 
 
 class NextPrompt(NamedTuple):
@@ -214,7 +214,7 @@ class AgentTrack:
     def messages(self) -> list[Message]:
         """The messages of the next turn, for a server that renders them itself."""
         said = [
-            Message(role="assistant", content=item.text, agent=self.agent) if isinstance(item, SampledTurn) else item
+            Message(role="assistant", content=item.text, agent=self.agent) if isinstance(item, AssistantTurn) else item
             for item in self._conversation
         ]
         return said + self._pending
@@ -244,7 +244,7 @@ class AgentTrack:
         segment.is_text = segment.is_text or sample.text is not None
         self._answered = asked.prompt
         self._conversation += self._pending
-        self._conversation.append(SampledTurn(sample.token_ids, text))
+        self._conversation.append(AssistantTurn(sample.token_ids, text))
         self._pending.clear()
         if self._early_reward or self._early_parts:
             turn.reward += self._early_reward

@@ -13,7 +13,7 @@ from headrace.trajectory import ContentPart, Message, Sampling
 from headrace_workers.policies import Sample, SampleRequest, check_sample
 from headrace_workers.policy_check.findings import CheckFailed, CheckSkipped
 from headrace_workers.policy_check.target import MORE, QUESTION, TOKENS, CheckTarget
-from headrace_workers.renderers import CurrentSegment, Prompt, SampledTurn
+from headrace_workers.renderers import AssistantTurn, CurrentSegment, Prompt
 
 PIXELS = 64
 """Height and width of the test image: larger than the patches of any model."""
@@ -71,5 +71,5 @@ async def _asked(subject: CheckTarget, prompt: list[int], turn: int, images: Seq
 
 
 def _standing(subject: CheckTarget, asked: Prompt, sample: Sample) -> CurrentSegment:
-    reply = SampledTurn(sample.token_ids, subject.renderer.parse(sample.token_ids))
+    reply = AssistantTurn(sample.token_ids, subject.renderer.parse(sample.token_ids))
     return CurrentSegment([*asked.new_ids, *sample.token_ids], len(asked.new_ids), [QUESTION, reply], asked.text)

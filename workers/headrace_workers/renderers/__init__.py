@@ -5,11 +5,11 @@ from __future__ import annotations
 from headrace.errors import InfrastructureFailure
 from headrace.runspec import PolicySpec
 from headrace_workers.renderers.base import (
+    AssistantTurn,
     ConversationItem,
     CurrentSegment,
     Prompt,
     Renderer,
-    SampledTurn,
     Tools,
     text_of,
 )
@@ -44,12 +44,12 @@ def make_renderer(spec: PolicySpec) -> Renderer:
 
 
 __all__ = [
+    "AssistantTurn",
     "BytesRenderer",
     "ConversationItem",
     "CurrentSegment",
     "Prompt",
     "Renderer",
-    "SampledTurn",
     "Tools",
     "make_renderer",
     "text_of",

@@ -22,7 +22,7 @@ Tools = Sequence[Mapping[str, Any]]
 """Functions that the policy can call, each as a JSON schema in the form of OpenAI's ``tools``."""
 
 
-class SampledTurn(msgspec.Struct, frozen=True):
+class AssistantTurn(msgspec.Struct, frozen=True):
     """A sampled turn of a conversation. ``token_ids`` int[n] as sampled; ``text``: their full text, of which the
     environment may have received only a part."""
 
@@ -30,7 +30,7 @@ class SampledTurn(msgspec.Struct, frozen=True):
     text: str
 
 
-ConversationItem = Message | SampledTurn
+ConversationItem = Message | AssistantTurn
 """An item of a conversation: a message or a sampled turn."""
 
 
@@ -51,7 +51,7 @@ class CurrentSegment(NamedTuple):
     """The current segment of a conversation. It ends with a sampled turn.
 
     ``token_ids`` int[n]; those from ``turn_start`` on are the last sampled turn. ``conversation`` is the conversation
-    that they encode; its last item is a SampledTurn. ``text`` is the ``text`` of that turn's Prompt.
+    that they encode; its last item is an AssistantTurn. ``text`` is the ``text`` of that turn's Prompt.
     """
 
     token_ids: Sequence[int]

@@ -15,7 +15,7 @@ import msgspec
 
 from headrace.environment import Action
 from headrace.trajectory import Message, Tokenizer
-from headrace_workers.renderers.base import ConversationItem, CurrentSegment, Prompt, SampledTurn, Tools, text_of
+from headrace_workers.renderers.base import AssistantTurn, ConversationItem, CurrentSegment, Prompt, Tools, text_of
 from headrace_workers.renderers.tool_calls import parse_action
 
 BOS = 256
@@ -69,7 +69,7 @@ class BytesRenderer:
 def _body(conversation: Sequence[ConversationItem]) -> list[int]:
     ids: list[int] = []
     for item in conversation:
-        if isinstance(item, SampledTurn):
+        if isinstance(item, AssistantTurn):
             ids += [ASSISTANT, *item.token_ids] if item.token_ids[-1] == END else [ASSISTANT, *item.token_ids, END]
         else:
             ids.append(ROLE_MARKS[item.role])

@@ -15,7 +15,7 @@ from typing import Any
 from headrace.environment import Action, Call
 from headrace.errors import InfrastructureFailure
 from headrace.trajectory import Message, Tokenizer
-from headrace_workers.renderers.base import ConversationItem, CurrentSegment, Prompt, SampledTurn, Tools, text_of
+from headrace_workers.renderers.base import AssistantTurn, ConversationItem, CurrentSegment, Prompt, Tools, text_of
 from headrace_workers.renderers.folder_tokenizer import FolderTokenizer, missing_extra
 from headrace_workers.renderers.tool_calls import read_call
 
@@ -86,9 +86,9 @@ class FamilyRenderer:
             ) from error
 
     def _to_message(self, item: ConversationItem) -> dict[str, Any]:
-        return self._turn_message(item) if isinstance(item, SampledTurn) else _message(item)
+        return self._turn_message(item) if isinstance(item, AssistantTurn) else _message(item)
 
-    def _turn_message(self, reply: SampledTurn) -> dict[str, Any]:
+    def _turn_message(self, reply: AssistantTurn) -> dict[str, Any]:
         parsed = self._renderer.parse_response(list(reply.token_ids), prompt_ids=self._generation_prompt)
         if any(call.status != "ok" for call in parsed.tool_calls):
             return {"role": "assistant", "content": reply.text}

@@ -18,7 +18,7 @@ from typing import Any
 from headrace.environment import Action
 from headrace.errors import InfrastructureFailure
 from headrace.trajectory import Message, Tokenizer
-from headrace_workers.renderers.base import ConversationItem, CurrentSegment, Prompt, SampledTurn, Tools, text_of
+from headrace_workers.renderers.base import AssistantTurn, ConversationItem, CurrentSegment, Prompt, Tools, text_of
 from headrace_workers.renderers.chat_template import ChatTemplate, TemplateMessage
 from headrace_workers.renderers.folder_tokenizer import FolderTokenizer
 from headrace_workers.renderers.tool_calls import parse_action
@@ -57,7 +57,7 @@ class TemplateRenderer:
 
     def extend(self, segment: CurrentSegment, new_messages: Sequence[Message]) -> Prompt | None:
         reply = segment.conversation[-1]
-        assert isinstance(reply, SampledTurn)
+        assert isinstance(reply, AssistantTurn)
         text = self._text([*segment.conversation, *new_messages], segment.tools)
         shown = segment.text + reply.text
         if not text.startswith(shown):
@@ -84,7 +84,7 @@ class TemplateRenderer:
         return self._template.render([self._to_message(item) for item in conversation], tools, generation_prompt=True)
 
     def _to_message(self, item: ConversationItem) -> TemplateMessage:
-        if isinstance(item, SampledTurn):
+        if isinstance(item, AssistantTurn):
             return {"role": "assistant", "content": self._prefill + item.text}
         if self.image_token_id is None or isinstance(item.content, str):
             return {"role": item.role, "content": text_of(item)}
@@ -128,16 +128,16 @@ class TemplateRenderer:
         the template."""
         for before in ([_USER], [_SYSTEM, _USER]):
             try:
-                asked = self._template.render(before, generation_prompt=True)
+                prompt = self._template.render(before, generation_prompt=True)
                 shown = self._template.render(
                     [*before, {"role": "assistant", "content": PROBE_TEXT}, _USER], generation_prompt=False
                 )
             except InfrastructureFailure:
                 continue  # a template may refuse this conversation and accept the environment's
-            head, found, rest = shown.partition(PROBE_TEXT)
-            if found:
+            head, separator, rest = shown.partition(PROBE_TEXT)
+            if separator:
                 ends = [mark for mark in self._tokenizer.added_tokens if rest.startswith(mark)]
-                return asked.removeprefix(head) if asked.startswith(head) else "", max(ends, key=len, default="")
+                return prompt.removeprefix(head) if prompt.startswith(head) else "", max(ends, key=len, default="")
         return "", ""
 
 

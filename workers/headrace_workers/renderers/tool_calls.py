@@ -17,27 +17,27 @@ THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
 
 def parse_action(text: str, prefill: str = "") -> Action:
-    """The parts of an action. ``prefill`` is what the prompt had prefill for the policy, such as ``<think>``."""
-    thinking, thought, rest = text.partition(THINK_CLOSE)
+    """Parse the text of an action. ``prefill`` is the text that the prompt put before it, such as ``<think>``."""
+    thinking, think_close, rest = text.partition(THINK_CLOSE)
     is_thinking = THINK_OPEN in prefill or thinking.lstrip().startswith(THINK_OPEN)
-    reasoning = thinking.lstrip().removeprefix(THINK_OPEN).strip("\n") if thought or is_thinking else ""
-    if is_thinking and not thought:
+    reasoning = thinking.lstrip().removeprefix(THINK_OPEN).strip("\n") if think_close or is_thinking else ""
+    if is_thinking and not think_close:
         return Action(text, content="", reasoning=reasoning)
-    content, *blocks = (rest if thought else text).split(CALL_OPEN)
+    content, *blocks = (rest if think_close else text).split(CALL_OPEN)
     return Action(
         text, content=content.strip("\n"), reasoning=reasoning, calls=[_parse_call(block) for block in blocks]
     )
 
 
 def _parse_call(block: str) -> Call:
-    said, closed, _ = block.partition(CALL_CLOSE)
+    content, closed, _ = block.partition(CALL_CLOSE)
     if not closed:
-        return Call(text=said.strip(), error="the call is not closed")
+        return Call(text=content.strip(), error="the call is not closed")
     try:
-        value = json.loads(said)
+        value = json.loads(content)
     except ValueError as error:
-        return Call(text=said.strip(), error=f"the call is not JSON: {error}")
-    return read_call(said.strip(), value)
+        return Call(text=content.strip(), error=f"the call is not JSON: {error}")
+    return read_call(content.strip(), value)
 
 
 def read_call(text: str, value: Any) -> Call:

@@ -317,8 +317,8 @@ class Worker:
         except InvalidTrajectory as error:
             self._spool.add(self._substitute(SpoolEntry(running.assignment, b""), error))
             return
-        shown = {asset.name: assets[asset.name] for asset in trajectory.assets}
-        self._spool.add(SpoolEntry(running.assignment, record, shown))
+        record_assets = {asset.name: assets[asset.name] for asset in trajectory.assets}
+        self._spool.add(SpoolEntry(running.assignment, record, record_assets))
 
     def _submit_gather_s(self) -> float:
         """Time that finished attempts may wait for others to be submitted with them; zero for the last one."""
@@ -419,12 +419,12 @@ class Worker:
         if not self._running:
             return
         tasks = [running.task for running in self._running.values() if running.task is not None]
-        ends: list[asyncio.Task[Any]] = [
+        waits: list[asyncio.Task[Any]] = [
             asyncio.create_task(self._stop_now.wait()),
             asyncio.create_task(asyncio.wait(tasks)),
         ]
-        await asyncio.wait(ends, timeout=self._grace_s, return_when=asyncio.FIRST_COMPLETED)
-        await _cancel_and_wait(*ends)
+        await asyncio.wait(waits, timeout=self._grace_s, return_when=asyncio.FIRST_COMPLETED)
+        await _cancel_and_wait(*waits)
 
     async def _hand_back(self) -> None:
         """Cancel the remaining attempts and return them. Without an answer, their leases expire."""
