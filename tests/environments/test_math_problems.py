@@ -14,8 +14,8 @@ from headrace.errors import InvalidRequest, MissingExtra
 from headrace_workers.bounded_calls import BoundedCalls
 from headrace_workers.environments import math_problems
 from headrace_workers.environments.math_problems import BASICS, MathProblems, basics, reference_of
+from tests.workers.bounded_calls.test_grading_limits import context_of
 from tests.workers.fakes import Script, failure_of, play, say
-from tests.workers.test_g18 import context_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

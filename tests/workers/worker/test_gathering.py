@@ -15,7 +15,7 @@ from headrace_workers.worker.submitter import Submitter
 from tests.builders import make_id
 from tests.workers.fakes import assignment
 from tests.workers.orchestrator import orchestrating
-from tests.workers.test_worker import working
+from tests.workers.worker.test_worker import working
 
 
 def entry(number: int) -> SpoolEntry:

@@ -17,7 +17,7 @@ from headrace_workers.worker.spool import Spool, SpoolEntry
 from tests.orchestrator.serving import orchestrator as service
 from tests.workers.fakes import OneTurn, assignment
 from tests.workers.orchestrator import Orchestrator, orchestrating
-from tests.workers.test_worker import attempts, quick, working
+from tests.workers.worker.test_worker import attempts, quick, working
 
 __all__ = ["quick"]
 

@@ -24,7 +24,7 @@ from tests.builders import make_id
 from tests.workers.fakes import assignment
 from tests.workers.orchestrator import Orchestrator, orchestrating
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ARITHMETIC = Task(environment="math:Arithmetic-v0", seed=1)
 
 
