@@ -90,9 +90,11 @@ class Buffer:
     def take(self, events: list[AnyEvent]) -> None:
         for event in events:
             if isinstance(event, EpisodeEnded):
-                self.index.note_trajectory(event, Location.at(next(self._numbers) * RECORD_BYTES, RECORD_BYTES))
+                self.index.add_trajectory(
+                    event, Location.from_position(next(self._numbers) * RECORD_BYTES, RECORD_BYTES)
+                )
             elif not isinstance(event, BatchFormed):
-                self.index.note(event)
+                self.index.apply(event)
 
     def claims_ms(self) -> float:
         """The median time of a claim."""

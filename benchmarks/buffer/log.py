@@ -35,9 +35,9 @@ def measure(folder: Path, rounds: int) -> list[tuple[float, float]]:
 async def _measure(folder: Path, rounds: int) -> list[tuple[float, float]]:
     payload = os.urandom(FRAME_BYTES)
     directory = DataDirectory.claim(folder / "data")
-    log = Log(directory.path / "log", file_bytes=FILE_BYTES, writing=LogWriterProcess(directory))
+    log = Log(directory.path / "log", file_bytes=FILE_BYTES, writer=LogWriterProcess(directory))
     list(log.scan())
-    log.begin(lambda: None)
+    log.start(lambda: None)
     descriptor = os.open(folder / "raw", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:
         return [(await _ours(log, payload), _raw(descriptor, payload)) for _ in range(rounds)]

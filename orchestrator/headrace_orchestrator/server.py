@@ -46,8 +46,8 @@ def run(settings: Settings, *, ready: Callable[[Address], None] = lambda address
     allocator.keep_freed_memory()
     gc.set_threshold(*GC_THRESHOLDS)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    start_writing = writer_process.LogWriterProcess if writer_process.SUPPORTED else start_log_writer_thread
-    run_until_signal(lambda stop: serve(settings, ready=ready, stop=stop, start_writing=start_writing))
+    start_log_writer = writer_process.LogWriterProcess if writer_process.SUPPORTED else start_log_writer_thread
+    run_until_signal(lambda stop: serve(settings, ready=ready, stop=stop, start_log_writer=start_log_writer))
 
 
 async def serve(
@@ -55,7 +55,7 @@ async def serve(
     *,
     ready: Callable[[Address], None],
     stop: asyncio.Event | None = None,
-    start_writing: StartLogWriter = start_log_writer_thread,
+    start_log_writer: StartLogWriter = start_log_writer_thread,
 ) -> None:
     """Run in this event loop until ``stop`` is set or the task is cancelled; both are graceful. Installs no signal
     handlers. ``ready`` is called once, when requests are answered. Raises SetupError if it cannot start."""
@@ -65,8 +65,8 @@ async def serve(
         listener = listen(settings.host, settings.port, option="--port")
         with contextlib.closing(listener):
             address = Address(settings.host, listener.getsockname()[1])
-            directory.announce(address.url)
-            service = Service(settings, directory, start_writing=start_writing)
+            directory.write_address(address.url)
+            service = Service(settings, directory, start_log_writer=start_log_writer)
             app = OrchestratorApp(service, auth, service.metrics, settings.max_body_bytes, settings.max_wait_s)
             await _serve(settings, service, app, listener, lambda: ready(address), stop or asyncio.Event())
     finally:

@@ -24,7 +24,7 @@ from typing import Any
 from headrace.store.log_format import FrameType
 from headrace_orchestrator.buffer.log import writer_process
 from headrace_orchestrator.buffer.log.file_writer import LogFileWriter, PendingFrame
-from headrace_orchestrator.buffer.log.writer_thread import WriteResult
+from headrace_orchestrator.buffer.log.writer import WriteResult
 from tests.chaos.disk import Disk
 from tests.chaos.plan import Plan
 from tests.chaos.points import PR_SET_PDEATHSIG, Points, die
@@ -174,7 +174,7 @@ def _watch_acks(syncs: _Syncs) -> None:
 
 def _watch_jobs(points: Points) -> None:
     """It can be lost behind a job too: the orchestrator is told of the job, or not, or waits for nothing."""
-    done = writer_process._done
+    done = writer_process._carry_out
 
     def watched(*args: Any) -> WriteResult:
         outcome = done(*args)
@@ -182,7 +182,7 @@ def _watch_jobs(points: Points) -> None:
             threading.Timer(random.uniform(0, 0.01), points.die).start()
         return outcome
 
-    writer_process._done = watched  # type: ignore[assignment]
+    writer_process._carry_out = watched  # type: ignore[assignment]
 
 
 if __name__ == "__main__":

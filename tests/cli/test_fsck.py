@@ -314,7 +314,7 @@ async def test_a_directory_without_a_projection_is_sound(data_dir: Path):
     for arguments in ((data_dir.parent,), ("--rebuild", data_dir.parent)):
         done = fsck(*arguments)
         assert done.exit_code == 1
-        assert "no data directory" in done.stderr
+        assert "not a data directory" in done.stderr
 
 
 OPERATIONS = ("play", "play", "fail", "pull", "ack", "create", "close", "restart")

@@ -17,7 +17,7 @@ from headrace.wire import codec
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.scheduler.events import GroupAdmitted, RunCreated
 from headrace_orchestrator.scheduler.state.admission.task_sources import sampling_seed, source_of
-from headrace_orchestrator.service.storage.store import events_of
+from headrace_orchestrator.service.storage.frames import events_of
 from tests.compatibility.conftest import ARCHIVES, Earlier
 from tests.compatibility.orchestrator_process import HEADRACE
 from tests.compatibility.summary import control_records, differences, exported, frames, stored

@@ -22,7 +22,7 @@ _WRITERS = [
 
 
 @pytest.fixture(params=_WRITERS)
-def start_writing(request: pytest.FixtureRequest) -> StartLogWriter:
+def start_log_writer(request: pytest.FixtureRequest) -> StartLogWriter:
     """Starts the log's writer, for a test that holds wherever it runs."""
     start: StartLogWriter = request.param
     return start

@@ -198,7 +198,7 @@ def refusing_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def refuse(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("headrace_orchestrator.buffer.log.log.PROBE_FIRST_S", 0.01)
+    monkeypatch.setattr("headrace_orchestrator.buffer.log.log.FIRST_RETRY_S", 0.01)
     with monkeypatch.context() as refusing:
         refusing.setattr(os, "fdatasync", refuse)
         yield

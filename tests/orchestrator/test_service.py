@@ -26,9 +26,10 @@ from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.scheduler.events import AnyEvent, GroupRetired, WorkerDraining
 from headrace_orchestrator.scheduler.queries.durable_values import durable_values
 from headrace_orchestrator.service import batches as serving
+from headrace_orchestrator.service.storage.frames import EVENTS_PER_FRAME, events_of
 from headrace_orchestrator.service.storage.record_events import event_of, record_for_event
 from headrace_orchestrator.service.storage.replay import replay
-from headrace_orchestrator.service.storage.store import EVENTS_A_FRAME, Store, events_of
+from headrace_orchestrator.service.storage.store import Store
 from tests.builders import make_failed, make_id, make_multi_agent, make_multi_segment, make_trajectory, make_truncated
 from tests.orchestrator.serving import Api, orchestrator, record_for, refusing_disk, submission, until
 
@@ -133,7 +134,7 @@ async def test_a_body_is_streamed_on_when_a_disk_that_refused_takes_its_records_
     api: Api, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(serving, "WHOLE_BODY_BYTES", 0)
-    monkeypatch.setattr(log_module, "PROBE_FIRST_S", 0.01)
+    monkeypatch.setattr(log_module, "FIRST_RETRY_S", 0.01)
     await api.create_run()
     attempts = await api.lease(free=4)
     begun, refused, moved = threading.Event(), threading.Event(), threading.Event()
@@ -309,17 +310,17 @@ async def test_control_records_that_are_decided_together_share_frames_in_the_ord
 ):
     log = Log(data_dir / "log", file_bytes=1 << 30)
     assert list(log.scan()) == []
-    log.begin(lambda: None)
+    log.start(lambda: None)
     store = Store(log, SqliteProjection(data_dir / "projection.sqlite", log.id))
-    events: list[AnyEvent] = [WorkerDraining(worker=f"worker-{number}") for number in range(2 * EVENTS_A_FRAME + 1)]
-    store.put(events)
+    events: list[AnyEvent] = [WorkerDraining(worker=f"worker-{number}") for number in range(2 * EVENTS_PER_FRAME + 1)]
+    store.append(events)
     await store.close()
 
     log = Log(data_dir / "log", file_bytes=1 << 30)
     frames = [item.frame for item in log.scan() if isinstance(item, LocatedFrame)]
     read = [events_of(frame)[0] for frame in frames if frame.type is FrameType.CONTROL]
     await log.close()
-    assert [len(share) for share in read] == [EVENTS_A_FRAME, EVENTS_A_FRAME, 1]
+    assert [len(share) for share in read] == [EVENTS_PER_FRAME, EVENTS_PER_FRAME, 1]
     assert [event for share in read for event in share] == events
 
 
@@ -328,7 +329,7 @@ async def test_a_fact_that_does_not_fit_costs_none_of_those_it_shares_a_frame_wi
         await api.create_run()
     log = Log(data_dir / "log", file_bytes=1 << 30)
     list(log.scan())
-    log.begin(lambda: None)
+    log.start(lambda: None)
     unfit = GroupRetired(run="run", group="never admitted", reason="stale")
     events = [WorkerDraining(worker="one"), unfit, WorkerDraining(worker="two")]
     log.append(FrameType.CONTROL, msgspec.msgpack.encode(events))
@@ -345,7 +346,7 @@ async def test_the_first_terminal_record_of_an_episode_wins(data_dir: Path):
         attempts = await api.play(free=4)
     log = Log(data_dir / "log", file_bytes=1 << 30)
     found = [item for item in log.scan() if isinstance(item, LocatedFrame)]
-    log.begin(lambda: None)
+    log.start(lambda: None)
     stored = next(item.frame.payload for item in found if item.frame.type is FrameType.TRAJECTORY)
     second = msgspec.structs.replace(codec.decode(stored), id=make_id(99))
     log.append(FrameType.TRAJECTORY, codec.encode(second))
@@ -422,11 +423,11 @@ async def test_memory_never_goes_on_without_the_log(data_dir: Path, monkeypatch:
 async def test_everything_that_was_decided_together_is_encoded_before_anything_of_it_is_stored(data_dir: Path):
     log = Log(data_dir / "log", file_bytes=1 << 30)
     assert list(log.scan()) == []
-    log.begin(lambda: None)
+    log.start(lambda: None)
     store = Store(log, SqliteProjection(data_dir / "projection.sqlite", log.id))
     size_bytes = log.size_bytes
     with pytest.raises(OverflowError):
-        store.put([*[WorkerDraining(worker="w")] * EVENTS_A_FRAME, Unstorable(worker="w", number=1 << 70)])
+        store.append([*[WorkerDraining(worker="w")] * EVENTS_PER_FRAME, Unstorable(worker="w", number=1 << 70)])
     assert log.size_bytes == size_bytes
     await store.close()
 

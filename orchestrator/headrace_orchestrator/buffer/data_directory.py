@@ -1,11 +1,11 @@
 """Ownership of a data directory.
 
-* One orchestrator writes a data directory; a second one is told who has it.
-* The epoch grows at every start and is on disk before anything is answered; a lost one is not guessed.
-* A backup is no data directory: it is restored first.
-* The lock goes with the process, and with those that write for it, however they end; whoever starts right after the end
-  of one waits for them.
-* One that stood still while its lock was lost, and another took the directory, knows it by the epoch.
+* One orchestrator writes a data directory; a second one is refused, with the process id of the owner.
+* The epoch grows at every start and is on disk before anything is answered; a lost epoch is not guessed.
+* A backup is not accepted as a data directory: it has to be restored first.
+* The lock is released when the owner, and every process that writes for it, has ended, however they end; a start right
+  after the end of the owner waits for them.
+* An owner that was paused while its lock was lost and another process took the directory notices it by the epoch.
 """
 
 from __future__ import annotations
@@ -20,37 +20,38 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from headrace.errors import DataDirectoryInUse, SetupError
+from headrace_orchestrator.buffer.durable_files import replace_file
 
-MANIFEST = "backup.json"
-"""What says of a folder that it is a backup."""
+BACKUP_MANIFEST = "backup.json"
+"""The file by which a folder is recognized as a backup."""
 
-LOOKS, LOOK_S = 5, 0.01
-"""Whoever asks whether a directory is owned holds its lock for a moment: one look is not enough."""
+LOCK_TRIES, LOCK_RETRY_S = 5, 0.01
+"""``is_owned`` takes the lock for a moment, so one failed try does not prove that the directory has an owner."""
 
-LEFT_S = 10.0
-"""How long what is left of an owner that has ended is waited for: it may have a batch to bring to disk."""
+ENDED_OWNER_WAIT_S = 10.0
+"""Seconds to wait for processes of an owner that has ended: its log writer may have a batch to bring to disk."""
 
 
 class Ownership(NamedTuple):
-    """Of which epoch a data directory was when it was taken. Any process can tell whether it still is."""
+    """The epoch of a data directory when it was claimed. Any process can check whether it still holds."""
 
     path: str
     epoch: int
     inode: int
-    """Of the file that has the epoch."""
+    """Inode of the epoch's file."""
     written_ns: int
-    """When that was written."""
+    """Modification time of that file."""
 
     @classmethod
     def now(cls, path: Path, epoch: int) -> Self:
-        """As it is at this moment."""
-        return cls(str(path), epoch, *_file_mark(path / "epoch"))
+        """The ownership at this moment."""
+        return cls(str(path), epoch, *_file_identity(path / "epoch"))
 
     def require(self) -> None:
         """Raises DataDirectoryInUse once another orchestrator has begun an epoch here, and OSError if that cannot be
-        told. A lock can be lost without a word: its file deleted, its volume attached elsewhere."""
+        read. A lock can be lost without an error: its file deleted, its volume attached elsewhere."""
         path = Path(self.path)
-        if _file_mark(path / "epoch") != (self.inode, self.written_ns):
+        if _file_identity(path / "epoch") != (self.inode, self.written_ns):
             raise DataDirectoryInUse(
                 f"The data directory {path} was taken by another orchestrator, of epoch {last_epoch(path)}; "
                 f"this one is of epoch {self.epoch}.",
@@ -59,8 +60,8 @@ class Ownership(NamedTuple):
 
 
 class DataDirectory:
-    """A data directory that this process owns until ``close``. ``lock`` is the descriptor that says so: who has a copy
-    of it owns the directory too."""
+    """A data directory that this process owns until ``close``. ``lock`` is the descriptor of the lock: a process that
+    inherits it owns the directory too."""
 
     def __init__(self, path: Path, epoch: int, lock: int) -> None:
         self.path = path
@@ -71,7 +72,7 @@ class DataDirectory:
     @classmethod
     def claim(cls, path: Path) -> Self:
         """Take the directory (made if missing) and start a new epoch. Raises DataDirectoryInUse or SetupError."""
-        if (path / MANIFEST).exists():
+        if (path / BACKUP_MANIFEST).exists():
             raise SetupError(
                 f"{path} is a backup, not a data directory.",
                 hint=f"`headrace restore {path} DIR` makes one of it, in a directory that is missing or empty.",
@@ -85,8 +86,8 @@ class DataDirectory:
                 hint="Give a directory that this user may write.",
             ) from error
         try:
-            _take(lock, path)
-            epoch = _next_epoch(path, _owner(lock))
+            _acquire(lock, path)
+            epoch = _next_epoch(path, _read_owner(lock))
             os.ftruncate(lock, 0)
             os.pwrite(lock, json.dumps({"pid": os.getpid(), "epoch": epoch}).encode(), 0)
         except BaseException:
@@ -94,16 +95,16 @@ class DataDirectory:
             raise
         return cls(path, epoch, lock)
 
-    def announce(self, url: str) -> None:
-        """Write the address that this owner listens at to ``address``."""
-        replace(self.path / "address", url.encode() + b"\n")
+    def write_address(self, url: str) -> None:
+        """Write the address that this owner listens at to the file ``address``."""
+        replace_file(self.path / "address", url.encode() + b"\n")
 
     def require_owned(self) -> None:
-        """As ``Ownership.require``."""
+        """Like ``Ownership.require``."""
         self.ownership.require()
 
     def close(self) -> None:
-        """Give the directory up."""
+        """Release the directory."""
         with suppress(DataDirectoryInUse, OSError):  # the address of another owner stays
             self.require_owned()
             (self.path / "address").unlink(missing_ok=True)
@@ -112,10 +113,10 @@ class DataDirectory:
 
 @contextmanager
 def lock_directory(path: Path) -> Iterator[None]:
-    """Keep orchestrators away from a data directory for the block. Raises DataDirectoryInUse."""
+    """Keep orchestrators out of a data directory for the block. Raises DataDirectoryInUse."""
     lock = os.open(path / "owner", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        _take(lock, path)
+        _acquire(lock, path)
         yield
     finally:
         os.close(lock)
@@ -136,30 +137,30 @@ def is_owned(path: Path) -> bool:
     return False
 
 
-def _file_mark(file: Path) -> tuple[int, int]:
-    """Tells a small file from one that was put in its place."""
+def _file_identity(file: Path) -> tuple[int, int]:
+    """Inode and modification time: they differ if the file was replaced."""
     found = os.stat(file)
     return found.st_ino, found.st_mtime_ns
 
 
-def _take(lock: int, path: Path) -> None:
-    looks, until = 0, time.monotonic() + LEFT_S
+def _acquire(lock: int, path: Path) -> None:
+    tries, until = 0, time.monotonic() + ENDED_OWNER_WAIT_S
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
-            looks += 1
-        pid = _owner(lock).get("pid", 0)  # 0: the owner has the lock and has not written its name yet
+            tries += 1
+        pid = _read_owner(lock).get("pid", 0)  # 0: the owner has the lock and has not written its process id yet
         has_ended = bool(pid) and not _is_running(pid)
-        if looks >= LOOKS and not (has_ended and time.monotonic() < until):
+        if tries >= LOCK_TRIES and not (has_ended and time.monotonic() < until):
             break
-        time.sleep(LOOK_S)
+        time.sleep(LOCK_RETRY_S)
     if has_ended:
         raise DataDirectoryInUse(
-            f"The data directory {path} is still held, though its last orchestrator has ended, process {pid}.",
-            hint="What that left may still be on its way to the disk, or a command such as fsck works here. Wait for "
-            "it, then start again.",
+            f"The data directory {path} is still held, though its last orchestrator, process {pid}, has ended.",
+            hint="Its log writer may still be writing to the disk, or a command such as fsck works here. Wait for it, "
+            "then start again.",
             pid=pid,
         )
     raise DataDirectoryInUse(
@@ -174,15 +175,15 @@ def _is_running(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # it is another user's
+    except OSError:  # the process exists and belongs to another user
         pass
-    with suppress(OSError):  # there is no such file but on Linux
+    with suppress(OSError):  # only Linux has this file
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     return True
 
 
-def _owner(lock: int) -> dict[str, int]:
-    """What the last owner wrote: its ``pid`` and ``epoch``; nothing if that is not readable."""
+def _read_owner(lock: int) -> dict[str, int]:
+    """The ``pid`` and ``epoch`` that the last owner wrote; empty if they cannot be read."""
     try:
         written = json.loads(os.pread(lock, 4096, 0))
         return {"pid": int(written["pid"]), "epoch": int(written["epoch"])}
@@ -207,38 +208,18 @@ def _next_epoch(path: Path, owner: dict[str, int]) -> int:
             hint="Write into it a number above every epoch seen so far.",
         ) from error
     last = max(last, owner.get("epoch", 0))
-    replace(file, b"%d\n" % (last + 1))
+    replace_file(file, b"%d\n" % (last + 1))
     return last + 1
 
 
 def last_epoch(path: Path) -> int:
     """The highest epoch that this data directory is known to have had; 0 if none."""
     try:
-        noted = int((path / "epoch").read_bytes())
+        recorded = int((path / "epoch").read_bytes())
     except (FileNotFoundError, ValueError):
-        noted = 0
+        recorded = 0
     try:
         owner = json.loads((path / "owner").read_bytes())["epoch"]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         owner = 0
-    return max(noted, int(owner))
-
-
-def replace(file: Path, content: bytes) -> None:
-    """Put a whole small file in place, durably: readers see the old one or the new one."""
-    new = file.with_name(file.name + ".new")
-    with open(new, "wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(new, file)
-    sync_directory(file.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    return max(recorded, int(owner))

@@ -8,10 +8,8 @@ from contextlib import contextmanager
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from headrace_orchestrator.buffer.progress import OnProgress
 from headrace_orchestrator.cli.output import note, notes, shared
-
-OnProgress = Callable[[int, int], None]
-"""A callback with the bytes done and the bytes in all."""
 
 REFRESH_S = 0.1
 LINE_S = 5.0

@@ -24,7 +24,8 @@ from headrace.store.asset_files import FOLDER
 from headrace_orchestrator.buffer.assets.store import COLLECT_EVERY_S, AssetStore
 from headrace_orchestrator.buffer.data_directory import DataDirectory
 from headrace_orchestrator.buffer.log.log import Log
-from headrace_orchestrator.buffer.log.writer_thread import LogWriter, LogWriterThread
+from headrace_orchestrator.buffer.log.writer import LogWriter
+from headrace_orchestrator.buffer.log.writer_thread import LogWriterThread
 from headrace_orchestrator.buffer.projection.sqlite import SqliteProjection
 from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.scheduler.core import Scheduler
@@ -90,14 +91,14 @@ class Lifecycle:
         directory: DataDirectory,
         metrics: Metrics,
         clock: Callable[[], float],
-        start_writing: StartLogWriter,
+        start_log_writer: StartLogWriter,
     ) -> None:
         self.epoch = directory.epoch
         self.metrics = metrics
         self._settings = settings
         self._directory = directory
         self._clock = clock
-        self._start_writing = start_writing
+        self._start_log_writer = start_log_writer
         self._started_at = self._reading_since = clock()
         self._replayed_s = 0.0
         self._phase = "starting"
@@ -113,7 +114,7 @@ class Lifecycle:
         """Read the log and become ready. Requests may come meanwhile. Raises StoreError."""
         self._phase = "opening the log"
         begun = self._reading_since = self._clock()
-        writing = self._start_writing(self._directory)
+        writing = self._start_log_writer(self._directory)
         try:
             # Heads of files may be large: the event loop answers meanwhile.
             self._log = await asyncio.to_thread(self._open_log, writing)
@@ -124,7 +125,7 @@ class Lifecycle:
             self._phase = "reading the log"
         store = Store(self._log, SqliteProjection(self._directory.path / "projection.sqlite", self._log.id))
         assets = AssetStore(
-            self._directory.path / FOLDER, store.referred, clock=self._clock, promise_s=self._settings.asset_promise_s
+            self._directory.path / FOLDER, store.referenced, clock=self._clock, promise_s=self._settings.asset_promise_s
         )
         bounds = SharedBounds(self._settings.max_held_bytes or math.inf, self._settings.max_disk_bytes or math.inf)
         core = Scheduler(epoch=self.epoch, new_id=new_id, new_nonce=lambda: random_pool(8).hex(), bounds=bounds)
@@ -151,8 +152,8 @@ class Lifecycle:
             assets,
             self._settings.retention,
             bounds,
-            end_file=lambda: store.end_file(core),
-            deleted=self._deleted,
+            rotate=lambda: store.rotate(core),
+            on_deleted=self._deleted,
             now_s=lambda: time.time_ns() / 1e9,
         )
         tasks = (self._project, self._watch_lag, self._collect, retainer.run, PageCacheTrimmer(store).run)
@@ -174,7 +175,7 @@ class Lifecycle:
             on_sync=self._synced,
             on_failure=self._disk_refuses,
             on_recovery=self._disk_takes,
-            writing=writing,
+            writer=writing,
         )
 
     def drain(self) -> None:
@@ -234,7 +235,7 @@ class Lifecycle:
         await asyncio.sleep(running.assets.promise_s)
         # A reference that was lost with a flipped byte must not cost an asset.
         await asyncio.to_thread(running.shell.store.projection.check)
-        await running.assets.doubt_all()
+        await running.assets.collect_all()
         while True:
             await running.assets.collect()
             await asyncio.sleep(min(COLLECT_EVERY_S, running.assets.promise_s))
@@ -243,7 +244,7 @@ class Lifecycle:
         """A crash may have come between the deletion of a file and what follows from it."""
         listed = await asyncio.to_thread(store.projection.files)
         there = await asyncio.to_thread(store.log.files.sizes)
-        await store.files_gone([number for number in listed if number not in there])
+        await store.forget_files([number for number in listed if number not in there])
 
     async def _watch_lag(self) -> None:
         loop = asyncio.get_running_loop()
@@ -276,7 +277,7 @@ class Lifecycle:
         self._show_ready()
         if self._running is not None:
             shell = self._running.shell
-            shell.store.keep_state(shell.core)
+            shell.store.rotate_if_due(shell.core)
             shell.set_timer()
 
     def _show_ready(self) -> None:

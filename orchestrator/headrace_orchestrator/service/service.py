@@ -49,9 +49,9 @@ class Service(Lifecycle):
         directory: DataDirectory,
         *,
         clock: Callable[[], float] = time.monotonic,
-        start_writing: StartLogWriter = start_log_writer_thread,
+        start_log_writer: StartLogWriter = start_log_writer_thread,
     ) -> None:
-        super().__init__(settings, directory, Metrics(self.status), clock, start_writing)
+        super().__init__(settings, directory, Metrics(self.status), clock, start_log_writer)
 
     async def execute(self, command: Command[T]) -> T:
         """Carry out a command of the scheduler; returns, or raises, when what it rests on is on disk."""

@@ -17,7 +17,7 @@ from headrace.common.ids import new_id
 from headrace.errors import InternalError, StoreError
 from headrace.server import logs
 from headrace.wire import codec
-from headrace_orchestrator.buffer.projection.entries import TrajectoryEntry
+from headrace_orchestrator.buffer.projection.entries import ProjectedTrajectory
 from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.scheduler.events import (
@@ -40,8 +40,9 @@ from headrace_orchestrator.scheduler.state.batches import NACKED
 from headrace_orchestrator.scheduler.state.run import Run
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 from headrace_orchestrator.service.batches import BuiltBatch
+from headrace_orchestrator.service.storage.frames import BatchWrite, TrajectoryWrite, Write
 from headrace_orchestrator.service.storage.record_events import event_of, record_for_event
-from headrace_orchestrator.service.storage.store import BatchWrite, Store, StoreWrite, TrajectoryWrite
+from headrace_orchestrator.service.storage.store import Store
 from headrace_orchestrator.service.waiters import Disconnected, WaitQueue, WaitQueues
 
 T = TypeVar("T")
@@ -117,9 +118,9 @@ class Shell:
         batch that was frozen."""
         try:
             events, before = self.core.drain(), self.store.log.size_bytes
-            self.store.put([self._stored_form(event, accepted or {}, formed) for event in events])
+            self.store.append([self._stored_form(event, accepted or {}, formed) for event in events])
             self.core.bounds.disk_bytes += self.store.log.size_bytes - before
-            self.store.keep_state(self.core)
+            self.store.rotate_if_due(self.core)
             for event in events:
                 if (log_event := _LOG_EVENT.get(type(event))) is not None:
                     log_event(event)
@@ -135,7 +136,7 @@ class Shell:
 
     def _stored_form(
         self, event: AnyEvent, accepted: Mapping[str, TrajectoryWrite], formed: BuiltBatch | None
-    ) -> StoreWrite:
+    ) -> Write:
         """The event with the record or the batch that is stored along with it."""
         if isinstance(event, BatchFormed):
             if formed is None:
@@ -148,7 +149,7 @@ class Shell:
         trajectory = record_for_event(event, new_id=new_id, headrace_version=HEADRACE_VERSION)
         record = codec.encode(trajectory)
         outcome = event_of(trajectory, len(record))
-        return TrajectoryWrite(TrajectoryEntry(outcome, trajectory.stop_reason, trajectory.provenance, ()), record)
+        return TrajectoryWrite(ProjectedTrajectory(outcome, trajectory.stop_reason, trajectory.provenance, ()), record)
 
     def _stop(self, error: Exception) -> InternalError:
         """Stop deciding and storing: a restart goes back to the state in the log."""

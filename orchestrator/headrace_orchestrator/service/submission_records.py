@@ -32,12 +32,13 @@ from headrace.wire import codec
 from headrace.wire.alignment import ALIGNMENT, padded
 from headrace.wire.messages import SubmissionHead, SubmitResult
 from headrace_orchestrator.buffer.assets.store import AssetStore
-from headrace_orchestrator.buffer.projection.entries import TrajectoryEntry
+from headrace_orchestrator.buffer.projection.entries import ProjectedTrajectory
 from headrace_orchestrator.scheduler.commands.submissions import judge
 from headrace_orchestrator.scheduler.events import EpisodeEnded
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
+from headrace_orchestrator.service.storage.frames import TrajectoryWrite
 from headrace_orchestrator.service.storage.record_events import event_of
-from headrace_orchestrator.service.storage.store import Store, TrajectoryWrite
+from headrace_orchestrator.service.storage.store import Store
 
 log = logs.logger(__name__)
 
@@ -129,8 +130,8 @@ class SubmissionJudge:
             except Exception as error:  # noqa: BLE001 - it becomes the record's result, or is raised again
                 read.append(_refusal(item.head, error))
         # One lookup for all: one for each record would cost more than everything else.
-        self._owners = self._store.owners(
-            [item.listed.outcome.trajectory for item in read if isinstance(item, TrajectoryWrite)]
+        self._owners = self._store.episodes_of(
+            [item.entry.event.trajectory for item in read if isinstance(item, TrajectoryWrite)]
         )
         results: list[SubmitResult] = []
         for item, ended in zip(submitted, read, strict=True):
@@ -154,14 +155,16 @@ class SubmissionJudge:
         self._check_provenance(item.worker, trajectory)
         assets = [asset.name for asset in trajectory.assets] if trajectory.assets else ()
         outcome = event_of(trajectory, len(record))
-        return TrajectoryWrite(TrajectoryEntry(outcome, trajectory.stop_reason, trajectory.provenance, assets), record)
+        return TrajectoryWrite(
+            ProjectedTrajectory(outcome, trajectory.stop_reason, trajectory.provenance, assets), record
+        )
 
     def _decide(self, item: SubmittedRecord, ended: TrajectoryWrite) -> SubmitResult:
-        head, listed = item.head, ended.listed
-        outcome = listed.outcome
+        head, entry = item.head, ended.entry
+        outcome = entry.event
         self._check_owner(outcome)
-        if listed.assets:
-            self._check_assets(listed.assets)
+        if entry.assets:
+            self._check_assets(entry.assets)
         verdict = judge(self._state, item.worker, head.nonce, outcome, self._now)
         if verdict == "accepted":
             self.accepted[head.episode] = ended
@@ -182,7 +185,7 @@ class SubmissionJudge:
     def _check_assets(self, names: Sequence[str]) -> None:
         """Raise AssetsMissing unless all assets of the record are stored. None of them is deleted before the record is
         stored."""
-        missing = [name for name in names if not self._assets.is_there(name)]
+        missing = [name for name in names if not self._assets.is_stored(name)]
         if missing:
             raise AssetsMissing(
                 f"The record refers to {len(missing)} of {len(names)} assets that are not stored: "

@@ -11,7 +11,7 @@ import pytest
 from headrace.assets import AssetData, make_asset
 from headrace.errors import UnknownAsset
 from headrace.store.asset_files import read_asset
-from headrace_orchestrator.buffer.assets.files import AssetFiles, shelves
+from headrace_orchestrator.buffer.assets.files import AssetFiles, subfolders
 from tests.chaos.disk import Disk, cut_power, note_all
 
 CUTS = 40
@@ -64,7 +64,7 @@ def test_after_a_power_cut_all_that_was_written_is_there_and_nothing_is_half_the
         files.close()
         for name, content in written.items():
             assert read_asset(data / "assets", name) == content, seed
-        for name in {path.name for shelf in shelves(data / "assets") for path in shelf.iterdir()}:
+        for name in {path.name for shelf in subfolders(data / "assets") for path in shelf.iterdir()}:
             assert read_asset(data / "assets", name) == begun[name], seed
         for name in begun.keys() - written.keys():
             try:
@@ -105,8 +105,8 @@ def test_what_is_written_and_deleted_is_counted(tmp_path: Path) -> None:
     files.open()
     assert files.delete([one.name, three.name]) == [one.name, three.name]
     files.write([(three.name, three.data)])
-    for shelf in [*shelves(files.folder), *shelves(files.folder)]:
-        files.count_shelf(shelf)
+    for shelf in [*subfolders(files.folder), *subfolders(files.folder)]:
+        files.count_subfolder(shelf)
     assert (files.count, files.size_bytes) == (2, 23)
     assert files.delete([two.name]) == [two.name]
     assert (files.count, files.size_bytes) == (1, 12)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headrace.assets import AssetData, make_asset
-from headrace_orchestrator.buffer.assets.store import AssetStore, check
+from headrace_orchestrator.buffer.assets.check import check_assets
+from headrace_orchestrator.buffer.assets.store import AssetStore
 
 PROMISE_S = 10.0
 POOL = [make_asset(bytes([number]) * (number + 1), "image/png") for number in range(4)]
@@ -70,7 +71,7 @@ class Histories(RuleBasedStateMachine):
     @rule(assets=st.sets(ASSETS, min_size=1))
     def submit(self, assets: set[AssetData]) -> None:
         names = {asset.name for asset in assets}
-        if all(map(self.assets.is_there, names)):
+        if all(map(self.assets.is_stored, names)):
             self.records.append(names)
 
     # What happens by itself
@@ -94,7 +95,7 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: self.records)
     @rule()
     def the_oldest_file_goes(self) -> None:
-        self.assets.doubt(self.records.pop(0))
+        self.assets.add_candidates(self.records.pop(0))
 
     @rule()
     def restart(self) -> None:
@@ -102,7 +103,7 @@ class Histories(RuleBasedStateMachine):
         self.start()
         # Promises of before are kept for as long as they can last.
         self.now += PROMISE_S
-        self.runner.run(self.assets.doubt_all())
+        self.runner.run(self.assets.collect_all())
 
     @rule()
     def all_is_over(self) -> None:
@@ -115,7 +116,7 @@ class Histories(RuleBasedStateMachine):
     def what_is_kept_is_there(self) -> None:
         if not hasattr(self, "assets"):
             return
-        report = check(self.folder, self.kept)
+        report = check_assets(self.folder, self.kept)
         assert report.is_sound, report
         assert (report.assets, report.size_bytes) == (self.assets.count, self.assets.size_bytes)
 

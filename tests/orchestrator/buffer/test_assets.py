@@ -20,8 +20,9 @@ from headrace.trajectory import ContentPart, Message
 from headrace.wire import messages
 from headrace.wire.asset_bodies import unpack_assets
 from headrace_orchestrator.buffer.assets import files as asset_files
+from headrace_orchestrator.buffer.assets.check import check_assets
 from headrace_orchestrator.buffer.assets.files import AssetFiles
-from headrace_orchestrator.buffer.assets.store import AssetStore, check
+from headrace_orchestrator.buffer.assets.store import AssetStore
 from tests.orchestrator.serving import Api, orchestrator, record_for, submission
 
 ONE, TWO, THREE = (make_asset(bytes([value]) * 1000, "image/png") for value in range(3))
@@ -89,7 +90,7 @@ async def test_a_promise_keeps_an_asset_until_its_deadline(tmp_path: Path) -> No
         assert await keeper.assets.collect() == 1
         assert not keeper.files()
         assert (keeper.assets.count, keeper.assets.size_bytes) == (0, 0)
-        assert not keeper.assets.is_there(ONE.name)
+        assert not keeper.assets.is_stored(ONE.name)
 
 
 async def test_what_a_record_refers_to_stays_until_it_is_doubted_and_nobody_refers_to_it(tmp_path: Path) -> None:
@@ -100,7 +101,7 @@ async def test_what_a_record_refers_to_stays_until_it_is_doubted_and_nobody_refe
         assert await keeper.assets.collect() == 0
         keeper.referred.clear()
         assert await keeper.assets.collect() == 0  # nobody doubts it
-        keeper.assets.doubt([ONE.name])
+        keeper.assets.add_candidates([ONE.name])
         assert await keeper.assets.collect() == 1
 
 
@@ -129,7 +130,7 @@ async def test_an_asset_on_its_way_out_is_not_there_and_can_come_back(
         assert await collecting == 1
         await adding
         assert await keeper.assets.read(ONE.name) == ONE.data
-        assert keeper.assets.is_there(ONE.name)
+        assert keeper.assets.is_stored(ONE.name)
         assert (keeper.assets.count, keeper.assets.size_bytes) == (1, 1000)
 
 
@@ -152,7 +153,7 @@ async def test_what_a_crash_left_is_cleared_or_found_after_the_next_start(tmp_pa
         assert not list((tmp_path / "new").iterdir())
         keeper.referred = {TWO.name}
         assert keeper.assets.claim([ONE.name]) == []
-        await keeper.assets.doubt_all()
+        await keeper.assets.collect_all()
         assert keeper.files() == {ONE.name, TWO.name}  # one is promised, two is referred to
         keeper.now = PROMISE_S
         await keeper.assets.collect()
@@ -179,7 +180,7 @@ async def test_a_disk_that_refuses_is_told_to_all_and_leaves_nothing_in_place(
         assert keeper.assets.claim([ONE.name]) == [ONE.name]
         refuse = False
         await keeper.assets.add(ONE.name, ONE.data)
-        assert keeper.assets.is_there(ONE.name)
+        assert keeper.assets.is_stored(ONE.name)
         assert (keeper.assets.count, keeper.assets.size_bytes) == (1, 1000)
 
 
@@ -202,12 +203,12 @@ async def test_a_check_lists_what_is_damaged_missing_and_unreferenced(tmp_path: 
         for asset in (ONE, TWO):
             await keeper.assets.add(asset.name, asset.data)
     sizes: list[int] = []
-    report = check(tmp_path, {ONE.name, THREE.name}, sizes.append)
+    report = check_assets(tmp_path, {ONE.name, THREE.name}, sizes.append)
     assert report == (2, 2000, {}, [THREE.name], [TWO.name])
     assert sizes == [1000, 1000]
     assert not report.is_sound
     asset_path(tmp_path, ONE.name).write_bytes(b"other")
-    report = check(tmp_path, {ONE.name, TWO.name})
+    report = check_assets(tmp_path, {ONE.name, TWO.name})
     assert list(report.damaged) == [ONE.name]
     assert (report.missing, report.unreferenced, report.is_sound) == ([], [], False)
 
@@ -270,7 +271,7 @@ async def test_G07_a_record_keeps_its_assets_before_the_projection_knows_of_it( 
     data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headrace_orchestrator.service.lifecycle.PROJECT_EVERY_S", 1000.0)
-    async with orchestrator(data_dir, asset_promise_s=0.05) as api:
+    async with orchestrator(data_dir, asset_promise_s=0.5) as api:
         await api.create_run()
         await send(api, ONE)
         assert (await submit_one(api, ONE)).verdict == "accepted"

@@ -264,7 +264,7 @@ async def test_a_data_directory_is_not_overwritten_and_no_service_starts_on_a_co
 
 
 async def test_what_cannot_be_is_refused(data_dir: Path, tmp_path: Path):
-    with pytest.raises(SetupError, match="no data directory"):
+    with pytest.raises(SetupError, match="not a data directory"):
         copy(tmp_path / "nothing", tmp_path / "copy")
     async with orchestrator(data_dir):
         pass
@@ -275,7 +275,7 @@ async def test_what_cannot_be_is_refused(data_dir: Path, tmp_path: Path):
     copy(data_dir, tmp_path / "copy")
     with pytest.raises(SetupError, match="not empty"):
         put_back(tmp_path / "copy", data_dir)
-    with copies._alone(tmp_path / "copy"), pytest.raises(InvalidRequest, match="under way"):
+    with copies._exclusive(tmp_path / "copy"), pytest.raises(InvalidRequest, match="under way"):
         copy(data_dir, tmp_path / "copy")
 
 

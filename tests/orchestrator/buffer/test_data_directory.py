@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 
 from headrace.errors import DataDirectoryInUse, SetupError
-from headrace_orchestrator.buffer.data_directory import LOOKS, DataDirectory, is_owned, lock_directory
+from headrace_orchestrator.buffer.data_directory import LOCK_TRIES, DataDirectory, is_owned, lock_directory
 
 
 def test_one_orchestrator_writes_a_data_directory_and_a_second_one_is_told_who_has_it(data_dir: Path):
@@ -93,13 +93,13 @@ def test_whoever_starts_right_after_the_end_of_an_owner_waits_for_those_that_wri
 
     def slept_for(duration_s: float) -> None:
         slept.append(duration_s)
-        if len(slept) == 2 * LOOKS:
+        if len(slept) == 2 * LOCK_TRIES:
             left.end()
         sleep(duration_s)
 
     monkeypatch.setattr(time, "sleep", slept_for)
     again = DataDirectory.claim(data_dir)
-    assert len(slept) >= 2 * LOOKS
+    assert len(slept) >= 2 * LOCK_TRIES
     assert again.epoch == 2
     again.close()
 
@@ -107,8 +107,8 @@ def test_whoever_starts_right_after_the_end_of_an_owner_waits_for_those_that_wri
 def test_what_does_not_end_after_its_owner_keeps_the_directory(
     data_dir: Path, left: Left, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("headrace_orchestrator.buffer.data_directory.LEFT_S", 0.0)
-    with pytest.raises(DataDirectoryInUse, match=f"its last orchestrator has ended, process {left.owner}"):
+    monkeypatch.setattr("headrace_orchestrator.buffer.data_directory.ENDED_OWNER_WAIT_S", 0.0)
+    with pytest.raises(DataDirectoryInUse, match=f"its last orchestrator, process {left.owner}, has ended"):
         DataDirectory.claim(data_dir)
 
 
@@ -117,7 +117,7 @@ def test_one_that_lost_its_lock_to_another_knows_it_by_the_epoch(data_dir: Path)
     old.require_owned()
     (data_dir / "owner").unlink()
     new = DataDirectory.claim(data_dir)
-    new.announce("http://127.0.0.1:1")
+    new.write_address("http://127.0.0.1:1")
     with pytest.raises(DataDirectoryInUse, match="of epoch 2; this one is of epoch 1"):
         old.require_owned()
     old.close()

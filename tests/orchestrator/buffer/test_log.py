@@ -23,7 +23,8 @@ from headrace_orchestrator.buffer.data_directory import DataDirectory
 from headrace_orchestrator.buffer.log.files import LocalLogFiles
 from headrace_orchestrator.buffer.log.location import Location
 from headrace_orchestrator.buffer.log.log import LocatedFrame, Log, LostRange, Relocations
-from headrace_orchestrator.buffer.log.writer_thread import LogWriter, LogWriterThread
+from headrace_orchestrator.buffer.log.writer import LogWriter
+from headrace_orchestrator.buffer.log.writer_thread import LogWriterThread
 from headrace_orchestrator.service.lifecycle import StartLogWriter
 
 FILE_BYTES = 1 << 30
@@ -31,13 +32,13 @@ FILE_BYTES = 1 << 30
 
 @asynccontextmanager
 async def opened(
-    path: Path, *, file_bytes: int = FILE_BYTES, writing: LogWriter | None = None
+    path: Path, *, file_bytes: int = FILE_BYTES, writer: LogWriter | None = None
 ) -> AsyncIterator[tuple[Log, list[LocatedFrame | LostRange]]]:
     """A log that was read through, and what was in it."""
-    log = Log(path, file_bytes=file_bytes, writing=writing)
+    log = Log(path, file_bytes=file_bytes, writer=writer)
     try:
         found = list(log.scan())
-        log.begin(lambda: None)
+        log.start(lambda: None)
         yield log, found
     finally:
         if log.failure:
@@ -48,11 +49,11 @@ async def opened(
 
 @asynccontextmanager
 async def opened_by(
-    start_writing: StartLogWriter, log_dir: Path, *, file_bytes: int = FILE_BYTES
+    start_log_writer: StartLogWriter, log_dir: Path, *, file_bytes: int = FILE_BYTES
 ) -> AsyncIterator[tuple[Log, list[LocatedFrame | LostRange]]]:
     """The log of a data directory, with a writer that is started for it."""
     with closing(DataDirectory.claim(log_dir.parent)) as directory:
-        async with opened(log_dir, file_bytes=file_bytes, writing=start_writing(directory)) as log_and_found:
+        async with opened(log_dir, file_bytes=file_bytes, writer=start_log_writer(directory)) as log_and_found:
             yield log_and_found
 
 
@@ -82,7 +83,7 @@ async def test_one_sync_covers_all_frames_that_are_waiting(tmp_path: Path):
     rounds: list[int] = []
     log = Log(tmp_path, file_bytes=FILE_BYTES, on_sync=lambda duration_s, size: rounds.append(size))
     list(log.scan())
-    log.begin(lambda: None)
+    log.start(lambda: None)
     head_bytes = log.size_bytes
     for number in range(100):
         log.append(FrameType.TRAJECTORY, b"%d" % number)
@@ -92,19 +93,19 @@ async def test_one_sync_covers_all_frames_that_are_waiting(tmp_path: Path):
     await log.close()
 
 
-async def test_what_was_appended_comes_back_in_order_after_a_restart(log_dir: Path, start_writing: StartLogWriter):
-    async with opened_by(start_writing, log_dir) as (log, _):
+async def test_what_was_appended_comes_back_in_order_after_a_restart(log_dir: Path, start_log_writer: StartLogWriter):
+    async with opened_by(start_log_writer, log_dir) as (log, _):
         log.append(FrameType.CONTROL, b"one")
         log.append(FrameType.TRAJECTORY, b"two" * 100)
-    async with opened_by(start_writing, log_dir) as (log, found):
+    async with opened_by(start_log_writer, log_dir) as (log, found):
         assert payloads(found) == [b"one", b"two" * 100]
         log.append(FrameType.BATCH, b"three")
-    async with opened_by(start_writing, log_dir) as (_, found):
+    async with opened_by(start_log_writer, log_dir) as (_, found):
         assert payloads(found) == [b"one", b"two" * 100, b"three"]
 
 
-async def test_a_record_is_readable_before_and_after_it_is_written(log_dir: Path, start_writing: StartLogWriter):
-    async with opened_by(start_writing, log_dir) as (log, _):
+async def test_a_record_is_readable_before_and_after_it_is_written(log_dir: Path, start_log_writer: StartLogWriter):
+    async with opened_by(start_log_writer, log_dir) as (log, _):
         location = log.append(FrameType.TRAJECTORY, b"record")
         assert log.read(location) == b"record"
         await log.synced()
@@ -112,7 +113,7 @@ async def test_a_record_is_readable_before_and_after_it_is_written(log_dir: Path
 
 
 async def test_a_file_that_is_full_is_sealed_with_its_footer_and_never_changed_again(
-    log_dir: Path, start_writing: StartLogWriter
+    log_dir: Path, start_log_writer: StartLogWriter
 ):
     def sealed() -> dict[str, tuple[bytes, int]]:
         files = sorted(log_dir.glob("*.log"))[:-1]
@@ -121,7 +122,7 @@ async def test_a_file_that_is_full_is_sealed_with_its_footer_and_never_changed_a
     before: dict[str, tuple[bytes, int]] = {}
     places: list[Location] = []
     for _ in range(3):
-        async with opened_by(start_writing, log_dir, file_bytes=1000) as (log, _):
+        async with opened_by(start_log_writer, log_dir, file_bytes=1000) as (log, _):
             for _ in range(20):
                 places.append(log.append(FrameType.TRAJECTORY, bytes([len(places)]) * 100))
                 if log.full:
@@ -149,12 +150,12 @@ async def test_a_file_that_is_full_is_sealed_with_its_footer_and_never_changed_a
         assert tally.matches(footer)
 
 
-async def test_the_next_file_opens_with_the_live_control_state(log_dir: Path, start_writing: StartLogWriter):
-    async with opened_by(start_writing, log_dir) as (log, _):
+async def test_the_next_file_opens_with_the_live_control_state(log_dir: Path, start_log_writer: StartLogWriter):
+    async with opened_by(start_log_writer, log_dir) as (log, _):
         log.append(FrameType.CONTROL, b"one")
         log.rotate(b"state behind one")
         log.append(FrameType.CONTROL, b"two")
-    async with opened_by(start_writing, log_dir) as (log, found):
+    async with opened_by(start_log_writer, log_dir) as (log, found):
         assert payloads(found) == [b"one", b"two"]
         assert log.state == b"state behind one"
         assert [
@@ -249,7 +250,7 @@ class Disk:
 
 @pytest.fixture(params=["writev", "fdatasync"])
 def disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Disk:
-    monkeypatch.setattr("headrace_orchestrator.buffer.log.log.PROBE_FIRST_S", 3600.0)
+    monkeypatch.setattr("headrace_orchestrator.buffer.log.log.FIRST_RETRY_S", 3600.0)
     return Disk(monkeypatch, request.param)
 
 
@@ -286,8 +287,8 @@ async def test_what_was_appended_and_not_stored_goes_to_a_new_file_as_soon_as_th
         on_recovery=lambda: told.append("recovered"),
     )
     list(log.scan())
-    log.begin(lambda: None)
-    log.on_moved = moved.append
+    log.start(lambda: None)
+    log.on_relocated = moved.append
     log.append(FrameType.CONTROL, b"safe")
     await log.synced()
     disk.refuses = errno.ENOSPC
@@ -296,14 +297,14 @@ async def test_what_was_appended_and_not_stored_goes_to_a_new_file_as_soon_as_th
         await log.synced()
     places.append(log.append(FrameType.CONTROL, b"two"))  # decided before everybody knew
     for _ in range(3):
-        log.try_again()
+        log.retry()
         await settled(log)
         assert log.failure
         assert [log.read(place) for place in places] == [b"one", b"two"]
     assert len(disk.refused) == 4  # each on a file of its own, and none is left
     assert [file.name for file in tmp_path.iterdir()] == ["00000001.log"]
     disk.refuses = 0
-    log.try_again()
+    log.retry()
     places.append(log.append(FrameType.CONTROL, b"three"))  # before it is known that the disk takes data
     await settled(log)
     await log.synced()
@@ -327,13 +328,13 @@ async def test_a_disk_that_refuses_at_a_rotation_costs_nothing(tmp_path: Path, d
             log.rotate(b"state")
             places = [log.append(FrameType.CONTROL, b"two")]
             moved: list[Relocations] = []
-            log.on_moved = moved.append
+            log.on_relocated = moved.append
             disk.refuses, disk.after = errno.ENOSPC, after
             if after < 2:  # two files are written and synced
                 with pytest.raises(StoreError):
                     await log.synced()
                 disk.refuses = 0
-                log.try_again()
+                log.retry()
                 await settled(log)
                 places = [moved[0].get(place.position, place) for place in places]
             await log.synced()
@@ -349,13 +350,13 @@ async def test_a_log_that_is_closed_while_it_tries_again_does_not_come_back(tmp_
     told: list[str] = []
     log = Log(tmp_path, file_bytes=FILE_BYTES, on_recovery=lambda: told.append("recovered"))
     list(log.scan())
-    log.begin(lambda: None)
+    log.start(lambda: None)
     disk.refuses = errno.ENOSPC
     log.append(FrameType.CONTROL, b"one")
     with pytest.raises(StoreError):
         await log.synced()
     disk.refuses = 0
-    log.try_again()
+    log.retry()
     await log.close()
     for _ in range(3):
         await asyncio.sleep(0)
@@ -376,7 +377,7 @@ async def test_a_recovery_knows_of_files_that_were_deleted(tmp_path: Path, disk:
         with pytest.raises(StoreError):
             await log.synced()
         disk.refuses = 0
-        log.try_again()
+        log.retry()
         await settled(log)
         assert log.size_bytes == sum(file.stat().st_size for file in tmp_path.glob("*.log"))
 
@@ -396,7 +397,7 @@ async def test_what_a_failed_file_still_shows_does_not_count_twice(
         with pytest.raises(StoreError):
             await log.synced()
         disk.refuses = 0
-        log.try_again()
+        log.retry()
         await settled(log)
         await log.synced()
     async with opened(tmp_path) as (_, found):
@@ -433,9 +434,9 @@ class Owner:
 async def test_nothing_is_acknowledged_or_stored_twice_where_it_cannot_be_told_who_owns_the_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("headrace_orchestrator.buffer.log.log.PROBE_FIRST_S", 3600.0)
+    monkeypatch.setattr("headrace_orchestrator.buffer.log.log.FIRST_RETRY_S", 3600.0)
     owner = Owner()
-    async with opened(tmp_path, writing=LogWriterThread(tmp_path, owner)) as (log, _):
+    async with opened(tmp_path, writer=LogWriterThread(tmp_path, owner)) as (log, _):
         log.append(FrameType.CONTROL, b"safe")
         await log.synced()
         owner.blind_at = {owner.looks + 2, owner.looks + 3}  # after the sync, and when the file would be cut back
@@ -444,10 +445,10 @@ async def test_nothing_is_acknowledged_or_stored_twice_where_it_cannot_be_told_w
             await log.synced()
         log.append(FrameType.CONTROL, b"two")
         owner.blind_at = {owner.looks + 2, owner.looks + 3}
-        log.try_again()
+        log.retry()
         await settled(log)
         assert log.failure
-        log.try_again()
+        log.retry()
         await settled(log)
         await log.synced()
     async with opened(tmp_path) as (_, found):
@@ -456,7 +457,7 @@ async def test_nothing_is_acknowledged_or_stored_twice_where_it_cannot_be_told_w
 
 async def test_an_old_owner_that_cannot_tell_cuts_nothing_of_what_its_successor_stored(tmp_path: Path):
     owner = Owner()
-    async with opened(tmp_path, writing=LogWriterThread(tmp_path, owner)) as (old, _):
+    async with opened(tmp_path, writer=LogWriterThread(tmp_path, owner)) as (old, _):
         old.append(FrameType.CONTROL, b"one")
         await old.synced()
         async with opened(tmp_path) as (new, _):  # it goes on in the same file
@@ -473,12 +474,12 @@ async def test_an_old_owner_that_cannot_tell_cuts_nothing_of_what_its_successor_
 async def test_a_disk_that_refuses_while_the_log_is_closed_is_not_tried_again(tmp_path: Path, disk: Disk):
     log = Log(tmp_path, file_bytes=FILE_BYTES)
     list(log.scan())
-    log.begin(lambda: None)
+    log.start(lambda: None)
     disk.refuses = errno.ENOSPC
     log.append(FrameType.CONTROL, b"one")
     with pytest.raises(StoreError):
         await log.close()
-    assert log._probe is None
+    assert log._retry_timer is None
 
 
 async def test_nothing_is_deleted_once_the_log_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -493,7 +494,7 @@ async def test_nothing_is_deleted_once_the_log_is_closed(tmp_path: Path, monkeyp
     monkeypatch.setattr(LocalLogFiles, "remove", slow)
     log = Log(tmp_path, file_bytes=FILE_BYTES)
     list(log.scan())
-    log.begin(lambda: None)
+    log.start(lambda: None)
     log.append(FrameType.CONTROL, b"old")
     log.rotate(b"state")
     await log.synced()
@@ -511,7 +512,7 @@ async def test_nothing_is_deleted_once_the_log_is_closed(tmp_path: Path, monkeyp
 async def settled(log: Log) -> None:
     """The writer has done what it was asked to, and the log knows."""
     async with asyncio.timeout(30):
-        while log._busy:
+        while log._writing:
             await asyncio.sleep(0.001)
 
 

@@ -50,7 +50,7 @@ def test_a_file_may_be_deleted_while_a_thread_reads_from_it(tmp_path: Path) -> N
     made(tmp_path, 1, b"payload")
     files = LocalLogFiles(tmp_path)
     files.read(1, 0, 7)
-    reader = files._opened[1]
+    reader = files._open_files[1]
     assert files.remove(1) == 128
     assert files.sizes() == {}
     assert os.pread(reader.descriptor, 7, 64) == b"payload"
@@ -106,10 +106,10 @@ def test_what_is_in_a_file_can_be_taken_from_the_kernels_memory_and_is_read_all_
         stream.read()  # where memory is short, the kernel may have taken it by itself
     assert _in_memory(path_of(tmp_path, 1))
     files = LocalLogFiles(tmp_path)
-    files.let_go(2)  # there is none
+    files.release_memory(2)  # there is none
 
     def is_let_go() -> bool:
-        files.let_go(1)  # what the kernel itself holds at that moment stays
+        files.release_memory(1)  # what the kernel itself holds at that moment stays
         return not _in_memory(path_of(tmp_path, 1))
 
     if not _keeps_files_in_memory(tmp_path):

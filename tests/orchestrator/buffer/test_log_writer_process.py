@@ -42,12 +42,12 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 async def test_frames_go_to_it_as_a_copy_of_theirs(log_dir: Path):
     payload = bytearray(b"as it was")
     async with beside(log_dir) as log:
-        writing, told = of(log), asyncio.get_running_loop().create_future()
-        os.kill(writing._process.pid, signal.SIGSTOP)
+        writer, told = of(log), asyncio.get_running_loop().create_future()
+        os.kill(writer._process.pid, signal.SIGSTOP)
         frame = PendingFrame(1, log.size_bytes, FrameType.TRAJECTORY, memoryview(payload), 128)
-        writing.write([frame], told.set_result)
+        writer.write([frame], told.set_result)
         payload[:] = b"different"
-        os.kill(writing._process.pid, signal.SIGCONT)
+        os.kill(writer._process.pid, signal.SIGCONT)
         assert (await told).written == 1
     assert await found_in(log_dir) == [b"as it was"]
 
@@ -61,7 +61,7 @@ async def test_what_is_larger_than_the_shared_memory_is_written_too_and_leaves_i
         await log.synced()
         log.append(FrameType.CONTROL, b"small")
         await log.synced()
-        assert os.fstat(of(log)._arena.descriptor).st_size == MIN_BYTES
+        assert os.fstat(of(log)._memory.descriptor).st_size == MIN_BYTES
         assert log.read(place) == record
     async with beside(log_dir) as log:
         assert log.state == state
@@ -74,7 +74,7 @@ async def test_shared_memory_that_cannot_grow_is_told_and_what_waits_is_written_
     def refuse(descriptor: int, length: int) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    monkeypatch.setattr("headrace_orchestrator.buffer.log.log.PROBE_FIRST_S", 3600.0)
+    monkeypatch.setattr("headrace_orchestrator.buffer.log.log.FIRST_RETRY_S", 3600.0)
     large = bytes(MIN_BYTES + 1)
     async with beside(log_dir) as log:
         log.append(FrameType.CONTROL, b"small")
@@ -84,10 +84,10 @@ async def test_shared_memory_that_cannot_grow_is_told_and_what_waits_is_written_
             log.append(FrameType.TRAJECTORY, large)
             with pytest.raises(StoreError, match="Cannot allocate memory"):
                 await log.synced()
-            log.try_again()
+            log.retry()
             await settled(log)
             assert not log.stopped
-        log.try_again()
+        log.retry()
         await settled(log)
         await log.synced()
     assert await found_in(log_dir) == [b"small", large]
@@ -113,7 +113,7 @@ async def test_of_a_long_batch_it_writes_one_part_while_the_next_is_copied(
 
     def watched(self: LogWriterProcess, message: Any) -> None:
         if isinstance(message, writer_process._Part):
-            parts.append(message.at)
+            parts.append(message.offset)
             if len(parts) == 6:  # of seven
                 until_it_grows(log_dir / "00000001.log", head_bytes)
                 on_disk.append((log_dir / "00000001.log").stat().st_size)
@@ -171,18 +171,18 @@ from headrace_orchestrator.buffer.log.log import Log
 from headrace_orchestrator.buffer.log.writer_process import LogWriterProcess
 
 async def story(data, answered):
-    writing = LogWriterProcess(DataDirectory.claim(data))
-    log = Log(data / "log", file_bytes=1 << 30, writing=writing)
-    log.begin(lambda: None)
+    writer = LogWriterProcess(DataDirectory.claim(data))
+    log = Log(data / "log", file_bytes=1 << 30, writer=writer)
+    log.start(lambda: None)
     if not answered:
-        os.kill(writing._process.pid, signal.SIGSTOP)
+        os.kill(writer._process.pid, signal.SIGSTOP)
     log.append(FrameType.CONTROL, b"on its way")
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     if answered:
-        select.select([writing._socket], [], [])
+        select.select([writer._socket], [], [])
     else:
-        print(writing._process.pid, flush=True)
+        print(writer._process.pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 asyncio.run(story(Path(sys.argv[1]), len(sys.argv) > 2))
@@ -202,19 +202,19 @@ async def test_it_says_nothing_when_it_is_closed_with_a_batch_on_its_way(
     log_dir: Path, answered: bool, capfd: pytest.CaptureFixture[str]
 ):
     async with beside(log_dir) as log:
-        writing = of(log)
+        writer = of(log)
         if not answered:
-            os.kill(writing._process.pid, signal.SIGSTOP)
-        writing.write([PendingFrame(1, log.size_bytes, FrameType.TRAJECTORY, b"on its way", 128)], lambda outcome: None)
+            os.kill(writer._process.pid, signal.SIGSTOP)
+        writer.write([PendingFrame(1, log.size_bytes, FrameType.TRAJECTORY, b"on its way", 128)], lambda outcome: None)
         if answered:
-            assert readable(writing)
-        closed = asyncio.create_task(writing.close())
+            assert readable(writer)
+        closed = asyncio.create_task(writer.close())
         await asyncio.sleep(0)
         if not answered:
-            os.kill(writing._process.pid, signal.SIGCONT)
+            os.kill(writer._process.pid, signal.SIGCONT)
         await closed
-        assert writing._process.returncode == 0
-        log._writing = Closed()
+        assert writer._process.returncode == 0
+        log._writer = Closed()
     assert capfd.readouterr().err == ""
     assert await found_in(log_dir) == [b"on its way"]
 
@@ -244,7 +244,7 @@ async def test_frames_that_cannot_be_handed_over_are_told_and_end_all_writing(
         raise ValueError("out of joint")
 
     async with beside(log_dir) as log:
-        monkeypatch.setattr(LogWriterProcess, "_send_all", fail)
+        monkeypatch.setattr(LogWriterProcess, "_send_batch", fail)
         log.append(FrameType.CONTROL, b"one")
         with pytest.raises(StoreError, match="out of joint"):
             await log.synced()
@@ -284,14 +284,14 @@ async def test_when_it_ends_with_a_batch_on_its_way_every_waiter_is_told_why(log
         assert [type(each) for each in told] == [StoreError] * 4
         assert all(f"the process that writes the log ended ({name})" in str(each) for each in told)
         assert log.stopped
-        log.try_again()
+        log.retry()
         with pytest.raises(StoreError):
             await log.synced()
     assert await found_in(log_dir) == [b"stored"]
 
 
 async def test_when_it_ends_while_the_disk_refuses_only_a_restart_helps(log_dir: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headrace_orchestrator.buffer.log.log.PROBE_FIRST_S", 3600.0)
+    monkeypatch.setattr("headrace_orchestrator.buffer.log.log.FIRST_RETRY_S", 3600.0)
     async with beside(log_dir) as log:
         log.append(FrameType.CONTROL, b"stored")
         await log.synced()
@@ -300,7 +300,7 @@ async def test_when_it_ends_while_the_disk_refuses_only_a_restart_helps(log_dir:
             with pytest.raises(StoreError, match="File too large"):
                 await log.synced()
         of(log)._process.kill()
-        log.try_again()
+        log.retry()
         await settled(log)
         with pytest.raises(StoreError, match=r"the process that writes the log ended \(SIGKILL\)\. .*restart"):
             await log.synced()
@@ -309,11 +309,11 @@ async def test_when_it_ends_while_the_disk_refuses_only_a_restart_helps(log_dir:
 
 async def test_when_it_ends_before_the_start_is_over_the_start_is_told(log_dir: Path):
     with closing(DataDirectory.claim(log_dir.parent)) as directory:
-        writing = LogWriterProcess(directory)
-        log = Log(log_dir, file_bytes=1 << 20, writing=writing)
-        writing._process.kill()
+        writer = LogWriterProcess(directory)
+        log = Log(log_dir, file_bytes=1 << 20, writer=writer)
+        writer._process.kill()
         with pytest.raises(StoreError, match=r"the process that writes the log ended \(SIGKILL\)"):
-            log.begin(lambda: None)
+            log.start(lambda: None)
         await log.close()
 
 
@@ -324,14 +324,14 @@ async def test_signals_that_end_an_orchestrator_do_not_end_it_from_its_first_mom
     log_dir: Path, capfd: pytest.CaptureFixture[str]
 ):
     with closing(DataDirectory.claim(log_dir.parent)) as directory:
-        writing = LogWriterProcess(directory)
+        writer = LogWriterProcess(directory)
         for name in SIGNALS:
-            os.kill(writing._process.pid, name)
-        log = Log(log_dir, file_bytes=1 << 20, writing=writing)
+            os.kill(writer._process.pid, name)
+        log = Log(log_dir, file_bytes=1 << 20, writer=writer)
         try:
-            log.begin(lambda: None)
+            log.start(lambda: None)
             for name in SIGNALS:
-                os.kill(writing._process.pid, name)
+                os.kill(writer._process.pid, name)
             log.append(FrameType.CONTROL, b"all the same")
             await log.synced()
         finally:
@@ -393,21 +393,21 @@ async def beside(log_dir: Path, **settings: object) -> AsyncIterator[Log]:
     """A log that is written by a process of its own."""
     with closing(DataDirectory.claim(log_dir.parent)) as directory:
         given = {"file_bytes": 1 << 30, **settings}
-        log = Log(log_dir, writing=LogWriterProcess(directory), **given)  # type: ignore[arg-type]
+        log = Log(log_dir, writer=LogWriterProcess(directory), **given)  # type: ignore[arg-type]
         try:
             list(log.scan())
-            log.begin(lambda: None)
+            log.start(lambda: None)
             yield log
         finally:
-            if isinstance(log._writing, LogWriterProcess):
-                log._writing._process.send_signal(signal.SIGCONT)  # a test that failed may have left it standing still
+            if isinstance(log._writer, LogWriterProcess):
+                log._writer._process.send_signal(signal.SIGCONT)  # a test that failed may have left it standing still
             await log.close()
 
 
 def of(log: Log) -> LogWriterProcess:
     """The writer of a log."""
-    assert isinstance(log._writing, LogWriterProcess)
-    return log._writing
+    assert isinstance(log._writer, LogWriterProcess)
+    return log._writer
 
 
 class Closed:
@@ -423,9 +423,9 @@ async def found_in(log_dir: Path) -> list[bytes]:
         return payloads(found)
 
 
-def readable(writing: LogWriterProcess) -> bool:
+def readable(writer: LogWriterProcess) -> bool:
     """Whether there is an answer; waits for it, and holds the event loop."""
-    return bool(select.select([writing._socket], [], [], ENDS_S)[0])
+    return bool(select.select([writer._socket], [], [], ENDS_S)[0])
 
 
 def descriptors(pid: int) -> list[str]:

@@ -20,21 +20,21 @@ from headrace.store.log_format import FrameType, frame_bytes, pack_frame
 from headrace_orchestrator.buffer.data_directory import DataDirectory
 from headrace_orchestrator.buffer.log.file_writer import PendingFrame
 from headrace_orchestrator.buffer.log.log import Log, LostRange, Relocations
+from headrace_orchestrator.buffer.log.writer import DiskFailure, LogWriter, WriteResult
 from headrace_orchestrator.buffer.log.writer_process import LogWriterProcess
-from headrace_orchestrator.buffer.log.writer_thread import DiskFailure, LogWriter, WriteResult
 from headrace_orchestrator.service.lifecycle import StartLogWriter
 from tests.orchestrator.buffer.test_log import opened_by, payloads, settled
 from tests.orchestrator.small_disk import small_disk
 
 
 async def test_one_batch_is_with_the_writer_at_a_time_and_what_became_of_it_is_told_on_the_event_loop(
-    log_dir: Path, start_writing: StartLogWriter
+    log_dir: Path, start_log_writer: StartLogWriter
 ):
-    async with started(start_writing, log_dir) as writing:
+    async with started(start_log_writer, log_dir) as writer:
         told_in: list[threading.Thread] = []
         for number, batch in enumerate(([b"one"], [b"two", b"three" * 100], [b"four"])):
-            outcome = await written(writing, frames(1, log_dir, *batch), told_in)
-            assert (outcome.written, outcome.refusal, outcome.end) == (len(batch), None, "")
+            outcome = await written(writer, frames(1, log_dir, *batch), told_in)
+            assert (outcome.written, outcome.failure, outcome.fatal) == (len(batch), None, "")
             assert (outcome.number, outcome.durable_bytes) == (1, path_of(log_dir, 1).stat().st_size)
             assert len(told_in) == number + 1
         assert outcome.total_bytes == outcome.durable_bytes
@@ -42,37 +42,37 @@ async def test_one_batch_is_with_the_writer_at_a_time_and_what_became_of_it_is_t
     assert path_of(log_dir, 1).read_bytes() == packed(b"one", b"two", b"three" * 100, b"four")
 
 
-async def test_whatever_goes_wrong_is_told_nothing_is_raised(log_dir: Path, start_writing: StartLogWriter):
-    async with started(start_writing, log_dir) as writing:
-        assert (await written(writing, frames(1, log_dir, b"one"))).written == 1
+async def test_whatever_goes_wrong_is_told_nothing_is_raised(log_dir: Path, start_log_writer: StartLogWriter):
+    async with started(start_log_writer, log_dir) as writer:
+        assert (await written(writer, frames(1, log_dir, b"one"))).written == 1
         safe_bytes = path_of(log_dir, 1).stat().st_size
-        with no_file_grows(writing):
-            refused = await written(writing, [*frames(1, log_dir, b"two"), queued(2, 0, b"three")])
-            again = await written(writing, [queued(2, 0, b"two")], over=True)
-        too_large = DiskFailure(errno.EFBIG, os.strerror(errno.EFBIG), taken_away=False)
+        with no_file_grows(writer):
+            refused = await written(writer, [*frames(1, log_dir, b"two"), queued(2, 0, b"three")])
+            again = await written(writer, [queued(2, 0, b"two")], new_file=True)
+        too_large = DiskFailure(errno.EFBIG, os.strerror(errno.EFBIG), file_missing=False)
         assert refused == WriteResult(0, 0, refused.took_s, 1, safe_bytes, safe_bytes, too_large)
-        assert again.refusal == too_large
+        assert again.failure == too_large
         assert path_of(log_dir, 1).stat().st_size == safe_bytes
-        outcome = await written(writing, [queued(2, 0, b"two")], over=True)
-        assert (outcome.written, outcome.number, outcome.refusal) == (1, 2, None)
-        nonsense = await written(writing, [queued(2, 128, b"no footer", FrameType.FOOTER)])
+        outcome = await written(writer, [queued(2, 0, b"two")], new_file=True)
+        assert (outcome.written, outcome.number, outcome.failure) == (1, 2, None)
+        nonsense = await written(writer, [queued(2, 128, b"no footer", FrameType.FOOTER)])
         assert nonsense.written == 0
-        assert nonsense.end.startswith("its writer failed (")
+        assert nonsense.fatal.startswith("its writer failed (")
 
 
-async def test_blocking_calls_return_their_result(log_dir: Path, start_writing: StartLogWriter):
-    async with started(start_writing, log_dir) as writing:
-        nothing = await asyncio.to_thread(writing.go_on, 7, 0, b"")
-        assert nothing.refusal == DiskFailure(errno.ENOENT, os.strerror(errno.ENOENT), taken_away=False)
-        with no_file_grows(writing):
-            refused = await asyncio.to_thread(writing.write_now, [queued(1, 0, b"one")])
-        assert refused.refusal is not None
-        assert (refused.written, refused.refusal.errno) == (0, errno.EFBIG)
+async def test_blocking_calls_return_their_result(log_dir: Path, start_log_writer: StartLogWriter):
+    async with started(start_log_writer, log_dir) as writer:
+        nothing = await asyncio.to_thread(writer.reopen, 7, 0, b"")
+        assert nothing.failure == DiskFailure(errno.ENOENT, os.strerror(errno.ENOENT), file_missing=False)
+        with no_file_grows(writer):
+            refused = await asyncio.to_thread(writer.write_blocking, [queued(1, 0, b"one")])
+        assert refused.failure is not None
+        assert (refused.written, refused.failure.errno) == (0, errno.EFBIG)
 
 
-async def test_a_closed_writer_has_written_what_was_with_it(log_dir: Path, start_writing: StartLogWriter):
-    async with started(start_writing, log_dir) as writing:
-        writing.write(frames(1, log_dir, *(b"%d" % number for number in range(100))), lambda outcome: None)
+async def test_a_closed_writer_has_written_what_was_with_it(log_dir: Path, start_log_writer: StartLogWriter):
+    async with started(start_log_writer, log_dir) as writer:
+        writer.write(frames(1, log_dir, *(b"%d" % number for number in range(100))), lambda outcome: None)
     assert path_of(log_dir, 1).read_bytes() == packed(*(b"%d" % number for number in range(100)))
 
 
@@ -80,65 +80,65 @@ async def test_a_closed_writer_has_written_what_was_with_it(log_dir: Path, start
 
 
 async def test_a_disk_that_refuses_is_told_and_takes_what_waits_when_it_can(
-    log_dir: Path, start_writing: StartLogWriter, monkeypatch: pytest.MonkeyPatch
+    log_dir: Path, start_log_writer: StartLogWriter, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("headrace_orchestrator.buffer.log.log.PROBE_FIRST_S", 3600.0)
+    monkeypatch.setattr("headrace_orchestrator.buffer.log.log.FIRST_RETRY_S", 3600.0)
     moved: list[Relocations] = []
-    async with opened_by(start_writing, log_dir) as (log, _):
-        log.on_moved = moved.append
+    async with opened_by(start_log_writer, log_dir) as (log, _):
+        log.on_relocated = moved.append
         log.append(FrameType.CONTROL, b"safe")
         await log.synced()
-        with no_file_grows(log._writing):
+        with no_file_grows(log._writer):
             place = log.append(FrameType.TRAJECTORY, b"kept")
             waiters = await asyncio.gather(*(log.synced() for _ in range(3)), return_exceptions=True)
             assert [type(waiter) for waiter in waiters] == [StoreError] * 3
             assert os.strerror(errno.EFBIG) in str(waiters[0])
-            log.try_again()
+            log.retry()
             await settled(log)
             assert not log.stopped
             assert log.failure == os.strerror(errno.EFBIG)
-        log.try_again()
+        log.retry()
         await settled(log)
         await log.synced()
         assert log.read(moved[0][place.position]) == b"kept"
-    await assert_holds(start_writing, log_dir, b"safe", b"kept")
+    await assert_holds(start_log_writer, log_dir, b"safe", b"kept")
 
 
 async def test_a_rotation_that_the_disk_refuses_costs_nothing(
-    log_dir: Path, start_writing: StartLogWriter, monkeypatch: pytest.MonkeyPatch
+    log_dir: Path, start_log_writer: StartLogWriter, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("headrace_orchestrator.buffer.log.log.PROBE_FIRST_S", 3600.0)
-    async with opened_by(start_writing, log_dir) as (log, _):
+    monkeypatch.setattr("headrace_orchestrator.buffer.log.log.FIRST_RETRY_S", 3600.0)
+    async with opened_by(start_log_writer, log_dir) as (log, _):
         log.append(FrameType.CONTROL, b"one")
         await log.synced()
-        with no_file_grows(log._writing):
+        with no_file_grows(log._writer):
             log.rotate(b"state")
             log.append(FrameType.CONTROL, b"two")
             with pytest.raises(StoreError):
                 await log.synced()
-        log.try_again()
+        log.retry()
         await settled(log)
         log.append(FrameType.CONTROL, b"three")
-    await assert_holds(start_writing, log_dir, b"one", b"two", b"three")
+    await assert_holds(start_log_writer, log_dir, b"one", b"two", b"three")
 
 
-async def test_a_start_that_the_disk_refuses_is_told(log_dir: Path, start_writing: StartLogWriter):
+async def test_a_start_that_the_disk_refuses_is_told(log_dir: Path, start_log_writer: StartLogWriter):
     with closing(DataDirectory.claim(log_dir.parent)) as directory:
-        writing = start_writing(directory)
-        log = Log(log_dir, file_bytes=1 << 20, writing=writing)
-        with no_file_grows(writing), pytest.raises(StoreError, match="File too large"):
-            log.begin(lambda: None)
+        writer = start_log_writer(directory)
+        log = Log(log_dir, file_bytes=1 << 20, writer=writer)
+        with no_file_grows(writer), pytest.raises(StoreError, match="File too large"):
+            log.start(lambda: None)
         await log.close()
-    await assert_holds(start_writing, log_dir)
+    await assert_holds(start_log_writer, log_dir)
 
 
 async def test_a_full_disk_is_told_and_space_brings_everything_back(
-    tmp_path: Path, start_writing: StartLogWriter, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, start_log_writer: StartLogWriter, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("headrace_orchestrator.buffer.log.log.PROBE_FIRST_S", 3600.0)
+    monkeypatch.setattr("headrace_orchestrator.buffer.log.log.FIRST_RETRY_S", 3600.0)
     with small_disk(tmp_path / "disk", mib=4) as disk:
         log_dir = disk / "data" / "log"
-        async with opened_by(start_writing, log_dir) as (log, _):
+        async with opened_by(start_log_writer, log_dir) as (log, _):
             (disk / "ballast").write_bytes(bytes(2 << 20))
             log.append(FrameType.TRAJECTORY, b"a" * (1 << 20))
             await log.synced()
@@ -147,39 +147,39 @@ async def test_a_full_disk_is_told_and_space_brings_everything_back(
                 await log.synced()
             assert log.phase == "disk full"
             (disk / "ballast").unlink()
-            log.try_again()
+            log.retry()
             await settled(log)
             await log.synced()
-        await assert_holds(start_writing, log_dir, b"a" * (1 << 20), b"b" * (1 << 20))
+        await assert_holds(start_log_writer, log_dir, b"a" * (1 << 20), b"b" * (1 << 20))
 
 
-async def test_a_start_on_a_disk_that_became_read_only_is_told(tmp_path: Path, start_writing: StartLogWriter):
+async def test_a_start_on_a_disk_that_became_read_only_is_told(tmp_path: Path, start_log_writer: StartLogWriter):
     with small_disk(tmp_path / "disk", mib=4) as disk:
         log_dir = disk / "data" / "log"
-        async with opened_by(start_writing, log_dir) as (log, _):
+        async with opened_by(start_log_writer, log_dir) as (log, _):
             log.append(FrameType.CONTROL, b"one")
         with closing(DataDirectory.claim(log_dir.parent)) as directory:
-            writing = start_writing(directory)
-            log = Log(log_dir, file_bytes=1 << 20, writing=writing)
+            writer = start_log_writer(directory)
+            log = Log(log_dir, file_bytes=1 << 20, writer=writer)
             assert payloads(list(log.scan())) == [b"one"]
             # The lock is open for writing, which keeps the disk from being made read-only as a whole.
             subprocess.run(["mount", "--bind", log_dir, log_dir], check=True)
             try:
                 subprocess.run(["mount", "-o", "remount,bind,ro", log_dir], check=True)
                 with pytest.raises(StoreError, match="Read-only file system"):
-                    log.begin(lambda: None)
+                    log.start(lambda: None)
             finally:
                 subprocess.run(["umount", log_dir], check=True)
             await log.close()
-        await assert_holds(start_writing, log_dir, b"one")
+        await assert_holds(start_log_writer, log_dir, b"one")
 
 
 @pytest.mark.parametrize("away", ["deleted", "renamed"])
 async def test_a_file_that_was_taken_away_is_told_and_the_log_goes_on_in_a_new_one(
-    log_dir: Path, start_writing: StartLogWriter, away: str, monkeypatch: pytest.MonkeyPatch
+    log_dir: Path, start_log_writer: StartLogWriter, away: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("headrace_orchestrator.buffer.log.log.PROBE_FIRST_S", 3600.0)
-    async with opened_by(start_writing, log_dir) as (log, _):
+    monkeypatch.setattr("headrace_orchestrator.buffer.log.log.FIRST_RETRY_S", 3600.0)
+    async with opened_by(start_log_writer, log_dir) as (log, _):
         log.append(FrameType.CONTROL, b"one")
         await log.synced()
         file = path_of(log_dir, 1)
@@ -187,21 +187,21 @@ async def test_a_file_that_was_taken_away_is_told_and_the_log_goes_on_in_a_new_o
         log.append(FrameType.CONTROL, b"two")
         with pytest.raises(StoreError, match=r"00000001\.log, which is written, was deleted or renamed"):
             await log.synced()
-        assert log.incomplete
-        log.try_again()
+        assert log.needs_state
+        log.retry()
         await settled(log)
         log.rotate(b"state behind two")
         await log.synced()
-        assert not log.incomplete
-    async with opened_by(start_writing, log_dir) as (log, _):
+        assert not log.needs_state
+    async with opened_by(start_log_writer, log_dir) as (log, _):
         assert log.state == b"state behind two"
 
 
 @pytest.mark.parametrize("next_write", ["a record", "a change of files"])
 async def test_a_directory_that_another_process_took_is_told_and_the_log_stops(
-    log_dir: Path, start_writing: StartLogWriter, next_write: str
+    log_dir: Path, start_log_writer: StartLogWriter, next_write: str
 ):
-    async with opened_by(start_writing, log_dir) as (log, _):
+    async with opened_by(start_log_writer, log_dir) as (log, _):
         log.append(FrameType.CONTROL, b"one")
         await log.synced()
         (log_dir.parent / "owner").unlink()
@@ -223,19 +223,23 @@ async def test_a_directory_that_another_process_took_is_told_and_the_log_stops(
 
 
 @asynccontextmanager
-async def started(start_writing: StartLogWriter, log_dir: Path) -> AsyncIterator[LogWriter]:
+async def started(start_log_writer: StartLogWriter, log_dir: Path) -> AsyncIterator[LogWriter]:
     """A writer by itself, closed at the end."""
     with closing(DataDirectory.claim(log_dir.parent)) as directory:
         log_dir.mkdir()
-        writing = start_writing(directory)
+        writer = start_log_writer(directory)
         try:
-            yield writing
+            yield writer
         finally:
-            await writing.close()
+            await writer.close()
 
 
 async def written(
-    writing: LogWriter, batch: list[PendingFrame], told_in: list[threading.Thread] | None = None, *, over: bool = False
+    writer: LogWriter,
+    batch: list[PendingFrame],
+    told_in: list[threading.Thread] | None = None,
+    *,
+    new_file: bool = False,
 ) -> WriteResult:
     """What became of a batch; it is told once, in one of these threads."""
     outcome: asyncio.Future[WriteResult] = asyncio.get_running_loop().create_future()
@@ -245,7 +249,7 @@ async def written(
             told_in.append(threading.current_thread())
         outcome.set_result(became)
 
-    writing.write(batch, told, over=over)
+    writer.write(batch, told, new_file=new_file)
     return await outcome
 
 
@@ -269,9 +273,9 @@ def packed(*payloads: bytes) -> bytes:
 
 
 @contextmanager
-def no_file_grows(writing: LogWriter) -> Iterator[None]:
+def no_file_grows(writer: LogWriter) -> Iterator[None]:
     """Refuses all that is appended in the process in which the writer is: a limit of the system says so."""
-    pid = writing._process.pid if isinstance(writing, LogWriterProcess) else 0
+    pid = writer._process.pid if isinstance(writer, LogWriterProcess) else 0
     before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, before[1]))
     try:
@@ -280,8 +284,8 @@ def no_file_grows(writing: LogWriter) -> Iterator[None]:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
 
 
-async def assert_holds(start_writing: StartLogWriter, log_dir: Path, *expected: bytes) -> None:
+async def assert_holds(start_log_writer: StartLogWriter, log_dir: Path, *expected: bytes) -> None:
     """What a start finds: nothing else, and no damage."""
-    async with opened_by(start_writing, log_dir) as (_, found):
+    async with opened_by(start_log_writer, log_dir) as (_, found):
         assert payloads(found) == list(expected)
         assert not [item for item in found if isinstance(item, LostRange)]

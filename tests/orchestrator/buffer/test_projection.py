@@ -16,7 +16,7 @@ from headrace.store import log_files
 from headrace.trajectory import Failure, Version
 from headrace.wire import messages
 from headrace_orchestrator.buffer.log.location import Location
-from headrace_orchestrator.buffer.projection.entries import BatchEntry, LocatedEntry, TrajectoryEntry
+from headrace_orchestrator.buffer.projection.entries import LocatedEntry, ProjectedBatch, ProjectedTrajectory
 from headrace_orchestrator.buffer.projection.sqlite import SqliteProjection
 from headrace_orchestrator.scheduler.events import BatchAcked
 from headrace_orchestrator.service.storage.record_events import event_of
@@ -95,7 +95,7 @@ async def test_it_never_runs_ahead_of_the_disk(data_dir: Path):
         await api.ask("GET", "/v1/runs/run/trajectories")
         cursor = SqliteProjection(data_dir / "projection.sqlite", log_id(data_dir))
         size = sum(file.stat().st_size for file in (data_dir / "log").glob("*.log"))
-        assert 0 < Location.at(cursor.cursor, 0).offset <= size
+        assert 0 < Location.from_position(cursor.cursor, 0).offset <= size
         cursor.close()
 
 
@@ -160,9 +160,9 @@ def test_an_id_behind_all_that_are_here_is_known_to_be_new_without_a_lookup(tmp_
     projection.write([row(2)], 1)
     assert not looked_up_for(projection, late)
     assert looked_up_for(projection, early)
-    assert projection.owners([early, middle, late]) == {middle: "episode-2"}
+    assert projection.episodes_of([early, middle, late]) == {middle: "episode-2"}
     projection.write([row(3), row(1)], 2)
-    assert projection.owners([late, early]) == {late: "episode-3", early: "episode-1"}
+    assert projection.episodes_of([late, early]) == {late: "episode-3", early: "episode-1"}
     projection.close()
 
 
@@ -172,9 +172,9 @@ def test_what_was_here_before_a_restart_is_found(tmp_path: Path):
     projection.write([row(2), row(1)], 1)
     projection.close()
     projection = SqliteProjection(tmp_path / "p.sqlite", "log")
-    assert projection.owners([early, late]) == {early: "episode-1", late: "episode-2"}
+    assert projection.episodes_of([early, late]) == {early: "episode-1", late: "episode-2"}
     projection.reset()
-    assert projection.owners([early, late]) == {}
+    assert projection.episodes_of([early, late]) == {}
     projection.close()
 
 
@@ -199,7 +199,7 @@ def looked_up_for(projection: SqliteProjection, id: str) -> list[str]:
     """The statements that are carried out to find whose an id is."""
     statements: list[str] = []
     projection._lookups.set_trace_callback(statements.append)
-    projection.owners([id])
+    projection.episodes_of([id])
     projection._lookups.set_trace_callback(None)
     return statements
 
@@ -238,12 +238,12 @@ def row(number: int) -> LocatedEntry:
 
 
 def row_of(trajectory: Any, number: int) -> LocatedEntry:
-    listed = TrajectoryEntry(event_of(trajectory, 640), trajectory.stop_reason, trajectory.provenance, ())
+    listed = ProjectedTrajectory(event_of(trajectory, 640), trajectory.stop_reason, trajectory.provenance, ())
     return LocatedEntry(listed, Location(1, number * 64, 640))
 
 
 def batch(id: str, run: str, groups: list[str], head: Location) -> LocatedEntry:
-    return LocatedEntry(BatchEntry(id, run, "0.1", tuple(groups)), head)
+    return LocatedEntry(ProjectedBatch(id, run, "0.1", tuple(groups)), head)
 
 
 async def test_a_flipped_byte_in_a_listed_row_is_noticed_and_the_next_start_builds_it_anew(data_dir: Path):
@@ -280,7 +280,7 @@ def test_an_asset_is_not_deleted_on_the_word_of_a_damaged_projection(tmp_path: P
     projection = SqliteProjection(file, "log")
     names = [f"{number:064x}" for number in range(1, 4)]
     trajectory = make_trajectory()
-    listed = TrajectoryEntry(event_of(trajectory, 640), trajectory.stop_reason, trajectory.provenance, names)
+    listed = ProjectedTrajectory(event_of(trajectory, 640), trajectory.stop_reason, trajectory.provenance, names)
     projection.write([LocatedEntry(listed, Location(1, 64, 640))], 1)
     projection.check()
     projection.close()

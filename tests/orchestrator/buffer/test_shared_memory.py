@@ -16,17 +16,17 @@ pytestmark = pytest.mark.skipif(not SUPPORTED, reason="this system has no memfd_
 
 @pytest.fixture
 def arena() -> Iterator[SharedMemory]:
-    made = SharedMemory.make()
+    made = SharedMemory.create()
     yield made
     made.close()
 
 
 def test_one_process_fits_it_and_writes_and_another_one_sees_it(arena: SharedMemory):
-    arena.fit(5)[:5] = b"first"
+    arena.resize(5)[:5] = b"first"
     other = SharedMemory(os.dup(arena.descriptor))
-    assert other.see(arena.size_bytes)[:5] == b"first"
-    arena.fit(MIN_BYTES + 6)[MIN_BYTES : MIN_BYTES + 6] = b"second"
-    assert other.see(arena.size_bytes)[MIN_BYTES : MIN_BYTES + 6] == b"second"
+    assert other.map(arena.size_bytes)[:5] == b"first"
+    arena.resize(MIN_BYTES + 6)[MIN_BYTES : MIN_BYTES + 6] = b"second"
+    assert other.map(arena.size_bytes)[MIN_BYTES : MIN_BYTES + 6] == b"second"
     other.close()
 
 
@@ -34,7 +34,7 @@ def test_it_grows_to_what_its_content_needs_and_shrinks_to_its_minimum_size_at_t
     arena: SharedMemory,
 ):
     for needed, taken in ((1, 1), (MIN_BYTES, 1), (MIN_BYTES + 1, 2), (5 * MIN_BYTES, 5), (0, 1)):
-        arena.fit(needed)
+        arena.resize(needed)
         assert os.fstat(arena.descriptor).st_size == arena.size_bytes == taken * MIN_BYTES
 
 
@@ -42,11 +42,11 @@ def test_of_what_is_never_touched_nothing_is_really_taken_and_what_was_goes_with
     def taken_bytes() -> int:
         return os.fstat(arena.descriptor).st_blocks * 512
 
-    memory = arena.fit(3 * MIN_BYTES)
+    memory = arena.resize(3 * MIN_BYTES)
     assert taken_bytes() == 0
     memory[2 * MIN_BYTES : 3 * MIN_BYTES] = bytes(MIN_BYTES)
     assert taken_bytes() == MIN_BYTES
-    arena.fit(1)
+    arena.resize(1)
     assert taken_bytes() == 0
 
 
@@ -54,23 +54,23 @@ def test_what_it_could_not_map_it_does_not_show(arena: SharedMemory, monkeypatch
     def refuse(descriptor: int, length: int) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    arena.fit(2 * MIN_BYTES)
+    arena.resize(2 * MIN_BYTES)
     with monkeypatch.context() as refusing:
         refusing.setattr("headrace_orchestrator.buffer.log.shared_memory.mmap.mmap", refuse)
         with pytest.raises(OSError, match="Too many open files"):
-            arena.fit(1)
-    memory = arena.fit(2 * MIN_BYTES)
+            arena.resize(1)
+    memory = arena.resize(2 * MIN_BYTES)
     memory[-5:] = b"there"
     assert os.pread(arena.descriptor, 5, 2 * MIN_BYTES - 5) == b"there"
 
 
 def test_it_is_reused_from_its_beginning(arena: SharedMemory):
-    memory = arena.fit(100)
-    assert arena.fit(200) is memory
-    assert arena.see(MIN_BYTES) is memory
+    memory = arena.resize(100)
+    assert arena.resize(200) is memory
+    assert arena.map(MIN_BYTES) is memory
 
 
 def test_who_still_looks_at_it_may_until_the_end(arena: SharedMemory):
-    look = memoryview(arena.fit(10))
-    arena.fit(2 * MIN_BYTES)
+    look = memoryview(arena.resize(10))
+    arena.resize(2 * MIN_BYTES)
     assert bytes(look[:10]) == bytes(10)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(not SUPPORTED, reason="the log's writer has no p
 async def test_it_ends_with_the_orchestrator_and_nobody_can_take_the_directory_before(
     service: Service, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(data_directory, "LEFT_S", 0.1)
+    monkeypatch.setattr(data_directory, "ENDED_OWNER_WAIT_S", 0.1)
     async with aiohttp.ClientSession(service.start()) as session:
         api = Api(session)
         await api.create_run()
@@ -39,7 +39,7 @@ async def test_it_ends_with_the_orchestrator_and_nobody_can_take_the_directory_b
             service.kill()
             with pytest.raises(aiohttp.ClientError):
                 await stored
-            with pytest.raises(DataDirectoryInUse, match="still held, though its last orchestrator has ended"):
+            with pytest.raises(DataDirectoryInUse, match="still held, though its last orchestrator, process"):
                 DataDirectory.claim(data_dir)
             writer.send(signal.SIGCONT)
             writer.wait()

@@ -15,7 +15,7 @@ from headrace_orchestrator.buffer.log.location import Location
 from headrace_orchestrator.service import lifecycle
 from headrace_orchestrator.service.storage import page_cache
 from headrace_orchestrator.service.storage.group_locations import GroupLocations
-from headrace_orchestrator.service.storage.page_cache import LOOK_EVERY_S, LOOK_SHARE, PageCacheTrimmer, pause_s
+from headrace_orchestrator.service.storage.page_cache import CHECK_EVERY_S, CHECK_SHARE, PageCacheTrimmer, pause_s
 from headrace_orchestrator.service.storage.store import Store
 from tests.orchestrator.service.test_retention import train
 from tests.orchestrator.serving import orchestrator
@@ -42,7 +42,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[PageCacheTrimmer]:
 
 def sealed(cache: PageCacheTrimmer) -> list[int]:
     """All files but the one that is written."""
-    return list(range(1, Location.at(cache._store.log.tail, 0).file))
+    return list(range(1, Location.from_position(cache._store.log.tail, 0).file))
 
 
 async def test_a_sealed_file_that_no_group_and_no_batch_needs_is_let_go_once(
@@ -126,5 +126,5 @@ def test_a_group_may_be_moved_while_its_files_are_listed() -> None:
 
 
 def test_the_longer_a_look_takes_the_less_often_it_happens() -> None:
-    assert pause_s(0.0) == LOOK_EVERY_S
-    assert pause_s(1.0) == 1 / LOOK_SHARE
+    assert pause_s(0.0) == CHECK_EVERY_S
+    assert pause_s(1.0) == 1 / CHECK_SHARE

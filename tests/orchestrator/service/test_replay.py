@@ -173,7 +173,7 @@ class House:
         log = self.store.log
 
         async def is_well() -> bool:
-            log.try_again()
+            log.retry()
             return not log.failure
 
         await until(is_well)

@@ -250,7 +250,7 @@ async def test_a_disk_that_refuses_makes_the_service_not_ready_until_it_takes_da
     def refuse(descriptor: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(log, "PROBE_FIRST_S", 0.01)
+    monkeypatch.setattr(log, "FIRST_RETRY_S", 0.01)
     async with orchestrator(data_dir) as api:
         await api.create_run()
         attempts = await api.lease(free=1)

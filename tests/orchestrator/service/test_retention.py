@@ -140,14 +140,14 @@ async def test_what_a_refusing_disk_left_half_done_is_done_later(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refusals = iter([True, True])
-    forget = Store.files_gone
+    forget = Store.forget_files
 
     async def refuse_first(store: Store, numbers: Any) -> list[str]:
         if next(refusals, False):
             raise StoreError("No space left.", hint="")
         return await forget(store, numbers)
 
-    monkeypatch.setattr(Store, "files_gone", refuse_first)
+    monkeypatch.setattr(Store, "forget_files", refuse_first)
     async with orchestrator(data_dir, **SMALL) as api:
         await api.create_run()
         stored = await train(api, 30)

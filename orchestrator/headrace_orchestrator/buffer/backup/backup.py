@@ -1,16 +1,16 @@
 """Backups: copies of a data directory, taken while its service runs.
 
-* A copy is a cut: everything that was acknowledged before it began, and a prefix of what the log says after that.
-* Only what is new is copied: a file of the log that is followed by another never changes.
-* A copy that is interrupted leaves the one before it as it was. A copy of another log is not overwritten, and a data
+* A backup is a cut: everything that was acknowledged before it began, and a prefix of what the log says after that.
+* Only new data is copied: a file of the log never changes once a later one exists.
+* An interrupted backup leaves the previous one as it was. A backup of another log is not overwritten, and a data
   directory never.
-* An asset that is damaged is named, and ends nothing.
-* What a data directory lost, and did not delete by its rules, stays in the copy: a damaged file of the log is named and
-  not copied over the intact one, and a copy that has more than the directory is left as it is.
+* A damaged asset is named, and does not end the backup.
+* Data that the directory lost, and did not delete by its rules, stays in the backup: a damaged file of the log is named
+  and not copied over the intact one, and a backup that has more than the directory is left as it is.
 
-A copy is a folder with ``log`` and ``assets``, as a data directory has them, so that all tools read it; and
-``backup.json``, which says how much of each file counts. Files of the log only grow, so a file that is longer than it
-says there is of a copy that was interrupted later.
+A backup is a folder with ``log`` and ``assets`` like those of a data directory, so that all tools read it; and
+``backup.json``, which holds the valid length of each file. Files of the log only grow, so a file that is longer belongs
+to a later backup that was interrupted.
 """
 
 from __future__ import annotations
@@ -30,24 +30,25 @@ from headrace.store.log_format import Damage
 from headrace_orchestrator.buffer.backup.file_copy import (
     CopyProgress,
     LogFileDeleted,
-    OnProgress,
     assets_in,
     copy,
     copy_asset,
     digest_of,
-    disk_errors,
+    store_errors,
 )
-from headrace_orchestrator.buffer.data_directory import MANIFEST, last_epoch, replace, sync_directory
+from headrace_orchestrator.buffer.data_directory import BACKUP_MANIFEST, last_epoch
+from headrace_orchestrator.buffer.durable_files import replace_file, sync_directory
+from headrace_orchestrator.buffer.progress import OnProgress
 
 _PROBE_BYTES = 4096
-"""So much of the beginning and of the end of a file tells whether it is the one that was copied: its head, and its
-footer with a digest of all between."""
+"""Bytes at the beginning and at the end of a file that identify it: its head, and its footer with a digest of
+everything between."""
 _ATTEMPTS = 5
-"""Retention may delete files while they are copied; then the copy begins again with those that are left."""
+"""Retention may delete files while they are copied; then the backup begins again with the remaining files."""
 
 
 class CopiedFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A file of the log: how much of it counts, and the SHA-256 of that."""
+    """A file of the log: its valid length, and the SHA-256 of that part."""
 
     name: str
     size_bytes: int
@@ -55,8 +56,8 @@ class CopiedFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BackupManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a copy is. ``log`` is the id of the log, ``epoch`` that of the directory at that time, ``made_ms`` the Unix
-    time in milliseconds."""
+    """The content of ``backup.json``. ``log`` is the id of the log, ``epoch`` that of the directory at that time,
+    ``made_ms`` the Unix time in milliseconds."""
 
     format: int = 1
     log: str
@@ -66,9 +67,9 @@ class BackupManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BackupReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What was done. ``file`` and ``offset``: where the cut is in the log. ``damaged_assets``: those that
-    are not what their names say; they are not in the copy. ``kept_files``: files of the log that are not any more what
-    was copied; the copy has them as they were."""
+    """The result of a backup. ``file`` and ``offset``: position of the cut in the log. ``damaged_assets``: those whose
+    bytes do not match their names; they are not in the backup. ``kept_files``: files of the log that were damaged after
+    they had been copied; the backup keeps them as they were."""
 
     file: str
     offset: int
@@ -84,24 +85,24 @@ class BackupReport(msgspec.Struct, frozen=True, kw_only=True):
 def back_up(
     data: Path, destination: Path, *, now_ms: int, on_progress: OnProgress = lambda done, total: None
 ) -> BackupReport:
-    """Copy what is new in the data directory into ``destination``, made if missing. Blocking. Raises SetupError,
-    InvalidRequest, StoreError or CorruptRecord; then the copy before this one is still there."""
+    """Copy the new data of the data directory into ``destination``, made if missing. Blocking. Raises SetupError,
+    InvalidRequest, StoreError or CorruptRecord; then the previous backup is still intact."""
     if not (data / "log").is_dir():
         raise SetupError(
-            f"{data} is no data directory: there is no folder named log in it.",
+            f"{data} is not a data directory: it has no folder named log.",
             hint="Give the directory that the orchestrator was started with (--data).",
         )
     if destination.resolve().is_relative_to(data.resolve()):
         raise InvalidRequest(f"{destination} is in {data} itself.", hint="Name a folder elsewhere, on another disk.")
-    with disk_errors(destination), _alone(destination):
+    with store_errors(destination), _exclusive(destination):
         if last_epoch(destination):
             raise InvalidRequest(
-                f"{destination} is a data directory: the copy would take the place of what is stored there.",
+                f"{destination} is a data directory: the backup would overwrite the data that is stored there.",
                 hint="Name a folder of its own for the backup.",
             )
         for _ in range(_ATTEMPTS):
             try:
-                return _Copy(data, destination, on_progress).make(now_ms)
+                return _BackupRun(data, destination, on_progress).run(now_ms)
             except LogFileDeleted:
                 continue
     raise StoreError(
@@ -110,54 +111,54 @@ def back_up(
 
 
 def read_manifest(backup: Path) -> BackupManifest:
-    """What a copy says of itself. Raises SetupError."""
+    """Read the manifest of a backup. Raises SetupError."""
     try:
-        return msgspec.json.decode((backup / MANIFEST).read_bytes(), type=BackupManifest)
+        return msgspec.json.decode((backup / BACKUP_MANIFEST).read_bytes(), type=BackupManifest)
     except FileNotFoundError as error:
         raise SetupError(
-            f"{backup} is no backup: there is no {MANIFEST} in it.",
-            hint="Give the folder that `headrace backup` wrote; if its first run was interrupted, there is none yet.",
+            f"{backup} is not a backup: it has no file {BACKUP_MANIFEST}.",
+            hint="Give the folder that `headrace backup` wrote; a first run that was interrupted leaves no backup.",
         ) from error
     except msgspec.MsgspecError as error:
-        raise SetupError(f"{backup / MANIFEST} cannot be read: {error}.", hint="It is damaged.") from error
+        raise SetupError(f"{backup / BACKUP_MANIFEST} cannot be read: {error}.", hint="It is damaged.") from error
 
 
-class _Copy:
-    """One attempt at a copy."""
+class _BackupRun:
+    """One attempt at a backup."""
 
     def __init__(self, data: Path, destination: Path, on_progress: OnProgress) -> None:
         self._data, self._destination = data, destination
         self._files = sorted((data / "log").glob("*.log"))
         sizes = [_size(file) for file in self._files]
-        self._moved = CopyProgress(on_progress, sum(sizes))
+        self._progress = CopyProgress(on_progress, sum(sizes))
         self._damaged_assets: set[str] = set()
         self._kept_files: list[str] = []
         self._copied_files = self._copied_assets = self._copied_bytes = 0
         self._assets: set[str] = set()
         self._log = _log_of(data)
-        self._before: dict[str, CopiedFile] = {}
+        self._previous: dict[str, CopiedFile] = {}
         self._sealed: set[str] = set()
-        if (destination / MANIFEST).exists():
-            before = read_manifest(destination)
-            if before.log not in ("", self._log):
+        if (destination / BACKUP_MANIFEST).exists():
+            previous = read_manifest(destination)
+            if previous.log not in ("", self._log):
                 raise InvalidRequest(
                     f"{destination} holds a backup of another log.", hint="Name another folder, or delete this one."
                 )
-            self._before = {file.name: file for file in before.files}
-            self._sealed = {file.name for file in before.files[:-1]}
-            self._require_no_less()
+            self._previous = {file.name: file for file in previous.files}
+            self._sealed = {file.name for file in previous.files[:-1]}
+            self._require_nothing_lost()
 
-    def make(self, now_ms: int) -> BackupReport:
-        # Assets are stored before the record that refers to them, and deleted with the last one: those of old records
-        # are taken before the log, those of new ones after it.
-        self._take_assets()
+    def run(self, now_ms: int) -> BackupReport:
+        # Assets are stored before the record that refers to them, and deleted after the last one: assets of old records
+        # are copied before the log, those of new records after it.
+        self._copy_assets()
         (self._destination / "log").mkdir(exist_ok=True)
-        files = [self._take(file, last=file == self._files[-1]) for file in self._files]
-        self._take_assets()
+        files = [self._copy_file(file, last=file == self._files[-1]) for file in self._files]
+        self._copy_assets()
         sync_directory(self._destination)
         manifest = BackupManifest(log=self._log, epoch=last_epoch(self._data), made_ms=now_ms, files=files)
-        replace(self._destination / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
-        self._forget({file.name for file in files})
+        replace_file(self._destination / BACKUP_MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
+        self._delete_others({file.name for file in files})
         return BackupReport(
             file=files[-1].name if files else "",
             offset=files[-1].size_bytes if files else 0,
@@ -170,14 +171,15 @@ class _Copy:
             kept_files=self._kept_files,
         )
 
-    def _require_no_less(self) -> None:
-        """Retention deletes the oldest files, and a file only grows. What else is missing was lost, and is perhaps
-        nowhere but in the copy. Raises InvalidRequest, or LogFileDeleted where retention deletes just now."""
-        there = {file.name for file in self._files}
-        oldest = min(there, default="")
-        missing = [name for name in self._before if name > oldest and name not in there]
-        last = max(self._before, default="")
-        if last in there and not _goes_on(self._data / "log" / last, self._destination / "log" / last):
+    def _require_nothing_lost(self) -> None:
+        """Raise InvalidRequest if the directory lost data that the backup has, perhaps as its only copy. Retention
+        deletes the oldest files, and a file only grows; any other difference is a loss. Raises LogFileDeleted if
+        retention deletes a file meanwhile."""
+        present = {file.name for file in self._files}
+        oldest = min(present, default="")
+        missing = [name for name in self._previous if name > oldest and name not in present]
+        last = max(self._previous, default="")
+        if last in present and not _continues(self._data / "log" / last, self._destination / "log" / last):
             missing.append(last)
         if not missing:
             return
@@ -186,51 +188,51 @@ class _Copy:
         raise InvalidRequest(
             f"{self._destination} has what {self._data} lost: {', '.join(sorted(missing))} is missing in the log "
             "there, or is another file now.",
-            hint="Keep that copy, for it may be the only one: `headrace restore` puts it back. Name another folder to "
-            "copy what is still there.",
+            hint="Keep that backup, for it may be the only copy: `headrace restore` puts it back. Name another folder "
+            "to copy what is still there.",
         )
 
-    def _take(self, file: Path, *, last: bool) -> CopiedFile:
-        copied = self._destination / "log" / file.name
-        known = self._before.get(file.name)
+    def _copy_file(self, file: Path, *, last: bool) -> CopiedFile:
+        target = self._destination / "log" / file.name
+        known = self._previous.get(file.name)
         size = _size(file)
-        if not last and known is not None and known.size_bytes == size and _alike(file, copied):
-            self._moved.add(size)
+        if not last and known is not None and known.size_bytes == size and _same_file(file, target):
+            self._progress.add(size)
             return known
-        if known is not None and known.name in self._sealed and _is_intact(copied, known):
+        if known is not None and known.name in self._sealed and _is_intact(target, known):
             self._kept_files.append(known.name)
-            self._moved.add(size)
+            self._progress.add(size)
             return known
         if last:
             size = _durable_size(file)
-        digest = copy(file, copied, size, self._moved)
+        digest = copy(file, target, size, self._progress)
         self._copied_files += 1
         self._copied_bytes += size
-        if last and (whole := _whole_size(copied)) < size:
-            os.truncate(copied, whole)
-            size, digest = whole, digest_of(copied, whole)
+        if last and (whole := _whole_size(target)) < size:
+            os.truncate(target, whole)
+            size, digest = whole, digest_of(target, whole)
         return CopiedFile(name=file.name, size_bytes=size, sha256=digest)
 
-    def _take_assets(self) -> None:
+    def _copy_assets(self) -> None:
         for asset in assets_in(self._data):
             if asset.name in self._damaged_assets:
                 continue
-            copied = asset_path(self._destination / FOLDER, asset.name)
+            target = asset_path(self._destination / FOLDER, asset.name)
             try:
                 size = asset.stat().st_size
-                if not copied.exists() or copied.stat().st_size != size:
-                    if not copy_asset(asset, self._destination, self._moved):
+                if not target.exists() or target.stat().st_size != size:
+                    if not copy_asset(asset, self._destination, self._progress):
                         self._damaged_assets.add(asset.name)
-                        copied.unlink()  # so that the next copy asks again
+                        target.unlink()  # so that the next backup checks the asset again
                         continue
                     self._copied_assets += 1
                     self._copied_bytes += size
             except FileNotFoundError:
-                continue  # deleted since it was listed: nothing that is copied refers to it
+                continue  # deleted after it was listed: no copied record refers to it
             self._assets.add(asset.name)
 
-    def _forget(self, names: set[str]) -> None:
-        """Delete what the source has no more."""
+    def _delete_others(self, names: set[str]) -> None:
+        """Delete the files that the source does not have any more."""
         for file in (self._destination / "log").iterdir():
             if file.name not in names:
                 file.unlink()
@@ -240,7 +242,7 @@ class _Copy:
 
 
 def _log_of(data: Path) -> str:
-    """The id of a log; empty before anything was written."""
+    """The id of a log; empty if nothing was written yet."""
     try:
         for file in log_files.newest_first(data / "log", log_files.numbers_in(data / "log")):
             if file.head is not None:
@@ -250,24 +252,24 @@ def _log_of(data: Path) -> str:
     return ""
 
 
-def _alike(one: Path, other: Path) -> bool:
-    """Whether two files that never change are the same, by their size, beginning and end."""
+def _same_file(one: Path, other: Path) -> bool:
+    """True if two sealed files have the same size, beginning and end."""
     return other.exists() and _probe(one) == _probe(other)
 
 
 def _is_intact(copied: Path, known: CopiedFile) -> bool:
-    """Whether a copied file is what was copied."""
+    """True if a file in the backup still has the digest that it was copied with."""
     return copied.exists() and digest_of(copied, known.size_bytes) == known.sha256
 
 
-def _goes_on(file: Path, copied: Path) -> bool:
-    """Whether a file is the one of which the beginning was copied, as far as their heads say."""
+def _continues(file: Path, copied: Path) -> bool:
+    """True if ``copied`` is the beginning of ``file``, judged by their heads."""
     heads = []
     for path in (file, copied):
         try:
             heads.append(log_files.head_of(path))
         except FileNotFoundError:
-            return True  # there is nothing to lose, or retention has deleted it
+            return True  # the backup has nothing to lose, or retention has deleted the file
     return None in heads or heads[0] == heads[1]
 
 
@@ -283,7 +285,7 @@ def _probe(path: Path) -> tuple[int, bytes, bytes]:
 
 
 def _durable_size(file: Path) -> int:
-    """How large a file is, all of that on disk."""
+    """Size of a file, after a sync."""
     try:
         with file.open("rb") as stream:
             size = os.fstat(stream.fileno()).st_size
@@ -294,7 +296,7 @@ def _durable_size(file: Path) -> int:
 
 
 def _whole_size(file: Path) -> int:
-    """How much of a file is there without an append that was under way."""
+    """Size of a file without an append that was under way."""
     with file.open("rb") as stream:
         for item in log_format.scan(stream):
             if isinstance(item, Damage) and item.torn:
@@ -310,8 +312,8 @@ def _size(file: Path) -> int:
 
 
 @contextmanager
-def _alone(destination: Path) -> Iterator[None]:
-    """One copy at a time goes into a folder."""
+def _exclusive(destination: Path) -> Iterator[None]:
+    """Allow one backup at a time into a folder."""
     destination.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(destination, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -1,7 +1,7 @@
-"""Copying files so that nothing can go wrong unseen.
+"""Verified copies of files.
 
-* Every byte that is copied is synced, read back and compared by digest.
-* A file is there when it is whole: it is written beside its name first.
+* Every copied byte is synced, read back and compared by digest.
+* A file appears under its name only when it is complete: it is written under another name first.
 """
 
 from __future__ import annotations
@@ -9,27 +9,25 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from headrace.errors import CorruptRecord, StoreError
 from headrace.store.asset_files import FOLDER, asset_path
-from headrace_orchestrator.buffer.data_directory import sync_directory
-
-OnProgress = Callable[[int, int], None]
-"""Called with the bytes that are done, and how many there are."""
+from headrace_orchestrator.buffer.durable_files import sync_directory
+from headrace_orchestrator.buffer.progress import OnProgress
 
 _CHUNK_BYTES = 4 << 20
 _ASSET_NAME = re.compile(r"[0-9a-f]{64}")
 
 
 class LogFileDeleted(Exception):
-    """A file of the log was deleted since it was listed."""
+    """A file of the log was deleted after it was listed."""
 
 
 class CopyProgress:
-    """Bytes that were moved so far."""
+    """Bytes that were copied so far."""
 
     def __init__(self, on_progress: OnProgress, total: int) -> None:
         self._on_progress = on_progress
@@ -37,15 +35,15 @@ class CopyProgress:
         self.done = 0
 
     def add(self, size: int) -> None:
-        """So many more."""
+        """Count more bytes as copied."""
         self.done += size
         self._on_progress(min(self.done, self._total), self._total)
 
 
-def copy(source: Path, copied: Path, size: int, moved: CopyProgress) -> str:
-    """Put the first ``size`` bytes of a file in place, durably; returns their SHA-256, which was compared with what is
-    on disk now. Raises LogFileDeleted, FileNotFoundError for what is no file of a log, CorruptRecord, OSError."""
-    partial = copied.with_name(copied.name + ".partial")
+def copy(source: Path, target: Path, size: int, progress: CopyProgress) -> str:
+    """Copy the first ``size`` bytes of a file, durably; returns their SHA-256, which the copy on disk was verified
+    against. Raises LogFileDeleted, FileNotFoundError for other missing files, CorruptRecord, OSError."""
+    partial = target.with_name(target.name + ".partial")
     digest = hashlib.sha256()
     try:
         reading = source.open("rb")
@@ -64,26 +62,26 @@ def copy(source: Path, copied: Path, size: int, moved: CopyProgress) -> str:
             digest.update(chunk)
             writing.write(chunk)
             left -= len(chunk)
-            moved.add(len(chunk))
+            progress.add(len(chunk))
         writing.flush()
         os.fsync(writing.fileno())
-        os.posix_fadvise(writing.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # so that the disk is read, not the memory
+        os.posix_fadvise(writing.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # the check must read the disk
     if digest_of(partial, size) != digest.hexdigest():
         raise CorruptRecord(
             f"{partial} does not read back as it was written.", hint="The disk that it is on is failing; use another."
         )
-    partial.replace(copied)
-    sync_directory(copied.parent)
+    partial.replace(target)
+    sync_directory(target.parent)
     return digest.hexdigest()
 
 
-def copy_asset(asset: Path, directory: Path, moved: CopyProgress) -> bool:
-    """Put an asset into another directory; whether it is what its name says. Raises what ``copy`` raises."""
-    copied = asset_path(directory / FOLDER, asset.name)
-    if not copied.parent.is_dir():
-        copied.parent.mkdir(parents=True)
-        sync_directory(copied.parent.parent)
-    return copy(asset, copied, asset.stat().st_size, moved) == asset.name
+def copy_asset(asset: Path, directory: Path, progress: CopyProgress) -> bool:
+    """Copy an asset into another directory; returns whether its bytes match its name. Raises what ``copy`` raises."""
+    target = asset_path(directory / FOLDER, asset.name)
+    if not target.parent.is_dir():
+        target.parent.mkdir(parents=True)
+        sync_directory(target.parent.parent)
+    return copy(asset, target, asset.stat().st_size, progress) == asset.name
 
 
 def assets_in(directory: Path) -> Iterator[Path]:
@@ -104,12 +102,12 @@ def digest_of(path: Path, size: int) -> str:
 
 
 @contextmanager
-def disk_errors(destination: Path) -> Iterator[None]:
-    """A disk that refuses is told as StoreError."""
+def store_errors(destination: Path) -> Iterator[None]:
+    """Raise an OSError of the block as StoreError."""
     try:
         yield
     except OSError as error:
         raise StoreError(
             f"{error.filename or destination}: {error.strerror}.",
-            hint="Mend that and run it again; what was there before is whole.",
+            hint="Mend that and run it again; what was stored there before is intact.",
         ) from error

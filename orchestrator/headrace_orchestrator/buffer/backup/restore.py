@@ -1,9 +1,10 @@
-"""Putting a backup back.
+"""Restoring a backup.
 
 * Every file is compared with the digest that it was copied with.
-* What is put back begins an epoch above every one that the directory had: answers of the old service are refused.
-* Damage in a backup is refused, or put back as it is where that is wanted: then it costs the damaged records only.
-* A directory in which something failed is left empty.
+* The restored directory begins an epoch above every one that the old directory had, so that leases and
+  answers of the old service are refused.
+* Damage in a backup is refused, or restored as it is if asked for: then it costs the damaged records only.
+* A directory in which a restore failed is left empty.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from headrace.store.asset_files import FOLDER
 from headrace_orchestrator.buffer.backup.backup import read_manifest
 from headrace_orchestrator.buffer.backup.file_copy import (
     CopyProgress,
-    OnProgress,
     assets_in,
     copy,
     copy_asset,
-    disk_errors,
+    store_errors,
 )
-from headrace_orchestrator.buffer.data_directory import replace
+from headrace_orchestrator.buffer.durable_files import replace_file
+from headrace_orchestrator.buffer.progress import OnProgress
 
-_OF_A_FRESH_VOLUME = "lost+found"
+_IN_NEW_VOLUMES = "lost+found"
 
 
 class RestoreReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What was put back. ``damaged``: files that are not what was copied, put back all the same."""
+    """The result of a restore. ``damaged``: damaged files, which were restored all the same."""
 
     epoch: int
     files: int
@@ -49,32 +50,33 @@ def restore(
     despite_damage: bool = False,
     on_progress: OnProgress = lambda done, total: None,
 ) -> RestoreReport:
-    """Put a backup back into ``data``, which must be missing or empty. Blocking. Raises SetupError, StoreError or
+    """Restore a backup into ``data``, which must be missing or empty. Blocking. Raises SetupError, StoreError or
     CorruptRecord."""
     manifest = read_manifest(backup)
-    if data.exists() and any(file.name != _OF_A_FRESH_VOLUME for file in data.iterdir()):
+    if data.exists() and any(file.name != _IN_NEW_VOLUMES for file in data.iterdir()):
         raise SetupError(f"{data} is not empty.", hint="Name a new directory; two logs cannot be mixed.")
     assets = list(assets_in(backup))
     total = sum(file.size_bytes for file in manifest.files) + sum(asset.stat().st_size for asset in assets)
-    moved, damaged = CopyProgress(on_progress, total), list[str]()
-    with disk_errors(data), _all_or_nothing(data):
+    progress, damaged = CopyProgress(on_progress, total), list[str]()
+    with store_errors(data), _all_or_nothing(data):
         (data / "log").mkdir(parents=True, exist_ok=True)
         for file in manifest.files:
             source = backup / "log" / file.name
-            if copy(source, data / "log" / file.name, file.size_bytes, moved) != file.sha256:
-                damaged.append(_told(source, despite_damage))
-        damaged += [_told(asset, despite_damage) for asset in assets if not copy_asset(asset, data, moved)]
-        # Starts are seconds apart, so no count of them has come as far as the clock; a later copy comes after this one.
+            if copy(source, data / "log" / file.name, file.size_bytes, progress) != file.sha256:
+                damaged.append(_accept_damage(source, despite_damage))
+        damaged += [_accept_damage(asset, despite_damage) for asset in assets if not copy_asset(asset, data, progress)]
+        # Starts are seconds apart, so counting them never reaches the clock; a later restore gets a higher epoch.
         epoch = max(manifest.epoch + 1, now_s)
-        replace(data / "epoch", b"%d\n" % epoch)  # last: without it nothing starts here
+        replace_file(data / "epoch", b"%d\n" % epoch)  # last: a service does not start without it
     return RestoreReport(epoch=epoch, files=len(manifest.files), assets=len(assets), size_bytes=total, damaged=damaged)
 
 
-def _told(path: Path, despite_damage: bool) -> str:
+def _accept_damage(path: Path, despite_damage: bool) -> str:
+    """The name of a damaged file. Raises CorruptRecord unless damage is to be restored."""
     if not despite_damage:
         raise CorruptRecord(
-            f"{path} is not what was copied: its digest does not match.",
-            hint="`headrace fsck` of the backup names what is lost; --despite-damage puts back all the same.",
+            f"{path} is damaged: its digest is not the one that it was copied with.",
+            hint="`headrace fsck` of the backup names what is lost; --despite-damage restores it all the same.",
             file=path.name,
         )
     return path.name
@@ -82,7 +84,7 @@ def _told(path: Path, despite_damage: bool) -> str:
 
 @contextmanager
 def _all_or_nothing(data: Path) -> Iterator[None]:
-    """What was put into a directory does not stay if the rest does not come."""
+    """Empty the directory if the block fails."""
     try:
         yield
     except BaseException:

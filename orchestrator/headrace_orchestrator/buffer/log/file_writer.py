@@ -1,11 +1,11 @@
-"""The one that writes: appends frames to the newest file of a log, and makes them durable.
+"""The part of the log writer that touches the disk: appends frames to the newest file and makes them durable.
 
-* What is reported as written is on disk, and so is the name of its file.
-* Of a long append the disk stores one piece while the next is packed and copied.
-* A file on which a write or a sync failed is cut back to what is durable, and never written again.
-* A file that nothing durable is in may be made anew; one with a footer is never touched again.
-* Nothing is reported as written that is in a file which was deleted or renamed meanwhile.
-* Nothing is written, and nothing reported as written, once the directory is another process's.
+* Frames that are reported as written are on disk, and so is the name of their file.
+* In a long append the disk stores one piece while the next is packed and copied.
+* A file on which a write or a sync failed is cut back to its durable part, and never written again.
+* A file that holds nothing durable may be made anew; a file with a footer is never touched again.
+* Frames in a file that was deleted or renamed meanwhile are not reported as written.
+* Once another process owns the directory, nothing is written and nothing is reported as written.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from typing import NamedTuple
 from headrace.errors import DataDirectoryInUse
 from headrace.store.log_files import path_of
 from headrace.store.log_format import FrameType, pack_frame, with_digest
-from headrace_orchestrator.buffer.data_directory import sync_directory
+from headrace_orchestrator.buffer.durable_files import sync_directory
 from headrace_orchestrator.buffer.log.writeback import begin_writeback
 
 _MAX_BUFFERS = 1024
-"""Buffers that one ``writev`` takes, by POSIX's least."""
+"""Buffers that one ``writev`` takes: the least that POSIX allows for its maximum."""
 
 PIECE_BYTES = 768 << 10
-"""Of a long append: smaller ones cost the disk more than is won, and of larger ones too little is under way."""
+"""Size of one piece of a long append. Smaller pieces cost the disk more time than they save; larger ones leave it idle
+for longer."""
 
 
 class PendingFrame(NamedTuple):
-    """A frame on its way to the disk: the file and the offset that it is meant for, and its size there."""
+    """A frame that is not on disk yet: the file and the offset that it is meant for, and its size there."""
 
     file: int
     offset: int
@@ -44,7 +45,7 @@ class PendingFrame(NamedTuple):
 
 
 class PartialWrite(Exception):
-    """The disk refused; ``written`` frames of the batch are durable all the same."""
+    """The disk failed during a batch; its first ``written`` frames are durable."""
 
     def __init__(self, error: OSError, written: int) -> None:
         super().__init__(str(error))
@@ -53,27 +54,28 @@ class PartialWrite(Exception):
 
 
 class LogFileMissing(OSError):
-    """The file that is written was deleted or renamed: what was reported as written to it is not in the log."""
+    """The current file was deleted or renamed: frames that were reported as written to it are not in the log."""
 
 
 class LogFileWriter:
-    """The file that is written. ``number`` of it, ``durable_bytes`` in it, and bytes of all files up to it.
+    """The writer of the current file: its ``number``, the ``durable_bytes`` in it, and the ``total_bytes`` of all files
+    up to it.
 
-    ``require_owned`` raises what ends all writing, or OSError."""
+    ``require_owned`` raises DataDirectoryInUse, which ends all writing, or OSError."""
 
     def __init__(self, directory: Path, require_owned: Callable[[], None] = lambda: None) -> None:
         self.number = 0
         self.durable_bytes = 0
         self.total_bytes = 0
-        self._before_bytes = 0  # durable in the file before
+        self._previous_bytes = 0  # durable in the previous file
         self._directory = directory
         self._require_owned = require_owned
         self._descriptor = -1
-        self._digest = hashlib.sha256()  # over the headers in the file
+        self._digest = hashlib.sha256()  # of all frame headers in the file
 
-    def go_on(self, number: int, total_bytes: int, headers: bytes | memoryview) -> None:
-        """Open a file to append to it; what is in it is durable then. ``total_bytes``: of all files, it included.
-        ``headers``: those that are in it. Raises OSError."""
+    def reopen(self, number: int, total_bytes: int, headers: bytes | memoryview) -> None:
+        """Open an existing file to append to it, and make its content durable. ``total_bytes``: size of all files,
+        including this one. ``headers``: the frame headers in it. Raises OSError."""
         self._descriptor = os.open(path_of(self._directory, number), os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         sync(self._descriptor)
         sync_directory(self._directory)
@@ -82,60 +84,60 @@ class LogFileWriter:
         self.total_bytes = total_bytes
 
     def write(self, batch: Iterable[PendingFrame]) -> None:
-        """Append frames to their files and sync; a new number opens a new file. Frames may come while others are
-        written. Raises PartialWrite, and then writes no more until ``start_over``; or what ``require_owned`` raises."""
+        """Append frames to their files and sync; a new number opens a new file. The iterable may yield frames while
+        others are written. Raises PartialWrite, after which only ``write_new_file`` writes again; or what
+        ``require_owned`` raises."""
         written = 0
         try:
             self._require_owned()
             for number, frames in groupby(batch, key=attrgetter("file")):
                 if number != self.number:
-                    self._make(number)
+                    self._create(number)
                 written += self._append(frames)
         except OSError as error:
-            self._give_up()
+            self._abandon_file()
             raise PartialWrite(error, written) from error
 
-    def start_over(self, batch: Iterable[PendingFrame]) -> None:
-        """Write frames to a new file after a failure, if the disk takes them now. Raises OSError, and then nothing has
-        changed."""
+    def write_new_file(self, batch: Iterable[PendingFrame]) -> None:
+        """Write frames to a new file after a failure. After an OSError nothing has changed."""
         try:
             self._require_owned()
             frames = iter(batch)
             first = next(frames)
-            self._make(first.file)
+            self._create(first.file)
             self._append(chain((first,), frames))
         except OSError:
-            self._give_up()
+            self._abandon_file()
             raise
 
-    def _make(self, number: int) -> None:
-        """Open a new file in place of the one before. Nothing that may be under its name was ever acknowledged."""
-        self._close()
+    def _create(self, number: int) -> None:
+        """Close the current file and open a new one. An existing file of that number holds nothing acknowledged."""
+        self.close()
         path = path_of(self._directory, number)
         path.unlink(missing_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         self._descriptor = os.open(path, flags, 0o644)
-        self._before_bytes = self.durable_bytes
+        self._previous_bytes = self.durable_bytes
         self.number, self.durable_bytes, self._digest = number, 0, hashlib.sha256()
         sync_directory(self._directory)
 
     def _append(self, frames: Iterable[PendingFrame]) -> int:
-        """Write and sync frames of one file; gives their number."""
-        at, count = self.durable_bytes, 0
-        for buffers, held in self._pieces(frames):
+        """Write and sync frames of one file; returns their number."""
+        end, count = self.durable_bytes, 0
+        for buffers, frames_held in self._pieces(frames):
             written = _write_all(self._descriptor, buffers)
             if written >= PIECE_BYTES:
-                begin_writeback(self._descriptor, at, written)
-            at, count = at + written, count + held
+                begin_writeback(self._descriptor, end, written)
+            end, count = end + written, count + frames_held
         sync(self._descriptor)
-        self._require_there()
-        self._require_owned()  # what came behind the other one's start is not read by it
-        self.total_bytes += at - self.durable_bytes
-        self.durable_bytes = at
+        self._require_file()
+        self._require_owned()  # a new owner does not read what is appended after its start
+        self.total_bytes += end - self.durable_bytes
+        self.durable_bytes = end
         return count
 
     def _pieces(self, frames: Iterable[PendingFrame]) -> Iterator[tuple[list[bytes | memoryview], int]]:
-        """Buffers for one ``writev`` each, and how many frames are in them."""
+        """Buffers for one ``writev`` each, and the number of frames in them."""
         buffers: list[bytes | memoryview] = []
         count = size_bytes = 0
         for frame in frames:
@@ -160,47 +162,45 @@ class LogFileWriter:
         self._digest.update(packed[0])
         return packed
 
-    def _require_there(self) -> None:
-        """A deleted file takes data as any other. Raises OSError."""
+    def _require_file(self) -> None:
+        """Raise LogFileMissing if the file is not under its name any more: writes to a deleted file succeed."""
         path = path_of(self._directory, self.number)
         try:
-            there = os.path.samestat(os.stat(path), os.fstat(self._descriptor))
+            exists = os.path.samestat(os.stat(path), os.fstat(self._descriptor))
         except FileNotFoundError:
-            there = False
-        if not there:
+            exists = False
+        if not exists:
             raise LogFileMissing(errno.ENOENT, f"the file {path.name}, which is written, was deleted or renamed")
 
-    def _give_up(self) -> None:
-        """Cut the file back: after a failed sync the kernel may show what is not on disk as if it were. The head of the
-        next file says it as well, for where the cut fails, or where the file may be another process's by now."""
+    def _abandon_file(self) -> None:
+        """Cut the file back to its durable part and close it: after a failed sync the kernel may show data that is not
+        on disk. The head of the next file records the durable length too, in case the cut fails or another process owns
+        the file by now."""
         if self._descriptor < 0:
-            return  # not even a new file could be made
+            return  # a new file could not be created
         is_empty = not self.durable_bytes
         with contextlib.suppress(OSError, DataDirectoryInUse):
             self._require_owned()
             os.ftruncate(self._descriptor, self.durable_bytes)
             if is_empty:
                 path_of(self._directory, self.number).unlink(missing_ok=True)
-        self._close()
+        self.close()
         if is_empty:
-            # A file that nothing is in is as good as none: its number is free for the next one.
-            self.number, self.durable_bytes = self.number - 1, self._before_bytes
+            # The number of an empty file is free for the next one.
+            self.number, self.durable_bytes = self.number - 1, self._previous_bytes
 
     def close(self) -> None:
         """Close the file."""
-        self._close()
-
-    def _close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
-            with contextlib.suppress(OSError):  # all that counts of it was synced before
+            with contextlib.suppress(OSError):  # everything reported as written was synced before
                 os.close(descriptor)
 
 
 def _write_all(descriptor: int, buffers: list[bytes | memoryview]) -> int:
     size = sum(map(len, buffers))
     written = os.writev(descriptor, buffers)
-    if written < size:  # rare: the rest in one piece
+    if written < size:  # rare: write the rest as one buffer
         rest = memoryview(b"".join(buffers))[written:]
         while rest:
             rest = rest[os.write(descriptor, rest) :]

@@ -1,9 +1,13 @@
-"""Files of a log on a local disk: reading what is in them, and deleting old ones.
+"""Files of a log: reading what is in them, and deleting old ones.
 
 * Every read is checked against its checksum.
 * A file may be deleted while a thread reads from it: that read ends as it would have.
-* What is in a file can be taken from the kernel's memory; it is read all the same.
-* Few files are held open, however many there are; a process that is out of something does not call a record damaged.
+* The content of a file can be dropped from the kernel's page cache; it can still be read.
+* Few files are held open, however many there are; a process that runs out of a resource does not call a record damaged.
+
+Sealed files never change, so another store, such as an object store, could hold them: ``LogFiles`` is what it would
+have to offer, and ``LocalLogFiles`` is the one implementation. Appending is not part of it: one process appends to one
+local file, and its durability is the log writer's promise.
 """
 
 from __future__ import annotations
@@ -12,17 +16,40 @@ import contextlib
 import errno
 import os
 from pathlib import Path
+from typing import Protocol
 
 from headrace.errors import CorruptRecord, StoreError
 from headrace.store import log_files, log_format
 from headrace.store.log_files import path_of
-from headrace_orchestrator.buffer.data_directory import sync_directory
+from headrace_orchestrator.buffer.durable_files import sync_directory
 
 MAX_OPEN = 64
-"""Files that are held open for reading, the newest: 16 GiB of what is asked for most."""
+"""Files that are held open for reading, the newest: 16 GiB of the records that are read most."""
 
-_OUT_OF = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM))
-"""What a process may be out of: it says nothing of the record."""
+_RESOURCE_ERRORS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM))
+"""Errors of a process that ran out of a resource: they say nothing about the record."""
+
+
+class LogFiles(Protocol):
+    """Files of a log. Methods may be called from any thread, and may take as long as a disk or a network does."""
+
+    def sizes(self) -> dict[int, tuple[int, float]]:
+        """Size in bytes of each file, and when it was last written (Unix time in seconds)."""
+
+    def read(self, number: int, offset: int, length: int) -> bytes:
+        """The payload of the frame at an offset, checked. Raises CorruptRecord."""
+
+    def remove(self, number: int) -> int:
+        """Delete a file; returns its bytes. Raises OSError."""
+
+    def release_memory(self, number: int) -> None:
+        """Drop a sealed file that nobody is expected to read from the caches in memory."""
+
+    def forget(self, number: int) -> None:
+        """Drop all state of a file whose number is reused."""
+
+    def close(self) -> None:
+        """Release all resources."""
 
 
 class LocalLogFiles:
@@ -30,27 +57,27 @@ class LocalLogFiles:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._opened: dict[int, _Opened] = {}
+        self._open_files: dict[int, _OpenFile] = {}
 
     def sizes(self) -> dict[int, tuple[int, float]]:
         """Size in bytes of each file, and when it was last written (Unix time in seconds)."""
         found: dict[int, tuple[int, float]] = {}
         for number in log_files.numbers_in(self._directory):
-            with contextlib.suppress(FileNotFoundError):  # one that a failed write took back
+            with contextlib.suppress(FileNotFoundError):  # a failed write deletes the file that it made
                 status = path_of(self._directory, number).stat()
                 found[number] = (status.st_size, status.st_mtime)
         return found
 
     def read(self, number: int, offset: int, length: int) -> bytes:
         """The payload of the frame at an offset, checked. Raises CorruptRecord that names file and offset, StoreError
-        where it cannot be read now."""
+        if it cannot be read at the moment."""
         try:
-            # Whoever holds it keeps it open, whatever becomes of the file meanwhile.
-            opened = self._opened.get(number) or self._open(number)
-            return log_format.read_payload(opened.descriptor, offset, length, name=opened.name)
+            # The reference keeps the descriptor open, whatever happens to the file meanwhile.
+            file = self._open_files.get(number) or self._open(number)
+            return log_format.read_payload(file.descriptor, offset, length, name=file.name)
         except OSError as error:
             path = path_of(self._directory, number)
-            if error.errno in _OUT_OF:
+            if error.errno in _RESOURCE_ERRORS:
                 raise StoreError(
                     f"The file {path.name} cannot be read now: {error.strerror}.",
                     hint="Ask again. Raise the limit of open files (ulimit -n) if this comes back.",
@@ -62,41 +89,41 @@ class LocalLogFiles:
                 offset=offset,
             ) from error
 
-    def _open(self, number: int) -> _Opened:
-        opened = self._opened.setdefault(number, _Opened(path_of(self._directory, number)))
-        while len(self._opened) > MAX_OPEN:
-            self._opened.pop(min(self._opened), None)
-        return opened
+    def _open(self, number: int) -> _OpenFile:
+        file = self._open_files.setdefault(number, _OpenFile(path_of(self._directory, number)))
+        while len(self._open_files) > MAX_OPEN:
+            self._open_files.pop(min(self._open_files), None)
+        return file
 
     def remove(self, number: int) -> int:
-        """Delete a file; gives its bytes. Raises OSError, and then it is there."""
+        """Delete a file; returns its bytes. After an OSError the file still exists."""
         path = path_of(self._directory, number)
         size = path.stat().st_size
         path.unlink()
         self.forget(number)
-        with contextlib.suppress(OSError):  # after a power loss it may be back, whole, and goes again
+        with contextlib.suppress(OSError):  # a power loss may bring the whole file back; then it is deleted again
             sync_directory(self._directory)
         return size
 
-    def let_go(self, number: int) -> None:
-        """Have the kernel keep nothing of a sealed file in memory, where it can be told so."""
+    def release_memory(self, number: int) -> None:
+        """Drop a sealed file from the kernel's page cache, where the system has a call for it."""
         if not hasattr(os, "posix_fadvise"):
             return
-        with contextlib.suppress(OSError):  # it is gone
-            opened = _Opened(path_of(self._directory, number))
-            os.posix_fadvise(opened.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        with contextlib.suppress(OSError):  # the file was deleted
+            file = _OpenFile(path_of(self._directory, number))
+            os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def forget(self, number: int) -> None:
-        """Another file has, or is to have, this number."""
-        self._opened.pop(number, None)
+        """Drop the descriptor of a file whose number is reused."""
+        self._open_files.pop(number, None)
 
     def close(self) -> None:
-        """Close all files that nobody reads from."""
-        self._opened.clear()
+        """Close all files; one that a thread still reads is closed after that read."""
+        self._open_files.clear()
 
 
-class _Opened:
-    """A descriptor that is closed with its last reader, and the file's name."""
+class _OpenFile:
+    """A file's name and a descriptor that is closed with its last reader."""
 
     __slots__ = ("descriptor", "name")
 

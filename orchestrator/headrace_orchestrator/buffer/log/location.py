@@ -1,4 +1,4 @@
-"""Where a frame is in the log."""
+"""Locations of frames in the log."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ OFFSET_BITS = 40
 
 
 class Location(NamedTuple):
-    """Where a payload is: number of the file, offset of its frame, length of the payload in bytes."""
+    """The location of a payload: number of the file, offset of its frame, length of the payload in bytes."""
 
     file: int
     offset: int
@@ -17,9 +17,20 @@ class Location(NamedTuple):
 
     @property
     def position(self) -> int:
-        """One number that grows along the log."""
+        """A single number that grows along the log."""
         return self.file << OFFSET_BITS | self.offset
 
     @classmethod
-    def at(cls, position: int, length: int) -> Location:
+    def from_position(cls, position: int, length: int) -> Location:
+        """The location of a payload of this length whose frame begins at a position."""
         return cls(position >> OFFSET_BITS, position & ((1 << OFFSET_BITS) - 1), length)
+
+
+def start_of(file: int) -> int:
+    """The position at which a file begins."""
+    return file << OFFSET_BITS
+
+
+def file_at(position: int) -> int:
+    """The number of the file that a position is in."""
+    return position >> OFFSET_BITS

@@ -1,14 +1,14 @@
-"""The log: the truth of a data directory. One writer, append-only files, group commit.
+"""The log: the source of truth of a data directory. One writer, append-only files, group commit.
 
-* Acknowledged means on disk: ``synced`` returns when all that was appended before the call is.
-* One sync covers all frames that are waiting; the event loop never waits for the disk.
-* A file that is full is sealed with its footer and never changed again; the next one opens with the live control state.
-* A failed write or sync seals the file as far as it is durable; it is never tried on that file again, and every waiter
-  is told.
-* What was appended and not stored is kept, and goes to a new file as soon as the disk takes one.
+* Acknowledged means on disk: ``synced`` returns when everything that was appended before the call is on disk.
+* One sync covers all waiting frames; the event loop never waits for the disk.
+* A full file is sealed with a footer and never changed again; the next one opens with the current control state.
+* After a failed write or sync the file is cut to its durable part and never written again, and every waiter gets the
+  error.
+* Frames that were appended and not stored are kept, and go to a new file as soon as the disk accepts one.
 * A torn tail is cut when the log is opened; damage in the middle is reported and costs that record only.
 * Every read is checked against its checksum.
-* A directory that holds something else than a log is refused, and the file is named.
+* A directory that holds something other than a log is refused, and the file is named.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from headrace.errors import CorruptRecord, DataDirectoryInUse, StoreError
 from headrace.store import log_files, log_format
 from headrace.store.log_files import LogFile, path_of
 from headrace.store.log_format import Damage, FileHead, FooterBuilder, Frame, FrameType
-from headrace_orchestrator.buffer.data_directory import sync_directory
+from headrace_orchestrator.buffer.durable_files import sync_directory
 from headrace_orchestrator.buffer.log.file_writer import PendingFrame
-from headrace_orchestrator.buffer.log.files import LocalLogFiles
-from headrace_orchestrator.buffer.log.location import OFFSET_BITS, Location
-from headrace_orchestrator.buffer.log.writer_thread import DiskFailure, LogWriter, LogWriterThread, WriteResult
-from headrace_orchestrator.buffer.storage_protocols import LogFiles
+from headrace_orchestrator.buffer.log.files import LocalLogFiles, LogFiles
+from headrace_orchestrator.buffer.log.location import OFFSET_BITS, Location, file_at, start_of
+from headrace_orchestrator.buffer.log.writer import DiskFailure, LogWriter, WriteResult
+from headrace_orchestrator.buffer.log.writer_thread import LogWriterThread
 
-PROBE_FIRST_S, PROBE_LONGEST_S = 1.0, 8.0
-"""How soon after a failure the disk is tried again; the wait doubles up to the second."""
+FIRST_RETRY_S, MAX_RETRY_S = 1.0, 8.0
+"""Seconds until the disk is tried again after a failure; the wait doubles from the first number up to the second."""
 
-TOGETHER_BYTES = 8 << 20
-"""That the writer is given at once, where that is more than one frame and the disk does not refuse: the copy that a
-writer outside takes holds the event loop for some two milliseconds."""
+BATCH_BYTES = 8 << 20
+"""Size up to which waiting frames go to the writer as one batch (a larger frame goes alone; a batch to a new file after
+a failure has no bound): copying this much to a writer process holds the event loop for some two milliseconds."""
 
 OnSync = Callable[[float, int], None]
 """Called after each group commit with its duration in seconds and its bytes."""
 
 
 class LocatedFrame(NamedTuple):
-    """A frame that was read, and where it is."""
+    """A frame that was read, and its location."""
 
     frame: Frame
     location: Location
@@ -62,7 +62,7 @@ class LocatedFrame(NamedTuple):
 
 
 class LostRange(NamedTuple):
-    """Damage that was found in the log: so many bytes at an offset of a file."""
+    """Damage that was found in the log: offset and length in a file."""
 
     file: str
     offset: int
@@ -71,54 +71,54 @@ class LostRange(NamedTuple):
 
 
 Relocations = Mapping[int, Location]
-"""New places by old positions, of frames that had to be stored elsewhere than was meant."""
+"""New locations by old positions, of frames that were stored elsewhere than planned."""
 
 
-_OF_FILES = frozenset((FrameType.FILE_HEAD, FrameType.FOOTER))
+_FILE_FRAMES = frozenset((FrameType.FILE_HEAD, FrameType.FOOTER))
 _PHASES = {errno.ENOSPC: "disk full", errno.EDQUOT: "disk quota used up", errno.EROFS: "disk is read-only"}
 _encoder = msgspec.msgpack.Encoder()
 
 
-class _Filling:
-    """The file that frames are placed in: where the next one goes, and what its footer will say."""
+class _CurrentFile:
+    """The file that frames are appended to: the offset of the next frame, and the content of the footer."""
 
     def __init__(self, number: int, opened_ms: int) -> None:
         self.number = number
-        self.tally = FooterBuilder(opened_ms)
+        self.footer = FooterBuilder(opened_ms)
         self.opened_ms = opened_ms
         self.offset = 0
         self.head_bytes = 0
         self.headers = bytearray()
-        """Of the frames that were found."""
-        self.intact = True
-        """Whether it can be gone on with."""
+        """Headers of the frames that were read in it."""
+        self.is_appendable = True
+        """Whether more frames may be appended to it."""
 
-    def place(self, kind: FrameType, payload: bytes | memoryview) -> PendingFrame:
-        """A frame behind the last one."""
+    def add(self, kind: FrameType, payload: bytes | memoryview) -> PendingFrame:
+        """Plan a frame behind the last one."""
         frame = PendingFrame(self.number, self.offset, kind, payload, log_format.frame_bytes(kind, len(payload)))
-        self.tally.place(kind, self.offset)
+        self.footer.place(kind, self.offset)
         self.offset += frame.size_bytes
         self.head_bytes = self.head_bytes or self.offset
         return frame
 
-    def found(self, item: Frame | Damage) -> None:
-        """What was read in it, in order."""
+    def add_read(self, item: Frame | Damage) -> None:
+        """Take over an item that was read in it, in order."""
         if isinstance(item, Frame):
             header = log_format.header_of(item)
-            self.tally.add(item.type, item.offset, header)
+            self.footer.add(item.type, item.offset, header)
             self.headers += header
             self.offset = item.offset + item.size
             self.head_bytes = self.head_bytes or self.offset
-            self.intact = self.intact and item.type is not FrameType.FOOTER
+            self.is_appendable = self.is_appendable and item.type is not FrameType.FOOTER
         elif not item.torn:
-            self.intact = False
+            self.is_appendable = False
 
 
 class Log:
-    """The files of ``directory``. Use ``scan`` to its end once, then ``begin``, then append.
+    """The log in ``directory``. Call ``scan`` once and read it to its end, then ``start``, then append.
 
     ``require_owned`` raises DataDirectoryInUse once another process writes here. ``on_failure`` is called when the disk
-    refuses, ``on_recovery`` when it takes again what waits. ``writing``: where the writer runs; a thread by default.
+    fails, ``on_recovery`` when it has stored the waiting frames. ``writer``: a thread by default.
     """
 
     def __init__(
@@ -132,65 +132,64 @@ class Log:
         on_failure: Callable[[], None] = lambda: None,
         on_recovery: Callable[[], None] = lambda: None,
         clock_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
-        writing: LogWriter | None = None,
+        writer: LogWriter | None = None,
     ) -> None:
-        self.on_moved: Callable[[Relocations], None] = lambda moves: None
-        """Called with what moved, before anything else is told of a recovery."""
+        self.on_relocated: Callable[[Relocations], None] = lambda relocations: None
+        """Called with the frames that moved, before anything else happens on a recovery."""
         self.failure = ""
-        """Why nothing can be stored now; empty when all is well."""
+        """The reason why nothing can be stored now; empty when all is well."""
         self.phase = ""
-        """The same in a word or two."""
+        """The failure in a word or two."""
         self.stopped = False
         """Whether only a restart helps."""
-        self.incomplete = False
-        """Whether what was stored was taken away, so that only a new control state tells all that was decided."""
+        self.needs_state = False
+        """Whether stored frames were taken away, so that only a new control state has all that was decided."""
         self.files: LogFiles = LocalLogFiles(directory)
-        """What was written, by files."""
+        """The stored frames, by files."""
         self._directory = directory
         self._file_bytes = file_bytes
         self._epoch = epoch
         self._on_sync, self._on_failure, self._on_recovery = on_sync, on_failure, on_recovery
         self._clock_ms = clock_ms
         self._require_owned = require_owned
-        self._writing = writing or LogWriterThread(directory, require_owned)
-        self._writing.on_end = self.stop
-        self._reached = WriteResult(0, 0, 0.0, 0, 0, 0)
-        self._at = _Filling(0, 0)
-        self._bytes_before = 0  # in files before the current one
+        self._writer = writer or LogWriterThread(directory, require_owned)
+        self._writer.on_end = self.stop
+        self._last_result = WriteResult(0, 0, 0.0, 0, 0, 0)
+        self._current = _CurrentFile(0, 0)
+        self._previous_bytes = 0  # in files before the current one
         self._removed_bytes = 0  # of files that were deleted since the log was opened
         self._appended, self._durable = 0, 0  # counts of frames
         self._queue: deque[PendingFrame] = deque()
-        self._busy = False  # the writer has frames, or is about to be given some
-        self._begun = self._ended = False
+        self._writing = False  # the writer has a batch, or is about to get one
+        self._started = self._closing = False
         self._unwritten: dict[int, bytes] = {}
         self._removals: set[asyncio.Task[int]] = set()
         self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
-        self._probe: asyncio.TimerHandle | None = None
-        self._probe_s = PROBE_FIRST_S
+        self._retry_timer: asyncio.TimerHandle | None = None
+        self._retry_s = FIRST_RETRY_S
         directory.mkdir(parents=True, exist_ok=True)
         self._numbers = log_files.numbers_in(directory)
-        self._last: _Filling | None = None
+        self._scanned_last: _CurrentFile | None = None
         self.id = ""
-        """Made once and kept in every file: tells what belongs to this log from what belongs to another."""
+        """Made once and kept in every file: tells this log's files from those of another log."""
         self.state: bytes | None = None
-        """The newest control state that is intact. Everything from ``base`` on comes on top of it."""
+        """The newest intact control state. Everything from ``base`` on comes on top of it."""
         self.base = 0
         """Position of the file that opens with it."""
         self._find_state(self._numbers)
         self.id = self.id or new_id()
-        found = [
-            path_of(directory, number).stat().st_size
-            for number in self._numbers
-            if number >= Location.at(self.base, 0).file
-        ]
-        self.scanned_bytes, self.found_bytes = 0, sum(found)
+        to_read = [number for number in self._numbers if number >= file_at(self.base)]
+        self.scanned_bytes, self.found_bytes = 0, sum(self._size(number) for number in to_read)
+
+    def _size(self, number: int) -> int:
+        return path_of(self._directory, number).stat().st_size
 
     # Opening --------------------------------------------------------------------------------------------------
 
-    def drop_state(self) -> None:
-        """The state cannot be taken: offer the one before it. Blocking. Raises CorruptRecord where there is none and
-        the log does not go back to its beginning."""
-        self._find_state([number for number in self._numbers if number < Location.at(self.base, 0).file])
+    def use_previous_state(self) -> None:
+        """Replace ``state``, which turned out unusable, by the one before it. Blocking. Raises CorruptRecord if no
+        other state exists and the log does not go back to its beginning."""
+        self._find_state([number for number in self._numbers if number < file_at(self.base)])
 
     def _find_state(self, numbers: Sequence[int]) -> None:
         self.state, self.base = None, 0
@@ -199,26 +198,24 @@ class Log:
                 continue
             self.id = self.id or file.head.log
             if file.head.state is not None:
-                self.state, self.base = file.head.state, Location(file.number, 0, 0).position
+                self.state, self.base = file.head.state, start_of(file.number)
                 return
         if self._numbers and self._numbers[0] > 1:
             raise CorruptRecord(
-                f"The log in {self._directory} cannot be taken up: the files before {self._numbers[0]:08d}.log were "
+                f"The log in {self._directory} cannot be opened: the files before {self._numbers[0]:08d}.log were "
                 "deleted, and no control state behind them can be read.",
                 hint="Put a backup in its place (`headrace restore`). `headrace export` reads what is still there.",
             )
 
     @property
     def found_end(self) -> int:
-        """Position behind all that was found in the directory."""
-        if not self._numbers:
-            return 0
-        return Location(self._numbers[-1], path_of(self._directory, self._numbers[-1]).stat().st_size, 0).position
+        """Position behind everything that was found in the directory."""
+        return Location(self._numbers[-1], self._size(self._numbers[-1]), 0).position if self._numbers else 0
 
     def scan(self, since: int = 0) -> Iterator[LocatedFrame | LostRange]:
         """Everything in the log from a frame's position on, in order; a torn tail is cut at the end. Blocking: run it
         in a thread. ``scanned_bytes`` grows up to ``found_bytes`` meanwhile. Raises SetupError."""
-        start = Location.at(since, 0)
+        start = Location.from_position(since, 0)
         wanted = [number for number in self._numbers if number >= start.file]
         # The states are large, and none is needed here.
         files = [file.without_state() for file in log_files.newest_first(self._directory, wanted)][::-1]
@@ -226,190 +223,191 @@ class Log:
         self.scanned_bytes, self.found_bytes = 0, sum(file.size_bytes for file in files) - skipped
         yield from self._gaps_before(start.file)
         for file, following in zip(files, [*files[1:], None], strict=False):
-            last = _Filling(file.number, self._clock_ms()) if file.number == self._numbers[-1] else None
-            # The last file may be gone on with: its footer will speak of all of its frames.
-            start_at = 0 if last is not None else skipped
-            base, skipped = self.scanned_bytes - skipped, 0
-            for item in file.scan(start_at):
-                self.scanned_bytes = base + item.offset
-                if last is not None:
-                    last.found(item)
-                    if isinstance(item, Damage) and item.torn:
-                        os.truncate(file.path, item.offset)
-                        continue
-                yield _placed(file, item)
-            self.scanned_bytes = base + file.size_bytes
+            yield from self._scan_file(file, skipped)
+            skipped = 0
             if following is not None and (missing := log_files.gap_after(file, following)) is not None:
                 yield LostRange(file.path.name, missing.offset, missing.size_bytes, missing.problem)
-            if last is not None:
-                last.intact = last.intact and file.head is not None
-                self._last = last
+
+    def _scan_file(self, file: LogFile, skipped: int) -> Iterator[LocatedFrame | LostRange]:
+        current = _CurrentFile(file.number, self._clock_ms()) if file.number == self._numbers[-1] else None
+        base = self.scanned_bytes - skipped
+        # The last file may be appended to: its footer covers all of its frames, so all of them are read.
+        for item in file.scan(0 if current is not None else skipped):
+            self.scanned_bytes = base + item.offset
+            if current is not None:
+                current.add_read(item)
+                if isinstance(item, Damage) and item.torn:
+                    os.truncate(file.path, item.offset)
+                    continue
+            yield _located(file, item)
+        self.scanned_bytes = base + file.size_bytes
+        if current is not None:
+            current.is_appendable = current.is_appendable and file.head is not None
+            self._scanned_last = current
 
     def _gaps_before(self, file: int) -> Iterator[LostRange]:
         """Files that are missing among those that need not be read."""
         for number, following in pairwise(self._numbers):
             if number < file and (problem := log_files.missing_files(number, following)):
-                yield LostRange(f"{number:08d}.log", path_of(self._directory, number).stat().st_size, 0, problem)
+                yield LostRange(f"{number:08d}.log", self._size(number), 0, problem)
 
-    def begin(self, state: Callable[[], bytes | None], *, anew: bool = False) -> None:
-        """Be open for appending behind what was scanned; in a new file where the last one cannot be gone on with, or
-        ``anew`` says so. What was read is made durable first, for it will be built upon. ``state`` gives the control
-        state there. Blocking. Raises StoreError."""
-        last, self._last = self._last, None
+    def start(self, state: Callable[[], bytes | None], *, new_file: bool = False) -> None:
+        """Make ready to append behind the scanned frames; in a new file if the last one cannot be appended to, or
+        ``new_file`` is set. The scanned frames are made durable first, because later ones build on them. ``state``
+        returns the control state there. Blocking. Raises StoreError."""
+        last, self._scanned_last = self._scanned_last, None
         try:
-            if last is not None and not last.offset and self._drop_empty(last.number):
+            if last is not None and not last.offset and self._delete_empty(last.number):
                 last = None
-            self._bytes_before = sum(path_of(self._directory, number).stat().st_size for number in self._numbers)
+            self._previous_bytes = sum(map(self._size, self._numbers))
             if self._numbers:
-                self._at = last or _Filling(self._numbers[-1], self._clock_ms())
-                headers, self._at.headers = bytes(self._at.headers), bytearray()
-                self._require(self._writing.go_on(self._numbers[-1], self._bytes_before, headers))
-                self._at.offset = self._reached.durable_bytes
-                self._bytes_before -= self._at.offset
-            if last is None or not last.intact:
+                self._current = last or _CurrentFile(self._numbers[-1], self._clock_ms())
+                headers, self._current.headers = bytes(self._current.headers), bytearray()
+                self._require(self._writer.reopen(self._numbers[-1], self._previous_bytes, headers))
+                self._current.offset = self._last_result.durable_bytes
+                self._previous_bytes -= self._current.offset
+            if last is None or not last.is_appendable:
                 self._open_next(state())
-            elif anew or self.full:
+            elif new_file or self.full:
                 self.rotate(state())
-            self._write_queue()
+            self._write_queue_blocking()
         except OSError as error:
             self.failure = error.strerror or str(error)
-            raise self._closed() from error
+            raise self._store_error() from error
 
-    def _drop_empty(self, number: int) -> bool:
-        """A last file that was made and never written is as good as none."""
-        path = path_of(self._directory, number)
-        if path.stat().st_size:
+    def _delete_empty(self, number: int) -> bool:
+        """Delete the last file if it was created and never written."""
+        if self._size(number):
             return False
-        path.unlink()
+        path_of(self._directory, number).unlink()
         sync_directory(self._directory)
         self._numbers.pop()
         return True
 
-    def _write_queue(self) -> None:
-        """Write what waits now."""
-        self._require(self._writing.write_now(self._queue))
+    def _write_queue_blocking(self) -> None:
+        self._require(self._writer.write_blocking(self._queue))
         self._durable = self._appended
         self._queue.clear()
-        self._begun = True
+        self._started = True
 
-    def _require(self, outcome: WriteResult) -> None:
-        """Take an outcome. Raises OSError or StoreError."""
-        self._reached = outcome
-        if outcome.end:
-            self.failure, self.stopped = outcome.end, True
-            raise self._closed()
-        if outcome.refusal is not None:
-            raise OSError(outcome.refusal.errno, outcome.refusal.reason)
+    def _require(self, result: WriteResult) -> None:
+        """Take over a result. Raises OSError or StoreError if it is a failure."""
+        self._last_result = result
+        if result.fatal:
+            self.failure, self.stopped = result.fatal, True
+            raise self._store_error()
+        if result.failure is not None:
+            raise OSError(result.failure.errno, result.failure.reason)
 
     # Writing --------------------------------------------------------------------------------------------------
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all files, what is still to be written included."""
-        return self._bytes_before + self._at.offset
+        """Bytes of all files, including frames that are not written yet."""
+        return self._previous_bytes + self._current.offset
 
     @property
     def opened_at_s(self) -> float:
-        """When the file was opened that is written: Unix time in seconds."""
-        return self._at.opened_ms / 1000
+        """Unix time in seconds at which the current file was opened."""
+        return self._current.opened_ms / 1000
 
     @property
     def tail(self) -> int:
-        """Position where the next frame will be."""
-        return Location(self._at.number, self._at.offset, 0).position
+        """Position of the next frame."""
+        return Location(self._current.number, self._current.offset, 0).position
 
     @property
     def full(self) -> bool:
-        """Whether the file is as long as a file may be, its head not counted."""
-        return self._at.offset - self._at.head_bytes >= self._file_bytes
+        """Whether the current file has reached its maximum size, its head not counted."""
+        return self._current.offset - self._current.head_bytes >= self._file_bytes
 
     def append(self, kind: FrameType, payload: bytes) -> Location:
-        """Queue a frame. It is on disk once a later ``synced`` returns; while the disk refuses, it is kept. Raises
+        """Queue a frame. It is on disk once a later ``synced`` returns; while the disk fails, it is kept. Raises
         StoreError once the log is stopped."""
         if self.stopped:
-            raise self._closed()
+            raise self._store_error()
         frame = self._enqueue(kind, payload)
         self._unwritten[frame.file << OFFSET_BITS | frame.offset] = payload
-        self._wake()
+        self._schedule_write()
         return Location(frame.file, frame.offset, len(payload))
 
     def rotate(self, state: bytes | None) -> None:
-        """Seal the file with its footer and go on in a new one, which opens with the control state as it is behind all
-        that was appended. Not while the disk refuses."""
-        self._enqueue(FrameType.FOOTER, _encoder.encode(self._at.tally.footer(self._clock_ms())))
+        """Seal the current file with its footer and open the next one with the control state behind everything that was
+        appended. Not allowed while the disk fails."""
+        self._enqueue(FrameType.FOOTER, _encoder.encode(self._current.footer.footer(self._clock_ms())))
         self._open_next(state)
-        self.incomplete = False
-        self._wake()
+        self.needs_state = False
+        self._schedule_write()
 
     def _open_next(self, state: bytes | None) -> None:
-        before = self._at
-        self._bytes_before += before.offset
-        self._at = _Filling(before.number + 1, self._clock_ms())
-        self._enqueue(FrameType.FILE_HEAD, self._head(self._at.number, before.offset, state))
+        previous = self._current
+        self._previous_bytes += previous.offset
+        self._current = _CurrentFile(previous.number + 1, self._clock_ms())
+        self._enqueue(FrameType.FILE_HEAD, self._head(self._current.number, previous.offset, state))
 
     def _head(self, number: int, before_bytes: int, state: bytes | None) -> bytes:
         head = FileHead(log=self.id, number=number, epoch=self._epoch, before_bytes=before_bytes, state=state)
         return _encoder.encode(head)
 
     def _enqueue(self, kind: FrameType, payload: bytes) -> PendingFrame:
-        frame = self._at.place(kind, payload)
+        frame = self._current.add(kind, payload)
         self._appended += 1
         self._queue.append(frame)
         return frame
 
-    def _wake(self) -> None:
-        """See that what waits is written, all that this turn of the event loop appends at once."""
-        if self._busy or self.failure or not self._begun:
+    def _schedule_write(self) -> None:
+        """Write the queue after this turn of the event loop, with everything that is appended in it."""
+        if self._writing or self.failure or not self._started:
             return
-        self._busy = True
-        asyncio.get_running_loop().call_soon(self._write_waiting)
+        self._writing = True
+        asyncio.get_running_loop().call_soon(self._write_next_batch)
 
-    def _write_waiting(self) -> None:
+    def _write_next_batch(self) -> None:
         batch = [self._queue.popleft()]
         size_bytes = batch[0].size_bytes
-        while self._queue and size_bytes + self._queue[0].size_bytes <= TOGETHER_BYTES:
+        while self._queue and size_bytes + self._queue[0].size_bytes <= BATCH_BYTES:
             size_bytes += self._queue[0].size_bytes
             batch.append(self._queue.popleft())
-        self._writing.write(batch, functools.partial(self._written, batch))
+        self._writer.write(batch, functools.partial(self._on_written, batch))
 
     def stop(self, problem: str) -> None:
-        """Take nothing more, and tell every waiter: what was decided and what is stored are not the same any more. That
-        a disk refused before is not the reason any more: when it takes data again, this stays."""
+        """Accept nothing more, and fail every waiter: decisions in memory and stored events differ from now on. The
+        problem replaces a failure of the disk, and stays when the disk works again."""
         if not self.stopped:
             self.stopped, self.failure, self.phase = True, problem, "failed"
-        self._tell_waiters()
+        self._wake_waiters()
         self._on_failure()
 
     async def synced(self) -> None:
-        """Returns when everything appended so far is on disk. Raises StoreError if that is not so now."""
+        """Returns when everything appended so far is on disk. Raises StoreError if that cannot happen now."""
         if self.failure:
-            raise self._closed()
+            raise self._store_error()
         if self._durable == self._appended:
             return
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.append((self._appended, waiter))
         await waiter
 
-    def _written(self, batch: Sequence[PendingFrame], outcome: WriteResult) -> None:
-        self._busy = False
-        self._reached = outcome
-        if outcome.end:
-            self.stop(outcome.end)
+    def _on_written(self, batch: Sequence[PendingFrame], result: WriteResult) -> None:
+        self._writing = False
+        self._last_result = result
+        if result.fatal:
+            self.stop(result.fatal)
             return
-        done = batch[: outcome.written]
+        done = batch[: result.written]
         self._durable += len(done)
-        if outcome.refusal is not None:
-            self._fail(outcome.refusal, batch[outcome.written :])
+        if result.failure is not None:
+            self._fail(result.failure, batch[result.written :])
         elif self._queue:
-            self._busy = True
-            self._write_waiting()  # first of all: the disk waits
-        self._tell_waiters()
+            self._writing = True
+            self._write_next_batch()  # before anything else: the disk is idle
+        self._wake_waiters()
         for frame in done:
             self._unwritten.pop(frame.file << OFFSET_BITS | frame.offset, None)
-        if outcome.refusal is None:
-            self._on_sync(outcome.took_s, outcome.size_bytes)
+        if result.failure is None:
+            self._on_sync(result.took_s, result.size_bytes)
 
-    def _tell_waiters(self) -> None:
+    def _wake_waiters(self) -> None:
         while self._waiters and (self.failure or self._waiters[0][0] <= self._durable):
             upto, waiter = self._waiters.popleft()
             if waiter.done():
@@ -417,71 +415,71 @@ class Log:
             if upto <= self._durable:
                 waiter.set_result(None)
             else:
-                waiter.set_exception(self._closed())
+                waiter.set_exception(self._store_error())
 
-    # A disk that refuses --------------------------------------------------------------------------------------
+    # A failing disk -------------------------------------------------------------------------------------------
 
-    def _fail(self, refusal: DiskFailure, left: Sequence[PendingFrame]) -> None:
-        """Keep what is not on disk, tell everybody, and try again later."""
-        # A footer is of a file that will not be sealed, a state was to open one that was not made.
-        kept = [frame for frame in (*left, *self._queue) if frame.kind not in _OF_FILES]
-        self._appended -= len(left) + len(self._queue) - len(kept)
+    def _fail(self, failure: DiskFailure, unwritten: Sequence[PendingFrame]) -> None:
+        """Keep the frames that are not on disk, fail all waiters, and schedule a retry."""
+        # Footers and states belong to files that are not sealed, or not created, after a failure.
+        kept = [frame for frame in (*unwritten, *self._queue) if frame.kind not in _FILE_FRAMES]
+        self._appended -= len(unwritten) + len(self._queue) - len(kept)
         self._queue = deque(kept)
-        self.incomplete |= refusal.taken_away
-        self.failure = refusal.reason
-        self.phase = _PHASES.get(refusal.errno, self.failure.lower())
-        self._probe_s = PROBE_FIRST_S
-        self._probe_later()
+        self.needs_state |= failure.file_missing
+        self.failure = failure.reason
+        self.phase = _PHASES.get(failure.errno, self.failure.lower())
+        self._retry_s = FIRST_RETRY_S
+        self._schedule_retry()
         self._on_failure()
 
-    def _probe_later(self) -> None:
-        if self._ended:
+    def _schedule_retry(self) -> None:
+        if self._closing:
             return
-        self._probe = asyncio.get_running_loop().call_later(self._probe_s, self.try_again)
-        self._probe_s = min(2 * self._probe_s, PROBE_LONGEST_S)
+        self._retry_timer = asyncio.get_running_loop().call_later(self._retry_s, self.retry)
+        self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
 
-    def try_again(self) -> None:
-        """Write what waits to a new file, if the disk takes it now. Happens in its own time after a failure."""
-        if self._probe is None or self.stopped:
+    def retry(self) -> None:
+        """Write the queue to a new file, if the disk accepts it now. A timer calls this after a failure."""
+        if self._retry_timer is None or self.stopped:
             return
-        self._probe.cancel()
-        self._probe = None
-        file = _Filling(self._reached.number + 1, self._clock_ms())
-        head = file.place(FrameType.FILE_HEAD, self._head(file.number, self._reached.durable_bytes, None))
-        moved = [file.place(frame.kind, frame.payload) for frame in self._queue]
-        self._busy = True
-        self._writing.write([head, *moved], functools.partial(self._tried, file, moved), over=True)
+        self._retry_timer.cancel()
+        self._retry_timer = None
+        file = _CurrentFile(self._last_result.number + 1, self._clock_ms())
+        head = file.add(FrameType.FILE_HEAD, self._head(file.number, self._last_result.durable_bytes, None))
+        moved = [file.add(frame.kind, frame.payload) for frame in self._queue]
+        self._writing = True
+        self._writer.write([head, *moved], functools.partial(self._on_retried, file, moved), new_file=True)
 
-    def _tried(self, file: _Filling, moved: list[PendingFrame], outcome: WriteResult) -> None:
-        self._busy = False
-        self._reached = outcome
-        if self._ended:
-            return  # what the file has, the next start finds
-        if outcome.end:
-            self.stop(outcome.end)
+    def _on_retried(self, file: _CurrentFile, moved: list[PendingFrame], result: WriteResult) -> None:
+        self._writing = False
+        self._last_result = result
+        if self._closing:
+            return  # the next start finds the content of the file
+        if result.fatal:
+            self.stop(result.fatal)
             return
-        if outcome.refusal is not None:
-            self._probe_later()
+        if result.failure is not None:
+            self._schedule_retry()
             return
-        meant = list(self._queue)
-        self._bytes_before = self._reached.total_bytes - self._removed_bytes - file.offset
-        self._at = file
-        late = [file.place(frame.kind, frame.payload) for frame in meant[len(moved) :]]  # appended meanwhile
+        planned = list(self._queue)
+        self._previous_bytes = self._last_result.total_bytes - self._removed_bytes - file.offset
+        self._current = file
+        late = [file.add(frame.kind, frame.payload) for frame in planned[len(moved) :]]  # appended meanwhile
         self._queue = deque(late)
         self._appended += 1  # the head
         self._durable = self._appended - len(late)
         self._unwritten = {_location(frame).position: bytes(frame.payload) for frame in late}
         self.files.forget(file.number)
-        self.on_moved(
-            {_location(old).position: _location(new) for old, new in zip(meant, (*moved, *late), strict=True)}
+        self.on_relocated(
+            {_location(old).position: _location(new) for old, new in zip(planned, (*moved, *late), strict=True)}
         )
         if not self.stopped:
             self.failure = self.phase = ""
             self._on_recovery()
         if late:
-            self._wake()
+            self._schedule_write()
 
-    def _closed(self) -> StoreError:
+    def _store_error(self) -> StoreError:
         if self.stopped:
             hint = "This request may not be stored. Mend what failed, then restart the orchestrator and ask again."
         else:
@@ -490,15 +488,15 @@ class Log:
 
     # Old files ------------------------------------------------------------------------------------------------
 
-    def needed_by_a_start(self) -> int:
-        """The oldest file that a start may need: that of the last control state but one, for the last may turn out
-        damaged. Blocking."""
+    def oldest_for_restart(self) -> int:
+        """Number of the oldest file that a start may need: that of the last control state but one, because the last may
+        turn out damaged. Blocking."""
         numbers = log_files.numbers_in(self._directory)
         states = (file.number for file in log_files.newest_first(self._directory, numbers) if file.holds_state)
         return next(islice(states, 1, None), 0)
 
     async def remove(self, number: int) -> int:
-        """Delete an old file whole; gives its bytes. Nothing in it may be needed any more. Raises StoreError."""
+        """Delete an old file of which nothing is needed any more; returns its bytes. Raises StoreError."""
         try:
             removal = asyncio.create_task(asyncio.to_thread(self._remove, number))
             self._removals.add(removal)
@@ -506,13 +504,13 @@ class Log:
             size_bytes = await asyncio.shield(removal)
         except DataDirectoryInUse as error:
             self.stop(error.detail.rstrip("."))
-            raise self._closed() from error
+            raise self._store_error() from error
         except OSError as error:
             raise StoreError(
                 f"An old file of the log cannot be deleted: {error.strerror or error}.",
                 hint="Mend what failed; retention tries again.",
             ) from error
-        self._bytes_before -= size_bytes
+        self._previous_bytes -= size_bytes
         self._removed_bytes += size_bytes
         return size_bytes
 
@@ -524,26 +522,28 @@ class Log:
 
     def read(self, location: Location) -> bytes:
         """A payload, checked. Raises CorruptRecord that names file and offset. May be called from any thread."""
-        waiting = self._unwritten.get(location.position)
-        return waiting if waiting is not None else self.files.read(location.file, location.offset, location.length)
+        unwritten = self._unwritten.get(location.position)
+        if unwritten is not None:
+            return unwritten
+        return self.files.read(location.file, location.offset, location.length)
 
     async def close(self) -> None:
-        """Write what waits, and close all files."""
-        self._ended = True
-        if self._probe is not None:
-            self._probe.cancel()
-            self._probe = None
+        """Write the queue, and close all files."""
+        self._closing = True
+        if self._retry_timer is not None:
+            self._retry_timer.cancel()
+            self._retry_timer = None
         try:
             if not self.failure:
                 await self.synced()
         finally:
-            # A thread cannot be stopped: nothing is deleted any more once this one gives the directory up.
+            # A thread cannot be stopped: no file may be deleted after this process gives the directory up.
             await asyncio.gather(*self._removals, return_exceptions=True)
-            await self._writing.close()
+            await self._writer.close()
             self.files.close()
 
 
-def _placed(file: LogFile, item: Frame | Damage) -> LocatedFrame | LostRange:
+def _located(file: LogFile, item: Frame | Damage) -> LocatedFrame | LostRange:
     if isinstance(item, Frame):
         return LocatedFrame(item, Location(file.number, item.offset, len(item.payload)))
     return LostRange(file.path.name, item.offset, item.size, item.problem)

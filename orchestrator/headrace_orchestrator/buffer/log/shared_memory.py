@@ -1,9 +1,9 @@
-"""Memory that two processes of one machine share: what the log's writer is given lies in it.
+"""Memory that two processes of one machine share: the orchestrator hands frames to the log writer in it.
 
-* It is as large as what is put in it needs, and goes back to its least size with the next use.
-* It is reused from its beginning: memory that was used a moment ago costs a fraction of fresh one.
+* It grows to what its content needs, and shrinks to its minimum size at the next use.
+* It is reused from its beginning: memory that was used a moment ago costs a fraction of fresh memory.
 
-Linux only: it rests on ``memfd_create``.
+Linux only: it needs ``memfd_create``.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import os
 from typing import Self
 
 MIN_BYTES = 16 << 20
-"""Of what is never touched nothing is really taken."""
+"""Minimum size. Pages that are never touched take no memory."""
 
 
 class SharedMemory:
-    """Shared memory behind a descriptor. One process fits it and writes, another one sees it."""
+    """Shared memory behind a file descriptor. One process resizes it and writes; the other one maps it."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -25,27 +25,27 @@ class SharedMemory:
         self._map: mmap.mmap | None = None
 
     @classmethod
-    def make(cls) -> Self:
-        """A new one. Raises OSError."""
+    def create(cls) -> Self:
+        """New shared memory. Raises OSError."""
         return cls(os.memfd_create("headrace-log", os.MFD_CLOEXEC))
 
-    def fit(self, size_bytes: int) -> mmap.mmap:
-        """The memory, for so many bytes. Raises OSError."""
+    def resize(self, size_bytes: int) -> mmap.mmap:
+        """The memory, with room for ``size_bytes``. Raises OSError."""
         wanted = max(MIN_BYTES, size_bytes + -size_bytes % MIN_BYTES)
         if wanted != self.size_bytes:
-            self._map, self.size_bytes = None, 0  # if one of these fails, what was seen is not there any more
+            self._map, self.size_bytes = None, 0  # if a call below fails, the old mapping is not valid any more
             os.ftruncate(self.descriptor, wanted)
-        return self.see(wanted)
+        return self.map(wanted)
 
-    def see(self, size_bytes: int) -> mmap.mmap:
-        """The memory, which was fitted to so many bytes. Raises OSError."""
+    def map(self, size_bytes: int) -> mmap.mmap:
+        """The memory, which was resized to exactly ``size_bytes``. Raises OSError."""
         if self._map is None or size_bytes != self.size_bytes:
-            self._map = mmap.mmap(self.descriptor, size_bytes)  # the one before goes with who still looks at it
+            self._map = mmap.mmap(self.descriptor, size_bytes)  # the old mapping ends with its last reference
             self.size_bytes = size_bytes
         return self._map
 
     def close(self) -> None:
-        """Give it up."""
+        """Release the memory."""
         self._map, self.size_bytes = None, 0
         descriptor, self.descriptor = self.descriptor, -1
         os.close(descriptor)

@@ -1,8 +1,8 @@
-"""Early writeback: the disk begins with what will be synced soon, while more is copied to the kernel.
+"""Early writeback: the disk starts on data that will be synced soon, while more data is copied to the kernel.
 
-* Nothing is promised: what is durable is what is synced afterwards.
-* An error that comes up is the write's: nobody else may be told of it.
-* Where the kernel or the file system has no such call, nothing happens.
+* Writeback promises nothing: data is durable only after a later sync.
+* A writeback error is raised as an error of the write, because the kernel may report it only once.
+* Where the kernel or the file system does not support the call, nothing happens.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import errno
 import os
 
 _SYNC_FILE_RANGE_WRITE = 2
-_NOT_THERE = frozenset((errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EPERM, errno.EOPNOTSUPP))
-"""What kernels, sandboxes and file systems say to a call that they do not know."""
+_UNSUPPORTED = frozenset((errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EPERM, errno.EOPNOTSUPP))
+"""Errors with which kernels, sandboxes and file systems answer a call that they do not support."""
 
 _call = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
 if _call is not None:
@@ -21,9 +21,9 @@ if _call is not None:
 
 
 def begin_writeback(descriptor: int, offset: int, size_bytes: int) -> None:
-    """Have these bytes of a file on their way to the disk; does not wait for them. Raises OSError."""
+    """Start to write a range of a file to the disk, without waiting for it. Raises OSError."""
     if _call is None or not _call(descriptor, offset, size_bytes, _SYNC_FILE_RANGE_WRITE):
         return
     reason = ctypes.get_errno()
-    if reason not in _NOT_THERE:
+    if reason not in _UNSUPPORTED:
         raise OSError(reason, os.strerror(reason))

@@ -1,10 +1,10 @@
-"""The log's writer in a process of its own: neither the event loop nor the disk waits for the other's interpreter.
+"""The log writer in a process of its own: event loop and disk never wait for the same interpreter lock.
 
-* Frames go to it through shared memory, a copy of theirs; words through a socket.
-* Of a long batch it writes one part while the next is copied.
-* It ends with the orchestrator, however that ends, and nobody can take the data directory before it has.
-* When it ends by itself the log is told why, and stops.
-* Signals that end an orchestrator do not end it: what is still to be written comes to it.
+* Frames are copied to the process through shared memory; short messages go through a socket.
+* The process writes one part of a long batch while the next is copied.
+* It ends with the orchestrator, however that ends, and nobody can take the data directory before it has ended.
+* If it ends by itself, the log gets the reason, and stops.
+* Signals that end an orchestrator do not end it: it still has to write what the orchestrator sends.
 
 ``python -m`` of this module is that process.
 """
@@ -31,215 +31,218 @@ from headrace.wire.alignment import padded
 from headrace_orchestrator.buffer.data_directory import DataDirectory, Ownership
 from headrace_orchestrator.buffer.log.file_writer import LogFileWriter, PendingFrame
 from headrace_orchestrator.buffer.log.shared_memory import SharedMemory
-from headrace_orchestrator.buffer.log.writer_thread import DiskFailure, ResultCallback, WriteResult, carry_out, write
+from headrace_orchestrator.buffer.log.writer import DiskFailure, ResultCallback, WriteResult, result_of, write_batch
 
 COMMAND = (sys.executable, "-P", "-m", "headrace_orchestrator.buffer.log.writer_process")
-"""Starts it, with the path of the data directory and its ``_Opening`` as JSON behind it."""
+"""The command that starts the process; its arguments are the path of the data directory, and ``_Setup`` as JSON."""
 
 SUPPORTED = hasattr(os, "memfd_create") and hasattr(socket, "SOCK_SEQPACKET")
 
 _MESSAGE_BYTES = 64 << 10
 
 FIRST_PART_BYTES, PART_BYTES = 64 << 10, 512 << 10
-"""Of a long batch. The first part is small, for the other process to begin at once; each is twice as long as the one
-before, up to a length from which on words cost nothing."""
+"""Sizes of the parts of a long batch. The first part is small, so that the process begins at once; each part is twice
+as long as the one before, up to a size at which the cost of a message no longer matters."""
 
-_SENT_BYTES = 1 << 20
-"""On its way at most: words of hundreds of parts, so that the event loop never waits to say one."""
+_SEND_BUFFER_BYTES = 1 << 20
+"""Size of the socket's send buffer: room for the messages of hundreds of parts, so that a send never blocks the event
+loop."""
 
-_PLACE_BYTES = 64
-"""That a frame's ``_Place`` takes at most."""
+_SHARED_FRAME_BYTES = 64
+"""Upper bound of the size of an encoded ``_SharedFrame``."""
 
-_NOT_FOR_IT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_BLOCKED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class _Opening(NamedTuple):
-    """What it is started with. The path of the data directory comes by itself: it may be no text."""
+class _Setup(NamedTuple):
+    """Arguments of the process. The path of the data directory is a separate argument: it may not be valid text."""
 
     ownership: Ownership
     socket: int
-    arena: int
+    memory: int
 
 
-class _Job(NamedTuple):
-    """What it is to do, with what is in the arena."""
+class _Request(NamedTuple):
+    """One call of the ``LogFileWriter``, with its data in the shared memory."""
 
-    what: Literal["go on", "write", "start over"]
-    arena_bytes: int
+    call: Literal["reopen", "write", "write new file"]
+    memory_bytes: int
     number: int = 0
-    """Of the file to be gone on with."""
+    """Number of the file to reopen."""
     total_bytes: int = 0
     frames: int = 0
-    """That come in parts."""
+    """Number of frames to write; they follow in parts."""
     headers_bytes: int = 0
-    """Of the headers, at the arena's beginning."""
+    """Bytes of the frame headers at the beginning of the memory."""
 
 
 class _Part(NamedTuple):
-    """Frames of a job: where in the arena the list of ``_Place`` is."""
+    """Some frames of a request: offset and length of the encoded list of ``_SharedFrame``."""
 
-    at: int
+    offset: int
     length: int
 
 
-class _Place(NamedTuple):
-    """A frame, and where in the arena its payload is."""
+class _SharedFrame(NamedTuple):
+    """A frame whose payload is in the shared memory, ``length`` bytes from ``start``."""
 
     file: int
     offset: int
     kind: FrameType
-    at: int
+    start: int
     length: int
     size_bytes: int
 
 
 _encoder = msgspec.msgpack.Encoder()
-_jobs = msgspec.msgpack.Decoder(_Job)
-_parts = msgspec.msgpack.Decoder(_Part)
-_places = msgspec.msgpack.Decoder(list[_Place])
-_outcomes = msgspec.msgpack.Decoder(WriteResult)
+_request_decoder = msgspec.msgpack.Decoder(_Request)
+_part_decoder = msgspec.msgpack.Decoder(_Part)
+_frames_decoder = msgspec.msgpack.Decoder(list[_SharedFrame])
+_result_decoder = msgspec.msgpack.Decoder(WriteResult)
 
 
-# Here -------------------------------------------------------------------------------------------------------------
+# In the orchestrator ------------------------------------------------------------------------------------------------
 
 
 class LogWriterProcess:
-    """A writer of the log in a data directory."""
+    """A log writer in a child process."""
 
     def __init__(self, directory: DataDirectory) -> None:
-        """Raises SetupError."""
+        """Start the process. Raises SetupError."""
         self.on_end: Callable[[str], None] = lambda reason: None
-        self._told: ResultCallback | None = None
-        self._reached = WriteResult(0, 0, 0.0, 0, 0, 0)
+        self._on_result: ResultCallback | None = None
+        self._last = WriteResult(0, 0, 0.0, 0, 0, 0)
         self._is_watched = False
         try:
-            with ExitStack() as made:
-                self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                made.callback(self._socket.close)
-                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SENT_BYTES)
-                with theirs:
-                    self._arena = SharedMemory.make()
-                    made.callback(self._arena.close)
-                    self._process = _start(directory, theirs.fileno(), self._arena.descriptor)
-                made.pop_all()
+            with ExitStack() as cleanup:
+                self._socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                cleanup.callback(self._socket.close)
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+                with child_socket:
+                    self._memory = SharedMemory.create()
+                    cleanup.callback(self._memory.close)
+                    self._process = _start(directory, child_socket.fileno(), self._memory.descriptor)
+                cleanup.pop_all()
         except OSError as error:
             raise SetupError(
                 f"The process that writes the log cannot be started: {error.strerror or error}.",
                 hint="It needs a free process, some descriptors and 30 MB of memory.",
             ) from error
 
-    def go_on(self, number: int, total_bytes: int, headers: bytes) -> WriteResult:
-        def send(arena: mmap) -> None:
-            arena[: len(headers)] = headers
-            self._send(_Job("go on", self._arena.size_bytes, number, total_bytes, headers_bytes=len(headers)))
+    def reopen(self, number: int, total_bytes: int, headers: bytes) -> WriteResult:
+        def send(memory: mmap) -> None:
+            memory[: len(headers)] = headers
+            self._send(_Request("reopen", self._memory.size_bytes, number, total_bytes, headers_bytes=len(headers)))
 
-        return self._ask(len(headers), send)
+        return self._call(len(headers), send)
 
-    def write_now(self, batch: Sequence[PendingFrame]) -> WriteResult:
-        return self._ask(_needed_bytes(batch), lambda arena: self._send_all("write", batch, arena))
+    def write_blocking(self, batch: Sequence[PendingFrame]) -> WriteResult:
+        return self._call(_needed_bytes(batch), lambda memory: self._send_batch("write", batch, memory))
 
     def watch(self) -> None:
         if not self._is_watched:
             self._is_watched = True
-            asyncio.get_running_loop().add_reader(self._socket.fileno(), self._heard)
+            asyncio.get_running_loop().add_reader(self._socket.fileno(), self._on_readable)
 
-    def write(self, batch: Sequence[PendingFrame], told: ResultCallback, *, over: bool = False) -> None:
+    def write(self, batch: Sequence[PendingFrame], on_result: ResultCallback, *, new_file: bool = False) -> None:
         self.watch()
-        self._told = told
-        what: Literal["write", "start over"] = "start over" if over else "write"
-        became = self._hand_over(_needed_bytes(batch), lambda arena: self._send_all(what, batch, arena))
-        if became is not None:
-            self._tell(became)
+        self._on_result = on_result
+        call: Literal["write", "write new file"] = "write new file" if new_file else "write"
+        result = self._try_send(_needed_bytes(batch), lambda memory: self._send_batch(call, batch, memory))
+        if result is not None:
+            self._deliver(result)
 
     async def close(self) -> None:
         if self._is_watched:
             asyncio.get_running_loop().remove_reader(self._socket.fileno())
         self._socket.close()
         await asyncio.to_thread(self._process.wait)
-        self._arena.close()
+        self._memory.close()
 
-    def _ask(self, needed_bytes: int, send: Callable[[mmap], None]) -> WriteResult:
-        """Have something done, and wait for it."""
-        became = self._hand_over(needed_bytes, send)
-        if became is None:
+    def _call(self, needed_bytes: int, send: Callable[[mmap], None]) -> WriteResult:
+        """Send a request and wait for its result."""
+        result = self._try_send(needed_bytes, send)
+        if result is None:
             try:
-                answer = self._socket.recv(_MESSAGE_BYTES)
+                reply = self._socket.recv(_MESSAGE_BYTES)
             except OSError:
-                answer = b""
-            became = _outcomes.decode(answer) if answer else self._ended()
-        self._reached = became
-        return became
+                reply = b""
+            result = _result_decoder.decode(reply) if reply else self._process_ended()
+        self._last = result
+        return result
 
-    def _hand_over(self, needed_bytes: int, send: Callable[[mmap], None]) -> WriteResult | None:
-        """Send something through the arena; what became of it where that is known at once."""
+    def _try_send(self, needed_bytes: int, send: Callable[[mmap], None]) -> WriteResult | None:
+        """Send a request through the shared memory; returns its result if it failed before the process had it."""
         try:
-            arena = self._arena.fit(needed_bytes)
-        except OSError as error:  # there is no memory for it
-            return self._reached._replace(written=0, size_bytes=0, refusal=DiskFailure.of(error))
+            memory = self._memory.resize(needed_bytes)
+        except OSError as error:  # not enough memory
+            return self._last._replace(written=0, size_bytes=0, failure=DiskFailure.of(error))
         try:
-            send(arena)
+            send(memory)
         except OSError:
-            return self._ended()
-        except Exception as error:  # noqa: BLE001 - it is told, and ends all writing: a part may be on its way
+            return self._process_ended()
+        except Exception as error:  # noqa: BLE001 - it is part of the result; fatal, for some parts may have been sent
             reason = f"its frames could not be handed over ({type(error).__name__}: {error})"
-            return self._reached._replace(written=0, size_bytes=0, end=reason)
+            return self._last._replace(written=0, size_bytes=0, fatal=reason)
         return None
 
-    def _send_all(self, what: Literal["write", "start over"], batch: Sequence[PendingFrame], arena: mmap) -> None:
-        """Send the job, and its frames part by part."""
-        self._send(_Job(what, self._arena.size_bytes, frames=len(batch)))
-        places: list[_Place] = []
-        begin = end = 0
+    def _send_batch(
+        self, call: Literal["write", "write new file"], batch: Sequence[PendingFrame], memory: mmap
+    ) -> None:
+        """Send a request, and its frames part by part."""
+        self._send(_Request(call, self._memory.size_bytes, frames=len(batch)))
+        shared: list[_SharedFrame] = []
+        start = end = 0
         part_bytes = FIRST_PART_BYTES
         for number, frame in enumerate(batch, 1):
             length = len(frame.payload)
-            arena[end : end + length] = frame.payload
-            places.append(_Place(frame.file, frame.offset, frame.kind, end, length, frame.size_bytes))
+            memory[end : end + length] = frame.payload
+            shared.append(_SharedFrame(frame.file, frame.offset, frame.kind, end, length, frame.size_bytes))
             end = padded(end + length)
-            if end - begin >= part_bytes or number == len(batch):
-                index = _encoder.encode(places)
-                arena[end : end + len(index)] = index
+            if end - start >= part_bytes or number == len(batch):
+                index = _encoder.encode(shared)
+                memory[end : end + len(index)] = index
                 self._send(_Part(end, len(index)))
-                begin = end = padded(end + len(index))
-                places, part_bytes = [], min(2 * part_bytes, PART_BYTES)
+                start = end = padded(end + len(index))
+                shared, part_bytes = [], min(2 * part_bytes, PART_BYTES)
 
-    def _send(self, message: _Job | _Part) -> None:
+    def _send(self, message: _Request | _Part) -> None:
         self._socket.send(_encoder.encode(message))
 
-    def _heard(self) -> None:
+    def _on_readable(self) -> None:
         try:
-            answer = self._socket.recv(_MESSAGE_BYTES, socket.MSG_DONTWAIT)
+            reply = self._socket.recv(_MESSAGE_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
         except OSError:
-            answer = b""
-        self._tell(_outcomes.decode(answer) if answer else self._ended())
+            reply = b""
+        self._deliver(_result_decoder.decode(reply) if reply else self._process_ended())
 
-    def _tell(self, outcome: WriteResult) -> None:
-        self._reached = outcome
-        told, self._told = self._told, None
-        if outcome.end:
+    def _deliver(self, result: WriteResult) -> None:
+        self._last = result
+        on_result, self._on_result = self._on_result, None
+        if result.fatal:
             asyncio.get_running_loop().remove_reader(self._socket.fileno())
-        if told is not None:
-            told(outcome)
-        elif outcome.end:
-            self.on_end(outcome.end)
+        if on_result is not None:
+            on_result(result)
+        elif result.fatal:
+            self.on_end(result.fatal)
 
-    def _ended(self) -> WriteResult:
-        """It is gone: what of the last batch is on disk nobody knows."""
+    def _process_ended(self) -> WriteResult:
+        """The result of a batch whose process has ended: it is unknown which of its frames are on disk."""
         try:
-            reason = f"the process that writes the log ended ({_how(self._process.wait(1))})"
+            reason = f"the process that writes the log ended ({_exit_text(self._process.wait(1))})"
         except subprocess.TimeoutExpired:
             reason = "the process that writes the log cannot be reached"
-        return self._reached._replace(written=0, size_bytes=0, end=reason)
+        return self._last._replace(written=0, size_bytes=0, fatal=reason)
 
 
 def _needed_bytes(batch: Sequence[PendingFrame]) -> int:
-    """Of the arena: for the payloads and, behind those of each part, their places."""
-    return sum(padded(len(frame.payload)) + 2 * _PLACE_BYTES for frame in batch) + _PLACE_BYTES
+    """Bytes of shared memory for the payloads and, behind those of each part, their list."""
+    return sum(padded(len(frame.payload)) + 2 * _SHARED_FRAME_BYTES for frame in batch) + _SHARED_FRAME_BYTES
 
 
-def _how(status: int) -> str:
+def _exit_text(status: int) -> str:
     if status >= 0:
         return f"status {status}"
     try:
@@ -248,59 +251,61 @@ def _how(status: int) -> str:
         return f"signal {-status}"
 
 
-def _start(directory: DataDirectory, socket: int, arena: int) -> subprocess.Popen[bytes]:
+def _start(directory: DataDirectory, socket: int, memory: int) -> subprocess.Popen[bytes]:
     path = directory.ownership.path
-    opening = _Opening(directory.ownership._replace(path=""), socket, arena)
-    # With a copy of the lock the directory is owned until this process ends too.
-    handed = (socket, arena, directory.lock)
-    # It inherits what is blocked here, for good: a signal to all processes may come before it could say a word.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_IT)
+    setup = _Setup(directory.ownership._replace(path=""), socket, memory)
+    # The copy of the lock keeps the directory owned until this process has ended too.
+    inherited = (socket, memory, directory.lock)
+    # The child inherits the blocked signals: one to the whole group may arrive before the child could block it itself.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)
     try:
         return subprocess.Popen(
-            [*COMMAND, path, msgspec.json.encode(opening).decode()], stdin=subprocess.DEVNULL, pass_fds=handed
+            [*COMMAND, path, msgspec.json.encode(setup).decode()], stdin=subprocess.DEVNULL, pass_fds=inherited
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-# There ------------------------------------------------------------------------------------------------------------
+# In the process -----------------------------------------------------------------------------------------------------
 
 
-def serve(path: str, opening: str) -> None:
-    """Write what comes until the orchestrator is gone."""
-    given = msgspec.json.decode(opening, type=_Opening)
-    arena = SharedMemory(given.arena)
-    writer = LogFileWriter(Path(path) / "log", given.ownership._replace(path=path).require)
-    # A reset: the orchestrator is gone, or has closed this, and never took the last answer.
-    with socket.socket(fileno=given.socket) as orchestrator, suppress(ConnectionError):
-        while job := orchestrator.recv(_MESSAGE_BYTES):
-            outcome = _done(writer, arena, _jobs.decode(job), orchestrator)
-            end = os.fsencode(outcome.end).decode(errors="replace")  # it may name a path that is no text
-            orchestrator.send(_encoder.encode(outcome._replace(end=end)))
+def serve(path: str, setup_json: str) -> None:
+    """Carry out requests until the orchestrator has ended."""
+    setup = msgspec.json.decode(setup_json, type=_Setup)
+    memory = SharedMemory(setup.memory)
+    writer = LogFileWriter(Path(path) / "log", setup.ownership._replace(path=path).require)
+    # ConnectionError: the orchestrator ended, or closed the socket, without reading the last result.
+    with socket.socket(fileno=setup.socket) as orchestrator, suppress(ConnectionError):
+        while request := orchestrator.recv(_MESSAGE_BYTES):
+            result = _carry_out(writer, memory, _request_decoder.decode(request), orchestrator)
+            fatal = os.fsencode(result.fatal).decode(errors="replace")  # it may name a path that is not valid text
+            orchestrator.send(_encoder.encode(result._replace(fatal=fatal)))
 
 
-def _done(writer: LogFileWriter, arena: SharedMemory, job: _Job, orchestrator: socket.socket) -> WriteResult:
-    memory = memoryview(arena.see(job.arena_bytes))
-    if job.what == "go on":
-        headers = memory[: job.headers_bytes]
-        return carry_out(writer, 0, lambda: writer.go_on(job.number, job.total_bytes, headers))
-    frames = _arriving(job, memory, orchestrator)
-    outcome = write(writer, frames, job.frames, over=job.what == "start over")
+def _carry_out(
+    writer: LogFileWriter, shared_memory: SharedMemory, request: _Request, orchestrator: socket.socket
+) -> WriteResult:
+    memory = memoryview(shared_memory.map(request.memory_bytes))
+    if request.call == "reopen":
+        headers = memory[: request.headers_bytes]
+        return result_of(writer, 0, lambda: writer.reopen(request.number, request.total_bytes, headers))
+    frames = _receive_frames(request, memory, orchestrator)
+    result = write_batch(writer, frames, request.frames, new_file=request.call == "write new file")
     for _ in frames:
-        pass  # of a batch that was refused the rest comes all the same
-    return outcome
+        pass  # the orchestrator sends the rest of a batch that failed too
+    return result
 
 
-def _arriving(job: _Job, memory: memoryview, orchestrator: socket.socket) -> Iterator[PendingFrame]:
-    left = job.frames
+def _receive_frames(request: _Request, memory: memoryview, orchestrator: socket.socket) -> Iterator[PendingFrame]:
+    left = request.frames
     while left:
-        part = _parts.decode(orchestrator.recv(_MESSAGE_BYTES))
-        places = _places.decode(memory[part.at : part.at + part.length])
-        for file, offset, kind, at, length, size_bytes in places:
-            yield PendingFrame(file, offset, kind, memory[at : at + length], size_bytes)
-        left -= len(places)
+        part = _part_decoder.decode(orchestrator.recv(_MESSAGE_BYTES))
+        frames = _frames_decoder.decode(memory[part.offset : part.offset + part.length])
+        for file, offset, kind, start, length, size_bytes in frames:
+            yield PendingFrame(file, offset, kind, memory[start : start + length], size_bytes)
+        left -= len(frames)
 
 
 if __name__ == "__main__":
     serve(*sys.argv[1:])
-    os._exit(0)  # nothing is left to be done: whoever wants the directory waits for this
+    os._exit(0)  # nothing is left to do, and the next owner of the directory waits for this exit

@@ -1,6 +1,6 @@
-"""What the projection is told of a frame, and what it tells of a record.
+"""Entries of the projection: what it stores of a frame, and what it returns for a trajectory.
 
-* A frame's rows follow from the frame alone: a rebuilt projection equals the lived one.
+* A frame's entries follow from the frame alone, so a rebuilt projection equals the one that the service wrote.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ FILTER_COLUMNS = ("status", "environment", "evaluation")
 """Columns that a listing can be narrowed by."""
 
 
-class TrajectoryEntry(NamedTuple):
-    """A stored trajectory: its outcome, and what that does not say of the record."""
+class ProjectedTrajectory(NamedTuple):
+    """A stored trajectory: its event, and the listed fields of the record that the event lacks."""
 
-    outcome: EpisodeEnded
+    event: EpisodeEnded
     stop_reason: StopReason
     provenance: Provenance
     assets: Sequence[str]
 
 
-class BatchEntry(NamedTuple):
+class ProjectedBatch(NamedTuple):
     """A frozen batch, and the groups in it."""
 
     batch: str
@@ -42,19 +42,19 @@ class FileDeleted(NamedTuple):
     number: int
 
 
-Entry = TrajectoryEntry | BatchEntry | BatchAcked | BatchDissolved | FileDeleted
-"""What has rows in the projection."""
+ProjectionEntry = ProjectedTrajectory | ProjectedBatch | BatchAcked | BatchDissolved | FileDeleted
+"""Anything that changes rows of the projection."""
 
 
 class LocatedEntry(NamedTuple):
-    """Something to be listed, and where its frame is."""
+    """An entry, and the location of its frame."""
 
-    listed: Entry
+    entry: ProjectionEntry
     location: Location
 
 
 class StoredTrajectory(NamedTuple):
-    """Where a trajectory is, and whose it is."""
+    """Identity and location of a stored trajectory."""
 
     id: str
     run: str
@@ -62,19 +62,19 @@ class StoredTrajectory(NamedTuple):
     episode: str
     attempt: int
     worker: str
-    """Who wrote it; empty for the scheduler itself."""
+    """The worker that wrote it; empty for the scheduler."""
     location: Location
 
 
-def entries_of(events: Sequence[AnyEvent], source: TrajectoryHead | Manifest | None) -> Iterator[Entry]:
-    """What is to be listed of a frame that was read: its events, and the head or the manifest that one is read from."""
+def entries_of(events: Sequence[AnyEvent], source: TrajectoryHead | Manifest | None) -> Iterator[ProjectionEntry]:
+    """The entries of a frame that was read: of its events, and of the head or the manifest that is its payload."""
     if isinstance(source, Manifest):
         groups = tuple(group.id for group in source.groups)
-        yield BatchEntry(source.batch, source.run, str(source.version), groups)
+        yield ProjectedBatch(source.batch, source.run, str(source.version), groups)
         return
     for event in events:
         if isinstance(event, EpisodeEnded) and isinstance(source, TrajectoryHead):
             names = tuple(asset.name for asset in source.assets)
-            yield TrajectoryEntry(event, source.stop_reason, source.provenance, names)
+            yield ProjectedTrajectory(event, source.stop_reason, source.provenance, names)
         elif isinstance(event, (BatchAcked, BatchDissolved)):
             yield event

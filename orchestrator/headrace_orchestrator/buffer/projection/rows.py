@@ -1,6 +1,6 @@
-"""The projection's tables, and the rows in them that follow from what is listed.
+"""The projection's tables, and the rows of each entry.
 
-* Rows follow from what is listed alone: a rebuilt projection equals the lived one.
+* Rows follow from entries alone, so a rebuilt projection equals the one that the service wrote.
 * The row of a trajectory carries its checksum, so that a flipped byte is noticed when it is read.
 """
 
@@ -14,12 +14,17 @@ from typing import Any
 import msgspec
 
 from headrace.trajectory import Version
-from headrace_orchestrator.buffer.log.location import OFFSET_BITS, Location
-from headrace_orchestrator.buffer.projection.entries import BatchEntry, FileDeleted, LocatedEntry, TrajectoryEntry
+from headrace_orchestrator.buffer.log.location import OFFSET_BITS, Location, start_of
+from headrace_orchestrator.buffer.projection.entries import (
+    FileDeleted,
+    LocatedEntry,
+    ProjectedBatch,
+    ProjectedTrajectory,
+)
 from headrace_orchestrator.scheduler.events import BatchAcked, BatchDissolved
 
 SCHEMA = 5
-"""Version of the tables; another one on disk is thrown away and built again."""
+"""Version of the tables; tables of another version are deleted and rebuilt."""
 
 TABLES = """
 CREATE TABLE trajectories (
@@ -53,7 +58,7 @@ CREATE TABLE cursor (
 );
 """
 STATEMENTS = {statement.strip() for statement in TABLES.split(";")} - {""}
-"""What SQLite remembers of them."""
+"""The statements as SQLite stores them."""
 
 COLUMNS = (
     "position, id, run, group_id, member, episode, attempt, environment, status, stop_reason, worker, reward, turns, "
@@ -62,64 +67,64 @@ COLUMNS = (
 _encode = msgspec.msgpack.Encoder().encode
 
 WORKER, LENGTH = 10, 19
-"""Where two of these columns are."""
+"""Indexes of two of these columns."""
 _INSERT_TRAJECTORY = f"INSERT OR REPLACE INTO trajectories ({COLUMNS}) VALUES ({', '.join('?' * 21)})"
 _INSERT_BATCH = "INSERT OR REPLACE INTO batches VALUES (?, ?, ?, ?, ?, 'open', '')"
 _INSERT_MEMBER = "INSERT OR REPLACE INTO batch_members VALUES (?, ?, ?, ?)"
-_SETTLE_BATCH = "UPDATE batches SET state = ?, made = ? WHERE id = ?"
+_END_BATCH = "UPDATE batches SET state = ?, made = ? WHERE id = ?"
 _INSERT_REFERENCE = "INSERT OR IGNORE INTO asset_references VALUES (?, ?)"
 _DELETE_REFERENCES = "DELETE FROM asset_references WHERE file = ?"
-PLACED = ("trajectories", "batches", "batch_members")
+LOCATED_TABLES = ("trajectories", "batches", "batch_members")
 """Tables whose rows have a position in the log."""
 
 
 Statement = tuple[str, tuple[Any, ...]]
-"""One change to the tables: SQL and its values. A plain tuple: there is one for each record."""
+"""One change to the tables: SQL and its values. A plain tuple, because each record needs one."""
 
 
-def rows(waiting: Iterable[LocatedEntry]) -> Iterator[Statement]:
+def rows(entries: Iterable[LocatedEntry]) -> Iterator[Statement]:
     """The changes to the projection, in order."""
-    for listed, location in waiting:
-        match listed:
-            case TrajectoryEntry():
-                yield _trajectory_row(listed, location)
-                if listed.assets:
-                    yield from (_asset_reference(name, location.file) for name in listed.assets)
-            case BatchEntry(batch, run, version, groups):
+    for entry, location in entries:
+        match entry:
+            case ProjectedTrajectory():
+                yield _trajectory_row(entry, location)
+                if entry.assets:
+                    yield from (_asset_reference(name, location.file) for name in entry.assets)
+            case ProjectedBatch(batch, run, version, groups):
                 yield _batch_row(batch, run, version, location)
                 yield from (_member_row(run, group, location) for group in groups)
             case BatchAcked():
-                made = str(listed.version) if listed.version is not None else ""
-                yield _batch_settled(listed.batch, "acked", made)
+                made = str(entry.version) if entry.version is not None else ""
+                yield _batch_ended(entry.batch, "acked", made)
             case BatchDissolved():
-                yield _batch_settled(listed.batch, "dissolved")
+                yield _batch_ended(entry.batch, "dissolved")
             case FileDeleted(number):
-                yield from _file_gone(number)
+                yield from _file_deleted(number)
 
 
-def _trajectory_row(listed: TrajectoryEntry, location: Location) -> Statement:
-    outcome, stop_reason, provenance, _ = listed
+def _trajectory_row(entry: ProjectedTrajectory, location: Location) -> Statement:
+    event, stop_reason, provenance, _ = entry
     file, offset, length = location
     values = (
         file << OFFSET_BITS | offset,
-        outcome.trajectory,
-        outcome.run,
-        outcome.group,
-        outcome.member,
-        outcome.episode,
-        outcome.attempt,
-        outcome.task.environment,
-        outcome.status,
+        event.trajectory,
+        event.run,
+        event.group,
+        event.member,
+        event.episode,
+        event.attempt,
+        event.task.environment,
+        event.status,
         stop_reason,
         provenance.worker,
-        sum(outcome.rewards.values()) if outcome.rewards else None,
-        outcome.turns,
-        outcome.row_tokens,
-        outcome.size_bytes,
-        _version(outcome.low),
-        _version(outcome.high),
+        sum(event.rewards.values()) if event.rewards else None,
+        event.turns,
+        event.row_tokens,
+        event.size_bytes,
+        _version(event.low),
+        _version(event.high),
         provenance.evaluation,
-        msgspec.json.encode(outcome.failure).decode() if outcome.failure else None,
+        msgspec.json.encode(event.failure).decode() if event.failure else None,
         length,
     )
     return _INSERT_TRAJECTORY, (*values, _checksum(values))
@@ -127,7 +132,7 @@ def _trajectory_row(listed: TrajectoryEntry, location: Location) -> Statement:
 
 @lru_cache(maxsize=64)
 def _version(version: Version | None) -> str:
-    """The text form; thousands of records in a row are of a few versions."""
+    """The text form, cached: thousands of consecutive records have a few versions."""
     return "" if version is None else str(version)
 
 
@@ -146,22 +151,24 @@ def _batch_row(batch: str, run: str, version: str, location: Location) -> Statem
 
 
 def _member_row(run: str, group: str, head: Location) -> Statement:
-    """A group was frozen into a batch; the last one counts."""
+    """The row of a group that was frozen into a batch; the last batch counts."""
     return _INSERT_MEMBER, (run, group, head.position, head.length)
 
 
 def _asset_reference(asset: str, file: int) -> Statement:
-    """A trajectory in this file of the log refers to an asset."""
+    """The row of a reference to an asset from a file of the log."""
     return _INSERT_REFERENCE, (bytes.fromhex(asset), file)
 
 
-def _file_gone(file: int) -> list[Statement]:
-    """A file of the log was deleted, and so was all that was in it or referred to assets from there."""
-    span = (Location(file, 0, 0).position, Location(file + 1, 0, 0).position)
-    placed: list[Statement] = [(f"DELETE FROM {table} WHERE position >= ? AND position < ?", span) for table in PLACED]
-    return [*placed, (_DELETE_REFERENCES, (file,))]
+def _file_deleted(file: int) -> list[Statement]:
+    """Deletion of all rows that come from a file of the log."""
+    span = (start_of(file), start_of(file + 1))
+    located: list[Statement] = [
+        (f"DELETE FROM {table} WHERE position >= ? AND position < ?", span) for table in LOCATED_TABLES
+    ]
+    return [*located, (_DELETE_REFERENCES, (file,))]
 
 
-def _batch_settled(batch: str, state: str, made: str = "") -> Statement:
-    """A batch was acked (``made``: the version of that step) or dissolved."""
-    return _SETTLE_BATCH, (state, made, batch)
+def _batch_ended(batch: str, state: str, made: str = "") -> Statement:
+    """Update of a batch that was acked (``made``: the version of that step) or dissolved."""
+    return _END_BATCH, (state, made, batch)

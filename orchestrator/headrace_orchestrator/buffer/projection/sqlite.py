@@ -1,13 +1,13 @@
-"""The projection: what listings and lookups need, in SQLite, derived from the log.
+"""The projection in SQLite: the data that listings and lookups need, derived from the log.
 
-* The log is the truth: delete the projection, and the log gives it back the same.
-* A projection of another log is built anew, however long that log is.
-* It never runs ahead of the disk: only frames that are synced are projected.
+* The log is the source of truth: a deleted projection is rebuilt from it with the same content.
+* A projection of another log is rebuilt, however long that log is.
+* The projection never runs ahead of the disk: only frames that are synced are projected.
 * Writing is off the hot path: rows are collected and written in small transactions, by a thread of their own.
-* A byte that was flipped in a listed row is noticed when it is read; what is damaged is built anew at the next start.
-* An id behind all that are here is known to be new without a lookup.
-* A listing is read by pages; no reader holds the database open between them.
-* The write-ahead file shrinks again once a reader from outside is gone, also when nothing is written any more.
+* A flipped byte in a listed row is noticed when the row is read; a damaged projection is rebuilt at the next start.
+* An id that sorts behind all stored ids is known to be new without a lookup.
+* A listing is read by pages; no reader keeps the database open between them.
+* The write-ahead file shrinks again once an external reader is gone, even if nothing is written any more.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ import msgspec
 from headrace.errors import StoreError
 from headrace.trajectory import Failure
 from headrace.wire import messages
-from headrace_orchestrator.buffer.log.location import OFFSET_BITS, Location
+from headrace_orchestrator.buffer.log.location import OFFSET_BITS, Location, file_at, start_of
 from headrace_orchestrator.buffer.projection.entries import (
     FILTER_COLUMNS,
     LocatedEntry,
+    ProjectedTrajectory,
     StoredTrajectory,
-    TrajectoryEntry,
 )
 from headrace_orchestrator.buffer.projection.rows import (
     COLUMNS,
     LENGTH,
-    PLACED,
+    LOCATED_TABLES,
     SCHEMA,
     STATEMENTS,
     TABLES,
@@ -46,35 +46,35 @@ from headrace_orchestrator.buffer.projection.rows import (
 )
 
 _PHASES = {sqlite3.SQLITE_FULL: "disk full", sqlite3.SQLITE_READONLY: "disk is read-only"}
-"""By SQLite's primary code: the word for what keeps the projection from being written, as the log has it."""
+"""The reason in the words of the log's phases, by SQLite's primary error code."""
 
 WAL_LIMIT_BYTES = 16 << 20
 """SQLite cuts its write-ahead file back to this at each checkpoint, so that a slow reader leaves no lasting peak."""
 
-ROWS_TOGETHER = 128
-"""Rows of one insertion; with their 21 columns far fewer values than SQLite takes."""
+ROWS_PER_INSERT = 128
+"""Rows of one INSERT statement; with 21 columns each, far fewer values than SQLite's limit."""
 
 BUSY_MS = 5000
-"""How long a statement waits for a lock that somebody outside holds, in milliseconds."""
+"""Milliseconds that a statement waits for a lock that an external program holds."""
 
 
 class SqliteProjection:
-    """The database of the log with this id. ``write`` is called by one thread at a time; readers may be in any.
+    """The database of the log with this id. One thread at a time calls ``write``; any thread may read.
 
-    ``owners`` reads over a connection of its own, so that whoever asks on the event loop never waits for a writer.
+    ``episodes_of`` and ``referenced`` use a connection of their own, so that the event loop never waits for a writer.
     """
 
     def __init__(self, path: Path, log: str) -> None:
         self._path = path
         self._log = log
         self._lock = threading.Lock()
-        #: No id here is behind it. Ids sort by the time they were made, so that most that are asked for are.
+        #: The stored id that sorts last. Ids sort by creation time, so most ids that are looked up sort behind it.
         self._last_id = ""
         self._connection = self._open()
         self._lookups = _connect(path)
 
     def _open(self) -> sqlite3.Connection:
-        """Open, or start anew where the tables are not ours or are damaged: everything in them is in the log."""
+        """Open the database, or create a new one if the tables belong to another log or are damaged."""
         try:
             connection = _connect(self._path)
             with suppress(*_UNREADABLE, _DamagedError):
@@ -98,51 +98,51 @@ class SqliteProjection:
 
     @contextmanager
     def _locked(self) -> Iterator[sqlite3.Connection]:
-        with self._told(), self._lock:
+        with self._store_errors(), self._lock:
             yield self._connection
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _store_errors(self) -> Iterator[None]:
         try:
             yield
         except _DamagedError as error:
-            raise self._distrusted(str(error)) from None
+            raise self._mark_damaged(str(error)) from None
         except (sqlite3.Error, OverflowError, UnicodeDecodeError) as error:
-            if _tells_of_damage(error):
-                raise self._distrusted(str(error)) from error
+            if _is_damage(error):
+                raise self._mark_damaged(str(error)) from error
             raise StoreError(
                 f"The projection {self._path.name} failed: {error}.",
                 hint="Free disk space, or stop the service and delete the file: the log gives it back.",
                 phase=_PHASES.get(getattr(error, "sqlite_errorcode", 0) & 0xFF, "failed"),
             ) from error
 
-    def _distrusted(self, problem: str) -> StoreError:
-        """Have it built anew at the next start."""
+    def _mark_damaged(self, problem: str) -> StoreError:
+        """Have the next start rebuild the database."""
         with suppress(sqlite3.Error), self._lock:
             self._connection.execute("DELETE FROM cursor")
         return StoreError(
             f"The projection {self._path.name} is damaged: {problem}.",
-            hint="Restart the service: it is built anew from the log, which has lost nothing by this.",
+            hint="Restart the service: it rebuilds the projection from the log, which has lost nothing.",
             phase="failed",
         )
 
     @property
     def cursor(self) -> int:
-        """Position up to which the log is projected; 0 where that is not to be trusted any more."""
+        """Position up to which the log is projected; 0 if the database is damaged."""
         with self._locked() as connection:
             row = connection.execute("SELECT position FROM cursor").fetchone()
         return 0 if row is None else int(row[0])
 
     def check(self) -> None:
-        """Read everything and see that tables and indexes say the same, before something is deleted on their word.
-        Blocking, over a connection of its own. Raises StoreError if they do not."""
-        with self._told(), closing(_connect(self._path)) as connection:
+        """Read everything and verify that tables and indexes agree, before data is deleted because of them. Blocking,
+        over a connection of its own. Raises StoreError if they do not."""
+        with self._store_errors(), closing(_connect(self._path)) as connection:
             (found,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
             if found != "ok":
                 raise _DamagedError(str(found))
 
     def reset(self) -> None:
-        """Forget everything: the log will give it back."""
+        """Delete everything: the log can restore it."""
         with self._lock:
             self._lookups.close()
             self._connection.close()
@@ -150,16 +150,16 @@ class SqliteProjection:
             self._last_id = ""
             self._lookups = _connect(self._path)
 
-    def write(self, waiting: Iterable[LocatedEntry], cursor: int) -> None:
-        """Take in what is listed, in order, and move the cursor, in one transaction. Raises StoreError."""
-        waiting = tuple(waiting)
-        ids = (listed.outcome.trajectory for listed, _ in waiting if isinstance(listed, TrajectoryEntry))
+    def write(self, entries: Iterable[LocatedEntry], cursor: int) -> None:
+        """Add entries in order and move the cursor, in one transaction. Raises StoreError."""
+        entries = tuple(entries)
+        ids = (entry.event.trajectory for entry, _ in entries if isinstance(entry, ProjectedTrajectory))
         with self._locked() as connection:
-            self._last_id = max(self._last_id, max(ids, default=""))  # before any of them is here
+            self._last_id = max(self._last_id, max(ids, default=""))  # before any of them is stored
             connection.execute("BEGIN IMMEDIATE")
             try:
-                for sql, alike in groupby(rows(waiting), key=itemgetter(0)):
-                    _carry_out(connection, sql, [values for _, values in alike])
+                for sql, changes in groupby(rows(entries), key=itemgetter(0)):
+                    _execute(connection, sql, [values for _, values in changes])
                 connection.execute("UPDATE cursor SET position = ?, inverse = ?", (cursor, -cursor))
             except BaseException:
                 connection.execute("ROLLBACK")
@@ -168,13 +168,13 @@ class SqliteProjection:
 
     def find(self, trajectory: str) -> StoredTrajectory | None:
         """A trajectory by its id."""
-        return self._stored("id = ?", trajectory)
+        return self._find("id = ?", trajectory)
 
     def find_episode(self, episode: str) -> StoredTrajectory | None:
         """The terminal record of an episode."""
-        return self._stored("episode = ?", episode)
+        return self._find("episode = ?", episode)
 
-    def _stored(self, where: str, value: str) -> StoredTrajectory | None:
+    def _find(self, where: str, value: str) -> StoredTrajectory | None:
         with self._locked() as connection:
             row = connection.execute(
                 f"SELECT {COLUMNS} FROM trajectories WHERE {where} ORDER BY position LIMIT 1", (value,)
@@ -183,25 +183,27 @@ class SqliteProjection:
                 return None
             _verify(row)
         position, name, run, group, _, episode, attempt, *_ = row
-        return StoredTrajectory(name, run, group, episode, attempt, row[WORKER], Location.at(position, row[LENGTH]))
+        return StoredTrajectory(
+            name, run, group, episode, attempt, row[WORKER], Location.from_position(position, row[LENGTH])
+        )
 
-    def owners(self, trajectories: Sequence[str]) -> dict[str, str]:
-        """Of these trajectories those that are here, with their episodes. For one thread: the event loop's."""
-        # For a lookup SQLite lets go of the interpreter's lock, and getting it back takes longer than the lookup.
-        maybe_here = [id for id in trajectories if id <= self._last_id]
-        if not maybe_here:
+    def episodes_of(self, trajectories: Sequence[str]) -> dict[str, str]:
+        """Episodes of the given trajectories by id, without unknown ones. Only for the thread of the event loop."""
+        # SQLite releases the interpreter lock for a lookup, and getting it back takes longer than the lookup.
+        maybe_stored = [id for id in trajectories if id <= self._last_id]
+        if not maybe_stored:
             return {}
-        marks = ",".join("?" * len(maybe_here))
-        with self._told():
+        marks = ",".join("?" * len(maybe_stored))
+        with self._store_errors():
             rows = self._lookups.execute(
-                f"SELECT id, episode FROM trajectories WHERE id IN ({marks})", maybe_here
+                f"SELECT id, episode FROM trajectories WHERE id IN ({marks})", maybe_stored
             ).fetchall()
         return {str(id): str(episode) for id, episode in rows}
 
-    def referred(self, assets: Sequence[str]) -> set[str]:
-        """Of these assets those that a trajectory refers to. For one thread: the event loop's."""
+    def referenced(self, assets: Sequence[str]) -> set[str]:
+        """The given assets that a trajectory refers to. Only for the thread of the event loop."""
         marks = ",".join("?" * len(assets))
-        with self._told():
+        with self._store_errors():
             rows = self._lookups.execute(
                 f"SELECT DISTINCT asset FROM asset_references WHERE asset IN ({marks})", [*map(bytes.fromhex, assets)]
             ).fetchall()
@@ -214,22 +216,22 @@ class SqliteProjection:
         return [bytes(asset).hex() for (asset,) in rows]
 
     def files(self) -> list[int]:
-        """The files of the log that anything here is of, ascending; one lookup each, however much is in them."""
-        selects = [f"SELECT min(position) FROM {table} WHERE position >= :start" for table in PLACED]
+        """The files of the log that entries come from, ascending; one lookup each, however many rows there are."""
+        selects = [f"SELECT min(position) FROM {table} WHERE position >= :start" for table in LOCATED_TABLES]
         selects.append("SELECT min(file) << :bits FROM asset_references WHERE file >= :start >> :bits")
         least = " UNION ALL ".join(selects)
         found: list[int] = []
         with self._locked() as connection:
             while True:
-                start = Location(found[-1] + 1, 0, 0).position if found else 0
-                places = connection.execute(least, {"start": start, "bits": OFFSET_BITS}).fetchall()
-                if not (here := [int(place) for (place,) in places if place is not None]):
+                start = start_of(found[-1] + 1) if found else 0
+                positions = connection.execute(least, {"start": start, "bits": OFFSET_BITS}).fetchall()
+                if not (first := [int(position) for (position,) in positions if position is not None]):
                     return found
-                found.append(Location.at(min(here), 0).file)
+                found.append(file_at(min(first)))
 
     def count(self, file: int) -> int:
-        """How many trajectories lie in a file of the log."""
-        span = (Location(file, 0, 0).position, Location(file + 1, 0, 0).position)
+        """Number of trajectories in a file of the log."""
+        span = (start_of(file), start_of(file + 1))
         with self._locked() as connection:
             row = connection.execute(
                 "SELECT count(*) FROM trajectories WHERE position >= ? AND position < ?", span
@@ -237,17 +239,17 @@ class SqliteProjection:
         return int(row[0])
 
     def batch_of(self, run: str, group: str) -> Location | None:
-        """Where the head of the batch is that a group was last frozen into."""
+        """Location of the head of the batch that a group was last frozen into."""
         with self._locked() as connection:
             row = connection.execute(
                 "SELECT position, length FROM batch_members WHERE run = ? AND group_id = ?", (run, group)
             ).fetchone()
-        return Location.at(*row) if row else None
+        return Location.from_position(*row) if row else None
 
     def page(
         self, run: str, filters: Mapping[str, str], limit: int, before: int | None, *, now_ms: int
     ) -> tuple[list[messages.TrajectorySummary], int | None]:
-        """A page, newest first, and the ``before`` of the next one (None at the end)."""
+        """A page of trajectories, newest first, and ``before`` of the next page (None at the end)."""
         where, values = ["run = ?"], [run]
         for name in FILTER_COLUMNS:
             if name in filters:
@@ -268,8 +270,8 @@ class SqliteProjection:
         return [_summary(row, now_ms) for row in rows[:limit]], more
 
     def trim(self) -> None:
-        """Give back what the write-ahead file grew to while somebody read from outside. Waits for no reader: while one
-        is there, a later call does it. Raises StoreError."""
+        """Shrink the write-ahead file, which grows while an external program reads. Does not wait for readers: while
+        one is active, a later call shrinks the file. Raises StoreError."""
         if self.wal_bytes() <= WAL_LIMIT_BYTES:
             return
         with self._locked() as connection:
@@ -287,7 +289,7 @@ class SqliteProjection:
             return 0
 
     def close(self) -> None:
-        """Close the database; it is whole on disk after that."""
+        """Close the database; afterwards it is complete on disk."""
         with self._lock:
             self._lookups.close()
             self._connection.close()
@@ -298,12 +300,12 @@ class _DamagedError(Exception):
 
 
 _UNREADABLE = (sqlite3.DatabaseError, UnicodeDecodeError)
-"""What reading a damaged file raises: SQLite's own messages may quote bytes that are no text."""
+"""Errors of reading a damaged file. UnicodeDecodeError: SQLite's messages may quote bytes that are not valid text."""
 _CORRUPT = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
-def _tells_of_damage(error: Exception) -> bool:
-    """Whether an error is the file's fault; text that is none has an error without a code."""
+def _is_damage(error: Exception) -> bool:
+    """True if an error shows that the file is damaged; an error about invalid text has no code."""
     if isinstance(error, sqlite3.OperationalError):
         return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF in _CORRUPT
     return isinstance(error, UnicodeDecodeError) or getattr(error, "sqlite_errorcode", 0) & 0xFF in _CORRUPT
@@ -315,7 +317,7 @@ def _verify(row: tuple[Any, ...]) -> None:
 
 
 def _last_id(connection: sqlite3.Connection) -> str:
-    """The id that sorts last, or the empty string. Raises _DamagedError: all behind a wrong one would seem new."""
+    """The id that sorts last, or the empty string. Raises _DamagedError: a wrong id would make stored ids seem new."""
     row = connection.execute(f"SELECT {COLUMNS} FROM trajectories ORDER BY id DESC LIMIT 1").fetchone()
     if row is None:
         return ""
@@ -323,15 +325,15 @@ def _last_id(connection: sqlite3.Connection) -> str:
     return str(row[1])
 
 
-def _carry_out(connection: sqlite3.Connection, sql: str, rows: Sequence[tuple[Any, ...]]) -> None:
-    """Carry out a statement for each row. Many insertions go in one: for each statement SQLite lets go of the
-    interpreter's lock, and getting it back from a busy event loop takes longer than the statement itself."""
+def _execute(connection: sqlite3.Connection, sql: str, rows: Sequence[tuple[Any, ...]]) -> None:
+    """Execute a statement for each row. Many insertions share a statement: SQLite releases the interpreter lock for
+    each one, and getting it back from a busy event loop takes longer than the statement itself."""
     insertion, values, row = sql.partition(" VALUES ")
-    whole = len(rows) - len(rows) % ROWS_TOGETHER if values else 0
-    for start in range(0, whole, ROWS_TOGETHER):
-        together = f"{insertion} VALUES {', '.join([row] * ROWS_TOGETHER)}"
-        connection.execute(together, list(chain.from_iterable(rows[start : start + ROWS_TOGETHER])))
-    connection.executemany(sql, rows[whole:])
+    grouped = len(rows) - len(rows) % ROWS_PER_INSERT if values else 0
+    for start in range(0, grouped, ROWS_PER_INSERT):
+        many = f"{insertion} VALUES {', '.join([row] * ROWS_PER_INSERT)}"
+        connection.execute(many, list(chain.from_iterable(rows[start : start + ROWS_PER_INSERT])))
+    connection.executemany(sql, rows[grouped:])
 
 
 def _connect(path: Path) -> sqlite3.Connection:
@@ -366,12 +368,12 @@ def _summary(row: tuple[Any, ...], now_ms: int) -> messages.TrajectorySummary:
         high=row[16],
         evaluation=row[17],
         failure=msgspec.json.decode(row[18], type=Failure) if row[18] else None,
-        age_s=max(0.0, (now_ms - _made_ms(trajectory)) / 1000),
+        age_s=max(0.0, (now_ms - _created_ms(trajectory)) / 1000),
     )
 
 
-def _made_ms(trajectory: str) -> int:
-    """Unix time in milliseconds at which a UUIDv7 was made: the log has no clock of its own."""
+def _created_ms(trajectory: str) -> int:
+    """Unix time in milliseconds at which a UUIDv7 was created: the log itself stores no times."""
     try:
         return int(trajectory.replace("-", "")[:12], 16)
     except ValueError:

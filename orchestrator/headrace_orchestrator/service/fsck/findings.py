@@ -1,4 +1,4 @@
-"""What a check of a data directory finds, and what it costs."""
+"""Findings of a check of a data directory, and their cost."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ FindingKind = Literal["record", "copy", "head", "footer", "file", "projection", 
 
 
 class FsckFinding(msgspec.Struct, frozen=True, kw_only=True):
-    """One piece of damage. ``names``: ids of the trajectories or batches that it is about, as far as they are known.
-    ``lost``: something is gone that nothing gives back; otherwise the rest of the directory makes up for it."""
+    """One piece of damage. ``names``: ids of the affected trajectories or batches, as far as they are known. ``lost``:
+    the data cannot be restored; otherwise the rest of the directory makes up for the damage."""
 
     kind: FindingKind
     lost: bool
@@ -27,8 +27,8 @@ class FsckFinding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FsckReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found. ``unfinished_bytes``: an append at the end that was under way or was cut off, so that nobody was
-    told that it is stored. ``unprojected_bytes``: what the projection is still behind, as it may be."""
+    """The result of a check. ``unfinished_bytes``: size of an append at the end that was under way or cut off, so
+    never acknowledged. ``unprojected_bytes``: bytes of the log that the projection does not have yet, not damage."""
 
     live: bool
     files: int

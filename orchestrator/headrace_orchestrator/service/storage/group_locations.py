@@ -1,4 +1,4 @@
-"""Where the records of a group are, in few bytes: a service may hold millions of them.
+"""Compact storage of the locations of a group's records: a service may hold millions of them.
 
 * A group's records come back by their ids, in the order in which they were stored.
 * A record takes some 30 bytes.
@@ -9,18 +9,18 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 
-from headrace_orchestrator.buffer.log.location import Location
+from headrace_orchestrator.buffer.log.location import Location, file_at
 from headrace_orchestrator.buffer.log.log import Relocations
 
 _ENTRY = struct.Struct("<QIi")
-"""Position, length in bytes, and bytes of the id that follows as text; ``_UUID`` for an id of 16 bytes."""
+"""Position, length in bytes, and the bytes of the id that follows as text; ``_UUID`` for an id of 16 bytes."""
 
 _UUID = -1
 _UUID_BYTES, _UUID_CHARS = 16, 36
 
 
 class GroupLocations:
-    """A group in flight: how many episodes it was admitted with, and the places of its usable records."""
+    """A group in flight: the number of episodes that it was admitted with, and the locations of its usable records."""
 
     __slots__ = ("expected", "packed")
 
@@ -29,7 +29,7 @@ class GroupLocations:
         self.packed = packed
 
     def add(self, trajectory: str, location: Location) -> None:
-        """A record was stored."""
+        """Add a stored record."""
         short = _uuid(trajectory)
         name = short or trajectory.encode()
         size = _UUID if short else len(name)
@@ -37,24 +37,25 @@ class GroupLocations:
 
     @property
     def first_file(self) -> int:
-        """The file of the first record, which is the oldest: records are stored, and moved, in order. There is one."""
-        position, length, _ = _ENTRY.unpack_from(self.packed)
-        return Location.at(position, length).file
+        """The file of the first record, which is the oldest: records are stored, and relocated, in order. The group
+        must have a record."""
+        position, _, _ = _ENTRY.unpack_from(self.packed)
+        return file_at(position)
 
     def files(self) -> Iterator[int]:
         """The file of each record."""
-        packed, start = self.packed, 0  # which another thread may change
+        packed, start = self.packed, 0  # a copy of the reference, for another thread may change the attribute
         while start < len(packed):
-            position, length, size = _ENTRY.unpack_from(packed, start)
-            yield Location.at(position, length).file
+            position, _, size = _ENTRY.unpack_from(packed, start)
+            yield file_at(position)
             start += _ENTRY.size + (_UUID_BYTES if size == _UUID else size)
 
-    def move(self, moves: Relocations) -> None:
-        """Records were stored elsewhere than was meant."""
-        moved = [(id, moves.get(at.position, at)) for id, at in self]
+    def relocate(self, relocations: Relocations) -> None:
+        """Update the locations of records that moved."""
+        moved = [(id, relocations.get(location.position, location)) for id, location in self]
         self.packed = b""
-        for id, at in moved:
-            self.add(id, at)
+        for id, location in moved:
+            self.add(id, location)
 
     def __iter__(self) -> Iterator[tuple[str, Location]]:
         start = 0
@@ -63,17 +64,17 @@ class GroupLocations:
             start += _ENTRY.size
             end = start + (_UUID_BYTES if size == _UUID else size)
             name = self.packed[start:end]
-            yield _text(name) if size == _UUID else name.decode(), Location.at(position, length)
+            yield _text(name) if size == _UUID else name.decode(), Location.from_position(position, length)
             start = end
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, GroupLocations) and (self.expected, self.packed) == (other.expected, other.packed)
 
-    __hash__ = None  # type: ignore[assignment]  # it changes
+    __hash__ = None  # type: ignore[assignment]  # it is mutable
 
 
 def _uuid(id: str) -> bytes:
-    """The 16 bytes of an id that is a UUID as Headrace writes them; nothing for any other."""
+    """The 16 bytes of an id that is a UUID in Headrace's spelling; empty for any other id."""
     if len(id) != _UUID_CHARS or id[8:24:5] != "----":
         return b""
     digits = id.replace("-", "")

@@ -1,7 +1,7 @@
-"""What batches are made of, and where it is: groups in flight and open batches.
+"""The index of locations: the log's records and heads that groups in flight and open batches consist of.
 
-* The index holds locations, not records: memory grows with groups in flight, not with what is stored.
-* It is the same whether events come from commands, from the log, or from a snapshot and the log behind it.
+* The index holds locations, not records: memory grows with the groups in flight, not with the stored data.
+* Its content is the same whether events come from commands, from the log, or from a snapshot and the log behind it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from headrace_orchestrator.service.storage.record_events import SCORED
 
 
 class BatchLocations(NamedTuple):
-    """A frozen batch: where its head and its records are, in the order of the body."""
+    """A frozen batch: locations of its head and of its records, in the order of the body."""
 
     run: str
     head: Location
@@ -39,11 +39,11 @@ class BatchLocations(NamedTuple):
 
 
 class FileInUse(NamedTuple):
-    """A file of the log, the run that needs it, and what of the run does."""
+    """A file of the log, the run that needs it, and the group or batch that does."""
 
     file: int
     run: str
-    what: str
+    user: str
 
 
 class _Snapshot(msgspec.Struct, frozen=True, array_like=True):
@@ -57,7 +57,7 @@ _decoder = msgspec.msgpack.Decoder(_Snapshot)
 
 
 class LocationIndex:
-    """Groups in flight by run and id, open batches by id; how many trajectories were stored."""
+    """Groups in flight by run and id, open batches by id, and the number of trajectories ever stored."""
 
     def __init__(self) -> None:
         self.groups: dict[str, dict[str, GroupLocations]] = {}
@@ -65,8 +65,8 @@ class LocationIndex:
         self.batches: dict[str, BatchLocations] = {}
         self.trajectories = 0
 
-    def note(self, event: AnyEvent) -> None:
-        """Take an event that has no frame of its own."""
+    def apply(self, event: AnyEvent) -> None:
+        """Apply an event that has no frame of its own."""
         match event:
             case GroupAdmitted() if not event.evaluation:
                 self.groups.setdefault(event.run, {})[event.group] = GroupLocations(len(event.members))
@@ -75,27 +75,27 @@ class LocationIndex:
             case BatchAcked() | BatchDissolved():
                 self.batches.pop(event.batch, None)
             case _:
-                pass  # of no concern to batches
+                pass  # the event does not concern batches
 
-    def note_trajectory(self, outcome: EpisodeEnded, location: Location) -> None:
-        """Take a stored record."""
-        group = self.groups.get(outcome.run, {}).get(outcome.group)
-        if group is not None and outcome.status in SCORED:
-            group.add(outcome.trajectory, location)
+    def add_trajectory(self, event: EpisodeEnded, location: Location) -> None:
+        """Add a stored record."""
+        group = self.groups.get(event.run, {}).get(event.group)
+        if group is not None and event.status in SCORED:
+            group.add(event.trajectory, location)
         self.trajectories += 1
 
-    def note_batch(self, formed: BatchFormed, head: Location, groups: Sequence[tuple[str, Sequence[str]]]) -> None:
-        """Take a frozen batch; ``groups`` are its trajectories by group. Raises KeyError where one is not known."""
+    def add_batch(self, event: BatchFormed, head: Location, groups: Sequence[tuple[str, Sequence[str]]]) -> None:
+        """Add a frozen batch; ``groups`` are its trajectories by group. Raises KeyError if one is unknown."""
         members: list[Location] = []
         for group, ids in groups:
-            places = dict(self.groups[formed.run][group])
-            members += [places[id] for id in ids]
-        self.batches[formed.batch] = BatchLocations(formed.run, head, tuple(members))
+            locations = dict(self.groups[event.run][group])
+            members += [locations[id] for id in ids]
+        self.batches[event.batch] = BatchLocations(event.run, head, tuple(members))
 
     def oldest_in_use(self, floor: int = 0) -> FileInUse | None:
-        """The oldest file of the log that a group in flight or an open batch needs: neither it nor any behind it may be
-        deleted. None where nothing is needed. ``floor``: no file is older than this one, so that nothing needs to be
-        looked at behind what lies in it; the groups that wait longest are the first that are looked at."""
+        """The oldest file of the log that a group in flight or an open batch needs: neither it nor any file behind it
+        may be deleted. None if no file is needed. ``floor``: the number of the oldest existing file; the search ends at
+        the first user of that file. Groups are searched in the order of admission, so old files are found first."""
         oldest: FileInUse | None = None
         for found in self._files_in_use():
             if oldest is None or found.file < oldest.file:
@@ -113,21 +113,22 @@ class LocationIndex:
                 if group.packed:
                     yield FileInUse(group.first_file, run, f"group {id}")
 
-    def move(self, moves: Relocations) -> None:
-        """Frames were stored elsewhere than was meant. Looks through everything: it is rare."""
+    def relocate(self, relocations: Relocations) -> None:
+        """Update the locations of frames that moved. Searches everything, because this is rare."""
         for groups in self.groups.values():
             for group in groups.values():
-                group.move(moves)
+                group.relocate(relocations)
         for id, batch in self.batches.items():
-            members = tuple(moves.get(member.position, member) for member in batch.members)
-            self.batches[id] = BatchLocations(batch.run, moves.get(batch.head.position, batch.head), members)
+            members = tuple(relocations.get(member.position, member) for member in batch.members)
+            head = relocations.get(batch.head.position, batch.head)
+            self.batches[id] = BatchLocations(batch.run, head, members)
 
-    def entries(self) -> int:
-        """How many groups it holds: what a snapshot costs grows with it."""
+    def group_count(self) -> int:
+        """Number of groups: the cost of a snapshot grows with it."""
         return sum(map(len, self.groups.values()))
 
     def snapshot(self) -> bytes:
-        """All of it, for ``restore``."""
+        """The whole index as bytes, for ``restore``."""
         groups = {
             run: {id: (group.expected, group.packed) for id, group in groups.items()}
             for run, groups in self.groups.items()
@@ -136,7 +137,7 @@ class LocationIndex:
         return _encoder.encode(_Snapshot(self.trajectories, groups, self.batches))
 
     def restore(self, data: bytes) -> None:
-        """Take a snapshot, into an index that knows nothing yet. Raises msgspec.MsgspecError."""
+        """Restore a snapshot into an empty index. Raises msgspec.MsgspecError."""
         found = _decoder.decode(data)
         self.trajectories = found.trajectories
         self.groups = {

@@ -1,12 +1,11 @@
-"""The kernel's memory of the log: what no group and no batch needs any more is let go.
+"""Trimming of the kernel's page cache: files of the log that no group and no batch needs are dropped from it.
 
-* A sealed file of which no group in flight and no open batch has a record is let go; whoever asks all the same reads it
-  from the disk.
-* What is needed stays: a group that may be served again keeps its files where they are read fast.
-* The more groups there are, the less often it is looked at what they need; the event loop only lists them for that.
+* A sealed file without a record of a group in flight or an open batch is dropped; a later read reads the disk.
+* A file that is needed stays: a group that may be served again keeps its files in memory.
+* The more groups there are, the less often files are checked; the event loop only lists the groups for that.
 
-Else the kernel keeps all that was ever written until memory runs out, and finds fresh memory for each record: to use
-the memory again of a file that nobody needs is several times cheaper.
+Otherwise the kernel keeps everything that was ever written until memory runs out, and finds fresh memory for each
+record: to reuse the memory of a file that is not needed any more is several times cheaper.
 """
 
 from __future__ import annotations
@@ -18,76 +17,75 @@ from itertools import chain
 
 from headrace.errors import StoreError
 from headrace.server import logs
-from headrace_orchestrator.buffer.log.location import Location
+from headrace_orchestrator.buffer.log.location import file_at
 from headrace_orchestrator.service.storage.group_locations import GroupLocations
 from headrace_orchestrator.service.storage.location_index import BatchLocations
 from headrace_orchestrator.service.storage.store import Store
 
 log = logs.logger(__name__)
 
-LOOK_EVERY_S = 1.0
-"""How often it is looked at what is needed."""
+CHECK_EVERY_S = 1.0
+"""Least seconds between two checks."""
 
-LOOK_SHARE = 0.02
-"""Of a processor's time that looking may take: with very many groups it happens less often."""
+CHECK_SHARE = 0.02
+"""Share of a processor's time that checks may take: with very many groups they happen less often."""
 
 
 class PageCacheTrimmer:
-    """Of the log of one store. Files that were sealed before the process began are left to the kernel."""
+    """Trims the page cache of one store's log. Files that were sealed before the process started are left alone."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._current = self._file()
-        #: Files that were sealed since, and are not let go.
-        self._held: set[int] = set()
+        self._current = self._current_file()
+        #: Files that were sealed since the start, and are still cached.
+        self._cached: set[int] = set()
 
     async def run(self) -> None:
-        """Step for ever."""
+        """Repeat ``step`` for ever."""
         while True:
-            begun = time.perf_counter()
+            started = time.perf_counter()
             try:
                 await self.step()
             except Exception:
                 log.exception("files that nobody needs stay in the page cache")
-            await asyncio.sleep(pause_s(time.perf_counter() - begun))
+            await asyncio.sleep(pause_s(time.perf_counter() - started))
 
     async def step(self) -> list[int]:
-        """Let go of what may go now; gives the numbers of the files."""
-        current = self._file()
+        """Drop the files that are not needed any more; returns their numbers."""
+        current = self._current_file()
         if current > self._current:
             try:
-                await self._store.log.synced()  # nothing is let go that is not on the disk
+                await self._store.log.synced()  # only files on disk are dropped
             except StoreError:
                 return []
-            self._held.update(range(self._current, current))
+            self._cached.update(range(self._current, current))
             self._current = current
-        if not self._held:
+        if not self._cached:
             return []
         index = self._store.index
         batches, groups = list(index.batches.values()), [list(run.values()) for run in index.groups.values()]
-        gone = await asyncio.to_thread(_unneeded, frozenset(self._held), batches, chain.from_iterable(groups))
-        for number in gone:
-            await asyncio.to_thread(self._store.log.files.let_go, number)
-        self._held.difference_update(gone)
-        return gone
+        unneeded = await asyncio.to_thread(_unneeded, frozenset(self._cached), batches, chain.from_iterable(groups))
+        for number in unneeded:
+            await asyncio.to_thread(self._store.log.files.release_memory, number)
+        self._cached.difference_update(unneeded)
+        return unneeded
 
-    def _file(self) -> int:
-        """The one that is written."""
-        return Location.at(self._store.log.tail, 0).file
+    def _current_file(self) -> int:
+        return file_at(self._store.log.tail)
 
 
-def pause_s(looked_s: float) -> float:
-    """Until it is looked again, after a look that took so long."""
-    return max(LOOK_EVERY_S, looked_s / LOOK_SHARE)
+def pause_s(check_s: float) -> float:
+    """Seconds until the next check, after one that took ``check_s``."""
+    return max(CHECK_EVERY_S, check_s / CHECK_SHARE)
 
 
 def _unneeded(files: Set[int], batches: Iterable[BatchLocations], groups: Iterable[GroupLocations]) -> list[int]:
-    """Of some sealed files those that none of these has a record in: no record is added to them."""
-    left = set(files)
+    """The sealed files without a record of these batches and groups; no record is added to a sealed file."""
+    unneeded = set(files)
     for batch in batches:
-        left.difference_update({batch.head.file, *(member.file for member in batch.members)})
+        unneeded.difference_update({batch.head.file, *(member.file for member in batch.members)})
     for group in groups:
-        if not left:
+        if not unneeded:
             break
-        left.difference_update(group.files())
-    return sorted(left)
+        unneeded.difference_update(group.files())
+    return sorted(unneeded)

@@ -1,6 +1,6 @@
-"""Between stored records and the scheduler's events.
+"""Conversion between stored records and the scheduler's ``EpisodeEnded`` events.
 
-* The scheduler learns the same from a record when it is submitted and when it is read back.
+* A record gives the same event when it is submitted and when it is read back.
 * A record that the scheduler wrote itself has no segments, and no worker in its provenance.
 """
 
@@ -14,19 +14,19 @@ from headrace.wire.codec import SegmentHead, TrajectoryHead
 from headrace_orchestrator.scheduler.events import EpisodeEnded
 
 SCORED = frozenset({"finished", "truncated"})
-"""Statuses whose rewards count; a failure is not a zero."""
+"""Statuses whose rewards count; a failure does not count as a reward of zero."""
 
 
 def event_of(head: Trajectory | TrajectoryHead, size_bytes: int) -> EpisodeEnded:
-    """What the scheduler needs to know of a record."""
+    """The event of a terminal record."""
     turns = rows = row_tokens = longest_row = 0
     low: tuple[int, int] | None = None
     high: tuple[int, int] | None = None
     trained: set[str] = set()
-    given: dict[str, list[float]] = {}
+    turn_rewards: dict[str, list[float]] = {}
     for segment in head.segments:
         turns += len(segment.turns)
-        given.setdefault(segment.agent, []).extend([turn.reward for turn in segment.turns])
+        turn_rewards.setdefault(segment.agent, []).extend([turn.reward for turn in segment.turns])
         if segment.train and segment.turns:
             tokens = segment.length if isinstance(segment, SegmentHead) else len(segment.token_ids)
             rows += 1
@@ -37,7 +37,7 @@ def event_of(head: Trajectory | TrajectoryHead, size_bytes: int) -> EpisodeEnded
                 version = (run.lineage, run.n)
                 low = version if low is None or version < low else low
                 high = version if high is None or version > high else high
-    rewards = {agent: math.fsum(given[agent]) for agent in sorted(trained)} if head.status in SCORED else {}
+    rewards = {agent: math.fsum(turn_rewards[agent]) for agent in sorted(trained)} if head.status in SCORED else {}
     lowest = None if low is None else Version(*low)
     return EpisodeEnded(
         run=head.run,
@@ -62,24 +62,24 @@ def event_of(head: Trajectory | TrajectoryHead, size_bytes: int) -> EpisodeEnded
     )
 
 
-def record_for_event(outcome: EpisodeEnded, *, new_id: Callable[[], str], headrace_version: str) -> Trajectory:
-    """The record of an episode that the scheduler ended itself."""
-    stop_reason: StopReason = "cancelled" if outcome.status == "cancelled" else "failure"
+def record_for_event(event: EpisodeEnded, *, new_id: Callable[[], str], headrace_version: str) -> Trajectory:
+    """The record of an episode that the scheduler itself ended."""
+    stop_reason: StopReason = "cancelled" if event.status == "cancelled" else "failure"
     return Trajectory(
-        id=outcome.trajectory or new_id(),
-        run=outcome.run,
-        group=outcome.group,
-        member=outcome.member,
-        episode=outcome.episode,
-        attempt=outcome.attempt,
-        task=outcome.task,
-        status=outcome.status,
+        id=event.trajectory or new_id(),
+        run=event.run,
+        group=event.group,
+        member=event.member,
+        episode=event.episode,
+        attempt=event.attempt,
+        task=event.task,
+        status=event.status,
         stop_reason=stop_reason,
-        failure=outcome.failure,
+        failure=event.failure,
         segments=[],
         messages=[],
         tokenizer=None,
         assets=[],
         timing=Timing(),
-        provenance=Provenance(headrace_version=headrace_version, evaluation=outcome.evaluation),
+        provenance=Provenance(headrace_version=headrace_version, evaluation=event.evaluation),
     )
