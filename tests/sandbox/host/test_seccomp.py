@@ -117,7 +117,7 @@ def test_prlimit_works_for_the_caller_alone(machine: str) -> None:
 def test_clone_makes_processes_and_threads_but_not_namespaces(machine: str) -> None:
     a = ARCHITECTURES[machine]
     assert verdict(machine, a.clone, 0x11) == ALLOW
-    assert verdict(machine, a.clone, 0x003D0F00) == ALLOW  # what a thread is made with
+    assert verdict(machine, a.clone, 0x003D0F00) == ALLOW  # the flags of a new thread
     for flag in (0x80, 0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000):
         assert refused(verdict(machine, a.clone, flag | 0x11)) == "EPERM"
     assert refused(verdict(machine, a.clone3)) == "ENOSYS"

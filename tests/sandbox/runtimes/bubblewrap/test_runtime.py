@@ -38,7 +38,7 @@ def our_groups() -> list[Path]:
 
 
 async def test_executions_leave_no_process_group_mount_or_descriptor(run: Run) -> None:
-    await asyncio.gather(*(run("print(1)") for _ in range(4)))  # what is kept for four at a time is there from now on
+    await asyncio.gather(*(run("print(1)") for _ in range(4)))  # from now on the slots and groups for four are kept
     before, mounted = descriptors(collect=True), mounts()
     groups = len(our_groups())
     await asyncio.gather(*(run("print(1)") for _ in range(4)))
@@ -120,7 +120,7 @@ async def test_a_traceback_shows_the_program_alone(run: Run) -> None:
 
 async def test_the_time_to_make_a_sandbox_is_not_the_programs_time(run: Run) -> None:
     result = await run("import time\ntime.sleep(0.5)", wall_s=20.0)
-    assert result.wall_s > 0.3  # the supervisor may come to its clock late
+    assert result.wall_s > 0.3  # the supervisor may read its clock late
     assert result.start_s > 0
 
 
@@ -268,7 +268,10 @@ async def test_a_program_that_fails_while_its_scratch_folder_is_full_ran_into_it
         (f"{FULL}raise SystemExit(3)", (3, "disk", "limit")),
         (f"{FULL}os.kill(os.getpid(), 9)", (None, "disk", "limit")),
         (FULL, (0, None, "")),
-        (f"{FULL}os.unlink('x')\nraise SystemExit(3)", (3, None, "program")),  # it made room: it failed by itself
+        (
+            f"{FULL}os.unlink('x')\nraise SystemExit(3)",
+            (3, None, "program"),
+        ),  # it freed the space, so its failure is its own
     ):
         result = await run(code, disk_bytes=1 << 20)
         assert result.stdout.text == "No space left on device\n", result.stderr.text
@@ -380,7 +383,9 @@ async def test_the_smallest_limit_and_large_ones_are_accepted(run: Run, name: st
     least, most = RANGES[name]
     much = min(most, 1 << 40)
     for value in (least, much):
-        if name not in ("memory_bytes", "wall_s", "cpu_s") or value == much:  # with the least of these it ends at once
+        if (
+            name not in ("memory_bytes", "wall_s", "cpu_s") or value == much
+        ):  # the smallest of these ends a program at once
             result = await run("", **{name: type(getattr(Limits(), name) or 0.0)(value)})
             assert result.exit_code == 0, (value, result.stderr.text)
 

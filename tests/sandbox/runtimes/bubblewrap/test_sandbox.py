@@ -66,7 +66,7 @@ async def test_a_command_that_fails_in_a_full_sandbox_ran_into_its_disk(fresh: B
     assert (result.exit_code, result.limit, result.fault) == (1, "disk", "limit")
     with pytest.raises(SandboxFailure) as caught:
         await sandbox.read("none", 1)
-    assert caught.value.kind == "no-such-file"  # what is known of its end counts, and not the disk
+    assert caught.value.kind == "no-such-file"  # the program's own error counts, not the full disk
     assert (await session.run("true", LIMITS)).limit is None
     assert (await sandbox.run(clear, LIMITS)).limit is None
     assert (await session.run("rm y; false", LIMITS)).limit is None

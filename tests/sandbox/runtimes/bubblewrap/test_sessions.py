@@ -245,16 +245,16 @@ async def test_a_shell_that_was_killed_between_cells_is_recreated_and_the_next_c
     session = await sandbox.session(kind)
     killer = "(until [ -e go ]; do sleep 0.01; done; kill -9 $$) &"
     if kind == "python":
-        # The interpreter was forked, and has its environment from nowhere else: it is known by its name.
+        # The interpreter was forked without an environment of its own, so it is found by its name.
         killer = (
             f"import ctypes, subprocess\nctypes.CDLL(None).prctl({PR_SET_NAME}, {mark[:NAME_BYTES].encode()!r})\n"
             f"subprocess.Popen({killer.replace('$$', '$PPID')!r}, shell=True)\nx = None"
         )
     output_of(await session.run(killer, LIMITS))
-    await wait_until(lambda: bool(pids_marked(mark)))  # the killer has begun
+    await wait_until(lambda: bool(pids_marked(mark)))  # the killer has started
     there = [*pids_marked(mark), *pids_named(mark[:NAME_BYTES])]
     await sandbox.write("go", b"")
-    await wait_until(lambda: not pids_marked(mark))  # the killer, too, has come and gone
+    await wait_until(lambda: not pids_marked(mark))  # the killer has ended too
     await wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in there))  # its host knows that it ended
     result = await session.run("echo ok" if kind == "bash" else "print('ok')", LIMITS)
     assert (result.stdout.text, result.exit_code, result.fault) == ("ok\n", 0, "program"), result
