@@ -1,1 +1,1 @@
-"""TODO."""
+"""Tests of the worker process."""
