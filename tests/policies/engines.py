@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from headrace_orchestrator.policy_servers import admission
-from headrace_orchestrator.policy_servers.admission import Admission, Load, Seen
+from headrace_orchestrator.policy_servers.admission import Admission, Load, ServerPoll
 
 TICKS_A_POLL = 10
 
@@ -112,7 +112,7 @@ class World:
         self.thinking: deque[tuple[int, int]] = deque()
         self.ticks = 0
         self.state = admission.poll(
-            self.state, {str(number): Seen("serving") for number in range(len(self.engines))}, 0
+            self.state, {str(number): ServerPoll("serving") for number in range(len(self.engines))}, 0
         )
 
     @property
@@ -134,10 +134,10 @@ class World:
             self.history.append(self.state.attainable or 0)
         return self.history[begun:]
 
-    def _seen(self, engine: Engine) -> Seen:
+    def _seen(self, engine: Engine) -> ServerPoll:
         if not engine.up:
-            return Seen("away")
-        return Seen("paused" if engine.paused else "serving", engine.read(self.chance))
+            return ServerPoll("away")
+        return ServerPoll("paused" if engine.paused else "serving", engine.read(self.chance))
 
     def _tick(self) -> None:
         self.ticks += 1

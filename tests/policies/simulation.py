@@ -9,8 +9,14 @@ from headrace.runspec import SyncSpec
 from headrace.trajectory import Version
 from headrace.wire.messages import Weights
 from headrace.wire.policy_server import loading_name, parse_weight_version
-from headrace_orchestrator.policy_servers.controller import Call, Controller, Failed, Resumed, Target
-from headrace_orchestrator.policy_servers.server_state import Problem, Seen
+from headrace_orchestrator.policy_servers.controller import (
+    Controller,
+    PolicyServerCall,
+    ServerResumed,
+    SyncFailed,
+    WeightTarget,
+)
+from headrace_orchestrator.policy_servers.server_state import CallProblem, ProbeResult
 
 MIXED = "mixed"
 
@@ -45,7 +51,7 @@ class Due(NamedTuple):
     """A call that is under way, and what will come of it."""
 
     at: float
-    call: Call
+    call: PolicyServerCall
     fault: Fault
 
 
@@ -58,14 +64,14 @@ class World:
         self.sync = sync
         self.engines = {address: Engine(Version(0, 0)) for address in addresses}
         self.listed = dict.fromkeys(addresses, False)
-        self.target = Target()
+        self.target = WeightTarget()
         self.bad: set[Version] = set()
         #: Faults of the calls to come, by address; without, the share of calls that go wrong in one way or another.
         self.faults: dict[str, list[Fault]] = {}
         self.faulty = 0.0
         self.out: list[Due] = []
-        self.events: list[Resumed | Failed] = []
-        self.calls: list[Call] = []
+        self.events: list[ServerResumed | SyncFailed] = []
+        self.calls: list[PolicyServerCall] = []
         self.longest_pause_s = 0.0
         self.controller = Controller(sync)
 
@@ -132,18 +138,18 @@ class World:
             else:
                 self.controller.answered(due.call, problem, self.now)
 
-    def _seen(self, address: str) -> Seen:
+    def _seen(self, address: str) -> ProbeResult:
         engine = self.engines.get(address)
         if engine is None or not engine.up:
-            return Seen("nobody listens there")
-        return Seen(weights=engine.name, paused=engine.paused_at is not None)
+            return ProbeResult("nobody listens there")
+        return ProbeResult(weights=engine.name, paused=engine.paused_at is not None)
 
-    def _do(self, due: Due) -> Problem | None:
+    def _do(self, due: Due) -> CallProblem | None:
         call, fault = due.call, due.fault
         engine = self.engines.get(call.address)
         if call.kind == "probe":
             return None
-        failed = Problem("timeout", "no answer", untouched=call.kind != "load")
+        failed = CallProblem("timeout", "no answer", untouched=call.kind != "load")
         if engine is None or not engine.up:
             return failed
         if fault == "silent":
@@ -154,7 +160,7 @@ class World:
                 return problem
         return failed if fault else None
 
-    def _obey(self, engine: Engine, call: Call, fault: Fault) -> Problem | None:
+    def _obey(self, engine: Engine, call: PolicyServerCall, fault: Fault) -> CallProblem | None:
         if call.kind == "resume":
             engine.paused_at = None
             engine.requests_ended = False
@@ -163,11 +169,11 @@ class World:
                 engine.paused_at = self.now
             engine.requests_ended = engine.requests_ended or call.kind == "end-requests"
         elif call.version in self.bad:
-            return Problem("weights-refused", "cut short", untouched=True)
+            return CallProblem("weights-refused", "cut short", untouched=True)
         elif call.kind == "load":
             assert call.version is not None
             if engine.paused_at is None:
-                return Problem("not-paused", "started again", untouched=True)
+                return CallProblem("not-paused", "started again", untouched=True)
             engine.name = loading_name(engine.name, str(call.version))
             engine.holds = MIXED if fault == "half" else call.version
             if not fault or (fault == "lost" and self.random.random() < 0.5):

@@ -132,7 +132,7 @@ async def test_after_a_restart_of_the_orchestrator_the_version_is_known_and_lost
     [
         (None, "has no adapter_config.json"),
         ("{", "cannot be read"),
-        ('{"peft_type": "IA3"}', "of no LoRA adapter"),
+        ('{"peft_type": "IA3"}', "not the configuration of a LoRA adapter"),
         ('{"peft_type": "LORA", "r": 0}', "rank r = 0"),
         ('{"peft_type": "LORA", "r": 4, "base_model_name_or_path": "other"}', "made for base 'other'"),
     ],

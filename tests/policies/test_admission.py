@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from headrace_orchestrator.policy_servers.admission import BLIND_POLLS, Admission, Load, Seen, poll
+from headrace_orchestrator.policy_servers.admission import BLIND_POLLS, Admission, Load, ServerPoll, poll
 from tests.policies.engines import Engine, World
 
 IDLE = Load(running=1)
@@ -27,7 +27,7 @@ class Polls:
 
     def see(self, state, reading="no answer", leased=None):
         size = self.state.attainable or 0
-        self.state = poll(self.state, {"a": Seen(state, reading)}, size if leased is None else leased)
+        self.state = poll(self.state, {"a": ServerPoll(state, reading)}, size if leased is None else leased)
         return self.state.attainable
 
     def serve(self, leased=None, **changes):
@@ -107,7 +107,7 @@ def test_a_server_whose_metrics_do_not_answer_keeps_its_window_and_one_that_has_
     assert polls.see("serving", "none") is None
     assert polls.see("serving") is None, "it did not say otherwise"
     assert polls.serve(completed=0) == grown, "it has them now"
-    assert poll(Admission(), {"a": Seen("serving")}, 0).attainable == START, "not heard of yet"
+    assert poll(Admission(), {"a": ServerPoll("serving")}, 0).attainable == START, "not heard of yet"
     assert Admission().attainable is None, "no servers that one knows of"
 
 
@@ -158,7 +158,7 @@ def test_a_run_has_its_floor_and_never_more_than_its_ceiling():
 def test_windows_of_several_servers_add_up_and_servers_come_and_go():
     state = Admission()
     for servers in ("a", "ab", "b", ""):
-        state = poll(state.only(servers), dict.fromkeys(servers, Seen("serving", IDLE)), 0)
+        state = poll(state.only(servers), dict.fromkeys(servers, ServerPoll("serving", IDLE)), 0)
         assert state.attainable == (len(servers) * START or None)
 
 

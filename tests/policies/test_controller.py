@@ -6,7 +6,7 @@ import pytest
 
 from headrace.runspec import SyncSpec
 from headrace.trajectory import Version
-from headrace_orchestrator.policy_servers.controller import Failed
+from headrace_orchestrator.policy_servers.controller import SyncFailed
 from tests.policies.simulation import World
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
@@ -125,7 +125,7 @@ def test_a_server_that_says_its_load_went_well_and_confirms_nothing_is_not_belie
     made.faults[A] = ["", "", "silent"]
     made.announce(1)
     made.pass_time(0.9)
-    failed = [event.problem.kind for event in made.events if isinstance(event, Failed)]
+    failed = [event.problem.kind for event in made.events if isinstance(event, SyncFailed)]
     assert failed == ["not-confirmed"]
     made.pass_time(5.0)
     assert states(made)[A] == ("serving", "0.1")

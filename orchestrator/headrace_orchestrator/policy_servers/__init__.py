@@ -1,1 +1,1 @@
-"""The policy servers of runs: watched, and brought to the weights that their learners announce."""
+"""Decisions about the policy servers of a run, and the calls to them: states, weights, adapters, capacity."""

@@ -1,7 +1,7 @@
-"""What the files of a LoRA adapter say against it, before a server is asked to load it.
+"""Checks of the files of a LoRA adapter, before a server is asked to load it.
 
-* A folder that this machine does not see is left to the server.
-* What is not an adapter as PEFT writes it, or is cut short, is said to be so.
+* A folder that does not exist on this machine is left to the server.
+* A folder that is not an adapter as PEFT writes it, or is truncated, is refused with the reason.
 * Versions of one trained adapter have one base.
 """
 
@@ -17,7 +17,7 @@ WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 
 
 def problem_of(folder: str, before: str = "") -> str:
-    """Why the adapter cannot be loaded; empty if nothing is known. ``before``: the folder of the version before it."""
+    """The fault of an adapter; empty if none is found. ``before``: the folder of the version before it."""
     path = Path(folder)
     if not path.exists():
         return ""
@@ -42,7 +42,7 @@ def _config(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path / CONFIG} cannot be read ({error})") from error
     if not isinstance(found, dict) or found.get("peft_type") != "LORA":
-        raise ValueError(f"{path / CONFIG} is of no LoRA adapter")
+        raise ValueError(f"{path / CONFIG} is not the configuration of a LoRA adapter")
     rank = found.get("r")
     if not isinstance(rank, int) or rank < 1:
         raise ValueError(f"{path / CONFIG} has rank r = {rank!r}")

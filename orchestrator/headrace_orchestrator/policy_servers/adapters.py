@@ -1,14 +1,14 @@
-"""Which LoRA adapters the servers of a run are to hold, and what is to be done for it. Pure.
+"""The LoRA adapters that the servers of a run should hold, and the calls that load and unload them. Pure.
 
-* Always held are the version of the trained adapter that is served, the one that is to be, and the one before, for
-  turns that just begin; pinned ones; and those that open groups play with.
-* What room is left goes to the others, the most recently used first.
-* A version of the trained adapter has a name of its own at the servers, and is never loaded over another one: vLLM
-  would read it from disk again at every step, and could bring an older one back while a request of that is under way.
+* Every server holds the served version of the trained adapter, the next one, and the one before (for turns that just
+  began); pinned adapters; and the adapters of open groups.
+* Remaining room goes to the other adapters, most recently used first.
+* A version of the trained adapter has its own name at the servers, and never replaces another one: vLLM would read it
+  from disk again at every step, and could restore an older one while a request of that one is running.
 * Once a version was served, servers without it are not asked.
-* Adapters that are not this run's are not touched: what is its own has names that begin with the run's.
-* A server that was started again is given what it lost.
-* What is refused is tried again, each time later; the first reason stays told.
+* Adapters of others are not touched: the run's own adapters have names that begin with the run's.
+* A restarted server gets its adapters again.
+* A refused load is retried with growing delays; the first reason stays visible.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from headrace.wire.policy_server import adapter_server_name
 
 RETRY_FIRST_S = 1.0
 RETRY_MOST_S = 30.0
-"""Between tries to load an adapter that was refused."""
+"""Longest pause between tries to load a refused adapter."""
 
 
 BASE = Version(0, 0)
-"""What a run's trained adapter is before its first version: nothing, added to the base."""
+"""The version of a run's trained adapter before its first load: the base alone."""
 
 
 class AdapterCall(NamedTuple):
-    """A call to make: ``load`` a folder under a name, or ``unload`` the name."""
+    """A call to a server: ``load`` a folder under a name, or ``unload`` the name."""
 
     kind: Literal["load", "unload"]
     address: str
@@ -52,7 +52,7 @@ class _Server:
 
 @dataclass
 class Adapters:
-    """The adapters of one run. ``limit``: how many a server runs at a time, as far as is known."""
+    """The adapters of one run. ``limit``: the number that a server runs at a time, if known."""
 
     run: str
     spec: PolicySpec
@@ -74,13 +74,13 @@ class Adapters:
 
     @property
     def any(self) -> bool:
-        """Whether the run has adapters at all."""
+        """Return True if the run has adapters."""
         return bool(self.spec.adapter or self._paths)
 
     # What happened --------------------------------------------------------------------------------------------
 
     def announced(self, version: Version, path: str) -> None:
-        """A version of the trained adapter, and where it is."""
+        """Take a version of the trained adapter and its folder."""
         if self._versions.get(version) != path:
             self._versions[version] = path
             self._forget({version})
@@ -92,7 +92,7 @@ class Adapters:
         self._versions = {version: path for version, path in self._versions.items() if version in keep}
 
     def use(self, in_use: Collection[str]) -> None:
-        """The frozen adapters that open groups play with now."""
+        """Set the frozen adapters of the open groups."""
         now = {self._at_server(name) for name in in_use}
         for name in sorted(now - self._in_use):
             self._order.remove(name)
@@ -101,18 +101,18 @@ class Adapters:
         self._in_use = now
 
     def take_servers(self, addresses: Iterable[str]) -> None:
-        """The servers that the run has now."""
+        """Set the run's servers."""
         self._servers = {address: self._servers.get(address) or _Server() for address in addresses}
 
     def listed(self, address: str, has: Mapping[str, str] | None) -> None:
-        """The adapters that a server says it has; None where it did not answer."""
+        """Take the adapters that a server lists; None if it did not answer."""
         server = self._servers.get(address)
         if server is not None and server.has != has:
             server.has = None if has is None else dict(has)
             self._news()
 
     def answered(self, call: AdapterCall, problem: str, now: float) -> None:
-        """A call ended; ``problem`` is empty where it went well."""
+        """Take the result of a call; ``problem`` is empty on success."""
         server = self._servers.get(call.address)
         if server is None:
             return
@@ -137,7 +137,7 @@ class Adapters:
             self.is_served(newest)
 
     def is_served(self, version: Version) -> None:
-        """A server has this version, or had it before this process began."""
+        """Record that a server has, or had before this process, this version."""
         if version > self.served:
             self.served, self._served_before = version, self.served
             self._forget({version for version in self._versions if version > self.served})
@@ -145,7 +145,7 @@ class Adapters:
     # What to do -----------------------------------------------------------------------------------------------
 
     def keep(self) -> dict[str, str]:
-        """What every server is to hold, by the name that it has there: paths."""
+        """The adapters that every server should hold: folders by name at the server."""
         always = self._always()
         kept = dict(always)
         for name in reversed(self._order):
@@ -168,7 +168,7 @@ class Adapters:
         return adapter_server_name(self.run, name, version)
 
     def step(self, now: float) -> list[AdapterCall]:
-        """The calls to make now, one for each server that is not as it should be; each is out until it is answered."""
+        """The calls to make now, at most one for each server; a call is out until it is answered."""
         kept, calls = self.keep(), []
         for address, server in self._servers.items():
             call = None if server.busy or server.retry_at > now else self._next(address, server, kept)
@@ -192,7 +192,7 @@ class Adapters:
         return name.startswith(self._at_server(""))
 
     def leave(self) -> list[AdapterCall]:
-        """The last calls, where the run is over: what is its own goes."""
+        """The calls at the end of the run, which unload its own adapters."""
         return [
             AdapterCall("unload", address, name)
             for address, server in self._servers.items()
@@ -201,18 +201,18 @@ class Adapters:
         ]
 
     def due(self) -> float | None:
-        """When to look again, if nothing happens before."""
+        """The time of the next check, if nothing happens before."""
         return min((server.retry_at for server in self._servers.values() if server.problem), default=None)
 
     # What to tell ---------------------------------------------------------------------------------------------
 
     def version(self, address: str) -> Version:
-        """The newest version of the trained adapter that a server has; 0.0, which is the base alone, if none."""
+        """The newest version of the trained adapter at a server; 0.0, the base alone, if none."""
         has = self._has(address)
         return max((version for version in self._versions if self._name(version) in has), default=BASE)
 
     def lacks(self, address: str) -> str:
-        """Why a server is not to be asked: what it has to hold and does not. Empty if it has all."""
+        """The reason that a server gets no requests: an adapter that it lacks. Empty if it has all."""
         has = self._has(address)
         missing = [name for name in self._needed() if name not in has]
         if not missing:
@@ -225,12 +225,12 @@ class Adapters:
         return {} if server is None or server.has is None else server.has
 
     def _needed(self) -> list[str]:
-        """The version that is served, and the frozen ones that are played with or pinned."""
+        """The served version, and the frozen adapters that are used or pinned."""
         needed = [self._name(self.served)] if self.served != BASE else []
         return needed + [name for name in self._order if name in self._pinned | self._in_use]
 
     def reasons(self) -> list[Reason]:
-        """What keeps adapters from servers."""
+        """The reasons that adapters are missing at servers."""
         found = [
             Reason(
                 code="adapters",

@@ -1,14 +1,14 @@
-"""How many training episodes the policy servers of a run take at a time, learned from the servers' own metrics. Pure.
+"""The number of training episodes that a run's policy servers can take, learned from the servers' metrics. Pure.
 
-* Each server has a window of episodes; what a run may have at workers is the sum of its servers' windows.
-* A window opens by slow start, then by additive increase; and only while the run fills what it may have.
-* A preemption cuts a window; a standing queue takes off it what stands.
-* A cut takes effect before the next one: as long as the run has more at workers than it may, there is none.
+* Each server has a window of episodes; the run's limit is the sum of its servers' windows.
+* A window grows by slow start, then by additive increase, and only while the run fills its limit.
+* A preemption cuts a window; a standing queue reduces it by the length of the queue.
+* A cut takes effect before the next one: while the run is above its limit, there is no further cut.
 * Growth stops while the KV cache is nearly full.
-* A reading of nothing while tokens come is no reading: vLLM's gauges often say 0 while it is busy.
-* A server whose metrics do not answer keeps its window, and it does not grow; one that has none lifts the cap.
-* While a server is paused for weights, and shortly after, nothing is concluded from its queue.
-* A server that is away counts nothing; one that comes back opens by slow start up to near where it was.
+* A reading of zero while tokens are generated is ignored: vLLM's gauges often say 0 while it is busy.
+* A server whose metrics do not answer keeps its window, which does not grow; one without metrics lifts the cap.
+* While a server is paused for weights, and shortly after, its queue is ignored.
+* An absent server counts nothing; a returning one grows by slow start up to near its last window.
 * A run always has its floor, and never more than its ceiling.
 
 Cutting needs no knowledge of how long an episode is at the engine: it goes by shares of what the server had.
@@ -80,12 +80,12 @@ class Load:
 
 
 Reading = Load | Literal["none", "no answer"]
-"""What a server's metrics said: ``none`` where it has none of vLLM's."""
+"""A reading of a server's metrics; ``none`` for a server without vLLM's metrics."""
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What one poll of a server found."""
+class ServerPoll:
+    """The result of one poll of a server."""
 
     state: Literal["serving", "paused", "away"]
     reading: Reading = "no answer"
@@ -93,7 +93,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Window:
-    """What is known of one server. ``size`` in episodes; it opens by slow start up to ``threshold``."""
+    """The window of one server. ``size`` in episodes; it grows by slow start up to ``threshold``."""
 
     size: float
     threshold: float = math.inf
@@ -113,7 +113,7 @@ class Window:
 
     @property
     def step(self) -> float:
-        """What it grows by for each of its episodes' worth of requests, once it is past slow start."""
+        """The growth for each of its episodes' worth of requests, after slow start."""
         return max(1.0, ADDITIVE_SHARE * min(self.size, self.threshold))
 
 
@@ -137,12 +137,12 @@ class Admission:
         return max(self.floor, int(total))
 
     def only(self, servers: Container[str]) -> Admission:
-        """The same, without servers that are not there any more."""
+        """Remove the windows of other servers."""
         return replace(self, windows={name: window for name, window in self.windows.items() if name in servers})
 
 
-def poll(admission: Admission, seen: Mapping[str, Seen], leased: int) -> Admission:
-    """The controller after one poll of some of the run's servers. ``leased``: its training episodes at workers."""
+def poll(admission: Admission, seen: Mapping[str, ServerPoll], leased: int) -> Admission:
+    """Take one poll of some of the run's servers. ``leased``: its training episodes at workers."""
     attainable = admission.attainable
     filled = attainable is None or leased >= FILLED_SHARE * attainable
     over = attainable is not None and leased > attainable
@@ -153,7 +153,7 @@ def poll(admission: Admission, seen: Mapping[str, Seen], leased: int) -> Admissi
     return replace(admission, windows=windows)
 
 
-def _window(window: Window, seen: Seen, admission: Admission, *, filled: bool, over: bool) -> Window:
+def _window(window: Window, seen: ServerPoll, admission: Admission, *, filled: bool, over: bool) -> Window:
     if seen.state == "away":
         return replace(window, away=True)
     if window.away:

@@ -1,9 +1,9 @@
-"""Calls to policy servers: what the controller decides, carried out. It decides nothing itself.
+"""HTTP calls to policy servers, which carry out the controller's decisions.
 
-* No call raises for what a server does: what went wrong is its result.
-* Before weights are touched a server is made to say that they are: whoever comes after a crash knows.
-* A load is well only if every process of the engine says so; the version has its name only then.
-* What is refused changes nothing, its name included. Nothing is loaded into a server that is not paused.
+* No call raises because of a server: the problem is its result.
+* Before weights change, the server's weight name says that a load has begun, so that it is known after a crash.
+* A load succeeds only if every process of the engine confirms it; only then the version gets its name.
+* A refused load changes nothing, including the name. A server is loaded only while it is paused.
 * Proxy settings of the environment are not used.
 """
 
@@ -43,17 +43,17 @@ from headrace.wire.policy_server import (
     weight_version_name,
 )
 from headrace_orchestrator.policy_servers.admission import Reading
-from headrace_orchestrator.policy_servers.controller import Call
-from headrace_orchestrator.policy_servers.server_state import Problem, Seen
+from headrace_orchestrator.policy_servers.controller import PolicyServerCall
+from headrace_orchestrator.policy_servers.server_state import CallProblem, ProbeResult
 from headrace_orchestrator.policy_servers.vllm_metrics import read_load
 
 _T = TypeVar("_T")
 
 PROBE_TIMEOUT_S = 5.0
-"""An engine answers between two of its steps, which take long where a CPU works through a long prompt."""
+"""Deadline of a probe. An engine answers between two steps, which take long for a long prompt on a CPU."""
 
 ADAPTER_TIMEOUT_S = 60.0
-"""For a server to read an adapter from its disk."""
+"""Time for a server to read an adapter from its disk."""
 
 _NO_ADAPTERS = (
     ". Does it take adapters while it runs? vLLM needs --enable-lora, --max-lora-rank of the adapter's rank at least, "
@@ -61,17 +61,17 @@ _NO_ADAPTERS = (
 )
 
 CONNECTIONS = 4
-"""To one server: a probe, a call that takes long, and what ends one."""
+"""Connections to one server: a probe, a long call, and a call that ends one."""
 
 MAX_ANSWER_BYTES = 16 << 20
-"""Longest answer that is read: the metrics of many engines have room in it."""
+"""Longest answer that is read; the metrics of many engines fit."""
 
 QUOTED = 300
 """Characters of an answer that a message quotes."""
 
 
-class Control:
-    """The calls, over connections of their own."""
+class PolicyServerCalls:
+    """The calls, over their own connections."""
 
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
@@ -81,22 +81,22 @@ class Control:
         if self._session is not None:
             await self._session.close()
 
-    async def probe(self, address: str) -> Seen:
-        """How a server is."""
+    async def probe(self, address: str) -> ProbeResult:
+        """Probe a server."""
         try:
             async with timeout(PROBE_TIMEOUT_S):
                 await self._ask("GET", address, HEALTH, missing_ok=True)
                 named = await self._read(address, WEIGHT_INFO, WeightInfo)
                 paused = await self._read(address, IS_PAUSED, PauseInfo)
         except TimeoutError:
-            return Seen(f"it did not answer within {PROBE_TIMEOUT_S:g} s")
+            return ProbeResult(f"it did not answer within {PROBE_TIMEOUT_S:g} s")
         except PolicyFailure as failure:
-            return Seen(failure.detail)
+            return ProbeResult(failure.detail)
         weights = "" if named is None or named.weight_version is None else str(named.weight_version)
-        return Seen(weights=weights, paused=paused is not None and paused.is_paused)
+        return ProbeResult(weights=weights, paused=paused is not None and paused.is_paused)
 
     async def read_metrics(self, address: str) -> Reading:
-        """How busy a server is, by its metrics."""
+        """Read a server's load from its metrics."""
         try:
             async with timeout(PROBE_TIMEOUT_S):
                 body = await self._ask("GET", address, METRICS, missing_ok=True)
@@ -104,18 +104,18 @@ class Control:
         except (TimeoutError, PolicyFailure, ValueError):
             return "no answer"
 
-    async def carry_out(self, call: Call) -> Problem | None:
-        """Make a call that is no probe; gives what went wrong."""
+    async def carry_out(self, call: PolicyServerCall) -> CallProblem | None:
+        """Make a call; returns the problem, if any."""
         try:
             async with timeout(None if call.timeout_s == math.inf else call.timeout_s):
                 return await self._carry_out(call)
         except TimeoutError:
             text = f"it did not answer {call.kind} within {call.timeout_s:.3g} s"
-            return Problem("timeout", text, untouched=call.kind != "load")
+            return CallProblem("timeout", text, untouched=call.kind != "load")
         except PolicyFailure as failure:
-            return Problem(failure.kind, failure.detail, untouched=call.kind != "load")
+            return CallProblem(failure.kind, failure.detail, untouched=call.kind != "load")
 
-    async def _carry_out(self, call: Call) -> Problem | None:
+    async def _carry_out(self, call: PolicyServerCall) -> CallProblem | None:
         if call.kind == "resume":
             await self._ask("POST", call.address, RESUME)
         elif call.kind in ("pause", "end-requests"):
@@ -127,10 +127,10 @@ class Control:
             return await self._load(call.address, weight_version_name(call.version, call.run), call.weights.path)
         return None
 
-    async def _load(self, address: str, name: str, path: str) -> Problem | None:
+    async def _load(self, address: str, name: str, path: str) -> CallProblem | None:
         paused = await self._read(address, IS_PAUSED, PauseInfo)
         if paused is None or not paused.is_paused:
-            return Problem("not-paused", "it is not paused any more: was it started again?", untouched=True)
+            return CallProblem("not-paused", "it is not paused any more: was it started again?", untouched=True)
         named = await self._read(address, WEIGHT_INFO, WeightInfo)
         held = "" if named is None else str(named.weight_version)
         await self._name(address, loading_name(held, name))
@@ -159,7 +159,7 @@ class Control:
         return _decoded(body or b"", RPC, RpcResponse).results
 
     async def list_adapters(self, address: str) -> dict[str, str] | None:
-        """The adapters that a server has, by name: the folder of each. None where it does not say."""
+        """List a server's adapters: folders by name. None if it does not list them."""
         try:
             async with timeout(PROBE_TIMEOUT_S):
                 models = await self._read(address, MODELS, ModelList)
@@ -168,7 +168,7 @@ class Control:
         return {} if models is None else {card.id: card.root or "" for card in models.data if card.parent is not None}
 
     async def change_adapter(self, address: str, kind: Literal["load", "unload"], name: str, path: str) -> str:
-        """Load an adapter, or unload it; gives what went wrong."""
+        """Load or unload an adapter; returns the problem, if any."""
         route = LOAD_ADAPTER if kind == "load" else UNLOAD_ADAPTER
         try:
             async with timeout(ADAPTER_TIMEOUT_S):
@@ -182,14 +182,14 @@ class Control:
         return ""
 
     async def _read(self, address: str, path: str, kind: type[_T]) -> _T | None:
-        """An answer; None where the server has no such route."""
+        """Read an answer; None if the server has no such route."""
         body = await self._ask("GET", address, path, missing_ok=True)
         return None if body is None else _decoded(body, path, kind)
 
     async def _ask(
         self, method: str, address: str, path: str, body: object = None, *, missing_ok: bool = False
     ) -> bytes | None:
-        """The body of a good answer; None for a 404, if that may be. Raises PolicyFailure."""
+        """Send a request and return the body; None for a 404, if allowed. Raises PolicyFailure."""
         data = None if body is None else msgspec.json.encode(body)
         headers = {} if body is None else {"Content-Type": "application/json"}
         try:
@@ -224,7 +224,7 @@ class Control:
 
 
 async def _whole(answer: aiohttp.ClientResponse) -> bytes:
-    """The body of an answer. Raises ClientPayloadError where it is too long."""
+    """Read the body of an answer. Raises ClientPayloadError if it is too long."""
     parts, size = [], 0
     async for part in answer.content.iter_any():
         size += len(part)
@@ -234,15 +234,17 @@ async def _whole(answer: aiohttp.ClientResponse) -> bytes:
     return b"".join(parts)
 
 
-def _refused(results: list[LoadResult]) -> Problem | None:
-    """What is wrong with the results of a check or a load."""
+def _refused(results: list[LoadResult]) -> CallProblem | None:
+    """The problem in the results of a check or a load."""
     refused = [result.refused for result in results if result.refused]
     mixed = [result.mixed for result in results if result.mixed]
     if mixed or (refused and len(refused) < len(results)):
-        return Problem("weights-mixed", f"its weights are neither the old nor the new ones: {(mixed or refused)[0]}")
+        return CallProblem(
+            "weights-mixed", f"its weights are neither the old nor the new ones: {(mixed or refused)[0]}"
+        )
     if refused:
-        return Problem("weights-refused", refused[0], untouched=True)
-    return None if results else Problem("unreadable-response", f"{RPC} answers no result")
+        return CallProblem("weights-refused", refused[0], untouched=True)
+    return None if results else CallProblem("unreadable-response", f"{RPC} answers no result")
 
 
 def _decoded(body: bytes, path: str, kind: type[_T]) -> _T:

@@ -1,18 +1,18 @@
-"""Decides what becomes of a run's policy servers. Pure: what was seen comes in, calls to make go out.
+"""The controller of a run's policy servers. Pure: observations in, calls out.
 
-* Each server is probed on and on; one call at a time is out at a server.
-* A server that answers takes requests; one that does not is ejected with the reason, and comes back when it answers.
-* A server that drains takes nothing new, whatever it answers, and gets no new weights.
-* New weights are checked by the server before it is paused: what it refuses costs nobody a pause.
-* A server takes requests again only when it has confirmed the version that it holds.
-* A server that surely holds what it held goes on with it; where others serve a newer version it is ejected until it
-  has caught up.
-* A server of which nobody knows what it holds is ejected and stays paused; its requests are ended, and go on elsewhere.
+* Each server is probed periodically; at most one call at a time is out at a server.
+* A server that answers takes requests; one that does not is ejected with the reason, and returns when it answers.
+* A draining server takes no new requests, whatever it answers, and gets no new weights.
+* A server checks new weights before it is paused: refused weights cause no pause.
+* A server takes requests again only after it has confirmed its version.
+* A server that certainly kept its old weights continues with them; if others serve a newer version it is ejected until
+  it has caught up.
+* A server with unknown weights is ejected and stays paused; its requests are ended, and continue elsewhere.
 * No request waits in a paused server for longer than the pause lease, whoever paused it.
-* Only the newest version is tried; what failed is tried again, and a new version at once.
+* Only the newest version is tried; a failed one is retried, and a new one is tried at once.
 * Nothing is paused while an evaluation holds the version that is served.
 * Rolling: one server after the other, while the others serve.
-* A server that another run loads its weights into is left alone, and takes no requests of this one.
+* A server that another run loads its weights into is left alone, and takes no requests of this run.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ from headrace.trajectory import Version
 from headrace.wire.messages import PolicyServerState, PolicyServerStatus, Reason, Weights
 from headrace.wire.policy_server import PauseMode, run_of_weight_version
 from headrace_orchestrator.policy_servers.admission import Load, Reading
-from headrace_orchestrator.policy_servers.server_state import Problem, Seen, Server
+from headrace_orchestrator.policy_servers.server_state import CallProblem, ProbeResult, WatchedServer
 
 PROBE_EVERY_S = 1.0
-"""How often a server is asked how it is: a learner waits that long at most for one that is back."""
+"""Interval of probes: a learner waits at most this long for a server that has returned."""
 
 CHECK_TIMEOUT_S = 60.0
-"""For a server to look at the files of new weights. It serves meanwhile."""
+"""Time for a server to check the files of new weights. It serves meanwhile."""
 
 RESUME_TIMEOUT_S = 10.0
-"""For a server to take a word that needs no work."""
+"""Time for a server to answer a call that needs no work."""
 
 LET_GO_TIMEOUT_S = 2.0
-"""The same, where this process is to end."""
+"""The same while this process shuts down."""
 
 UNASKED = "?"
-"""What a server is taken to say after a load that went wrong, until it was asked."""
+"""Assumed state of a server after a failed load, until it is asked."""
 
 IN_SYNC = ("pause", "load", "confirm", "resume")
 """Stages in which a server takes no requests."""
 
-Kind = Literal["probe", "check", "pause", "load", "resume", "end-requests"]
+CallKind = Literal["probe", "check", "pause", "load", "resume", "end-requests"]
 
 
-class Call(NamedTuple):
+class PolicyServerCall(NamedTuple):
     """A call to make. ``check`` and ``load`` are about ``weights``, which are ``version`` of ``run``; ``end-requests``
     pauses too, and ends what is in the server."""
 
-    kind: Kind
+    kind: CallKind
     address: str
     timeout_s: float = math.inf
     version: Version | None = None
@@ -62,7 +62,7 @@ class Call(NamedTuple):
     run: str = ""
 
 
-class Target(NamedTuple):
+class WeightTarget(NamedTuple):
     """What the servers of a run are to hold. ``version``: None where the learner loads. ``held``: the newest that is
     served. ``hold``: which evaluation the servers must not be paused for, and for how many seconds more."""
 
@@ -72,20 +72,20 @@ class Target(NamedTuple):
     hold: tuple[str, float] = ("", 0.0)
 
 
-class Resumed(NamedTuple):
-    """A server goes on with ``version`` after a pause of so long."""
+class ServerResumed(NamedTuple):
+    """An event: a server resumed with ``version`` after a pause."""
 
     address: str
     version: Version
     paused_s: float
 
 
-class Failed(NamedTuple):
-    """A server could not be brought to a version."""
+class SyncFailed(NamedTuple):
+    """An event: a server could not be brought to a version."""
 
     address: str
     version: Version
-    problem: Problem
+    problem: CallProblem
 
 
 class Controller:
@@ -94,13 +94,13 @@ class Controller:
 
     def __init__(self, sync: SyncSpec, revision: int = 0, run: str = "") -> None:
         self._run = run
-        self.servers: dict[str, Server] = {}
-        self.target = Target()
+        self.servers: dict[str, WatchedServer] = {}
+        self.target = WeightTarget()
         self.revision = revision
         self._sync = sync
         #: Servers that were taken away while they were paused.
         self._left_paused: list[str] = []
-        self._events: list[Resumed | Failed] = []
+        self._events: list[ServerResumed | SyncFailed] = []
 
     # What happened --------------------------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ class Controller:
             self.revision += 1
         for address, drains in servers.items():
             if address not in self.servers:
-                self.servers[address] = Server(address, self._run)
+                self.servers[address] = WatchedServer(address, self._run)
                 self.revision += 1
             server = self.servers[address]
             other_run = (others or {}).get(address, "")
@@ -123,8 +123,8 @@ class Controller:
                 server.strange = server.strange or bool(other_run)
                 self._judge(server)
 
-    def take_target(self, target: Target) -> None:
-        """What the servers are to hold now."""
+    def take_target(self, target: WeightTarget) -> None:
+        """Set the weights that the servers should hold."""
         before, self.target = self.target, target
         if (before.version, before.weights) != (target.version, target.weights):
             for server in self.servers.values():
@@ -136,8 +136,8 @@ class Controller:
             for server in self.servers.values():
                 self._judge(server)
 
-    def probed(self, address: str, seen: Seen, now: float) -> None:
-        """What a probe found."""
+    def probed(self, address: str, seen: ProbeResult, now: float) -> None:
+        """Take the result of a probe."""
         server = self.servers.get(address)
         if server is None:
             return
@@ -152,11 +152,11 @@ class Controller:
                 server.loaded, server.strange = server.version, False
             else:
                 said = seen.problem or f"it says that it holds {seen.weights!r}"
-                self._fail(server, Problem("not-confirmed", f"it does not confirm the version: {said}"), now)
+                self._fail(server, CallProblem("not-confirmed", f"it does not confirm the version: {said}"), now)
         self._judge(server, news)
 
-    def answered(self, call: Call, problem: Problem | None, now: float) -> None:
-        """A call ended, well or not."""
+    def answered(self, call: PolicyServerCall, problem: CallProblem | None, now: float) -> None:
+        """Take the result of a call."""
         server = self.servers.get(call.address)
         if server is None:
             if call.kind in ("pause", "load") and (problem is None or problem.untouched):
@@ -179,16 +179,16 @@ class Controller:
         self._judge(server)
 
     def measured(self, address: str, reading: Reading) -> None:
-        """How busy a server is; no news for those who wait for a change."""
+        """Take a server's load; it does not count as a change."""
         if address in self.servers and isinstance(reading, Load):
             self.servers[address].load = reading
 
-    def _broke(self, server: Server, call: Call, problem: Problem, now: float) -> None:
+    def _broke(self, server: WatchedServer, call: PolicyServerCall, problem: CallProblem, now: float) -> None:
         if call.kind == "load" and not problem.untouched and server.seen is not None:
             server.seen = server.seen._replace(weights=UNASKED)
         self._fail(server, problem, now)
 
-    def _resumed(self, server: Server, problem: Problem | None, now: float) -> None:
+    def _resumed(self, server: WatchedServer, problem: CallProblem | None, now: float) -> None:
         loaded, server.stage = server.stage == "resume", ""
         if problem is not None:
             return  # told again while it is seen to be paused
@@ -196,21 +196,21 @@ class Controller:
             server.begin_anew()
             server.may_keep = None
         if server.version is not None and server.paused_at is not None:
-            self._events.append(Resumed(server.address, server.version, now - server.paused_at))
+            self._events.append(ServerResumed(server.address, server.version, now - server.paused_at))
         server.pause(False, now)
         if server.seen is not None:
             server.seen = server.seen._replace(paused=False)
 
-    def _fail(self, server: Server, problem: Problem, now: float) -> None:
+    def _fail(self, server: WatchedServer, problem: CallProblem, now: float) -> None:
         server.fail(problem, now)
         if server.wanted is not None:
-            self._events.append(Failed(server.address, server.wanted[0], problem))
+            self._events.append(SyncFailed(server.address, server.wanted[0], problem))
 
     # What to do -----------------------------------------------------------------------------------------------
 
-    def step(self, now: float) -> list[Call]:
-        """The calls to make now; each is out until its result is told."""
-        calls = [Call("resume", address, RESUME_TIMEOUT_S) for address in self._left_paused]
+    def step(self, now: float) -> list[PolicyServerCall]:
+        """The calls to make now; each is out until its result is taken."""
+        calls = [PolicyServerCall("resume", address, RESUME_TIMEOUT_S) for address in self._left_paused]
         self._left_paused.clear()
         for server in self.servers.values():
             if not server.busy:
@@ -223,23 +223,23 @@ class Controller:
 
     @property
     def newest_served(self) -> bool:
-        """Whether a server takes requests with the version that all are to hold."""
+        """Return True if a server takes requests with the target version."""
         target = self.target.version
         return target is not None and any(
             server.state == "serving" and server.version == target for server in self.servers.values()
         )
 
-    def let_go(self) -> list[Call]:
-        """The last calls: nothing is to stay paused that surely holds what it says."""
+    def let_go(self) -> list[PolicyServerCall]:
+        """The calls at shutdown, which resume every paused server whose weights are certain."""
         paused = [server for server in self.servers.values() if server.paused_at is not None]
         return [
-            Call("resume", server.address, LET_GO_TIMEOUT_S)
+            PolicyServerCall("resume", server.address, LET_GO_TIMEOUT_S)
             for server in paused
             if server.is_whole and server.busy != "load"
         ]
 
-    def events(self) -> list[Resumed | Failed]:
-        """What came of new weights since the last time."""
+    def events(self) -> list[ServerResumed | SyncFailed]:
+        """The events about new weights since the last call."""
         events, self._events = self._events, []
         return events
 
@@ -247,7 +247,7 @@ class Controller:
         """When to look again, if nothing happens before."""
         return min((at for server in self.servers.values() for at in self._dues(server, now)), default=None)
 
-    def _dues(self, server: Server, now: float) -> Iterator[float]:
+    def _dues(self, server: WatchedServer, now: float) -> Iterator[float]:
         if not server.busy:
             yield server.probe_at
             if server.retry_at > now:
@@ -257,14 +257,14 @@ class Controller:
                 if at > now:  # before that it was looked at
                     yield at
 
-    def _next(self, server: Server, now: float) -> Call | None:
-        """The call that a server is to get now, if any."""
+    def _next(self, server: WatchedServer, now: float) -> PolicyServerCall | None:
+        """The next call to a server, if any."""
         if server.stage in IN_SYNC:
             return self._go_on(server, now)
         if server.seen is not None and server.seen.weights == UNASKED:
-            return Call("probe", server.address)
+            return PolicyServerCall("probe", server.address)
         if server.other_run:
-            return Call("probe", server.address) if server.probe_at <= now else None
+            return PolicyServerCall("probe", server.address) if server.probe_at <= now else None
         if server.paused_at is not None and server.told_at <= now:
             stray = self._stray(server, server.paused_at, now)
             if stray is not None:
@@ -272,20 +272,20 @@ class Controller:
                 return stray
         if self._may_begin(server, now):
             return self._begin(server, now)
-        return Call("probe", server.address) if server.probe_at <= now else None
+        return PolicyServerCall("probe", server.address) if server.probe_at <= now else None
 
-    def _stray(self, server: Server, paused_at: float, now: float) -> Call | None:
+    def _stray(self, server: WatchedServer, paused_at: float, now: float) -> PolicyServerCall | None:
         """What a paused server needs that gets no new weights at the moment: nobody else is to pause a server that we
         drive."""
         driven = self.target.version is not None
         over = now >= paused_at + self._sync.pause_lease_s
         if server.is_whole:
-            return Call("resume", server.address, RESUME_TIMEOUT_S) if driven or over else None
+            return PolicyServerCall("resume", server.address, RESUME_TIMEOUT_S) if driven or over else None
         if (over or server.problem is not None) and not server.ended_requests:
-            return Call("end-requests", server.address, RESUME_TIMEOUT_S, mode="abort")
+            return PolicyServerCall("end-requests", server.address, RESUME_TIMEOUT_S, mode="abort")
         return None
 
-    def _may_begin(self, server: Server, now: float) -> bool:
+    def _may_begin(self, server: WatchedServer, now: float) -> bool:
         target = self.target
         if target.version is None or not server.up or server.drains or server.retry_at > now:
             return False
@@ -298,39 +298,39 @@ class Controller:
         others = any(other.stage in IN_SYNC for other in self.servers.values())
         return target.hold[1] <= 0 and not (others and self._sync.order == "rolling")
 
-    def _begin(self, server: Server, now: float) -> Call:
+    def _begin(self, server: WatchedServer, now: float) -> PolicyServerCall:
         target = self.target
         if server.stage == "":
             assert target.version is not None
             assert target.weights is not None
             server.stage = "check"
             server.wanted = target.version, target.weights
-            return Call("check", server.address, CHECK_TIMEOUT_S, target.version, target.weights)
+            return PolicyServerCall("check", server.address, CHECK_TIMEOUT_S, target.version, target.weights)
         server.stage = "pause"
         server.began_at = now
         server.pause(True, now)
-        return Call("pause", server.address, self._sync.pause_lease_s, mode=self._sync.pause)
+        return PolicyServerCall("pause", server.address, self._sync.pause_lease_s, mode=self._sync.pause)
 
-    def _go_on(self, server: Server, now: float) -> Call | None:
+    def _go_on(self, server: WatchedServer, now: float) -> PolicyServerCall | None:
         left_s = server.began_at + self._sync.pause_lease_s - now
         if server.stage == "load":
             if self.target.version is None or server.wanted is None or left_s <= 0:
                 why = "the pause lease ran out" if left_s <= 0 else "the learner loads now"
-                self._fail(server, Problem("pause-lease-over", why, untouched=True), now)
+                self._fail(server, CallProblem("pause-lease-over", why, untouched=True), now)
                 return None
-            return Call("load", server.address, left_s, *server.wanted, run=self._run)
+            return PolicyServerCall("load", server.address, left_s, *server.wanted, run=self._run)
         if server.stage == "confirm":
-            return Call("probe", server.address)
-        return Call("resume", server.address, RESUME_TIMEOUT_S)
+            return PolicyServerCall("probe", server.address)
+        return PolicyServerCall("resume", server.address, RESUME_TIMEOUT_S)
 
     # What to tell ---------------------------------------------------------------------------------------------
 
     def shown(self, now: float) -> list[PolicyServerStatus]:
-        """All servers, as workers and people see them."""
+        """The states of all servers, for workers and listings."""
         return [server.shown(now) for server in self.servers.values()]
 
     def reasons(self) -> list[Reason]:
-        """Why the servers keep a learner waiting: new weights that failed, wait or come; or that none answers."""
+        """The reasons that servers keep a learner waiting: failed, waiting or loading weights, or no server."""
         reasons = []
         target = self.target
         if target.version is not None:
@@ -373,13 +373,13 @@ class Controller:
         text = f"weight sync of version {version}: {len(self.servers) - len(behind)} of {len(self.servers)} servers"
         return [_reason(version, f"{text} hold it.")]
 
-    def _judge(self, server: Server, news: bool = False) -> None:
+    def _judge(self, server: WatchedServer, news: bool = False) -> None:
         state, reason = self._judged(server)
         if (state, reason) != (server.state, server.reason) or news:
             server.state, server.reason = state, reason
             self.revision += 1
 
-    def _judged(self, server: Server) -> tuple[PolicyServerState, str]:
+    def _judged(self, server: WatchedServer) -> tuple[PolicyServerState, str]:
         seen = server.seen
         if seen is None:
             return "unknown", ""
@@ -396,15 +396,15 @@ class Controller:
             return "ejected", problem
         return ("syncing", "it is paused") if seen.paused else ("serving", "")
 
-    def _current(self, server: Server) -> bool:
-        """Whether it holds what it is to hold. The name alone does not say so: other runs count from 0.0 too."""
+    def _current(self, server: WatchedServer) -> bool:
+        """Return True if a server holds the target. The name is not enough: other runs also count from 0.0."""
         target = self.target
         if server.version != target.version or server.strange:
             return False
         return target.version in (target.held, server.loaded)
 
-    def _misfit(self, server: Server, seen: Seen) -> str:
-        """Why a server must not take requests although it answers."""
+    def _misfit(self, server: WatchedServer, seen: ProbeResult) -> str:
+        """The reason that an answering server must not take requests."""
         version, target = server.version, self.target
         why = f" ({server.problem.message})" if server.problem is not None else ""
         if seen.weights and version is None and server.is_whole:

@@ -1,9 +1,9 @@
 """Policy servers by name: ``dns+http://name:port`` stands for all addresses that the name resolves to. Pure.
 
-* A name is looked up again and again; its servers come and go with it.
-* A server that vanishes from its name is drained, and forgotten once it answers no more or had its time.
-* A lookup that fails says nothing: what was known stays. A name that does not exist has no servers.
-* A server that is named by its address too is not touched by what names say.
+* A name is looked up periodically; its servers come and go with it.
+* A server that vanishes from its name is drained, and forgotten when it stops answering or after a while.
+* A failed lookup changes nothing. A name that does not exist has no servers.
+* A server that is also named by its address is not affected by names.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Name:
 
 
 class Discovery:
-    """The names among a run's servers, and what they stand for."""
+    """The DNS names among a run's servers, and their addresses."""
 
     def __init__(self) -> None:
         self._names: dict[str, _Name] = {}
@@ -56,7 +56,7 @@ class Discovery:
         return due
 
     def found(self, name: str, hosts: Iterable[str], now: float) -> None:
-        """What a lookup gave: IP addresses; none where the name does not exist."""
+        """Take the result of a lookup: IP addresses; none if the name does not exist."""
         known = self._names.get(name)
         if known is None:
             return
@@ -70,7 +70,7 @@ class Discovery:
         self._looked_up(known, "" if addresses else "it resolves to no address", now)
 
     def failed(self, name: str, problem: str, now: float) -> None:
-        """A lookup failed."""
+        """Take a failed lookup."""
         if name in self._names:
             self._looked_up(self._names[name], problem, now)
 
@@ -92,7 +92,7 @@ class Discovery:
         return found | {server: drains for server, drains in given.items() if not server.startswith(DNS_PREFIX)}
 
     def reasons(self) -> list[Reason]:
-        """Which names stand for nothing."""
+        """The reasons about names without servers."""
         return [
             Reason(
                 code="no-policy-servers",
@@ -105,7 +105,7 @@ class Discovery:
 
 
 def host_of(name: str) -> tuple[str, int]:
-    """What to look up for a name, and the port of its servers."""
+    """The host to look up for a name, and the port of its servers."""
     parts = urlsplit(name)
     return parts.hostname or "", parts.port or 80
 

@@ -1,9 +1,9 @@
-"""One policy server of a run, as it was last seen, and how far new weights are with it.
+"""The state of one policy server of a run: its last probe, and the progress of new weights.
 
-* What it holds is what it confirmed last; whoever has not confirmed holds nothing that is known.
-* Weights of another run are no version of this one, whatever their number.
-* Time that it was paused adds up, the pause that lasts included.
-* Each failure in a row is waited for longer before the next try, up to a bound.
+* A server's weights are those that it confirmed last; without a confirmation they are unknown.
+* Weights of another run are not a version of this run, whatever their number.
+* The paused time adds up, including the current pause.
+* The delay before the next try grows with each failure in a row, up to a bound.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ Stage = Literal["", "check", "ready", "pause", "load", "confirm", "resume"]
 paused; they are being loaded; it is asked what it holds now; it is let go on."""
 
 
-class Seen(NamedTuple):
-    """What a probe found. ``problem``: why it is no use; empty if it is well. ``weights``: as it names them itself,
-    empty if it does not say. ``paused``: whether it holds requests back."""
+class ProbeResult(NamedTuple):
+    """The result of a probe. ``problem``: empty if the server is well. ``weights``: their name at the server, or empty.
+    ``paused``: true if it holds requests back."""
 
     problem: str = ""
     weights: str = ""
     paused: bool = False
 
 
-class Problem(NamedTuple):
-    """Why a call failed. ``untouched``: the server surely holds what it held before."""
+class CallProblem(NamedTuple):
+    """The problem of a failed call. ``untouched``: the server certainly kept its weights."""
 
     kind: str
     message: str
     untouched: bool = False
 
 
-class Server:
+class WatchedServer:
     """The state of one server; ``address`` names it. ``run``: whose weights count; empty for anybody's."""
 
     def __init__(self, address: str, run: str = "") -> None:
@@ -56,7 +56,7 @@ class Server:
         self.loaded: Version | None = None
         self.state: PolicyServerState = "unknown"
         self.reason = ""
-        self.seen: Seen | None = None
+        self.seen: ProbeResult | None = None
         self.load = Load()
         #: The call that is out.
         self.busy = ""
@@ -69,7 +69,7 @@ class Server:
         #: What it served when that version came, and may serve until its turn.
         self.may_keep: Version | None = None
         #: Why it could not be brought there, how often in a row, and when that is tried again.
-        self.problem: Problem | None = None
+        self.problem: CallProblem | None = None
         self.retry_at = 0.0
         #: When a paused server may be told the next thing, and whether its requests were ended already.
         self.told_at = 0.0
@@ -80,26 +80,26 @@ class Server:
 
     @property
     def up(self) -> bool:
-        """Whether it answered the last probe."""
+        """Return True if the server answered the last probe."""
         return self.seen is not None and not self.seen.problem
 
     @property
     def version(self) -> Version | None:
-        """What it confirmed; None if that is nothing, no version, or one of another run."""
+        """The confirmed version; None if there is none or it belongs to another run."""
         return parse_weight_version(self.seen.weights, self._run) if self.seen is not None and self.up else None
 
     @property
     def is_whole(self) -> bool:
-        """Whether it confirmed a version, of whatever run: it may go on with that."""
+        """Return True if it confirmed a version of any run, with which it may continue."""
         return self.seen is not None and self.up and parse_weight_version(self.seen.weights) is not None
 
     @property
     def paused_at(self) -> float | None:
-        """Since when it is paused, or None."""
+        """The time of its pause, or None."""
         return self._paused_at
 
     def pause(self, paused: bool, now: float) -> None:
-        """It is paused, or not."""
+        """Record that it is paused, or not."""
         if paused and self._paused_at is None:
             self._paused_at = now
         elif not paused and self._paused_at is not None:
@@ -107,21 +107,21 @@ class Server:
             self._paused_at = None
             self.ended_requests = False
 
-    def fail(self, problem: Problem, now: float) -> None:
-        """It could not be brought to the version that it should hold."""
+    def fail(self, problem: CallProblem, now: float) -> None:
+        """Record a failure to bring it to its target version."""
         self.stage = ""
         self.problem = problem
         self.retry_at = now + min(RETRY_MOST_S, RETRY_FIRST_S * 2**self._failures)
         self._failures += 1
 
     def begin_anew(self) -> None:
-        """What failed is forgotten: there is another version to try."""
+        """Forget failures: there is a new version to try."""
         self.problem = None
         self.retry_at = 0.0
         self._failures = 0
 
     def shown(self, now: float) -> PolicyServerStatus:
-        """As workers and people see it."""
+        """The state for workers and listings."""
         paused_s = self._paused_before_s + (0.0 if self._paused_at is None else now - self._paused_at)
         version = self.version
         return PolicyServerStatus(

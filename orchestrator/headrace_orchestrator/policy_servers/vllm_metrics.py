@@ -1,7 +1,7 @@
-"""A server's metrics, as vLLM exposes them, read as one ``Load``.
+"""The reader of vLLM's metrics as one ``Load``.
 
 * The engines of a server count together; of the KV cache the fullest counts.
-* A server without vLLM's gauges has no load to read; what it has else is passed over.
+* A server without vLLM's gauges has no load; other metrics are skipped.
 * A line of these that cannot be read raises ``ValueError``.
 """
 
@@ -25,7 +25,7 @@ _NAMES = (*sorted(_SUMMED), _KV_CACHE, _ADAPTERS)
 
 
 def read_load(text: str) -> Load | None:
-    """What a server says of itself; None where it has none of the gauges."""
+    """Read a server's load; None if it has none of the gauges."""
     found: defaultdict[str, float] = defaultdict(float)
     # A server has a thousand lines more than these, and to parse them takes tens of milliseconds.
     lines = [line for line in text.splitlines(keepends=True) if line.startswith(_NAMES)]

@@ -1,8 +1,8 @@
-"""Adapters of one run, brought to its servers: what ``policies.adapters`` decides, carried out.
+"""Adapter sync of one run: carries out the decisions of ``policy_servers.adapters`` at its servers.
 
-* A server that lacks an adapter that is played with is shown as ejected, with what it lacks.
+* A server that lacks an adapter in use is shown as ejected, with the missing adapter.
 * A version of the trained adapter is served once the first server has it.
-* What the files of an adapter say against it is found before a server is asked.
+* Faulty files of an adapter are found before a server is asked.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from headrace.wire import messages
 from headrace_orchestrator.policy_servers import adapter_files
 from headrace_orchestrator.policy_servers.adapters import AdapterCall, Adapters
 from headrace_orchestrator.policy_servers.admission import Load, Reading
-from headrace_orchestrator.policy_servers.calls import Control
+from headrace_orchestrator.policy_servers.calls import PolicyServerCalls
 from headrace_orchestrator.scheduler.commands.policy_servers import weights_served
 from headrace_orchestrator.service.shell import Shell
 
 log = logs.logger(__name__)
 
 
-class Adapting:
+class AdapterSync:
     """The adapters of one run at its servers."""
 
-    def __init__(self, run: str, shell: Shell, control: Control) -> None:
+    def __init__(self, run: str, shell: Shell, control: PolicyServerCalls) -> None:
         self._run = run
         self._shell = shell
         self._control = control
@@ -38,21 +38,21 @@ class Adapting:
 
     @property
     def any(self) -> bool:
-        """Whether the run has adapters."""
+        """Return True if the run has adapters."""
         return self._adapters.any
 
     @property
     def trains(self) -> bool:
-        """Whether it is an adapter that the run trains."""
+        """Return True if the run trains an adapter."""
         return self._spec.adapter is not None
 
     @property
     def revision(self) -> int:
-        """Grows with what is told of them."""
+        """The revision of the adapters' states, which grows with each change."""
         return self._adapters.revision
 
     def due(self) -> float | None:
-        """When to look again, if nothing happens before."""
+        """The time of the next check, if nothing happens before."""
         return self._adapters.due()
 
     def step(self, servers: Collection[str], *, held: bool) -> list[AdapterCall]:
@@ -70,7 +70,7 @@ class Adapting:
         return adapters.step(self._shell.now())
 
     async def carry_out(self, call: AdapterCall) -> None:
-        """Make a call, and tell what came of it."""
+        """Make a call, and record its result."""
         problem = ""
         if call.kind == "load":
             before = self._before if "@" in call.name else ""  # of the trained one
@@ -84,21 +84,21 @@ class Adapting:
             log.info(f"adapter {call.kind}ed", run=self._run, server=call.address, name=call.name)
 
     async def leave(self) -> None:
-        """The run is over: take its adapters from the servers, as far as they answer."""
+        """Unload the run's adapters from the servers that answer, at the end of the run."""
         await asyncio.gather(*(self.carry_out(call) for call in self._adapters.leave()))
 
     async def look(self, address: str) -> None:
-        """See which adapters a server has."""
+        """List the adapters of a server."""
         self._adapters.listed(address, await self._control.list_adapters(address))
 
     def measured(self, reading: Reading) -> None:
-        """What a server says of how many adapters it runs at a time; the one that runs fewest counts."""
+        """Take a server's limit of adapters; the lowest limit counts."""
         if isinstance(reading, Load) and reading.max_adapters:
             known = self._adapters.limit
             self._adapters.limit = reading.max_adapters if known is None else min(known, reading.max_adapters)
 
     def shown(self, servers: Sequence[messages.PolicyServerStatus]) -> list[messages.PolicyServerStatus]:
-        """Servers as workers are to see them: with the version of the trained adapter, and what they lack."""
+        """The servers' states for workers, with the version of the trained adapter and missing adapters."""
         return [self._shown(server) for server in servers] if self.any else list(servers)
 
     def _shown(self, server: messages.PolicyServerStatus) -> messages.PolicyServerStatus:
@@ -110,11 +110,11 @@ class Adapting:
         return server
 
     def reasons(self) -> list[messages.Reason]:
-        """What keeps adapters from servers."""
+        """The reasons that adapters are missing at servers."""
         return self._adapters.reasons()
 
     async def tell_served(self) -> None:
-        """Keep it for good that a version is served."""
+        """Store the event that a version is served."""
         servers, version = self._shell.run(self._run).policy_servers, self._adapters.served
         weights = servers.weights
         if version != servers.target or version == servers.held or weights is None or weights.kind != "adapter":

@@ -1,6 +1,6 @@
-"""Lookups of the names among a run's policy servers, as ``policies.discovery`` wants them.
+"""DNS lookups of a run's policy servers for ``policy_servers.discovery``.
 
-* A lookup does not hold up the event loop, and has an end.
+* A lookup does not block the event loop, and has a deadline.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from headrace_orchestrator.policy_servers.discovery import Discovery, host_of
 log = logs.logger(__name__)
 
 LOOKUP_TIMEOUT_S = 10.0
-"""A resolver that asks several servers in turn takes about half of it."""
+"""Deadline of a lookup. A resolver that asks several servers in turn takes about half of it."""
 
 NOBODY = (socket.EAI_NONAME, socket.EAI_NODATA)
-"""The resolver's word for a name that has no addresses, as a headless service without ready pods."""
+"""The resolver's error for a name without addresses, such as a headless service without ready pods."""
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 """The IP addresses of a host, for connections to a port; raises OSError."""
 
 
 async def resolve(host: str, port: int) -> Sequence[str]:
-    """By the system's resolver."""
+    """Resolve a host by the system's resolver."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return [str(address[0]) for *_, address in found]
 
 
 async def look_up(name: str, discovery: Discovery, resolver: Resolve, clock: Callable[[], float]) -> None:
-    """Look a name up, and tell ``discovery`` what it stands for."""
+    """Look a name up, and report the result to ``discovery``."""
     try:
         async with timeout(LOOKUP_TIMEOUT_S):
             hosts = await resolver(*host_of(name))

@@ -31,7 +31,7 @@ from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.scheduler.state.admission.bounds import SharedBounds
 from headrace_orchestrator.service.batches import BatchBodies
-from headrace_orchestrator.service.policy_servers import PolicyPlane
+from headrace_orchestrator.service.policy_servers import PolicyServers
 from headrace_orchestrator.service.pulls import Pulls
 from headrace_orchestrator.service.shell import Shell
 from headrace_orchestrator.service.storage.page_cache import PageCacheTrimmer
@@ -79,7 +79,7 @@ class RunningService(NamedTuple):
     pulls: Pulls
     assets: AssetStore
     submissions: Submissions
-    plane: PolicyPlane
+    plane: PolicyServers
 
 
 class Lifecycle:
@@ -146,7 +146,9 @@ class Lifecycle:
         shell = Shell(core, store, self.metrics, lambda: self._clock() - self._replayed_s)
         submissions = Submissions(shell, assets, self.metrics, self.epoch)
         pulls = Pulls(shell, BatchBodies(store), self.metrics, self.epoch)
-        self._running = RunningService(shell, pulls, assets, submissions, PolicyPlane(shell, self.metrics, self.epoch))
+        self._running = RunningService(
+            shell, pulls, assets, submissions, PolicyServers(shell, self.metrics, self.epoch)
+        )
         retainer = RetentionLoop(
             store,
             assets,

@@ -1,7 +1,7 @@
-"""Watches the policy servers of one run: what its controllers decide, carried out, and what comes of it, told to them.
+"""The watch over one run's policy servers: carries out its controllers' decisions, and reports the results to them.
 
-* A watch that fails ends with what failed; whoever began it begins it anew.
-* Whoever stops watching lets paused servers go on, but for those that are in the middle of a load.
+* A watch that fails ends with its error; its owner starts it again.
+* A stopping watch resumes paused servers, except those in the middle of a load.
 * A run's cap is there before its first episode is granted, and follows the metrics of its servers.
 * Names among its servers are looked up again and again.
 """
@@ -18,28 +18,28 @@ from headrace.server import logs
 from headrace.wire import messages
 from headrace_orchestrator.metrics import Metrics
 from headrace_orchestrator.policy_servers.adapters import AdapterCall
-from headrace_orchestrator.policy_servers.calls import Control
-from headrace_orchestrator.policy_servers.capacity import Meter
-from headrace_orchestrator.policy_servers.controller import Call, Controller, Resumed, Target
+from headrace_orchestrator.policy_servers.calls import PolicyServerCalls
+from headrace_orchestrator.policy_servers.capacity import CapacityMeter
+from headrace_orchestrator.policy_servers.controller import Controller, PolicyServerCall, ServerResumed, WeightTarget
 from headrace_orchestrator.policy_servers.discovery import Discovery
 from headrace_orchestrator.scheduler.commands.evaluations import sync_hold
 from headrace_orchestrator.scheduler.commands.policy_servers import weights_served
 from headrace_orchestrator.scheduler.state.policy_servers import PolicyServersState
-from headrace_orchestrator.service.adapter_sync import Adapting
+from headrace_orchestrator.service.adapter_sync import AdapterSync
 from headrace_orchestrator.service.dns_lookups import Resolve, look_up
 from headrace_orchestrator.service.shell import Shell
 
 log = logs.logger(__name__)
 
 
-class Watch:
+class PolicyServerWatch:
     """Watches the servers of one run."""
 
     def __init__(
         self,
         run: str,
         shell: Shell,
-        control: Control,
+        control: PolicyServerCalls,
         metrics: Metrics,
         resolver: Resolve,
         driver: Callable[[str], str],
@@ -49,9 +49,9 @@ class Watch:
         #: What the weight sync is at, in words; empty where there is nothing to say.
         self.sync = ""
         self._discovery = Discovery()
-        self._meter = Meter(shell.run(run).spec.policy.admission)
+        self._meter = CapacityMeter(shell.run(run).spec.policy.admission)
         self._resolver = resolver
-        self._adapting = Adapting(run, shell, control)
+        self._adapting = AdapterSync(run, shell, control)
         self._driver = driver
         self._run = run
         self._shell = shell
@@ -67,22 +67,22 @@ class Watch:
 
     @property
     def revision(self) -> int:
-        """Grows with whatever is told of the servers."""
+        """The revision of the servers' states, which grows with each change."""
         return self.controller.revision + self._adapting.revision
 
     def shown(self, now: float) -> list[messages.PolicyServerStatus]:
-        """All servers, as workers and people see them."""
+        """The states of all servers, for workers and listings."""
         return self._adapting.shown(self.controller.shown(now))
 
     def drives(self, address: str) -> bool:
-        """Whether this run would load its weights into a server."""
+        """Return True if this run would load its weights into a server."""
         run = self._shell.run(self._run)
         if self._adapting.trains or run.done:
             return False
         return address in self.controller.servers and run.policy_servers.target is not None
 
     def wake(self) -> None:
-        """Something happened that may concern the servers."""
+        """Wake the watch after an event that may concern the servers."""
         self._news.set()
 
     async def run(self) -> None:
@@ -113,10 +113,10 @@ class Watch:
         hold_s, holders = sync_hold(run, now)
         self._take_servers()
         if self._adapting.trains or run.done:
-            controller.take_target(Target(held=servers.held))  # who is over leaves its servers to others
+            controller.take_target(WeightTarget(held=servers.held))  # who is over leaves its servers to others
         else:
             hold = (holders[0] if holders else "", hold_s)
-            controller.take_target(Target(servers.target, servers.weights, servers.held, hold))
+            controller.take_target(WeightTarget(servers.target, servers.weights, servers.held, hold))
         for call in controller.step(now):
             self._begin(self._carry_out(call))
         for name in self._discovery.step(now):
@@ -145,7 +145,7 @@ class Watch:
             self.wake()
 
     def _take_servers(self) -> None:
-        """The servers that the run has now, and how many episodes they take."""
+        """Set the run's servers, and the number of episodes that they take."""
         run, servers = self._shell.run(self._run), self.controller.servers
         given = run.policy_servers.servers
         ejected = {server.address for server in servers.values() if server.state == "ejected"}
@@ -177,7 +177,7 @@ class Watch:
     def _count(self) -> None:
         metrics, label = self._metrics, self._metrics.run_label(self._run)
         for event in self.controller.events():
-            if isinstance(event, Resumed):
+            if isinstance(event, ServerResumed):
                 metrics.weight_sync.labels(label).observe(event.paused_s)
             else:
                 metrics.weight_sync_failures.labels(label, event.problem.kind).inc()
@@ -190,7 +190,7 @@ class Watch:
                     problem=event.problem.message,
                 )
 
-    async def _carry_out(self, call: Call) -> None:
+    async def _carry_out(self, call: PolicyServerCall) -> None:
         if call.kind == "probe":
             await self._probe(call.address)
         else:
@@ -232,7 +232,7 @@ class Watch:
 
 
 async def _until(event: asyncio.Event, timeout_s: float | None) -> None:
-    """Until the event is set, or the time is over."""
+    """Wait until the event is set, or the time is over."""
     try:
         async with timeout(timeout_s):
             await event.wait()

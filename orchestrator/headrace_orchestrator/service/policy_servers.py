@@ -1,8 +1,8 @@
-"""The policy servers of all runs: each active run's are watched, and who wants to know of them can wait for news.
+"""The policy servers of all runs: a watch for each active run, and long polls for changes.
 
 * A run's servers are watched from its creation to its end, and again after a restart.
 * A long poll that names the revision it knows is answered at the next one.
-* A watch that fails is logged whole and begins anew.
+* A failed watch is logged with its traceback and started again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from headrace.server import logs
 from headrace.wire import messages
 from headrace_orchestrator.metrics import Metrics
-from headrace_orchestrator.policy_servers.calls import Control
+from headrace_orchestrator.policy_servers.calls import PolicyServerCalls
 from headrace_orchestrator.scheduler.events import (
     AnyEvent,
     BatchAcked,
@@ -28,7 +28,7 @@ from headrace_orchestrator.scheduler.events import (
     VersionAnnounced,
 )
 from headrace_orchestrator.service.dns_lookups import Resolve, resolve
-from headrace_orchestrator.service.policy_server_watch import Watch
+from headrace_orchestrator.service.policy_server_watch import PolicyServerWatch
 from headrace_orchestrator.service.shell import Shell
 from headrace_orchestrator.service.waiters import Disconnected
 
@@ -44,25 +44,25 @@ NEWS = (
     BatchAcked,
     EvaluationEnded,
 )
-"""Events that a watch looks at anew."""
+"""Events after which a watch checks its servers."""
 
 AGAIN_S = 1.0
-"""Before a watch that failed begins anew."""
+"""Pause before a failed watch is started again."""
 
 REVISIONS_AN_EPOCH = 1 << 32
 """A revision grows across restarts too."""
 
 
-class PolicyPlane:
-    """Watches the policy servers of the runs that are active."""
+class PolicyServers:
+    """The watches of all active runs' policy servers."""
 
     def __init__(self, shell: Shell, metrics: Metrics, epoch: int, *, resolver: Resolve = resolve) -> None:
         self._shell = shell
         self._metrics = metrics
         self._resolver = resolver
         self._epoch = epoch
-        self._control = Control()
-        self._watches: dict[str, Watch] = {}
+        self._control = PolicyServerCalls()
+        self._watches: dict[str, PolicyServerWatch] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         shell.listeners.append(self._tell)
         for name in shell.core.state.runs:
@@ -82,7 +82,7 @@ class PolicyPlane:
         shell = self._shell
         state = shell.run(run).policy_servers
 
-        async def attempt() -> Watch | None:
+        async def attempt() -> PolicyServerWatch | None:
             return self._watches.get(run)
 
         watch = await shell.long_poll(
@@ -103,7 +103,7 @@ class PolicyPlane:
         )
 
     def shown(self, run: str) -> tuple[dict[str, int], str]:
-        """How many servers of a run are in each state, and what the weight sync is at."""
+        """The number of a run's servers in each state, and the progress of the weight sync."""
         watch = self._watches.get(run)
         if watch is None:
             return {}, ""
@@ -128,12 +128,12 @@ class PolicyPlane:
             self._watches[name] = self._watch(name)
             self._tasks[name] = asyncio.create_task(self._keep_watching(name))
 
-    def _watch(self, name: str, revision: int = 0) -> Watch:
+    def _watch(self, name: str, revision: int = 0) -> PolicyServerWatch:
         first = revision or self._epoch * REVISIONS_AN_EPOCH
-        return Watch(name, self._shell, self._control, self._metrics, self._resolver, self._driver, first)
+        return PolicyServerWatch(name, self._shell, self._control, self._metrics, self._resolver, self._driver, first)
 
     def _driver(self, address: str) -> str:
-        """The run that loads its weights into a server: the newest of those that would. Empty if there is none."""
+        """The run that loads its weights into a server: the newest candidate. Empty if there is none."""
         driving = [name for name, watch in self._watches.items() if watch.drives(address)]
         return driving[-1] if driving else ""
 

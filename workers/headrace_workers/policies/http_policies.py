@@ -30,7 +30,7 @@ from headrace_workers.policies.router import ServerRouter
 from headrace_workers.policies.server_client import NO_ANSWER, NOT_ITS_HEALTH, NOT_THE_SERVERS, PolicyServerClient
 from headrace_workers.policies.server_list import ListServers, ServerListPoller
 from headrace_workers.policies.server_pools import FixedPool, ManagedPool, ServerPool
-from headrace_workers.policies.turn import SampledTurn
+from headrace_workers.policies.turn import TurnSampling
 
 MAX_TRIES = 3
 """Tries at one server that does not answer, including the first. More would hide a dead server."""
@@ -174,7 +174,7 @@ class ServedPolicy:
         self._clock = clock
 
     async def sample(self, request: SampleRequest) -> Sample:
-        turn = SampledTurn(request, self._pool, self._clock)
+        turn = TurnSampling(request, self._pool, self._clock)
         deadline = Deadline(request.timeout_s, turn.paused_s)
         try:
             async with deadline:
@@ -185,7 +185,7 @@ class ServedPolicy:
             turn.named(failure)
             raise
 
-    async def _sample(self, turn: SampledTurn, deadline: Deadline) -> Sample:
+    async def _sample(self, turn: TurnSampling, deadline: Deadline) -> Sample:
         while True:
             address = await self._take(turn)
             try:
@@ -203,7 +203,7 @@ class ServedPolicy:
             if not part.token_ids:
                 await turn.pause(BACKOFF_S)
 
-    async def _take(self, turn: SampledTurn) -> str:
+    async def _take(self, turn: TurnSampling) -> str:
         """Choose the server to ask next; waits until one is available."""
         request = turn.request
         while True:
@@ -217,7 +217,7 @@ class ServedPolicy:
                 raise turn.failure  # every server has failed this turn
             await turn.wait_for_a_server()
 
-    async def _ask(self, turn: SampledTurn, address: str, deadline: Deadline) -> Sample:
+    async def _ask(self, turn: TurnSampling, address: str, deadline: Deadline) -> Sample:
         """Try one server, and report the result to the router."""
         router = self._router
         server = self._server(address)
@@ -263,7 +263,7 @@ class ServedPolicy:
         router.answered(address)
         return sample
 
-    async def _recover(self, turn: SampledTurn, address: str, failure: PolicyFailure) -> None:
+    async def _recover(self, turn: TurnSampling, address: str, failure: PolicyFailure) -> None:
         """Prepare another try, or raise the failure."""
         turn.failure = failure
         if failure.kind in NOT_THE_SERVERS:
@@ -281,6 +281,6 @@ class ServedPolicy:
         else:
             raise failure
 
-    def _others(self, turn: SampledTurn, address: str) -> bool:
+    def _others(self, turn: TurnSampling, address: str) -> bool:
         """Return whether a server is in that this turn has not tried."""
         return any(other != address and self._router.is_in(other) for other in turn.untried(self._pool.addresses()))

@@ -20,7 +20,7 @@ from headrace_workers.policies.base import Sample, SampleRequest, check_sample, 
 from headrace_workers.policies.server_pools import ServerPool
 
 
-class SampledTurn:
+class TurnSampling:
     """The state of one call of ``Policy.sample``. ``failure``: of the last try; ``late``: the server asked when the
     time was up."""
 
