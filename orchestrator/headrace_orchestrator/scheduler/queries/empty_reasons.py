@@ -9,6 +9,7 @@ from collections import Counter
 
 from headrace.wire.messages import Reason
 from headrace_orchestrator.scheduler.state.admission.bounds import SharedBounds
+from headrace_orchestrator.scheduler.state.batches import OpenBatch
 from headrace_orchestrator.scheduler.state.eligible.filters import EVERYTHING, GroupFilter, kind_of
 from headrace_orchestrator.scheduler.state.run import Run
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
@@ -71,34 +72,45 @@ def _finished(run: Run, filter: GroupFilter) -> list[Reason]:
 
 def _blocked(run: Run, awaited: list[str] | None) -> list[Reason]:
     """Reasons that stop admission, or hold eligible groups back."""
-    reasons: list[Reason] = []
-    ledger = run.ledger
     held = [batch for batch in run.batches_for_any_pull() if batch.leased]
+    reasons = _held_batches(run, held) if awaited is None else _awaited_in_batches(run, awaited)
+    reasons += _missing_shards(run) + _byte_bound(run) + _shared_bounds(run.ledger.bounds)
+    if not run.has_own_source and not run.open and not len(run.eligible) and not held and awaited is None:
+        reasons.append(Reason(code="no-tasks", message="No groups are submitted.", facts={}))
+    return reasons
+
+
+def _awaited_in_batches(run: Run, awaited: list[str]) -> list[Reason]:
+    batches = {id: run.groups[id].batch for id in awaited if run.groups[id].batch}
+    return [
+        Reason(
+            code="batches-held",
+            message=f"Group {id} is in batch {batch}, which is held unacked.",
+            facts={"group": id, "batch": batch},
+        )
+        for id, batch in batches.items()
+    ]
+
+
+def _held_batches(run: Run, held: list[OpenBatch]) -> list[Reason]:
     bound = run.spec.max_staleness
-    if awaited is not None:
-        where = {id: run.groups[id].batch for id in awaited if run.groups[id].batch}
-        for id, batch in where.items():
-            reasons.append(
-                Reason(
-                    code="batches-held",
-                    message=f"Group {id} is in batch {batch}, which is held unacked.",
-                    facts={"group": id, "batch": batch},
-                )
-            )
-    elif held and (len(held) > bound or (not run.open and not ledger.free)):
-        more = (
-            f"To hold {len(held) + 1}, max_staleness must be at least {len(held)}; it is {bound}."
-            if len(held) > bound
-            else "Nothing more is admitted before an ack, or before the groups that are ready are taken or go stale."
+    if len(held) > bound:
+        more = f"To hold {len(held) + 1}, max_staleness must be at least {len(held)}; it is {bound}."
+    elif held and not run.open and not run.ledger.free:
+        more = "Nothing more is admitted before an ack, or before the groups that are ready are taken or go stale."
+    else:
+        return []
+    return [
+        Reason(
+            code="batches-held",
+            message=f"{_count(len(held), 'batch', 'batches')} held unacked. {more}",
+            facts={"held": len(held), "max_staleness": bound, "needed": len(held)},
         )
-        reasons.append(
-            Reason(
-                code="batches-held",
-                message=f"{_count(len(held), 'batch', 'batches')} held unacked. {more}",
-                facts={"held": len(held), "max_staleness": bound, "needed": len(held)},
-            )
-        )
-    reasons += [
+    ]
+
+
+def _missing_shards(run: Run) -> list[Reason]:
+    return [
         Reason(
             code="shards-not-fetched",
             message=(
@@ -110,25 +122,26 @@ def _blocked(run: Run, awaited: list[str] | None) -> list[Reason]:
         for batch in run.batches.values()
         if batch.leased and batch.missing
     ]
-    if ledger.own_full:
-        reasons.append(
-            Reason(
-                code="byte-bound",
-                message=(
-                    f"Groups in flight hold {ledger.held_bytes} bytes and {ledger.reserved_bytes} more are reserved; "
-                    f"the bound is {run.spec.max_bytes}. Admission stops until groups retire."
-                ),
-                facts={
-                    "held_bytes": ledger.held_bytes,
-                    "reserved_bytes": ledger.reserved_bytes,
-                    "max_bytes": run.spec.max_bytes,
-                },
-            )
+
+
+def _byte_bound(run: Run) -> list[Reason]:
+    ledger = run.ledger
+    if not ledger.own_full:
+        return []
+    return [
+        Reason(
+            code="byte-bound",
+            message=(
+                f"Groups in flight hold {ledger.held_bytes} bytes and {ledger.reserved_bytes} more are reserved; "
+                f"the bound is {run.spec.max_bytes}. Admission stops until groups retire."
+            ),
+            facts={
+                "held_bytes": ledger.held_bytes,
+                "reserved_bytes": ledger.reserved_bytes,
+                "max_bytes": run.spec.max_bytes,
+            },
         )
-    reasons += _shared_bounds(ledger.bounds)
-    if not run.has_own_source and not run.open and not len(run.eligible) and not held and awaited is None:
-        reasons.append(Reason(code="no-tasks", message="No groups are submitted.", facts={}))
-    return reasons
+    ]
 
 
 def _shared_bounds(bounds: SharedBounds) -> list[Reason]:
@@ -200,76 +213,104 @@ def _filtered(run: Run, filter: GroupFilter) -> list[Reason]:
 
 def _starved(state: SchedulerState, run: Run, now: float) -> list[Reason]:
     """Reasons that keep admitted groups from becoming complete."""
-    reasons: list[Reason] = []
+    return [
+        *_no_workers(state, run, now),
+        *_saturated(run),
+        *_failing(run, now),
+        *_evaluation_hold(run, now),
+        *_stale(run),
+        *_zero_variance(run),
+        *_too_long(run),
+        *_quarantined(run),
+    ]
+
+
+def _no_workers(state: SchedulerState, run: Run, now: float) -> list[Reason]:
     queued = run.queued + run.evaluation_queued
     pool = run.spec.pool
     live = state.workers.live(pool, now)
     fit = [worker for worker in live if run.capabilities <= worker.capabilities]
     if queued and not fit:
         lacking = f" that offer {sorted(run.capabilities)}" if live else ""
-        reasons.append(
+        return [
             Reason(
                 code="no-workers",
                 message=f"no workers in pool {pool!r}{lacking}: {_count(queued, 'episode')} queued",
                 facts={"pool": pool, "queued": queued, "workers": len(live)},
             )
-        )
-    elif queued and all(worker.name in state.workers.draining for worker in fit):
-        reasons.append(
+        ]
+    if queued and all(worker.name in state.workers.draining for worker in fit):
+        return [
             Reason(
                 code="draining",
                 message=f"all {_count(len(fit), 'worker')} in pool {pool!r} drain: {_count(queued, 'episode')} queued",
                 facts={"pool": pool, "queued": queued, "workers": len(fit)},
             )
+        ]
+    return []
+
+
+def _saturated(run: Run) -> list[Reason]:
+    slots = run.concurrency_cap.slots
+    if not run.queued or run.concurrency_cap.room(run.leased):
+        return []
+    return [
+        Reason(
+            code="policy-saturated",
+            message=(
+                f"By their metrics the policy servers take {_count(slots or 0, 'episode')} at a time: "
+                f"{run.leased} at workers, {run.queued} queued."
+            ),
+            facts={"attainable": slots, "leased": run.leased, "queued": run.queued},
         )
-    if run.queued and not run.concurrency_cap.room(run.leased):
-        reasons.append(
-            Reason(
-                code="policy-saturated",
-                message=(
-                    f"By their metrics the policy servers take {_count(run.concurrency_cap.slots or 0, 'episode')} "
-                    f"at a time: {run.leased} at workers, {run.queued} queued."
-                ),
-                facts={"attainable": run.concurrency_cap.slots, "leased": run.leased, "queued": run.queued},
-            )
-        )
-    reasons += _failing(run, now)
+    ]
+
+
+def _evaluation_hold(run: Run, now: float) -> list[Reason]:
     holding = [evaluation for evaluation in run.active_evaluations.values() if evaluation.left]
-    if holding and run.evaluation_leased:
-        longest = max(holding, key=lambda evaluation: evaluation.hold_s(now))
-        reasons.append(
-            Reason(
-                code="evaluation-hold",
-                message=(
-                    f"Evaluation {longest.id} of version {longest.version} runs: {longest.left} of {longest.wanted} "
-                    f"episodes are not over; it ends in {longest.hold_s(now):.0f} s at the latest."
-                ),
-                facts={"evaluation": longest.id, "left": longest.left, "hold_s": longest.hold_s(now)},
-            )
+    if not holding or not run.evaluation_leased:
+        return []
+    longest = max(holding, key=lambda evaluation: evaluation.hold_s(now))
+    return [
+        Reason(
+            code="evaluation-hold",
+            message=(
+                f"Evaluation {longest.id} of version {longest.version} runs: {longest.left} of {longest.wanted} "
+                f"episodes are not over; it ends in {longest.hold_s(now):.0f} s at the latest."
+            ),
+            facts={"evaluation": longest.id, "left": longest.left, "hold_s": longest.hold_s(now)},
         )
-    if run.stale_since_batch:
-        stale = run.stale_since_batch
-        reasons.append(
-            Reason(
-                code="all-stale",
-                message=(
-                    f"{_count(stale, 'group')} went stale since the last batch: more than {run.spec.max_staleness} "
-                    f"versions behind {run.versions.now}.{_stale_hint(run)}"
-                ),
-                facts={"stale": stale, "max_staleness": run.spec.max_staleness},
-            )
+    ]
+
+
+def _stale(run: Run) -> list[Reason]:
+    stale = run.stale_since_batch
+    if not stale:
+        return []
+    hint = " Does the policy server serve that version?" if run.only_goes_stale else ""
+    return [
+        Reason(
+            code="all-stale",
+            message=(
+                f"{_count(stale, 'group')} went stale since the last batch: more than {run.spec.max_staleness} "
+                f"versions behind {run.versions.now}.{hint}"
+            ),
+            facts={"stale": stale, "max_staleness": run.spec.max_staleness},
         )
-    reasons += _zero_variance(run) + _too_long(run)
-    if run.quarantined:
-        number = len(run.quarantined)
-        reasons.append(
-            Reason(
-                code="quarantined",
-                message=f"{_count(number, 'task')} quarantined: each killed too many attempts.",
-                facts={"tasks": number},
-            )
+    ]
+
+
+def _quarantined(run: Run) -> list[Reason]:
+    number = len(run.quarantined)
+    if not number:
+        return []
+    return [
+        Reason(
+            code="quarantined",
+            message=f"{_count(number, 'task')} quarantined: each killed too many attempts.",
+            facts={"tasks": number},
         )
-    return reasons
+    ]
 
 
 def _zero_variance(run: Run) -> list[Reason]:
@@ -306,10 +347,6 @@ def _too_long(run: Run) -> list[Reason]:
             facts={"groups": number, "bin_tokens": run.spec.bin_tokens},
         )
     ]
-
-
-def _stale_hint(run: Run) -> str:
-    return " Does the policy server serve that version?" if run.only_goes_stale else ""
 
 
 def _failing(run: Run, now: float) -> list[Reason]:
