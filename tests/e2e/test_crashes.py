@@ -27,7 +27,7 @@ SPEC = {
 }
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_kills_of_every_process_lose_nothing_and_ack_nothing_twice(tmp_path: Path) -> None:
     port, policy_port = free_port(), free_port()
     upstream, policy = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{policy_port}"

@@ -24,9 +24,6 @@ from headrace_sandbox.runtimes.registry import make_runtime, runtime_names
 from tests.components import CI, PARTS
 from tests.sandbox.conftest import Run
 
-SLOW_S = 120
-"""For one case: the slowest waits for a program that no signal ends."""
-
 
 def trials() -> Iterator[object]:
     """Every case in every column that is about it."""
@@ -42,7 +39,6 @@ def trials() -> Iterator[object]:
             yield pytest.param(name, column, case, marks=[*marks, *more], id=f"{column}: {case.number} {case.title}")
 
 
-@pytest.mark.timeout(SLOW_S)
 @pytest.mark.parametrize(("name", "column", "case"), list(trials()))
 async def test_it_comes_out_as_the_table_says(name: str, column: str, case: suite.Case) -> None:
     runtime = make_runtime(name, allow_unsafe=True)
