@@ -1,8 +1,7 @@
-"""Routes that carry out one command of the scheduler each: the table names the command, and no handler is written.
+"""Routes that carry out one command of the scheduler each, without a handler of their own.
 
-* Request and response are of the types that the command takes and returns; one that returns None is answered with the
-  epoch alone.
-* A command is answered when what it rests on is on disk.
+* The types of request and response are those of the command; without a return value the response is the epoch alone.
+* The response of a command is sent when what it rests on is on disk.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ R = TypeVar("R", bound=msgspec.Struct)
 Reply = msgspec.Struct | None
 
 BoundCommand = Callable[[SchedulerState, HttpRequest, R, float], Reply]
-"""A command that takes what else it needs from the parameters of the path."""
+"""A command that takes its other arguments from the parameters of the path."""
 
 
 class Options(TypedDict):

@@ -1,4 +1,4 @@
-"""All routes, as data: what drives dispatch, auth, OpenAPI and the docs page."""
+"""The route table, which drives dispatch, auth, OpenAPI and the page of routes."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ VERSION_ERRORS = (errors.VersionConflict, errors.VersionUnknown)
 
 
 async def describe(service: Service, request: HttpRequest) -> HttpResponse:
-    """This table as OpenAPI."""
+    """Respond with the route table as OpenAPI."""
     return HttpResponse(msgspec.json.encode(openapi.document(ROUTES, HEADRACE_VERSION)))
 
 
 async def docs(service: Service, request: HttpRequest) -> HttpResponse:
-    """This table as a page."""
+    """Respond with the route table as a page."""
     return pages.page(render.docs(openapi.document(ROUTES, HEADRACE_VERSION)))
 
 
@@ -79,7 +79,7 @@ def _worker_routes() -> list[Route]:
         Route(
             method="POST",
             path=f"{API}/worker/assets",
-            summary="Ask which assets of records to come are there already; those are kept for a while.",
+            summary="Ask which assets of later records are stored already; these are kept for a while.",
             handler=handlers.claim_assets,
             roles=WORKER,
             request=messages.AssetsRequest,
@@ -104,7 +104,7 @@ def _worker_routes() -> list[Route]:
         Route(
             method="POST",
             path=f"{API}/workers/{{worker}}/drain",
-            summary="Give a worker nothing new.",
+            summary="Drain a worker: it gets no new attempts.",
             handler=handlers.drain_worker,
             roles=ADMIN,
             errors=(errors.NotFound,),
@@ -162,7 +162,7 @@ def _run_routes() -> list[Route]:
         Route(
             method="POST",
             path=f"{API}/runs/{{run}}/groups",
-            summary="Submit groups of the learner's own.",
+            summary="Submit groups that the learner chose.",
             handler=handlers.submit_groups,
             roles=LEARNER,
             request=messages.SubmitGroupsRequest,
@@ -197,14 +197,14 @@ def _learner_routes() -> list[Route]:
         run_command(
             f"{API}/runs/{{run}}/resume",
             resume,
-            "What a learner that was started again left unacked; a pull that names one fetches it.",
+            "List the batches that a restarted learner left unacked; a pull that names one fetches it.",
             roles=LEARNER,
             errors=(*RUN_ERRORS, errors.SessionSuperseded),
         ),
         batch_command(
             f"{API}/runs/{{run}}/batches/{{batch}}/ack",
             batches.ack,
-            "The batch was trained on.",
+            "Acknowledge a batch that was trained on.",
             roles=LEARNER,
             errors=(*BATCH_ERRORS, errors.ShardsNotFetched, *VERSION_ERRORS),
         ),
@@ -225,7 +225,7 @@ def _learner_routes() -> list[Route]:
         run_command(
             f"{API}/runs/{{run}}/priorities",
             set_priorities,
-            "Set the priorities of groups; what a prioritized draw goes by.",
+            "Set the priorities of groups for prioritized draws.",
             roles=LEARNER,
             errors=(*RUN_ERRORS, errors.Conflict),
         ),
@@ -239,14 +239,14 @@ def _learner_routes() -> list[Route]:
         run_command(
             f"{API}/runs/{{run}}/doing",
             doing,
-            "Say what the learner does; renews its batch leases.",
+            "Report what the learner is doing; renews its batch leases.",
             roles=LEARNER,
             errors=RUN_ERRORS,
         ),
         Route(
             method="GET",
             path=f"{API}/runs/{{run}}/hold",
-            summary="Whether weights may be replaced now; waits until they may.",
+            summary="Ask whether weights may be replaced now; waits until they may.",
             handler=handlers.hold,
             roles=LEARNER,
             response=messages.HoldReply,
@@ -287,7 +287,7 @@ def _server_routes() -> list[Route]:
             handler=handlers.servers,
             roles=ANY_READER,
             response=messages.PolicyServersReply,
-            query=(Query("revision", "The revision that is known. Default: none.", "integer"), WAIT),
+            query=(Query("revision", "The latest revision that the client has. Default: none.", "integer"), WAIT),
             errors=RUN_ERRORS,
         ),
         run_command(
@@ -328,8 +328,8 @@ def _reading_routes() -> list[Route]:
                 Query("status", "Only this status."),
                 Query("environment", "Only this environment id."),
                 Query("evaluation", "Only this evaluation."),
-                Query("limit", "Lines of a page, at most 1000.", "integer"),
-                Query("before", "The next field of the page before."),
+                Query("limit", "Most entries of a page, up to 1000.", "integer"),
+                Query("before", "The field next of the previous page."),
             ),
             errors=RUN_ERRORS,
         ),
@@ -354,7 +354,7 @@ def _reading_routes() -> list[Route]:
         Route(
             method="POST",
             path=f"{API}/assets",
-            summary="Several assets in one answer, the first of those that are asked for. Body: see AssetHead.",
+            summary="The first of the requested assets, several in one response. Body: see AssetHead.",
             handler=handlers.assets,
             roles=LEARNER,
             request=messages.AssetsRequest,
@@ -363,7 +363,7 @@ def _reading_routes() -> list[Route]:
         Route(
             method="GET",
             path=f"{API}/trajectories/{{trajectory}}/advantages",
-            summary="Returns and advantages of a trajectory in the batch that it was last frozen into.",
+            summary="Returns and advantages of a trajectory in its latest batch.",
             handler=handlers.advantages,
             roles=READERS,
             response=messages.TrajectoryAdvantages,
@@ -396,7 +396,7 @@ def _reading_routes() -> list[Route]:
         Route(
             method="GET",
             path="/openapi.json",
-            summary="This table as OpenAPI 3.1.",
+            summary="The route table as OpenAPI 3.1.",
             handler=describe,
             roles=VIEWER,
             response=dict[str, Any],
@@ -404,7 +404,7 @@ def _reading_routes() -> list[Route]:
         Route(
             method="GET",
             path="/docs",
-            summary="This table to read.",
+            summary="The route table as a page.",
             handler=docs,
             roles=VIEWER,
             response="text/html",

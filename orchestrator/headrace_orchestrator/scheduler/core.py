@@ -6,35 +6,32 @@
 * Replaying all events, or restoring a snapshot and replaying those after it, gives the same durable state; every
   lease then has a full term.
 
-A command is a function of ``commands``: it takes the state from ``state_at``, what it is about, and ``now`` (monotonic
-seconds). It may raise a ``HeadraceError``. Queries are functions of ``queries``, of the ``state``.
+A command is a function in ``commands`` of the state from ``state_at``, its own arguments, and ``now`` (monotonic
+seconds); it may raise a ``HeadraceError``. A query is a function in ``queries`` of the ``state``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import islice
-from typing import Any
 
 from headrace.errors import InternalError
 from headrace_orchestrator.scheduler import events, snapshot
 from headrace_orchestrator.scheduler.apply.transition_table import apply, emit
 from headrace_orchestrator.scheduler.commands import batches, evaluations, follow_ups
 from headrace_orchestrator.scheduler.events import AnyEvent
-from headrace_orchestrator.scheduler.queries.durable_values import durable_values
-from headrace_orchestrator.scheduler.queries.invariants import check_invariants
 from headrace_orchestrator.scheduler.state.admission.bounds import RETRY_S, SharedBounds
 from headrace_orchestrator.scheduler.state.run import Run
 from headrace_orchestrator.scheduler.state.scheduler_state import STALL_SHARE, SchedulerState
 
 
 class Scheduler:
-    """The state of all runs and workers, and the time that it is at."""
+    """The state of all runs and workers at a time."""
 
     def __init__(
         self, *, epoch: int, new_id: Callable[[], str], new_nonce: Callable[[], str], bounds: SharedBounds | None = None
     ) -> None:
-        #: To be read only; a command takes it from ``state_at``.
+        #: For queries; a command takes it from ``state_at``.
         self.state = SchedulerState(epoch, new_id, new_nonce, bounds)
         self._replaying = False
         #: Time of the last command or tick; None before the first.
@@ -42,20 +39,20 @@ class Scheduler:
 
     # Replay and inspection
     def apply(self, event: AnyEvent, now: float) -> None:
-        """Take an event from the log; raises InternalError for one that does not fit, as where an event before it was
-        lost. The first command after the last event renews all leases."""
+        """Apply an event of the log. Raises InternalError for one that does not fit, as after a lost event. The first
+        command after the last event renews all leases."""
         self._replaying = True
         apply(self.state, event, now)
 
     def snapshot(self) -> bytes:
-        """The durable state, to be restored by a later process; raises InternalError while events are not drained."""
+        """The durable state as bytes, for a later process. Raises InternalError while events are not drained."""
         if self.state.undrained:
             raise InternalError("A snapshot needs all events to be drained first.")
         return snapshot.snapshot(self.state)
 
     def restore(self, data: bytes, now: float) -> None:
-        """Take a snapshot, into a scheduler that knows nothing yet; events behind it may be applied then. Raises
-        CorruptRecord, and has taken nothing. The first command after it renews all leases."""
+        """Restore a snapshot into a new scheduler; later events may be applied then. Raises CorruptRecord, and has
+        changed nothing. The first command after it renews all leases."""
         if self.state.runs or self.state.workers.by_name:
             raise InternalError("A snapshot can be restored only into a new scheduler.")
         snapshot.restore(self.state, data, now)
@@ -63,7 +60,7 @@ class Scheduler:
 
     @property
     def bounds(self) -> SharedBounds:
-        """SharedBounds that all runs share. The owner of the store keeps ``disk_bytes`` up to date."""
+        """The bounds that all runs share. The owner of the store keeps ``disk_bytes`` up to date."""
         return self.state.bounds
 
     def drain(self) -> list[AnyEvent]:
@@ -72,7 +69,7 @@ class Scheduler:
         return drained
 
     def tick(self, now: float) -> None:
-        """Let time pass: expired attempt leases, batch leases, evaluations, deadlines."""
+        """Let time pass: expire attempt leases, batch leases, evaluations and deadlines."""
         state = self.state_at(now)
         expired = state.workers.expired(now)
         runs: dict[str, Run] = {}
@@ -121,14 +118,6 @@ class Scheduler:
             if self._last is not None and run.held_back:
                 deadlines.append(self._last + RETRY_S)
         return min(deadlines, default=None)
-
-    def check(self) -> None:
-        """Raise AssertionError, with the history, if an invariant does not hold."""
-        check_invariants(self.state)
-
-    def durable(self) -> dict[str, Any]:
-        """The durable state as plain values, without what is soft: equal after a replay of all records."""
-        return durable_values(self.state)
 
     def state_at(self, now: float) -> SchedulerState:
         """The state for a command. The first one after a replay renews all leases; one after a stall, those that lost a

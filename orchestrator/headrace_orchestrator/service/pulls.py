@@ -51,7 +51,7 @@ class Pulls:
         self._forming: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def waiting(self, run: str) -> bool:
-        """Whether a pull of the run waits now."""
+        """Tell whether a pull of the run waits now."""
         return len(self._shell.queues.for_pulls(run)) > 0
 
     async def pull(
@@ -60,22 +60,22 @@ class Pulls:
         """Lease a batch; waits up to ``wait_s`` until one is ready. Raises ClientDisconnected."""
         begun = self._shell.now()
         deadline = begun + request.wait_s
-        answer: ServedBatch | messages.EmptyReply | None = None
-        while answer is None:  # this ends: each round has fewer records
-            answer = await self._answer(run, request, deadline, disconnected)
+        reply: ServedBatch | messages.EmptyReply | None = None
+        while reply is None:  # this ends: each round has fewer records
+            reply = await self._try_once(run, request, deadline, disconnected)
         waited_s = self._shell.now() - begun
         self._metrics.pull_wait.labels(self._metrics.run_label(run)).observe(waited_s)
-        if isinstance(answer, ServedBatch):
-            return answer
-        for reason in answer.reasons:
+        if isinstance(reply, ServedBatch):
+            return reply
+        for reason in reply.reasons:
             self._metrics.empty_pulls.labels(self._metrics.run_label(run), reason.code).inc()
-        return msgspec.structs.replace(answer, waited_s=waited_s)
+        return msgspec.structs.replace(reply, waited_s=waited_s)
 
-    async def _answer(
+    async def _try_once(
         self, run: str, request: messages.PullRequest, deadline: float, disconnected: Disconnected
     ) -> ServedBatch | messages.EmptyReply | None:
-        """A batch, whose end is sent when what it rests on is on disk; or the reasons to wait, when what they rest on
-        is; None where the batch is damaged."""
+        """A batch, whose end is sent when what it rests on is on disk; or an empty reply, once what it rests on is on
+        disk; None where the batch turned out to be damaged."""
         lease: Redeliver | None = None
         served: ServedBatch | None = None
         try:

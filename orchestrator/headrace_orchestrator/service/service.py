@@ -1,4 +1,4 @@
-"""The service of a data directory: requests of workers and learners, and the views of pages.
+"""The service of a data directory: requests that take more than one command, and views.
 
 * A repeated submission gets the first result, however long ago it was.
 * A worker that disconnected before its response began leaves no lease behind.
@@ -117,12 +117,12 @@ class Service(Lifecycle):
         return self.run_status(parsed.name)
 
     async def close_run(self, run: str) -> messages.RunStatus:
-        """End a run."""
+        """End a run for good. Raises UnknownRun."""
         await self.execute(lambda state, now: runs.close_run(state, state.run(run), now))
         return self.run_status(run)
 
     async def submit_groups(self, run: str, request: messages.SubmitGroupsRequest) -> messages.SubmitGroupsReply:
-        """Add groups of the learner's own."""
+        """Admit groups that the learner chose. Raises UnknownRun, UnknownEnvironment, GroupExists."""
         self._check_environments([str(group.task.get("environment")) for group in request.groups])
         ids = await self.execute(lambda state, now: groups.submit(state, state.run(run), request.groups, now))
         return messages.SubmitGroupsReply(epoch=self.epoch, groups=ids)
@@ -140,7 +140,7 @@ class Service(Lifecycle):
     # Evaluations ----------------------------------------------------------------------------------------------
 
     async def start_evaluation(self, run: str, request: messages.EvaluationRequest) -> messages.EvaluationReply:
-        """Start episodes pinned to a version."""
+        """Start an evaluation of a version. Raises UnknownRun, UnknownEnvironment, VersionUnknown."""
         self._check_environments([str(task.get("environment")) for task in request.tasks])
         id = await self.execute(lambda state, now: evaluations.start(state, state.run(run), request, now))
         return await self.execute(lambda state, now: evaluations.report(state, state.run(run), id, now))
@@ -274,7 +274,7 @@ class Service(Lifecycle):
         manifest = read_manifest(head) if head else None
         if manifest is None or trajectory not in manifest.trajectories:
             raise UnknownBatch(
-                f"The trajectory {trajectory} is in no batch yet.",
+                f"The trajectory {trajectory} is not in a batch yet.",
                 hint="Advantages are computed when a batch is formed: pull until its group is served.",
             )
         rows = [

@@ -237,4 +237,5 @@ _LOG_EVENT: dict[type, Callable[[Any], None]] = {
     ServerDrained: lambda event: log.info("policy server drains", run=event.run, address=event.address),
     ServerRemoved: lambda event: log.info("policy server removed", run=event.run, address=event.address),
 }
-"""Events that operators read in the program's log. The log of the data directory has all of them."""
+"""Functions that write an event to the program's log, by type: what operators read there. The log of the data directory
+has all events."""

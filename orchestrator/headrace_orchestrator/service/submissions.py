@@ -87,8 +87,8 @@ class Submissions:
             on_stored(self._reply_with(results))
 
     async def _was_accepted(self, head: messages.SubmissionHead, worker: str) -> bool:
-        """Whether the stored record of the episode is of this very attempt. The scheduler forgets an episode once its
-        group is complete."""
+        """Tell whether the stored record of the episode is of this very attempt. The scheduler forgets an episode once
+        its group is complete."""
         await self._store.project()
         found = await asyncio.to_thread(self._store.projection.find_episode, head.episode)
         return found is not None and (found.attempt, found.worker) == (head.attempt, worker)

@@ -1,4 +1,4 @@
-"""Data-parallel learners and learners that were started again, through a real service."""
+"""Pulls of data-parallel learners and of restarted learners, through a real service."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ async def test_shards_of_a_body_too_long_to_be_held_are_the_same(data_dir: Path,
         assert [row_bytes(row) for row in one.rows] == [row_bytes(row) for row in other.rows]
 
 
-async def test_a_rank_that_is_missing_is_named_to_those_that_wait(data_dir: Path):
+async def test_the_reasons_of_a_waiting_rank_name_the_missing_one(data_dir: Path):
     async with orchestrator(data_dir) as api, client(api) as learner:
         await api.create_run(max_staleness=0)
         await api.play(free=4)
@@ -174,10 +174,10 @@ async def learner_api(url: str) -> AsyncIterator[Api]:
         yield Api(session)
 
 
-# G06: rows of an episode vary, and the shards do not divide
+# G06: episodes have different numbers of rows, and the shards do not divide evenly
 
 
-async def play_g06(api: Api, attempts: list[messages.Assignment]) -> None:
+async def play_rows(api: Api, attempts: list[messages.Assignment]) -> None:
     groups = list(dict.fromkeys(attempt.group for attempt in attempts))
     records = [(item, rows_of(item, groups.index(item.group) * 8 + item.member)) for item in attempts]
     for start in range(0, len(records), 16):
@@ -204,10 +204,10 @@ def rows_of(attempt: messages.Assignment, number: int) -> Trajectory:
     return make_trajectory(**{name: getattr(attempt, name) for name in names}, id=new_id(), segments=segments)
 
 
-async def test_g06_shards_of_episodes_with_different_numbers_of_rows(data_dir: Path):
+async def test_shards_of_episodes_with_different_numbers_of_rows(data_dir: Path):
     async with orchestrator(data_dir) as api:
         await api.create_run(group_size=8, batch_size=512, estimator={"name": "grpo"}, max_staleness=0)
-        await play_g06(api, await api.lease(free=512))
+        await play_rows(api, await api.lease(free=512))
         cuts: dict[int, list[Batch]] = {}
         for shards in (8, 7):
             async with ranks(api, shards, session=f"in {shards}") as learner:
@@ -235,7 +235,7 @@ async def test_g06_shards_of_episodes_with_different_numbers_of_rows(data_dir: P
         assert len(split) > len(set(split)), "rows of one episode may be in several shards"
 
 
-async def test_g06_shards_without_rows_are_empty_and_valid(data_dir: Path):
+async def test_shards_without_rows_are_empty_and_valid(data_dir: Path):
     async with orchestrator(data_dir) as api, ranks(api, 8) as learner:
         await api.create_run(group_size=3, batch_size=3)
         await api.play(free=3)
@@ -250,7 +250,7 @@ async def test_g06_shards_without_rows_are_empty_and_valid(data_dir: Path):
         assert (batch.manifest.counts.rows, batch.shard.part.moments) == (3, nothing)
 
 
-async def test_g06_filler_rows_count_nowhere_and_are_copies_of_nothing(data_dir: Path):
+async def test_filler_rows_count_nowhere_and_copy_no_other_row(data_dir: Path):
     async with orchestrator(data_dir) as api, ranks(api, 2) as learner:
         await api.create_run(group_size=3, batch_size=3)
         await api.play(free=3)

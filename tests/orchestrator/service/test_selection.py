@@ -1,4 +1,4 @@
-"""Selection over HTTP: what a pull asks for, what its batch says of it, and what a restart brings back."""
+"""Selection over HTTP: filters of pulls, the selection in a batch's manifest, and its state after a restart."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headrace.wire import messages
 from tests.orchestrator.serving import Api, orchestrator, record_for, submission
 
 
-async def test_a_batch_says_how_it_was_chosen_and_a_restart_knows_it_too(tmp_path):
+async def test_the_manifest_states_the_selection_also_after_a_restart(tmp_path):
     async with orchestrator(tmp_path) as api:
         await api.create_run(
             environments=[{"id": "test:Echo", "tags": ["easy"]}, {"id": "test:Echo", "tags": ["hard"]}],
@@ -52,7 +52,7 @@ async def test_priorities_of_another_order_are_refused(api: Api):
     assert problem["hint"] == "Create the run with selection = {'order': 'prioritized'}."
 
 
-async def test_a_partial_group_is_served_though_its_worker_never_answers(api: Api):
+async def test_a_partial_group_is_served_although_its_worker_never_answers(api: Api):
     await api.create_run(group_size=2, batch_size=2, max_staleness=0, partial_after_s=0.2, attempt_lease_s=0.4)
     attempts = await api.lease(free=2)
     (result,) = await api.submit(submission([(attempts[0], record_for(attempts[0]))]))

@@ -1,4 +1,4 @@
-"""The interface as workers and learners see it, over real HTTP."""
+"""The routes for workers and learners, over real HTTP."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def test_a_nacked_batch_comes_back_as_the_same_bytes_in_a_new_generation(a
     assert headers[messages.HEADER_GENERATION] == "2"
 
 
-async def test_an_empty_pull_says_why(api: Api):
+async def test_an_empty_pull_gives_its_reasons(api: Api):
     await api.create_run()
     empty = await api.pull()
     assert isinstance(empty, messages.EmptyReply)
@@ -105,7 +105,7 @@ async def test_a_finished_run_answers_a_waiting_pull_at_once(api: Api):
     assert empty.finished
 
 
-async def test_a_learner_that_left_before_its_answer_leaves_no_lease_behind(api: Api):
+async def test_a_learner_that_disconnected_before_its_response_leaves_no_lease_behind(api: Api):
     await api.create_run()
     waiting = asyncio.create_task(api.pull(wait_s=60))
     await until(lambda: learner_waits(api))
@@ -118,7 +118,7 @@ async def test_a_learner_that_left_before_its_answer_leaves_no_lease_behind(api:
     assert batch.generation == 1
 
 
-async def test_a_worker_that_left_before_its_answer_leaves_no_lease_behind(api: Api):
+async def test_a_worker_that_disconnected_before_its_response_leaves_no_lease_behind(api: Api):
     waiting = asyncio.create_task(api.lease(free=4, wait_s=60))
     await until(lambda: workers(api))
     waiting.cancel()
@@ -242,7 +242,7 @@ async def test_a_draining_worker_gets_nothing_new(api: Api):
     assert [worker["draining"] for worker in await api.ask("GET", "/v1/workers")] == [True]
 
 
-async def test_the_whole_service_is_one_answer(api: Api):
+async def test_the_status_of_the_whole_service_is_one_response(api: Api):
     await api.create_run()
     await api.play(free=4)
     status = msgspec.convert(await api.ask("GET", "/v1/status"), messages.ServiceStatus)
@@ -252,7 +252,7 @@ async def test_the_whole_service_is_one_answer(api: Api):
     assert status.epoch == 1
 
 
-async def test_unknown_routes_and_methods_are_problems_that_say_what_there_is(api: Api):
+async def test_unknown_routes_and_methods_are_problems_that_name_the_alternatives(api: Api):
     assert "/docs" in (await api.ask("GET", "/v1/nothing", status=404))["hint"]
     problem = await api.ask("GET", "/v1/runs/run/pull", status=405)
     assert (problem["code"], problem["allowed"]) == ("method-not-allowed", ["POST"])
@@ -273,7 +273,7 @@ async def test_openapi_describes_every_route_with_types_that_exist(api: Api):
     assert "<script src" not in page
 
 
-async def test_an_unexpected_error_is_answered_with_an_id_that_the_log_has(
+async def test_an_unexpected_error_is_answered_with_an_id_that_is_in_the_log(
     api: Api, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, data_dir: Path
 ):
     def broken(*_: object) -> None:
@@ -315,7 +315,7 @@ async def test_advantages_of_a_trajectory_are_those_of_the_batch_that_it_was_las
         listed = (await api.ask("GET", "/v1/runs/run/trajectories"))["trajectories"]
         problem = await api.ask("GET", f"/v1/trajectories/{listed[0]['id']}/advantages", status=404)
         assert problem["code"] == "unknown-batch"
-        assert "no batch yet" in problem["detail"]
+        assert "not in a batch yet" in problem["detail"]
         assert "pull" in problem["hint"]
         batch = await api.pull()
         assert isinstance(batch, Batch)
@@ -339,7 +339,7 @@ async def test_a_run_without_an_estimator_has_returns_and_no_advantages(api: Api
 
 
 async def same_as(api: Api, batch: Batch) -> None:
-    """The service says of every trajectory of the batch what the batch says."""
+    """Require the same advantages from the service and from the batch, for each of its trajectories."""
     for trajectory in batch.trajectories:
         answer = await api.ask("GET", f"/v1/trajectories/{trajectory.id}/advantages")
         found = msgspec.convert(answer, messages.TrajectoryAdvantages)

@@ -1,4 +1,4 @@
-"""Each kind of bad input has its own error and status, names what is wrong, and changes nothing."""
+"""Invalid input: each kind has its own error and status, which names the fault, and changes nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.builders import make_segment, make_trajectory, replace_segment, repla
 from tests.orchestrator.serving import Api, orchestrator, record_for, submission
 
 
-async def test_an_unknown_environment_is_refused_where_the_known_ones_are_given(data_dir: Path):
+async def test_an_unknown_environment_is_refused_where_the_known_ones_are_set(data_dir: Path):
     async with orchestrator(data_dir, environments=frozenset({"game:Known"})) as api:
         mixture = {"name": "run", "environments": [{"id": "game:Unknown"}]}
         problem = await api.ask("POST", "/v1/runs", mixture, status=404)
@@ -102,7 +102,7 @@ async def test_numbers_in_the_query_are_checked(api: Api):
         struct.pack("<I", 4) + b"[12]" + bytes(56),
     ],
 )
-async def test_a_submission_that_is_not_readable_is_refused_whole(api: Api, body: bytes):
+async def test_a_submission_that_cannot_be_read_is_refused_whole(api: Api, body: bytes):
     problem = await api.ask("POST", "/v1/worker/submit?worker=w", body, status=400)
     assert problem["code"] == "invalid-request"
 
@@ -162,7 +162,7 @@ BAD_RECORDS: dict[str, Callable[[Trajectory], Trajectory]] = {
 
 
 @pytest.mark.parametrize("code", BAD_RECORDS)
-async def test_a_bad_record_costs_itself_only(api: Api, code: str):
+async def test_a_bad_record_costs_only_itself(api: Api, code: str):
     await api.create_run()
     attempts = await api.lease(free=2)
     records = [record_for(attempt, turns=2) for attempt in attempts]
@@ -178,7 +178,7 @@ async def test_a_bad_record_costs_itself_only(api: Api, code: str):
 
 
 @pytest.mark.parametrize("reward", [math.inf, -math.inf, math.nan])
-async def test_a_reward_that_is_no_number_is_refused(api: Api, reward: float):
+async def test_a_reward_that_is_not_a_number_is_refused(api: Api, reward: float):
     await api.create_run()
     attempt = (await api.lease(free=1))[0]
     bad = replace_turn(record_for(attempt), 0, reward=reward)
@@ -186,14 +186,14 @@ async def test_a_reward_that_is_no_number_is_refused(api: Api, reward: float):
     assert [(result.verdict, (result.problem or {})["code"]) for result in results] == [("refused", "non-finite-value")]
 
 
-async def test_a_logprob_that_is_no_number_is_refused(api: Api):
+async def test_a_logprob_that_is_not_a_number_is_refused(api: Api):
     await api.create_run()
     attempt = (await api.lease(free=1))[0]
     results = await api.submit(submission([(attempt, _nan_logprob(record_for(attempt)))]))
     assert (results[0].problem or {})["code"] == "non-finite-value"
 
 
-async def test_bytes_that_are_no_record_or_whose_arrays_do_not_fit_are_refused(api: Api):
+async def test_bytes_that_are_not_a_record_or_whose_arrays_do_not_fit_are_refused(api: Api):
     await api.create_run()
     attempt = (await api.lease(free=1))[0]
     record = codec.encode(record_for(attempt))
@@ -211,7 +211,7 @@ async def test_a_record_of_another_episode_than_its_head_names_is_refused(api: A
     assert (results[0].problem or {})["code"] == "invalid-trajectory"
 
 
-async def test_a_superseded_attempt_is_told_so(api: Api):
+async def test_the_result_of_a_superseded_attempt_says_so(api: Api):
     await api.create_run()
     old = (await api.lease(free=1))[0]
     key = messages.AttemptKey(old.episode, old.attempt, old.nonce)
@@ -232,7 +232,7 @@ async def test_another_workers_attempt_and_a_wrong_nonce_are_not_yours(api: Api)
     assert (result.verdict, result.problem["code"]) == ("not-yours", "attempt-not-yours")
 
 
-async def test_an_episode_nobody_knows_is_superseded(api: Api):
+async def test_an_unknown_episode_is_superseded(api: Api):
     await api.create_run()
     attempt = msgspec.structs.replace((await api.lease(free=1))[0], episode="nobody")
     results = await api.submit(submission([(attempt, record_for(attempt))]))
@@ -294,7 +294,7 @@ async def test_a_version_that_was_never_announced_is_refused(api: Api):
         ("GET", "/v1/runs/run/evaluations/nobody", "unknown-evaluation"),
     ],
 )
-async def test_what_does_not_exist_is_not_found_by_its_own_name(api: Api, method: str, path: str, code: str):
+async def test_a_missing_thing_has_an_error_of_its_own(api: Api, method: str, path: str, code: str):
     await api.create_run()
     assert (await api.ask(method, path, status=404))["code"] == code
 
@@ -333,7 +333,7 @@ async def test_a_trajectory_id_of_a_stored_record_is_refused_whatever_run_it_is_
     assert [r.verdict for r in await api.submit(submission([(one, record)]))] == ["duplicate"]
 
 
-async def test_an_unexpected_error_over_one_record_costs_that_record_only(api: Api, monkeypatch: pytest.MonkeyPatch):
+async def test_an_unexpected_error_over_one_record_costs_only_that_record(api: Api, monkeypatch: pytest.MonkeyPatch):
     await api.create_run()
     one, two = await api.lease(free=2)
     real = submitting.validate
@@ -350,7 +350,7 @@ async def test_an_unexpected_error_over_one_record_costs_that_record_only(api: A
     assert results[0].problem["code"] == "internal-error"
 
 
-async def test_rewards_whose_sum_would_overflow_cost_their_record_only(api: Api):
+async def test_rewards_whose_sum_would_overflow_cost_only_their_record(api: Api):
     await api.create_run()
     one, two = await api.lease(free=2)
     body = submission([(one, record_for(one, rewards=[1e308, 1e308])), (two, record_for(two))])
@@ -360,7 +360,7 @@ async def test_rewards_whose_sum_would_overflow_cost_their_record_only(api: Api)
     assert results[0].problem["code"] == "non-finite-value"
 
 
-async def test_a_record_that_contradicts_who_submits_it_or_what_its_run_trains_is_refused(api: Api):
+async def test_a_record_that_contradicts_its_worker_or_what_its_run_trains_is_refused(api: Api):
     await api.create_run(policy={"base": "policy", "agents": {"rival": {"train": False}, "pupil": {"base": "other"}}})
     attempt = (await api.lease(free=1))[0]
     other = msgspec.structs.replace(make_segment(), policy=PolicyRef(base="other"))
@@ -444,7 +444,7 @@ async def test_json_that_is_nested_too_deep_is_refused(api: Api):
     assert "kwargs" in (await api.ask("POST", "/v1/runs", spec, status=422))["detail"]
 
 
-async def test_a_place_beyond_every_listing_is_refused(api: Api):
+async def test_a_position_beyond_every_listing_is_refused(api: Api):
     await api.create_run()
     for before in ("9" * 20, "-1", "9" * 5000):
         await api.ask("GET", f"/v1/runs/run/trajectories?before={before}", status=400)

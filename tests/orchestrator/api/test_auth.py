@@ -1,4 +1,4 @@
-"""Who may do what."""
+"""Roles of routes, tokens and requests of web pages."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def status_of(api: Api, method: str, path: str, headers: dict[str, str]) -
         return answer.status
 
 
-async def test_every_route_lets_its_roles_in_and_nobody_else(data_dir: Path, tmp_path: Path):
+async def test_every_route_admits_its_roles_and_no_other(data_dir: Path, tmp_path: Path):
     async with orchestrator(data_dir, tokens=write_tokens(tmp_path / "tokens.toml")) as api:
         for route in ROUTES:
             if route.path == "/events":
@@ -62,7 +62,7 @@ def test_the_stream_has_the_role_of_the_console():
     assert roles["/events"] == roles["/"] == frozenset[Role]({"viewer"})
 
 
-def test_the_learner_and_the_worker_routes_are_apart():
+def test_no_route_is_for_learners_and_for_workers():
     for route in ROUTES:
         if "/worker/" in route.path:
             assert route.roles == frozenset[Role]({"worker"})
@@ -110,7 +110,7 @@ async def test_an_open_bind_without_tokens_does_not_touch_the_data_directory(dat
         ('[[tokens]]\nname = "a"\nroles = ["admin"]\nsha256 = "zz"', "64 hexadecimal"),
     ],
 )
-def test_a_token_file_that_is_not_valid_says_where(tmp_path: Path, text: str, named: str):
+def test_the_error_of_an_invalid_token_file_names_the_place(tmp_path: Path, text: str, named: str):
     file = tmp_path / "tokens.toml"
     file.write_text(text)
     with pytest.raises(SetupError) as caught:
@@ -170,7 +170,7 @@ async def test_with_tokens_the_token_decides_and_not_the_origin(data_dir: Path, 
 
 
 @pytest.mark.parametrize("value", ["Basic \xe9\xe9", "Basic !", "Bearer \xe9", "Nothing"])
-async def test_an_authorization_that_is_not_readable_is_no_token(data_dir: Path, tmp_path: Path, value: str):
+async def test_an_authorization_that_cannot_be_read_is_not_a_token(data_dir: Path, tmp_path: Path, value: str):
     tokens = tmp_path / "tokens.toml"
     tokens.write_text('[[tokens]]\nname = "v"\nroles = ["viewer"]\ntoken = "0123456789abcdef"\n')
     async with (

@@ -1,4 +1,4 @@
-"""What the service promises about order, durability and time."""
+"""Order, durability and time in the service."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.orchestrator.serving import Api, orchestrator, record_for, refusing_d
 
 
 class SlowDisk:
-    """Holds every sync until it is let go."""
+    """A disk that holds every sync until it is released."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._go = threading.Event()
@@ -65,7 +65,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
     found.let_go()
 
 
-async def test_no_answer_ends_before_everything_that_it_rests_on_is_on_disk(api: Api, disk: SlowDisk):
+async def test_no_response_ends_before_everything_that_it_rests_on_is_on_disk(api: Api, disk: SlowDisk):
     await api.create_run()
     await api.play(free=4)
     batch = await api.pull()
@@ -89,7 +89,7 @@ async def test_no_answer_ends_before_everything_that_it_rests_on_is_on_disk(api:
 
 
 @pytest.mark.parametrize("held", [True, False], ids=["held", "streamed"])
-async def test_a_batch_is_on_its_way_while_its_lease_is_written_and_ends_when_that_is_on_disk(
+async def test_a_batch_is_sent_while_its_lease_is_written_and_its_end_when_that_is_on_disk(
     api: Api, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch, held: bool
 ):
     if not held:
@@ -111,7 +111,7 @@ async def test_a_batch_is_on_its_way_while_its_lease_is_written_and_ends_when_th
 
 
 @pytest.mark.parametrize("held", [True, False], ids=["held", "streamed"])
-async def test_a_batch_whose_lease_cannot_be_written_breaks_off_and_comes_again(
+async def test_a_batch_whose_lease_cannot_be_written_is_cut_off_and_served_again(
     api: Api, monkeypatch: pytest.MonkeyPatch, held: bool
 ):
     if not held:
@@ -172,7 +172,7 @@ async def test_a_body_is_streamed_on_when_a_disk_that_refused_takes_its_records_
     batch.verify()
 
 
-async def test_a_batch_may_hold_records_that_are_still_on_their_way_to_the_disk(api: Api, disk: SlowDisk):
+async def test_a_batch_may_hold_records_that_are_not_on_disk_yet(api: Api, disk: SlowDisk):
     await api.create_run()
     attempts = await api.lease(free=4)
     disk.hold()
@@ -187,7 +187,7 @@ async def test_a_batch_may_hold_records_that_are_still_on_their_way_to_the_disk(
     batch.verify()
 
 
-async def test_time_passes_by_a_timer(api: Api):
+async def test_a_timer_lets_time_pass(api: Api):
     await api.create_run(attempt_lease_s=0.2, batch_lease_s=0.2)
     first = (await api.lease(free=1))[0]
     again = await api.lease("worker-2", free=8, wait_s=0)
@@ -247,7 +247,7 @@ RECORDS = [
 
 
 @pytest.mark.parametrize("trajectory", RECORDS)
-def test_the_scheduler_learns_the_same_from_a_record_when_it_is_submitted_and_when_it_is_read_back(trajectory: Any):
+def test_a_record_gives_the_same_event_when_it_is_submitted_and_when_it_is_read_back(trajectory: Any):
     record = codec.encode(trajectory)
     assert event_of(trajectory, len(record)) == event_of(codec.decode_head(record), len(record))
 
@@ -270,7 +270,7 @@ def test_a_record_that_the_scheduler_wrote_itself_has_no_worker_in_its_provenanc
 
 
 async def replayed(data: Path) -> tuple[Scheduler, Store, int]:
-    """What the log in a data directory gives back, and how many records it passed over."""
+    """Replay the log of a data directory; also the number of records that were skipped."""
     log = Log(data / "log", file_bytes=1 << 30)
     store = Store(log, SqliteProjection(data / "projection.sqlite", log.id))
     core = Scheduler(epoch=9, new_id=lambda: "id", new_nonce=lambda: "nonce")
@@ -305,7 +305,7 @@ async def test_the_index_is_the_same_whether_events_come_from_commands_or_from_t
     await store.close()
 
 
-async def test_control_records_that_are_decided_together_share_frames_in_the_order_in_which_they_were_decided(
+async def test_events_of_one_commit_share_frames_in_their_order(
     data_dir: Path,
 ):
     log = Log(data_dir / "log", file_bytes=1 << 30)
@@ -324,7 +324,7 @@ async def test_control_records_that_are_decided_together_share_frames_in_the_ord
     assert [event for share in read for event in share] == events
 
 
-async def test_a_fact_that_does_not_fit_costs_none_of_those_it_shares_a_frame_with(data_dir: Path):
+async def test_an_event_that_does_not_fit_costs_no_other_event_of_its_frame(data_dir: Path):
     async with orchestrator(data_dir) as api:
         await api.create_run()
     log = Log(data_dir / "log", file_bytes=1 << 30)
@@ -360,7 +360,7 @@ async def test_the_first_terminal_record_of_an_episode_wins(data_dir: Path):
         assert {t.episode for t in batch.trajectories} == {a.episode for a in attempts}
 
 
-async def test_events_that_build_on_a_lost_one_are_passed_over(data_dir: Path):
+async def test_events_that_build_on_a_lost_one_are_skipped(data_dir: Path):
     async with orchestrator(data_dir) as api:
         await api.create_run()
         await api.play(free=4)
@@ -376,7 +376,7 @@ async def test_events_that_build_on_a_lost_one_are_passed_over(data_dir: Path):
     await store.close()
 
 
-async def test_heartbeats_renew_leases_and_tell_what_is_over(api: Api):
+async def test_heartbeats_renew_leases_and_list_attempts_that_are_over(api: Api):
     await api.create_run()
     attempts = await api.lease(free=2)
     keys = [messages.AttemptKey(a.episode, a.attempt, a.nonce) for a in attempts]
@@ -397,7 +397,7 @@ class Unstorable(WorkerDraining, frozen=True, kw_only=True, tag="WorkerDraining"
     number: int
 
 
-async def test_memory_never_goes_on_without_the_log(data_dir: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_the_state_in_memory_never_gets_ahead_of_the_log(data_dir: Path, monkeypatch: pytest.MonkeyPatch):
     real = Scheduler.drain
 
     def drain(core: Scheduler) -> list[AnyEvent]:
@@ -420,7 +420,7 @@ async def test_memory_never_goes_on_without_the_log(data_dir: Path, monkeypatch:
         assert [run["name"] for run in await api.ask("GET", "/v1/runs")] == ["before"]
 
 
-async def test_everything_that_was_decided_together_is_encoded_before_anything_of_it_is_stored(data_dir: Path):
+async def test_all_events_of_a_commit_are_encoded_before_any_is_stored(data_dir: Path):
     log = Log(data_dir / "log", file_bytes=1 << 30)
     assert list(log.scan()) == []
     log.start(lambda: None)
@@ -463,7 +463,7 @@ async def test_groups_of_one_id_in_two_runs_are_two_groups(data_dir: Path):
 
 
 async def test_records_that_share_an_id_are_served_again_as_the_same_bytes(data_dir: Path):
-    """A log may hold such records from before the door refused them."""
+    """An older log may hold such records; submissions of them are refused now."""
     async with orchestrator(data_dir) as api:
         await api.create_run(group_size=1, batch_size=2)
         one, two = await api.lease(free=2)
