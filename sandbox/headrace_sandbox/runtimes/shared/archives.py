@@ -33,7 +33,7 @@ MOST_RATIO = 200
 """Largest ratio of unpacked to packed size; text packs by 3 to 10, and zeros by 1,000."""
 
 UNCHECKED_BYTES = 1 << 20
-"""The ratio does not matter for an archive that is no larger than this unpacked."""
+"""The ratio does not matter for an archive of at most this size unpacked."""
 
 BLOCK_BYTES = 512
 """Tar's block: an entry has a header of at least one, and its content is padded to whole ones."""
