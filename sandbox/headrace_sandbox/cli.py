@@ -23,7 +23,7 @@ import msgspec
 
 from headrace.errors import SandboxFailure
 from headrace_sandbox.conformance import suite
-from headrace_sandbox.doctor import Ladder, Rung, ladder
+from headrace_sandbox.doctor import DoctorReport, DoctorRow, diagnose
 from headrace_sandbox.host.reaper import reap
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import Command, Runtime
@@ -53,19 +53,19 @@ def doctor(context: click.Context, as_json: bool) -> None:
     Example:
       headrace sandbox doctor
     """
-    found = asyncio.run(ladder(_say))
+    found = asyncio.run(diagnose(_say))
     if as_json:
         click.echo(msgspec.json.encode(found).decode())
     else:
-        _print_ladder(found)
+        _print_report(found)
     if found.best is None:
         context.exit(1)
 
 
-def _print_ladder(found: Ladder) -> None:
-    for rung in (*found.machine, *found.runtimes):
-        _print_rung(rung)
-    passed = [rung.name for rung in found.runtimes if rung.verdict == "ok"]
+def _print_report(found: DoctorReport) -> None:
+    for row in (*found.machine, *found.runtimes):
+        _print_row(row)
+    passed = [row.name for row in found.runtimes if row.verdict == "ok"]
     if found.default in passed:
         click.echo(f"Where none is named, it is {found.default}.")
     elif found.best is None:
@@ -74,17 +74,17 @@ def _print_ladder(found: Ladder) -> None:
         click.echo(f"The default, {found.default}, cannot be used here. The best that passes is {found.best}: name it.")
 
 
-def _print_rung(rung: Rung) -> None:
-    mark = click.style(f"{rung.verdict:<5}", fg=COLOURS[rung.verdict])
-    click.echo(f"{mark} {rung.name}: {rung.found}")
-    if rung.versions:
-        click.echo(f"      versions: {', '.join(f'{part} {version}' for part, version in rung.versions.items())}")
-    if rung.active:
-        click.echo(f"      limits: {', '.join(rung.active)}")
-    if rung.cost_s:
-        costs = (f"{1000 * cost_s:.0f} ms as {way}" for way, cost_s in rung.cost_s.items())
+def _print_row(row: DoctorRow) -> None:
+    mark = click.style(f"{row.verdict:<5}", fg=COLOURS[row.verdict])
+    click.echo(f"{mark} {row.name}: {row.found}")
+    if row.versions:
+        click.echo(f"      versions: {', '.join(f'{part} {version}' for part, version in row.versions.items())}")
+    if row.active:
+        click.echo(f"      limits: {', '.join(row.active)}")
+    if row.cost_s:
+        costs = (f"{1000 * cost_s:.0f} ms as {way}" for way, cost_s in row.cost_s.items())
         click.echo(f"      print(1): {', '.join(costs)}")
-    for line in rung.hint.splitlines():
+    for line in row.hint.splitlines():
         click.echo(f"      {line}")
 
 
@@ -199,7 +199,7 @@ def conformance(context: click.Context, name: str, numbers: Sequence[str], allow
     context.exit(0 if is_ok else 1)
 
 
-async def _conformance(runtime: Runtime, chosen: Sequence[suite.Case], as_json: bool) -> bool:
+async def _conformance(runtime: Runtime, chosen: Sequence[suite.ConformanceCase], as_json: bool) -> bool:
     lines = []
     try:
         async for line in suite.run_suite(runtime, chosen):
@@ -216,7 +216,7 @@ async def _conformance(runtime: Runtime, chosen: Sequence[suite.Case], as_json: 
     return not differing
 
 
-def _show(line: suite.Line) -> None:
+def _show(line: suite.CaseReport) -> None:
     mark = click.style("ok  " if line.ok else "FAIL", fg=COLOURS["ok" if line.ok else "fail"])
     expected = " or ".join(line.expected) or "safe"
     click.echo(

@@ -22,7 +22,7 @@ from headrace_sandbox.runtimes.base import Runtime
 from headrace_sandbox.runtimes.registry import DEFAULT, make_runtime_in_time, runtime_names
 from headrace_sandbox.runtimes.self_test import SelfTest, self_test, self_test_failed
 
-Verdict = Literal["ok", "warn", "fail"]
+CheckVerdict = Literal["ok", "warn", "fail"]
 
 ORDER = ("bubblewrap", "gvisor", "docker", "wasm")
 """Best first, where several pass: those that run any command, by cost, then what runs Python alone. Those of third
@@ -61,11 +61,11 @@ NOT_ROOT = (
 )
 
 
-class Rung(msgspec.Struct, frozen=True, kw_only=True):
+class DoctorRow(msgspec.Struct, frozen=True, kw_only=True):
     """One row of the ladder. ``found``: the evidence in a line. ``hint``: what to do where it is not ok. ``active``:
     limits that are enforced. ``cost_s``: seconds of one ``print(1)``, by the way it was run."""
 
-    verdict: Verdict
+    verdict: CheckVerdict
     name: str
     found: str
     hint: str = ""
@@ -74,30 +74,30 @@ class Rung(msgspec.Struct, frozen=True, kw_only=True):
     cost_s: dict[str, float] = {}
 
 
-class Ladder(msgspec.Struct, frozen=True, kw_only=True):
+class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
     """What this machine has. ``machine``: what runtimes can build on. ``default``: the runtime where none is named.
     ``best``: of those that pass, if any."""
 
-    machine: list[Rung]
-    runtimes: list[Rung]
+    machine: list[DoctorRow]
+    runtimes: list[DoctorRow]
     default: str
     best: str | None
 
 
-async def ladder(say: Callable[[str], None]) -> Ladder:
+async def diagnose(say: Callable[[str], None]) -> DoctorReport:
     """Try every runtime, one after the other. ``say`` is told what takes long."""
-    rungs = [await rung(name, say) for name in runtime_names()]
-    return Ladder(machine=[_control_groups(), _users()], runtimes=rungs, default=DEFAULT, best=best_of(rungs))
+    rows = [await check_runtime(name, say) for name in runtime_names()]
+    return DoctorReport(machine=[_control_groups(), _users()], runtimes=rows, default=DEFAULT, best=best_of(rows))
 
 
-def best_of(rungs: list[Rung]) -> str | None:
+def best_of(rows: list[DoctorRow]) -> str | None:
     """The best runtime of those that pass."""
-    passed = [rung.name for rung in rungs if rung.verdict == "ok"]
+    passed = [row.name for row in rows if row.verdict == "ok"]
     others = [name for name in passed if name not in ORDER]
     return next((name for name in (*ORDER[:-1], *others, ORDER[-1]) if name in passed), None)
 
 
-async def rung(name: str, say: Callable[[str], None]) -> Rung:
+async def check_runtime(name: str, say: Callable[[str], None]) -> DoctorRow:
     """The row of one runtime."""
     try:
         runtime = await make_runtime_in_time(name, allow_unsafe=True)
@@ -118,8 +118,8 @@ async def _close(runtime: Runtime) -> None:
         raise self_test_failed(runtime.name, f"it was not closed within {CLOSE_S:g} s") from None
 
 
-def _row(name: str, tried: SelfTest) -> Rung:
-    verdict: Verdict = "ok"
+def _row(name: str, tried: SelfTest) -> DoctorRow:
+    verdict: CheckVerdict = "ok"
     found, hint = ", ".join(tried.proven), tried.hint
     if not tried.passed:
         verdict, found = "fail", f"does not hold: {'; '.join(tried.missing)}"
@@ -128,7 +128,7 @@ def _row(name: str, tried: SelfTest) -> Rung:
         found = "not a sandbox: programs run as this user, with its files and its network"
         hint = "Only for programs that you trust; it is refused without allow_unsafe=True (--allow-unsafe)."
     isolation = tried.isolation
-    return Rung(
+    return DoctorRow(
         verdict=verdict,
         name=name,
         found=found,
@@ -139,12 +139,12 @@ def _row(name: str, tried: SelfTest) -> Rung:
     )
 
 
-def _failed(name: str, error: Exception) -> Rung:
+def _failed(name: str, error: Exception) -> DoctorRow:
     if not isinstance(error, HeadraceError):
-        return Rung(verdict="fail", name=name, found=f"{type(error).__name__}: {error}", hint="A defect of it.")
+        return DoctorRow(verdict="fail", name=name, found=f"{type(error).__name__}: {error}", hint="A defect of it.")
     is_refused = isinstance(error, SandboxFailure) and error.kind == "sandbox-not-made"
     hint = remedy(_read) if name == "bubblewrap" and is_refused else error.hint
-    return Rung(verdict="fail", name=name, found=error.detail, hint=hint)
+    return DoctorRow(verdict="fail", name=name, found=error.detail, hint=hint)
 
 
 def remedy(read: Callable[[str], str]) -> str:
@@ -166,15 +166,15 @@ def _read(name: str) -> str:
         return ""
 
 
-def _users() -> Rung:
+def _users() -> DoctorRow:
     if os.geteuid() == 0:
-        return Rung(verdict="ok", name="users", found="each sandbox runs as a user of its own, which owns nothing")
+        return DoctorRow(verdict="ok", name="users", found="each sandbox runs as a user of its own, which owns nothing")
     found = "sandboxes run as this user, in namespaces of its own where there are some"
-    return Rung(verdict="warn", name="users", found=found, hint=NOT_ROOT)
+    return DoctorRow(verdict="warn", name="users", found=found, hint=NOT_ROOT)
 
 
-def _control_groups() -> Rung:
+def _control_groups() -> DoctorRow:
     driver = find_driver()
     if driver.active:
-        return Rung(verdict="ok", name="control groups", found=driver.name, active=list(driver.active))
-    return Rung(verdict="warn", name="control groups", found="none that this process may make", hint=NO_GROUPS)
+        return DoctorRow(verdict="ok", name="control groups", found=driver.name, active=list(driver.active))
+    return DoctorRow(verdict="warn", name="control groups", found="none that this process may make", hint=NO_GROUPS)

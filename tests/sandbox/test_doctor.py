@@ -1,4 +1,4 @@
-"""The ladder: one row for each runtime with evidence, the remedy where it fails, and no silent downgrade."""
+"""The report of doctor: one row for each runtime with evidence, the remedy where it fails, and no silent downgrade."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from headrace.errors import SandboxFailure
 from headrace_sandbox import doctor
-from headrace_sandbox.doctor import Rung, best_of, ladder, rung
+from headrace_sandbox.doctor import DoctorRow, best_of, check_runtime, diagnose
 from headrace_sandbox.result import ExecResult, Isolation, Limits, Output, Usage
 from headrace_sandbox.runtimes import registry
 from headrace_sandbox.runtimes import self_test as selftest
@@ -77,13 +77,13 @@ def third(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], None
     return offer
 
 
-async def looked_at() -> Rung:
-    return await rung("third", lambda _: None)
+async def looked_at() -> DoctorRow:
+    return await check_runtime("third", lambda _: None)
 
 
 async def test_a_runtime_of_a_third_party_has_a_row_with_evidence(third: Any) -> None:
     third(Third)
-    found = await ladder(lambda _: None)
+    found = await diagnose(lambda _: None)
     assert [row.name for row in found.runtimes] == ["third"]
     row = found.runtimes[0]
     assert (row.verdict, row.found) == ("ok", "no network, an end in time, bounded memory")
@@ -145,7 +145,7 @@ async def test_a_runtime_that_cannot_be_loaded_says_why(third: Any) -> None:
 
 
 async def test_what_isolates_nothing_is_no_more_than_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = await rung("process", lambda _: None)
+    row = await check_runtime("process", lambda _: None)
     assert row.verdict == "warn"
     assert "not a sandbox" in row.found
     assert best_of([row]) is None
@@ -155,7 +155,7 @@ async def test_what_isolates_nothing_is_no_more_than_a_warning(monkeypatch: pyte
 
 def test_the_best_that_passes_is_named() -> None:
     def best(*names: str) -> str | None:
-        return best_of([Rung(verdict="ok", name=name, found="") for name in names])
+        return best_of([DoctorRow(verdict="ok", name=name, found="") for name in names])
 
     assert best("wasm", "third", "bubblewrap", "docker") == "bubblewrap"
     assert best("wasm", "third") == "third"
@@ -182,7 +182,7 @@ def test_the_remedy_is_for_what_refuses_namespaces_here(files: dict[str, str], r
 
 
 @pytest.mark.component("bubblewrap")
-def test_doctor_prints_the_ladder_for_people_and_for_scripts() -> None:
+def test_doctor_prints_the_report_for_people_and_for_scripts() -> None:
     told = json.loads(headrace("doctor", "--json").stdout)
     rows = {row["name"]: row for row in told["runtimes"]}
     assert rows["bubblewrap"]["verdict"] == "ok"

@@ -10,7 +10,7 @@ import pytest
 
 from headrace.errors import SandboxFailure
 from headrace_sandbox.graders import CallCase, Case, StdioCase, grade
-from headrace_sandbox.graders.comparison import Unreadable, read_answer, same_text, same_value
+from headrace_sandbox.graders.comparison import UnreadableAnswer, read_answer, same_text, same_value
 from headrace_sandbox.guest.values import encoded
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import PythonProgram, Runtime
@@ -289,7 +289,7 @@ def test_values_are_compared_as_data(given: object, expected: object, same: bool
 def test_an_answer_that_nobody_wrote_so_is_unreadable_or_another_value(answer: bytes) -> None:
     try:
         value = read_answer(answer)
-    except Unreadable:
+    except UnreadableAnswer:
         return
     assert value == 1522756
     assert same_value(value, 1234) is False

@@ -40,10 +40,10 @@ def trials() -> Iterator[object]:
 
 
 @pytest.mark.parametrize(("name", "column", "case"), list(trials()))
-async def test_it_comes_out_as_the_table_says(name: str, column: str, case: suite.Case) -> None:
+async def test_it_comes_out_as_the_table_says(name: str, column: str, case: suite.ConformanceCase) -> None:
     runtime = make_runtime(name, allow_unsafe=True)
     try:
-        found = await suite.run_case(suite.Lab(runtime, suite.columns(name)[column]), case)
+        found = await suite.run_case(suite.CaseContext(runtime, suite.columns(name)[column]), case)
     finally:
         await runtime.close()
     outcomes = suite.expected(column, case)
@@ -87,7 +87,7 @@ async def test_a_runtime_that_does_not_isolate_is_found_out() -> None:
     chosen = [case for case in suite.cases() if case.number in ("18", "19a", "27")]
     leaky = make_runtime("process", allow_unsafe=True)
     for case in chosen:
-        found = await suite.run_case(suite.Lab(leaky, "run"), case)
+        found = await suite.run_case(suite.CaseContext(leaky, "run"), case)
         assert found.outcome == suite.ESCAPED
         assert found.evidence
     await leaky.close()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox.pool.messages import Bounds, PoolSettings
+from headrace_sandbox.pool.messages import PoolSettings, WarmBounds
 from headrace_sandbox.pool.pool import Pool
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Template
@@ -29,7 +29,7 @@ def runtime() -> MemoryRuntime:
 async def make(runtime: MemoryRuntime) -> AsyncIterator[Callable[..., Pool]]:
     pools: list[Pool] = []
 
-    def make_pool(*warm: tuple[Template, Bounds], **bounds: Any) -> Pool:
+    def make_pool(*warm: tuple[Template, WarmBounds], **bounds: Any) -> Pool:
         pools.append(Pool(runtime, PoolSettings(**bounds), warm))
         return pools[-1]
 
@@ -191,7 +191,7 @@ async def test_whoever_is_cancelled_while_it_gives_back_holds_nothing(make: Any,
 
 async def test_warm_ones_are_there_before_anybody_asks(make: Any, runtime: MemoryRuntime) -> None:
     runtime.make_s = 0.2
-    pool = make((TEMPLATE, Bounds(least=2, most=2)))
+    pool = make((TEMPLATE, WarmBounds(least=2, most=2)))
     await pool.start()
     await until(lambda: pool.counts().sandboxes["idle"] == 2)
     lease = await pool.lease(TEMPLATE, 60)

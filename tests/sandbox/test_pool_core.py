@@ -13,30 +13,30 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from headrace_sandbox.pool.core import FEW_DUE, Core
 from headrace_sandbox.pool.messages import (
-    Bounds,
     Clean,
     Close,
     Hand,
     Instruction,
-    Kind,
     Make,
     NotMade,
     PoolSettings,
     Refuse,
     Request,
     Revoke,
+    SandboxKind,
     Start,
+    WarmBounds,
 )
 
 MIB = 1 << 20
-SMALL, LARGE = Kind("small", 64 * MIB), Kind("large", 256 * MIB)
+SMALL, LARGE = SandboxKind("small", 64 * MIB), SandboxKind("large", 256 * MIB)
 FLAKY = NotMade("sandbox-not-made", "no namespace", True)
 
 
 class Simulated:
     """A core whose shell does nothing by itself: what is under way is ended by the test."""
 
-    def __init__(self, warm: Sequence[tuple[Kind, Bounds]] = (), **bounds: Any) -> None:
+    def __init__(self, warm: Sequence[tuple[SandboxKind, WarmBounds]] = (), **bounds: Any) -> None:
         ids = itertools.count()
         self.core = Core(PoolSettings(**bounds), lambda: f"id{next(ids)}", warm)
         self.now = 1000.0
@@ -70,7 +70,7 @@ class Simulated:
                     self.revoked.add(instruction.lease)
         self.core.check()
 
-    def ask(self, owner: str = "a", kind: Kind | None = None, wait_s: float = 10.0, ttl_s: float = 60.0) -> str:
+    def ask(self, owner: str = "a", kind: SandboxKind | None = None, wait_s: float = 10.0, ttl_s: float = 60.0) -> str:
         request = f"request{next(self.asked)}"
         memory_bytes = kind.memory_bytes if kind else 64 * MIB
         asked = Request(id=request, owner=owner, wait_s=wait_s, memory_bytes=memory_bytes, kind=kind, ttl_s=ttl_s)
@@ -203,7 +203,7 @@ def test_times_for_which_nobody_waits_any_more_take_no_memory() -> None:
         asked = pool.ask(wait_s=1e9)
         pool.done(before)
         before = asked
-    leased = pool.ask(kind=Kind("small", MIB), ttl_s=1e8)
+    leased = pool.ask(kind=SandboxKind("small", MIB), ttl_s=1e8)
     pool.make()
     hand = pool.answers[leased]
     assert isinstance(hand, Hand)
@@ -265,7 +265,7 @@ def test_closing_waits_for_no_making_and_making_for_no_closing() -> None:
 
 
 def test_sandboxes_are_kept_warm_and_those_beyond_are_closed_after_a_while() -> None:
-    pool = Simulated([(SMALL, Bounds(least=2, most=4))], idle_s=60.0)
+    pool = Simulated([(SMALL, WarmBounds(least=2, most=4))], idle_s=60.0)
     assert len(pool.making) == 2
     pool.settle()
     requests = [pool.ask(kind=SMALL) for _ in range(3)]
@@ -280,7 +280,7 @@ def test_sandboxes_are_kept_warm_and_those_beyond_are_closed_after_a_while() -> 
 
 
 def test_a_sandbox_that_rests_is_closed_when_it_can_no_longer_be_leased_in_full() -> None:
-    pool = Simulated([(SMALL, Bounds(least=1, most=1))], idle_s=5.0, ttl_s=20.0)
+    pool = Simulated([(SMALL, WarmBounds(least=1, most=1))], idle_s=5.0, ttl_s=20.0)
     pool.make()
     pool.after(19.75)
     assert pool.closing == []
@@ -329,7 +329,7 @@ def test_what_waits_for_memory_of_a_lease_does_not_hold_up_what_would_fit() -> N
     pool = Simulated(running=100, memory_bytes=400 * MIB)
     held = pool.ask(kind=LARGE, wait_s=100.0)
     pool.make()
-    other = pool.ask("b", kind=Kind("other", 200 * MIB), wait_s=100.0)
+    other = pool.ask("b", kind=SandboxKind("other", 200 * MIB), wait_s=100.0)
     assert other not in pool.answers
     assert started(pool, *[pool.ask("c") for _ in range(2)]) == [True] * 2
     pool.give_back(held)
@@ -364,12 +364,12 @@ def test_a_sandbox_that_cannot_be_closed_counts_for_ever() -> None:
 def test_nothing_is_kept_of_kinds_and_owners_that_are_gone() -> None:
     pool = Simulated(reuse=False)
     for number in range(10):
-        request = pool.ask(f"run{number}", kind=Kind(f"kind{number}", MIB))
+        request = pool.ask(f"run{number}", kind=SandboxKind(f"kind{number}", MIB))
         pool.settle()
         pool.give_back(request)
         pool.settle()
         pool.done(pool.ask(f"run{number}"))
-        refused = pool.ask(kind=Kind(f"other{number}", MIB), wait_s=0.0)
+        refused = pool.ask(kind=SandboxKind(f"other{number}", MIB), wait_s=0.0)
         assert refused not in pool.answers or isinstance(pool.answers[refused], Refuse)
         pool.settle()
         pool.after(100.0)
@@ -387,7 +387,7 @@ class Histories(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = Simulated(
-            [(SMALL, Bounds(least=1, most=3))],
+            [(SMALL, WarmBounds(least=1, most=3))],
             running=2,
             memory_bytes=600 * MIB,
             waiting=5,
@@ -408,7 +408,7 @@ class Histories(RuleBasedStateMachine):
         wait_s=st.sampled_from([0.0, 1.0, 10.0]),
         ttl_s=st.sampled_from([1.0, 20.0]),
     )
-    def ask(self, owner: str, kind: Kind | None, wait_s: float, ttl_s: float) -> str:
+    def ask(self, owner: str, kind: SandboxKind | None, wait_s: float, ttl_s: float) -> str:
         request = self.pool.ask(owner, kind, wait_s, ttl_s)
         self.all.append(request)
         return request

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox.conformance.suite import CONTAINED, REFUSED, Escaped, Lab, Unclear, case
+from headrace_sandbox.conformance.suite import CONTAINED, REFUSED, CaseContext, Escaped, Unclear, case
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import Command, Sandbox, Template
 
@@ -20,7 +20,7 @@ LIMITS = Limits(wall_s=20.0, memory_bytes=256 << 20, file_bytes=1 << 40, disk_by
 
 
 @asynccontextmanager
-async def _opened(lab: Lab) -> AsyncIterator[Sandbox]:
+async def _opened(lab: CaseContext) -> AsyncIterator[Sandbox]:
     sandbox = await lab.runtime.open(Template(limits=LIMITS), TTL_S)
     try:
         yield sandbox
@@ -45,7 +45,7 @@ async def _refused(what: str, call: Callable[[], Awaitable[object]]) -> None:
 
 
 @case("6b", "a sparse file of 1 TiB, downloaded", of_runtime=True)
-async def sparse_download(lab: Lab) -> str:
+async def sparse_download(lab: CaseContext) -> str:
     async with _opened(lab) as sandbox:
         result = await sandbox.run(Command(arguments=["truncate", "-s", "1T", "big"]), LIMITS)
         if result.fault:  # then there is none to download: of what it may have at most
@@ -56,7 +56,7 @@ async def sparse_download(lab: Lab) -> str:
 
 
 @case("29", "paths that lead out: .., absolute, links, pipes, devices", of_runtime=True)
-async def paths(lab: Lab) -> str:
+async def paths(lab: CaseContext) -> str:
     async with _opened(lab) as sandbox:
         links = "ln -s /etc/passwd link; ln -s / root; ln -s /proc/self/root magic; ln -s .. up; mkfifo pipe"
         await _shell(sandbox, links + "; ln -s /dev/zero zero; ln /usr/bin/env hard 2>/dev/null; true")
@@ -86,7 +86,7 @@ def _entry(name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> tuple[
 
 
 @case("30", "archives that lead out, or have too much in them", of_runtime=True)
-async def archives(lab: Lab) -> str:
+async def archives(lab: CaseContext) -> str:
     async with _opened(lab) as sandbox:
         for what, archive in {
             "an absolute path": _archive(_entry("/etc/x")),
@@ -121,7 +121,7 @@ def _many(count: int) -> bytes:
 
 
 @case("31a", "a link planted where something may be mounted or written")
-async def planted_link(lab: Lab) -> str:
+async def planted_link(lab: CaseContext) -> str:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o777)
         code = f"""
@@ -144,7 +144,7 @@ print('planted')
 
 
 @case("31b", "a link planted in the way of a file that is written", of_runtime=True)
-async def planted_link_in_the_way(lab: Lab) -> str:
+async def planted_link_in_the_way(lab: CaseContext) -> str:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o777)
         async with _opened(lab) as sandbox:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace_sandbox.conformance.suite import CONTAINED, Lab, Unclear, case
+from headrace_sandbox.conformance.suite import CONTAINED, CaseContext, Unclear, case
 
 NUMBERS = """
 if sys.platform == 'linux' and os.uname().machine != 'x86_64':
@@ -11,7 +11,7 @@ if sys.platform == 'linux' and os.uname().machine != 'x86_64':
 
 
 @case("21a", "namespaces and mounts")
-async def namespaces(lab: Lab) -> str:
+async def namespaces(lab: CaseContext) -> str:
     return await lab.tries(
         NUMBERS
         + """
@@ -32,7 +32,7 @@ attempt('open_tree', lambda: system_call(428, -100, b'/', 1))
 
 
 @case("21b", "devices; pipes with names are allowed")
-async def devices_made(lab: Lab) -> str:
+async def devices_made(lab: CaseContext) -> str:
     return await lab.tries("""
 import stat
 if sys.platform == 'linux':
@@ -43,7 +43,7 @@ for kind in (stat.S_IFCHR, stat.S_IFBLK):
 
 
 @case("22", "keys, BPF, performance counters, io_uring, userfaultfd")
-async def interfaces(lab: Lab) -> str:
+async def interfaces(lab: CaseContext) -> str:
     return await lab.tries(
         NUMBERS
         + """
@@ -66,7 +66,7 @@ for name, number, arguments in (
 
 
 @case("23", "settings of the kernel")
-async def settings(lab: Lab) -> str:
+async def settings(lab: CaseContext) -> str:
     return await lab.tries("""
 def written(path):
     with open(path, 'r+') as file:
@@ -89,7 +89,7 @@ attempt('kallsyms', addresses)
 
 
 @case("24", "saving itself from the killer of memory")
-async def oom_score(lab: Lab) -> str:
+async def oom_score(lab: CaseContext) -> str:
     return await lab.tries("""
 def score():
     with open('/proc/self/oom_score_adj', 'w') as file:
@@ -99,7 +99,7 @@ attempt('oom_score_adj', score)
 
 
 @case("25", "devices of this machine")
-async def devices(lab: Lab) -> str:
+async def devices(lab: CaseContext) -> str:
     return await lab.tries("""
 for name in ('kvm', 'vda', 'sda', 'mem', 'port', 'fuse', 'net/tun', 'vsock', 'loop-control'):
     attempt('/dev/' + name, lambda: os.open('/dev/' + name, os.O_RDONLY))
@@ -107,7 +107,7 @@ for name in ('kvm', 'vda', 'sda', 'mem', 'port', 'fuse', 'net/tun', 'vsock', 'lo
 
 
 @case("28", "sockets of other families: VSOCK, ALG, PACKET, raw")
-async def families(lab: Lab) -> str:
+async def families(lab: CaseContext) -> str:
     return await lab.tries("""
 import socket
 attempt('VSOCK', lambda: socket.socket(40, socket.SOCK_STREAM))
@@ -119,7 +119,7 @@ attempt('raw', lambda: socket.socket(socket.AF_INET, socket.SOCK_RAW, 1))
 
 
 @case("34", "setting the clock")
-async def clocks(lab: Lab) -> str:
+async def clocks(lab: CaseContext) -> str:
     return await lab.tries("""
 import time
 attempt('clock_settime', lambda: time.clock_settime(time.CLOCK_REALTIME, time.time()))
@@ -130,7 +130,7 @@ attempt('the offset of a clock', shift)
 
 
 @case("36", "dumping its core")
-async def core_dump(lab: Lab) -> str:
+async def core_dump(lab: CaseContext) -> str:
     code = """
 import os, sys
 if sys.platform != 'linux':

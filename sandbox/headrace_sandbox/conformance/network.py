@@ -10,23 +10,23 @@ import sys
 import msgspec
 
 from headrace.common.timeouts import timeout
-from headrace_sandbox.conformance.suite import ESCAPED, Escaped, Found, Lab, NotRun, Unclear, case
+from headrace_sandbox.conformance.suite import ESCAPED, CaseContext, Escaped, Found, NotRun, Unclear, case
 
 WORLD_S = 60.0
 """For a world to be made, looked at and left."""
 
 
 @case("26", "metadata service, private and public addresses, names", harmless=True)
-async def addresses(lab: Lab) -> str:
+async def addresses(lab: CaseContext) -> str:
     return await _in_a_world(lab, "26")
 
 
 @case("27", "what listens on this machine: loopback, abstract sockets, Docker", harmless=True)
-async def local_services(lab: Lab) -> str:
+async def local_services(lab: CaseContext) -> str:
     return await _in_a_world(lab, "27")
 
 
-async def _in_a_world(lab: Lab, number: str) -> str:
+async def _in_a_world(lab: CaseContext, number: str) -> str:
     """In a network namespace of its own, so that nothing is asked of any real address."""
     missing = [program for program in ("ip", "unshare", "nsenter") if shutil.which(program) is None]
     if os.geteuid() != 0 or missing:

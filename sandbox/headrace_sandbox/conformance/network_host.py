@@ -25,7 +25,7 @@ from typing import cast
 
 import msgspec
 
-from headrace_sandbox.conformance.suite import ESCAPED, REFUSED, TRY, Found, Lab, Way
+from headrace_sandbox.conformance.suite import ESCAPED, REFUSED, TRY, CaseContext, Found, Way
 from headrace_sandbox.runtimes.registry import make_runtime
 
 METADATA = ".".join(["169", "254"] * 2)
@@ -140,7 +140,7 @@ if IS_SANDBOX:  # there need be none here
 WORLDS = {"26": addresses, "27": local_services}
 
 
-async def found_in(world: World, lab: Lab) -> Found:
+async def found_in(world: World, lab: CaseContext) -> Found:
     """Whether a program reaches anything of a world, which this process does."""
     code = f"IS_SANDBOX = False\n{TRY}{world.attempts}"
     control = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
@@ -163,7 +163,7 @@ async def main(name: str, way: str, number: str) -> None:
         world = WORLDS[number](stack)
         runtime = make_runtime(name, allow_unsafe=True)
         try:
-            found = await found_in(world, Lab(runtime, cast(Way, way)))
+            found = await found_in(world, CaseContext(runtime, cast(Way, way)))
         finally:
             await runtime.close()
     sys.stdout.buffer.write(msgspec.json.encode(found))

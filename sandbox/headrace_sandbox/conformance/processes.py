@@ -16,7 +16,7 @@ from pathlib import Path
 from headrace.errors import SandboxFailure
 from headrace_sandbox.conformance.leftovers import Traces, descendants, gone, lives, traces
 from headrace_sandbox.conformance.resources import NO_FORK
-from headrace_sandbox.conformance.suite import CONTAINED, REFUSED, Lab, NotRun, Unclear, case, ended
+from headrace_sandbox.conformance.suite import CONTAINED, REFUSED, CaseContext, NotRun, Unclear, case, ended
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import Command, PythonProgram
 
@@ -37,7 +37,7 @@ def _contained(result: ExecResult, said: str) -> str:
 
 
 @case("9", "a daemon, forked twice in a session of its own")
-async def daemon(lab: Lab) -> str:
+async def daemon(lab: CaseContext) -> str:
     mark = secrets.token_hex(8)
     code = f"""
 import os
@@ -55,7 +55,7 @@ print('away')
 
 
 @case("10", "a child in the background that holds the output")
-async def held_output(lab: Lab) -> str:
+async def held_output(lab: CaseContext) -> str:
     mark = secrets.token_hex(8)
     code = f"import subprocess\nsubprocess.Popen(['{mark}', '300'], executable='/bin/sleep')\nprint('done')"
     result = await lab.run(code)
@@ -66,7 +66,7 @@ async def held_output(lab: Lab) -> str:
 
 
 @case("11", "ignoring every signal", harmless=True)
-async def deaf(lab: Lab) -> str:
+async def deaf(lab: CaseContext) -> str:
     code = """
 import signal
 for number in set(signal.Signals) - {getattr(signal, 'SIGKILL', 9), getattr(signal, 'SIGSTOP', 19)}:
@@ -85,14 +85,14 @@ while True:
 
 
 @case("12a", "reading the input to its end", harmless=True)
-async def input_ends(lab: Lab) -> str:
+async def input_ends(lab: CaseContext) -> str:
     if await lab.said("import sys\nprint(repr(sys.stdin.read()))") != "''":
         raise Unclear("there was input")
     return CONTAINED
 
 
 @case("12b", "sleeping for ever", harmless=True)
-async def sleeper(lab: Lab) -> str:
+async def sleeper(lab: CaseContext) -> str:
     result = await lab.run("print('so far', flush=True)\nimport time\ntime.sleep(300)", wall_s=1.0)
     if result.stdout.text != "so far\n":
         raise Unclear(f"partial output {result.stdout.text!r}")
@@ -100,7 +100,7 @@ async def sleeper(lab: Lab) -> str:
 
 
 @case("13", "waiting in the kernel, where no signal ends it")
-async def uninterruptible(lab: Lab) -> str:
+async def uninterruptible(lab: CaseContext) -> str:
     """From outside the program is frozen while it sleeps: like a file system that hangs, this outlasts SIGKILL."""
     if not os.access(FREEZER, os.W_OK):
         raise NotRun(f"{FREEZER} can freeze no process here: it takes root and control groups of version 1")
@@ -147,7 +147,7 @@ def _freezer(mark: str) -> Iterator[Callable[[], bool]]:
 
 
 @case("14", "eighty zombies")
-async def zombies(lab: Lab) -> str:
+async def zombies(lab: CaseContext) -> str:
     code = """
 import os, time
 for _ in range(40):
@@ -164,7 +164,7 @@ print([open(f'/proc/{pid}/stat').read().split()[2] for pid in pids].count('Z'))
 
 
 @case("15", "killing everybody")
-async def kill_everybody(lab: Lab) -> str:
+async def kill_everybody(lab: CaseContext) -> str:
     result = await lab.run(
         "import os, signal\ntry:\n    os.kill(-1, signal.SIGKILL)\nexcept ProcessLookupError:\n    pass"
     )
@@ -176,7 +176,7 @@ async def kill_everybody(lab: Lab) -> str:
 
 
 @case("16", "stopping and killing process 1")
-async def kill_first(lab: Lab) -> str:
+async def kill_first(lab: CaseContext) -> str:
     code = "import os, signal\nos.kill(1, signal.SIGSTOP)\nos.kill(1, signal.SIGKILL)\nprint('still here')"
     result = await lab.run(code, wall_s=5.0)
     if result.lost is not None or (result.fault == "" and result.stdout.text == "still here\n"):
@@ -187,7 +187,7 @@ async def kill_first(lab: Lab) -> str:
 
 
 @case("17", "tracing its parent, and writing into process 1")
-async def trace(lab: Lab) -> str:
+async def trace(lab: CaseContext) -> str:
     return await lab.tries("""
 def attach(pid):
     numbers = {'x86_64': 101, 'aarch64': 117}
@@ -200,7 +200,7 @@ for path in ('/proc/1/mem', '/proc/1/task/1/mem'):
 
 
 @case("40", "its supervisor is killed")
-async def supervisor_killed(lab: Lab) -> str:
+async def supervisor_killed(lab: CaseContext) -> str:
     mark = secrets.token_hex(8)
     victim = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "headrace_sandbox.conformance.victim", lab.runtime.name, lab.way, mark),
@@ -225,7 +225,7 @@ async def supervisor_killed(lab: Lab) -> str:
 
 
 @case("41", "starts that fail, and calls that are cancelled", harmless=True)
-async def failing_starts(lab: Lab) -> str:
+async def failing_starts(lab: CaseContext) -> str:
     await lab.said("print(1)")
     before = traces()
     for turn in range(8):
@@ -243,7 +243,7 @@ async def failing_starts(lab: Lab) -> str:
     return CONTAINED
 
 
-async def _failing(lab: Lab) -> None:
+async def _failing(lab: CaseContext) -> None:
     if lab.way == "code":
         await lab.runtime.run_code(PythonProgram(code="", preload=("no_such_module",)), Limits())
     else:
@@ -283,7 +283,7 @@ for line in sys.stdin:
 
 
 @case("42", "a tool server (MCP) that daemonises, floods and then never answers")
-async def tool_server(lab: Lab) -> str:
+async def tool_server(lab: CaseContext) -> str:
     mark = secrets.token_hex(8)
     calls = [("initialize", {}), ("tools/call", {"name": "flood"}), ("tools/call", {"name": "hang"})]
     requests = [

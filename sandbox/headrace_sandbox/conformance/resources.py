@@ -6,7 +6,7 @@ import resource
 import secrets
 
 from headrace_sandbox.conformance.leftovers import gone
-from headrace_sandbox.conformance.suite import CONTAINED, Lab, Unclear, case, ended
+from headrace_sandbox.conformance.suite import CONTAINED, CaseContext, Unclear, case, ended
 
 NO_FORK = ("has no attribute 'fork'", "does not support processes", "Function not implemented")
 """Errors of an interpreter that has no processes."""
@@ -17,7 +17,7 @@ TOO_LARGE = ("File too large", "No space left on device", "Invalid argument", "C
 
 
 @case("1a", "a fork bomb in Python")
-async def fork_bomb(lab: Lab) -> str:
+async def fork_bomb(lab: CaseContext) -> str:
     mark = secrets.token_hex(8)
     code = f"""
 import os, sys
@@ -35,7 +35,7 @@ for _ in range(100_000):
 
 
 @case("1b", "a fork bomb in a shell")
-async def shell_bomb(lab: Lab) -> str:
+async def shell_bomb(lab: CaseContext) -> str:
     mark = secrets.token_hex(8)
     code = (
         f"import subprocess, sys\nsys.exit(subprocess.run(['bash', '-c', 'f() {{ f | f; }}; f', '{mark}']).returncode)"
@@ -48,7 +48,7 @@ async def shell_bomb(lab: Lab) -> str:
 
 
 @case("2", "a memory bomb")
-async def memory_bomb(lab: Lab) -> str:
+async def memory_bomb(lab: CaseContext) -> str:
     result = await lab.run("held = [bytearray(10_000_000) for _ in range(1000)]", memory_bytes=64 << 20)
     outcome = ended(result, "MemoryError")
     peak = result.usage.peak_memory_bytes
@@ -59,48 +59,48 @@ async def memory_bomb(lab: Lab) -> str:
     return outcome
 
 
-async def _files_in_memory(lab: Lab, opened: str) -> str:
+async def _files_in_memory(lab: CaseContext, opened: str) -> str:
     code = f"import os\nfile = {opened}\nfor _ in range(256):\n    file.write(bytes(1 << 20))\n    file.flush()"
     result = await lab.run(code, memory_bytes=64 << 20, disk_bytes=1 << 30, file_bytes=1 << 30)
     return CONTAINED if result.fault == "" else ended(result, *FULL, "has no attribute 'memfd_create'")
 
 
 @case("3a", "memory through files in the scratch folder")
-async def scratch_memory(lab: Lab) -> str:
+async def scratch_memory(lab: CaseContext) -> str:
     return await _files_in_memory(lab, "open('x', 'wb')")
 
 
 @case("3b", "memory through files in /dev/shm")
-async def shared_memory(lab: Lab) -> str:
+async def shared_memory(lab: CaseContext) -> str:
     return await _files_in_memory(lab, "open('/dev/shm/x', 'wb')")
 
 
 @case("3c", "memory through memfd")
-async def memfd_memory(lab: Lab) -> str:
+async def memfd_memory(lab: CaseContext) -> str:
     return await _files_in_memory(lab, "os.fdopen(os.memfd_create('x'), 'wb')")
 
 
 @case("4", "a full scratch folder")
-async def disk_fill(lab: Lab) -> str:
+async def disk_fill(lab: CaseContext) -> str:
     code = "for n in range(100):\n    open(f'{n}', 'wb').write(bytes(1 << 20))"
     return ended(await lab.run(code, disk_bytes=8 << 20), *FULL)
 
 
 @case("5", "300,000 empty files")
-async def inode_fill(lab: Lab) -> str:
+async def inode_fill(lab: CaseContext) -> str:
     code = "for n in range(300_000):\n    open(f'{n}', 'w').close()"
     return ended(await lab.run(code, memory_bytes=64 << 20, wall_s=60.0), *FULL)
 
 
 @case("6a", "a sparse file of 1 TiB")
-async def sparse_file(lab: Lab) -> str:
+async def sparse_file(lab: CaseContext) -> str:
     code = "open('x', 'wb').truncate(1 << 40)\nprint('made')"
     result = await lab.run(code)
     return CONTAINED if result.fault == "" else ended(result, *TOO_LARGE)
 
 
 @case("7", "output without end", harmless=True)
-async def output_flood(lab: Lab) -> str:
+async def output_flood(lab: CaseContext) -> str:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     result = await lab.run("while True:\n    print('x' * 1000)", output_bytes=32 << 20, kept_bytes=1000)
     grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
@@ -112,7 +112,7 @@ async def output_flood(lab: Lab) -> str:
 
 
 @case("8", "a megabyte of output in each stream", harmless=True)
-async def much_output(lab: Lab) -> str:
+async def much_output(lab: CaseContext) -> str:
     result = await lab.run("import sys\nsys.stdout.write('o' * 1_000_000)\nsys.stderr.write('e' * 1_000_000)")
     written = (result.stdout.total_bytes, result.stderr.total_bytes)
     if result.fault or written != (1_000_000, 1_000_000):
@@ -142,7 +142,7 @@ else:
 
 
 @case("35a", "eight busy processes on half a processor")
-async def processor_quota(lab: Lab) -> str:
+async def processor_quota(lab: CaseContext) -> str:
     result = await lab.run(BURN, cpus=0.5)
     if result.fault:
         raise Unclear(result.stderr.text)
@@ -154,7 +154,7 @@ async def processor_quota(lab: Lab) -> str:
 
 
 @case("35b", "counting the processors")
-async def processors_seen(lab: Lab) -> str:
+async def processors_seen(lab: CaseContext) -> str:
     code = "import os\nprint(len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else 1)"
     seen = int(await lab.said(code, cpus=1.0))
     if seen != 1:

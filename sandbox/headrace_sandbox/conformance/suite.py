@@ -57,7 +57,7 @@ class NotRun(Exception):
     """The case needs something that is not here; the text says what."""
 
 
-class Lab:
+class CaseContext:
     """A runtime to try, and one way to run programs in it."""
 
     def __init__(self, runtime: Runtime, way: Way) -> None:
@@ -145,10 +145,10 @@ def ended(result: ExecResult, *errors: str) -> str:
     raise Unclear(f"ended with {result.exit_code}, signal {result.signal}: {last}")
 
 
-CaseFunction = Callable[[Lab], Awaitable[str]]
+CaseFunction = Callable[[CaseContext], Awaitable[str]]
 
 
-class Case(msgspec.Struct, frozen=True):
+class ConformanceCase(msgspec.Struct, frozen=True):
     """One case. ``number``: as in the docs; ``title``: what the program does. ``harmless``: it may run where nothing
     isolates. ``of_runtime``: it is about the whole runtime, whatever the way to run programs."""
 
@@ -159,7 +159,7 @@ class Case(msgspec.Struct, frozen=True):
     of_runtime: bool
 
 
-_cases: dict[str, Case] = {}
+_cases: dict[str, ConformanceCase] = {}
 
 
 def case(
@@ -168,13 +168,13 @@ def case(
     """Makes a function a case."""
 
     def registered(function: CaseFunction) -> CaseFunction:
-        _cases[number] = Case(number, title, function, harmless, of_runtime)
+        _cases[number] = ConformanceCase(number, title, function, harmless, of_runtime)
         return function
 
     return registered
 
 
-def cases() -> list[Case]:
+def cases() -> list[ConformanceCase]:
     """All cases, by number."""
     for name in MODULES:
         import_module(f"{__package__}.{name}")
@@ -196,7 +196,7 @@ def columns(runtime: str) -> dict[str, Way]:
     return found or {runtime: "run", f"{runtime} code": "code"}
 
 
-def expected(column: str, case: Case) -> tuple[str, ...]:
+def expected(column: str, case: ConformanceCase) -> tuple[str, ...]:
     """What may come of it; empty where any safe outcome may. ``-`` stands for: it is in another column."""
     table = _table()
     if column not in table.columns:
@@ -222,7 +222,7 @@ def _table() -> _Table:
     return msgspec.toml.decode((Path(__file__).parent / "expected.toml").read_bytes(), type=_Table)
 
 
-async def run_case(lab: Lab, case: Case) -> Found:
+async def run_case(lab: CaseContext, case: ConformanceCase) -> Found:
     """Run one case; whatever happens is what was found."""
     if lab.runtime.name == UNSAFE and not case.harmless:
         return Found(outcome=NOT_RUN, evidence="nothing isolates here")
@@ -239,7 +239,7 @@ async def run_case(lab: Lab, case: Case) -> Found:
         return Found(outcome=kind, evidence=str(failure))
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True):
+class CaseReport(msgspec.Struct, frozen=True, kw_only=True):
     """One case in one column, as it came out. ``expected`` is empty where any safe outcome may come."""
 
     column: str
@@ -252,7 +252,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     ok: bool
 
 
-async def run_suite(runtime: Runtime, chosen: Iterable[Case]) -> AsyncIterator[Line]:
+async def run_suite(runtime: Runtime, chosen: Iterable[ConformanceCase]) -> AsyncIterator[CaseReport]:
     """Run cases in every column of a runtime; one line each as it comes."""
     listed = list(chosen)
     for (column, way), case in itertools.product(columns(runtime.name).items(), listed):
@@ -260,9 +260,9 @@ async def run_suite(runtime: Runtime, chosen: Iterable[Case]) -> AsyncIterator[L
         if outcomes == ("-",):
             continue
         begun_at = time.monotonic()
-        found = await run_case(Lab(runtime, way), case)
+        found = await run_case(CaseContext(runtime, way), case)
         is_ok = meets(found, outcomes) or found.outcome == NOT_RUN
-        yield Line(
+        yield CaseReport(
             column=column,
             case=case.number,
             title=case.title,

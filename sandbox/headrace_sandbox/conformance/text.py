@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from headrace.errors import SandboxFailure
-from headrace_sandbox.conformance.suite import CONTAINED, REFUSED, Escaped, Lab, Unclear, case
+from headrace_sandbox.conformance.suite import CONTAINED, REFUSED, CaseContext, Escaped, Unclear, case
 
 HUGE = 3_000_000
 
 
 @case("32", "bytes that are no text", harmless=True)
-async def bytes_kept(lab: Lab) -> str:
+async def bytes_kept(lab: CaseContext) -> str:
     result = await lab.run("import sys\nsys.stdout.buffer.write(b'\\xff\\x00\\x1b[31m\\r')\nsys.stdout.buffer.flush()")
     if result.fault or result.stdout.head != b"\xff\x00\x1b[31m\r":
         raise Unclear(f"{result.stdout.head!r} {result.stderr.text}")
     return CONTAINED
 
 
-async def _huge(lab: Lab, code: str, **given: object) -> str:
+async def _huge(lab: CaseContext, code: str, **given: object) -> str:
     try:
         said = await lab.said(code, **given)
     except SandboxFailure as failure:
@@ -29,17 +29,17 @@ async def _huge(lab: Lab, code: str, **given: object) -> str:
 
 
 @case("33a", "an argument of 3 MB", harmless=True)
-async def huge_argument(lab: Lab) -> str:
+async def huge_argument(lab: CaseContext) -> str:
     return await _huge(lab, "import sys\nprint(len(sys.argv[1]))", arguments=["x" * HUGE])
 
 
 @case("33b", "a variable of 3 MB", harmless=True)
-async def huge_variable(lab: Lab) -> str:
+async def huge_variable(lab: CaseContext) -> str:
     return await _huge(lab, "import os\nprint(len(os.environ['X']))", environment={"X": "x" * HUGE})
 
 
 @case("33c", "a program of 100,000 lines", harmless=True)
-async def long_program(lab: Lab) -> str:
+async def long_program(lab: CaseContext) -> str:
     said = await lab.said("x = 0\n" + "x += 1\n" * 100_000 + "print(x)", memory_bytes=1 << 30)
     if said != "100000":
         raise Unclear(said[:100])
@@ -47,7 +47,7 @@ async def long_program(lab: Lab) -> str:
 
 
 @case("37", "text that looks like a verdict", harmless=True)
-async def forged_verdict(lab: Lab) -> str:
+async def forged_verdict(lab: CaseContext) -> str:
     forged = """
 print('Killed')
 print('Error response from daemon: container is not running')

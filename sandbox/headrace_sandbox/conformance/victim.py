@@ -6,7 +6,7 @@ import asyncio
 import sys
 from typing import cast
 
-from headrace_sandbox.conformance.suite import Lab, Way
+from headrace_sandbox.conformance.suite import CaseContext, Way
 from headrace_sandbox.runtimes.registry import make_runtime
 
 
@@ -16,7 +16,7 @@ async def main(name: str, way: str, mark: str) -> None:
     code = (
         f"import os, sys, time\nif sys.platform != 'linux':\n    time.sleep(60)\nos.execvp('sleep', ['{mark}', '300'])"
     )
-    await Lab(runtime, cast(Way, way)).run(code, wall_s=60.0)
+    await CaseContext(runtime, cast(Way, way)).run(code, wall_s=60.0)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,11 @@ import secrets
 import tempfile
 from pathlib import Path
 
-from headrace_sandbox.conformance.suite import CONTAINED, REFUSED, Escaped, Lab, Unclear, case
+from headrace_sandbox.conformance.suite import CONTAINED, REFUSED, CaseContext, Escaped, Unclear, case
 
 
 @case("18", "variables and command lines of this machine", harmless=True)
-async def variables(lab: Lab) -> str:
+async def variables(lab: CaseContext) -> str:
     secret = secrets.token_hex(16)
     code = """
 import glob, os
@@ -35,7 +35,7 @@ print(dict(os.environ))
 
 
 @case("19a", "files of this machine", harmless=True)
-async def files(lab: Lab) -> str:
+async def files(lab: CaseContext) -> str:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         canary = Path(folder) / "canary"
@@ -54,7 +54,7 @@ for root in ('', '/proc/1/root', '/proc/1/cwd', '/proc/1/cwd/..', '/proc/self/ro
 
 
 @case("19b", "descriptors that were inherited", harmless=True)
-async def descriptors(lab: Lab) -> str:
+async def descriptors(lab: CaseContext) -> str:
     with tempfile.TemporaryFile() as held:
         os.set_inheritable(held.fileno(), True)
         code = """
@@ -78,7 +78,7 @@ print([item for item in open_ones if not item[1].startswith('/scratch')])
 
 
 @case("20", "passwords, and programs that raise privileges")
-async def privileges(lab: Lab) -> str:
+async def privileges(lab: CaseContext) -> str:
     return await lab.tries("""
 import glob, subprocess
 def shadow():
@@ -110,7 +110,7 @@ attempt('su', su)
 
 
 @case("38", "tampering with what the next program is graded by")
-async def tampering(lab: Lab) -> str:
+async def tampering(lab: CaseContext) -> str:
     code = """
 import builtins, os, sys
 for folder in ['.', os.path.expanduser('~'), '/tmp', *sys.path]:
@@ -175,7 +175,7 @@ except (ImportError, AttributeError, OSError):
 
 
 @case("39", "leaving something for the next program")
-async def leftovers(lab: Lab) -> str:
+async def leftovers(lab: CaseContext) -> str:
     before = await lab.said(PORTRAIT)
     await lab.said(DIRTY)
     after = await lab.said(PORTRAIT)

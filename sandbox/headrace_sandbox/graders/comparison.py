@@ -20,17 +20,17 @@ MOST_NEAR = 500
 """Items of a set that are compared each with each."""
 
 
-class Unreadable(Exception):
+class UnreadableAnswer(Exception):
     """The answer is none that the program which calls the submission writes."""
 
 
-class Unordered(NamedTuple):
+class SetAnswer(NamedTuple):
     """A set that came out."""
 
     items: list[Any]
 
 
-class Pairs(NamedTuple):
+class MappingAnswer(NamedTuple):
     """A mapping that came out."""
 
     items: list[tuple[Any, Any]]
@@ -42,11 +42,11 @@ def same_text(written: str, expected: str) -> bool:
 
 
 def read_answer(answer: bytes) -> Any:
-    """The value that an answer holds. Raises Unreadable."""
+    """The value that an answer holds. Raises UnreadableAnswer."""
     try:
         return _value(json.loads(answer))
     except (ValueError, TypeError, RecursionError, UnicodeDecodeError) as error:
-        raise Unreadable(f"{type(error).__name__}: {error}") from error
+        raise UnreadableAnswer(f"{type(error).__name__}: {error}") from error
 
 
 def same_value(given: Any, expected: Any) -> bool:
@@ -69,9 +69,9 @@ def _value(node: Any) -> Any:
         case "bytes":
             return bytes.fromhex(content)
         case "set":
-            return Unordered([_value(item) for item in content])
+            return SetAnswer([_value(item) for item in content])
         case "map":
-            return Pairs([(_value(key), _value(item)) for key, item in content])
+            return MappingAnswer([(_value(key), _value(item)) for key, item in content])
     raise ValueError(f"no kind of value is {tag!r}")
 
 
@@ -80,9 +80,9 @@ def _same(given: Any, expected: Any) -> bool:
         return given is expected
     if isinstance(expected, int | float) and isinstance(given, int | float):
         return _same_number(given, expected)
-    if isinstance(given, Unordered):
+    if isinstance(given, SetAnswer):
         return isinstance(expected, list | tuple | set | frozenset) and _same_set(given.items, list(expected))
-    if isinstance(given, Pairs):
+    if isinstance(given, MappingAnswer):
         return isinstance(expected, dict) and _same_map(given.items, expected)
     if isinstance(expected, list | tuple):
         return isinstance(given, list) and len(given) == len(expected) and all(map(_same, given, expected))

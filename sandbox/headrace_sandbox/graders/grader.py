@@ -20,7 +20,7 @@ import msgspec
 
 from headrace_sandbox import guest
 from headrace_sandbox.graders.cases import Case, CaseResult, StdioCase
-from headrace_sandbox.graders.comparison import Unreadable, read_answer, same_text, same_value
+from headrace_sandbox.graders.comparison import UnreadableAnswer, read_answer, same_text, same_value
 from headrace_sandbox.guest.values import encoded
 from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import PythonProgram
@@ -45,14 +45,14 @@ DETAIL_CHARACTERS = 1000
 """Of a standard error that a detail quotes: its end, where the error is named."""
 
 
-class RunsCode(Protocol):
+class CodeRunner(Protocol):
     """What runs a submission: a runtime, or what stands for one."""
 
     async def run_code(self, program: PythonProgram, limits: Limits) -> ExecResult: ...
 
 
 async def grade(
-    runtime: RunsCode,
+    runtime: CodeRunner,
     source: str,
     cases: Sequence[Case],
     limits: Limits,
@@ -87,7 +87,7 @@ async def grade(
     return [result for task in tasks if (result := task.result()) is not None]
 
 
-async def _grade_case(runtime: RunsCode, source: str, case: Case, limits: Limits, domain: str) -> CaseResult:
+async def _grade_case(runtime: CodeRunner, source: str, case: Case, limits: Limits, domain: str) -> CaseResult:
     program, expected_bytes = _program(case, source, domain)
     kept = max(limits.kept_bytes, 2 * (expected_bytes + SPARE_BYTES))
     result = await runtime.run_code(program, msgspec.structs.replace(limits, kept_bytes=kept))
@@ -118,7 +118,7 @@ def _wrong(case: Case, result: ExecResult) -> str:
         return "it ended before the function returned"
     try:
         given = read_answer(result.stdout.head)
-    except Unreadable as error:
+    except UnreadableAnswer as error:
         return f"its answer cannot be read: {error}"
     return "" if same_value(given, case.expected) else "the function returned another value than the expected one"
 

@@ -31,14 +31,14 @@ KEPT_BYTES = 4 << 20
 """Of the verdicts: more than any number of tests has."""
 
 
-class RunsCommands(Protocol):
+class CommandRunner(Protocol):
     """What runs the tests: a runtime, or what stands for one."""
 
     async def run(self, command: Command, limits: Limits) -> ExecResult: ...
 
 
 async def grade_unit_tests(
-    runtime: RunsCommands, source: str, tests: str, limits: Limits, *, module: str = "solution"
+    runtime: CommandRunner, source: str, tests: str, limits: Limits, *, module: str = "solution"
 ) -> dict[str, CaseResult]:
     """Run tests on a submission that they import as ``module``; gives a result for each test by its name.
 

@@ -44,14 +44,14 @@ REMOVE = 'chmod u+rwx "$2"; [ -L "$1" ] || chmod -R u+rwx -- "$1"; rm -rf -- "$1
 _NUMBER = re.compile(rb"-?[0-9]{1,17}(\.[0-9]{1,17})?\n?")
 
 
-class Opens(Protocol):
+class SandboxOpener(Protocol):
     """What opens sandboxes: a runtime, or what stands for one."""
 
     async def open(self, template: Template, ttl_s: float) -> Sandbox: ...
 
 
 async def grade_by_file(
-    runtime: Opens, work: bytes, grader: Command, limits: Limits, *, lowest: float = 0.0, highest: float = 1.0
+    runtime: SandboxOpener, work: bytes, grader: Command, limits: Limits, *, lowest: float = 0.0, highest: float = 1.0
 ) -> float:
     """The reward that a grader gives what a submission left (``work``, a tar archive), in a fresh sandbox that holds
     nothing else but the grader's files.

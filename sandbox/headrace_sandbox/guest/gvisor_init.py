@@ -84,7 +84,7 @@ class Program:
         self.report = b""
 
 
-class Bounds(NamedTuple):
+class GuestBounds(NamedTuple):
     """Of every program."""
 
     filter: bytes
@@ -92,8 +92,8 @@ class Bounds(NamedTuple):
     rlimits: dict[str, int]
 
 
-class Server:
-    def __init__(self, bounds: Bounds) -> None:
+class GuestServer:
+    def __init__(self, bounds: GuestBounds) -> None:
         self.bounds = bounds
         self.programs: dict[int, Program] = {}
         self.by_descriptor: dict[int, Program] = {}
@@ -167,7 +167,7 @@ class Server:
         if first == 0:
             try:
                 keep_only(stdin, stdout, stderr, told, asked)
-                First(self.bounds).be(session_request)
+                NamespaceInit(self.bounds).be(session_request)
             except BaseException:  # noqa: BLE001 - shown, and the end of this process
                 sys.excepthook(*sys.exc_info())
             finally:
@@ -261,11 +261,11 @@ class Server:
         os.close(descriptor)
 
 
-class First:
+class NamespaceInit:
     """The first process of a namespace. It is root, so no program can signal it, write into it, or tell in its place;
     that of a session acts as the programs' user, for the session's files are theirs too."""
 
-    def __init__(self, bounds: Bounds) -> None:
+    def __init__(self, bounds: GuestBounds) -> None:
         self.bounds = bounds
         self.request: dict[str, Any] = {}
 
@@ -405,4 +405,4 @@ def main() -> None:
     drop_bounds()
     gc.collect()
     gc.freeze()  # so that a child's collector does not copy the pages of what is shared
-    Server(Bounds(bytes.fromhex(options["filter"]), options["cpus"], options["rlimits"])).serve()
+    GuestServer(GuestBounds(bytes.fromhex(options["filter"]), options["cpus"], options["rlimits"])).serve()

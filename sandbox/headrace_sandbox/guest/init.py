@@ -56,7 +56,7 @@ MOST_DESCRIPTORS = 16  # of a request
 SESSION_BYTES, SESSION_INODES = 4 << 20, 16  # for the text of a cell, and two pipes
 
 
-class Asked:
+class GuestRequest:
     """What a request asks for: ``do``, its descriptors, and what it runs under."""
 
     def __init__(self, descriptors: list[int], filter_: bytes) -> None:
@@ -117,13 +117,13 @@ def in_child(requests: socket.socket, descriptors: list[int], filter_: bytes) ->
         requests.close()
         must(libc.unshare(CLONE_NEWPID | CLONE_NEWNS), "unshare")
         if os.fork() == 0:
-            be_first(Asked(descriptors, filter_))
+            be_first(GuestRequest(descriptors, filter_))
         status = 0
     finally:
         os._exit(status)
 
 
-def be_first(asked: Asked) -> None:
+def be_first(asked: GuestRequest) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     asked.supervisor.send(b"first")
     if not asked.supervisor.recv(1):
@@ -147,14 +147,14 @@ def be_first(asked: Asked) -> None:
             return
 
 
-def be_shell(asked: Asked) -> None:
+def be_shell(asked: GuestRequest) -> None:
     """In the process of a session's shell: it reads the host's folder and writes to the pipes there, no more."""
     must(libc.unshare(CLONE_NEWNS), "unshare")
     make_read_only(SESSION)
     asked.become_program()
 
 
-def be_program(asked: Asked) -> None:
+def be_program(asked: GuestRequest) -> None:
     """A command, or what is done with files by the same rights."""
     status = 127
     try:

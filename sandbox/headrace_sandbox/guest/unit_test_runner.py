@@ -60,7 +60,7 @@ class Submission:
                 stream.close()
 
 
-class Remote:
+class RemoteObject:
     """An object of the submission. It gives data; it cannot be compared, since it would decide itself."""
 
     def __init__(self, submission: Submission, number: int, kind: str) -> None:
@@ -80,7 +80,7 @@ class Remote:
         if "value" in answer:
             return decoded(answer["value"])
         if "object" in answer:
-            return Remote(self._submission, answer["object"], str(answer.get("kind")))
+            return RemoteObject(self._submission, answer["object"], str(answer.get("kind")))
         if "stop" in answer:
             raise StopIteration
         raise _raised(str(answer.get("raised")), str(answer.get("message")))
@@ -126,7 +126,7 @@ class Remote:
 
 
 def _argument(item: Any) -> dict[str, Any]:
-    return {"object": item._number} if isinstance(item, Remote) else {"value": encoded(item)}
+    return {"object": item._number} if isinstance(item, RemoteObject) else {"value": encoded(item)}
 
 
 def _raised(name: str, message: str) -> Exception:
@@ -139,7 +139,7 @@ def _raised(name: str, message: str) -> Exception:
     return SubmissionError(f"{name}: {message}")
 
 
-class StandIn(types.ModuleType):
+class ModuleProxy(types.ModuleType):
     """The module that is tested."""
 
     current: Any = None
@@ -147,17 +147,17 @@ class StandIn(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return Later(name)
+        return LazyName(name)
 
 
-class Later:
+class LazyName:
     """A name of the module, looked up in the process of the test that uses it."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def _found(self) -> Any:
-        return Remote(StandIn.current, 0, "module")._ask("get", name=self._name)
+        return RemoteObject(ModuleProxy.current, 0, "module")._ask("get", name=self._name)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         return self._found()(*arguments, **named)
@@ -216,7 +216,7 @@ def run_case(case: Any, method: str) -> None:
 def verdict_of(test: Any, request: dict[str, Any]) -> dict[str, Any]:
     submission: Any = None
     try:
-        submission = StandIn.current = Submission(request)
+        submission = ModuleProxy.current = Submission(request)
         test()
     except AssertionError as error:
         return {"verdict": "wrong", "detail": str(error)[:KEPT] or "an assertion failed"}
@@ -233,7 +233,7 @@ def main() -> None:
         sys.exit("prctl")
     request = json.load(sys.stdin)
     verdicts, sys.stdout = sys.stdout, sys.stderr
-    sys.modules[request["module"]] = StandIn(request["module"])
+    sys.modules[request["module"]] = ModuleProxy(request["module"])
     module = types.ModuleType("tests")
     exec(compile(request["tests"], "tests.py", "exec", dont_inherit=True), module.__dict__)
     tests = found_tests(module)

@@ -23,22 +23,22 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from headrace_sandbox.pool.fair_queue import Line, Waiting
+from headrace_sandbox.pool.fair_queue import FairQueue, WaitingRequest
 from headrace_sandbox.pool.messages import (
-    Bounds,
     Clean,
     Close,
     Counts,
     Hand,
     Instruction,
-    Kind,
     Make,
     NotMade,
     PoolSettings,
     Refuse,
     Request,
     Revoke,
+    SandboxKind,
     Start,
+    WarmBounds,
 )
 
 State = Literal["making", "idle", "leased", "cleaning", "doomed", "closing", "stuck"]
@@ -60,12 +60,12 @@ EXECUTIONS = ""
 
 
 @dataclass(eq=False)
-class Pooled:
+class PooledSandbox:
     """A sandbox. ``begun_at``: when it began to be made or reset; ``ready_at``: when that was done. ``ends_at``: when
     it ends by itself."""
 
     id: str
-    kind: Kind
+    kind: SandboxKind
     state: State
     begun_at: float
     ends_at: float
@@ -77,12 +77,12 @@ class Pooled:
 class Lease:
     id: str
     owner: str
-    sandbox: Pooled
+    sandbox: PooledSandbox
     until: float
 
 
 @dataclass(eq=False)
-class Pause:
+class RetryPause:
     """Sandboxes of a kind could not be made, so many times in a row; when it is tried again."""
 
     failures: int
@@ -96,18 +96,18 @@ class Core:
         self,
         settings: PoolSettings,
         new_id: Callable[[], str],
-        warm: Sequence[tuple[Kind, Bounds]] = (),
+        warm: Sequence[tuple[SandboxKind, WarmBounds]] = (),
     ) -> None:
         self._settings = settings
         self._new_id = new_id
         self._bounds = {kind.name: bounds for kind, bounds in warm}
         self._kinds = {kind.name: kind for kind, _ in warm}
-        self._lines: dict[str, Line] = {EXECUTIONS: Line(EXECUTIONS)}
-        self._waiting: dict[str, Waiting] = {}
+        self._lines: dict[str, FairQueue] = {EXECUTIONS: FairQueue(EXECUTIONS)}
+        self._waiting: dict[str, WaitingRequest] = {}
         self._running: dict[str, tuple[str, int]] = {}
-        self._pooled: dict[str, Pooled] = {}
+        self._pooled: dict[str, PooledSandbox] = {}
         self._leases: dict[str, Lease] = {}
-        self._pauses: dict[str, Pause] = {}
+        self._pauses: dict[str, RetryPause] = {}
         self._due: list[tuple[float, str]] = []
         self._most_due = FEW_DUE
         self._memory_bytes = 0
@@ -128,7 +128,7 @@ class Core:
         if request.kind is not None:
             self._kinds[request.kind.name] = request.kind
         line = self._line(EXECUTIONS if request.kind is None else request.kind.name)
-        waiting = Waiting(
+        waiting = WaitingRequest(
             id=request.id,
             number=self._asked,
             owner=request.owner,
@@ -179,7 +179,7 @@ class Core:
         name = it.kind.name
         failures = self._pauses[name].failures + 1 if name in self._pauses else 1
         pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(failures - 1, 10))
-        self._pauses[name] = Pause(failures, now + pause_s)
+        self._pauses[name] = RetryPause(failures, now + pause_s)
         self._wake(now + pause_s, "")
         for waiting in list(self._line(name)):
             waiting.trouble = why.detail
@@ -288,18 +288,18 @@ class Core:
             elif (sandbox := self._pooled.get(name)) is not None and sandbox.state == "idle":
                 self._end_of_rest(sandbox, now)
 
-    def _end_of_rest(self, sandbox: Pooled, now: float) -> None:
+    def _end_of_rest(self, sandbox: PooledSandbox, now: float) -> None:
         is_unasked = now >= sandbox.ready_at + self._settings.idle_s
         if now >= self._too_old_at(sandbox) or (is_unasked and self._beyond_warm(sandbox)):
             sandbox.state = "doomed"
         elif is_unasked:
             self._wake(self._too_old_at(sandbox), sandbox.id)
 
-    def _too_old_at(self, sandbox: Pooled) -> float:
+    def _too_old_at(self, sandbox: PooledSandbox) -> float:
         """When it can no longer be leased for as long as may be asked."""
         return sandbox.ends_at - self._settings.ttl_s
 
-    def _beyond_warm(self, sandbox: Pooled) -> bool:
+    def _beyond_warm(self, sandbox: PooledSandbox) -> bool:
         bounds = self._bounds.get(sandbox.kind.name)
         idle = sum(other.state == "idle" for other in self._of(sandbox.kind.name))
         return bounds is None or idle > bounds.least
@@ -318,7 +318,7 @@ class Core:
                 kept_bytes = lacking
                 self._free_memory(lacking, line.name)
 
-    def _serve_executions(self, line: Line, kept_bytes: int, now: float) -> int:
+    def _serve_executions(self, line: FairQueue, kept_bytes: int, now: float) -> int:
         """Start executions; gives the memory that the next one lacks."""
         while len(line) and len(self._running) < self._settings.running:
             head = line.head()
@@ -330,7 +330,7 @@ class Core:
             self._out.append(Start(head.id, now - head.asked_at))
         return 0
 
-    def _serve_leases(self, line: Line, kept_bytes: int, now: float) -> int:
+    def _serve_leases(self, line: FairQueue, kept_bytes: int, now: float) -> int:
         """Hand out sandboxes that rest, and have more made; gives the memory that the next one lacks."""
         sandboxes = list(self._of(line.name))
         resting = sorted(
@@ -347,7 +347,7 @@ class Core:
             self._make(kind, now)
         return 0
 
-    def _hand(self, waiting: Waiting, sandbox: Pooled, now: float) -> None:
+    def _hand(self, waiting: WaitingRequest, sandbox: PooledSandbox, now: float) -> None:
         made_from = max(waiting.asked_at, sandbox.begun_at)
         start_s = max(0.0, sandbox.ready_at - made_from)
         lease = Lease(self._new_id(), waiting.owner, sandbox, min(now + waiting.ttl_s, sandbox.ends_at))
@@ -406,47 +406,47 @@ class Core:
         detail = f"{self._settings.waiting} requests wait for a sandbox already."
         self._refuse(newest, "busy", detail, retryable=True, after_s=after_s)
 
-    def _too_late(self, waiting: Waiting) -> None:
+    def _too_late(self, waiting: WaitingRequest) -> None:
         detail = f"no sandbox within {waiting.wait_s:g} s"
         if waiting.trouble:
             detail += f"; the last one could not be made: {waiting.trouble}"
         self._refuse(waiting, "no-sandbox-in-time", detail, retryable=True)
 
     def _refuse(
-        self, waiting: Waiting, kind: str, detail: str, *, retryable: bool, after_s: float | None = None
+        self, waiting: WaitingRequest, kind: str, detail: str, *, retryable: bool, after_s: float | None = None
     ) -> None:
         del self._waiting[waiting.id]
         waiting.line.leave(waiting)
         self._forget(waiting.line.name)
         self._out.append(Refuse(waiting.id, kind, detail, retryable, after_s))
 
-    def _leaves_served(self, waiting: Waiting, now: float) -> None:
+    def _leaves_served(self, waiting: WaitingRequest, now: float) -> None:
         del self._waiting[waiting.id]
         waiting.line.serve(waiting)
         gap_s, self._served_at = now - self._served_at, now
         self._pace_s = gap_s if self._pace_s is None else self._pace_s + PACE_SHARE * (gap_s - self._pace_s)
 
-    def _make(self, kind: Kind, now: float) -> None:
-        sandbox = Pooled(self._new_id(), kind, "making", now, now + 2 * self._settings.ttl_s)
+    def _make(self, kind: SandboxKind, now: float) -> None:
+        sandbox = PooledSandbox(self._new_id(), kind, "making", now, now + 2 * self._settings.ttl_s)
         self._pooled[sandbox.id] = sandbox
         self._making += 1
         self._memory_bytes += kind.memory_bytes
         self._out.append(Make(sandbox.id, kind, 2 * self._settings.ttl_s))
 
-    def _rest(self, sandbox: Pooled, now: float) -> None:
+    def _rest(self, sandbox: PooledSandbox, now: float) -> None:
         sandbox.state, sandbox.ready_at = "idle", now
         if now >= self._too_old_at(sandbox) or self._draining:
             sandbox.state = "doomed"
         self._wake(min(now + self._settings.idle_s, self._too_old_at(sandbox)), sandbox.id)
 
-    def _end(self, lease: Lease) -> Pooled:
+    def _end(self, lease: Lease) -> PooledSandbox:
         sandbox = lease.sandbox
         del self._leases[lease.id]
         self._lines[sandbox.kind.name].done(lease.owner)
         sandbox.lease = None
         return sandbox
 
-    def _gone(self, sandbox: Pooled) -> None:
+    def _gone(self, sandbox: PooledSandbox) -> None:
         del self._pooled[sandbox.id]
         self._memory_bytes -= sandbox.kind.memory_bytes
         self._forget(sandbox.kind.name)
@@ -482,7 +482,7 @@ class Core:
     def _fits(self, memory_bytes: int) -> bool:
         return self._memory_bytes + memory_bytes <= self._settings.memory_bytes
 
-    def _of(self, name: str) -> Iterator[Pooled]:
+    def _of(self, name: str) -> Iterator[PooledSandbox]:
         return (sandbox for sandbox in self._pooled.values() if sandbox.kind.name == name)
 
     def _most(self, name: str) -> int:
@@ -493,10 +493,10 @@ class Core:
         pause = self._pauses.get(name)
         return pause is not None and now < pause.until
 
-    def _line(self, name: str) -> Line:
-        return self._lines.setdefault(name, Line(name))
+    def _line(self, name: str) -> FairQueue:
+        return self._lines.setdefault(name, FairQueue(name))
 
-    def _in(self, sandbox: str, state: State) -> Pooled:
+    def _in(self, sandbox: str, state: State) -> PooledSandbox:
         it = self._pooled[sandbox]
         assert it.state == state, f"sandbox {sandbox} is {it.state}, not {state}"
         return it
@@ -536,7 +536,7 @@ class Core:
         for name, line in self._lines.items():
             self._check_line(name, line)
 
-    def _check_line(self, name: str, line: Line) -> None:
+    def _check_line(self, name: str, line: FairQueue) -> None:
         waiting = list(line)
         assert len(waiting) == len(line)
         assert all(self._waiting[one.id] is one for one in waiting)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 
 @dataclass(eq=False)
-class Waiting:
+class WaitingRequest:
     """A request that waits. ``number``: how many came before. ``memory_bytes``: what it will take. ``until``: its
     deadline."""
 
@@ -24,18 +24,18 @@ class Waiting:
     wait_s: float
     memory_bytes: int
     ttl_s: float
-    line: Line
+    line: FairQueue
     trouble: str = ""
     """Why the last sandbox for it could not be made."""
 
 
-class Line:
+class FairQueue:
     """The queue for one thing. ``name``: which; empty for executions that have their own sandbox."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.held: Counter[str] = Counter()
-        self._waiting: dict[str, deque[Waiting]] = {}
+        self._waiting: dict[str, deque[WaitingRequest]] = {}
         self._served: dict[str, int] = {}
         self._turn = 0
         self._count = 0
@@ -43,23 +43,23 @@ class Line:
     def __len__(self) -> int:
         return self._count
 
-    def __iter__(self) -> Iterator[Waiting]:
+    def __iter__(self) -> Iterator[WaitingRequest]:
         for queue in self._waiting.values():
             yield from queue
 
-    def join(self, request: Waiting) -> None:
+    def join(self, request: WaitingRequest) -> None:
         """To the end of its owner's queue."""
         self._waiting.setdefault(request.owner, deque()).append(request)
         self._count += 1
 
-    def head(self) -> Waiting:
+    def head(self) -> WaitingRequest:
         """Who is next."""
         owners = self._waiting
         if len(owners) == 1:
             return next(iter(owners.values()))[0]
         return owners[min(owners, key=lambda owner: (self.held[owner], self._served.get(owner, 0)))][0]
 
-    def leave(self, request: Waiting) -> None:
+    def leave(self, request: WaitingRequest) -> None:
         """It waits no more."""
         queue = self._waiting[request.owner]
         queue.remove(request)
@@ -68,7 +68,7 @@ class Line:
             del self._waiting[request.owner]
             self._forget(request.owner)
 
-    def serve(self, request: Waiting) -> None:
+    def serve(self, request: WaitingRequest) -> None:
         """It gets what it waited for, and its owner holds one more."""
         self._turn += 1
         self._served[request.owner] = self._turn
@@ -82,7 +82,7 @@ class Line:
             del self.held[owner]
             self._forget(owner)
 
-    def last_of(self, owner: str) -> Waiting | None:
+    def last_of(self, owner: str) -> WaitingRequest | None:
         """The newest request of an owner."""
         queue = self._waiting.get(owner)
         return queue[-1] if queue else None

@@ -32,14 +32,14 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     reuse: bool = True
 
 
-class Bounds(msgspec.Struct, frozen=True, kw_only=True):
+class WarmBounds(msgspec.Struct, frozen=True, kw_only=True):
     """Of one template: how many sandboxes are kept warm, and how many there may be."""
 
     least: int = 0
     most: int = 16
 
 
-class Kind(msgspec.Struct, frozen=True):
+class SandboxKind(msgspec.Struct, frozen=True):
     """A kind of sandbox. ``name`` tells it from others, ``memory_bytes`` is its limit, ``template`` the shell's."""
 
     name: str
@@ -55,7 +55,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     owner: str
     wait_s: float
     memory_bytes: int
-    kind: Kind | None = None
+    kind: SandboxKind | None = None
     ttl_s: float = 0.0
 
 
@@ -102,7 +102,7 @@ class Make(msgspec.Struct, frozen=True):
     """Make a sandbox."""
 
     sandbox: str
-    kind: Kind
+    kind: SandboxKind
     ttl_s: float
 
 

@@ -24,20 +24,20 @@ from headrace.errors import SandboxFailure
 from headrace_sandbox.pool.core import Core
 from headrace_sandbox.pool.leased_sandbox import Leased, over
 from headrace_sandbox.pool.messages import (
-    Bounds,
     Clean,
     Close,
     Counts,
     Hand,
     Instruction,
-    Kind,
     Make,
     NotMade,
     PoolSettings,
     Refuse,
     Request,
     Revoke,
+    SandboxKind,
     Start,
+    WarmBounds,
 )
 from headrace_sandbox.result import LONGEST_S, ExecResult, Limits, check_range
 from headrace_sandbox.runtimes.base import Command, PythonProgram, Runtime, Sandbox, Template, check_ttl
@@ -70,7 +70,7 @@ class Pool:
         self,
         runtime: Runtime,
         settings: PoolSettings | None = None,
-        warm: Sequence[tuple[Template, Bounds]] = (),
+        warm: Sequence[tuple[Template, WarmBounds]] = (),
         *,
         observe: Callable[[Instruction], None] = lambda instruction: None,
     ) -> None:
@@ -301,10 +301,10 @@ HINTS = {
 """What to do about a refusal."""
 
 
-def kind_of(template: Template) -> Kind:
+def kind_of(template: Template) -> SandboxKind:
     """Sandboxes of equal templates are of one kind."""
     name = hashlib.sha256(msgspec.msgpack.encode(template, order="deterministic")).hexdigest()[:32]
-    return Kind(name, template.limits.memory_bytes, template)
+    return SandboxKind(name, template.limits.memory_bytes, template)
 
 
 def _failed(what: str, error: Exception) -> NotMade:

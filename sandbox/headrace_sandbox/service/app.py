@@ -36,7 +36,7 @@ from headrace_sandbox.result import Limits, check_range
 from headrace_sandbox.runtimes.base import Session
 from headrace_sandbox.service import messages
 from headrace_sandbox.service.messages import API, MEDIA_TYPE
-from headrace_sandbox.service.metrics import Metrics
+from headrace_sandbox.service.metrics import ServiceMetrics
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ class Answer(NamedTuple):
 class App:
     """The ASGI application, under a protocol with ``DISCONNECT_CALLBACKS``."""
 
-    def __init__(self, pool: Pool, auth: Auth, metrics: Metrics, max_body_bytes: int) -> None:
+    def __init__(self, pool: Pool, auth: Auth, metrics: ServiceMetrics, max_body_bytes: int) -> None:
         self._pool = pool
         self._auth = auth
         self._metrics = metrics

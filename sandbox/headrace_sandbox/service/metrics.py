@@ -26,7 +26,7 @@ MOST_KINDS = 100
 OTHER = "other"
 
 
-class Metrics:
+class ServiceMetrics:
     """All metrics of one process, in a registry of their own."""
 
     def __init__(self, counts: Callable[[], Counts]) -> None:

@@ -25,12 +25,12 @@ from headrace.server.auth import Auth, load_auth
 from headrace.server.process import BACKLOG, http_server, listen, run_until_signal
 from headrace_sandbox.host.cleanup_process import CleanupProcess
 from headrace_sandbox.host.reaper import reap
-from headrace_sandbox.pool.messages import Bounds
+from headrace_sandbox.pool.messages import WarmBounds
 from headrace_sandbox.pool.pool import Pool
 from headrace_sandbox.runtimes.base import Runtime, SupportsSweep, Template
 from headrace_sandbox.runtimes.registry import ready_runtime
 from headrace_sandbox.service.app import App
-from headrace_sandbox.service.metrics import Metrics
+from headrace_sandbox.service.metrics import ServiceMetrics
 from headrace_sandbox.service.settings import ServiceSettings
 
 log = logs.logger(__name__)
@@ -72,9 +72,9 @@ async def serve_with(
 async def _serve_with(
     runtime: Runtime, settings: ServiceSettings, endpoint: Endpoint, ready: Callable[[str], None], stop: asyncio.Event
 ) -> None:
-    warm = [(Template(), Bounds(least=settings.warm, most=settings.pool.sandboxes))] if settings.warm else []
+    warm = [(Template(), WarmBounds(least=settings.warm, most=settings.pool.sandboxes))] if settings.warm else []
     pool = Pool(runtime, settings.pool, warm)
-    app = App(pool, endpoint.auth, Metrics(pool.counts), settings.max_body_bytes)
+    app = App(pool, endpoint.auth, ServiceMetrics(pool.counts), settings.max_body_bytes)
     await pool.start()
     try:
         await _serve(settings, app, pool, endpoint.listener, lambda: ready(endpoint.address), stop)
