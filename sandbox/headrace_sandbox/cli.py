@@ -1,13 +1,13 @@
-"""``headrace sandbox``: what this machine has for sandboxes, and a command in one.
+"""``headrace sandbox``: checks of this machine's runtimes, and commands in sandboxes.
 
 * ``serve`` shares this host's sandboxes between processes.
 * ``reap`` removes what killed processes of Headrace left on this machine.
 * ``doctor`` ends with 1 if no runtime isolates, and says what to do.
-* ``conformance`` ends with 1 if a case came out otherwise than its table says.
-* ``run`` uses the runtime that was named, or the default; it fails where that one cannot be used, and takes no other.
-* ``run`` ends as the command did: with its exit code, 128 + n after signal n, 124 after a limit, 127 where there is no
-  such command; 70 where it was our fault.
-* ``run`` brings along the files that are named, and no others.
+* ``conformance`` ends with 1 if the outcome of a case is not the expected one.
+* ``run`` uses the given runtime, or the default; it fails if that runtime cannot be used, and never takes another.
+* ``run`` ends as the command did: with its exit code, 128 + n after signal n, 124 after a limit, 127 if the command
+  does not exist; 70 after a fault of ours.
+* ``run`` copies the given files into the sandbox, and no others.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from headrace_sandbox.service.command import serve
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 LIMIT_HIT, OUR_FAULT = 124, 70
-"""Exit codes: as ``timeout`` has it, and as ``sysexits`` has it for a fault of software."""
+"""Exit codes: that of ``timeout``, and that of ``sysexits`` for a software fault."""
 
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
 
 
-@click.group("sandbox", short_help="Check what isolates here, and run a command in a sandbox.")
+@click.group("sandbox", short_help="Check the runtimes of this machine, and run a command in a sandbox.")
 def sandbox() -> None:
-    """Isolated execution of programs that nobody trusts."""
+    """Isolated execution of untrusted programs."""
 
 
 @sandbox.command("doctor")
 @_json_option
 @click.pass_context
 def doctor(context: click.Context, as_json: bool) -> None:
-    """Run a self-test of every runtime, and print what was found; exit code 1 if none isolates.
+    """Run a self-test of every runtime, and print the results; exit code 1 if none isolates.
 
     \b
     Example:
@@ -67,11 +67,11 @@ def _print_report(found: DoctorReport) -> None:
         _print_row(row)
     passed = [row.name for row in found.runtimes if row.verdict == "ok"]
     if found.default in passed:
-        click.echo(f"Where none is named, it is {found.default}.")
+        click.echo(f"The default is {found.default}.")
     elif found.best is None:
         click.echo("No runtime isolates here.")
     else:
-        click.echo(f"The default, {found.default}, cannot be used here. The best that passes is {found.best}: name it.")
+        click.echo(f"The default, {found.default}, cannot be used here. The best that passes: --runtime {found.best}.")
 
 
 def _print_row(row: DoctorRow) -> None:
@@ -93,17 +93,27 @@ def _say(what: str) -> None:
 
 
 @sandbox.command("run", context_settings={"ignore_unknown_options": True})
-@click.option("--runtime", default=DEFAULT, show_default=True, help="What isolates; `doctor` lists them.")
-@click.option("--allow-unsafe", is_flag=True, help="Allow the runtime that isolates nothing.")
-@click.option("--time-s", default=10.0, show_default=True, type=click.FloatRange(min=0.01), help="Wall clock, seconds.")
-@click.option("--memory-mib", default=256, show_default=True, type=click.IntRange(8), help="Of all its processes.")
-@click.option("--pids", default=64, show_default=True, type=click.IntRange(2), help="Processes and threads at a time.")
+@click.option("--runtime", default=DEFAULT, show_default=True, help="Runtime to use; `doctor` lists them.")
+@click.option("--allow-unsafe", is_flag=True, help="Allow the runtime that does not isolate.")
+@click.option(
+    "--time-s",
+    default=10.0,
+    show_default=True,
+    type=click.FloatRange(min=0.01),
+    help="Limit of wall-clock time, in seconds.",
+)
+@click.option(
+    "--memory-mib", default=256, show_default=True, type=click.IntRange(8), help="Limit of memory of all its processes."
+)
+@click.option(
+    "--pids", default=64, show_default=True, type=click.IntRange(2), help="Limit of processes and threads at a time."
+)
 @click.option(
     "--file",
     "files",
     multiple=True,
     type=click.Path(exists=True, dir_okay=False, readable=True, path_type=Path),
-    help="A copy of it is, by its name, in the folder where COMMAND runs; may be given again.",
+    help="File to copy, under its name, to the folder where COMMAND runs; may be repeated.",
 )
 @_json_option
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
@@ -144,7 +154,7 @@ def run(
         click.echo(result.stdout.text, nl=False)
         click.echo(result.stderr.text, nl=False, err=True)
         if not result.isolation.is_sandbox:
-            click.echo("Not a sandbox: it ran as this user.", err=True)
+            click.echo("Not a sandbox: the command ran as this user.", err=True)
         if result.limit is not None and result.fault:
             click.echo(f"Ended by its limit of {result.limit}.", err=True)
     context.exit(_exit_code(result))
@@ -154,7 +164,7 @@ def run(
 @_json_option
 @click.pass_context
 def reap_(context: click.Context, as_json: bool) -> None:
-    """Remove what killed processes of Headrace left: processes, control groups, folders; exit code 1 if some stays.
+    """Remove what killed processes of Headrace left: processes, control groups, folders; exit code 1 if some remain.
 
     \b
     Example:
@@ -175,13 +185,13 @@ def reap_(context: click.Context, as_json: bool) -> None:
 
 
 @sandbox.command("conformance")
-@click.option("--runtime", "name", required=True, help="A runtime by its name, one of your own included.")
-@click.option("--case", "numbers", multiple=True, help="Only this case; may be given again.")
-@click.option("--allow-unsafe", is_flag=True, help="Allow a runtime that isolates nothing; only harmless cases run.")
+@click.option("--runtime", "name", required=True, help="Name of a runtime, including your own.")
+@click.option("--case", "numbers", multiple=True, help="Run only this case; may be repeated.")
+@click.option("--allow-unsafe", is_flag=True, help="Allow a runtime that does not isolate; only harmless cases run.")
 @_json_option
 @click.pass_context
 def conformance(context: click.Context, name: str, numbers: Sequence[str], allow_unsafe: bool, as_json: bool) -> None:
-    """Run hostile programs in a runtime, and compare what came of them with what is expected.
+    """Run hostile programs in a runtime, and compare the outcomes with the expected ones.
 
     \b
     Examples:
@@ -190,7 +200,7 @@ def conformance(context: click.Context, name: str, numbers: Sequence[str], allow
     """
     chosen = [case for case in suite.cases() if not numbers or case.number in numbers]
     if unknown := set(numbers) - {case.number for case in chosen}:
-        raise click.BadParameter(f"There is no case {', '.join(sorted(unknown))}.", param_hint="--case")
+        raise click.BadParameter(f"Unknown case: {', '.join(sorted(unknown))}.", param_hint="--case")
     try:
         is_ok = asyncio.run(_conformance(make_runtime(name, allow_unsafe=allow_unsafe), chosen, as_json))
     except SandboxFailure as failure:
@@ -212,7 +222,7 @@ async def _conformance(runtime: Runtime, chosen: Sequence[suite.ConformanceCase]
     if as_json:
         click.echo(json.dumps([msgspec.to_builtins(line) for line in lines]))
     else:
-        click.echo(f"{len(lines)} cases, {len(differing)} otherwise than expected")
+        click.echo(f"{len(lines)} cases, {len(differing)} not as expected")
     return not differing
 
 
@@ -239,11 +249,11 @@ async def _run(name: str, allow_unsafe: bool, command: Command, limits: Limits) 
 
 
 def _contents(files: Sequence[Path]) -> dict[str, bytes]:
-    """What is in the files, by their names."""
+    """Contents of the files, by their names."""
     contents: dict[str, bytes] = {}
     for file in files:
         if file.name in contents:
-            raise click.BadParameter(f"There are two files named {file.name}.", param_hint="--file")
+            raise click.BadParameter(f"Two files have the name {file.name}.", param_hint="--file")
         contents[file.name] = file.read_bytes()
     return contents
 

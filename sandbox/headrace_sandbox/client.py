@@ -1,10 +1,10 @@
-"""A runtime that is a service: what is written against ``Runtime`` works over it.
+"""Client of the sandbox service; it implements ``Runtime``.
 
 * A request that did not reach the service is sent again for a while; so is one that may have, if doing it twice does no
   harm (reading, renewing, closing).
 * An execution that may have begun is not run again, unless its caller says that it is repeatable: the answer is a
   retryable failure.
-* Whoever is cancelled hangs up, and the service kills what ran for it.
+* A cancelled call closes its connection, and the service kills what ran for it.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from headrace_sandbox.service.messages import API, MEDIA_TYPE
 T = TypeVar("T")
 
 WAIT_S = 30.0
-"""How long a request waits for its turn, unless the client was told otherwise."""
+"""Default time that a request waits for its turn."""
 
 RECONNECT_S = 10.0
-"""How long a service that is not there is looked for: it may be starting anew."""
+"""Time for which an unreachable service is tried again: it may be restarting."""
 
 PAUSES_S = (0.05, 0.1, 0.2, 0.5, 1.0)
-"""Between tries; the last one again and again."""
+"""Pauses between attempts; the last one repeats."""
 
 SILENCE_S = 60.0
-"""Beyond what an answer may take by its own deadlines."""
+"""Time to wait for an answer beyond the deadlines of the request."""
 
 UNKNOWN = Isolation(runtime="service", versions={}, active=[])
-"""Until the service was asked."""
+"""The isolation before the service reported it."""
 
 
 def client_of(
@@ -46,8 +46,9 @@ def client_of(
 ) -> ServiceRuntime:
     """The runtime behind an address: ``unix:///path``, or ``http://host:port`` with a token of the role ``sandbox``.
 
-    ``owner``: for whom everything is run (a run); owners share fairly. ``repeatable``: programs may be run again if it
-    is not known whether they were. Used in one event loop. Raises SandboxFailure ``bad-address`` or ``bad-limit``.
+    ``owner``: on whose account everything runs (a run's id); owners share fairly. ``repeatable``: programs may run
+    again if it is unknown whether they ran. Used in one event loop. Raises SandboxFailure ``bad-address`` or
+    ``bad-limit``.
     """
     check_range("wait_s", wait_s, 0, LONGEST_S)
     return ServiceRuntime(_Calls(address, token), owner, wait_s, repeatable)
@@ -66,11 +67,11 @@ class ServiceRuntime:
         self.isolation = UNKNOWN
 
     def for_owner(self, owner: str) -> ServiceRuntime:
-        """The same service, over the same connections, for another owner. Only one of them is to be closed."""
+        """The same service, over the same connections, for another owner. Close only one of the two."""
         return ServiceRuntime(self._calls, owner, self._wait_s, self._repeatable)
 
     async def connect(self) -> messages.About:
-        """What the service runs programs with. Raises SandboxFailure ``service-unreachable``."""
+        """The isolation of the service's runtime. Raises SandboxFailure ``service-unreachable``."""
         about = _decoded(await self._calls.get(f"{API}/about"), messages.About)
         self.isolation = about.isolation
         return about
@@ -82,7 +83,7 @@ class ServiceRuntime:
         return await self._run(messages.RunRequest(program=program, limits=limits, **self._turn()), limits)
 
     async def open(self, template: Template, ttl_s: float) -> ServiceSandbox:
-        """As ``Runtime.open``. If the answer is lost the lease is too, and another is asked for: it ends by itself."""
+        """Open a sandbox, as ``Runtime.open``. If the answer is lost, request another lease; the lost one expires."""
         asked = messages.OpenRequest(template=template, ttl_s=ttl_s, **self._turn())
         body = await self._calls.post(f"{API}/sandboxes", asked, self._wait_s, is_safe=True)
         return ServiceSandbox(self._calls, _decoded(body, messages.Opened))
@@ -102,8 +103,8 @@ class ServiceRuntime:
 
 
 class ServiceSandbox:
-    """A ``Sandbox``: a lease of one that the service has. ``id`` is the lease's; whoever knows it may use it.
-    ``queue_s``, ``start_s``: the wait for one to be free, and for it to be made."""
+    """A ``Sandbox`` that is leased from the service. ``id`` is the lease's; knowing it is enough to use the sandbox.
+    ``queue_s``, ``start_s``: the time until one was free, and the time to make it."""
 
     def __init__(self, calls: _Calls, opened: messages.Opened) -> None:
         self.id = opened.lease
@@ -139,13 +140,13 @@ class ServiceSandbox:
         await self._calls.post(f"{self._path}/reset")
 
     async def renew(self, ttl_s: float) -> float:
-        """Hold it so long from now on; gives for how long it really is, in seconds. Raises SandboxFailure
+        """Extend the lease to this long from now; returns the time that was granted, in seconds. Raises SandboxFailure
         ``lease-over``."""
         body = await self._calls.post(f"{self._path}/renew", messages.Renewal(ttl_s=ttl_s), is_safe=True)
         return _decoded(body, messages.Renewal).ttl_s
 
     async def close(self) -> None:
-        """Give it back. One whose lease is over is fine."""
+        """Give the sandbox back. An expired lease is not an error."""
         try:
             await self._calls.post(f"{self._path}/close", is_safe=True)
         except SandboxFailure as failure:
@@ -188,7 +189,7 @@ class _Calls:
         except ValueError as error:
             raise SandboxFailure(
                 f"A sandbox service cannot be spoken to: {error}.",
-                hint="An address reads like unix:///run/headrace-sandbox/service.sock or http://127.0.0.1:8471.",
+                hint="Give an address like unix:///run/headrace-sandbox/service.sock or http://127.0.0.1:8471.",
                 kind="bad-address",
                 retryable=False,
             ) from error
@@ -200,8 +201,8 @@ class _Calls:
     async def post(
         self, path: str, message: msgspec.Struct | None = None, takes_s: float = 0.0, *, is_safe: bool = False
     ) -> bytes:
-        """Send it. ``takes_s``: how long the answer may take by its own deadlines. ``is_safe``: whether it may be
-        sent again when it is not known what became of it. Raises SandboxFailure."""
+        """Send a request. ``takes_s``: how long the answer may take by its own deadlines. ``is_safe``: true if it may
+        be sent again when its outcome is unknown. Raises SandboxFailure."""
         body = b"" if message is None else msgspec.msgpack.encode(message)
         return await self._send("POST", path, body, takes_s + SILENCE_S, is_safe=is_safe)
 
@@ -230,7 +231,7 @@ class _Calls:
             tries += 1
 
     def _failure(self, status: int, said: bytes) -> SandboxFailure:
-        """The service's own failure, or what a page of somebody in between comes to."""
+        """The failure that the service reported, or one for a response of a proxy in between."""
         error = read_problem(status, said)
         if isinstance(error, SandboxFailure):
             return error
@@ -242,7 +243,7 @@ class _Calls:
                 retryable=not isinstance(error, RequestError),
             )
         return SandboxFailure(
-            f"Something at {self._address} that is no sandbox service answered with status {status}.",
+            f"Something at {self._address} that is not a sandbox service answered with status {status}.",
             kind="service-error",
             retryable=status in GATEWAY_STATUSES,
         )
@@ -257,8 +258,8 @@ class _Calls:
 
     def _lost(self, error: NoResponse) -> SandboxFailure:
         return SandboxFailure(
-            f"The sandbox service did not answer ({error}); whether the program ran is not known.",
-            hint="It is not run again by itself; a client that is `repeatable` does.",
+            f"The sandbox service did not answer ({error}); it is unknown whether the program ran.",
+            hint="It is not run again automatically, except by a client that is `repeatable`.",
             kind="service-lost",
             retryable=True,
         )

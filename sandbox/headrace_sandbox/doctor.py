@@ -1,9 +1,9 @@
-"""The ladder: what each runtime does on this machine, found out by trying, and what to do where it fails.
+"""The report of ``headrace sandbox doctor``: a self-test of each runtime on this machine, with hints for failures.
 
 * Every runtime has a row, whether it comes with Headrace or by an entry point, and whether it works or not.
 * A runtime that raises, hangs or does not isolate has failed; the evidence is in its row, the remedy below it.
-* ``process`` is never more than a warning: it is no sandbox.
-* The best of those that pass is named. The default is not exchanged for it: who wants it names it.
+* ``process`` is never more than a warning: it is not a sandbox.
+* The best runtime that passes is reported. It never replaces the default: a user has to choose it by name.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from headrace_sandbox.runtimes.self_test import SelfTest, self_test, self_test_f
 CheckVerdict = Literal["ok", "warn", "fail"]
 
 ORDER = ("bubblewrap", "gvisor", "docker", "wasm")
-"""Best first, where several pass: those that run any command, by cost, then what runs Python alone. Those of third
-parties come before ``wasm``."""
+"""Best first, where several pass: runtimes that run any command, by cost, then those that run Python alone. Third-party
+runtimes come before ``wasm``."""
 
 CLOSE_S = 20.0
-"""For a runtime to end what it keeps."""
+"""Time limit for closing a runtime."""
 
 APPARMOR = """\
 AppArmor refuses user namespaces, as Ubuntu 24.04 has it. Write this to /etc/apparmor.d/bwrap, and run
@@ -47,7 +47,7 @@ NO_USERNS = "The kernel refuses user namespaces: its sysctl user.max_user_namesp
 
 CONTAINER = """\
 This process is under a filter of system calls, most likely a container's, and that refuses user namespaces. The profile
-of the container must allow them. Under Kubernetes' restricted profile there is no remedy inside the pod: the runtime
+of the container must allow them. Under Kubernetes' restricted profile nothing inside the pod helps: the runtime
 wasm needs no namespaces."""
 
 NO_GROUPS = (
@@ -62,8 +62,8 @@ NOT_ROOT = (
 
 
 class DoctorRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of the ladder. ``found``: the evidence in a line. ``hint``: what to do where it is not ok. ``active``:
-    limits that are enforced. ``cost_s``: seconds of one ``print(1)``, by the way it was run."""
+    """One row of the report. ``found``: the evidence in a line. ``hint``: what to do where it is not ok. ``active``:
+    limits that are enforced. ``cost_s``: seconds of one ``print(1)``, by the kind of execution."""
 
     verdict: CheckVerdict
     name: str
@@ -75,8 +75,8 @@ class DoctorRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What this machine has. ``machine``: what runtimes can build on. ``default``: the runtime where none is named.
-    ``best``: of those that pass, if any."""
+    """All checks of this machine. ``machine``: features that runtimes build on. ``default``: the runtime where none is
+    named. ``best``: the best runtime that passes, if any."""
 
     machine: list[DoctorRow]
     runtimes: list[DoctorRow]
@@ -85,20 +85,20 @@ class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def diagnose(say: Callable[[str], None]) -> DoctorReport:
-    """Try every runtime, one after the other. ``say`` is told what takes long."""
+    """Test every runtime, one after the other. ``say`` receives progress messages."""
     rows = [await check_runtime(name, say) for name in runtime_names()]
     return DoctorReport(machine=[_control_groups(), _users()], runtimes=rows, default=DEFAULT, best=best_of(rows))
 
 
 def best_of(rows: list[DoctorRow]) -> str | None:
-    """The best runtime of those that pass."""
+    """The best runtime that passes."""
     passed = [row.name for row in rows if row.verdict == "ok"]
     others = [name for name in passed if name not in ORDER]
     return next((name for name in (*ORDER[:-1], *others, ORDER[-1]) if name in passed), None)
 
 
 async def check_runtime(name: str, say: Callable[[str], None]) -> DoctorRow:
-    """The row of one runtime."""
+    """Test one runtime."""
     try:
         runtime = await make_runtime_in_time(name, allow_unsafe=True)
         try:
@@ -115,7 +115,7 @@ async def _close(runtime: Runtime) -> None:
         async with timeout(CLOSE_S):
             await runtime.close()
     except TimeoutError:
-        raise self_test_failed(runtime.name, f"it was not closed within {CLOSE_S:g} s") from None
+        raise self_test_failed(runtime.name, f"it did not close within {CLOSE_S:g} s") from None
 
 
 def _row(name: str, tried: SelfTest) -> DoctorRow:
@@ -141,15 +141,17 @@ def _row(name: str, tried: SelfTest) -> DoctorRow:
 
 def _failed(name: str, error: Exception) -> DoctorRow:
     if not isinstance(error, HeadraceError):
-        return DoctorRow(verdict="fail", name=name, found=f"{type(error).__name__}: {error}", hint="A defect of it.")
+        return DoctorRow(
+            verdict="fail", name=name, found=f"{type(error).__name__}: {error}", hint="This is a defect of the runtime."
+        )
     is_refused = isinstance(error, SandboxFailure) and error.kind == "sandbox-not-made"
     hint = remedy(_read) if name == "bubblewrap" and is_refused else error.hint
     return DoctorRow(verdict="fail", name=name, found=error.detail, hint=hint)
 
 
 def remedy(read: Callable[[str], str]) -> str:
-    """What refuses user namespaces here, and what to do about it. ``read`` gives what a file of /proc says, or
-    nothing."""
+    """The cause of refused user namespaces here, and what to do about it. ``read`` returns the content of a file of
+    /proc, or an empty string."""
     refusals = (
         (read("sys/kernel/apparmor_restrict_unprivileged_userns") == "1", APPARMOR),
         (read("sys/kernel/unprivileged_userns_clone") == "0", USERNS_CLONE),
@@ -177,4 +179,4 @@ def _control_groups() -> DoctorRow:
     driver = find_driver()
     if driver.active:
         return DoctorRow(verdict="ok", name="control groups", found=driver.name, active=list(driver.active))
-    return DoctorRow(verdict="warn", name="control groups", found="none that this process may make", hint=NO_GROUPS)
+    return DoctorRow(verdict="warn", name="control groups", found="this process may not make any", hint=NO_GROUPS)

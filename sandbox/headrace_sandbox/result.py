@@ -1,8 +1,8 @@
-"""What an execution may use, and what came of it.
+"""Limits and result of an execution.
 
 * A verdict rests on what the supervisor saw from outside: never on text that the program wrote.
-* Output is bytes; of a long one head and tail are kept, and ``truncated`` says so.
-* A program that ran into a limit has the limit named; a fault of ours raises, and is no result.
+* Output is bytes; of a long output head and tail are kept, and ``truncated`` says so.
+* The result of a program that ran into a limit names the limit; a fault of ours raises an error instead.
 * A limit that would bound nothing, or that nothing can run under, is refused before anything is made.
 """
 
@@ -19,18 +19,17 @@ LimitName = Literal["time", "cpu", "memory", "pids", "output", "disk"]
 """The limit that ended a program, or that it ran into before it failed."""
 
 Fault = Literal["", "program", "limit"]
-"""Whose fault it is that a program did not end with 0: its own, or a limit's. Ours is a SandboxFailure, not a
-result."""
+"""The cause of an end other than with 0: the program, or a limit. A fault of ours is a SandboxFailure, not a result."""
 
 
 LONGEST_S = sys.float_info.max
-"""Any time that is a number: what is infinite is no time, and NaN is neither more nor less than another."""
+"""The longest time: any finite number. Infinity is refused, and so is NaN, which compares with nothing."""
 
 MOST = 1 << 62
-"""Of a size; the kernel takes twice that, and runtimes add what they need themselves."""
+"""The largest size; the kernel takes twice that, and runtimes add what they need themselves."""
 
 MOST_CPU_S = 1 << 33
-"""Of a time of processors; the kernel counts it in nanoseconds, of 64 bits: more overflows, down to none at all."""
+"""The longest processor time: the kernel counts it in 64-bit nanoseconds, and a longer one overflows, even to zero."""
 
 RANGES: dict[str, tuple[float, float]] = {
     "wall_s": (sys.float_info.min, LONGEST_S),
@@ -40,22 +39,23 @@ RANGES: dict[str, tuple[float, float]] = {
     "cpus": (0.01, 1 << 16),  # the least quota that the kernel takes
     "kept_bytes": (0, MOST),
     "output_bytes": (0, MOST),
-    "disk_bytes": (1, MOST),  # to the kernel 0 is no bound
+    "disk_bytes": (1, MOST),  # the kernel takes 0 as unlimited
     "file_bytes": (0, 1 << 40),
     "open_files": (16, 1024),
 }
-"""Least and most of each limit."""
+"""Minimum and maximum of each limit."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What an execution may use. The defaults suit unit tests and tool calls. Raises SandboxFailure ``bad-limit`` for
+    """Limits of an execution. The defaults suit unit tests and tool calls. Raises SandboxFailure ``bad-limit`` for
     what is outside ``RANGES``.
 
-    ``wall_s``: from the moment that the program starts; waiting for a sandbox and making one do not count.
-    ``cpu_s``: of all its processes together; none: as long as the wall clock lets it. ``memory_bytes``: of all its
+    ``wall_s``: time from the start of the program; waiting for a sandbox and making one do not count.
+    ``cpu_s``: processor time of all its processes; None: bounded by ``wall_s`` only. ``memory_bytes``: of all its
     processes together, files in memory included. ``pids``: processes and threads at a time. ``cpus``: share of
-    processors, 0.5 is half of one. ``kept_bytes``: of each output stream that the result keeps. ``output_bytes``: of
-    both together, after which it is killed. ``disk_bytes``: of its scratch folder. ``file_bytes``: of one file.
+    processors, 0.5 is half of one. ``kept_bytes``: bytes of each output stream that the result keeps.
+    ``output_bytes``: bytes of both streams, after which it is killed. ``disk_bytes``: size of its scratch folder.
+    ``file_bytes``: size of one file.
     """
 
     wall_s: float = 10.0
@@ -77,7 +77,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_range(name: str, value: float, least: float, most: float) -> None:
-    """Raises SandboxFailure ``bad-limit`` for a number that is outside, or none."""
+    """Raise SandboxFailure ``bad-limit`` for a value outside the range, or not a number."""
     if not least <= value <= most:
         wanted = f"from {least:g} to {most:g}" if most < MOST else "above 0" if 0 < least < 1 else f"at least {least:g}"
         raise SandboxFailure(
@@ -88,8 +88,8 @@ def check_range(name: str, value: float, least: float, most: float) -> None:
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True):
-    """What a stream held. ``head`` and ``tail`` are its first and last bytes; where nothing was left out all is in
-    ``head``. ``total_bytes`` were written."""
+    """Output of one stream. ``head`` and ``tail`` are its first and last bytes; where nothing was left out, all of it
+    is in ``head``. ``total_bytes``: bytes that were written."""
 
     head: bytes = b""
     tail: bytes = b""
@@ -97,12 +97,12 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def truncated(self) -> bool:
-        """Whether bytes between head and tail were left out."""
+        """True if bytes between head and tail were left out."""
         return self.total_bytes > len(self.head) + len(self.tail)
 
     @property
     def text(self) -> str:
-        """For reading: bytes that are no UTF-8 become U+FFFD, and a line names what was left out."""
+        """The output as text: invalid UTF-8 becomes U+FFFD, and a line says how much was left out."""
         if not self.truncated:
             return (self.head + self.tail).decode(errors="replace")
         left_out = self.total_bytes - len(self.head) - len(self.tail)
@@ -111,7 +111,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """What all processes of an execution used, as the kernel counted it; None where nothing counts it here.
+    """Resources that all processes of an execution used, as the kernel counted them; None where nothing counts them.
 
     ``memory_kills``: processes that the kernel killed for memory. ``refused_pids``: forks that it refused.
     ``disk_full``: its scratch folder was full when it failed, in bytes or in number of files.
@@ -125,9 +125,9 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Isolation(msgspec.Struct, frozen=True, kw_only=True):
-    """What stood between the program and this machine. ``runtime``: its name. ``versions``: of its parts.
-    ``active``: the limits that something here enforces; one that is not named was not enforced. ``is_sandbox``: False
-    where nothing stood in between, and the program ran as this user."""
+    """Isolation of a program from this machine. ``runtime``: its name. ``versions``: versions of its parts. ``active``:
+    the limits that were enforced; a limit that is not listed was not. ``is_sandbox``: False where nothing isolated
+    the program, and it ran as this user."""
 
     runtime: str
     versions: dict[str, str]
@@ -136,11 +136,11 @@ class Isolation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One execution. Either ``exit_code`` or ``signal`` is set; neither where it was killed for time or output.
+    """Result of one execution. Either ``exit_code`` or ``signal`` is set; neither if it was killed for time or output.
 
-    ``queue_s``, ``start_s`` and ``wall_s`` are apart: waiting for a sandbox, making one, and the program itself.
-    ``lost``: why the sandbox or session cannot be used any more, where the program itself brought that about; it is
-    then the program's fault, and neither exit code nor signal need be known.
+    ``queue_s``, ``start_s`` and ``wall_s`` are separate: waiting for a sandbox, making one, and the program itself.
+    ``lost``: why the sandbox or session cannot be used any more, if the program caused that; it is then the program's
+    fault, and exit code and signal may be unknown.
     """
 
     exit_code: int | None
@@ -157,7 +157,7 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fault(self) -> Fault:
-        """Empty where the program ended with 0."""
+        """The cause of the program's failure; empty if it ended with 0."""
         if self.lost is not None:
             return "program"
         if self.limit is not None and self.exit_code != 0:

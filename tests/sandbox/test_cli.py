@@ -65,7 +65,7 @@ def test_conformance_compares_what_came_of_a_case_with_the_table() -> None:
         ("bubblewrap code", "contained", True),
     ]
     shown = headrace("conformance", "--runtime", "bubblewrap", "--case", "12b")
-    assert shown.stdout.endswith("2 cases, 0 otherwise than expected\n")
+    assert shown.stdout.endswith("2 cases, 0 not as expected\n")
     assert shown.returncode == 0
     unknown = headrace("conformance", "--runtime", "bubblewrap", "--case", "99")
     assert (unknown.returncode, "no case 99" in unknown.stderr) == (2, True)

@@ -248,7 +248,7 @@ async def test_a_socket_in_use_is_refused_and_one_of_a_dead_service_is_taken(tmp
             async with service(MemoryRuntime(), path):
                 pass
     path.write_text("a file")
-    with pytest.raises(SetupError, match="no socket"):
+    with pytest.raises(SetupError, match="not a socket"):
         async with service(MemoryRuntime(), path):
             pass
 

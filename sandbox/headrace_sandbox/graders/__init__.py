@@ -1,4 +1,4 @@
-"""Grades programs that nobody trusts, from tests that they never see."""
+"""Grading of untrusted programs by tests that they never see."""
 
 from headrace_sandbox.graders.cases import CallCase, Case, CaseResult, StdioCase, Verdict
 from headrace_sandbox.graders.grader import grade

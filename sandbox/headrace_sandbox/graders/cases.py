@@ -1,7 +1,7 @@
-"""What a submission is asked, what it should give, and what came of it.
+"""Test cases: input, expected output and result.
 
-* A case has what goes in, and what should come out. Only the first ever reaches a sandbox.
-* Values are data: what JSON has, and tuples, sets, bytes and integers of any size.
+* A case has an input and an expected output. Only the input ever reaches a sandbox.
+* Values are data: JSON values, tuples, sets, bytes and integers of any size.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import msgspec
 from headrace_sandbox.result import LimitName
 
 Verdict = Literal["passed", "wrong", "error", "limit"]
-"""Passed; ended well with another output than the expected one; failed, or gave no answer; ran into a limit."""
+"""``passed``; ``wrong``: ended well, with unexpected output; ``error``: failed, or gave no answer; ``limit``: ran into
+a limit."""
 
 
 class StdioCase(msgspec.Struct, frozen=True, kw_only=True, tag="stdio"):
@@ -37,8 +38,8 @@ Case = StdioCase | CallCase
 
 
 class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of one case. ``limit``: the one that it ran into. ``detail``: why it did not pass, for people; the end
-    of its standard error after an error. ``wall_s``: of the program itself."""
+    """Result of one case. ``limit``: the limit that it ran into. ``detail``: why it did not pass, for people; after an
+    error, the end of its standard error. ``wall_s``: the time of the program alone."""
 
     verdict: Verdict
     limit: LimitName | None = None

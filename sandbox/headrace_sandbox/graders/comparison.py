@@ -1,10 +1,10 @@
-"""Compares what came out of a sandbox with what should have; here, where the submission is not.
+"""Comparison of actual and expected output, outside the sandbox.
 
 * Numbers are equal within ``CLOSE`` where one of them is a float, else exactly; a bool is only equal to a bool.
 * A tuple is a list. A set is a list in any order. Keys of a mapping are compared as JSON writes them.
-* What cannot be read as an answer is not equal to anything.
-* Reading and comparing take time by the size of an answer, whatever is in it: of a set at most ``MOST_NEAR`` items may
-  be near to what is expected without being equal.
+* Output that cannot be read as an answer equals nothing.
+* The time to read and compare depends on the size of an answer only, never on its content: at most ``MOST_NEAR`` items
+  of a set may be close to expected ones without being equal.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ import math
 from typing import Any, NamedTuple
 
 CLOSE = 1e-9
-"""Relative and absolute: what the order of additions makes of a sum, and no wrong answer."""
+"""Relative and absolute tolerance: covers the order of additions in a sum, but no wrong answer."""
 
 MOST_NEAR = 500
-"""Items of a set that are compared each with each."""
+"""The largest number of items of a set that are compared pairwise."""
 
 
 class UnreadableAnswer(Exception):
-    """The answer is none that the program which calls the submission writes."""
+    """The answer does not have the form that ``function_call.py`` writes."""
 
 
 class SetAnswer(NamedTuple):
-    """A set that came out."""
+    """A set in an answer."""
 
     items: list[Any]
 
 
 class MappingAnswer(NamedTuple):
-    """A mapping that came out."""
+    """A mapping in an answer."""
 
     items: list[tuple[Any, Any]]
 
 
 def same_text(written: str, expected: str) -> bool:
-    """Whether a program wrote what it should have, spaces and line ends around it aside."""
+    """True if the output is the expected one, ignoring surrounding whitespace."""
     return written.strip() == expected.strip()
 
 
@@ -50,7 +50,7 @@ def read_answer(answer: bytes) -> Any:
 
 
 def same_value(given: Any, expected: Any) -> bool:
-    """Whether a value that came out is the expected one, which may hold what JSON has, tuples, sets and bytes."""
+    """True if a value equals the expected one, which may hold JSON values, tuples, sets and bytes."""
     try:
         return _same(given, expected)
     except RecursionError:
@@ -123,7 +123,7 @@ def _same_set(given: list[Any], expected: list[Any]) -> bool:
 
 
 def _exact(value: Any) -> Any:
-    """What equal values have in common, to be looked up by; a thing of its own for what has none."""
+    """A lookup key that equal values share; a unique object for a value that has no such key."""
     if isinstance(value, list | tuple):
         return (list, *map(_exact, value))
     if value is None or isinstance(value, bool | int | float | str | bytes):

@@ -1,12 +1,12 @@
 """Grades a submission: each case in a fresh sandbox, judged here.
 
-* A sandbox holds the submission and what goes in; what should come out never enters one.
-* A verdict rests on how the program ended, as seen from outside, and on its output; on no word of it about itself.
+* A sandbox holds the submission and the input; the expected output never enters one.
+* A verdict rests on how the program ended, as seen from outside, and on its output; never on a claim of the program.
 * A case cannot leave anything to the next one.
-* A fault of a sandbox raises; it is no verdict.
+* A fault of a sandbox raises an error; it never becomes a verdict.
 
-What is promised for both kinds of case: whoever passes has written the expected output. A submission may take over the
-process that it runs in, with all that calls it; nothing there says what would pass.
+The guarantee for both kinds of case: a submission that passes has written the expected output. A submission may take
+over its own process and the code that calls it; nothing in there says which output would pass.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ IMPORT = "from headrace_sandbox.guest.values import"
 
 
 def inside(name: str) -> str:
-    """A program that runs inside, with the values that it needs before it."""
+    """The source of a guest program, preceded by ``values.py``, which it needs."""
     return "\n".join((GUEST / part).read_text().replace(IMPORT, "# from above:") for part in ("values.py", name))
 
 
 CALL = inside("function_call.py")
-"""Calls the function of a submission, inside."""
+"""The guest program that calls the function of a submission."""
 
 SPARE_BYTES = 64 << 10
-"""Of an output beyond the expected one: spaces around it, or how it is written."""
+"""Bytes of output kept beyond the size of the expected one: for whitespace, or another notation."""
 
 DETAIL_CHARACTERS = 1000
-"""Of a standard error that a detail quotes: its end, where the error is named."""
+"""Characters of standard error that a detail quotes: its end, which names the error."""
 
 
 class CodeRunner(Protocol):
-    """What runs a submission: a runtime, or what stands for one."""
+    """Interface that runs a submission: a runtime, or a pool in front of one."""
 
     async def run_code(self, program: PythonProgram, limits: Limits) -> ExecResult: ...
 
@@ -61,10 +61,10 @@ async def grade(
     stop_early: bool = False,
     domain: str = "",
 ) -> list[CaseResult]:
-    """Grade a submission in Python; gives a result for each case, in their order. Raises SandboxFailure.
+    """Grade a submission in Python; returns a result for each case, in order. Raises SandboxFailure.
 
-    ``limits`` are those of each case. ``at_once``: cases that run at a time. ``stop_early``: start no case after one
-    that did not pass; the results then end with it, or a little later. ``domain``: of trust, as a program has it.
+    ``limits`` apply to each case. ``at_once``: cases that run at a time. ``stop_early``: start no case after one
+    that did not pass; the results then end with it, or a little later. ``domain``: the program's trust domain.
     """
     source = source.encode(errors="replace").decode()
     room = asyncio.Semaphore(at_once)
@@ -100,7 +100,7 @@ async def _grade_case(runtime: CodeRunner, source: str, case: Case, limits: Limi
 
 
 def _program(case: Case, source: str, domain: str) -> tuple[PythonProgram, int]:
-    """The program that runs, and about how many bytes it should write."""
+    """The program to run, and roughly how many bytes it should write."""
     if isinstance(case, StdioCase):
         return PythonProgram(code=source, stdin=case.stdin.encode(), domain=domain), len(case.stdout.encode())
     request = {"source": source, "function": case.function, "arguments": encoded(case.arguments)}
@@ -109,18 +109,18 @@ def _program(case: Case, source: str, domain: str) -> tuple[PythonProgram, int]:
 
 
 def _wrong(case: Case, result: ExecResult) -> str:
-    """Why the output is not the expected one; empty if it is."""
+    """The reason that the output is not the expected one; empty if it is."""
     if result.stdout.truncated:
         return f"it wrote {result.stdout.total_bytes} bytes, far more than the expected output has"
     if isinstance(case, StdioCase):
-        return "" if same_text(result.stdout.text, case.stdout) else "it wrote another output than the expected one"
+        return "" if same_text(result.stdout.text, case.stdout) else "its output is not the expected one"
     if not result.stdout.total_bytes:
         return "it ended before the function returned"
     try:
         given = read_answer(result.stdout.head)
     except UnreadableAnswer as error:
         return f"its answer cannot be read: {error}"
-    return "" if same_value(given, case.expected) else "the function returned another value than the expected one"
+    return "" if same_value(given, case.expected) else "the function did not return the expected value"
 
 
 def _why(result: ExecResult) -> str:

@@ -1,15 +1,15 @@
-"""Grades a submission by unit tests that nobody shows it: test functions, and cases of ``unittest``.
+"""Grades a submission by unit tests that it never sees: test functions, and cases of ``unittest``.
 
 * Tests run in a process of their own, beside the submission's and out of its reach; what they ask of the module goes
   to the submission, and data comes back. Expected values stay with the tests.
 * Each test has a process of the submission of its own.
-* A verdict is what the tests' process wrote. A submission that kills it leaves the tests that were to come without one:
-  an error.
-* Tests that cannot be loaded, or of which there are none, are a failure, not the submission's.
+* A verdict is what the tests' process wrote. If a submission kills that process, the remaining tests have no verdict,
+  which is an error.
+* Tests that cannot be loaded, or an empty set of tests, are a failure of the environment, not of the submission.
 
-What is promised is what a call promises (``CallCase``): a test passes only if the data that it asked for is what it
-expects. Objects of the submission are not compared, since they would decide themselves. What is not offered: pytest
-with its fixtures and plugins, subclasses of the submission's classes, its own exceptions by class, callbacks.
+The guarantee is that of a call (``CallCase``): a test passes only if the data that it got is what it expects. Objects
+of the submission cannot be compared, since their own code would decide the result. Not supported: pytest fixtures and
+plugins, subclasses of the submission's classes, its own exceptions by class, callbacks.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from headrace_sandbox.runtimes.base import Command
 PYTHON = "python3"
 
 KEPT_BYTES = 4 << 20
-"""Of the verdicts: more than any number of tests has."""
+"""Bytes of verdicts that are kept: more than any number of tests needs."""
 
 
 class CommandRunner(Protocol):
-    """What runs the tests: a runtime, or what stands for one."""
+    """Interface that runs the tests: a runtime, or a pool in front of one."""
 
     async def run(self, command: Command, limits: Limits) -> ExecResult: ...
 
@@ -40,9 +40,9 @@ class CommandRunner(Protocol):
 async def grade_unit_tests(
     runtime: CommandRunner, source: str, tests: str, limits: Limits, *, module: str = "solution"
 ) -> dict[str, CaseResult]:
-    """Run tests on a submission that they import as ``module``; gives a result for each test by its name.
+    """Run tests on a submission that they import as ``module``; returns a result for each test by its name.
 
-    ``limits`` are those of all tests together. Raises EnvironmentFailure ``bad-tests``, and SandboxFailure.
+    ``limits`` apply to all tests together. Raises EnvironmentFailure ``bad-tests``, and SandboxFailure.
     """
     request = {
         "module": module,
@@ -65,7 +65,7 @@ async def grade_unit_tests(
 
 
 def _read(result: ExecResult) -> tuple[list[str], dict[str, CaseResult]]:
-    """What there is to run, and the verdicts that were written; the last line may be cut short."""
+    """The tests that were found, and the verdicts that were written; the last line may be cut short."""
     names: list[str] = []
     verdicts: dict[str, CaseResult] = {}
     for line in result.stdout.head.split(b"\n")[:-1]:
@@ -81,4 +81,4 @@ def _without(result: ExecResult) -> CaseResult:
     """A test that has no verdict."""
     if result.fault == "limit":
         return CaseResult(verdict="limit", limit=result.limit, detail=f"limit: {result.limit}")
-    return CaseResult(verdict="error", detail="the process of the tests was ended before it came to this one")
+    return CaseResult(verdict="error", detail="the process of the tests ended before it ran this one")

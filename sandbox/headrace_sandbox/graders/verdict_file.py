@@ -1,15 +1,15 @@
-"""Verdict files: what a grader wrote about a task, read strictly, after it ended well.
+"""Verdict files: the reward that a grader wrote for a task, read strictly after the grader ended well.
 
 * The file holds one decimal number in the declared range, in ASCII, and at most one line end. Nothing else is a reward.
 * A grader that did not end with 0, or left no file, gave no verdict: a failure, never a reward of 0.
-* What stands in the file's place before the grader starts is removed: what a submission wrote is no verdict.
-* A failure carries the end of what the grader said.
+* What stands in the file's place before the grader starts is removed: a submission cannot write a verdict.
+* A failure carries the end of the grader's output.
 
-What is promised: a number that was there before the grader, or that the grader did not stand by with its exit code, is
-no verdict. In a fresh sandbox (``grade_by_file``) nothing of the submission runs but what the grader starts. What is
-not: a session of a sandbox that lives may have left something in the background, which writes there after the grader;
-close sessions first. And a grader that runs the submission in its own sandbox shares its user with it, and the
-submission may write what the grader would. Let such a grader look at what the submission left, or ask it by cases
+The guarantee: a number that was there before the grader, or that the grader's exit code did not confirm, is never
+taken as a verdict. In a fresh sandbox (``grade_by_file``) nothing of the submission runs but what the grader starts.
+Not guaranteed: a session of a sandbox that lives may have left a background process that writes there after the
+grader, so close sessions first. And a grader that runs the submission in its own sandbox shares its user with it, so
+the submission may write the file itself. Let such a grader only inspect what the submission left, or test it by cases
 (``grade``).
 """
 
@@ -24,28 +24,28 @@ from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import Command, Sandbox, Template
 
 VERDICT = "verdict"
-"""Where a grader writes, below the scratch folder; and what its environment names as VERDICT."""
+"""Path below the scratch folder that a grader writes; its environment has it as VERDICT."""
 
 WORK = "work"
 """The folder with what a submission left, in a fresh sandbox; its environment names it as WORK."""
 
 SPARE_S = 60.0
-"""For a fresh sandbox to live beyond the time of its grader."""
+"""Seconds that a fresh sandbox lives beyond the time limit of its grader."""
 
 MOST_BYTES = 64
-"""Of a verdict file: more than any number needs."""
+"""Largest size of a verdict file: more than any number needs."""
 
 TAIL_CHARACTERS = 2000
-"""Of what a grader said that a failure quotes."""
+"""Characters of the grader's output that a failure quotes."""
 
 REMOVE = 'chmod u+rwx "$2"; [ -L "$1" ] || chmod -R u+rwx -- "$1"; rm -rf -- "$1"'
-"""For a shell: what was left may be folders that even their user may not change."""
+"""Shell script: the old content may be folders that even their owner cannot change."""
 
 _NUMBER = re.compile(rb"-?[0-9]{1,17}(\.[0-9]{1,17})?\n?")
 
 
 class SandboxOpener(Protocol):
-    """What opens sandboxes: a runtime, or what stands for one."""
+    """Interface that opens sandboxes: a runtime, or a pool in front of one."""
 
     async def open(self, template: Template, ttl_s: float) -> Sandbox: ...
 
@@ -53,8 +53,8 @@ class SandboxOpener(Protocol):
 async def grade_by_file(
     runtime: SandboxOpener, work: bytes, grader: Command, limits: Limits, *, lowest: float = 0.0, highest: float = 1.0
 ) -> float:
-    """The reward that a grader gives what a submission left (``work``, a tar archive), in a fresh sandbox that holds
-    nothing else but the grader's files.
+    """The reward for a submission's files (``work``, a tar archive), graded in a fresh sandbox that holds nothing but
+    them and the grader's files.
 
     Raises EnvironmentFailure ``no-verdict`` or ``bad-verdict``, and SandboxFailure.
     """
@@ -71,7 +71,7 @@ async def verdict_of(
 ) -> float:
     """The reward that a grader gives in a sandbox that lives. Raises as ``grade_by_file``.
 
-    Close its sessions before: what they left in the background shares its user with the grader, and could write there.
+    Close its sessions before: their background processes share a user with the grader, and could write the file.
     """
     await _remove(sandbox)
     command = Command(
@@ -88,7 +88,7 @@ async def verdict_of(
     except SandboxFailure as failure:
         if failure.kind == "no-such-file":
             raise _no_verdict("The grader ended and left no verdict.", result) from failure
-        if failure.kind in ("file-too-large", "bad-path"):  # a bad path is a folder, a link or a pipe in its place
+        if failure.kind in ("file-too-large", "bad-path"):  # "bad-path": a folder, a link or a pipe is in its place
             raise _bad_verdict(failure.detail, result) from failure
         raise
     return _read(content, result, lowest, highest)
@@ -98,7 +98,7 @@ def _read(content: bytes, result: ExecResult, lowest: float, highest: float) -> 
     if not content:
         raise _no_verdict("The grader left an empty verdict.", result)
     if not _NUMBER.fullmatch(content):
-        raise _bad_verdict(f"{content!r} is no decimal number", result)
+        raise _bad_verdict(f"{content!r} is not a decimal number", result)
     reward = float(content)
     if not lowest <= reward <= highest:
         raise _bad_verdict(f"{reward:g} is outside {lowest:g} to {highest:g}", result)
@@ -109,11 +109,11 @@ async def _remove(sandbox: Sandbox) -> None:
     command = Command(arguments=["sh", "-c", REMOVE, "sh", VERDICT, SCRATCH])
     result = await sandbox.run(command, Limits(wall_s=10.0))
     if result.fault:
-        raise _no_verdict("What stood in the verdict's place could not be removed.", result)
+        raise _no_verdict("The old content at the path of the verdict could not be removed.", result)
 
 
 def _no_verdict(detail: str, result: ExecResult) -> EnvironmentFailure:
-    """Another try may give one."""
+    """The failure ``no-verdict``; another attempt may succeed."""
     return _failure(detail, result, "no-verdict", retryable=True)
 
 
@@ -123,7 +123,7 @@ def _bad_verdict(why: str, result: ExecResult) -> EnvironmentFailure:
 
 def _failure(detail: str, result: ExecResult, kind: str, *, retryable: bool) -> EnvironmentFailure:
     said = f"{result.stdout.text}\n{result.stderr.text}".strip()[-TAIL_CHARACTERS:]
-    hint = f"The end of the grader's log: {said}" if said else "The grader said nothing."
+    hint = f"The end of the grader's log: {said}" if said else "The grader wrote no log."
     return EnvironmentFailure(detail, hint=hint, kind=kind, retryable=retryable)
 
 

@@ -1,1 +1,1 @@
-"""A host's sandboxes, shared fairly: what is run, when, in which sandbox, and for how long."""
+"""The sandbox pool of a host: fair queues, leases, warm sandboxes and resets."""

@@ -1,15 +1,15 @@
-"""The pool's decisions: what starts, who gets which sandbox, what is made, reset and closed.
+"""Decisions of the pool: which execution starts, who leases which sandbox, and what is made, reset and closed.
 
-Pure: events in, instructions out; the clock and ids are given. The shell carries the instructions out and tells what
-came of them.
+Pure: events in, instructions out; the clock and ids are given. The shell carries the instructions out and reports
+the outcomes.
 
 * Every request is answered once: started, handed a sandbox, or refused with the reason.
-* Owners share fairly; each request has a deadline, and beyond a bound of waiting ones the answer is ``busy``.
+* Owners share fairly; each request has a deadline, and beyond a bound on waiting requests the answer is ``busy``.
 * A sandbox has one lease at a time. One that was used is handed on only after it was reset; a suspicious one, and one
   whose lease ran out, is closed.
 * Making and closing are bounded apart, and a sandbox that is being closed holds its memory until it is gone: neither
-  can wait for the other for ever.
-* The memory limits of all that runs and of all sandboxes never add up to more than there is.
+  can block the other for ever.
+* The memory limits of all executions and sandboxes never add up to more than the pool's memory.
 * A sandbox that cannot be closed is kept out of use, and its memory counts as taken.
 
 States of a sandbox: ``making → idle → leased → cleaning → idle``; from each of them ``doomed → closing → gone``, or
@@ -44,25 +44,25 @@ from headrace_sandbox.pool.messages import (
 State = Literal["making", "idle", "leased", "cleaning", "doomed", "closing", "stuck"]
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 5.0
-"""Before a sandbox of a kind is made again after one could not be; doubled each time."""
+"""Pause before the next attempt after a sandbox of a kind could not be made; doubled each time."""
 
 SHORTEST_AFTER_S, LONGEST_AFTER_S = 0.1, 30.0
-"""When asking again is said to be worth it."""
+"""Bounds of the time after which a refused client is advised to try again."""
 
 FEW_DUE = 1024
-"""Times that are kept whatever they are for; of more those go that nobody waits for."""
+"""Number of due times that are kept without a check; beyond it, the obsolete ones are removed."""
 
 PACE_SHARE = 0.1
-"""Of the newest gap between two requests that were served in the mean of those before."""
+"""Weight of the newest gap between two served requests in their moving average."""
 
 EXECUTIONS = ""
-"""Name of the line for executions that have a sandbox of their own."""
+"""Name of the queue of executions that have a sandbox of their own."""
 
 
 @dataclass(eq=False)
 class PooledSandbox:
-    """A sandbox. ``begun_at``: when it began to be made or reset; ``ready_at``: when that was done. ``ends_at``: when
-    it ends by itself."""
+    """A sandbox of the pool. ``begun_at``: when it began to be made or reset; ``ready_at``: when that was done.
+    ``ends_at``: when it ends by itself."""
 
     id: str
     kind: SandboxKind
@@ -83,14 +83,14 @@ class Lease:
 
 @dataclass(eq=False)
 class RetryPause:
-    """Sandboxes of a kind could not be made, so many times in a row; when it is tried again."""
+    """The pause of a kind whose sandboxes could not be made: failures in a row, and the time of the next attempt."""
 
     failures: int
     until: float
 
 
 class Core:
-    """The state. ``warm``: kinds of sandboxes with bounds of their own; those are kept ready."""
+    """State of the pool. ``warm``: kinds of sandboxes that are kept ready, with bounds of their own."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Core:
     # Events -----------------------------------------------------------------------------------------------------
 
     def ask(self, request: Request, now: float) -> list[Instruction]:
-        """Somebody wants to run something."""
+        """Accept a request, or refuse it."""
         refusal = self._refusal(request)
         if refusal is not None:
             return [refusal]
@@ -150,7 +150,7 @@ class Core:
         return self._advance(now)
 
     def withdraw(self, request: str, now: float) -> list[Instruction]:
-        """Whoever asked is not there any more; what it has been given already is given back elsewhere."""
+        """Remove a request whose client has gone; a sandbox it already got is returned by ``give_back``."""
         waiting = self._waiting.pop(request, None)
         if waiting is not None:
             waiting.line.leave(waiting)
@@ -158,14 +158,14 @@ class Core:
         return self._advance(now)
 
     def done(self, request: str, now: float) -> list[Instruction]:
-        """An execution ended."""
+        """Record that an execution ended."""
         owner, memory_bytes = self._running.pop(request)
         self._lines[EXECUTIONS].done(owner)
         self._memory_bytes -= memory_bytes
         return self._advance(now)
 
     def made(self, sandbox: str, now: float) -> list[Instruction]:
-        """A sandbox is there."""
+        """Record that a sandbox was made."""
         it = self._in(sandbox, "making")
         self._making -= 1
         self._pauses.pop(it.kind.name, None)
@@ -173,7 +173,7 @@ class Core:
         return self._advance(now)
 
     def not_made(self, sandbox: str, why: NotMade, now: float) -> list[Instruction]:
-        """A sandbox could not be made; nothing is left of it. Another is tried after a pause, unless it is hopeless."""
+        """Record that a sandbox could not be made, and left nothing. Retry after a pause, unless it is hopeless."""
         it = self._in(sandbox, "making")
         self._making -= 1
         name = it.kind.name
@@ -189,7 +189,7 @@ class Core:
         return self._advance(now)
 
     def give_back(self, lease: str, reusable: bool, now: float) -> list[Instruction]:
-        """A lease is over. ``reusable``: nothing suspicious happened in the sandbox. Unknown leases ran out before."""
+        """End a lease. ``reusable``: nothing suspicious happened in the sandbox. An unknown lease has expired."""
         it = self._leases.get(lease)
         if it is not None:
             sandbox = self._end(it)
@@ -201,8 +201,8 @@ class Core:
         return self._advance(now)
 
     def renew(self, lease: str, ttl_s: float, now: float) -> float | None:
-        """The lease lasts so long from now on, at most as long as its sandbox; gives for how long it is. None: there is
-        no such lease."""
+        """Extend a lease to this long from now, at most to the end of its sandbox; returns the time granted. None: the
+        lease is unknown."""
         it = self._leases.get(lease)
         if it is None or it.until <= now:
             return None
@@ -211,45 +211,45 @@ class Core:
         return it.until - now
 
     def cleaned(self, sandbox: str, now: float) -> list[Instruction]:
-        """A sandbox was reset."""
+        """Record that a sandbox was reset."""
         self._rest(self._in(sandbox, "cleaning"), now)
         return self._advance(now)
 
     def not_cleaned(self, sandbox: str, now: float) -> list[Instruction]:
-        """A sandbox could not be reset: it is closed."""
+        """Close a sandbox that could not be reset."""
         self._in(sandbox, "cleaning").state = "doomed"
         return self._advance(now)
 
     def closed(self, sandbox: str, now: float) -> list[Instruction]:
-        """Nothing is left of a sandbox."""
+        """Record that a sandbox was closed, and nothing is left of it."""
         it = self._in(sandbox, "closing")
         self._closing -= 1
         self._gone(it)
         return self._advance(now)
 
     def not_closed(self, sandbox: str, now: float) -> list[Instruction]:
-        """Something of a sandbox may still run."""
+        """Record that a sandbox could not be closed: something in it may still run."""
         self._in(sandbox, "closing").state = "stuck"
         self._closing -= 1
         return self._advance(now)
 
     def drain(self, now: float) -> list[Instruction]:
-        """Nothing new: whoever waits is refused, what rests is closed."""
+        """Shut down: refuse waiting and new requests, and close idle sandboxes."""
         self._draining = True
         for waiting in list(self._waiting.values()):
             self._refuse(waiting, "draining", "The sandboxes of this host are being shut down.", retryable=True)
         return self._advance(now)
 
     def tick(self, now: float) -> list[Instruction]:
-        """Time went on."""
+        """Act on the current time."""
         return self._advance(now)
 
     def next_due(self) -> float | None:
-        """When time has to be told next; None: when something happens."""
+        """The time of the next ``tick``; None: no tick is needed before the next event."""
         return self._due[0][0] if self._due else None
 
     def counts(self) -> Counts:
-        """How things stand."""
+        """Current counts of requests and sandboxes."""
         states: dict[str, int] = dict.fromkeys(("making", "idle", "leased", "cleaning", "closing", "stuck"), 0)
         for sandbox in self._pooled.values():
             states["closing" if sandbox.state == "doomed" else sandbox.state] += 1
@@ -261,7 +261,7 @@ class Core:
             sandboxes=states,
         )
 
-    # What follows from the state --------------------------------------------------------------------------------
+    # Consequences of the state ---------------------------------------------------------------------------------
 
     def _advance(self, now: float) -> list[Instruction]:
         self._expire(now)
@@ -296,7 +296,7 @@ class Core:
             self._wake(self._too_old_at(sandbox), sandbox.id)
 
     def _too_old_at(self, sandbox: PooledSandbox) -> float:
-        """When it can no longer be leased for as long as may be asked."""
+        """The time from which the sandbox is too old for the longest lease."""
         return sandbox.ends_at - self._settings.ttl_s
 
     def _beyond_warm(self, sandbox: PooledSandbox) -> bool:
@@ -305,8 +305,8 @@ class Core:
         return bounds is None or idle > bounds.least
 
     def _serve(self, now: float) -> None:
-        """Serve every line as far as there is something to give, the one that waits longest first. What the first that
-        lacks memory needs is kept for it, unless leases hold it: they may last."""
+        """Serve every queue as far as possible, the longest wait first. The memory that the first unserved request
+        needs is kept for it, unless leases hold that memory: they may last."""
         lines = [line for line in self._lines.values() if len(line)]
         if len(lines) > 1:
             lines.sort(key=lambda line: line.head().number)
@@ -319,7 +319,7 @@ class Core:
                 self._free_memory(lacking, line.name)
 
     def _serve_executions(self, line: FairQueue, kept_bytes: int, now: float) -> int:
-        """Start executions; gives the memory that the next one lacks."""
+        """Start executions; returns the memory that the next one lacks."""
         while len(line) and len(self._running) < self._settings.running:
             head = line.head()
             if not self._fits(head.memory_bytes + kept_bytes):
@@ -331,7 +331,7 @@ class Core:
         return 0
 
     def _serve_leases(self, line: FairQueue, kept_bytes: int, now: float) -> int:
-        """Hand out sandboxes that rest, and have more made; gives the memory that the next one lacks."""
+        """Lease idle sandboxes, and have more made; returns the memory that the next request lacks."""
         sandboxes = list(self._of(line.name))
         resting = sorted(
             (sandbox for sandbox in sandboxes if sandbox.state == "idle"), key=lambda sandbox: sandbox.ready_at
@@ -359,7 +359,7 @@ class Core:
         self._out.append(Hand(waiting.id, lease.id, sandbox.id, queue_s, start_s, lease.until - now))
 
     def _warm(self, now: float) -> None:
-        """Have sandboxes made for those that will ask. They never take memory that somebody waits for."""
+        """Have warm sandboxes made for later requests. They never take memory that a request waits for."""
         if self._waiting:
             return
         for name, bounds in self._bounds.items():
@@ -383,7 +383,7 @@ class Core:
     # Parts ------------------------------------------------------------------------------------------------------
 
     def _refusal(self, request: Request) -> Refuse | None:
-        """Why this can never be."""
+        """The reason that a request can never be served, if any."""
         most = self._settings
         if self._draining:
             return Refuse(request.id, "draining", "The sandboxes of this host are being shut down.", True)
@@ -396,7 +396,7 @@ class Core:
         return None
 
     def _turn_away(self) -> None:
-        """Too many wait: the newest of the owner that waits with most of them is told so."""
+        """Refuse one request when too many wait: the newest of the owner with the most waiting requests."""
         counts: dict[str, int] = {}
         for waiting in self._waiting.values():
             counts[waiting.owner] = counts.get(waiting.owner, 0) + 1
@@ -452,21 +452,21 @@ class Core:
         self._forget(sandbox.kind.name)
 
     def _forget(self, name: str) -> None:
-        """Kinds come and go: nothing is kept of one that nobody waits for and that has no sandbox."""
+        """Delete the state of a kind with neither waiting requests nor sandboxes: kinds come and go."""
         if name == EXECUTIONS or name in self._bounds or len(self._line(name)) or any(self._of(name)):
             return
         for table in (self._lines, self._kinds, self._pauses):
             table.pop(name, None)
 
     def _can_become_free(self, memory_bytes: int) -> bool:
-        """Whether there will be so much without the end of a lease."""
+        """True if this much memory becomes free without the end of a lease."""
         held = sum(
             sandbox.kind.memory_bytes for sandbox in self._pooled.values() if sandbox.state in ("leased", "stuck")
         )
         return held + memory_bytes <= self._settings.memory_bytes
 
     def _free_memory(self, lacking: int, name: str) -> None:
-        """Doom sandboxes that rest, the longest first, until there will be as much."""
+        """Doom idle sandboxes, the longest idle first, until this much memory becomes free."""
         coming = sum(
             sandbox.kind.memory_bytes for sandbox in self._pooled.values() if sandbox.state in ("doomed", "closing")
         )
@@ -509,14 +509,14 @@ class Core:
             self._most_due = max(FEW_DUE, 2 * len(self._due))
 
     def _is_awaited(self, at: float, name: str) -> bool:
-        """Whether something may be due then: requests are served, and leases renewed, long before."""
+        """True if something may be due at this time: most requests are served, and leases renewed, long before."""
         lease = self._leases.get(name)
         return at == lease.until if lease is not None else not name or name in self._waiting or name in self._pooled
 
     # Invariants -------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises AssertionError if the state is not what this module promises."""
+        """Raise AssertionError if the state breaks a guarantee of this module."""
         states = [sandbox.state for sandbox in self._pooled.values()]
         held = sum(sandbox.kind.memory_bytes for sandbox in self._pooled.values())
         held += sum(memory_bytes for _, memory_bytes in self._running.values())
@@ -547,7 +547,7 @@ class Core:
             sandboxes = list(self._of(name))
             assert len(sandboxes) <= self._most(name)
             assert not (waiting and any(sandbox.state == "idle" for sandbox in sandboxes)), (
-                "one rests while somebody waits for it"
+                "a sandbox is idle while a request waits for it"
             )
         assert line.held.total() == len(owners)
         assert all(line.held[owner] == owners.count(owner) for owner in owners)

@@ -1,6 +1,6 @@
-"""One queue, shared fairly by owners.
+"""A queue that owners share fairly.
 
-* Next is the owner that holds least of what is queued for; among equals the one that was served longest ago.
+* The next owner is the one that holds the least of the queued resource; among equals, the one served longest ago.
 * Requests of one owner are served in their order.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(eq=False)
 class WaitingRequest:
-    """A request that waits. ``number``: how many came before. ``memory_bytes``: what it will take. ``until``: its
+    """A waiting request. ``number``: how many came before. ``memory_bytes``: the memory it will take. ``until``: its
     deadline."""
 
     id: str
@@ -26,11 +26,11 @@ class WaitingRequest:
     ttl_s: float
     line: FairQueue
     trouble: str = ""
-    """Why the last sandbox for it could not be made."""
+    """The reason that the last sandbox for it could not be made."""
 
 
 class FairQueue:
-    """The queue for one thing. ``name``: which; empty for executions that have their own sandbox."""
+    """The queue for one resource. ``name``: the kind of sandbox; empty for executions that have their own sandbox."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -48,19 +48,19 @@ class FairQueue:
             yield from queue
 
     def join(self, request: WaitingRequest) -> None:
-        """To the end of its owner's queue."""
+        """Append a request to its owner's queue."""
         self._waiting.setdefault(request.owner, deque()).append(request)
         self._count += 1
 
     def head(self) -> WaitingRequest:
-        """Who is next."""
+        """The next request."""
         owners = self._waiting
         if len(owners) == 1:
             return next(iter(owners.values()))[0]
         return owners[min(owners, key=lambda owner: (self.held[owner], self._served.get(owner, 0)))][0]
 
     def leave(self, request: WaitingRequest) -> None:
-        """It waits no more."""
+        """Remove a request."""
         queue = self._waiting[request.owner]
         queue.remove(request)
         self._count -= 1
@@ -69,14 +69,14 @@ class FairQueue:
             self._forget(request.owner)
 
     def serve(self, request: WaitingRequest) -> None:
-        """It gets what it waited for, and its owner holds one more."""
+        """Remove a request that is served; its owner holds one more."""
         self._turn += 1
         self._served[request.owner] = self._turn
         self.held[request.owner] += 1
         self.leave(request)
 
     def done(self, owner: str) -> None:
-        """The owner holds one less."""
+        """Record that the owner holds one less."""
         self.held[owner] -= 1
         if not self.held[owner]:
             del self.held[owner]
@@ -88,6 +88,6 @@ class FairQueue:
         return queue[-1] if queue else None
 
     def _forget(self, owner: str) -> None:
-        """Owners come and go: nothing is kept of one that neither holds nor waits."""
+        """Delete the state of an owner that neither holds nor waits: owners come and go."""
         if owner not in self._waiting and owner not in self.held:
             self._served.pop(owner, None)

@@ -1,7 +1,7 @@
-"""A sandbox as its leaseholder sees it.
+"""A leased sandbox of the pool.
 
-* Once the lease is over nothing reaches the sandbox any more; what ran in it then is our failure, never a result.
-* A result that says the sandbox is lost, and a failure of the runtime, make it suspicious.
+* After the end of the lease no call reaches the sandbox; a call that was running fails with a failure of ours.
+* A result that reports the sandbox as lost, or a failure of the runtime, makes the sandbox suspicious.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ HARMLESS = frozenset(
         "too-many-entries",
     }
 )
-"""Failures that say nothing against the sandbox."""
+"""Failures that do not make a sandbox suspicious."""
 
 
 class Lender(Protocol):
-    """Where a leased sandbox goes back to."""
+    """Interface of the pool that a leased sandbox returns to."""
 
     def give_back(self, lease: str, reusable: bool) -> None: ...
 
@@ -41,8 +41,8 @@ class Lender(Protocol):
 
 
 class Leased:
-    """A ``Sandbox``. ``queue_s`` and ``start_s``: how long its holder waited for one to be free, and for it to be made
-    or reset. ``ttl_s``: how long the lease was granted for."""
+    """A ``Sandbox``. ``queue_s`` and ``start_s``: the time until one was free, and the time to make or reset it.
+    ``ttl_s``: the time that the lease was granted for."""
 
     def __init__(self, lender: Lender, hand: Hand, sandbox: Sandbox) -> None:
         self.id = hand.lease
@@ -79,12 +79,12 @@ class Leased:
         await self.call(self._sandbox.reset())
 
     def renew(self, ttl_s: float) -> float:
-        """Hold it so long from now on; gives for how long it really is, in seconds. Raises SandboxFailure
+        """Extend the lease to this long from now; returns the time that was granted, in seconds. Raises SandboxFailure
         ``no-such-lease``."""
         return self._lender.renew(self.id, ttl_s)
 
     async def close(self) -> None:
-        """Give it back; what still runs in it is ended first."""
+        """Give the sandbox back, after ending what still runs in it."""
         if self._is_over:
             return
         self._is_over = True
@@ -94,19 +94,19 @@ class Leased:
             if self._calls:
                 await asyncio.wait(self._calls)
         except asyncio.CancelledError:
-            self._is_suspicious = True  # something may run in it yet
+            self._is_suspicious = True  # something may still run in it
             raise
         finally:
             self._lender.give_back(self.id, not self._is_suspicious)
 
     def revoke(self) -> None:
-        """The lease ran out."""
+        """End an expired lease."""
         self._is_over = True
         for call in self._calls:
             call.cancel()
 
     async def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do this in the sandbox, as long as it is leased."""
+        """Run a call in the sandbox while it is leased."""
         if self._is_over:
             work.close()
             raise over()
@@ -148,10 +148,10 @@ class LeasedSession:
 
 
 def over() -> SandboxFailure:
-    """The failure of what is asked of, or runs in, a sandbox whose lease is over."""
+    """The failure of a call in a sandbox whose lease is over."""
     return SandboxFailure(
         "The lease of this sandbox is over.",
-        hint="Renew a lease that is needed for longer.",
+        hint="Renew a lease that you need for longer.",
         kind="lease-over",
         retryable=True,
     )

@@ -1,4 +1,4 @@
-"""What the pool's core is asked, and what it tells its shell to do.
+"""Requests to the pool's core, and its instructions to the shell.
 
 Times are seconds of a clock that never goes back; durations end in ``_s``.
 """
@@ -16,8 +16,8 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     ``running``: executions at a time, beside those in leased sandboxes. ``memory_bytes``: sum of the memory limits of
     what runs and of all sandboxes, warm ones too. ``waiting``: requests that may wait; beyond them the answer is
     ``busy``. ``sandboxes``: of one template at a time, unless it has bounds of its own. ``making``, ``closing``: how
-    many are made and closed at a time; apart, so that neither can wait for the other. ``idle_s``: after which a sandbox
-    that nobody asked for is closed, beyond the warm ones of its template. ``ttl_s``: longest lease; a sandbox lives
+    many are made and closed at a time; separate, so that neither can block the other. ``idle_s``: after which an idle
+    sandbox is closed, beyond the warm ones of its template. ``ttl_s``: longest lease; a sandbox lives
     twice as long at most, so that a fresh one can always be leased. ``reuse``: whether one that was reset is handed on.
     """
 
@@ -33,14 +33,14 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WarmBounds(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one template: how many sandboxes are kept warm, and how many there may be."""
+    """Bounds of one template: how many sandboxes are kept warm, and how many may exist."""
 
     least: int = 0
     most: int = 16
 
 
 class SandboxKind(msgspec.Struct, frozen=True):
-    """A kind of sandbox. ``name`` tells it from others, ``memory_bytes`` is its limit, ``template`` the shell's."""
+    """A kind of sandbox. ``name`` identifies it, ``memory_bytes`` is its limit, ``template`` is for the shell only."""
 
     name: str
     memory_bytes: int
@@ -48,7 +48,7 @@ class SandboxKind(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """Somebody wants to run something. ``owner``: for whom, a run; owners share fairly. ``wait_s``: how long it may
+    """A request to run something. ``owner``: on whose account, a run; owners share fairly. ``wait_s``: how long it may
     wait. ``kind``: of the sandbox to lease for ``ttl_s``; None: one execution, which has its own."""
 
     id: str
@@ -60,25 +60,25 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NotMade(msgspec.Struct, frozen=True):
-    """Why a sandbox could not be made."""
+    """The failure to make a sandbox."""
 
     kind: str
     detail: str
     retryable: bool
 
 
-# What the shell does -------------------------------------------------------------------------------------------
+# Instructions to the shell -------------------------------------------------------------------------------------
 
 
 class Start(msgspec.Struct, frozen=True):
-    """Run the execution that was asked for."""
+    """Run the execution of a request."""
 
     request: str
     queue_s: float
 
 
 class Hand(msgspec.Struct, frozen=True):
-    """Lease this sandbox to whoever asked. ``start_s``: the part of the wait in which it was made or reset."""
+    """Lease this sandbox to the request. ``start_s``: the part of the wait in which it was made or reset."""
 
     request: str
     lease: str
@@ -89,7 +89,7 @@ class Hand(msgspec.Struct, frozen=True):
 
 
 class Refuse(msgspec.Struct, frozen=True):
-    """Tell whoever asked that it will not be, and why. ``after_s``: when asking again is worth it."""
+    """Refuse a request, with the reason. ``after_s``: when another attempt is worthwhile."""
 
     request: str
     kind: str
@@ -119,7 +119,7 @@ class Close(msgspec.Struct, frozen=True):
 
 
 class Revoke(msgspec.Struct, frozen=True):
-    """A lease ran out: whoever has it must not use it any more."""
+    """End an expired lease: its holder must not use the sandbox any more."""
 
     lease: str
     sandbox: str
@@ -129,7 +129,7 @@ Instruction = Start | Hand | Refuse | Make | Clean | Close | Revoke
 
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
-    """How things stand, for people and metrics. ``sandboxes``: by state."""
+    """Counts for users and metrics. ``sandboxes``: number by state."""
 
     waiting: int
     running: int

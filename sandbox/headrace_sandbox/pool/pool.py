@@ -1,8 +1,8 @@
-"""The pool at work: does what its core decides, with a runtime, in one event loop.
+"""Shell of the pool: carries out the core's instructions with a runtime, in one event loop.
 
-* One execution, and one sandbox that lives on, are asked for in the same fair way; how long that took is told apart
-  from what the program took.
-* Whoever is cancelled while it waits, or just when it was served, keeps nothing.
+* Executions and leases wait in the same fair way; the time of the wait is reported apart from the time of the
+  program.
+* A request that is cancelled while it waits, or just as it is served, keeps nothing.
 * A sandbox in which something suspicious happened is not reset but closed.
 """
 
@@ -47,24 +47,24 @@ log = logging.getLogger("headrace.sandbox")
 EXPECTED = (SandboxFailure, TimeoutError)
 
 WAIT_S = 30.0
-"""How long a request waits for its turn, unless it says so itself."""
+"""Default time that a request waits for its turn."""
 
 MAKE_S, RESET_S, CLOSE_S = 60.0, 20.0, 20.0
-"""For a sandbox to be made, reset and closed; what takes longer hangs."""
+"""Time limits to make, reset and close a sandbox; beyond them it counts as hung."""
 
 MEMORY_SHARE = 0.75
-"""Of this machine's memory, for sandboxes."""
+"""Share of this machine's memory for sandboxes."""
 
 
 def usual_settings() -> PoolSettings:
-    """What suits this machine."""
+    """Default settings for this machine."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return PoolSettings(running=2 * (os.cpu_count() or 1), memory_bytes=int(memory_bytes * MEMORY_SHARE))
 
 
 class Pool:
-    """Shares what a runtime can do. ``warm``: templates of which sandboxes are kept ready. Used in one event loop;
-    ``observe`` is told each instruction."""
+    """A runtime that many owners share. ``warm``: templates of which sandboxes are kept ready. ``observe`` receives
+    each instruction. Used in one event loop."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Pool:
         self._timer: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
-        """Begin to make what is kept warm."""
+        """Start making the warm sandboxes."""
         self._apply(self._core.tick(time.monotonic()))
 
     async def run(self, command: Command, limits: Limits, *, owner: str = "", wait_s: float = WAIT_S) -> ExecResult:
@@ -101,7 +101,7 @@ class Pool:
         return await self._execute(lambda: self.runtime.run_code(program, limits), limits, owner, wait_s)
 
     async def lease(self, template: Template, ttl_s: float, *, owner: str = "", wait_s: float = WAIT_S) -> Leased:
-        """A sandbox for so long, unless the lease is renewed; closing it gives it back. Raises as ``run``, and
+        """Lease a sandbox for a time, which can be renewed; closing the sandbox gives it back. Raises as ``run``, and
         ``ttl-too-long``."""
         check_ttl(ttl_s)
         kind = kind_of(template)
@@ -120,19 +120,19 @@ class Pool:
         return found
 
     def is_leased(self, lease: str) -> bool:
-        """Whether there is such a lease."""
+        """True if this lease exists."""
         return lease in self._leased
 
     def counts(self) -> Counts:
-        """How things stand."""
+        """Current counts of requests and sandboxes."""
         return self._core.counts()
 
     def drain(self) -> None:
-        """Take nothing new, and refuse what waits."""
+        """Refuse new and waiting requests."""
         self._apply(self._core.drain(time.monotonic()))
 
     async def close(self) -> None:
-        """End everything, and the runtime; executions are waited for, those that were cancelled too."""
+        """End everything and close the runtime, after waiting for all executions, including cancelled ones."""
         self.drain()
         for leased in list(self._leased.values()):
             await leased.close()
@@ -173,7 +173,7 @@ class Pool:
             raise
 
     def _return(self, given: Start | Hand) -> None:
-        """It was given to somebody who is not there any more."""
+        """Give back a sandbox whose requester has gone."""
         if isinstance(given, Start):
             self._apply(self._core.done(given.request, time.monotonic()))
         else:
@@ -181,12 +181,12 @@ class Pool:
             self._apply(self._core.give_back(given.lease, True, time.monotonic()))
 
     def give_back(self, lease: str, reusable: bool) -> None:
-        """A lease is over; ``Leased.close`` calls this."""
+        """End a lease; called by ``Leased.close``."""
         if self._leased.pop(lease, None) is not None:
             self._apply(self._core.give_back(lease, reusable, time.monotonic()))
 
     def renew(self, lease: str, ttl_s: float) -> float:
-        """The lease lasts so long from now on; gives how long it really does, in seconds. Raises SandboxFailure
+        """Extend a lease to this long from now; returns the time that was granted, in seconds. Raises SandboxFailure
         ``lease-over``."""
         check_range("ttl_s", ttl_s, 0, LONGEST_S)
         granted_s = self._core.renew(lease, ttl_s, time.monotonic())
@@ -195,7 +195,7 @@ class Pool:
         self._set_timer()
         return granted_s
 
-    # Carrying out -----------------------------------------------------------------------------------------------
+    # Execution of instructions ----------------------------------------------------------------------------------
 
     def _apply(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
@@ -221,7 +221,7 @@ class Pool:
 
     def _answer(self, request: str, given: Start | Hand) -> None:
         answer = self._answers.pop(request)
-        if answer.cancelled():  # in this very turn of the event loop; its task has not run yet
+        if answer.cancelled():  # in this turn of the event loop; its task has not run yet
             asyncio.get_running_loop().call_soon(self._return, given)
         else:
             answer.set_result(given)
@@ -293,22 +293,22 @@ class Pool:
 
 HINTS = {
     "busy": "Ask again later, with fewer requests at a time.",
-    "no-sandbox-in-time": "Let it wait longer, or give the pool more room.",
-    "too-large": "Give it a smaller limit of memory, or the pool more.",
+    "no-sandbox-in-time": "Let requests wait longer, or give the pool more capacity.",
+    "too-large": "Lower its memory limit, or give the pool more memory.",
     "ttl-too-long": "Ask for a shorter lease, and renew it.",
     "draining": "Ask again when the service is back.",
 }
-"""What to do about a refusal."""
+"""Hints for each kind of refusal."""
 
 
 def kind_of(template: Template) -> SandboxKind:
-    """Sandboxes of equal templates are of one kind."""
+    """The kind of a template's sandboxes: equal templates share one kind."""
     name = hashlib.sha256(msgspec.msgpack.encode(template, order="deterministic")).hexdigest()[:32]
     return SandboxKind(name, template.limits.memory_bytes, template)
 
 
 def _failed(what: str, error: Exception) -> NotMade:
-    """Say so in the log; what the runtime says of it, or that it took too long."""
+    """Log a failure; returns the runtime's message, or that the operation took too long."""
     detail = "it took too long" if isinstance(error, TimeoutError) else str(error)
     log.warning("A sandbox could not be %s: %s", what, detail, exc_info=not isinstance(error, EXPECTED))
     if isinstance(error, SandboxFailure):

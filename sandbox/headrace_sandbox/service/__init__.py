@@ -1,1 +1,1 @@
-"""A host's sandboxes as a service, over HTTP."""
+"""The HTTP service that shares a host's sandboxes."""

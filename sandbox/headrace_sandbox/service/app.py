@@ -1,9 +1,9 @@
-"""From a request to the pool, and back.
+"""The service's ASGI application: passes requests to the pool, and returns its answers.
 
 * Every error is a problem body; an unexpected one is logged with an id that the caller gets.
-* Whoever hangs up has what runs for it killed.
-* The role is checked before the body is read, and a body over the limit is not read whole. Nor is more of a stream kept
-  or a file than such a body holds: what is kept is this process's memory.
+* A client's disconnect kills what runs for it.
+* The role is checked before the body is read, and a body over the limit is not read whole. No stream or file of
+  a result may be larger than that limit either, since it occupies this process's memory.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ READER: frozenset[Role] = frozenset({"sandbox", "viewer"})
 OPEN: frozenset[Role] = frozenset()
 
 CLIENT_LEFT = 499
-"""Status under which requests are counted whose client left before its answer."""
+"""Status for counting requests whose client left before the answer."""
 
 TOO_MANY, NOT_NOW, NOT_SO = 429, 503, 422
-"""Statuses of failures: too many wait, another try may succeed, it cannot be."""
+"""Statuses of failures: too many requests wait; another attempt may succeed; the request can never succeed."""
 
 METRICS_MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Answer(NamedTuple):
-    """What a handler returns."""
+    """Return value of a handler."""
 
     body: bytes = b""
     status: int = 200
@@ -127,13 +127,13 @@ class App:
             status = answer.status
             await _send(send, answer)
         except _Gone:
-            pass  # nobody to answer
+            pass  # the client is gone
         finally:
             watch.end()
             _soon(self._metrics.answered, route, status, time.perf_counter() - begun_at)
 
     def _find(self, method: str, path: str) -> tuple[str, frozenset[Role], Callable[[bytes], Awaitable[Answer]]]:
-        """The route's name, who may use it, and what it does."""
+        """The name, the role and the handler of a route."""
         fixed = self._fixed.get((method, path))
         if fixed is not None:
             return path, *fixed
@@ -149,7 +149,7 @@ class App:
                 return route, SANDBOX, lambda body: do_in(self._session_of(lease, name), body)
         if any(path == known for _, known in self._fixed):
             raise MethodNotAllowed(f"{path} does not take {method}.", allowed=[m for m, p in self._fixed if p == path])
-        raise NotFound(f"There is nothing at {path}.", hint="Speak to it with headrace_sandbox.client.")
+        raise NotFound(f"There is nothing at {path}.", hint="Use the client in headrace_sandbox.client.")
 
     # Executions -------------------------------------------------------------------------------------------------
 
@@ -161,7 +161,7 @@ class App:
         elif asked.command is not None:
             work = self._pool.run(asked.command, asked.limits, owner=asked.owner, wait_s=asked.wait_s)
         else:
-            raise InvalidRequest("There is neither a command nor a program.", hint="Give one of them.")
+            raise InvalidRequest("The request has neither a command nor a program.", hint="Give exactly one of them.")
         with self._metrics.failures():
             result = await work
         _soon(self._metrics.ended, result)
@@ -251,7 +251,7 @@ class App:
         return found
 
     def _forget_sessions(self) -> None:
-        """Sessions of leases that are over."""
+        """Remove the sessions of ended leases."""
         for key in [key for key in self._sessions if not self._pool.is_leased(key[0])]:
             del self._sessions[key]
 
@@ -322,12 +322,12 @@ class _Watch:
 
 
 def _soon(count: Callable[..., None], *what: object) -> None:
-    """Count this when the answer is on its way: it leaves at the end of this turn of the event loop."""
+    """Count after the answer is sent: it leaves at the end of this turn of the event loop."""
     asyncio.get_running_loop().call_soon(count, *what)
 
 
 def problem(error: HeadraceError) -> Answer:
-    """The answer for an error."""
+    """The HTTP answer for an error."""
     headers: list[tuple[bytes, bytes]] = []
     status = error.status
     if isinstance(error, SandboxFailure):
@@ -344,7 +344,7 @@ def problem(error: HeadraceError) -> Answer:
 
 def _stopped() -> SandboxFailure:
     return SandboxFailure(
-        "The service was stopped while this ran, and killed it.",
+        "The service was stopped, and killed this while it ran.",
         hint="Ask again when the service is back.",
         kind="draining",
         retryable=True,
@@ -357,7 +357,7 @@ def _unexpected(error: Exception, path: str) -> Answer:
     return problem(
         InternalError(
             f"Something unexpected went wrong ({type(error).__name__}).",
-            hint=f"The service's log has the whole story under incident {incident}.",
+            hint=f"See the service's log for incident {incident}.",
             incident=incident,
         )
     )

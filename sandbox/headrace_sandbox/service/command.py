@@ -1,4 +1,4 @@
-"""``headrace sandbox serve``."""
+"""The command ``headrace sandbox serve``."""
 
 from __future__ import annotations
 
@@ -15,29 +15,39 @@ from headrace_sandbox.runtimes.registry import DEFAULT
 from headrace_sandbox.service.settings import ServiceSettings
 
 SOCKET = "service.sock"
-"""Name of the socket in the state folder, where none is given."""
+"""Default name of the socket, in the state folder."""
 
 
 @click.command("serve", short_help="Share this host's sandboxes between workers.")
-@click.option("--runtime", default=DEFAULT, show_default=True, help="What isolates; `doctor` lists them.")
-@click.option("--allow-unsafe", is_flag=True, help="Allow the runtime that isolates nothing.")
+@click.option("--runtime", default=DEFAULT, show_default=True, help="Runtime to use; `doctor` lists them.")
+@click.option("--allow-unsafe", is_flag=True, help="Allow the runtime that does not isolate.")
 @click.option(
-    "--socket", type=click.Path(path_type=Path), help="Unix socket to listen at. Default: one of this user's own."
+    "--socket",
+    type=click.Path(path_type=Path),
+    help="Unix socket to listen on. Default: one of this user's own.",
 )
-@click.option("--group", default="", help="Group (name or number) that may connect, beside the owner.")
-@click.option("--bind", default="", metavar="HOST:PORT", help="Listen there instead; beyond loopback needs --tokens.")
+@click.option("--group", default="", help="Group (name or number) that may connect, besides the owner.")
+@click.option(
+    "--bind", default="", metavar="HOST:PORT", help="Address instead of a socket; beyond loopback needs --tokens."
+)
 @click.option(
     "--tokens",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="TOML file of bearer tokens for --bind; clients need the role sandbox.",
 )
 @click.option("--running", type=click.IntRange(1), help="Executions at a time. Default: two for each processor.")
-@click.option("--sandboxes", type=click.IntRange(1), help="Living sandboxes of one template. Default 16.")
-@click.option("--memory-mib", type=click.IntRange(16), help="Of all limits together. Default: 3/4 of this machine.")
-@click.option("--waiting", type=click.IntRange(0), help="Requests that may wait; more are told busy. Default 1024.")
-@click.option("--warm", default=0, show_default=True, type=click.IntRange(0), help="Plain sandboxes kept ready.")
-@click.option("--max-body-mib", default=64, show_default=True, type=click.IntRange(1), help="Of one request.")
-@click.option("--grace-s", default=10.0, show_default=True, type=click.FloatRange(0), help="For what runs, at the end.")
+@click.option("--sandboxes", type=click.IntRange(1), help="Live sandboxes of one template. Default 16.")
+@click.option("--memory-mib", type=click.IntRange(16), help="Sum of all memory limits. Default: 3/4 of this machine's.")
+@click.option("--waiting", type=click.IntRange(0), help="Requests that may wait; others are refused. Default 1024.")
+@click.option("--warm", default=0, show_default=True, type=click.IntRange(0), help="Plain sandboxes to keep ready.")
+@click.option("--max-body-mib", default=64, show_default=True, type=click.IntRange(1), help="Largest request body.")
+@click.option(
+    "--grace-s",
+    default=10.0,
+    show_default=True,
+    type=click.FloatRange(0),
+    help="Seconds to end after SIGTERM.",
+)
 @click.option("--log-level", default="info", show_default=True, help="debug, info, warning or error.")
 def serve(
     *,

@@ -1,4 +1,4 @@
-"""What crosses the socket between a client and the service: msgpack, for there are bytes in it.
+"""Messages between a client and the service: msgpack, since they contain bytes.
 
 Durations are in seconds. Errors are problem bodies, as everywhere in Headrace; what is our fault is a SandboxFailure
 with its kind.
@@ -17,8 +17,8 @@ MEDIA_TYPE = "application/msgpack"
 
 
 class RunRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Run this in a fresh sandbox. Exactly one of ``command`` and ``program``. ``owner``: for whom, a run; owners share
-    fairly. ``wait_s``: how long it may wait for its turn."""
+    """Run a command or program in a fresh sandbox. Exactly one of ``command`` and ``program``. ``owner``: on whose
+    account, a run; owners share fairly. ``wait_s``: how long it may wait for its turn."""
 
     command: Command | None = None
     program: PythonProgram | None = None
@@ -37,7 +37,7 @@ class OpenRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class Opened(msgspec.Struct, frozen=True, kw_only=True):
-    """The sandbox, by its lease. ``ttl_s``: for how long it was granted."""
+    """A leased sandbox. ``ttl_s``: the time that the lease was granted for."""
 
     lease: str
     isolation: Isolation
@@ -47,7 +47,7 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CommandIn(msgspec.Struct, frozen=True, kw_only=True):
-    """Run this in a leased sandbox."""
+    """Run a command in a leased sandbox."""
 
     command: Command
     limits: Limits
@@ -60,14 +60,14 @@ class SessionIn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CellIn(msgspec.Struct, frozen=True, kw_only=True):
-    """Run this in a session."""
+    """Run a cell in a session."""
 
     cell: str
     limits: Limits
 
 
 class At(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A path in a sandbox. ``most_bytes``: of what is read. ``content``: what is written or unpacked there."""
+    """A path in a sandbox. ``most_bytes``: the most that is read. ``content``: bytes to write or unpack there."""
 
     path: str = ""
     most_bytes: int = 0
@@ -75,13 +75,13 @@ class At(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Renewal(msgspec.Struct, frozen=True, kw_only=True):
-    """A lease is to last, or lasts, so long from now on."""
+    """The requested, or granted, time of a lease from now on."""
 
     ttl_s: float
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True):
-    """What the service runs programs with."""
+    """The isolation of the service's runtime."""
 
     runtime: str
     isolation: Isolation

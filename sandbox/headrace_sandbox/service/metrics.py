@@ -1,7 +1,7 @@
 """Metrics of the service, for Prometheus.
 
 * Every name begins with ``headrace_sandbox_`` and names its unit; counters end in ``_total``.
-* Labels are bounded: routes by template, endings and kinds of failures by a list of known ones. Owners are no label.
+* Labels are bounded: routes by template, endings and kinds of failures by a list of known ones. Owners are not labels.
 * Gauges are read from the pool when they are scraped.
 """
 
@@ -21,7 +21,7 @@ from headrace_sandbox.result import ExecResult
 BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 
 MOST_KINDS = 100
-"""Kinds of failures with a label of their own: a runtime of somebody else's may make up any."""
+"""Kinds of failures with a label of their own: a third-party runtime may invent any number."""
 
 OTHER = "other"
 
@@ -39,8 +39,8 @@ class ServiceMetrics:
         def histogram(name: str, text: str) -> Histogram:
             return Histogram(f"headrace_sandbox_{name}", text, buckets=BUCKETS_S, registry=self._registry)
 
-        self._executions = counter("executions", "Executions that ended, by how.", "ending")
-        self._failures = counter("failures", "Requests that failed by no fault of the program, by kind.", "kind")
+        self._executions = counter("executions", "Executions that ended, by kind of end.", "ending")
+        self._failures = counter("failures", "Requests that failed without a fault of the program, by kind.", "kind")
         self._requests = counter("http_requests", "HTTP requests, by route template.", "route", "status")
         self._queue = histogram("queue_seconds", "Time that a request waited for its turn.")
         self._start = histogram("start_seconds", "Time in which a sandbox was made for a request.")
@@ -49,7 +49,7 @@ class ServiceMetrics:
         self._registry.register(_PoolCollector(counts))
 
     def ended(self, result: ExecResult) -> None:
-        """An execution has a result."""
+        """Count the result of an execution."""
         ending = "lost" if result.lost is not None else result.limit if result.fault == "limit" else result.fault
         self._executions.labels(ending or "ok").inc()
         self._queue.observe(result.queue_s)
@@ -57,13 +57,13 @@ class ServiceMetrics:
         self._wall.observe(result.wall_s)
 
     def leased(self, queue_s: float, start_s: float) -> None:
-        """A sandbox was leased."""
+        """Count a lease."""
         self._queue.observe(queue_s)
         self._start.observe(start_s)
 
     @contextlib.contextmanager
     def failures(self) -> Iterator[None]:
-        """Count what fails."""
+        """Count failures of the enclosed block."""
         try:
             yield
         except SandboxFailure as failure:
@@ -87,7 +87,7 @@ class ServiceMetrics:
 
 
 class _PoolCollector(Collector):
-    """Gauges of the pool as it is at the scrape."""
+    """Gauges of the pool, read at each scrape."""
 
     def __init__(self, counts: Callable[[], Counts]) -> None:
         self._counts = counts

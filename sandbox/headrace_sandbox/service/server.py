@@ -1,10 +1,10 @@
-"""The service process: what dead ones left, the runtime, the pool, HTTP, signals.
+"""The service process: cleanup after killed ones, the runtime, the pool, HTTP and signals.
 
-* At its start it removes what killed supervisors left; a process beside it does the same the moment it is killed.
+* At its start it removes what killed supervisors left; a reaper process does the same as soon as it is killed itself.
 * It starts only with a runtime that passed its self-test.
-* The socket can be used by its owner, or a group that was named; an open bind without tokens is refused.
-* Nobody is waited for without end: neither who connects and says nothing, nor who does not end what it says.
-* SIGTERM is graceful: not ready, nothing new, what runs gets some time, everything is closed, exit 0.
+* The socket can be used by its owner, or by the given group; an open bind without tokens is refused.
+* A client that connects and sends nothing, or never completes its request, is disconnected after a time.
+* SIGTERM is graceful: not ready, no new requests, some time for what runs, everything closed, exit 0.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ from headrace_sandbox.service.settings import ServiceSettings
 log = logs.logger(__name__)
 
 REQUEST_TIMEOUT_S = 120.0
-"""Seconds for a request to be here whole, from its first byte. The largest body that is read by default comes in time
-at 0.6 MB/s."""
+"""Seconds for a request to arrive whole, from its first byte. The largest default body arrives in time at 0.6 MB/s."""
 
 
 def run(settings: ServiceSettings, *, ready: Callable[[str], None] = lambda address: None) -> None:
@@ -64,7 +63,7 @@ async def serve(settings: ServiceSettings, *, ready: Callable[[str], None], stop
 async def serve_with(
     runtime: Runtime, settings: ServiceSettings, *, ready: Callable[[str], None], stop: asyncio.Event
 ) -> None:
-    """As ``serve``, with a runtime that is there; closes it."""
+    """Run as ``serve``, with the given runtime; closes it."""
     with contextlib.ExitStack() as stack:
         await _serve_with(runtime, settings, _listen(settings, stack), ready, stop)
 
@@ -106,7 +105,7 @@ async def _serve(
 
 
 class Endpoint(NamedTuple):
-    """Where clients come in, and what they must show."""
+    """Listening socket and the authentication of its clients."""
 
     listener: socket.socket
     address: str
@@ -126,7 +125,7 @@ def _listen(settings: ServiceSettings, stack: contextlib.ExitStack) -> Endpoint:
 def _listen_unix(path: Path, group: str, stack: contextlib.ExitStack) -> socket.socket:
     _remove_dead(path)
     listener = stack.enter_context(contextlib.closing(socket.socket(socket.AF_UNIX)))
-    old = os.umask(0o177)  # from its first moment on nobody else may connect
+    old = os.umask(0o177)  # no other user may connect, from the start
     try:
         listener.bind(str(path))
     except OSError as error:
@@ -148,13 +147,13 @@ def _listen_unix(path: Path, group: str, stack: contextlib.ExitStack) -> socket.
 
 
 def _remove_dead(path: Path) -> None:
-    """Remove the socket of a service that was killed. Raises SetupError if one answers there, or it is no socket."""
+    """Remove the socket of a service that was killed. Raises SetupError if one answers there, or it is not a socket."""
     try:
         found = path.lstat()
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(found.st_mode):
-        raise SetupError(f"{path} is there and is no socket.", hint="Name another with --socket.")
+        raise SetupError(f"{path} exists and is not a socket.", hint="Name another with --socket.")
     with contextlib.closing(socket.socket(socket.AF_UNIX)) as probe:
         try:
             probe.connect(str(path))

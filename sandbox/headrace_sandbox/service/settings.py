@@ -1,4 +1,4 @@
-"""What a service process is started with."""
+"""Settings of a service process."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class ServiceSettings:
     runtime: str
     """Name of the runtime; one that fails its self-test is an error."""
     allow_unsafe: bool = False
-    """Whether the runtime may be one that isolates nothing."""
+    """True if the runtime may be one that does not isolate."""
     socket: Path | None = None
-    """Unix socket to listen at; only its owner, and its group if one is given, may connect."""
+    """Unix socket to listen on; only its owner, and its group if one is given, may connect."""
     group: str = ""
     """Group that may connect to the socket, beside its owner: a name or a number."""
     host: str = ""
@@ -33,6 +33,6 @@ class ServiceSettings:
     max_body_bytes: int = 64 << 20
     """Largest request body that is read, in bytes. Default 64 MiB."""
     grace_s: float = 10.0
-    """Seconds that what runs gets to end after SIGTERM. Default 10."""
+    """Seconds for executions to end after SIGTERM. Default 10."""
     log_level: str = "info"
     """Least severity that is logged."""
