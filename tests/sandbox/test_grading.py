@@ -88,7 +88,7 @@ async def test_what_is_no_function_or_returns_no_data_is_an_error(runtime: Runti
     results = await grade(runtime, source, cases, LIMITS)
     assert [result.verdict for result in results] == ["error"] * 3
     assert [result.detail.rpartition("\n")[2] for result in results] == [
-        "TypeError: function is no data",
+        "TypeError: function is not data",
         "TypeError: 'int' object is not callable",
         "AttributeError: module 'submission' has no attribute 'g'",
     ]

@@ -1,4 +1,4 @@
-"""What hostile programs do, and what must come of it: for any runtime of the registry.
+"""Hostile programs and their expected outcomes, for any runtime of the registry.
 
 * A case is one function, numbered as in the docs; it says what it found, with the evidence.
 * What is expected of each runtime is a table that was written before anything ran (``expected.toml``).

@@ -1,4 +1,4 @@
-"""Looks at this machine: what a sandbox left on it."""
+"""Processes, mounts and control groups that a sandbox left on this machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import msgspec
 from headrace_sandbox.conformance.suite import Escaped
 
 GONE_S = 2.0
-"""For what was killed to be gone."""
+"""Time limit for killed processes to disappear."""
 
 
 def lives(mark: str) -> list[int]:
@@ -43,7 +43,7 @@ def descendants(pid: int) -> set[int]:
 
 
 class Traces(msgspec.Struct, frozen=True):
-    """What executions could leave on this machine: children and descriptors of this process, mounts, groups."""
+    """Things that executions could leave on this machine: children and descriptors of this process, mounts, groups."""
 
     children: int
     descriptors: int
@@ -60,7 +60,7 @@ def mounts() -> set[str]:
 
 
 def traces() -> Traces:
-    """What there is now."""
+    """The current traces."""
     walk = os.walk("/sys/fs/cgroup")  # which takes it that groups of others go meanwhile
     made = {name for folder, names, _ in walk if folder.endswith("/headrace") for name in names}
     groups = sum(f"{os.getpid()}-" in name for name in made)

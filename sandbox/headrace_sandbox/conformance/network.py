@@ -13,7 +13,7 @@ from headrace.common.timeouts import timeout
 from headrace_sandbox.conformance.suite import ESCAPED, CaseContext, Escaped, Found, NotRun, Unclear, case
 
 WORLD_S = 60.0
-"""For a world to be made, looked at and left."""
+"""Time limit of a case in a network namespace of its own."""
 
 
 @case("26", "metadata service, private and public addresses, names", harmless=True)
@@ -27,7 +27,7 @@ async def local_services(lab: CaseContext) -> str:
 
 
 async def _in_a_world(lab: CaseContext, number: str) -> str:
-    """In a network namespace of its own, so that nothing is asked of any real address."""
+    """Run a case in a network namespace of its own, so that it never contacts a real address."""
     missing = [program for program in ("ip", "unshare", "nsenter") if shutil.which(program) is None]
     if os.geteuid() != 0 or missing:
         raise NotRun(f"it takes root and the programs ip, unshare and nsenter; missing: {', '.join(missing) or 'root'}")

@@ -53,12 +53,12 @@ while True:
 READY_S = 10.0
 
 SEEN_S = 0.3
-"""For a listener to have told what reached it."""
+"""Time limit for a listener to report what reached it."""
 
 
 class World:
-    """What can be reached from here. ``attempts`` is a program that tries to. Each listener has a connection to accept,
-    or a line to read, for each time that it was reached."""
+    """Addresses and sockets that can be reached from here. ``attempts`` is a program that tries to. Each listener has a
+    connection to accept, or a line to read, for each time that it was reached."""
 
     def __init__(self, attempts: str, listeners: Sequence[socket.socket] = (), outside: int | None = None) -> None:
         self.attempts = attempts
@@ -66,7 +66,7 @@ class World:
         self._outside = outside
 
     def reached(self) -> int:
-        """How often anything was reached since the last call."""
+        """The number of connections and messages since the last call."""
         time.sleep(SEEN_S)
         count = 0
         for listener in self._listeners:
@@ -141,7 +141,7 @@ WORLDS = {"26": addresses, "27": local_services}
 
 
 async def found_in(world: World, lab: CaseContext) -> Found:
-    """Whether a program reaches anything of a world, which this process does."""
+    """Find out whether a program reaches anything of a world that this process reaches."""
     code = f"IS_SANDBOX = False\n{TRY}{world.attempts}"
     control = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     lines = control.splitlines()

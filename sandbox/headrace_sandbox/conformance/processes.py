@@ -21,13 +21,13 @@ from headrace_sandbox.result import ExecResult, Limits
 from headrace_sandbox.runtimes.base import Command, PythonProgram
 
 FREEZER = Path("/sys/fs/cgroup/freezer")
-"""Where version 1 of control groups can freeze processes, so that not even SIGKILL ends them."""
+"""The freezer of control groups version 1; frozen processes survive even SIGKILL."""
 
 HIDDEN_S = 3.0
-"""For a program to show, where a supervisor has processes at all."""
+"""Time for a program to show, where a supervisor has processes at all."""
 
 START_S = 20.0
-"""For a program to be seen from outside."""
+"""Time limit for a program to be seen from outside."""
 
 
 def _contained(result: ExecResult, said: str) -> str:

@@ -1,6 +1,6 @@
 """Runs cases against a runtime, and compares what was found with what was expected.
 
-* What a case found is told from outside, or by what its program could reach; never by its verdict about itself.
+* The outcome of a case is observed from outside, or from what its program could reach; never from its own claim.
 * A failure of ours in a case is found as ``failure:KIND``, and is expected nowhere.
 * A runtime without a column must be safe by any outcome that is safe.
 """
@@ -24,7 +24,7 @@ from headrace_sandbox.runtimes.base import Command, PythonProgram, Runtime
 from headrace_sandbox.runtimes.registry import UNSAFE
 
 Way = Literal["run", "code"]
-"""How a case's programs are run: as commands, or by ``run_code``."""
+"""The way to run a case's programs: as commands, or by ``run_code``."""
 
 CONTAINED, REFUSED, VIRTUAL, ESCAPED, UNKILLABLE = "contained", "refused", "virtual", "escaped", "unkillable"
 NOT_OFFERED, NOT_RUN = "not offered", "not run"
@@ -35,11 +35,11 @@ SAFE = (CONTAINED, REFUSED, VIRTUAL, UNKILLABLE, NOT_OFFERED, NOT_RUN)
 PYTHON = ("python3", "-I", "main.py")
 
 MODULES = ("resources", "processes", "visibility", "kernel", "network", "files", "text")
-"""Of this package: where the cases are."""
+"""Modules of this package that contain cases."""
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a case. ``outcome`` is a word of the table; ``evidence`` says what was seen."""
+    """Outcome of a case. ``outcome`` is a word of the table; ``evidence`` says what was seen."""
 
     outcome: str
     evidence: str = ""
@@ -50,7 +50,7 @@ class Escaped(Exception):
 
 
 class Unclear(Exception):
-    """What was seen is no outcome of the case; the text says what was seen."""
+    """The observation is not an outcome of the case; the text says what was seen."""
 
 
 class NotRun(Exception):
@@ -88,7 +88,7 @@ class CaseContext:
         return await self.runtime.run(command, bounds)
 
     async def said(self, code: str, **options: object) -> str:
-        """What a program wrote that must end well."""
+        """The output of a program that must end well."""
         result = await self.run(code, **options)  # type: ignore[arg-type]  # the options of run
         if result.fault:
             raise Unclear(f"ended with {result.exit_code}, {result.limit}: {result.stderr.text.strip()[-300:]}")
@@ -108,7 +108,7 @@ class CaseContext:
         raise Escaped("; ".join(done))
 
     async def has_own_kernel(self) -> bool:
-        """Whether what a program sees as its kernel is not this machine's."""
+        """True if the kernel that a program sees is not this machine's."""
         if self._has_own_kernel is None:
             code = "import sys, os\nprint(os.uname().release if sys.platform == 'linux' else sys.platform)"
             self._has_own_kernel = await self.said(code) != os.uname().release
@@ -197,7 +197,7 @@ def columns(runtime: str) -> dict[str, Way]:
 
 
 def expected(column: str, case: ConformanceCase) -> tuple[str, ...]:
-    """What may come of it; empty where any safe outcome may. ``-`` stands for: it is in another column."""
+    """The allowed outcomes of a case; empty if any safe outcome is allowed. ``-``: it is in another column."""
     table = _table()
     if column not in table.columns:
         return ("-",) if case.of_runtime and column.endswith(" code") else ()
@@ -206,7 +206,7 @@ def expected(column: str, case: ConformanceCase) -> tuple[str, ...]:
 
 
 def meets(found: Found, outcomes: tuple[str, ...]) -> bool:
-    """Whether this was expected."""
+    """True if the outcome was expected."""
     if outcomes:
         return found.outcome in outcomes
     return found.outcome in SAFE or found.outcome.startswith("limit:")
@@ -223,7 +223,7 @@ def _table() -> _Table:
 
 
 async def run_case(lab: CaseContext, case: ConformanceCase) -> Found:
-    """Run one case; whatever happens is what was found."""
+    """Run one case; any error becomes its outcome."""
     if lab.runtime.name == UNSAFE and not case.harmless:
         return Found(outcome=NOT_RUN, evidence="nothing isolates here")
     try:

@@ -8,7 +8,7 @@ from headrace_sandbox.conformance.suite import CONTAINED, REFUSED, CaseContext, 
 HUGE = 3_000_000
 
 
-@case("32", "bytes that are no text", harmless=True)
+@case("32", "bytes that are not text", harmless=True)
 async def bytes_kept(lab: CaseContext) -> str:
     result = await lab.run("import sys\nsys.stdout.buffer.write(b'\\xff\\x00\\x1b[31m\\r')\nsys.stdout.buffer.flush()")
     if result.fault or result.stdout.head != b"\xff\x00\x1b[31m\r":

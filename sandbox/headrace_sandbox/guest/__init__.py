@@ -1,1 +1,1 @@
-"""Programs that are run inside sandboxes, by the Python there; what it needs of them is put there as files."""
+"""Programs that run inside sandboxes, by the Python there, which gets them as files."""

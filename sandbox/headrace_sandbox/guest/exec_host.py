@@ -15,7 +15,7 @@ from headrace_sandbox.guest import session_host
 from headrace_sandbox.guest.isolation import PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, prctl
 
 PATIENCE_S = 3.0
-"""For what was killed to be gone."""
+"""Time limit for killed processes to disappear."""
 
 
 def host(request: str, folder: str) -> None:
@@ -30,7 +30,7 @@ def host(request: str, folder: str) -> None:
 
 
 def clear(*kept: str) -> None:
-    """Kill what belongs to none of these hosts. Ends with 1 if something does not go."""
+    """Kill the processes that belong to none of these hosts. Ends with 1 if one survives."""
     deadline = time.monotonic() + PATIENCE_S
     while found := others({os.getpid(), *map(int, kept)}):
         if time.monotonic() > deadline:

@@ -1,8 +1,8 @@
-"""Runs inside a sandbox: what is done with its files, by the rights of its programs.
+"""Runs inside a sandbox: operations on its files, with the rights of its programs.
 
 * A path is followed from the scratch folder down, one name at a time; a link anywhere in it is refused, so it cannot
   lead out, whoever moves things about meanwhile.
-* Only regular files are read and written: a pipe that nobody writes to holds nobody up, and a device is not opened.
+* Only regular files are read and written: a pipe without a writer does not block, and a device is not opened.
 * A size is looked at before anything is read; a file that grows meanwhile is cut off at the bound.
 
 What to do is a request, ``op`` with its arguments; content is standard input, and the answer standard output. A refusal
@@ -82,8 +82,8 @@ def unpack(request: dict[str, Any]) -> None:
 
 
 def pack(request: dict[str, Any]) -> None:
-    """Everything below a folder: a line of JSON with all entries, then the content of the files. Links and what is no
-    file are left out."""
+    """Everything below a folder: a line of JSON with all entries, then the content of the files. Links and special
+    files are left out."""
     path, most_bytes = request["path"], request["most_bytes"]
     with opened_folder(path) as folder:
         found: list[dict[str, Any]] = []
@@ -255,7 +255,7 @@ def copy_exactly(base: int, path: str, size_bytes: int) -> None:
 def regular_size(descriptor: int, path: str) -> int:
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):
-        raise Refused("bad-path", f"{path!r} is no regular file.")
+        raise Refused("bad-path", f"{path!r} is not a regular file.")
     return found.st_size
 
 

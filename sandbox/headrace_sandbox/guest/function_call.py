@@ -23,7 +23,7 @@ def call(source: str, function: str, arguments: list[object]) -> object:
 
 
 def main() -> None:
-    answer, sys.stdout = sys.stdout, sys.stderr  # what the submission prints is no answer
+    answer, sys.stdout = sys.stdout, sys.stderr  # the submission's own output is not an answer
     request = json.load(sys.stdin)
     value = call(request["source"], request["function"], decoded(request["arguments"]))
     answer.write(json.dumps(encoded(value)))

@@ -85,7 +85,7 @@ class Program:
 
 
 class GuestBounds(NamedTuple):
-    """Of every program."""
+    """Bounds shared by all programs."""
 
     filter: bytes
     cpus: float
@@ -337,7 +337,7 @@ class NamespaceInit:
         self.be_bounded()
 
     def become_user(self) -> None:
-        """There is no way back to root."""
+        """Become the programs' user, irreversibly."""
         os.setresgid(USER, USER, USER)
         os.setresuid(USER, USER, USER)
         prctl(PR_SET_DUMPABLE, 1)

@@ -52,7 +52,7 @@ def unshare_user(flags: int) -> None:
 
 
 def map_user(uid: int, gid: int) -> None:
-    """In a new namespace of users: the user keeps its number."""
+    """Map this user to its own number, in a new user namespace."""
     for name, line in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
         descriptor = os.open(f"/proc/self/{name}", os.O_WRONLY)
         os.write(descriptor, line.encode())
@@ -64,19 +64,19 @@ def make_mounts_private() -> None:
 
 
 def mount_memory(folder: str, size_bytes: int, inodes: int) -> None:
-    """A folder in bounded memory."""
+    """Mount a folder in bounded memory."""
     options = f"size={size_bytes},nr_inodes={inodes},mode=0700".encode()
     must(libc.mount(b"tmpfs", folder.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, options), f"mount {folder}")
 
 
 def is_full(folder: str | int) -> bool:
-    """Whether nothing more fits in, of bytes or of files; a count of 0 is no bound."""
+    """True if the file system is full, in bytes or in files; a count of 0 means unlimited."""
     found = os.statvfs(folder)
     return bool((found.f_blocks and not found.f_bavail) or (found.f_files and not found.f_favail))
 
 
 def make_read_only(folder: str) -> None:
-    """In this namespace of mounts; pipes in it can be written to nevertheless."""
+    """Make a folder read-only in this mount namespace; its pipes stay writable."""
     flags = MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV
     must(libc.mount(None, folder.encode(), None, flags, None), f"mount {folder}")
 
@@ -99,7 +99,7 @@ def bring_loopback_up() -> None:
 
 
 def default_signals() -> None:
-    """Before a program takes this process over: what Python ignores."""
+    """Restore the signals that Python ignores, before a program takes this process over."""
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
 

@@ -30,7 +30,7 @@ def interfaces() -> list[str]:
 
 
 def is_seen() -> bool:
-    """Whether the process outside is there under its number."""
+    """True if the process outside is visible under its number."""
     try:
         with open(f"/proc/{process}/stat") as file:
             return file.read().rpartition(")")[2].split()[19] == began
@@ -39,7 +39,7 @@ def is_seen() -> bool:
 
 
 def privileges() -> bool:
-    """Whether it has capabilities, or could get some by a program that is setuid."""
+    """True if it has capabilities, or could get some from a setuid program."""
     try:
         with open("/proc/self/status") as file:
             status = dict(line.split(":", 1) for line in file if ":" in line)

@@ -38,7 +38,7 @@ class Interrupts:
 
 
 def interpret(cells: socket.socket, status: socket.socket, environment: dict[str, str]) -> None:
-    """Run cells until there are no more. Each is a packet with its word, and descriptors of its text and output."""
+    """Run cells to the end of the input. Each is a packet with its word, and descriptors of its text and output."""
     null = os.open("/dev/null", os.O_RDWR)
     for target in (0, 1, 2):
         os.dup2(null, target, inheritable=True)
@@ -69,7 +69,7 @@ def interpret(cells: socket.socket, status: socket.socket, environment: dict[str
 
 
 def close_all_but(kept: set[int]) -> None:
-    """What the host had open is the host's alone."""
+    """Close the descriptors of the host."""
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2 and int(name) not in kept:
             try:
@@ -129,7 +129,7 @@ def execute(source: bytes, name: str, variables: dict[str, Any]) -> None:
 
 
 def show(error: BaseException, source: bytes, name: str) -> None:
-    """Its traceback, without frames of ours."""
+    """Print the traceback of an exception, without our own frames."""
     import linecache
     import traceback
 

@@ -41,7 +41,7 @@ HEAD = struct.Struct("=cI")
 READ_BYTES = 64 << 10
 
 STOP_S = ((0.0, "interrupt"), (0.5, "kill"), (0.6, "ask"), (0.9, "kill"), (1.0, "ask"), (1.6, "end"))
-"""What is done to a cell that shall stop, and how long after."""
+"""Actions to stop a cell, each with its delay."""
 
 KILL_ROUNDS, KILL_ROUND_S = 200, 0.002
 
@@ -77,7 +77,7 @@ class Host:
         self._status.setblocking(False)
 
     def serve(self) -> None:
-        """Until the other side closes."""
+        """Serve until the other side closes."""
         wakes, woken = os.pipe()
         for descriptor in (wakes, woken):
             os.set_blocking(descriptor, False)
@@ -173,7 +173,7 @@ class Host:
             self._end(self._cell, code)
 
     def _end_shell(self) -> None:
-        """There is none until the next cell, nor anything that it left."""
+        """Kill the shell and all that it left; the next cell starts another."""
         if self._shell is not None:
             self._shell.close()
         self._shell = None
@@ -201,7 +201,7 @@ class Host:
                 os.close(descriptor)
 
     def _forward_all(self, cell: Cell) -> None:
-        """What a cell wrote until now, and no more; who holds its pipes yet is not waited for."""
+        """Forward what a cell wrote until now, without waiting for processes that still hold its pipes."""
         for descriptor, kind in ((cell.stdout, b"o"), (cell.stderr, b"e")):
             size = array.array("i", [0])
             fcntl.ioctl(descriptor, termios.FIONREAD, size)
@@ -261,7 +261,7 @@ class Host:
                 kill({shell.pid})
 
     def _interrupt(self, cell: Cell) -> None:
-        """What Ctrl-C does: for the shell's group, but not for what earlier cells left running."""
+        """Interrupt the shell's group, as Ctrl-C does, but not what earlier cells left running."""
         shell = self._shell
         if shell is None:
             return
@@ -376,7 +376,7 @@ class Python:
         """A cell ended."""
 
     def ask(self, word: str) -> None:
-        """It says by itself where a cell ends."""
+        """Do nothing: an interpreter reports the end of a cell by itself."""
 
     def close(self) -> None:
         self._cells.close()

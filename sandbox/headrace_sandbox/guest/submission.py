@@ -12,7 +12,7 @@ from headrace_sandbox.guest.values import decoded, encoded
 
 
 class Answers:
-    """Objects that are no data stay here, under a number."""
+    """Answers to questions; objects that are not data stay here, under a number."""
 
     def __init__(self, module: object) -> None:
         self._objects: list[Any] = [module]
@@ -50,7 +50,7 @@ class Answers:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the submission prints is no answer
+    os.dup2(2, 1)  # the submission's own output is not an answer
     questions = os.fdopen(os.dup(0), "r")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     begun = json.loads(questions.readline())

@@ -27,7 +27,7 @@ KEPT = 500
 
 
 class SubmissionError(Exception):
-    """The submission's process ended, or wrote what is no answer."""
+    """The submission's process ended, or wrote something that is not an answer."""
 
 
 class Submission:
@@ -39,7 +39,7 @@ class Submission:
         )
         ready = self.ask({"module": request["module"], "source": request["source"]})
         if ready != {"ready": True}:
-            raise SubmissionError("it said something else than that it is ready")
+            raise SubmissionError("its first message did not say that it is ready")
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
         try:

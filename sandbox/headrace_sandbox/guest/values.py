@@ -9,7 +9,7 @@ from typing import Any
 
 
 def encoded(value: Any) -> Any:
-    """The value as JSON-able data. Raises TypeError for what is no data."""
+    """The value as JSON-able data. Raises TypeError for a value that is not data."""
     if value is None or isinstance(value, (bool, str, float)):
         return value
     if isinstance(value, int):
@@ -24,7 +24,7 @@ def encoded(value: Any) -> Any:
         return {"bytes": bytes(value).hex()}
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         return encoded(value.tolist())
-    raise TypeError(f"{type(value).__name__} is no data")
+    raise TypeError(f"{type(value).__name__} is not data")
 
 
 def decoded(node: Any) -> Any:
