@@ -101,7 +101,7 @@ async def sleeper(lab: CaseContext) -> str:
 
 @case("13", "waiting in the kernel, where no signal ends it")
 async def uninterruptible(lab: CaseContext) -> str:
-    """From outside the program is frozen while it sleeps: like a file system that hangs, this outlasts SIGKILL."""
+    """Freeze the program from outside while it sleeps: like a hung file system, this outlasts SIGKILL."""
     if not os.access(FREEZER, os.W_OK):
         raise NotRun(f"{FREEZER} can freeze no process here: it takes root and control groups of version 1")
     mark = secrets.token_hex(8)

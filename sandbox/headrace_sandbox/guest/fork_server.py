@@ -121,8 +121,8 @@ def be_slot(requests: socket.socket, clone: int, uid: int, gid: int, filter_: by
 
 
 def be_first(requests: socket.socket, uid: int, gid: int, filter_: bytes) -> None:
-    """As process 1: have a program, and report its end. With this ends all that it started. It does no more than that,
-    for each page of memory that it touches is copied."""
+    """Serve as process 1: start a program, and report its end. Its own end kills all that it started. It does no
+    more, since each page of memory that it touches is copied."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     map_user(uid, gid)
     prctl(PR_SET_DUMPABLE, 0)  # so that the program cannot write into this memory
@@ -141,7 +141,7 @@ def be_first(requests: socket.socket, uid: int, gid: int, filter_: bytes) -> Non
 
 
 def be_program(requests: socket.socket, filter_: bytes) -> None:
-    """As the program's process: be isolated, wait for the program, run it, and end as the interpreter would."""
+    """Serve as the program's process: isolate it, wait for the program, run it, and end as the interpreter would."""
     try:
         make_mounts_private()
         mount_terminals()
@@ -167,7 +167,7 @@ def be_program(requests: socket.socket, filter_: bytes) -> None:
         status = 1
     finally:
         try:
-            threading._shutdown()  # type: ignore[attr-defined]  # threads that are no daemons are waited for
+            threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons
             atexit._run_exitfuncs()
             sys.stdout.flush()
             sys.stderr.flush()
@@ -221,7 +221,7 @@ def run(request: dict[str, Any]) -> int:
 
 
 def be_killed_first() -> None:
-    """Where memory runs out, this is killed, and not what waits beside it."""
+    """Make the kernel choose this process, not the waiting ones, when memory runs out."""
     descriptor = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
     os.write(descriptor, b"1000")
     os.close(descriptor)
@@ -244,7 +244,7 @@ def without_own_frames(error: BaseException) -> tuple[type[BaseException], BaseE
 
 
 def give_back_memory() -> None:
-    """What only the start needed: freed memory, and pages of code, which stay in the cache of files."""
+    """Return what only the start needed: freed memory, and pages of code, which stay in the page cache."""
     keeping_the_lock.malloc_trim(0)
     with open("/proc/self/maps") as maps:
         spans = [line.split()[0] for line in maps if " r-xp " in line and "/" in line]

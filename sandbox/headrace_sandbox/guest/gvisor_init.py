@@ -222,7 +222,7 @@ class GuestServer:
             program.stdin, program.waiting = -1, b""
 
     def hear(self, program: Program, data: bytes) -> None:
-        """What the first process of a namespace tells: that its program starts, and how it ended."""
+        """Read a report of a namespace's first process: that its program starts, or how it ended."""
         if not program.report and data[:1] == b"s":
             send(STARTED, program.number)
         program.report += data
@@ -242,7 +242,7 @@ class GuestServer:
             self.spare = self.make(None)
 
     def drain(self, descriptor: int, program: Program) -> None:
-        """What a program left in a pipe. Nobody writes there any more but who got its descriptor from it."""
+        """Read what a program left in a pipe. Only processes that got the descriptor from it may still write there."""
         if descriptor not in self.by_descriptor:
             return
         os.set_blocking(descriptor, False)
@@ -331,7 +331,7 @@ class NamespaceInit:
         session_host.Host(self.request, channel, SESSION, self.become_program, output).serve()
 
     def become_program(self) -> None:
-        """In a process that is to be the program of a session."""
+        """Give up privileges, in a process that will be the program of a session."""
         os.seteuid(0)
         self.become_user()
         self.be_bounded()
@@ -350,7 +350,7 @@ class NamespaceInit:
 
 
 def keep_only(*descriptors: int) -> None:
-    """These become 0, 1, 2 and so on; every other one is closed."""
+    """Make these descriptors 0, 1, 2 and so on, and close all others."""
     for target, descriptor in enumerate([os.dup(descriptor) for descriptor in descriptors]):
         os.dup2(descriptor, target)
     os.closerange(len(descriptors), MOST_FILES)
@@ -366,7 +366,7 @@ def drop_bounds() -> None:
 
 
 def threads_left() -> int:
-    """How many there are in this namespace beside this one."""
+    """The number of other threads in this namespace."""
     count = 0
     for name in os.listdir("/proc"):
         if name.isdigit() and name != "1":

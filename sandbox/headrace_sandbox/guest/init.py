@@ -3,7 +3,7 @@
 * Each command and each session has process ids of its own, with a process 1 that it cannot reach; when that ends, all
   that was started ends with it. Files, network and shared memory are the sandbox's.
 * Nothing of it runs longer than its time, by this process's own clock, nor longer than the supervisor.
-* What it starts runs without privileges, under the filter and the limits; the keeper itself is out of its sight.
+* What it starts runs without privileges, under the filter and the limits; this process itself is out of its sight.
 
 A request is one packet on standard input, a socket: descriptors of a file with the request, JSON, of a socket to the
 supervisor, of the entries of the sandbox's control group (so many: ``group_entries``), and of what the request needs.
@@ -57,7 +57,7 @@ SESSION_BYTES, SESSION_INODES = 4 << 20, 16  # for the text of a cell, and two p
 
 
 class GuestRequest:
-    """What a request asks for: ``do``, its descriptors, and what it runs under."""
+    """A request of the supervisor: ``do``, its descriptors, and its limits."""
 
     def __init__(self, descriptors: list[int], filter_: bytes) -> None:
         for descriptor in descriptors:
@@ -70,18 +70,18 @@ class GuestRequest:
         self.filter = filter_
 
     def become_program(self) -> None:
-        """In a process that is to be the program: be bounded, and give up every privilege."""
+        """Set the limits and give up every privilege, in a process that will be the program."""
         self.supervisor.send(b"member" if self.has_entered() else b"outside")
         if not self.supervisor.recv(1):
             os._exit(1)
         self.supervisor.close()
-        must(libc.unshare(CLONE_NEWCGROUP), "unshare")  # it is in its group now, whose name is nobody's business
+        must(libc.unshare(CLONE_NEWCGROUP), "unshare")  # it is in its group now, whose name stays hidden
         prctl(PR_SET_DUMPABLE, 1)
         limit(self.request["rlimits"])
         give_up_privileges(self.filter)
 
     def has_entered(self) -> bool:
-        """Whether this process, which has one thread, is in the control group now, as far as there are entries."""
+        """True if this process, which has one thread, is in the control group now, as far as it has entries."""
         try:
             for entry in self.entries:
                 os.write(entry, b"0")
@@ -148,7 +148,7 @@ def be_first(asked: GuestRequest) -> None:
 
 
 def be_shell(asked: GuestRequest) -> None:
-    """In the process of a session's shell: it reads the host's folder and writes to the pipes there, no more."""
+    """Serve as a session's shell, which only reads the host's folder and writes to the pipes there."""
     must(libc.unshare(CLONE_NEWNS), "unshare")
     make_read_only(SESSION)
     asked.become_program()

@@ -93,7 +93,7 @@ def mount_proc() -> None:
 
 
 def bring_loopback_up() -> None:
-    """Its own loopback interface, which leads nowhere else."""
+    """Bring up this namespace's own loopback interface."""
     with socket.socket() as any_socket:
         fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", IFF_UP))
 

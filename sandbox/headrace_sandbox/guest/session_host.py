@@ -383,7 +383,7 @@ class Python:
 
 
 def be_alone() -> None:
-    """In a child that is to be the shell: be the head of a group of its own, and handle no signal."""
+    """Lead a process group of its own and handle no signal, in a child that will be the shell."""
     os.setsid()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
