@@ -253,7 +253,7 @@ def _contents(files: Sequence[Path]) -> dict[str, bytes]:
     contents: dict[str, bytes] = {}
     for file in files:
         if file.name in contents:
-            raise click.BadParameter(f"Two files have the name {file.name}.", param_hint="--file")
+            raise click.BadParameter(f"There are two files named {file.name}.", param_hint="--file")
         contents[file.name] = file.read_bytes()
     return contents
 

@@ -117,7 +117,7 @@ async def test_a_runtime_that_hangs_is_a_finding(third: Any, monkeypatch: pytest
     stuck = Third()
     stuck.close = asyncio.Event().wait  # type: ignore[assignment,method-assign]
     third(lambda: stuck)
-    assert "was not closed within 0.1 s" in (await looked_at()).found
+    assert "did not close within 0.1 s" in (await looked_at()).found
     third(lambda: time.sleep(1))
     assert "was not made within 0.1 s" in (await looked_at()).found
 
