@@ -33,7 +33,7 @@ from headrace_orchestrator.buffer.log.log import Log
 from headrace_orchestrator.buffer.projection.sqlite import SqliteProjection
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.service import Service, pulls
-from headrace_orchestrator.service.batches import BatchBodies
+from headrace_orchestrator.service.batches.bodies import BatchBodies
 from headrace_orchestrator.service.storage.store import Store
 from headrace_orchestrator.service.submission_records import SubmissionJudge
 from headrace_orchestrator.settings import Address, Settings

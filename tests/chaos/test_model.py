@@ -33,7 +33,7 @@ from headrace_orchestrator.scheduler.commands.batches import ack
 from headrace_orchestrator.scheduler.queries.durable_values import durable_values
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 from headrace_orchestrator.service import Service
-from headrace_orchestrator.service.batches import ServedBatch
+from headrace_orchestrator.service.batches.bodies import ServedBatch
 from headrace_orchestrator.settings import Settings
 from tests.builders import make_segment
 from tests.chaos.model import Batch, Model

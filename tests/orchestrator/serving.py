@@ -24,7 +24,7 @@ from headrace.common.ids import new_id
 from headrace.trajectory import Trajectory
 from headrace.wire import codec, messages
 from headrace_orchestrator.server import serve
-from headrace_orchestrator.service.batches import ServedBatch
+from headrace_orchestrator.service.batches.bodies import ServedBatch
 from headrace_orchestrator.settings import Settings
 from tests.builders import make_trajectory
 

@@ -27,7 +27,8 @@ from headrace_orchestrator.scheduler.commands.follow_ups import evict
 from headrace_orchestrator.scheduler.commands.pull_plan import Form, Plan, Redeliver
 from headrace_orchestrator.scheduler.commands.pulls import form, pull
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
-from headrace_orchestrator.service.batches import BatchBodies, BodyParts, ServedBatch, build_batch, planned_groups
+from headrace_orchestrator.service.batches.bodies import BatchBodies, BodyParts, ServedBatch
+from headrace_orchestrator.service.batches.build import build_batch, planned_groups
 from headrace_orchestrator.service.shell import Shell
 from headrace_orchestrator.service.waiters import ClientDisconnected, Disconnected
 

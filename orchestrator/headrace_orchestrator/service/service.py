@@ -69,7 +69,7 @@ class Service(Lifecycle):
             nonlocal attempts
             attempts += 1
             if self.draining:
-                raise self._busy()
+                raise self._unavailable()
             self.require_stored()
             return shell.decide(lambda state, now: leases.lease(state, request, now))
 

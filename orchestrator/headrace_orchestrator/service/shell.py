@@ -39,7 +39,7 @@ from headrace_orchestrator.scheduler.events import (
 from headrace_orchestrator.scheduler.state.batches import NACKED
 from headrace_orchestrator.scheduler.state.run import Run
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
-from headrace_orchestrator.service.batches import BuiltBatch
+from headrace_orchestrator.service.batches.build import BuiltBatch
 from headrace_orchestrator.service.storage.frames import BatchWrite, TrajectoryWrite, Write
 from headrace_orchestrator.service.storage.record_events import event_of, record_for_event
 from headrace_orchestrator.service.storage.store import Store

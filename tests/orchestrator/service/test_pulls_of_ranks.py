@@ -21,7 +21,7 @@ from headrace.layouts import FillerRow, filled, packed
 from headrace.moments import Moments, merge_all
 from headrace.trajectory import Trajectory, Version
 from headrace.wire import messages
-from headrace_orchestrator.service import batches as serving
+from headrace_orchestrator.service.batches import bodies
 from tests.builders import make_segment, make_trajectory
 from tests.orchestrator.service.test_restart import flip_record
 from tests.orchestrator.serving import Api, Process, orchestrator, record_for, submission
@@ -93,7 +93,7 @@ async def test_shards_of_a_body_too_long_to_be_held_are_the_same(data_dir: Path,
         await api.create_run()
         await api.play(free=4)
         held = await pull_all(learner)
-        monkeypatch.setattr(serving, "WHOLE_BODY_BYTES", 0)
+        monkeypatch.setattr(bodies, "SMALL_BODY_BYTES", 0)
     async with orchestrator(data_dir) as api, ranks(api, 2, "start-2") as learner:
         streamed = await pull_all(learner)
     assert [shard.generation for shard in streamed] == [2, 2]

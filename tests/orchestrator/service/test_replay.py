@@ -30,7 +30,7 @@ from headrace_orchestrator.scheduler.commands import batches
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.scheduler.queries.durable_values import durable_values
 from headrace_orchestrator.service import Service
-from headrace_orchestrator.service.batches import ServedBatch
+from headrace_orchestrator.service.batches.bodies import ServedBatch
 from headrace_orchestrator.service.storage.replay import replay
 from headrace_orchestrator.service.storage.store import Store
 from headrace_orchestrator.settings import Settings

@@ -19,7 +19,7 @@ from headrace.server.auth import is_loopback
 from headrace.trajectory import Provenance
 from headrace.wire import messages
 from headrace_orchestrator.buffer.log import log
-from headrace_orchestrator.service import batches
+from headrace_orchestrator.service.batches import bodies
 from tests.orchestrator.buffer.test_log import flip
 from tests.orchestrator.serving import Api, Process, orchestrator, record_for, submission, until
 
@@ -227,8 +227,8 @@ async def test_a_frozen_batch_whose_record_was_lost_in_the_log_does_not_block_it
 async def test_a_damaged_batch_that_is_streamed_is_dissolved_for_the_next_pull(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(batches, "WHOLE_BODY_BYTES", 0)
-    monkeypatch.setattr(batches, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(bodies, "SMALL_BODY_BYTES", 0)
+    monkeypatch.setattr(bodies, "CHUNK_BYTES", 1)
     async with orchestrator(data_dir) as api:
         await api.create_run(group_size=1, batch_size=2, max_staleness=3)
         attempts = await api.play(free=4)

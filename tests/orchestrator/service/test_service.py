@@ -25,7 +25,7 @@ from headrace_orchestrator.buffer.projection.sqlite import SqliteProjection
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.scheduler.events import AnyEvent, GroupRetired, WorkerDraining
 from headrace_orchestrator.scheduler.queries.durable_values import durable_values
-from headrace_orchestrator.service import batches as serving
+from headrace_orchestrator.service.batches import bodies
 from headrace_orchestrator.service.storage.frames import EVENTS_PER_FRAME, events_of
 from headrace_orchestrator.service.storage.record_events import event_of, record_for_event
 from headrace_orchestrator.service.storage.replay import replay
@@ -93,7 +93,7 @@ async def test_a_batch_is_sent_while_its_lease_is_written_and_its_end_when_that_
     api: Api, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch, held: bool
 ):
     if not held:
-        monkeypatch.setattr(serving, "WHOLE_BODY_BYTES", 0)
+        monkeypatch.setattr(bodies, "SMALL_BODY_BYTES", 0)
     await api.create_run()
     await api.play(free=4)
     disk.hold()
@@ -115,7 +115,7 @@ async def test_a_batch_whose_lease_cannot_be_written_is_cut_off_and_served_again
     api: Api, monkeypatch: pytest.MonkeyPatch, held: bool
 ):
     if not held:
-        monkeypatch.setattr(serving, "WHOLE_BODY_BYTES", 0)
+        monkeypatch.setattr(bodies, "SMALL_BODY_BYTES", 0)
     await api.create_run()
     await api.play(free=4)
     with refusing_disk(monkeypatch), pytest.raises(aiohttp.ClientPayloadError):
@@ -133,12 +133,12 @@ async def test_a_batch_whose_lease_cannot_be_written_is_cut_off_and_served_again
 async def test_a_body_is_streamed_on_when_a_disk_that_refused_takes_its_records_in_another_file(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(serving, "WHOLE_BODY_BYTES", 0)
+    monkeypatch.setattr(bodies, "SMALL_BODY_BYTES", 0)
     monkeypatch.setattr(log_module, "FIRST_RETRY_S", 0.01)
     await api.create_run()
     attempts = await api.lease(free=4)
     begun, refused, moved = threading.Event(), threading.Event(), threading.Event()
-    sync, read = os.fdatasync, serving.BatchBodies._read
+    sync, read = os.fdatasync, bodies.BatchBodies._read
 
     def refuse_once(descriptor: int) -> None:
         if not refused.is_set():
@@ -152,7 +152,7 @@ async def test_a_body_is_streamed_on_when_a_disk_that_refused_takes_its_records_
         return read(*arguments)
 
     monkeypatch.setattr(os, "fdatasync", refuse_once)
-    monkeypatch.setattr(serving.BatchBodies, "_read", read_late)
+    monkeypatch.setattr(bodies.BatchBodies, "_read", read_late)
     submitting = asyncio.create_task(api.submit(submission((a, record_for(a)) for a in attempts)))
     await api.ask("GET", "/healthz")
     pulling = asyncio.create_task(api.pull(wait_s=10))
@@ -219,8 +219,8 @@ async def test_a_larger_body_is_streamed_and_is_the_same(data_dir: Path, monkeyp
         for _ in range(4):
             await api.play(free=4)
         whole, _ = await api.pull_raw(request="same")
-        monkeypatch.setattr(serving, "WHOLE_BODY_BYTES", 0)
-        monkeypatch.setattr(serving, "CHUNK_BYTES", 2000)
+        monkeypatch.setattr(bodies, "SMALL_BODY_BYTES", 0)
+        monkeypatch.setattr(bodies, "CHUNK_BYTES", 2000)
     async with orchestrator(data_dir) as api:
         streamed, headers = await api.pull_raw(request="same")
         assert streamed == whole
