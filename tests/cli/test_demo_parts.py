@@ -26,7 +26,7 @@ from headrace_orchestrator.cli.demo.scores import (
     score,
     uniform_guesses,
 )
-from headrace_orchestrator.cli.demo.training import Progress, TrainedVersion, TrainingResult
+from headrace_orchestrator.cli.demo.trainer import Progress, TrainedVersion, TrainingResult
 
 
 def test_baselines_are_computed_exactly() -> None:

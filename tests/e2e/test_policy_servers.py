@@ -22,7 +22,7 @@ EPISODES = 6
 TASKS = [{"environment": "game:GuessTheNumber-v0-easy", "seed": seed} for seed in range(EPISODES)]
 
 
-class Plant(NamedTuple):
+class Deployment(NamedTuple):
     """A service with one worker, and policy servers: one that does as it is told, and one that is honest."""
 
     processes: Processes
@@ -52,8 +52,8 @@ class Plant(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def plant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plant]:
-    folder = tmp_path_factory.mktemp("plant")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    folder = tmp_path_factory.mktemp("deployment")
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     with Processes(folder / "logs") as processes:
@@ -61,7 +61,7 @@ def plant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plant]:
         wait_for("the orchestrator is ready", lambda: answers(f"{url}/readyz"))
         processes.worker("worker", url, "", slots=EPISODES).start()
         with Client(url, keepalive=False) as client:
-            made = Plant(processes, client, "", "")
+            made = Deployment(processes, client, "", "")
             yield made._replace(liar=made.add_server()[1], honest=made.add_server()[1])
 
 
@@ -92,45 +92,45 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_turns_of_a_faulty_engine_are_played_elsewhere_and_without_another_one_they_are_failures(
-    plant: Plant, fault: str
+    deployment: Deployment, fault: str
 ) -> None:
     settings, kind = FAULTS[fault]
-    misbehave(plant.liar, **settings)
+    misbehave(deployment.liar, **settings)
     name = fault.replace(" ", "-")
     limits = {"policy_timeout_s": 2.0 if fault == "slow" else 20.0}
-    plant.run(f"{name}-two", plant.liar, plant.honest, limits=limits)
+    deployment.run(f"{name}-two", deployment.liar, deployment.honest, limits=limits)
     once = {"max_attempts": 1, "quarantine_after": 100}
-    plant.run(f"{name}-one", plant.liar, limits=limits, retries=once, short_groups="serve")
+    deployment.run(f"{name}-one", deployment.liar, limits=limits, retries=once, short_groups="serve")
 
-    batch = plant.client.pull(f"{name}-two", timeout_s=60)
+    batch = deployment.client.pull(f"{name}-two", timeout_s=60)
     assert {trajectory.status for trajectory in batch.trajectories} <= {"finished", "truncated"}
     assert len(batch.trajectories) == EPISODES
-    assert {trajectory.provenance.endpoints[-1] for trajectory in batch.trajectories} == {plant.honest}
+    assert {trajectory.provenance.endpoints[-1] for trajectory in batch.trajectories} == {deployment.honest}
 
     with pytest.raises(RunFinished):
-        plant.client.pull(f"{name}-one", timeout_s=60)
-    failed = list(plant.client.trajectories(f"{name}-one"))
+        deployment.client.pull(f"{name}-one", timeout_s=60)
+    failed = list(deployment.client.trajectories(f"{name}-one"))
     assert len(failed) == EPISODES
     assert {(item.failure.layer, item.failure.kind, item.reward) for item in failed if item.failure} == {
         ("policy", kind, None)
     }
     assert all("Turn 0: " in item.failure.message for item in failed if item.failure)
-    assert plant.client.trajectory(failed[0].id).provenance.endpoints == [plant.liar]
-    worker = plant.client.status().workers[0]
-    assert worker.stats.get(f"policy_failures {plant.honest}", 0.0) == 0.0
+    assert deployment.client.trajectory(failed[0].id).provenance.endpoints == [deployment.liar]
+    worker = deployment.client.status().workers[0]
+    assert worker.stats.get(f"policy_failures {deployment.honest}", 0.0) == 0.0
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_engine_that_dies_or_freezes_in_the_middle_of_turns_costs_no_episode(
-    plant: Plant, number: signal.Signals
+    deployment: Deployment, number: signal.Signals
 ) -> None:
-    process, address = plant.add_server()
+    process, address = deployment.add_server()
     misbehave(address, slow_s=60.0)
     name = number.name.lower()
-    plant.run(name, address, plant.honest, limits={"policy_timeout_s": 60.0})
+    deployment.run(name, address, deployment.honest, limits={"policy_timeout_s": 60.0})
     wait_for("turns are sampled there", lambda: running(address) > 0)
     process.send(number)
-    batch = plant.client.pull(name, timeout_s=60)
+    batch = deployment.client.pull(name, timeout_s=60)
     assert len(batch.trajectories) == EPISODES
     assert {trajectory.status for trajectory in batch.trajectories} <= {"finished", "truncated"}
     assert {trajectory.attempt for trajectory in batch.trajectories} == {1}
@@ -138,12 +138,12 @@ def test_an_engine_that_dies_or_freezes_in_the_middle_of_turns_costs_no_episode(
 
 
 def test_G09_a_task_that_keeps_getting_bad_logprobs_is_quarantined_and_its_group_is_served_as_it_is(  # noqa: N802
-    plant: Plant,
+    deployment: Deployment,
 ) -> None:
-    misbehave(plant.liar, lie="nan-logprob", lie_after=1)  # the first member is lucky
-    plant.run(
+    misbehave(deployment.liar, lie="nan-logprob", lie_after=1)  # the first member is lucky
+    deployment.run(
         "g09",
-        plant.liar,
+        deployment.liar,
         tasks=TASKS[:1],
         group_size=3,
         batch_size=3,
@@ -153,26 +153,28 @@ def test_G09_a_task_that_keeps_getting_bad_logprobs_is_quarantined_and_its_group
         retries={"max_attempts": 2, "quarantine_after": 2},
     )
 
-    batch = plant.client.pull("g09", timeout_s=60)
+    batch = deployment.client.pull("g09", timeout_s=60)
     assert len(batch.trajectories) == 1
-    assert plant.client.run("g09").quarantined == 1
-    failed = list(plant.client.trajectories("g09", status="failed"))
+    assert deployment.client.run("g09").quarantined == 1
+    failed = list(deployment.client.trajectories("g09", status="failed"))
     assert [(item.attempt, item.reward) for item in failed] == [(2, None)] * 2
     for item in failed:
         assert item.failure is not None
         assert (item.failure.layer, item.failure.kind) == ("policy", "logprob-nan")
         assert "Turn 0: The logprob at position 4 is NaN." in item.failure.message
-    plant.client.ack(batch)
+    deployment.client.ack(batch)
     wait_for(
         "the server's share of errors shows",
-        lambda: plant.client.status().workers[0].stats.get(f"policy_failures {plant.liar}", 0.0) >= 2,
+        lambda: deployment.client.status().workers[0].stats.get(f"policy_failures {deployment.liar}", 0.0) >= 2,
     )
 
 
-def test_the_logprobs_of_a_scorer_come_with_the_batch_and_a_learner_can_ask_for_them_itself(plant: Plant) -> None:
-    scorers = {"ref": {"endpoints": [plant.honest], "model": "policy"}}
-    plant.run("scored", plant.honest, policy={"endpoints": [plant.honest], "scorers": scorers})
-    batch = plant.client.pull("scored", timeout_s=60, fields=["assets"])
+def test_the_logprobs_of_a_scorer_come_with_the_batch_and_a_learner_can_ask_for_them_itself(
+    deployment: Deployment,
+) -> None:
+    scorers = {"ref": {"endpoints": [deployment.honest], "model": "policy"}}
+    deployment.run("scored", deployment.honest, policy={"endpoints": [deployment.honest], "scorers": scorers})
+    batch = deployment.client.pull("scored", timeout_s=60, fields=["assets"])
     rows = [segment for trajectory in batch.trajectories for segment in trajectory.rows()]
     assert len(rows) == EPISODES
     for row in rows:
@@ -180,7 +182,7 @@ def test_the_logprobs_of_a_scorer_come_with_the_batch_and_a_learner_can_ask_for_
         assert (told.dtype, told.shape) == (np.dtype(np.float32), row.token_ids.shape)
         sampled = row.sampled == 1
         np.testing.assert_allclose(told[sampled], row.logprobs[sampled], rtol=0, atol=1e-5)
-    own = score(plant.honest, "policy", rows[0].token_ids)
+    own = score(deployment.honest, "policy", rows[0].token_ids)
     np.testing.assert_array_equal(own.logprobs, decode_array(batch.asset(rows[0].arrays["logprobs.ref"])))
     assert str(own.version) == "0.0"
     with pytest.raises(PolicyFailure) as caught:
@@ -188,19 +190,19 @@ def test_the_logprobs_of_a_scorer_come_with_the_batch_and_a_learner_can_ask_for_
     assert caught.value.kind == "unreachable"
 
 
-def test_a_scorer_that_fails_is_a_failure_of_the_policy_and_never_zeros(plant: Plant) -> None:
-    scorers = {"ref": {"endpoints": [plant.honest], "model": "another"}}
+def test_a_scorer_that_fails_is_a_failure_of_the_policy_and_never_zeros(deployment: Deployment) -> None:
+    scorers = {"ref": {"endpoints": [deployment.honest], "model": "another"}}
     once = {"max_attempts": 1, "quarantine_after": 100}
-    plant.run(
+    deployment.run(
         "unscored",
-        plant.honest,
-        policy={"endpoints": [plant.honest], "scorers": scorers},
+        deployment.honest,
+        policy={"endpoints": [deployment.honest], "scorers": scorers},
         retries=once,
         short_groups="serve",
     )
     with pytest.raises(RunFinished):
-        plant.client.pull("unscored", timeout_s=60)
-    failed = list(plant.client.trajectories("unscored"))
+        deployment.client.pull("unscored", timeout_s=60)
+    failed = list(deployment.client.trajectories("unscored"))
     assert len(failed) == EPISODES
     for item in failed:
         assert item.failure is not None
@@ -208,27 +210,29 @@ def test_a_scorer_that_fails_is_a_failure_of_the_policy_and_never_zeros(plant: P
         assert item.failure.message.startswith("Scoring: Scorer 'ref', row 0: ")
 
 
-def test_G10_a_worker_that_was_frozen_asks_again_under_an_id_of_its_own(plant: Plant) -> None:  # noqa: N802
-    misbehave(plant.liar, stall_next=1, stall_s=60.0)
+def test_G10_a_worker_that_was_frozen_asks_again_under_an_id_of_its_own(deployment: Deployment) -> None:  # noqa: N802
+    misbehave(deployment.liar, stall_next=1, stall_s=60.0)
     workers = [
-        plant.processes.add(
+        deployment.processes.add(
             f"frozen-{number}",
-            *("-m", "headrace_workers", "--orchestrator", plant.client.url, "--name", f"frozen-{number}"),
+            *("-m", "headrace_workers", "--orchestrator", deployment.client.url, "--name", f"frozen-{number}"),
             *("--slots", "1", "--pool", "frozen"),
         )
         for number in (1, 2)
     ]
     limits = {"max_turns": 1, "policy_timeout_s": 6.0}
-    plant.run("frozen", plant.liar, tasks=TASKS[:1], batch_size=1, pool="frozen", attempt_lease_s=1.0, limits=limits)
+    deployment.run(
+        "frozen", deployment.liar, tasks=TASKS[:1], batch_size=1, pool="frozen", attempt_lease_s=1.0, limits=limits
+    )
     workers[0].start()
-    wait_for("the first worker asks", lambda: running(plant.liar) == 1)
+    wait_for("the first worker asks", lambda: running(deployment.liar) == 1)
     workers[0].send(signal.SIGSTOP)
     workers[1].start()
-    batch = plant.client.pull("frozen", timeout_s=60)
+    batch = deployment.client.pull("frozen", timeout_s=60)
     assert [trajectory.attempt for trajectory in batch.trajectories] == [2]
     workers[0].send(signal.SIGCONT)  # its first try has timed out by its own clock, or goes on; it may ask again
-    wait_for("nothing is left at the engine", lambda: running(plant.liar) == 0)
+    wait_for("nothing is left at the engine", lambda: running(deployment.liar) == 0)
     assert "already running" not in workers[0].tail(1000) + workers[1].tail(1000)
-    assert len(list(plant.client.trajectories("frozen"))) == 1
+    assert len(list(deployment.client.trajectories("frozen"))) == 1
     for worker in workers:
         worker.kill()

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.component("bubblewrap")
 SPEC: dict[str, Any] = {"batch_size": 4, "sampling": {"max_tokens": 256}, "limits": {"max_turns": 8}}
 
 
-class Plant(NamedTuple):
+class Deployment(NamedTuple):
     """A service with a worker that has a sandbox, and one in the pool ``broken`` that finds no bubblewrap."""
 
     client: Client
@@ -29,8 +29,8 @@ class Plant(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def plant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plant]:
-    folder = tmp_path_factory.mktemp("plant")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    folder = tmp_path_factory.mktemp("deployment")
     port, policy_port = free_port(), free_port()
     url, policy = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{policy_port}"
     (folder / "no-programs").mkdir()
@@ -43,7 +43,7 @@ def plant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plant]:
         wait_for("the orchestrator is ready", lambda: answers(f"{url}/readyz"))
         wait_for("the policy is ready", lambda: answers(f"{policy}/health"))
         with Client(url, keepalive=False) as client:
-            yield Plant(client, policy)
+            yield Deployment(client, policy)
 
 
 def row(name: str, power: int) -> dict[str, Any]:
@@ -59,9 +59,9 @@ def reward(trajectory: Trajectory) -> float:
     return sum(turn.reward for turn in segment.turns)
 
 
-def says(plant: Plant, *script: str) -> None:
+def says(deployment: Deployment, *script: str) -> None:
     body = json.dumps({"script": script}).encode()
-    with urllib.request.urlopen(f"{plant.policy}/misbehave", body, timeout=10) as answer:
+    with urllib.request.urlopen(f"{deployment.policy}/misbehave", body, timeout=10) as answer:
         assert answer.status == 200
 
 
@@ -69,14 +69,14 @@ def stored(client: Client, run: str) -> list[Trajectory]:
     return [client.trajectory(summary.id) for summary in client.trajectories(run)]
 
 
-def test_a_run_of_programming_problems_is_graded_in_the_workers_sandbox(plant: Plant) -> None:
-    says(plant, "Squares:\n```python\nprint(int(input()) ** 2)\n```")
+def test_a_run_of_programming_problems_is_graded_in_the_workers_sandbox(deployment: Deployment) -> None:
+    says(deployment, "Squares:\n```python\nprint(int(input()) ** 2)\n```")
     tasks = [
         {"environment": "code:Rows-v0", "example": row(name, power), "kwargs": {"partial": True}, "id": name}
         for name, power in (("one", 1), ("two", 2), ("three", 3))
     ]
     tasks.append({"environment": "code:Basics-v0", "seed": 3, "id": "basics"})
-    client = plant.client
+    client = deployment.client
     client.create_run({"name": "code", "tasks": tasks, **SPEC})
     batch = client.pull("code", timeout_s=60)
     batch.verify()
@@ -89,11 +89,11 @@ def test_a_run_of_programming_problems_is_graded_in_the_workers_sandbox(plant: P
         client.pull("code", timeout_s=60)
 
 
-def test_a_run_with_the_python_tool_stores_calls_observations_and_rewards(plant: Plant) -> None:
+def test_a_run_with_the_python_tool_stores_calls_observations_and_rewards(deployment: Deployment) -> None:
     kwargs = {"max_operand": 9, "operations": "*"}
     seed = next(seed for seed in range(10_000) if is_42(seed, kwargs))
     says(
-        plant,
+        deployment,
         "<python>print(6 *</python>",
         "<python>print(6 * 7)</python>",
         "<python>while True: pass</python>",
@@ -101,7 +101,7 @@ def test_a_run_with_the_python_tool_stores_calls_observations_and_rewards(plant:
     )
     python = {"reward": 0.125, "success_reward": 0.25, "error_reward": -0.5, "time_s": 0.5}
     task = {"environment": "python:math:Arithmetic-v0", "seed": seed, "kwargs": {**kwargs, "python": python}}
-    client = plant.client
+    client = deployment.client
     client.create_run({"name": "tool", "tasks": [task], **SPEC})
     batch = client.pull("tool", timeout_s=60)
     batch.verify()
@@ -129,10 +129,10 @@ def is_42(seed: int, kwargs: dict[str, Any]) -> bool:
     return bool(environment.step(r"\boxed{42}").reward == 1.0)
 
 
-def test_a_worker_whose_sandbox_cannot_be_made_fails_its_episodes_and_scores_none(plant: Plant) -> None:
-    says(plant, "```python\nprint(int(input()) ** 2)\n```")
+def test_a_worker_whose_sandbox_cannot_be_made_fails_its_episodes_and_scores_none(deployment: Deployment) -> None:
+    says(deployment, "```python\nprint(int(input()) ** 2)\n```")
     tasks = [{"environment": "code:Rows-v0", "example": row("two", 2)}]
-    client = plant.client
+    client = deployment.client
     client.create_run({"name": "broken", "pool": "broken", "tasks": tasks, **SPEC})
     with pytest.raises(RunFinished):
         client.pull("broken", timeout_s=60)
@@ -146,8 +146,8 @@ def test_a_worker_whose_sandbox_cannot_be_made_fails_its_episodes_and_scores_non
     assert client.run("broken").batches_acked == 0
 
 
-def test_a_run_that_needs_a_sandbox_waits_for_a_worker_with_one_and_says_so(plant: Plant) -> None:
-    client = plant.client
+def test_a_run_that_needs_a_sandbox_waits_for_a_worker_with_one_and_says_so(deployment: Deployment) -> None:
+    client = deployment.client
     spec = {"name": "waits", "tasks": [{"environment": "code:Basics-v0"}], "capabilities": ["sandbox:moon"], **SPEC}
     client.create_run(spec)
     with pytest.raises(NothingToServe, match=r"that offer \['sandbox', 'sandbox:moon'\]"):
@@ -155,9 +155,9 @@ def test_a_run_that_needs_a_sandbox_waits_for_a_worker_with_one_and_says_so(plan
     assert stored(client, "waits") == []
 
 
-def test_g18_a_task_whose_reference_exhausts_the_grader_is_quarantined_and_never_scored(plant: Plant) -> None:
-    client = plant.client
-    says(plant, r"\boxed{42}")
+def test_g18_a_task_whose_reference_exhausts_the_grader_is_quarantined_and_never_scored(deployment: Deployment) -> None:
+    client = deployment.client
+    says(deployment, r"\boxed{42}")
     kwargs = {"grader_s": 0.5}
     tasks = [
         {"environment": "math:Rows-v0", "kwargs": kwargs, "example": {"problem": "?", "answer": answer}, "id": answer}

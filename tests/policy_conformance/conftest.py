@@ -21,7 +21,7 @@ import pytest
 from examples.tiny_model import write_model
 from headrace_workers.tiny_policy.model import SIZE, Model, neutral_weights
 from headrace_workers.tiny_policy.weight_updates import write_folder
-from tests.tiny_policy import prompts
+from tests.workers.tiny_policy import prompts
 
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 

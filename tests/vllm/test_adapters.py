@@ -14,8 +14,8 @@ from examples.vllm_server import NAME
 from headrace.trajectory import Sampling
 from headrace.wire import messages
 from headrace_workers.policies import Policy, Sample, SampleRequest, ServedPolicies
+from tests.orchestrator.policy_servers.deployment import Deployment
 from tests.orchestrator.serving import orchestrator
-from tests.policies.plant import Plant
 from tests.vllm.server import TorchLogprobs, Vllm
 
 pytestmark = [pytest.mark.component("vllm"), pytest.mark.timeout(900)]
@@ -64,20 +64,20 @@ async def test_two_adapters_answer_differently_and_new_versions_come_under_runni
             reply = await api.ask("GET", f"/v1/runs/{run}/servers?revision={revision}&wait_s={wait_s}")
             return msgspec.convert(reply, messages.PolicyServersReply)
 
-        plant = Plant("", api, tmp_path, [vllm.address])
+        deployment = Deployment("", api, tmp_path, [vllm.address])
         opponent = {"name": "opponent", "path": str(folders["opponent"])}
         agents = {"player_1": {"train": False, "adapters": ["opponent"]}}
-        await plant.create_run(policy={"model": NAME, "adapter": "math", "adapters": [opponent], "agents": agents})
+        await deployment.create_run(policy={"model": NAME, "adapter": "math", "adapters": [opponent], "agents": agents})
         policies = ServedPolicies(default_endpoints=[], clock=time.monotonic, list_servers=servers)
         policy = policies.at([vllm.address], run="run")
         try:
-            await plant.announce(1, messages.Weights(path=str(folders["v1"]), kind="adapter"))
-            await plant.until_served(1)
+            await deployment.announce(1, messages.Weights(path=str(folders["v1"]), kind="adapter"))
+            await deployment.until_served(1)
             frozen = await sample(policy, 0, 16, model="run/opponent", frozen=True)
             long = [asyncio.create_task(sample(policy, number, 600)) for number in range(1, 9)]
             await vllm.until_sampling()
-            await plant.announce(2, messages.Weights(path=str(folders["v2"]), kind="adapter"))
-            await plant.until_served(2)
+            await deployment.announce(2, messages.Weights(path=str(folders["v2"]), kind="adapter"))
+            await deployment.until_served(2)
             assert not all(task.done() for task in long), "they straddle the new version"
             short: list[Sample] = []
             while len(short) < 3 or version_of(short[-3]) != "0.2":
@@ -91,13 +91,13 @@ async def test_two_adapters_answer_differently_and_new_versions_come_under_runni
             assert logprobs_are_of(frozen, "opponent")
             assert not logprobs_are_of(frozen, "v1")
 
-            await plant.announce(3, messages.Weights(path=str(folders["big"]), kind="adapter"))
-            await plant.until_said("rank")
-            await plant.announce(4, messages.Weights(path=str(tmp_path / "nowhere"), kind="adapter"))
-            await plant.until_said("No adapter found")
+            await deployment.announce(3, messages.Weights(path=str(folders["big"]), kind="adapter"))
+            await deployment.until_said("rank")
+            await deployment.announce(4, messages.Weights(path=str(tmp_path / "nowhere"), kind="adapter"))
+            await deployment.until_said("No adapter found")
             assert version_of(await sample(policy, 9, 16)) == "0.2"
             await api.ask("POST", "/v1/runs/run/close")
-            await plant.until(lambda found: not found)
+            await deployment.until(lambda found: not found)
         finally:
             await policies.close()
         _, listed = await vllm.get("/v1/models")

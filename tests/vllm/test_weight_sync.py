@@ -9,7 +9,7 @@ import pytest
 from examples.tiny_model import WEIGHTS, write_model
 from headrace.trajectory import Trajectory
 from headrace.wire import messages
-from tests.policies.plant import Plant, working
+from tests.orchestrator.policy_servers.deployment import Deployment, working
 from tests.vllm.server import TorchLogprobs, Vllm
 
 pytestmark = [pytest.mark.component("vllm"), pytest.mark.timeout(900)]
@@ -36,7 +36,9 @@ async def test_updates_of_a_real_engine_under_load_lose_no_episode_and_every_tok
     vllm: Vllm, torch_logprobs: TorchLogprobs, tmp_path: Path
 ):
     folders = {"0.0": vllm.model}
-    async with working(tmp_path, [vllm.address], slots=6, imports=["tests.policies.environment"]) as (made, _):
+    async with working(
+        tmp_path, [vllm.address], slots=6, imports=["tests.orchestrator.policy_servers.environment"]
+    ) as (made, _):
         await made.create_run(
             environments=[{"id": "policies:Slow", "kwargs": {"step_s": 0.0}}],
             policy={
@@ -62,7 +64,7 @@ async def test_updates_of_a_real_engine_under_load_lose_no_episode_and_every_tok
     assert max(apart(record, folders, torch_logprobs) for record in records) < CLOSE
 
 
-async def refused(made: Plant, folder: Path) -> None:
+async def refused(made: Deployment, folder: Path) -> None:
     """A folder that is cut short is refused without a pause, and the engine goes on."""
     bad = folder / "bad"
     write_model(bad, seed=9, tied=True)

@@ -17,7 +17,7 @@ from headrace.errors import SetupError
 from headrace_orchestrator.cli.demo import display
 from headrace_orchestrator.cli.demo.processes import DemoStage, staged
 from headrace_orchestrator.cli.demo.scores import TARGETS, binary_search_guesses, learned, uniform_guesses
-from headrace_orchestrator.cli.demo.training import Progress, Trainer, TrainingResult
+from headrace_orchestrator.cli.demo.trainer import Progress, Trainer, TrainingResult
 from headrace_orchestrator.cli.output import FAILED, emit_line, json_option, note, notes, shared, table
 from headrace_orchestrator.cli.up import LOOK_S, pause, stop_signal
 

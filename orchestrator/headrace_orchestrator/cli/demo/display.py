@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from headrace_orchestrator.cli.demo.scores import binary_search_guesses, uniform_guesses
-from headrace_orchestrator.cli.demo.training import Progress, TrainingResult
+from headrace_orchestrator.cli.demo.trainer import Progress, TrainingResult
 from headrace_orchestrator.cli.output import number
 
 BARS = "▁▂▃▄▅▆▇█"

@@ -23,7 +23,7 @@ from headrace_workers.policies.pausable_deadline import Deadline
 from headrace_workers.policies.server_pools import UNHEARD_S, ManagedPool
 from tests.workers.engine import DROP, Engine, completion, serving
 from tests.workers.fakes import Clock
-from tests.workers.test_served import REQUEST, fine, raw, reply
+from tests.workers.policies.test_one_server import REQUEST, fine, raw, reply
 
 Answer = Any
 

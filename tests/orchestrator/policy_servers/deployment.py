@@ -23,8 +23,8 @@ from headrace.wire import codec, messages
 from headrace_workers.tiny_policy.model import SIZE, Floats, Model, neutral_weights
 from headrace_workers.tiny_policy.weight_updates import FILE, write_folder
 from tests.e2e.processes import Processes
+from tests.orchestrator.policy_servers.doubles import double, post
 from tests.orchestrator.serving import Api, Process
-from tests.policies.doubles import double, post
 
 SERVERS = "/v1/runs/run/servers"
 
@@ -78,7 +78,7 @@ async def tap(behind: str) -> AsyncIterator[tuple[Tap, str]]:
         await runner.cleanup()
 
 
-class Plant:
+class Deployment:
     """What tests work with. ``addresses`` are those of the doubles, or of the taps before them."""
 
     def __init__(self, url: str, api: Api, folder: Path, addresses: list[str]) -> None:
@@ -191,7 +191,7 @@ def cut_short(weights: messages.Weights) -> messages.Weights:
 
 
 @asynccontextmanager
-async def plant(
+async def deployment(
     tmp_path: Path,
     *,
     servers: int = 2,
@@ -199,7 +199,7 @@ async def plant(
     tapped: bool = False,
     slow_s: float = 0.02,
     imports: Sequence[str] = (),
-) -> AsyncIterator[tuple[Plant, list[Tap], Process]]:
+) -> AsyncIterator[tuple[Deployment, list[Tap], Process]]:
     """Doubles in this event loop, an orchestrator process, and a worker process."""
     async with AsyncExitStack() as stack:
         addresses = [await stack.enter_async_context(double()) for _ in range(servers)]
@@ -216,7 +216,7 @@ async def plant(
 @asynccontextmanager
 async def working(
     tmp_path: Path, addresses: list[str], slots: int, imports: Sequence[str] = ()
-) -> AsyncIterator[tuple[Plant, Process]]:
+) -> AsyncIterator[tuple[Deployment, Process]]:
     """An orchestrator process, and a worker process that imports these modules."""
     orchestrator = Process(tmp_path / "data")
     async with AsyncExitStack() as stack:
@@ -229,4 +229,4 @@ async def working(
             "worker",
             *("-m", "headrace_workers", "--orchestrator", base, "--name", "w", "--slots", str(slots), *imported),
         ).start()
-        yield Plant(base, Api(session), tmp_path, addresses), orchestrator
+        yield Deployment(base, Api(session), tmp_path, addresses), orchestrator

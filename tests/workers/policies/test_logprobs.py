@@ -14,7 +14,7 @@ from headrace_workers.policies import logprobs as module
 from headrace_workers.policies.base import ScoreRequest
 from tests.workers.engine import Engine, serving
 from tests.workers.fakes import Clock
-from tests.workers.test_served import reply
+from tests.workers.policies.test_one_server import reply
 
 REQUEST = ScoreRequest(id="e-1-ref-0", model="tiny", token_ids=[5, 6, 7], timeout_s=10.0)
 

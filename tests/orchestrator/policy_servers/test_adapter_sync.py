@@ -14,9 +14,9 @@ from headrace.wire import messages
 from headrace_orchestrator.policy_servers.adapter_files import problem_of
 from headrace_workers.tiny_policy.adapters import CONFIG, FILE, write_adapter
 from headrace_workers.tiny_policy.model import SIZE, Floats, neutral_weights
+from tests.orchestrator.policy_servers.deployment import Deployment, deployment, weights_of
+from tests.orchestrator.policy_servers.doubles import double, get, post
 from tests.orchestrator.serving import orchestrator
-from tests.policies.doubles import double, get, post
-from tests.policies.plant import Plant, plant, weights_of
 
 MATH = {"adapter": "math"}
 
@@ -25,7 +25,7 @@ def frozen_weights(name: str) -> Floats:
     return np.random.default_rng(zlib.crc32(name.encode())).normal(scale=0.5, size=SIZE)
 
 
-def trained(made: Plant, n: int, **fields: int) -> messages.Weights:
+def trained(made: Deployment, n: int, **fields: int) -> messages.Weights:
     path = made.folder / f"math-{n}"
     write_adapter(path, weights_of(Version(0, n)), **fields)
     return messages.Weights(path=str(path), kind="adapter")
@@ -38,7 +38,7 @@ async def names(address: str) -> list[str]:
 async def test_versions_of_an_adapter_are_loaded_under_running_episodes_and_every_turn_says_what_sampled_it(
     tmp_path: Path,
 ) -> None:
-    async with plant(tmp_path) as (made, _, _):
+    async with deployment(tmp_path) as (made, _, _):
         await made.create_run(policy=MATH)
         await made.until_played(2)
         for n in range(1, 6):
@@ -66,7 +66,7 @@ async def test_a_group_plays_against_one_frozen_opponent_and_the_next_against_an
         adapter = segment.policy.adapter or ""
         return weights_of(version) if adapter == "math" else frozen_weights(adapter)
 
-    async with plant(tmp_path, servers=1) as (made, _, _):
+    async with deployment(tmp_path, servers=1) as (made, _, _):
         await made.create_run(environments=[{"id": "game:Nim-v0"}], policy=policy)
         await made.announce(1, trained(made, 1))
         await made.until_played(12)
@@ -82,7 +82,7 @@ async def test_a_group_plays_against_one_frozen_opponent_and_the_next_against_an
 
 async def test_an_adapter_that_does_not_fit_is_refused_with_why_and_what_was_served_stays(tmp_path: Path) -> None:
     async with double() as one, orchestrator(tmp_path / "data") as api:
-        made = Plant("", api, tmp_path, [one])
+        made = Deployment("", api, tmp_path, [one])
         await made.create_run(policy=MATH)
         await made.announce(1, trained(made, 1))
         await made.until_served(1)
@@ -105,7 +105,7 @@ async def test_an_adapter_that_does_not_fit_is_refused_with_why_and_what_was_ser
 
 async def test_a_run_takes_only_weights_of_the_kind_that_it_trains(tmp_path: Path) -> None:
     async with double() as one, orchestrator(tmp_path / "data") as api:
-        made = Plant("", api, tmp_path, [one])
+        made = Deployment("", api, tmp_path, [one])
         await made.create_run(policy=MATH)
         request = messages.VersionRequest(version="0.1", weights=made.write(1))
         problem = await made.api.ask("POST", "/v1/runs/run/version", request, status=400)
@@ -117,13 +117,13 @@ async def test_after_a_restart_of_the_orchestrator_the_version_is_known_and_lost
 ) -> None:
     async with double() as one:
         async with orchestrator(tmp_path / "data") as api:
-            made = Plant("", api, tmp_path, [one])
+            made = Deployment("", api, tmp_path, [one])
             await made.create_run(policy=MATH)
             await made.announce(1, trained(made, 1))
             await made.until_served(1)
         await post(one, "/v1/unload_lora_adapter", {"lora_name": "run/math@0.1"})
         async with orchestrator(tmp_path / "data") as api:
-            await Plant("", api, tmp_path, [one]).until_served(1)
+            await Deployment("", api, tmp_path, [one]).until_served(1)
         assert "run/math@0.1" in await names(one)
 
 

@@ -16,7 +16,7 @@ from headrace_workers.policies import Sample, SampleRequest, one_version
 from headrace_workers.renderers.bytes_renderer import ASSISTANT, BOS, END, USER
 from tests.workers.engine import Engine, completion, serving
 from tests.workers.fakes import FIRST, Turns, assignment, play
-from tests.workers.test_served import REQUEST, client
+from tests.workers.policies.test_one_server import REQUEST, client
 
 ASKED = msgspec.structs.replace(
     REQUEST,

@@ -12,7 +12,7 @@ from headrace.errors import InvalidRequest, UnknownEnvironment
 from headrace_workers.environments import BUILT_IN
 from headrace_workers.environments.conformance import check_environment
 
-PAGE = Path(__file__).parents[2] / "docs" / "environments.md"
+PAGE = Path(__file__).parents[3] / "docs" / "environments.md"
 
 
 def test_the_entry_points_of_the_distribution_name_what_the_package_registers():

@@ -13,8 +13,8 @@ import pytest
 
 from headrace.wire import messages
 from headrace_orchestrator.policy_servers import calls
+from tests.orchestrator.policy_servers.doubles import double
 from tests.orchestrator.serving import Api, orchestrator
-from tests.policies.doubles import double
 
 PATH = "/v1/runs/run/servers"
 NOBODY = "http://127.0.0.1:9"

@@ -13,7 +13,7 @@ from headrace.trajectory import VersionRun
 from headrace_workers.policies import http_policies as served_module
 from headrace_workers.policies.base import part_seed
 from tests.workers.engine import Engine, completion, serving
-from tests.workers.test_served import REQUEST, client
+from tests.workers.policies.test_one_server import REQUEST, client
 
 OLD = {"version": "0.3", "start": 0, "end": 2}
 NEW = {"version": "0.4", "start": 0, "end": 2}

@@ -18,9 +18,9 @@ from headrace_workers.renderers.bytes_renderer import END
 from headrace_workers.tiny_policy.model import SIZE, neutral_weights
 from headrace_workers.tiny_policy.policy import TinyPolicy
 from headrace_workers.tiny_policy.sampler import SamplerSettings
-from tests.tiny_policy.prompts import prompt_of
+from tests.workers.tiny_policy.prompts import prompt_of
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 GAMMA = 0.9
 
 

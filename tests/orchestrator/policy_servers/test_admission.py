@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from headrace_orchestrator.policy_servers.admission import BLIND_POLLS, Admission, Load, ServerPoll, poll
-from tests.policies.engines import Engine, World
+from tests.orchestrator.policy_servers.engines import Engine, World
 
 IDLE = Load(running=1)
 START = 32

@@ -18,7 +18,7 @@ from headrace_workers.policies import http_policies as served_module
 from headrace_workers.policies.server_pools import ManagedPool
 from tests.workers.engine import Engine, serving
 from tests.workers.fakes import Clock
-from tests.workers.test_served import REQUEST, fine
+from tests.workers.policies.test_one_server import REQUEST, fine
 
 TRAINED = msgspec.structs.replace(REQUEST, adapter="math")
 FROZEN = msgspec.structs.replace(REQUEST, model="opponent", frozen=True)

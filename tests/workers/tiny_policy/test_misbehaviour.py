@@ -13,7 +13,7 @@ from headrace_workers.policies import ServedPolicies
 from headrace_workers.policies.base import SampleRequest
 from headrace_workers.renderers.bytes_renderer import ASSISTANT, BOS, END, USER, VOCAB_SIZE
 from headrace_workers.tiny_policy.faults import LIES, FaultInjector, FaultSettings
-from tests.tiny_policy import prompts
+from tests.workers.tiny_policy import prompts
 
 GUESSING = prompts.guessing()
 

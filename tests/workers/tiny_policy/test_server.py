@@ -12,8 +12,8 @@ from headrace_workers.renderers.bytes_renderer import END, VOCAB_SIZE
 from headrace_workers.tiny_policy.model import SIZE, neutral_weights
 from headrace_workers.tiny_policy.policy import TinyPolicy
 from headrace_workers.tiny_policy.sampler import SamplerSettings
-from tests.tiny_policy import prompts
-from tests.tiny_policy.conftest import COMMAND
+from tests.workers.tiny_policy import prompts
+from tests.workers.tiny_policy.conftest import COMMAND
 
 GUESSING = prompts.guessing([10, 40])
 

@@ -14,9 +14,9 @@ from aiohttp import web
 
 from headrace.wire import messages
 from headrace_orchestrator.policy_servers import controller, discovery
+from tests.orchestrator.policy_servers.doubles import double
+from tests.orchestrator.policy_servers.test_servers import until
 from tests.orchestrator.serving import Api
-from tests.policies.doubles import double
-from tests.policies.test_servers import until
 
 MANY = {"batch_size": 128, "max_staleness": 3}
 

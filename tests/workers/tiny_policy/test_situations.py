@@ -16,7 +16,7 @@ from headrace_workers.tiny_policy.situations import (
     prompt_text,
     read_situation,
 )
-from tests.tiny_policy import prompts
+from tests.workers.tiny_policy import prompts
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from headrace_workers.tiny_policy.model import (
 )
 from headrace_workers.tiny_policy.sampler import SamplerSettings, WeightedAnswers
 from headrace_workers.tiny_policy.situations import Guess, prompt_text, read_situation
-from tests.tiny_policy import prompts
+from tests.workers.tiny_policy import prompts
 
 NAMES = sorted(prompts.ALL)
 

@@ -13,8 +13,8 @@ from headrace.errors import PolicyFailure
 from headrace.trajectory import Sampling
 from headrace_workers.policies import SampleRequest, ServedPolicies
 from headrace_workers.renderers.bytes_renderer import END, VOCAB_SIZE
-from tests.tiny_policy import prompts
-from tests.tiny_policy.conftest import Api
+from tests.workers.tiny_policy import prompts
+from tests.workers.tiny_policy.conftest import Api
 
 REQUEST = SampleRequest(
     group="g",

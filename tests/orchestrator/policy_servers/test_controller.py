@@ -7,7 +7,7 @@ import pytest
 from headrace.runspec import SyncSpec
 from headrace.trajectory import Version
 from headrace_orchestrator.policy_servers.controller import SyncFailed
-from tests.policies.simulation import World
+from tests.orchestrator.policy_servers.simulation import World
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
 LEASE_S = 5.0

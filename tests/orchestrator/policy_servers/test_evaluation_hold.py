@@ -11,14 +11,14 @@ import msgspec
 
 from headrace.batch.batch import Batch
 from headrace.wire import messages
-from tests.policies.plant import Plant, plant
-from tests.policies.test_g13 import learner
+from tests.orchestrator.policy_servers.deployment import Deployment, deployment
+from tests.orchestrator.policy_servers.test_failed_loads import learner
 
 SLOW = "policies:Slow"
 EPISODES = 16
 
 
-async def on_four(made: Plant) -> None:
+async def on_four(made: Deployment) -> None:
     await made.create_run(
         environments=[{"id": SLOW}], group_size=4, batch_size=16, max_staleness=1, attempt_lease_s=2.0
     )
@@ -26,7 +26,7 @@ async def on_four(made: Plant) -> None:
     await made.until_served(4)
 
 
-async def train(made: Plant, upto: int, within_s: float = 60.0) -> list[str]:
+async def train(made: Deployment, upto: int, within_s: float = 60.0) -> list[str]:
     """Pull, ack, announce, as fast as it goes, until a batch of that version came; gives what pulls were told."""
     n, told, end = 4, [], time.monotonic() + within_s
     while time.monotonic() < end:
@@ -48,7 +48,7 @@ async def train(made: Plant, upto: int, within_s: float = 60.0) -> list[str]:
     raise AssertionError(told)
 
 
-async def report(made: Plant, evaluation: str) -> messages.EvaluationReply:
+async def report(made: Deployment, evaluation: str) -> messages.EvaluationReply:
     """An evaluation when it is over."""
     while True:
         answer = await made.api.ask("GET", f"/v1/runs/run/evaluations/{evaluation}?wait_s=5")
@@ -57,7 +57,7 @@ async def report(made: Plant, evaluation: str) -> messages.EvaluationReply:
             return reply
 
 
-async def check_pinned(made: Plant, evaluation: str) -> None:
+async def check_pinned(made: Deployment, evaluation: str) -> None:
     """No turn of the evaluation is of another version, and no episode of it is in a batch."""
     records = [record for record in await made.records() if record.provenance.evaluation == evaluation]
     assert len(records) >= EPISODES - 1
@@ -71,7 +71,11 @@ def tasks(*, stalling: int = 0) -> list[dict[str, Any]]:
 
 
 async def test_g03_weights_wait_for_an_evaluation_and_the_learner_is_told_so_and_goes_on(tmp_path: Path) -> None:
-    async with plant(tmp_path, servers=1, slots=8, imports=["tests.policies.environment"]) as (made, _, _):
+    async with deployment(tmp_path, servers=1, slots=8, imports=["tests.orchestrator.policy_servers.environment"]) as (
+        made,
+        _,
+        _,
+    ):
         await on_four(made)
         started = await made.api.ask(
             "POST", "/v1/runs/run/evaluations", messages.EvaluationRequest(tasks=tasks(), deadline_s=50.0), status=201
@@ -88,7 +92,11 @@ async def test_g03_weights_wait_for_an_evaluation_and_the_learner_is_told_so_and
 async def test_g03_the_hold_of_an_evaluation_ends_at_its_deadline_whoever_died_and_whatever_stalls(
     tmp_path: Path,
 ) -> None:
-    async with plant(tmp_path, servers=1, slots=8, imports=["tests.policies.environment"]) as (made, _, _):
+    async with deployment(tmp_path, servers=1, slots=8, imports=["tests.orchestrator.policy_servers.environment"]) as (
+        made,
+        _,
+        _,
+    ):
         await on_four(made)
         wanted = msgspec.json.encode(tasks(stalling=1)).decode()
         with learner(made, "client.evaluate('run', __import__('json').loads(sys.argv[2]), deadline_s=10)", wanted):

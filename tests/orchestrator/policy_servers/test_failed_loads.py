@@ -13,21 +13,21 @@ from pathlib import Path
 from headrace.trajectory import Version
 from headrace.wire import messages
 from headrace_workers.tiny_policy.weight_updates import write_folder
+from tests.orchestrator.policy_servers.deployment import SLOTS, Deployment, Tap, cut_short, deployment, weights_of
+from tests.orchestrator.policy_servers.doubles import get, post
 from tests.orchestrator.serving import Process
-from tests.policies.doubles import get, post
-from tests.policies.plant import SLOTS, Plant, Tap, cut_short, plant, weights_of
 
 LEASE_S = 3.0
 
 
-async def on_seven(made: Plant) -> None:
+async def on_seven(made: Deployment) -> None:
     await made.create_run(sync={"pause_lease_s": LEASE_S})
     await made.announce(7)
     await made.until_served(7)
     await made.until_played(2)
 
 
-async def recovers(made: Plant, n: int) -> set[str]:
+async def recovers(made: Deployment, n: int) -> set[str]:
     """A sound version brings everything back; gives the versions of all turns, which are true."""
     await made.announce(n)
     await made.until_served(n)
@@ -43,7 +43,7 @@ def misshapen(folder: Path) -> messages.Weights:
 
 
 async def test_g13_damage_in_the_files_is_found_before_anything_is_paused(tmp_path: Path) -> None:
-    async with plant(tmp_path) as (made, _, _):
+    async with deployment(tmp_path) as (made, _, _):
         await on_seven(made)
         paused = [server.paused_s for server in (await made.servers()).servers]
         damages = [
@@ -66,7 +66,7 @@ async def test_g13_damage_in_the_files_is_found_before_anything_is_paused(tmp_pa
 
 
 async def test_g13_a_server_whose_load_fails_is_out_while_the_other_serves_the_new_version(tmp_path: Path) -> None:
-    async with plant(tmp_path) as (made, _, _):
+    async with deployment(tmp_path) as (made, _, _):
         await on_seven(made)
         good, bad = made.addresses
         for n, fault in ((8, "fail"), (9, "mixed")):
@@ -84,7 +84,7 @@ async def test_g13_a_server_whose_load_fails_is_out_while_the_other_serves_the_n
 
 
 async def test_g13_a_server_that_answers_too_late_is_out_and_comes_back_by_itself(tmp_path: Path) -> None:
-    async with plant(tmp_path) as (made, _, _):
+    async with deployment(tmp_path) as (made, _, _):
         await on_seven(made)
         good, late = made.addresses
         await post(late, "/misbehave", {"load": "late", "load_s": LEASE_S + 0.5, "load_times": 1, "slow_s": 0.02})
@@ -102,7 +102,7 @@ PHASES = ["headrace_check", "/pause", "/update_weight_version", "headrace_load",
 async def test_g13_an_orchestrator_killed_in_any_phase_of_an_update_finishes_it_when_it_is_back(
     tmp_path: Path,
 ) -> None:
-    async with plant(tmp_path, tapped=True) as (made, taps, orchestrator):
+    async with deployment(tmp_path, tapped=True) as (made, taps, orchestrator):
         await on_seven(made)
         for n, phase in enumerate(PHASES, 8):
             await killed_at(phase, n, taps[0], made, orchestrator)
@@ -113,7 +113,7 @@ async def test_g13_an_orchestrator_killed_in_any_phase_of_an_update_finishes_it_
         assert {"0.7", "0.13"} <= await recovers(made, 13)
 
 
-async def killed_at(phase: str, n: int, tap: Tap, made: Plant, orchestrator: Process) -> None:
+async def killed_at(phase: str, n: int, tap: Tap, made: Deployment, orchestrator: Process) -> None:
     """Announce n, kill the orchestrator when it asks the first server for this, and start it again."""
     reached, gone = asyncio.Event(), asyncio.Event()
 
@@ -132,7 +132,7 @@ async def killed_at(phase: str, n: int, tap: Tap, made: Plant, orchestrator: Pro
 
 
 @contextmanager
-def learner(made: Plant, code: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+def learner(made: Deployment, code: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
     """A learner process that does something with its client, and then stays."""
     whole = f"import sys, time, headrace\nclient = headrace.Client(sys.argv[1])\n{code}\ntime.sleep(600)"
     process = subprocess.Popen([sys.executable, "-c", whole, made.url, *arguments])
@@ -144,7 +144,7 @@ def learner(made: Plant, code: str, *arguments: str) -> Iterator[subprocess.Pope
 
 
 async def test_g13_an_update_goes_on_when_the_learner_is_killed_in_it(tmp_path: Path) -> None:
-    async with plant(tmp_path, tapped=True) as (made, taps, _):
+    async with deployment(tmp_path, tapped=True) as (made, taps, _):
         await on_seven(made)
         weights = made.write(8)
         reached, gone = asyncio.Event(), asyncio.Event()

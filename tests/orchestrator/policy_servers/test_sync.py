@@ -9,8 +9,8 @@ import aiohttp
 import pytest
 
 from headrace.wire import messages
-from tests.policies.doubles import get
-from tests.policies.plant import SLOTS, plant
+from tests.orchestrator.policy_servers.deployment import SLOTS, deployment
+from tests.orchestrator.policy_servers.doubles import get
 
 
 async def weights(address: str) -> bytes:
@@ -22,7 +22,7 @@ async def weights(address: str) -> bytes:
 async def test_ten_updates_under_load_lose_no_episode_and_every_turn_says_what_sampled_it(
     tmp_path: Path, order: str, pause: str
 ) -> None:
-    async with plant(tmp_path) as (made, _, _):
+    async with deployment(tmp_path) as (made, _, _):
         await made.create_run(sync={"order": order, "pause": pause})
         await made.until_played(4)
         for n in range(1, 11):
@@ -37,7 +37,7 @@ async def test_ten_updates_under_load_lose_no_episode_and_every_turn_says_what_s
 async def test_the_newest_run_that_announces_weights_drives_a_server_and_an_older_one_leaves_it_alone(
     tmp_path: Path,
 ) -> None:
-    async with plant(tmp_path, servers=1) as (made, _, _):
+    async with deployment(tmp_path, servers=1) as (made, _, _):
         await made.create_run()
         await made.announce(1)
         await made.until_served(1)
@@ -57,7 +57,7 @@ async def test_the_newest_run_that_announces_weights_drives_a_server_and_an_olde
 async def test_what_the_weights_of_another_run_sampled_is_no_version_of_the_run_that_announced_none(
     tmp_path: Path,
 ) -> None:
-    async with plant(tmp_path, servers=1, slow_s=0.2) as (made, _, _):
+    async with deployment(tmp_path, servers=1, slow_s=0.2) as (made, _, _):
         (address,) = made.addresses
         first = await weights(address)
         await made.create_run()
@@ -81,7 +81,7 @@ async def test_what_the_weights_of_another_run_sampled_is_no_version_of_the_run_
 
 
 async def test_weights_that_another_run_left_under_the_same_version_are_replaced(tmp_path: Path) -> None:
-    async with plant(tmp_path, servers=1) as (made, _, _):
+    async with deployment(tmp_path, servers=1) as (made, _, _):
         await made.create_run()
         await made.announce(1)
         await made.until_served(1)
@@ -101,7 +101,7 @@ async def test_weights_that_another_run_left_under_the_same_version_are_replaced
 
 
 async def test_weight_syncs_are_in_the_metrics(tmp_path: Path) -> None:
-    async with plant(tmp_path) as (made, _, _):
+    async with deployment(tmp_path) as (made, _, _):
         await made.create_run()
         await made.announce(1)
         await made.until_served(1)
