@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,8 +19,8 @@ from tests.orchestrator.serving import Process
 LEASE_S = 3.0
 
 
-async def on_seven(made: Deployment) -> None:
-    await made.create_run(sync={"pause_lease_s": LEASE_S})
+async def on_seven(made: Deployment, lease_s: float = LEASE_S) -> None:
+    await made.create_run(sync={"pause_lease_s": lease_s})
     await made.announce(7)
     await made.until_served(7)
     await made.until_played(2)
@@ -103,12 +102,10 @@ async def test_g13_an_orchestrator_killed_in_any_phase_of_an_update_finishes_it_
     tmp_path: Path,
 ) -> None:
     async with deployment(tmp_path, tapped=True) as (made, taps, orchestrator):
-        await on_seven(made)
+        await on_seven(made, lease_s=300.0)  # no pause ends by itself
         for n, phase in enumerate(PHASES, 8):
             await killed_at(phase, n, taps[0], made, orchestrator)
-            begun = time.monotonic()
             await made.until_served(n)
-            assert time.monotonic() - begun < LEASE_S + 1
             await made.until_played(2)
         assert {"0.7", "0.13"} <= await recovers(made, 13)
 
