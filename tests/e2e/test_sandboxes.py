@@ -99,7 +99,7 @@ def test_a_run_with_the_python_tool_stores_calls_observations_and_rewards(deploy
         "<python>while True: pass</python>",
         r"\boxed{42}",
     )
-    python = {"reward": 0.125, "success_reward": 0.25, "error_reward": -0.5, "time_s": 0.5}
+    python = {"reward": 0.125, "success_reward": 0.25, "error_reward": -0.5, "time_s": 3.0}
     task = {"environment": "python:math:Arithmetic-v0", "seed": seed, "kwargs": {**kwargs, "python": python}}
     client = deployment.client
     client.create_run({"name": "tool", "tasks": [task], **SPEC})
@@ -119,8 +119,8 @@ def test_a_run_with_the_python_tool_stores_calls_observations_and_rewards(deploy
     assert seen[1] == turns[1].tool_calls[0].result == "Code execution result: 42\n"
     assert "limit of time" in seen[2]
     assert seen[3] == "Right."
-    assert turns[2].environment_s >= 0.5
-    assert turns[1].environment_s < 0.5, "making the sandbox is no working time"
+    assert turns[2].environment_s >= 3.0
+    assert turns[1].environment_s < 3.0, "making the sandbox is no working time"
 
 
 def is_42(seed: int, kwargs: dict[str, Any]) -> bool:

@@ -79,7 +79,7 @@ async def test_an_exception_or_an_exceeded_limit_is_an_observation(sandbox: Work
         "stop",
         sandbox=sandbox,
         max_uses=9,
-        time_s=0.5,
+        time_s=3.0,
         output_bytes=200,
         error_reward=-0.5,
     )
