@@ -104,7 +104,7 @@ async def test_g04_who_gives_up_is_told_of_the_proxy_its_status_and_the_wait(dat
     async with orchestrator(data_dir) as api, proxied(api) as (url, proxy):
         await api.create_run()
         async with AsyncClient(url, poll_s=2.0, retry_for_s=0.1) as learner:
-            with pytest.raises(Unavailable, match=r"A proxy answered 504 \(text/html\).*wait_s = 2") as gave_up:
+            with pytest.raises(Unavailable, match=r"A proxy responded 504 \(text/html\).*wait_s = 2") as gave_up:
                 await learner.pull("run")
             assert gave_up.value.extra["http_status"] == 504
             assert "read timeout" in gave_up.value.hint

@@ -8,6 +8,7 @@ from itertools import permutations
 import pytest
 
 from headrace.errors import InvalidRequest
+from headrace.selection import SELECTION_RULES, SelectionRule
 from headrace.wire import messages
 from headrace_orchestrator.scheduler.state.eligible.filters import GroupFilter
 from tests.orchestrator.scheduler.harness import Harness, ServedBatch
@@ -64,6 +65,14 @@ def test_uniform_draws_as_evenly_from_groups_of_several_kinds_and_versions():
     counts = Counter(chosen_batches(harness, 4000))
     pairs = dict.fromkeys(permutations([f"g{number}" for number in range(5)], 2), 1 / 20)
     assert chi_square(counts, pairs) < 43.9, "19 degrees of freedom: once in a thousand seeds"
+
+
+def test_a_rule_of_a_third_party_that_draws_more_than_a_batch_takes_leaves_the_rest_eligible(monkeypatch):
+    last_drawn_first = SelectionRule(lambda groups: reversed(list(groups.drawn())))
+    monkeypatch.setitem(SELECTION_RULES, "last-drawn-first", last_drawn_first)
+    harness = eligible_harness("last-drawn-first", batch_size=2)
+    served = [group for _ in range(3) for group in harness.batch().groups]
+    assert sorted(served) == ["g0", "g1", "g2", "g3", "g4", "g5"]
 
 
 @pytest.mark.parametrize("exponent", [0.0, 0.5, 1.0, 2.0])
