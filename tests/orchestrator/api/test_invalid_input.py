@@ -458,6 +458,6 @@ async def test_a_record_is_not_refused_because_the_projection_fails(api: Api, mo
     attempt = (await api.lease(free=1))[0]
     body = submission([(attempt, record_for(attempt))])
     with monkeypatch.context() as patch:
-        patch.setattr(Store, "owners", fail)
+        patch.setattr(Store, "episodes_of", fail)
         await api.ask("POST", "/v1/worker/submit?worker=worker-1", body, status=507)
     assert [result.verdict for result in await api.submit(body)] == ["accepted"]

@@ -470,7 +470,7 @@ async def test_records_that_share_an_id_are_served_again_as_the_same_bytes(data_
         name = make_id(7)
         assert [r.verdict for r in await api.submit(submission([(one, record_for(one, id=name))]))] == ["accepted"]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Store, "owners", lambda store, trajectories: {})
+            patch.setattr(Store, "episodes_of", lambda store, trajectories: {})
             record = record_for(two, id=name, rewards=[0.25, 0.5])
             assert [r.verdict for r in await api.submit(submission([(two, record)]))] == ["accepted"]
         before, _ = await api.pull_raw(request="r")
