@@ -78,5 +78,5 @@ def test_everything_ends_with_the_stage_however_it_ends(tmp_path: Path) -> None:
 def test_an_address_of_a_policy_that_is_none_is_refused_before_anything_starts(tmp_path: Path) -> None:
     refused = CliRunner().invoke(up, ["--data", str(tmp_path / "data"), "--policy-endpoint", "127.0.0.1:8000"])
     assert refused.exit_code == 2
-    assert "no address of a policy server" in refused.output
+    assert "not the address of a policy server" in refused.output
     assert not (tmp_path / "data").exists()

@@ -100,5 +100,5 @@ def test_addresses_of_both_families_are_written_as_urls_have_them():
 def test_what_is_no_address_and_no_name_is_refused_with_what_is(text):
     with pytest.raises(ValueError, match="dns\\+http://vllm:8000"):
         canonical_address(text)
-    with pytest.raises(InvalidRunSpec, match="no address of a policy server"):
+    with pytest.raises(InvalidRunSpec, match="not the address of a policy server"):
         parse_run_spec({"name": "r", "policy": {"endpoints": [text]}})

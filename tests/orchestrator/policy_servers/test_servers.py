@@ -108,7 +108,7 @@ async def test_a_server_that_the_run_does_not_have_is_named_and_so_is_what_is_no
     assert (problem["code"], NOBODY in problem["detail"]) == ("unknown-server", True)
     assert (await api.ask("DELETE", PATH, {"address": NOBODY}, status=404))["code"] == "unknown-server"
     problem = await api.ask("POST", PATH, {"address": "127.0.0.1:8000"}, status=400)
-    assert "no address of a policy server" in problem["detail"]
+    assert "not the address of a policy server" in problem["detail"]
 
 
 async def test_a_closed_run_has_no_servers_any_more(api: Api) -> None:

@@ -62,7 +62,7 @@ async def test_what_an_environment_raises_is_named_with_its_place_type_and_frame
     assert failure_of(record) == ("environment", f"{where}-raised", True)
     assert record.failure is not None
     assert "KeyError: 'missing'" in record.failure.message
-    assert "test_episode_failures.py" in record.failure.message
+    assert "test_failures.py" in record.failure.message
 
 
 class OddError(BaseException):

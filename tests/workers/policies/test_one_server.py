@@ -335,7 +335,7 @@ async def test_proxy_settings_are_ignored(monkeypatch: pytest.MonkeyPatch) -> No
 
 async def test_what_is_no_address_is_a_failure_that_says_so() -> None:
     policies = ServedPolicies(default_endpoints=["127.0.0.1:8000"], clock=Clock())
-    with pytest.raises(PolicyFailure, match="no address of a server") as caught:
+    with pytest.raises(PolicyFailure, match="not the address of a server") as caught:
         await policies.at([]).sample(REQUEST)
     await policies.close()
     assert (caught.value.kind, caught.value.retryable) == ("bad-address", False)
