@@ -75,7 +75,7 @@ def test_a_change_without_effect_emits_no_event_and_an_unknown_server_is_an_erro
     assert len(harness.settle()) == 1
     with pytest.raises(UnknownServer, match=B):
         harness.core.remove_server("r", B, harness.now)
-    with pytest.raises(InvalidRequest, match="no address"):
+    with pytest.raises(InvalidRequest, match="not the address"):
         harness.core.add_server("r", "b:1", harness.now)
 
 
