@@ -16,6 +16,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from headrace.errors import BatchAlreadyAcked, BatchSuperseded, HeadraceError, S
 from headrace.store import log_format
 from headrace_orchestrator import server
 from headrace_orchestrator.api import app
+from headrace_orchestrator.api.route import Route
 from headrace_orchestrator.buffer.assets.store import AssetStore
 from headrace_orchestrator.buffer.data_directory import DataDirectory
 from headrace_orchestrator.buffer.log import writer_process
@@ -34,6 +37,7 @@ from headrace_orchestrator.buffer.projection.sqlite import SqliteProjection
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.service import Service, pulls
 from headrace_orchestrator.service.batches.bodies import BatchBodies
+from headrace_orchestrator.service.shell import Shell
 from headrace_orchestrator.service.storage.store import Store
 from headrace_orchestrator.service.submission_records import SubmissionJudge
 from headrace_orchestrator.settings import Address, Settings
@@ -164,19 +168,47 @@ def _watch_service(points: Points) -> None:
 
     DataDirectory.claim = classmethod(claimed)  # type: ignore[assignment, method-assign]
     points.around(SubmissionJudge, "judge", "submitting")
-    points.around(Scheduler, "lease", "leasing")
-    points.around(Scheduler, "ack", "acking")
-    points.around(Scheduler, "nack", "nacking")
     points.around(pulls, "build_batch", "forming")
-    points.around(Scheduler, "form", "forming")
+    points.around(pulls, "form", "forming")
     points.around_async(BatchBodies, "serve", "serving")
     points.around(Scheduler, "snapshot", "snapshotting")
     points.around_async(AssetStore, "add", "shelving")
     points.around(SqliteProjection, "write", "projecting")
     points.around_async(Store, "close", "closing")
     points.around_async(Log, "close", "closing")
-    for name in ("submit", "pull", "ack", "lease"):
-        _after(points, Service, name, "answering")
+    _watch_routes(points)
+
+
+def _watch_routes(points: Points) -> None:
+    """Make points of the decisions about leases, acks and nacks, and of answers whose events are on disk."""
+    phases = {"lease": "leasing", "ack": "acking", "nack": "nacking"}
+    deciding: ContextVar[str] = ContextVar("deciding", default="elsewhere")
+    state_at, commit = Scheduler.state_at, Shell.commit
+
+    def watched(route: Route) -> Route:
+        name, handler = route.name or route.handler.__name__, route.handler
+        if name not in {*phases, "submit", "pull"}:
+            return route
+
+        async def handle(service: Service, request: Any) -> Any:
+            deciding.set(phases.get(name, "elsewhere"))
+            result = await handler(service, request)
+            points.here("answering")
+            return result
+
+        return replace(route, name=name, handler=handle)
+
+    def before(core: Scheduler, now: float) -> Any:
+        points.here(deciding.get())
+        return state_at(core, now)
+
+    def after(shell: Shell, *args: Any, **kwargs: Any) -> None:
+        points.here(deciding.get())
+        commit(shell, *args, **kwargs)
+
+    Scheduler.state_at = before  # type: ignore[method-assign]
+    Shell.commit = after  # type: ignore[method-assign]
+    app.ROUTES = tuple(watched(route) for route in app.ROUTES)  # type: ignore[misc]
 
 
 def _after(points: Points, owner: Any, name: str, phase: str) -> None:
