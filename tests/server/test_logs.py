@@ -75,9 +75,9 @@ def test_tracebacks_show_no_values_of_variables(stream: StringIO, form: logs.Log
 
 def test_lines_of_libraries_come_out_in_the_same_form(stream: StringIO):
     logs.configure("info", stream=stream)
-    logging.getLogger("uvicorn.error").warning("from %s", "uvicorn")
+    logging.getLogger("library").warning("from %s", "a library")
     line = json.loads(stream.getvalue())
-    assert (line["event"], line["level"], line["logger"]) == ("from uvicorn", "warning", "uvicorn.error")
+    assert (line["event"], line["level"], line["logger"]) == ("from a library", "warning", "library")
 
 
 def test_requests_are_counted_in_metrics_and_not_logged_one_by_one(stream: StringIO):
