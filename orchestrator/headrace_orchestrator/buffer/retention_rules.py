@@ -44,7 +44,7 @@ class RetentionRules:
 
     @property
     def deletes(self) -> bool:
-        """Whether any rule is given."""
+        """Return True if any rule is given."""
         return (self.age_s, self.trajectories, self.size_bytes) != (None, None, None)
 
 

@@ -84,7 +84,7 @@ class AssetStore:
     # Promises -------------------------------------------------------------------------------------------------
 
     def is_stored(self, name: str) -> bool:
-        """Whether a record that refers to this asset may be stored now."""
+        """Return True if a record that refers to this asset may be stored now."""
         if not is_asset_name(name) or name in self._pending or name in self._deleting or name in self._damaged:
             return False
         return name in self._promised or self._files.exists(name)

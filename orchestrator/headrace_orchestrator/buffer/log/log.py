@@ -91,7 +91,7 @@ class _CurrentFile:
         self.headers = bytearray()
         """Headers of the frames that were read in it."""
         self.is_appendable = True
-        """Whether more frames may be appended to it."""
+        """True if more frames may be appended to it."""
 
     def add(self, kind: FrameType, payload: bytes | memoryview) -> PendingFrame:
         """Plan a frame behind the last one."""
@@ -141,9 +141,9 @@ class Log:
         self.phase = ""
         """The failure in a word or two."""
         self.stopped = False
-        """Whether only a restart helps."""
+        """True if only a restart helps."""
         self.needs_state = False
-        """Whether stored frames were taken away, so that only a new control state has all that was decided."""
+        """True if stored frames were lost, so that only a new control state holds every decision."""
         self.files: LogFiles = LocalLogFiles(directory)
         """The stored frames, by files."""
         self._directory = directory
@@ -318,7 +318,7 @@ class Log:
 
     @property
     def full(self) -> bool:
-        """Whether the current file has reached its maximum size, its head not counted."""
+        """Return True if the current file has reached its maximum size, without its head."""
         return self._current.offset - self._current.head_bytes >= self._file_bytes
 
     def append(self, kind: FrameType, payload: bytes) -> Location:
