@@ -382,11 +382,11 @@ def test_doctor_ends_with_1_if_something_failed_and_says_what_to_do(
 def test_doctor_says_what_keeps_an_orchestrator_that_is_there(
     headrace: Headrace, stub: StubServer, tmp_path: Path
 ) -> None:
-    full = Unavailable("The store failed: No space left on device.", hint="Mend what failed.", phase="disk full")
+    full = Unavailable("The store failed: No space left on device.", hint="Fix the cause.", phase="disk full")
     stub.on("GET /v1/status", problem(full))
     checked = headrace("doctor", "--data", str(tmp_path), "--port", stub.url.rpartition(":")[2])
     assert checked.exit_code == 1
-    assert "fail\torchestrator\tThe store failed: No space left on device.\tMend what failed." in checked.stdout
+    assert "fail\torchestrator\tThe store failed: No space left on device.\tFix the cause." in checked.stdout
 
 
 def test_doctor_looks_at_the_orchestrator(headrace: Headrace, stub: StubServer, tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ async def test_while_the_disk_refuses_that_comes_before_all_else(api: Api, monke
             async with api.session.get("/") as page:
                 text = await page.text()
     assert text.index("The disk refuses: No space left on device.") < text.index("Run run")
-    assert "the orchestrator goes on by itself" in text
+    assert "the orchestrator continues by itself" in text
 
 
 async def test_the_page_is_whole_without_scripts_and_loads_nothing_from_elsewhere(api: Api):

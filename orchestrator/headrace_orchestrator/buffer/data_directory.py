@@ -75,7 +75,7 @@ class DataDirectory:
         if (path / BACKUP_MANIFEST).exists():
             raise SetupError(
                 f"{path} is a backup, not a data directory.",
-                hint=f"`headrace restore {path} DIR` makes one of it, in a directory that is missing or empty.",
+                hint=f"`headrace restore {path} DIR` restores it into a directory that is missing or empty.",
             )
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ class DataDirectory:
         except OSError as error:
             raise SetupError(
                 f"The data directory {path} cannot be used: {error.strerror}.",
-                hint="Give a directory that this user may write.",
+                hint="Name a directory that this user may write to.",
             ) from error
         try:
             _acquire(lock, path)
@@ -123,7 +123,7 @@ def lock_directory(path: Path) -> Iterator[None]:
 
 
 def is_owned(path: Path) -> bool:
-    """Whether an orchestrator runs on this data directory now."""
+    """True if an orchestrator runs on this data directory now."""
     try:
         lock = os.open(path / "owner", os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

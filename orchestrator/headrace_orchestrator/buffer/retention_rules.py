@@ -25,11 +25,11 @@ class RetentionRules:
     """The data that is kept at least; None: this rule deletes nothing."""
 
     age_s: float | None = None
-    """Records younger than this, in seconds."""
+    """Age in seconds up to which records are kept."""
     trajectories: int | None = None
-    """This many trajectories, the newest."""
+    """Number of the newest trajectories to keep."""
     size_bytes: int | None = None
-    """This many bytes of the log, the newest."""
+    """Bytes of the newest part of the log to keep."""
 
     @property
     def file_age_s(self) -> float | None:
@@ -44,7 +44,7 @@ class RetentionRules:
 
     @property
     def deletes(self) -> bool:
-        """Return True if any rule is given."""
+        """True if any rule is given."""
         return (self.age_s, self.trajectories, self.size_bytes) != (None, None, None)
 
 

@@ -248,14 +248,14 @@ class Lifecycle:
         """Stop the scheduler's timer and wake all long polls until the disk has stored the waiting frames."""
         if self._log is not None:
             hint = "restart the orchestrator" if self._log.stopped else "tried again until it does"
-            log.error("the disk refuses", problem=self._log.failure, what_next=hint)
+            log.error("the disk refuses writes", problem=self._log.failure, what_next=hint)
         self._update_metrics()
         if self._running is not None:
             self._running.shell.stop_timer()
             self._running.shell.queues.wake_all()
 
     def _on_disk_recovery(self) -> None:
-        log.info("the disk takes data again")
+        log.info("the disk accepts writes again")
         self._update_metrics()
         if self._running is not None:
             shell = self._running.shell
@@ -312,5 +312,5 @@ class Lifecycle:
     @property
     def _remedy(self) -> str:
         if self._log is not None and self._log.stopped:
-            return "Mend what failed, and restart the orchestrator."
-        return "Mend what failed: the orchestrator goes on by itself."
+            return "Fix the cause, and restart the orchestrator."
+        return "Fix the cause: the orchestrator continues by itself."

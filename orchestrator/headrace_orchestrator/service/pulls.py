@@ -27,7 +27,7 @@ from headrace_orchestrator.scheduler.commands.follow_ups import evict
 from headrace_orchestrator.scheduler.commands.pull_plan import Form, Plan, Redeliver
 from headrace_orchestrator.scheduler.commands.pulls import form, pull
 from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
-from headrace_orchestrator.service.batches.bodies import BatchBodies, BodyParts, ServedBatch
+from headrace_orchestrator.service.batches.bodies import BatchBodies, BatchBody, ServedBatch
 from headrace_orchestrator.service.batches.build import build_batch, planned_groups
 from headrace_orchestrator.service.shell import Shell
 from headrace_orchestrator.service.waiters import ClientDisconnected, Disconnected
@@ -99,10 +99,10 @@ class Pulls:
             if served is None:
                 await self._shell.store.log.synced()
 
-    async def _ended_on_disk(self, body: AsyncIterator[BodyParts]) -> AsyncIterator[BodyParts]:
+    async def _ended_on_disk(self, body: AsyncIterator[BatchBody]) -> AsyncIterator[BatchBody]:
         """Send a body while its events are written, and its last bytes when they are on disk: without these it is not
         valid."""
-        held: BodyParts = ()
+        held: BatchBody = ()
         async for parts in body:
             if held:
                 yield held

@@ -224,4 +224,4 @@ async def test_a_file_that_does_not_belong_there_is_named_and_stops_retention_no
             return "00000001.log" not in files(data_dir)
 
         await until(old_ones_go)
-    assert (told + capfd.readouterr().out).count("retention could not do its work") == 1
+    assert (told + capfd.readouterr().out).count("retention failed") == 1

@@ -50,7 +50,7 @@ class AssetFiles:
         self._for_each(sync_directory, [*subfolders(self.folder), self.folder, self.folder.parent])
 
     def exists(self, name: str) -> bool:
-        """Return True if a file of that name exists. Callable from any thread; takes a few microseconds."""
+        """True if a file of that name exists. Callable from any thread; takes a few microseconds."""
         return os.path.exists(f"{self.folder}/{name[:2]}/{name}")
 
     def count_subfolder(self, subfolder: Path) -> None:

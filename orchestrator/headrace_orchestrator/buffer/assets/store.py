@@ -84,7 +84,7 @@ class AssetStore:
     # Promises -------------------------------------------------------------------------------------------------
 
     def is_stored(self, name: str) -> bool:
-        """Return True if a record that refers to this asset may be stored now."""
+        """True if a record that refers to this asset may be stored now."""
         if not is_asset_name(name) or name in self._pending or name in self._deleting or name in self._damaged:
             return False
         return name in self._promised or self._files.exists(name)
@@ -246,5 +246,5 @@ class AssetStore:
 def _store_error(error: OSError) -> StoreError:
     return StoreError(
         f"An asset cannot be stored: {error.strerror or error}.",
-        hint="Free disk space or mend what failed; it is sent again by itself.",
+        hint="Free disk space or fix the cause; the sender tries again by itself.",
     )

@@ -109,5 +109,5 @@ def store_errors(destination: Path) -> Iterator[None]:
     except OSError as error:
         raise StoreError(
             f"{error.filename or destination}: {error.strerror}.",
-            hint="Mend that and run it again; what was stored there before is intact.",
+            hint="Fix that and run it again; what was stored there before is intact.",
         ) from error

@@ -80,7 +80,7 @@ class LocalLogFiles:
             if error.errno in _RESOURCE_ERRORS:
                 raise StoreError(
                     f"The file {path.name} cannot be read now: {error.strerror}.",
-                    hint="Ask again. Raise the limit of open files (ulimit -n) if this comes back.",
+                    hint="Try again. Raise the limit of open files (ulimit -n) if this comes back.",
                 ) from error
             raise CorruptRecord(
                 f"The record at offset {offset} of {path.name} cannot be read: {error.strerror}.",

@@ -143,7 +143,7 @@ class Log:
         self.stopped = False
         """True if only a restart helps."""
         self.needs_state = False
-        """True if stored frames were lost, so that only a new control state holds every decision."""
+        """True if stored frames were taken away, so that only a new control state has all that was decided."""
         self.files: LogFiles = LocalLogFiles(directory)
         """The stored frames, by files."""
         self._directory = directory
@@ -318,7 +318,7 @@ class Log:
 
     @property
     def full(self) -> bool:
-        """Return True if the current file has reached its maximum size, without its head."""
+        """True if the current file has reached its maximum size, its head not counted."""
         return self._current.offset - self._current.head_bytes >= self._file_bytes
 
     def append(self, kind: FrameType, payload: bytes) -> Location:
@@ -481,9 +481,9 @@ class Log:
 
     def _store_error(self) -> StoreError:
         if self.stopped:
-            hint = "This request may not be stored. Mend what failed, then restart the orchestrator and ask again."
+            hint = "This request may not be stored. Fix the cause, then restart the orchestrator and try again."
         else:
-            hint = "This request may not be stored. The orchestrator goes on once the disk takes data; ask again."
+            hint = "This request may not be stored. The orchestrator continues once the disk accepts writes; try again."
         return StoreError(f"The log in {self._directory} cannot be written: {self.failure}.", hint=hint)
 
     # Old files ------------------------------------------------------------------------------------------------
@@ -508,7 +508,7 @@ class Log:
         except OSError as error:
             raise StoreError(
                 f"An old file of the log cannot be deleted: {error.strerror or error}.",
-                hint="Mend what failed; retention tries again.",
+                hint="Fix the cause; retention tries again.",
             ) from error
         self._previous_bytes -= size_bytes
         self._removed_bytes += size_bytes

@@ -23,7 +23,7 @@ class DiskFailure(NamedTuple):
     errno: int
     reason: str
     file_missing: bool
-    """Return True if the current file, with reported frames, was deleted or renamed."""
+    """True if the current file was deleted or renamed, with frames that were reported as written."""
 
     @classmethod
     def of(cls, error: OSError) -> Self:

@@ -137,7 +137,7 @@ def _version(version: Version | None) -> str:
 
 
 def is_intact(row: tuple[Any, ...]) -> bool:
-    """Whether the row of a trajectory, all its columns, is as it was written."""
+    """True if the row of a trajectory, all its columns, is as it was written."""
     return bool(_checksum(row[:-1]) == row[-1])
 
 

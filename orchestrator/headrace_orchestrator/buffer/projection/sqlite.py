@@ -112,7 +112,7 @@ class SqliteProjection:
                 raise self._mark_damaged(str(error)) from error
             raise StoreError(
                 f"The projection {self._path.name} failed: {error}.",
-                hint="Free disk space, or stop the service and delete the file: the log gives it back.",
+                hint="Free disk space, or stop the service and delete the file: it is rebuilt from the log.",
                 phase=_PHASES.get(getattr(error, "sqlite_errorcode", 0) & 0xFF, "failed"),
             ) from error
 

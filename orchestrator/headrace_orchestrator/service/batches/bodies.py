@@ -28,7 +28,7 @@ CHUNK_BYTES = 4 << 20
 """Size of the chunks in which larger bodies are read and sent: large enough for the disk, small enough for memory."""
 
 
-BodyParts = tuple[bytes | memoryview, ...]
+BatchBody = tuple[bytes | memoryview, ...]
 """Consecutive parts of a body."""
 
 
@@ -45,7 +45,7 @@ class ServedBatch:
     generation: int
     lease_s: float
     size_bytes: int
-    body: AsyncIterator[BodyParts]
+    body: AsyncIterator[BatchBody]
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,11 @@ class BatchBodies:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._newest: tuple[str, BodyParts] = ("", ())
+        self._newest: tuple[str, BatchBody] = ("", ())
         self._sharded: tuple[str, int, ShardedBatch] | None = None
         self._read_lock = asyncio.Lock()
 
-    def keep(self, batch: str, body: BodyParts) -> None:
+    def keep(self, batch: str, body: BatchBody) -> None:
         """Keep a body that was just built, unless it is empty because of its size."""
         if body:
             self._newest = (batch, body)
@@ -113,7 +113,7 @@ class BatchBodies:
         parts = _reporting_damage(self._stream(body), on_damage)
         return ServedBatch(lease.batch, lease.generation, lease.lease_s, body.size_bytes, parts)
 
-    def _prepare(self, lease: Redeliver, locations: BatchLocations) -> BodyParts | _LargeBody:
+    def _prepare(self, lease: Redeliver, locations: BatchLocations) -> BatchBody | _LargeBody:
         """The body if it is small, or what is needed to stream it. Blocking."""
         whole = self._read_small(lease.batch, locations)
         if lease.shards == 1:
@@ -128,7 +128,7 @@ class BatchBodies:
         large = _LargeBody(lease.batch, locations, shard.head, records)
         return (shard.head, *self._read(locations, records)) if is_small(large.size_bytes) else large
 
-    def _read_small(self, batch: str, locations: BatchLocations) -> BodyParts | None:
+    def _read_small(self, batch: str, locations: BatchLocations) -> BatchBody | None:
         """The whole body, head and records, if it is small."""
         newest, body = self._newest
         if newest == batch:
@@ -139,7 +139,7 @@ class BatchBodies:
         self._newest = (batch, body)
         return body
 
-    def _sharded_batch(self, lease: Redeliver, locations: BatchLocations, whole: BodyParts | None) -> ShardedBatch:
+    def _sharded_batch(self, lease: Redeliver, locations: BatchLocations, whole: BatchBody | None) -> ShardedBatch:
         if self._sharded is not None and self._sharded[:2] == (lease.batch, lease.shards):
             return self._sharded[2]
         head = self._store.log.read(locations.head) if whole is None else whole[0]
@@ -147,7 +147,7 @@ class BatchBodies:
         self._sharded = (lease.batch, lease.shards, sharded)
         return sharded
 
-    async def _stream(self, body: _LargeBody) -> AsyncIterator[BodyParts]:
+    async def _stream(self, body: _LargeBody) -> AsyncIterator[BatchBody]:
         yield (body.head,)
         chunk: list[int] = []
         size_bytes = 0
@@ -160,7 +160,7 @@ class BatchBodies:
         if chunk:
             yield await self._read_chunk(body, chunk)
 
-    async def _read_chunk(self, body: _LargeBody, records: Sequence[int]) -> BodyParts:
+    async def _read_chunk(self, body: _LargeBody, records: Sequence[int]) -> BatchBody:
         """Records of a body, read from their current locations: a failing disk may have moved them."""
         while True:
             locations = self._current_locations(body)
@@ -174,20 +174,20 @@ class BatchBodies:
         """The locations of the batch now, or the first ones if the batch was dissolved or acked meanwhile."""
         return self._store.index.batches.get(body.batch, body.locations)
 
-    def _read(self, locations: BatchLocations, records: Sequence[int]) -> BodyParts:
+    def _read(self, locations: BatchLocations, records: Sequence[int]) -> BatchBody:
         return tuple(self._store.log.read(locations.members[n]) for n in records)
 
 
-def _served(lease: Redeliver, body: BodyParts) -> ServedBatch:
-    async def whole() -> AsyncIterator[BodyParts]:
+def _served(lease: Redeliver, body: BatchBody) -> ServedBatch:
+    async def whole() -> AsyncIterator[BatchBody]:
         yield body
 
     return ServedBatch(lease.batch, lease.generation, lease.lease_s, sum(map(len, body)), whole())
 
 
 async def _reporting_damage(
-    body: AsyncIterator[BodyParts], on_damage: Callable[[CorruptRecord], None]
-) -> AsyncIterator[BodyParts]:
+    body: AsyncIterator[BatchBody], on_damage: Callable[[CorruptRecord], None]
+) -> AsyncIterator[BatchBody]:
     try:
         async for parts in body:
             yield parts

@@ -21,7 +21,7 @@ from headrace.wire.codec import decode_head
 from headrace_orchestrator.buffer.log.location import Location
 from headrace_orchestrator.buffer.log.log import Log
 from headrace_orchestrator.scheduler.commands.pull_plan import Form
-from headrace_orchestrator.service.batches.bodies import BodyParts, is_small
+from headrace_orchestrator.service.batches.bodies import BatchBody, is_small
 from headrace_orchestrator.service.storage.store import Store
 
 _log = logs.logger(__name__)
@@ -35,7 +35,7 @@ class BuiltBatch:
 
     plan: Form
     head: bytes
-    body: BodyParts
+    body: BatchBody
     trajectories: int
     lost: Sequence[str]
     damaged: int

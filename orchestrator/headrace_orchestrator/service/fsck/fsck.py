@@ -308,7 +308,7 @@ class LogCheck:
                 file=PROJECTION,
                 names=names,
                 problem=problem,
-                cost="Listings are wrong until it is built anew: stop the service and run `headrace fsck --rebuild`.",
+                cost="Listings are wrong until it is rebuilt: stop the service and run `headrace fsck --rebuild`.",
             )
         )
 

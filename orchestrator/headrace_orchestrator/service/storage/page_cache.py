@@ -47,7 +47,7 @@ class PageCacheTrimmer:
             try:
                 await self.step()
             except Exception:
-                log.exception("files that nobody needs stay in the page cache")
+                log.exception("the page cache could not be trimmed")
             await asyncio.sleep(pause_s(time.perf_counter() - started))
 
     async def step(self) -> list[int]:

@@ -43,7 +43,7 @@ def replay(
     if cursor > store.log.found_end:
         # The projection never runs ahead of the disk, so the end of the log was removed.
         log.error(
-            "the log lost its end: the projection has more than there is, and is built anew",
+            "the log lost its end: the projection is ahead of it, and is rebuilt",
             log_ends_at=Location.from_position(store.log.found_end, 0),
             projected_up_to=Location.from_position(cursor, 0),
         )
@@ -60,7 +60,7 @@ def replay(
             continue
         position = item.location.position
         for error in _replay_frame(core, store, item, now, apply=position >= base, project=position >= cursor):
-            log.error("record passed over", position=item.location, error=repr(error))
+            log.error("record skipped", position=item.location, error=repr(error))
             damaged()
         if store.unprojected >= PROJECT_BATCH:
             store.project_blocking(item.end)
@@ -74,7 +74,7 @@ def _restore(core: Scheduler, store: Store, now: float, damaged: Callable[[], No
         try:
             store.restore(store.log.state, core, now)
         except (CorruptRecord, msgspec.MsgspecError) as error:
-            log.error("control state passed over", position=store.log.base, error=repr(error))
+            log.error("control state skipped", position=store.log.base, error=repr(error))
             damaged()
             store.log.use_previous_state()
         else:

@@ -70,7 +70,7 @@ class RetentionLoop:
             except (HeadraceError, OSError) as error:
                 problem = error.detail if isinstance(error, HeadraceError) else str(error)
             if problem and problem != last_problem:
-                log.error("retention could not do its work; tried again", problem=problem)
+                log.error("retention failed; tried again", problem=problem)
             last_problem = problem
             await asyncio.sleep(RETAIN_EVERY_S)
 
@@ -126,7 +126,7 @@ class RetentionLoop:
         """Log which file retention waits for: the run that needs it may be forgotten."""
         if in_use is not None and in_use != self._waits_for:
             log.warning(
-                "retention waits: an old file of the log is in use; pull and ack, or close the run, to let it go",
+                "retention waits: an old file of the log is in use; pull and ack, or close the run, to release it",
                 number=in_use.file,
                 run=in_use.run,
                 needed_by=in_use.user,
