@@ -23,7 +23,7 @@ _WRITERS = [
 
 @pytest.fixture(params=_WRITERS)
 def start_log_writer(request: pytest.FixtureRequest) -> StartLogWriter:
-    """Starts the log's writer, for a test that holds wherever it runs."""
+    """Starts a log writer, in a thread or in a process: the test runs with each."""
     start: StartLogWriter = request.param
     return start
 

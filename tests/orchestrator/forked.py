@@ -1,8 +1,8 @@
 """Orchestrators as processes that start within milliseconds: forked from one that has everything imported.
 
-``python -m tests.orchestrator.forked DATA`` forks one for each line that it reads: ``start SETTINGS`` (JSON), answered
-with its process id and address; ``reap`` waits for one that was killed. They keep nothing that is not needed, and look
-for it all the time.
+``python -m tests.orchestrator.forked DATA`` reads commands from standard input: ``start SETTINGS`` (JSON) forks one,
+and prints its process id and address; ``reap`` waits for one that was killed. Their retention keeps nothing, and has
+steps in quick succession.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main(data: Path) -> None:
             sys.stdin.close()
             _run(Settings(data=data, port=0, retention=RetentionRules(trajectories=0), **json.loads(rest)))
             return
-    if child:  # whoever gives the orders is gone
+    if child:  # the parent has ended
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
 
@@ -68,12 +68,12 @@ class Started(NamedTuple):
 
 
 class Forked:
-    """Starts and kills them, one at a time."""
+    """Starts and kills forked orchestrators, one at a time."""
 
     def __init__(self, data: Path) -> None:
         self.data = data
         self._started: Started | None = None
-        self._mother = subprocess.Popen(
+        self._parent = subprocess.Popen(
             [sys.executable, "-m", "tests.orchestrator.forked", str(data)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -83,7 +83,7 @@ class Forked:
 
     def start(self, **settings: Any) -> Started:
         """Start one; returns when it is ready."""
-        pid, url = self._tell(f"start {json.dumps(settings)}").split()
+        pid, url = self._request(f"start {json.dumps(settings)}").split()
         self._started = Started(int(pid), url)
         return self._started
 
@@ -92,18 +92,18 @@ class Forked:
         assert self._started is not None
         os.kill(self._started.pid, signal.SIGKILL)
         self._started = None
-        assert self._tell("reap") == "reaped"
+        assert self._request("reap") == "reaped"
 
     def end(self) -> None:
-        """See that nothing runs any more."""
-        self._mother.communicate(timeout=30)
+        """End the parent process and its orchestrator."""
+        self._parent.communicate(timeout=30)
 
-    def _tell(self, line: str) -> str:
-        assert self._mother.stdin is not None
-        assert self._mother.stdout is not None
-        self._mother.stdin.write(line + "\n")
-        self._mother.stdin.flush()
-        answer = self._mother.stdout.readline().strip()
+    def _request(self, line: str) -> str:
+        assert self._parent.stdin is not None
+        assert self._parent.stdout is not None
+        self._parent.stdin.write(line + "\n")
+        self._parent.stdin.flush()
+        answer = self._parent.stdout.readline().strip()
         assert answer, "the process that starts orchestrators does not answer"
         return answer
 

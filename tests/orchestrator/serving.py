@@ -1,4 +1,4 @@
-"""An orchestrator to talk to: in this event loop, or as a process of its own; and a worker made of plain requests."""
+"""Orchestrators for tests, in this event loop or as a process, and plain requests of workers and learners."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from headrace_orchestrator.settings import Settings
 from tests.builders import make_trajectory
 
 START_DEADLINE_S = 30.0
-"""A process that is not ready by then will never be."""
+"""Seconds within which a process must be ready."""
 
 
 async def whole(served: ServedBatch) -> bytes:
@@ -44,7 +44,7 @@ class Api:
         self.session = session
 
     async def ask(self, method: str, path: str, body: Any = None, *, status: int = 200, token: str = "") -> Any:
-        """The decoded JSON of an answer that must have this status."""
+        """The decoded JSON of a response that must have this status."""
         data = body if isinstance(body, bytes) else None if body is None else msgspec.json.encode(body)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         async with self.session.request(method, path, data=data, headers=headers) as answer:
@@ -184,7 +184,7 @@ class Process:
         return code
 
     def end(self) -> None:
-        """See that it runs no longer."""
+        """Kill it if it still runs."""
         if self._process is not None and self._process.poll() is None:
             self.kill()
         elif self._process is not None and self._process.stdout is not None:
@@ -193,7 +193,7 @@ class Process:
 
 @contextmanager
 def refusing_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A full disk, for orchestrators in this event loop; afterwards there is room again."""
+    """A full disk for orchestrators in this event loop; after the block it has space again."""
 
     def refuse(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -205,7 +205,7 @@ def refusing_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 async def until(ask: Any, *, deadline_s: float = 10.0) -> Any:
-    """Ask again until the answer is true; for what happens in its own time, such as a closed connection."""
+    """Repeat a check until it is true, for events that take a moment, such as a closed connection."""
     end = time.monotonic() + deadline_s
     while time.monotonic() < end:
         found = await ask()

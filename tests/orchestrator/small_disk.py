@@ -15,7 +15,7 @@ from tests.components import CI
 
 @contextmanager
 def small_disk(folder: Path, *, mib: int) -> Iterator[Path]:
-    """Mounts one on a folder that it makes; skips the test where that may not be done."""
+    """Mount one on a new folder; skips the test without the permission to mount."""
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", folder]
     if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode != 0:
@@ -24,5 +24,5 @@ def small_disk(folder: Path, *, mib: int) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        # Lazily: the writer of an orchestrator that was killed has a file there for a moment more.
+        # Lazily: the log writer of a killed orchestrator keeps a file open for a moment.
         subprocess.run(["umount", "--lazy", folder], check=True)

@@ -1,4 +1,4 @@
-"""The files of assets, on a disk that loses its power."""
+"""Files of assets, on a disk that loses power."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ CUTS = 40
 
 
 class Crash(BaseException):
-    """The process is gone."""
+    """Ends the process of a test in place of a crash."""
 
 
 class _Crashes:
-    """Lets so many syncs begin; the process is gone before the next one has had any effect."""
+    """Allows a number of syncs; the process crashes before the next one has any effect."""
 
     def __init__(self, syncs: int) -> None:
         self.left = syncs
@@ -38,14 +38,14 @@ class _Crashes:
 
 
 def batches(draw: Random) -> list[list[AssetData]]:
-    """Assets as they arrive together; some come twice."""
+    """Random batches of assets; some assets come twice."""
     pool = [make_asset(draw.randbytes(draw.randrange(1, 3000)), "image/png") for _ in range(8)]
     return [
         list({asset.name: asset for asset in draw.choices(pool, k=draw.randrange(1, 4))}.values()) for _ in range(6)
     ]
 
 
-def test_after_a_power_cut_all_that_was_written_is_there_and_nothing_is_half_there(
+def test_after_a_power_cut_written_assets_are_complete_and_others_are_absent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     crashed = lost = 0
@@ -56,8 +56,8 @@ def test_after_a_power_cut_all_that_was_written_is_there_and_nothing_is_half_the
         note_all(data, vault)
         with monkeypatch.context() as patched:
             patched.setattr(os, "fsync", Disk(data, vault, _Crashes(draw.randrange(40))).sync)
-            written, begun = _write(AssetFiles(data / "assets"), batches(draw))
-        crashed += len(written) < len(begun)
+            written, started = _write(AssetFiles(data / "assets"), batches(draw))
+        crashed += len(written) < len(started)
         cut_power(data, vault, draw)
         files = AssetFiles(data / "assets")
         files.open()
@@ -65,8 +65,8 @@ def test_after_a_power_cut_all_that_was_written_is_there_and_nothing_is_half_the
         for name, content in written.items():
             assert read_asset(data / "assets", name) == content, seed
         for name in {path.name for shelf in subfolders(data / "assets") for path in shelf.iterdir()}:
-            assert read_asset(data / "assets", name) == begun[name], seed
-        for name in begun.keys() - written.keys():
+            assert read_asset(data / "assets", name) == started[name], seed
+        for name in started.keys() - written.keys():
             try:
                 read_asset(data / "assets", name)
             except UnknownAsset:
@@ -76,24 +76,24 @@ def test_after_a_power_cut_all_that_was_written_is_there_and_nothing_is_half_the
 
 
 def _write(files: AssetFiles, batches: list[list[AssetData]]) -> tuple[dict[str, bytes], dict[str, bytes]]:
-    """What was written, and what was begun to be written, when all was done or the process was gone."""
+    """Assets that were written, and those whose write had started, at the end or at the crash."""
     written: dict[str, bytes] = {}
-    begun: dict[str, bytes] = {}
+    started: dict[str, bytes] = {}
     try:
         files.open()
         for batch in batches:
             pairs = [(asset.name, asset.data) for asset in batch]
-            begun.update(pairs)
+            started.update(pairs)
             files.write(pairs)
             written.update(pairs)
     except Crash:
         pass
     finally:
         files.close()
-    return written, begun
+    return written, started
 
 
-def test_what_is_written_and_deleted_is_counted(tmp_path: Path) -> None:
+def test_written_and_deleted_assets_are_counted(tmp_path: Path) -> None:
     one, two, three = (make_asset(bytes([value]) * (value + 10), "image/png") for value in range(3))
     files = AssetFiles(tmp_path / "assets")
     files.open()

@@ -1,4 +1,4 @@
-"""Random histories of the asset store against a model: what is promised or referred to is there, the rest goes."""
+"""Random histories of the asset store against a model: promised and referenced assets stay, the rest is deleted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ASSETS = st.sampled_from(POOL)
 
 
 class Histories(RuleBasedStateMachine):
-    """``promised`` are the deadlines that a worker was told, ``records`` the assets of each stored record."""
+    """``promised``: deadlines of the promises; ``records``: assets of each stored record."""
 
     @initialize()
     def begin(self) -> None:
@@ -33,11 +33,11 @@ class Histories(RuleBasedStateMachine):
         self.start()
 
     def start(self) -> None:
-        self.assets = AssetStore(self.folder, self.referred, clock=lambda: self.now, promise_s=PROMISE_S)
+        self.assets = AssetStore(self.folder, self.referenced, clock=lambda: self.now, promise_s=PROMISE_S)
         self.assets.open()
         self.runner.run(self.assets.measure())
 
-    def referred(self, names: object) -> set[str]:
+    def referenced(self, names: object) -> set[str]:
         return set().union(*self.records)
 
     def teardown(self) -> None:
@@ -52,9 +52,9 @@ class Histories(RuleBasedStateMachine):
     @property
     def kept(self) -> set[str]:
         promised = {name for name, deadline in self.promised.items() if deadline > self.now}
-        return promised | self.referred(())
+        return promised | self.referenced(())
 
-    # What workers do
+    # Actions of workers
 
     @rule(asset=ASSETS)
     def send(self, asset: AssetData) -> None:
@@ -74,7 +74,7 @@ class Histories(RuleBasedStateMachine):
         if all(map(self.assets.is_stored, names)):
             self.records.append(names)
 
-    # What happens by itself
+    # Events of the service
 
     @rule(seconds=st.sampled_from([1.0, PROMISE_S / 2, PROMISE_S]))
     def time_passes(self, seconds: float) -> None:
@@ -94,26 +94,26 @@ class Histories(RuleBasedStateMachine):
 
     @precondition(lambda self: self.records)
     @rule()
-    def the_oldest_file_goes(self) -> None:
+    def delete_the_oldest_file(self) -> None:
         self.assets.add_candidates(self.records.pop(0))
 
     @rule()
     def restart(self) -> None:
         self.runner.run(self.assets.close())
         self.start()
-        # Promises of before are kept for as long as they can last.
+        # Earlier promises hold until they have surely expired.
         self.now += PROMISE_S
         self.runner.run(self.assets.collect_all())
 
     @rule()
-    def all_is_over(self) -> None:
-        """Nothing is left that nobody needs."""
+    def everything_expires(self) -> None:
+        """In the end no unreferenced asset is left."""
         self.now += PROMISE_S
         self.runner.run(self.assets.collect())
-        assert self.assets.count == len(self.referred(()))
+        assert self.assets.count == len(self.referenced(()))
 
     @invariant()
-    def what_is_kept_is_there(self) -> None:
+    def kept_assets_are_stored(self) -> None:
         if not hasattr(self, "assets"):
             return
         report = check_assets(self.folder, self.kept)

@@ -29,14 +29,14 @@ ONE, TWO, THREE = (make_asset(bytes([value]) * 1000, "image/png") for value in r
 PROMISE_S = 10.0
 
 
-class Keeper:
-    """An asset store with a clock that is moved by hand, and references that a test makes."""
+class StoreUnderTest:
+    """An asset store with a manual clock, and references that a test sets."""
 
     def __init__(self, folder: Path) -> None:
         self.now = 0.0
-        self.referred: set[str] = set()
+        self.referenced: set[str] = set()
         self.assets = AssetStore(
-            folder, lambda names: self.referred.intersection(names), clock=lambda: self.now, promise_s=PROMISE_S
+            folder, lambda names: self.referenced.intersection(names), clock=lambda: self.now, promise_s=PROMISE_S
         )
 
     def files(self) -> set[str]:
@@ -44,74 +44,74 @@ class Keeper:
 
 
 @asynccontextmanager
-async def keeping(folder: Path) -> AsyncIterator[Keeper]:
-    keeper = Keeper(folder)
-    keeper.assets.open()
+async def store_at(folder: Path) -> AsyncIterator[StoreUnderTest]:
+    store = StoreUnderTest(folder)
+    store.assets.open()
     try:
-        yield keeper
+        yield store
     finally:
-        await keeper.assets.close()
+        await store.assets.close()
 
 
 async def test_an_asset_is_stored_once_under_its_name_and_read_back(tmp_path: Path) -> None:
-    async with keeping(tmp_path) as keeper:
-        await asyncio.gather(*(keeper.assets.add(ONE.name, ONE.data) for _ in range(8)))
-        await keeper.assets.add(TWO.name, TWO.data)
-        assert await keeper.assets.read(ONE.name) == ONE.data
-        assert keeper.files() == {ONE.name, TWO.name}
-        assert (keeper.assets.count, keeper.assets.size_bytes) == (2, 2000)
-    async with keeping(tmp_path) as keeper:
-        await keeper.assets.add(THREE.name, THREE.data)
-        await keeper.assets.measure()
-        assert (keeper.assets.count, keeper.assets.size_bytes) == (3, 3000)
-        await keeper.assets.measure()
-        assert (keeper.assets.count, keeper.assets.size_bytes) == (3, 3000)
-        assert keeper.assets.claim([ONE.name, "0" * 64]) == ["0" * 64]
+    async with store_at(tmp_path) as store:
+        await asyncio.gather(*(store.assets.add(ONE.name, ONE.data) for _ in range(8)))
+        await store.assets.add(TWO.name, TWO.data)
+        assert await store.assets.read(ONE.name) == ONE.data
+        assert store.files() == {ONE.name, TWO.name}
+        assert (store.assets.count, store.assets.size_bytes) == (2, 2000)
+    async with store_at(tmp_path) as store:
+        await store.assets.add(THREE.name, THREE.data)
+        await store.assets.measure()
+        assert (store.assets.count, store.assets.size_bytes) == (3, 3000)
+        await store.assets.measure()
+        assert (store.assets.count, store.assets.size_bytes) == (3, 3000)
+        assert store.assets.claim([ONE.name, "0" * 64]) == ["0" * 64]
 
 
-async def test_bytes_that_are_not_those_of_their_name_are_refused(tmp_path: Path) -> None:
-    async with keeping(tmp_path) as keeper:
+async def test_bytes_that_do_not_match_their_name_are_refused(tmp_path: Path) -> None:
+    async with store_at(tmp_path) as store:
         for name, data in ((ONE.name, TWO.data), ("../owner", b"x"), (ONE.name.upper(), ONE.data), (ONE.name, b"")):
             with pytest.raises(InvalidAsset):
-                await keeper.assets.add(name, data)
-        assert keeper.assets.claim([ONE.name, "../owner"]) == [ONE.name, "../owner"]
-        assert not keeper.files()
+                await store.assets.add(name, data)
+        assert store.assets.claim([ONE.name, "../owner"]) == [ONE.name, "../owner"]
+        assert not store.files()
 
 
 async def test_a_promise_keeps_an_asset_until_its_deadline(tmp_path: Path) -> None:
-    async with keeping(tmp_path) as keeper:
-        await keeper.assets.add(ONE.name, ONE.data)
-        keeper.now = 9.0
-        assert await keeper.assets.collect() == 0
-        assert keeper.assets.claim([ONE.name]) == []  # a promise of its own
-        keeper.now = 18.9
-        assert await keeper.assets.collect() == 0
-        keeper.now = 19.0
-        assert await keeper.assets.collect() == 1
-        assert not keeper.files()
-        assert (keeper.assets.count, keeper.assets.size_bytes) == (0, 0)
-        assert not keeper.assets.is_stored(ONE.name)
+    async with store_at(tmp_path) as store:
+        await store.assets.add(ONE.name, ONE.data)
+        store.now = 9.0
+        assert await store.assets.collect() == 0
+        assert store.assets.claim([ONE.name]) == []  # renews the promise
+        store.now = 18.9
+        assert await store.assets.collect() == 0
+        store.now = 19.0
+        assert await store.assets.collect() == 1
+        assert not store.files()
+        assert (store.assets.count, store.assets.size_bytes) == (0, 0)
+        assert not store.assets.is_stored(ONE.name)
 
 
-async def test_what_a_record_refers_to_stays_until_it_is_doubted_and_nobody_refers_to_it(tmp_path: Path) -> None:
-    async with keeping(tmp_path) as keeper:
-        await keeper.assets.add(ONE.name, ONE.data)
-        keeper.referred = {ONE.name}
-        keeper.now = 100.0
-        assert await keeper.assets.collect() == 0
-        keeper.referred.clear()
-        assert await keeper.assets.collect() == 0  # nobody doubts it
-        keeper.assets.add_candidates([ONE.name])
-        assert await keeper.assets.collect() == 1
+async def test_a_referenced_asset_stays_until_it_is_a_candidate_without_references(tmp_path: Path) -> None:
+    async with store_at(tmp_path) as store:
+        await store.assets.add(ONE.name, ONE.data)
+        store.referenced = {ONE.name}
+        store.now = 100.0
+        assert await store.assets.collect() == 0
+        store.referenced.clear()
+        assert await store.assets.collect() == 0  # it is not a candidate
+        store.assets.add_candidates([ONE.name])
+        assert await store.assets.collect() == 1
 
 
-async def test_an_asset_on_its_way_out_is_not_there_and_can_come_back(
+async def test_an_asset_that_is_being_deleted_does_not_count_as_stored_and_can_be_stored_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with keeping(tmp_path) as keeper:
-        await keeper.assets.measure()
-        await keeper.assets.add(ONE.name, ONE.data)
-        keeper.now = 100.0
+    async with store_at(tmp_path) as store:
+        await store.assets.measure()
+        await store.assets.add(ONE.name, ONE.data)
+        store.now = 100.0
         decided, go_on = threading.Event(), threading.Event()
         delete = AssetFiles.delete
 
@@ -121,49 +121,49 @@ async def test_an_asset_on_its_way_out_is_not_there_and_can_come_back(
             return delete(files, names)
 
         monkeypatch.setattr(AssetFiles, "delete", delete_later)
-        collecting = asyncio.create_task(keeper.assets.collect())
+        collecting = asyncio.create_task(store.assets.collect())
         assert await asyncio.to_thread(decided.wait, 10)
-        assert keeper.files() == {ONE.name}  # still, and nobody may build on it
-        assert keeper.assets.claim([ONE.name]) == [ONE.name]
-        adding = asyncio.create_task(keeper.assets.add(ONE.name, ONE.data))
+        assert store.files() == {ONE.name}  # the file still exists, but does not count as stored
+        assert store.assets.claim([ONE.name]) == [ONE.name]
+        adding = asyncio.create_task(store.assets.add(ONE.name, ONE.data))
         go_on.set()
         assert await collecting == 1
         await adding
-        assert await keeper.assets.read(ONE.name) == ONE.data
-        assert keeper.assets.is_stored(ONE.name)
-        assert (keeper.assets.count, keeper.assets.size_bytes) == (1, 1000)
+        assert await store.assets.read(ONE.name) == ONE.data
+        assert store.assets.is_stored(ONE.name)
+        assert (store.assets.count, store.assets.size_bytes) == (1, 1000)
 
 
-async def test_an_asset_that_has_not_arrived_is_not_there(tmp_path: Path) -> None:
-    async with keeping(tmp_path) as keeper:
-        adding = asyncio.create_task(keeper.assets.add(ONE.name, ONE.data))
+async def test_an_asset_that_is_being_written_does_not_count_as_stored(tmp_path: Path) -> None:
+    async with store_at(tmp_path) as store:
+        adding = asyncio.create_task(store.assets.add(ONE.name, ONE.data))
         while not asset_path(tmp_path, ONE.name).exists() and not adding.done():
-            assert keeper.assets.claim([ONE.name]) == [ONE.name]
+            assert store.assets.claim([ONE.name]) == [ONE.name]
             await asyncio.sleep(0)
         await adding
-        assert keeper.assets.claim([ONE.name]) == []
+        assert store.assets.claim([ONE.name]) == []
 
 
-async def test_what_a_crash_left_is_cleared_or_found_after_the_next_start(tmp_path: Path) -> None:
-    async with keeping(tmp_path) as keeper:
+async def test_unreferenced_assets_of_an_earlier_service_are_found_after_the_next_start(tmp_path: Path) -> None:
+    async with store_at(tmp_path) as store:
         for asset in (ONE, TWO):
-            await keeper.assets.add(asset.name, asset.data)
+            await store.assets.add(asset.name, asset.data)
         (tmp_path / "new" / THREE.name).write_bytes(b"half")
-    async with keeping(tmp_path) as keeper:
+    async with store_at(tmp_path) as store:
         assert not list((tmp_path / "new").iterdir())
-        keeper.referred = {TWO.name}
-        assert keeper.assets.claim([ONE.name]) == []
-        await keeper.assets.collect_all()
-        assert keeper.files() == {ONE.name, TWO.name}  # one is promised, two is referred to
-        keeper.now = PROMISE_S
-        await keeper.assets.collect()
-        assert keeper.files() == {TWO.name}
+        store.referenced = {TWO.name}
+        assert store.assets.claim([ONE.name]) == []
+        await store.assets.collect_all()
+        assert store.files() == {ONE.name, TWO.name}  # ONE is promised, TWO is referenced
+        store.now = PROMISE_S
+        await store.assets.collect()
+        assert store.files() == {TWO.name}
 
 
-async def test_a_disk_that_refuses_is_told_to_all_and_leaves_nothing_in_place(
+async def test_a_failed_write_is_reported_to_all_senders_and_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with keeping(tmp_path) as keeper:
+    async with store_at(tmp_path) as store:
         refuse = True
 
         def sync(descriptor: int) -> None:
@@ -171,37 +171,37 @@ async def test_a_disk_that_refuses_is_told_to_all_and_leaves_nothing_in_place(
                 raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(asset_files.os, "fsync", sync)
-        told = await asyncio.gather(
-            *(keeper.assets.add(asset.name, asset.data) for asset in (ONE, TWO, ONE)), return_exceptions=True
+        errors = await asyncio.gather(
+            *(store.assets.add(asset.name, asset.data) for asset in (ONE, TWO, ONE)), return_exceptions=True
         )
-        assert [type(error) for error in told] == [StoreError] * 3
-        assert "No space left" in str(told[0])
-        assert not keeper.files()
-        assert keeper.assets.claim([ONE.name]) == [ONE.name]
+        assert [type(error) for error in errors] == [StoreError] * 3
+        assert "No space left" in str(errors[0])
+        assert not store.files()
+        assert store.assets.claim([ONE.name]) == [ONE.name]
         refuse = False
-        await keeper.assets.add(ONE.name, ONE.data)
-        assert keeper.assets.is_stored(ONE.name)
-        assert (keeper.assets.count, keeper.assets.size_bytes) == (1, 1000)
+        await store.assets.add(ONE.name, ONE.data)
+        assert store.assets.is_stored(ONE.name)
+        assert (store.assets.count, store.assets.size_bytes) == (1, 1000)
 
 
 async def test_a_damaged_asset_is_named_and_asked_for_again(tmp_path: Path) -> None:
-    async with keeping(tmp_path) as keeper:
-        await keeper.assets.add(ONE.name, ONE.data)
+    async with store_at(tmp_path) as store:
+        await store.assets.add(ONE.name, ONE.data)
         asset_path(tmp_path, ONE.name).write_bytes(b"other")
         with pytest.raises(CorruptAsset, match=ONE.name):
-            await keeper.assets.read(ONE.name)
-        assert keeper.assets.claim([ONE.name]) == [ONE.name]
-        await keeper.assets.add(ONE.name, ONE.data)
-        assert await keeper.assets.read(ONE.name) == ONE.data
-        assert keeper.assets.count == 1
+            await store.assets.read(ONE.name)
+        assert store.assets.claim([ONE.name]) == [ONE.name]
+        await store.assets.add(ONE.name, ONE.data)
+        assert await store.assets.read(ONE.name) == ONE.data
+        assert store.assets.count == 1
         with pytest.raises(UnknownAsset):
-            await keeper.assets.read(TWO.name)
+            await store.assets.read(TWO.name)
 
 
 async def test_a_check_lists_what_is_damaged_missing_and_unreferenced(tmp_path: Path) -> None:
-    async with keeping(tmp_path) as keeper:
+    async with store_at(tmp_path) as store:
         for asset in (ONE, TWO):
-            await keeper.assets.add(asset.name, asset.data)
+            await store.assets.add(asset.name, asset.data)
     sizes: list[int] = []
     report = check_assets(tmp_path, {ONE.name, THREE.name}, sizes.append)
     assert report == (2, 2000, {}, [THREE.name], [TWO.name])
@@ -217,7 +217,7 @@ async def test_a_check_lists_what_is_damaged_missing_and_unreferenced(tmp_path: 
 
 
 def showing(*assets: AssetData) -> dict[str, Any]:
-    """Fields of a trajectory that shows these."""
+    """Fields of a trajectory that refers to these assets."""
     parts = [ContentPart(type="image", asset=asset.name) for asset in assets]
     return {"messages": [Message(role="user", content=parts)], "assets": [asset.entry for asset in assets]}
 
@@ -243,7 +243,7 @@ async def submit_one(api: Api, *assets: AssetData) -> messages.SubmitResult:
     return result
 
 
-async def test_a_record_is_stored_only_with_all_that_it_refers_to(data_dir: Path) -> None:
+async def test_a_record_is_stored_only_with_all_its_assets(data_dir: Path) -> None:
     async with orchestrator(data_dir) as api:
         await api.create_run()
         (attempt,) = await api.lease(free=1)
@@ -275,7 +275,7 @@ async def test_G07_a_record_keeps_its_assets_before_the_projection_knows_of_it( 
         await api.create_run()
         await send(api, ONE)
         assert (await submit_one(api, ONE)).verdict == "accepted"
-        for number in range(200, 203):  # each goes when its promise is over, and so would the other
+        for number in range(200, 203):  # each is deleted when its promise expires, as ONE would be without a reference
             passing = make_asset(bytes([number]), "image/png")
             await send(api, passing)
             async with asyncio.timeout(10):
@@ -309,7 +309,7 @@ async def test_assets_over_http_are_refused_and_missed_by_name(data_dir: Path) -
         await api.ask("POST", "/v1/worker/assets", {"names": [ONE.name] * 5000}, status=400)
 
 
-async def test_several_assets_come_in_one_answer_as_far_as_it_takes_them(
+async def test_a_response_holds_several_assets_up_to_its_maximum_size(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headrace_orchestrator.service.service.ASSETS_BYTES", 2500)

@@ -1,4 +1,4 @@
-"""Copies of a data directory: taken from a live service, and put back."""
+"""Backups: taken from a live service, and restored."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def copy(data: Path, destination: Path) -> copies.BackupReport:
     return back_up(data, destination, now_ms=NOW_S * 1000)
 
 
-def put_back(backup: Path, data: Path) -> RestoreReport:
+def restore_into(backup: Path, data: Path) -> RestoreReport:
     return restore(backup, data, now_s=NOW_S)
 
 
@@ -43,7 +43,7 @@ def episodes(data: Path) -> set[str]:
     return {trajectory.episode for trajectory in headrace.open(data, strict=True).trajectories()}
 
 
-async def test_a_copy_of_a_live_service_has_everything_that_was_acknowledged_before_it_began(
+async def test_a_backup_of_a_live_service_has_everything_that_was_acknowledged_before_it_began(
     data_dir: Path, tmp_path: Path
 ):
     async with orchestrator(data_dir, log_file_bytes=SMALL_FILE_BYTES) as api:
@@ -58,7 +58,7 @@ async def test_a_copy_of_a_live_service_has_everything_that_was_acknowledged_bef
         await api.play(free=8)
     assert report.files == report.copied_files > 1
     assert episodes(tmp_path / "copy") == before
-    put_back(tmp_path / "copy", tmp_path / "restored")
+    restore_into(tmp_path / "copy", tmp_path / "restored")
     async with orchestrator(tmp_path / "restored") as api:
         assert await stored_episodes(api) == before
         again, _ = await api.pull_raw(request="leased")
@@ -66,7 +66,7 @@ async def test_a_copy_of_a_live_service_has_everything_that_was_acknowledged_bef
         assert (await api.ack(acked, "0.2", status=409))["code"] == "batch-already-acked"
 
 
-async def test_only_what_is_new_is_copied(data_dir: Path, tmp_path: Path):
+async def test_only_new_data_is_copied(data_dir: Path, tmp_path: Path):
     async with orchestrator(data_dir, log_file_bytes=SMALL_FILE_BYTES) as api:
         await api.create_run(group_size=1, batch_size=64)
         await api.play(free=12)
@@ -81,7 +81,7 @@ async def test_only_what_is_new_is_copied(data_dir: Path, tmp_path: Path):
     assert len(episodes(tmp_path / "copy")) == 36
 
 
-async def test_a_copy_that_is_interrupted_leaves_the_one_before_it(
+async def test_an_interrupted_backup_leaves_the_previous_one_as_it_was(
     data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     async with orchestrator(data_dir, log_file_bytes=SMALL_FILE_BYTES) as api:
@@ -103,11 +103,11 @@ async def test_a_copy_that_is_interrupted_leaves_the_one_before_it(
         with pytest.raises(StoreError, match="No space left"):
             await asyncio.to_thread(copy, data_dir, tmp_path / "copy")
         monkeypatch.undo()
-    put_back(tmp_path / "copy", tmp_path / "restored")
+    restore_into(tmp_path / "copy", tmp_path / "restored")
     assert episodes(tmp_path / "restored") == before
 
 
-async def test_an_append_that_was_under_way_is_not_in_the_copy(data_dir: Path, tmp_path: Path):
+async def test_an_append_that_was_under_way_is_not_in_the_backup(data_dir: Path, tmp_path: Path):
     async with orchestrator(data_dir) as api:
         await api.create_run()
         await api.play(free=4)
@@ -121,7 +121,7 @@ async def test_an_append_that_was_under_way_is_not_in_the_copy(data_dir: Path, t
     assert (entry.size_bytes, entry.sha256) == (len(whole), hashlib.sha256(whole).hexdigest())
 
 
-async def test_a_copy_that_was_damaged_is_not_put_back(data_dir: Path, tmp_path: Path):
+async def test_damage_in_a_backup_is_refused_or_restored_if_asked_for(data_dir: Path, tmp_path: Path):
     async with orchestrator(data_dir) as api:
         await api.create_run()
         await api.play(free=4)
@@ -129,23 +129,25 @@ async def test_a_copy_that_was_damaged_is_not_put_back(data_dir: Path, tmp_path:
     (file,) = (tmp_path / "copy" / "log").glob("*.log")
     flip(file, 100)
     with pytest.raises(CorruptRecord, match=file.name):
-        put_back(tmp_path / "copy", tmp_path / "restored")
+        restore_into(tmp_path / "copy", tmp_path / "restored")
     assert list((tmp_path / "restored").iterdir()) == []
     found = restore(tmp_path / "copy", tmp_path / "rest", now_s=NOW_S, despite_damage=True)
     assert found.damaged == [file.name]
     assert len(episodes(tmp_path / "rest")) == 4
     flip(file, 100)
-    put_back(tmp_path / "copy", tmp_path / "restored")
+    restore_into(tmp_path / "copy", tmp_path / "restored")
 
 
-async def test_what_is_put_back_begins_an_epoch_above_every_one_that_the_directory_had(data_dir: Path, tmp_path: Path):
+async def test_the_restored_directory_begins_an_epoch_above_every_one_that_the_old_directory_had(
+    data_dir: Path, tmp_path: Path
+):
     async with orchestrator(data_dir) as api:
         await api.create_run()
         copy(data_dir, tmp_path / "copy")
     for _ in range(3):
         async with orchestrator(data_dir) as api:
             old = (await api.ask("GET", "/v1/status"))["epoch"]
-    restored = put_back(tmp_path / "copy", tmp_path / "restored")
+    restored = restore_into(tmp_path / "copy", tmp_path / "restored")
     async with orchestrator(tmp_path / "restored") as api:
         assert (await api.ask("GET", "/v1/status"))["epoch"] > restored.epoch > old
     later = restore(tmp_path / "copy", tmp_path / "again", now_s=NOW_S + 60)
@@ -154,7 +156,7 @@ async def test_what_is_put_back_begins_an_epoch_above_every_one_that_the_directo
     assert restore(tmp_path / "other", tmp_path / "skewed", now_s=5).epoch > later.epoch
 
 
-async def test_files_that_retention_deleted_leave_the_copy_too(data_dir: Path, tmp_path: Path):
+async def test_files_that_retention_deleted_are_removed_from_the_backup_too(data_dir: Path, tmp_path: Path):
     async with orchestrator(data_dir, log_file_bytes=SMALL_FILE_BYTES) as api:
         await api.create_run(group_size=1, batch_size=64)
         await api.play(free=24)
@@ -168,7 +170,7 @@ async def test_files_that_retention_deleted_leave_the_copy_too(data_dir: Path, t
     assert {file.name for file in read_manifest(tmp_path / "copy").files} == names
 
 
-async def test_a_file_that_is_deleted_meanwhile_begins_the_copy_again(
+async def test_a_file_that_is_deleted_during_a_backup_starts_it_again(
     data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     async with orchestrator(data_dir, log_file_bytes=SMALL_FILE_BYTES) as api:
@@ -202,14 +204,14 @@ async def test_assets_are_copied_once_and_compared_with_their_names(data_dir: Pa
     report = copy(data_dir, tmp_path / "copy")
     assert (report.copied_assets, report.assets) == (0, 1)
     assert not asset_path(tmp_path / "copy", contents[0]).exists()
-    put_back(tmp_path / "copy", tmp_path / "restored")
+    restore_into(tmp_path / "copy", tmp_path / "restored")
     assert asset_path(tmp_path / "restored", contents[1]).read_bytes() == contents[1]
     flip(asset_path(tmp_path / "copy", contents[1]), 1)
     with pytest.raises(CorruptRecord):
-        put_back(tmp_path / "copy", tmp_path / "again")
+        restore_into(tmp_path / "copy", tmp_path / "again")
 
 
-async def test_a_damaged_asset_does_not_keep_the_rest_from_being_copied(data_dir: Path, tmp_path: Path):
+async def test_a_damaged_asset_is_named_and_does_not_end_the_backup(data_dir: Path, tmp_path: Path):
     async with orchestrator(data_dir):
         pass
     for content in (b"one", b"two"):
@@ -221,7 +223,7 @@ async def test_a_damaged_asset_does_not_keep_the_rest_from_being_copied(data_dir
     assert asset_path(tmp_path / "copy", b"two").read_bytes() == b"two"
 
 
-async def test_the_command_ends_with_5_where_something_damaged_was_not_copied(data_dir: Path, tmp_path: Path):
+async def test_the_command_ends_with_5_if_a_damaged_asset_was_not_copied(data_dir: Path, tmp_path: Path):
     async with orchestrator(data_dir):
         pass
     command = [str(data_dir), str(tmp_path / "copy")]
@@ -236,7 +238,7 @@ def asset_path(directory: Path, content: bytes) -> Path:
     return directory / "assets" / name[:2] / name
 
 
-async def test_a_copy_of_another_log_is_not_overwritten(data_dir: Path, tmp_path: Path):
+async def test_a_backup_of_another_log_is_not_overwritten(data_dir: Path, tmp_path: Path):
     for data in (data_dir, tmp_path / "other"):
         async with orchestrator(data) as api:
             await api.create_run()
@@ -247,7 +249,7 @@ async def test_a_copy_of_another_log_is_not_overwritten(data_dir: Path, tmp_path
     assert episodes(tmp_path / "copy") == episodes(data_dir)
 
 
-async def test_a_data_directory_is_not_overwritten_and_no_service_starts_on_a_copy(data_dir: Path, tmp_path: Path):
+async def test_a_data_directory_is_not_overwritten_and_no_service_starts_on_a_backup(data_dir: Path, tmp_path: Path):
     other = tmp_path / "other"
     for data in (data_dir, other):
         async with orchestrator(data) as api:
@@ -263,7 +265,7 @@ async def test_a_data_directory_is_not_overwritten_and_no_service_starts_on_a_co
     copy(data_dir, tmp_path / "copy")
 
 
-async def test_what_cannot_be_is_refused(data_dir: Path, tmp_path: Path):
+async def test_impossible_arguments_are_refused(data_dir: Path, tmp_path: Path):
     with pytest.raises(SetupError, match="not a data directory"):
         copy(tmp_path / "nothing", tmp_path / "copy")
     async with orchestrator(data_dir):
@@ -271,10 +273,10 @@ async def test_what_cannot_be_is_refused(data_dir: Path, tmp_path: Path):
     with pytest.raises(InvalidRequest, match="itself"):
         copy(data_dir, data_dir / "copy")
     with pytest.raises(SetupError, match="no backup"):
-        put_back(data_dir, tmp_path / "restored")
+        restore_into(data_dir, tmp_path / "restored")
     copy(data_dir, tmp_path / "copy")
     with pytest.raises(SetupError, match="not empty"):
-        put_back(tmp_path / "copy", data_dir)
+        restore_into(tmp_path / "copy", data_dir)
     with copies._exclusive(tmp_path / "copy"), pytest.raises(InvalidRequest, match="under way"):
         copy(data_dir, tmp_path / "copy")
 
@@ -291,7 +293,7 @@ def headrace_command(*arguments: Any) -> dict[str, Any]:
     return found
 
 
-async def test_a_service_under_load_is_copied_and_put_back_without_loss_up_to_the_cut(process: Process, tmp_path: Path):
+async def test_a_backup_under_load_is_restored_without_loss_up_to_the_cut(process: Process, tmp_path: Path):
     accepted: set[str] = set()
     async with aiohttp.ClientSession(process.start(log_file_bytes=64 << 10)) as session:
         api = Api(session)
@@ -339,7 +341,7 @@ async def _reached(accepted: set[str], goal: int) -> bool:
 
 
 async def stored_and_copied(data: Path, destination: Path) -> set[str]:
-    """Files of a log, all in a copy; gives their names."""
+    """Files of a log, all of them in a backup; returns their names."""
     async with orchestrator(data, log_file_bytes=SMALL_FILE_BYTES) as api:
         await api.create_run(group_size=1, batch_size=64)
         for _ in range(4):
@@ -351,7 +353,7 @@ async def stored_and_copied(data: Path, destination: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("which", [1, -1])
-async def test_a_file_that_the_directory_lost_stays_in_the_copy(data_dir: Path, tmp_path: Path, which: int):
+async def test_data_that_the_directory_lost_stays_in_the_backup(data_dir: Path, tmp_path: Path, which: int):
     names = await stored_and_copied(data_dir, tmp_path / "copy")
     before = episodes(tmp_path / "copy")
     (data_dir / "log" / sorted(names)[which]).unlink()
@@ -359,14 +361,14 @@ async def test_a_file_that_the_directory_lost_stays_in_the_copy(data_dir: Path, 
         copy(data_dir, tmp_path / "copy")
     async with orchestrator(data_dir) as api:
         await api.ask("GET", "/v1/runs/run")
-    with pytest.raises(InvalidRequest, match=sorted(names)[which]):  # though a file of that name may be there again
+    with pytest.raises(InvalidRequest, match=sorted(names)[which]):  # even if a file of that name exists again
         copy(data_dir, tmp_path / "copy")
     assert episodes(tmp_path / "copy") == before
     assert copy(data_dir, tmp_path / "another").files > 1
 
 
 @pytest.mark.parametrize("harm", ["cut", "flipped"])
-async def test_a_file_that_was_damaged_since_it_was_copied_stays_in_the_copy_as_it_was(
+async def test_a_file_that_was_damaged_after_it_was_copied_stays_intact_in_the_backup(
     data_dir: Path, tmp_path: Path, harm: str
 ):
     names = await stored_and_copied(data_dir, tmp_path / "copy")
@@ -379,13 +381,13 @@ async def test_a_file_that_was_damaged_since_it_was_copied_stays_in_the_copy_as_
     report = copy(data_dir, tmp_path / "copy")
     assert report.kept_files == [harmed.name]
     assert episodes(tmp_path / "copy") == before
-    put_back(tmp_path / "copy", tmp_path / "restored")
+    restore_into(tmp_path / "copy", tmp_path / "restored")
     assert episodes(tmp_path / "restored") == before
 
 
-async def test_a_file_that_was_damaged_in_the_copy_is_copied_again(data_dir: Path, tmp_path: Path):
+async def test_a_file_that_was_damaged_in_the_backup_is_copied_again(data_dir: Path, tmp_path: Path):
     names = await stored_and_copied(data_dir, tmp_path / "copy")
     harmed = tmp_path / "copy" / "log" / sorted(names)[1]
     flip(harmed, 20)
     assert copy(data_dir, tmp_path / "copy").kept_files == []
-    put_back(tmp_path / "copy", tmp_path / "restored")
+    restore_into(tmp_path / "copy", tmp_path / "restored")

@@ -18,7 +18,7 @@ from headrace.errors import DataDirectoryInUse, SetupError
 from headrace_orchestrator.buffer.data_directory import LOCK_TRIES, DataDirectory, is_owned, lock_directory
 
 
-def test_one_orchestrator_writes_a_data_directory_and_a_second_one_is_told_who_has_it(data_dir: Path):
+def test_one_orchestrator_writes_a_data_directory_and_a_second_one_is_refused(data_dir: Path):
     owner = DataDirectory.claim(data_dir)
     with pytest.raises(DataDirectoryInUse) as caught:
         DataDirectory.claim(data_dir)
@@ -47,7 +47,7 @@ def test_a_refused_claim_does_not_use_up_an_epoch(data_dir: Path):
     again.close()
 
 
-def test_the_lock_goes_with_the_process_however_it_ends(data_dir: Path):
+def test_the_lock_is_released_when_the_owner_ends_however_it_ends(data_dir: Path):
     code = (
         "import os, sys; from pathlib import Path\n"
         "from headrace_orchestrator.buffer.data_directory import DataDirectory\n"
@@ -61,7 +61,7 @@ def test_the_lock_goes_with_the_process_however_it_ends(data_dir: Path):
 
 @pytest.fixture(params=["reaped", "not yet reaped"])
 def left(request: pytest.FixtureRequest, data_dir: Path) -> Iterator[Left]:
-    """A process that writes for an owner which was killed."""
+    """A process that writes for an owner that was killed."""
     code = (
         "import os, subprocess, sys; from pathlib import Path\n"
         "from headrace_orchestrator.buffer.data_directory import DataDirectory\n"
@@ -80,13 +80,13 @@ def left(request: pytest.FixtureRequest, data_dir: Path) -> Iterator[Left]:
 
 
 class Left(NamedTuple):
-    """The process that it writes for, and what ends it."""
+    """The owner's process id, and a callable that ends the process."""
 
     owner: int
     end: Callable[[], None]
 
 
-def test_whoever_starts_right_after_the_end_of_an_owner_waits_for_those_that_write_for_it(
+def test_a_start_right_after_the_end_of_an_owner_waits_for_processes_that_write_for_it(
     data_dir: Path, left: Left, monkeypatch: pytest.MonkeyPatch
 ):
     sleep, slept = time.sleep, []
@@ -104,7 +104,7 @@ def test_whoever_starts_right_after_the_end_of_an_owner_waits_for_those_that_wri
     again.close()
 
 
-def test_what_does_not_end_after_its_owner_keeps_the_directory(
+def test_a_process_that_outlives_its_owner_keeps_the_directory(
     data_dir: Path, left: Left, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("headrace_orchestrator.buffer.data_directory.ENDED_OWNER_WAIT_S", 0.0)
@@ -112,7 +112,7 @@ def test_what_does_not_end_after_its_owner_keeps_the_directory(
         DataDirectory.claim(data_dir)
 
 
-def test_one_that_lost_its_lock_to_another_knows_it_by_the_epoch(data_dir: Path):
+def test_an_owner_whose_lock_was_lost_to_another_process_notices_it_by_the_epoch(data_dir: Path):
     old = DataDirectory.claim(data_dir)
     old.require_owned()
     (data_dir / "owner").unlink()
@@ -133,7 +133,7 @@ def test_a_damaged_epoch_is_not_guessed(data_dir: Path):
         DataDirectory.claim(data_dir)
 
 
-def test_a_path_that_is_no_directory_is_refused_with_what_to_do(tmp_path: Path):
+def test_a_path_that_is_not_a_directory_is_refused_with_advice(tmp_path: Path):
     file = tmp_path / "file"
     file.write_text("")
     with pytest.raises(SetupError, match="may write"):
@@ -159,7 +159,7 @@ def test_a_lost_epoch_is_not_guessed(data_dir: Path):
         DataDirectory.claim(data_dir)
 
 
-def test_whoever_asks_whether_a_directory_is_owned_keeps_nobody_away(data_dir: Path):
+def test_checking_for_an_owner_never_blocks_a_claim(data_dir: Path):
     assert not is_owned(data_dir)
     owner = DataDirectory.claim(data_dir)
     assert is_owned(data_dir)
@@ -181,7 +181,7 @@ def test_whoever_asks_whether_a_directory_is_owned_keeps_nobody_away(data_dir: P
         asking.join()
 
 
-def test_a_directory_that_is_held_is_not_claimed(data_dir: Path):
+def test_a_locked_directory_cannot_be_claimed(data_dir: Path):
     DataDirectory.claim(data_dir).close()
     with lock_directory(data_dir), pytest.raises(DataDirectoryInUse):
         DataDirectory.claim(data_dir)

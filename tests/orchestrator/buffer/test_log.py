@@ -1,4 +1,4 @@
-"""The log: durability, damage, and the disk that refuses."""
+"""The log: durability, damage, and failing disks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FILE_BYTES = 1 << 30
 async def opened(
     path: Path, *, file_bytes: int = FILE_BYTES, writer: LogWriter | None = None
 ) -> AsyncIterator[tuple[Log, list[LocatedFrame | LostRange]]]:
-    """A log that was read through, and what was in it."""
+    """A log that was read to its end, and its content."""
     log = Log(path, file_bytes=file_bytes, writer=writer)
     try:
         found = list(log.scan())
@@ -51,14 +51,14 @@ async def opened(
 async def opened_by(
     start_log_writer: StartLogWriter, log_dir: Path, *, file_bytes: int = FILE_BYTES
 ) -> AsyncIterator[tuple[Log, list[LocatedFrame | LostRange]]]:
-    """The log of a data directory, with a writer that is started for it."""
+    """The log of a data directory, with a log writer of its own."""
     with closing(DataDirectory.claim(log_dir.parent)) as directory:
         async with opened(log_dir, file_bytes=file_bytes, writer=start_log_writer(directory)) as log_and_found:
             yield log_and_found
 
 
 def payloads(found: list[LocatedFrame | LostRange]) -> list[bytes]:
-    """What was appended."""
+    """Payloads of the frames that were appended."""
     placed = [item for item in found if isinstance(item, LocatedFrame)]
     return [item.frame.payload for item in placed if item.frame.type not in (FrameType.FILE_HEAD, FrameType.FOOTER)]
 
@@ -79,7 +79,7 @@ async def test_acknowledged_means_on_disk(tmp_path: Path, monkeypatch: pytest.Mo
         assert synced[-1] == log.size_bytes
 
 
-async def test_one_sync_covers_all_frames_that_are_waiting(tmp_path: Path):
+async def test_one_sync_covers_all_waiting_frames(tmp_path: Path):
     rounds: list[int] = []
     log = Log(tmp_path, file_bytes=FILE_BYTES, on_sync=lambda duration_s, size: rounds.append(size))
     list(log.scan())
@@ -93,7 +93,7 @@ async def test_one_sync_covers_all_frames_that_are_waiting(tmp_path: Path):
     await log.close()
 
 
-async def test_what_was_appended_comes_back_in_order_after_a_restart(log_dir: Path, start_log_writer: StartLogWriter):
+async def test_appended_frames_come_back_in_order_after_a_restart(log_dir: Path, start_log_writer: StartLogWriter):
     async with opened_by(start_log_writer, log_dir) as (log, _):
         log.append(FrameType.CONTROL, b"one")
         log.append(FrameType.TRAJECTORY, b"two" * 100)
@@ -112,7 +112,7 @@ async def test_a_record_is_readable_before_and_after_it_is_written(log_dir: Path
         assert log.read(location) == b"record"
 
 
-async def test_a_file_that_is_full_is_sealed_with_its_footer_and_never_changed_again(
+async def test_a_full_file_is_sealed_with_a_footer_and_never_changed_again(
     log_dir: Path, start_log_writer: StartLogWriter
 ):
     def sealed() -> dict[str, tuple[bytes, int]]:
@@ -150,7 +150,7 @@ async def test_a_file_that_is_full_is_sealed_with_its_footer_and_never_changed_a
         assert tally.matches(footer)
 
 
-async def test_the_next_file_opens_with_the_live_control_state(log_dir: Path, start_log_writer: StartLogWriter):
+async def test_the_next_file_opens_with_the_current_control_state(log_dir: Path, start_log_writer: StartLogWriter):
     async with opened_by(start_log_writer, log_dir) as (log, _):
         log.append(FrameType.CONTROL, b"one")
         log.rotate(b"state behind one")
@@ -167,7 +167,7 @@ async def test_the_next_file_opens_with_the_live_control_state(log_dir: Path, st
     await log.close()
 
 
-async def test_a_damaged_head_leaves_the_state_before_it(tmp_path: Path):
+async def test_a_damaged_head_leaves_the_previous_state(tmp_path: Path):
     async with opened(tmp_path) as (log, _):
         for number in range(3):
             log.append(FrameType.CONTROL, b"%d" % number)
@@ -180,7 +180,7 @@ async def test_a_damaged_head_leaves_the_state_before_it(tmp_path: Path):
         assert [item.file for item in found if isinstance(item, LostRange)] == ["00000004.log"]
         assert payloads(found) == [b"0", b"1", b"2"]
         log.append(FrameType.CONTROL, b"after")
-    # What cannot be gone on with is left as it is.
+    # A file that cannot be appended to is left as it is.
     assert len(list(tmp_path.glob("*.log"))) == 5
     async with opened(tmp_path) as (_, found):
         assert payloads(found) == [b"0", b"1", b"2", b"after"]
@@ -200,7 +200,7 @@ async def test_a_damaged_footer_costs_no_record(tmp_path: Path):
 
 
 @pytest.mark.parametrize("left", [b"", bytes(100), b"HRLOGFRM"])
-async def test_a_file_that_was_made_and_never_written_is_as_good_as_none(tmp_path: Path, left: bytes):
+async def test_a_last_file_without_a_whole_frame_counts_as_missing(tmp_path: Path, left: bytes):
     async with opened(tmp_path) as (log, _):
         log.append(FrameType.CONTROL, b"one")
     (tmp_path / "00000002.log").write_bytes(left)
@@ -212,7 +212,7 @@ async def test_a_file_that_was_made_and_never_written_is_as_good_as_none(tmp_pat
         assert not [item for item in found if isinstance(item, LostRange)]
 
 
-async def test_a_file_of_another_log_is_refused_by_its_name(tmp_path: Path):
+async def test_a_file_of_another_log_is_refused_and_named(tmp_path: Path):
     for name in ("one", "two"):
         async with opened(tmp_path / name):
             pass
@@ -221,7 +221,7 @@ async def test_a_file_of_another_log_is_refused_by_its_name(tmp_path: Path):
         Log(tmp_path / "one", file_bytes=FILE_BYTES)
 
 
-def test_a_file_of_a_format_that_is_not_known_is_refused(tmp_path: Path):
+def test_a_file_of_an_unknown_format_is_refused(tmp_path: Path):
     head = FileHead(format=7, log="log", number=1, epoch=1, before_bytes=0, state=None)
     frame = log_format.pack_frame(FrameType.FILE_HEAD, msgspec.msgpack.encode(head))
     (tmp_path / "00000001.log").write_bytes(b"".join(frame))
@@ -230,7 +230,7 @@ def test_a_file_of_a_format_that_is_not_known_is_refused(tmp_path: Path):
 
 
 class Disk:
-    """Refuses writes or syncs while ``refuses`` names an errno."""
+    """A disk that fails writes or syncs while ``refuses`` names an errno."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
         self.refuses = 0
@@ -255,7 +255,9 @@ def disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Dis
 
 
 @pytest.mark.parametrize("reason", [errno.ENOSPC, errno.EIO, errno.EROFS])
-async def test_a_failed_write_or_sync_seals_the_file_and_every_waiter_is_told(tmp_path: Path, disk: Disk, reason: int):
+async def test_after_a_failed_write_or_sync_the_file_is_cut_and_every_waiter_gets_the_error(
+    tmp_path: Path, disk: Disk, reason: int
+):
     async with opened(tmp_path) as (log, _):
         log.append(FrameType.CONTROL, b"safe")
         await log.synced()
@@ -269,22 +271,20 @@ async def test_a_failed_write_or_sync_seals_the_file_and_every_waiter_is_told(tm
             await log.synced()
         assert len(disk.refused) == 1
         assert (tmp_path / "00000001.log").stat().st_size == size
-    # What was never acknowledged is gone, also where the page cache still showed it.
+    # Unacknowledged frames are gone, even if the page cache still showed them.
     disk.refuses = 0
     async with opened(tmp_path) as (log, found):
         assert payloads(found) == [b"safe"]
 
 
-async def test_what_was_appended_and_not_stored_goes_to_a_new_file_as_soon_as_the_disk_takes_one(
-    tmp_path: Path, disk: Disk
-):
+async def test_frames_that_were_not_stored_go_to_a_new_file_as_soon_as_the_disk_accepts_one(tmp_path: Path, disk: Disk):
     moved: list[Relocations] = []
-    told: list[str] = []
+    calls: list[str] = []
     log = Log(
         tmp_path,
         file_bytes=FILE_BYTES,
-        on_failure=lambda: told.append(log.phase),
-        on_recovery=lambda: told.append("recovered"),
+        on_failure=lambda: calls.append(log.phase),
+        on_recovery=lambda: calls.append("recovered"),
     )
     list(log.scan())
     log.start(lambda: None)
@@ -295,20 +295,20 @@ async def test_what_was_appended_and_not_stored_goes_to_a_new_file_as_soon_as_th
     places = [log.append(FrameType.CONTROL, b"one")]
     with pytest.raises(StoreError):
         await log.synced()
-    places.append(log.append(FrameType.CONTROL, b"two"))  # decided before everybody knew
+    places.append(log.append(FrameType.CONTROL, b"two"))  # appended before the failure was known
     for _ in range(3):
         log.retry()
         await settled(log)
         assert log.failure
         assert [log.read(place) for place in places] == [b"one", b"two"]
-    assert len(disk.refused) == 4  # each on a file of its own, and none is left
+    assert len(disk.refused) == 4  # each in a file of its own, and no file is left
     assert [file.name for file in tmp_path.iterdir()] == ["00000001.log"]
     disk.refuses = 0
     log.retry()
-    places.append(log.append(FrameType.CONTROL, b"three"))  # before it is known that the disk takes data
+    places.append(log.append(FrameType.CONTROL, b"three"))  # before it is known that the disk works again
     await settled(log)
     await log.synced()
-    assert told == ["disk full", "recovered"]
+    assert calls == ["disk full", "recovered"]
     places = [moved[0][place.position] for place in places]
     assert [log.read(place) for place in places] == [b"one", b"two", b"three"]
     log.append(FrameType.CONTROL, b"four")
@@ -320,7 +320,7 @@ async def test_what_was_appended_and_not_stored_goes_to_a_new_file_as_soon_as_th
         assert payloads(found) == [b"safe", b"one", b"two", b"three", b"four"]
 
 
-async def test_a_disk_that_refuses_at_a_rotation_costs_nothing(tmp_path: Path, disk: Disk):
+async def test_a_disk_that_fails_during_a_rotation_loses_nothing(tmp_path: Path, disk: Disk):
     for after in range(3):
         path = tmp_path / str(after)
         async with opened(path) as (log, _):
@@ -346,9 +346,9 @@ async def test_a_disk_that_refuses_at_a_rotation_costs_nothing(tmp_path: Path, d
             assert not [item for item in found if isinstance(item, LostRange)]
 
 
-async def test_a_log_that_is_closed_while_it_tries_again_does_not_come_back(tmp_path: Path, disk: Disk):
-    told: list[str] = []
-    log = Log(tmp_path, file_bytes=FILE_BYTES, on_recovery=lambda: told.append("recovered"))
+async def test_a_log_that_is_closed_during_a_retry_stays_failed(tmp_path: Path, disk: Disk):
+    calls: list[str] = []
+    log = Log(tmp_path, file_bytes=FILE_BYTES, on_recovery=lambda: calls.append("recovered"))
     list(log.scan())
     log.start(lambda: None)
     disk.refuses = errno.ENOSPC
@@ -360,12 +360,12 @@ async def test_a_log_that_is_closed_while_it_tries_again_does_not_come_back(tmp_
     await log.close()
     for _ in range(3):
         await asyncio.sleep(0)
-    assert told == []
+    assert calls == []
     async with opened(tmp_path) as (_, found):
         assert payloads(found) == [b"one"]
 
 
-async def test_a_recovery_knows_of_files_that_were_deleted(tmp_path: Path, disk: Disk):
+async def test_a_recovery_counts_deleted_files(tmp_path: Path, disk: Disk):
     async with opened(tmp_path) as (log, _):
         log.append(FrameType.CONTROL, b"one")
         log.rotate(b"state")
@@ -382,7 +382,7 @@ async def test_a_recovery_knows_of_files_that_were_deleted(tmp_path: Path, disk:
         assert log.size_bytes == sum(file.stat().st_size for file in tmp_path.glob("*.log"))
 
 
-async def test_what_a_failed_file_still_shows_does_not_count_twice(
+async def test_frames_that_a_failed_file_still_shows_do_not_count_twice(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ):
     def refuse(descriptor: int, length: int) -> None:
@@ -404,7 +404,7 @@ async def test_what_a_failed_file_still_shows_does_not_count_twice(
         assert payloads(found) == [b"one", b"two"]
 
 
-async def test_a_writer_that_fails_stops_the_log_and_nobody_waits_for_ever(
+async def test_a_writer_that_raises_stops_the_log_and_fails_all_waiters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def fail(descriptor: int, buffers: object) -> int:
@@ -419,19 +419,19 @@ async def test_a_writer_that_fails_stops_the_log_and_nobody_waits_for_ever(
 
 
 class Owner:
-    """Looks whether the directory is still this process's; cannot tell when it is told not to."""
+    """A check of the directory's owner, which fails on request."""
 
     def __init__(self) -> None:
-        self.looks = 0
-        self.blind_at: set[int] = set()
+        self.checks = 0
+        self.fails_at: set[int] = set()
 
     def __call__(self) -> None:
-        self.looks += 1
-        if self.looks in self.blind_at:
+        self.checks += 1
+        if self.checks in self.fails_at:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
 
-async def test_nothing_is_acknowledged_or_stored_twice_where_it_cannot_be_told_who_owns_the_directory(
+async def test_nothing_is_acknowledged_or_stored_twice_if_the_owner_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("headrace_orchestrator.buffer.log.log.FIRST_RETRY_S", 3600.0)
@@ -439,12 +439,12 @@ async def test_nothing_is_acknowledged_or_stored_twice_where_it_cannot_be_told_w
     async with opened(tmp_path, writer=LogWriterThread(tmp_path, owner)) as (log, _):
         log.append(FrameType.CONTROL, b"safe")
         await log.synced()
-        owner.blind_at = {owner.looks + 2, owner.looks + 3}  # after the sync, and when the file would be cut back
+        owner.fails_at = {owner.checks + 2, owner.checks + 3}  # after the sync, and when the file would be cut back
         log.append(FrameType.CONTROL, b"one")
         with pytest.raises(StoreError, match="Stale file handle"):
             await log.synced()
         log.append(FrameType.CONTROL, b"two")
-        owner.blind_at = {owner.looks + 2, owner.looks + 3}
+        owner.fails_at = {owner.checks + 2, owner.checks + 3}
         log.retry()
         await settled(log)
         assert log.failure
@@ -455,15 +455,15 @@ async def test_nothing_is_acknowledged_or_stored_twice_where_it_cannot_be_told_w
         assert payloads(found) == [b"safe", b"one", b"two"]
 
 
-async def test_an_old_owner_that_cannot_tell_cuts_nothing_of_what_its_successor_stored(tmp_path: Path):
+async def test_an_old_owner_that_cannot_read_the_epoch_cuts_nothing_of_its_successor(tmp_path: Path):
     owner = Owner()
     async with opened(tmp_path, writer=LogWriterThread(tmp_path, owner)) as (old, _):
         old.append(FrameType.CONTROL, b"one")
         await old.synced()
-        async with opened(tmp_path) as (new, _):  # it goes on in the same file
+        async with opened(tmp_path) as (new, _):  # it appends to the same file
             new.append(FrameType.CONTROL, b"two")
             await new.synced()
-        owner.blind_at = set(range(owner.looks, owner.looks + 100))
+        owner.fails_at = set(range(owner.checks, owner.checks + 100))
         old.append(FrameType.CONTROL, b"late")
         with pytest.raises(StoreError, match="Stale file handle"):
             await old.synced()
@@ -471,7 +471,7 @@ async def test_an_old_owner_that_cannot_tell_cuts_nothing_of_what_its_successor_
         assert payloads(found) == [b"one", b"two"]
 
 
-async def test_a_disk_that_refuses_while_the_log_is_closed_is_not_tried_again(tmp_path: Path, disk: Disk):
+async def test_a_disk_that_fails_while_the_log_closes_is_not_retried(tmp_path: Path, disk: Disk):
     log = Log(tmp_path, file_bytes=FILE_BYTES)
     list(log.scan())
     log.start(lambda: None)
@@ -482,12 +482,12 @@ async def test_a_disk_that_refuses_while_the_log_is_closed_is_not_tried_again(tm
     assert log._retry_timer is None
 
 
-async def test_nothing_is_deleted_once_the_log_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    begun, may_end = threading.Event(), threading.Event()
+async def test_no_file_is_deleted_after_the_log_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    started, may_end = threading.Event(), threading.Event()
     remove = LocalLogFiles.remove
 
     def slow(self: LocalLogFiles, number: int) -> int:
-        begun.set()
+        started.set()
         assert may_end.wait(30)
         return remove(self, number)
 
@@ -499,10 +499,10 @@ async def test_nothing_is_deleted_once_the_log_is_closed(tmp_path: Path, monkeyp
     log.rotate(b"state")
     await log.synced()
     removing = asyncio.create_task(log.remove(1))
-    await asyncio.to_thread(begun.wait, 30)
+    await asyncio.to_thread(started.wait, 30)
     removing.cancel()
     closing = asyncio.create_task(log.close())
-    await asyncio.wait({closing}, timeout=0.5)  # for longer than it takes where nothing is waited for
+    await asyncio.wait({closing}, timeout=0.5)  # longer than a close takes that does not wait
     assert not closing.done()
     may_end.set()
     await closing
@@ -510,7 +510,7 @@ async def test_nothing_is_deleted_once_the_log_is_closed(tmp_path: Path, monkeyp
 
 
 async def settled(log: Log) -> None:
-    """The writer has done what it was asked to, and the log knows."""
+    """Wait until the log has the result of its last batch."""
     async with asyncio.timeout(30):
         while log._writing:
             await asyncio.sleep(0.001)
@@ -547,7 +547,7 @@ def test_a_torn_tail_is_cut_when_the_log_is_opened(
 ):
     path = tmp_path_factory.mktemp("log")
 
-    async def story() -> None:
+    async def append_frames() -> None:
         ends = []
         async with opened(path) as (log, _):
             for size in sizes:
@@ -565,7 +565,7 @@ def test_a_torn_tail_is_cut_when_the_log_is_opened(
         async with opened(path) as (_, found):
             assert payloads(found) == [*(b"x" * size for size in sizes[:whole]), b"after"]
 
-    asyncio.run(story())
+    asyncio.run(append_frames())
 
 
 def flip(file: Path, offset: int) -> None:
@@ -577,7 +577,7 @@ def flip(file: Path, offset: int) -> None:
         stream.write(bytes([byte ^ 1]))
 
 
-def test_a_directory_that_holds_something_else_than_a_log_is_refused_and_the_file_is_named(tmp_path: Path):
+def test_a_directory_that_holds_something_other_than_a_log_is_refused_and_the_file_is_named(tmp_path: Path):
     (tmp_path / "notes.log").write_text("mine")
     with pytest.raises(SetupError, match=r"notes\.log"):
         Log(tmp_path, file_bytes=1 << 20)

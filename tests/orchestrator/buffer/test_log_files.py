@@ -25,11 +25,11 @@ def made(folder: Path, number: int, payload: bytes) -> None:
 
 
 def open_files(folder: Path) -> list[str]:
-    """Those of a folder that this process has open. All else that is open may be what other tests left to the garbage
+    """Files of a folder that this process has open. All else that is open may be what other tests left to the garbage
     collector."""
     found = []
     for descriptor in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # that of this very listing
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of this listing
             path = Path(os.readlink(descriptor))
             found += [path.name] if path.parent == folder else []
     return found
@@ -59,7 +59,7 @@ def test_a_file_may_be_deleted_while_a_thread_reads_from_it(tmp_path: Path) -> N
     assert open_files(tmp_path) == []
 
 
-def test_a_number_that_was_given_away_anew_is_read_anew(tmp_path: Path) -> None:
+def test_a_file_whose_number_is_reused_is_read_anew(tmp_path: Path) -> None:
     made(tmp_path, 1, b"before")
     files = LocalLogFiles(tmp_path)
     files.read(1, 0, 6)
@@ -82,7 +82,7 @@ def test_few_files_are_held_open_however_many_there_are(tmp_path: Path) -> None:
     assert open_files(tmp_path) == []
 
 
-def test_a_process_that_is_out_of_something_does_not_call_a_record_damaged(
+def test_a_process_that_runs_out_of_a_resource_does_not_call_a_record_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def out(path: Path, flags: int) -> int:
@@ -98,36 +98,36 @@ def test_a_process_that_is_out_of_something_does_not_call_a_record_damaged(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux is told what to forget")
-def test_what_is_in_a_file_can_be_taken_from_the_kernels_memory_and_is_read_all_the_same(tmp_path: Path) -> None:
+def test_the_content_of_a_file_can_be_dropped_from_the_page_cache_and_can_still_be_read(tmp_path: Path) -> None:
     payload = os.urandom(1 << 20)
     made(tmp_path, 1, payload)
     with open(path_of(tmp_path, 1), "rb") as stream:
         os.fsync(stream.fileno())
-        stream.read()  # where memory is short, the kernel may have taken it by itself
+        stream.read()  # if memory is short, the kernel may have dropped it already
     assert _in_memory(path_of(tmp_path, 1))
     files = LocalLogFiles(tmp_path)
-    files.release_memory(2)  # there is none
+    files.release_memory(2)  # the file does not exist
 
-    def is_let_go() -> bool:
-        files.release_memory(1)  # what the kernel itself holds at that moment stays
+    def is_dropped() -> bool:
+        files.release_memory(1)  # pages that the kernel itself uses at that moment stay
         return not _in_memory(path_of(tmp_path, 1))
 
     if not _keeps_files_in_memory(tmp_path):
-        wait_for("it is let go", is_let_go)
+        wait_for("it is let go", is_dropped)
     assert files.read(1, 0, len(payload)) == payload
 
 
 def _in_memory(path: Path) -> bool:
-    """Whether the kernel has the second page of a file in memory."""
+    """True if the second page of a file is in the page cache."""
     second, is_in = mmap.PAGESIZE, ctypes.c_ubyte()
     with path.open("rb") as stream, mmap.mmap(stream.fileno(), 2 * second, access=mmap.ACCESS_COPY) as pages:
         page = ctypes.c_char.from_buffer(pages, second)
         assert ctypes.CDLL(None).mincore(ctypes.byref(page), mmap.PAGESIZE, ctypes.byref(is_in)) == 0
-        del page  # the mapping cannot be closed before
+        del page  # otherwise the mapping cannot be closed
     return bool(is_in.value & 1)
 
 
 def _keeps_files_in_memory(folder: Path) -> bool:
-    """Whether the file system is tmpfs, which has no disk."""
+    """True if the file system is tmpfs, which has no disk."""
     folders = {Path(line.split()[1]): line.split()[2] for line in Path("/proc/mounts").read_text().splitlines()}
     return folders[next(place for place in (folder, *folder.parents) if place in folders)] == "tmpfs"

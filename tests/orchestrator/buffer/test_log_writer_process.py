@@ -1,4 +1,4 @@
-"""The log's writer in a process of its own, alone and beside a real orchestrator."""
+"""The log writer in a process of its own."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.orchestrator.buffer.test_log_writers import no_file_grows
 pytestmark = pytest.mark.skipif(not SUPPORTED, reason="the log's writer has no process of its own here")
 
 ENDS_S = 30.0
-"""A process that was told to end, and has not by then, never will."""
+"""Seconds within which a process must have ended."""
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -39,20 +39,20 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Frames go to it through shared memory ----------------------------------------------------------------------------
 
 
-async def test_frames_go_to_it_as_a_copy_of_theirs(log_dir: Path):
+async def test_frames_are_copied_to_the_process_through_shared_memory(log_dir: Path):
     payload = bytearray(b"as it was")
     async with beside(log_dir) as log:
-        writer, told = of(log), asyncio.get_running_loop().create_future()
+        writer, result = of(log), asyncio.get_running_loop().create_future()
         os.kill(writer._process.pid, signal.SIGSTOP)
         frame = PendingFrame(1, log.size_bytes, FrameType.TRAJECTORY, memoryview(payload), 128)
-        writer.write([frame], told.set_result)
+        writer.write([frame], result.set_result)
         payload[:] = b"different"
         os.kill(writer._process.pid, signal.SIGCONT)
-        assert (await told).written == 1
+        assert (await result).written == 1
     assert await found_in(log_dir) == [b"as it was"]
 
 
-async def test_what_is_larger_than_the_shared_memory_is_written_too_and_leaves_it_small(log_dir: Path):
+async def test_a_batch_larger_than_the_shared_memory_is_written_and_the_memory_shrinks_again(log_dir: Path):
     record, state = b"r" * (2 * MIN_BYTES + 1), b"s" * (MIN_BYTES + 1)
     async with beside(log_dir) as log:
         place = log.append(FrameType.TRAJECTORY, record)
@@ -68,7 +68,7 @@ async def test_what_is_larger_than_the_shared_memory_is_written_too_and_leaves_i
     assert await found_in(log_dir) == [record, b"small"]
 
 
-async def test_shared_memory_that_cannot_grow_is_told_and_what_waits_is_written_when_it_can(
+async def test_shared_memory_that_cannot_grow_is_a_failure_and_the_frames_are_written_later(
     log_dir: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def refuse(descriptor: int, length: int) -> None:
@@ -80,7 +80,7 @@ async def test_shared_memory_that_cannot_grow_is_told_and_what_waits_is_written_
         log.append(FrameType.CONTROL, b"small")
         await log.synced()
         with monkeypatch.context() as refusing:
-            refusing.setattr(os, "ftruncate", refuse)  # here: the writer has its own
+            refusing.setattr(os, "ftruncate", refuse)  # only in this process, not in the writer's
             log.append(FrameType.TRAJECTORY, large)
             with pytest.raises(StoreError, match="Cannot allocate memory"):
                 await log.synced()
@@ -95,16 +95,16 @@ async def test_shared_memory_that_cannot_grow_is_told_and_what_waits_is_written_
 
 async def test_a_batch_of_many_frames_is_written_in_order_and_control_frames_twice(log_dir: Path):
     kinds = (FrameType.TRAJECTORY, FrameType.CONTROL, FrameType.BATCH)
-    meant = [b"%d" % number * (number % 50) for number in range(3000)]
+    payloads_sent = [b"%d" % number * (number % 50) for number in range(3000)]
     async with beside(log_dir) as log:
-        for number, payload in enumerate(meant):
+        for number, payload in enumerate(payloads_sent):
             log.append(kinds[number % 3], payload)
         await log.synced()
         assert log.size_bytes == sum(file.stat().st_size for file in log_dir.iterdir())
-    assert await found_in(log_dir) == meant
+    assert await found_in(log_dir) == payloads_sent
 
 
-async def test_of_a_long_batch_it_writes_one_part_while_the_next_is_copied(
+async def test_it_writes_one_part_of_a_long_batch_while_the_next_is_copied(
     log_dir: Path, monkeypatch: pytest.MonkeyPatch
 ):
     parts: list[int] = []
@@ -114,7 +114,7 @@ async def test_of_a_long_batch_it_writes_one_part_while_the_next_is_copied(
     def watched(self: LogWriterProcess, message: Any) -> None:
         if isinstance(message, writer_process._Part):
             parts.append(message.offset)
-            if len(parts) == 6:  # of seven
+            if len(parts) == 6:  # the sixth of seven
                 until_it_grows(log_dir / "00000001.log", head_bytes)
                 on_disk.append((log_dir / "00000001.log").stat().st_size)
         send(self, message)
@@ -131,20 +131,20 @@ async def test_of_a_long_batch_it_writes_one_part_while_the_next_is_copied(
     assert len(await found_in(log_dir)) == 30
 
 
-async def test_an_event_loop_that_stands_still_misses_nothing(log_dir: Path):
+async def test_a_blocked_event_loop_misses_no_result(log_dir: Path):
     async with beside(log_dir) as log:
         log.append(FrameType.CONTROL, b"one")
         waiting = asyncio.create_task(log.synced())
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        assert readable(of(log))  # the event loop stands still until there is an answer
+        assert readable(of(log))  # blocks the event loop until the result arrives
         log.append(FrameType.CONTROL, b"two")
         await waiting
         await log.synced()
     assert await found_in(log_dir) == [b"one", b"two"]
 
 
-async def test_a_writer_that_stands_still_is_waited_for(log_dir: Path):
+async def test_the_log_waits_for_a_stopped_writer(log_dir: Path):
     async with beside(log_dir) as log:
         os.kill(of(log)._process.pid, signal.SIGSTOP)
         log.append(FrameType.CONTROL, b"one")
@@ -160,8 +160,8 @@ async def test_a_writer_that_stands_still_is_waited_for(log_dir: Path):
 # It ends with the orchestrator ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("answered", [True, False], ids=["after its answer", "before its answer"])
-def test_it_says_nothing_when_the_orchestrator_is_killed_with_a_batch_on_its_way(log_dir: Path, answered: bool):
+@pytest.mark.parametrize("answered", [True, False], ids=["after its result", "before its result"])
+def test_it_prints_nothing_if_the_orchestrator_is_killed_during_a_batch(log_dir: Path, answered: bool):
     code = """
 import asyncio, os, select, signal, sys
 from pathlib import Path
@@ -170,7 +170,7 @@ from headrace_orchestrator.buffer.data_directory import DataDirectory
 from headrace_orchestrator.buffer.log.log import Log
 from headrace_orchestrator.buffer.log.writer_process import LogWriterProcess
 
-async def story(data, answered):
+async def run(data, answered):
     writer = LogWriterProcess(DataDirectory.claim(data))
     log = Log(data / "log", file_bytes=1 << 30, writer=writer)
     log.start(lambda: None)
@@ -185,7 +185,7 @@ async def story(data, answered):
         print(writer._process.pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
-asyncio.run(story(Path(sys.argv[1]), len(sys.argv) > 2))
+asyncio.run(run(Path(sys.argv[1]), len(sys.argv) > 2))
 """
     command = [sys.executable, "-c", code, log_dir.parent, *(["answered"] if answered else [])]
     killed = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -193,12 +193,12 @@ asyncio.run(story(Path(sys.argv[1]), len(sys.argv) > 2))
     if not answered:
         assert killed.stdout is not None
         os.kill(int(killed.stdout.readline()), signal.SIGCONT)
-    assert killed.communicate(timeout=ENDS_S)[1] == b""  # the writer has ended: it had the other end too
+    assert killed.communicate(timeout=ENDS_S)[1] == b""  # stderr closed, so the writer has ended too
     assert asyncio.run(found_in(log_dir)) == [b"on its way"]
 
 
-@pytest.mark.parametrize("answered", [True, False], ids=["after its answer", "before its answer"])
-async def test_it_says_nothing_when_it_is_closed_with_a_batch_on_its_way(
+@pytest.mark.parametrize("answered", [True, False], ids=["after its result", "before its result"])
+async def test_it_prints_nothing_if_it_is_closed_during_a_batch(
     log_dir: Path, answered: bool, capfd: pytest.CaptureFixture[str]
 ):
     async with beside(log_dir) as log:
@@ -222,14 +222,14 @@ async def test_it_says_nothing_when_it_is_closed_with_a_batch_on_its_way(
 # It ends by itself ------------------------------------------------------------------------------------------------
 
 
-async def test_when_it_ends_while_nothing_is_with_it_the_log_is_told_why_and_stops(log_dir: Path):
-    told = asyncio.Event()
-    async with beside(log_dir, on_failure=told.set) as log:
+async def test_if_it_ends_while_it_has_no_batch_the_log_gets_the_reason_and_stops(log_dir: Path):
+    failed = asyncio.Event()
+    async with beside(log_dir, on_failure=failed.set) as log:
         log.append(FrameType.CONTROL, b"stored")
         await log.synced()
         of(log)._process.kill()
         async with asyncio.timeout(ENDS_S):
-            await told.wait()
+            await failed.wait()
         assert log.stopped
         assert log.failure == "the process that writes the log ended (SIGKILL)"
         with pytest.raises(StoreError, match="SIGKILL"):
@@ -237,7 +237,7 @@ async def test_when_it_ends_while_nothing_is_with_it_the_log_is_told_why_and_sto
     assert await found_in(log_dir) == [b"stored"]
 
 
-async def test_frames_that_cannot_be_handed_over_are_told_and_end_all_writing(
+async def test_frames_that_cannot_be_sent_end_all_writing_with_the_reason(
     log_dir: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def fail(self: LogWriterProcess, *args: Any) -> None:
@@ -251,7 +251,7 @@ async def test_frames_that_cannot_be_handed_over_are_told_and_end_all_writing(
         assert log.stopped
 
 
-async def test_when_it_ended_before_its_first_batch_that_is_told_why(log_dir: Path):
+async def test_if_it_ended_before_its_first_batch_the_log_gets_the_reason(log_dir: Path):
     async with beside(log_dir) as log:
         of(log)._process.kill()
         log.append(FrameType.CONTROL, b"first")
@@ -266,7 +266,7 @@ async def test_when_it_ended_before_its_first_batch_that_is_told_why(log_dir: Pa
     [(signal.SIGKILL, "SIGKILL"), (signal.SIGSEGV, "SIGSEGV"), (signal.SIGRTMIN + 1, f"signal {signal.SIGRTMIN + 1}")],
     ids=["SIGKILL", "SIGSEGV", "a signal without a name"],
 )
-async def test_when_it_ends_with_a_batch_on_its_way_every_waiter_is_told_why(log_dir: Path, number: int, name: str):
+async def test_if_it_ends_during_a_batch_every_waiter_gets_the_reason(log_dir: Path, number: int, name: str):
     async with beside(log_dir) as log:
         log.append(FrameType.CONTROL, b"stored")
         await log.synced()
@@ -280,9 +280,9 @@ async def test_when_it_ends_with_a_batch_on_its_way_every_waiter_is_told_why(log
         os.kill(of(log)._process.pid, number)
         os.kill(of(log)._process.pid, signal.SIGCONT)
         async with asyncio.timeout(ENDS_S):
-            told = await asyncio.gather(*waiting, return_exceptions=True)
-        assert [type(each) for each in told] == [StoreError] * 4
-        assert all(f"the process that writes the log ended ({name})" in str(each) for each in told)
+            errors = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [type(each) for each in errors] == [StoreError] * 4
+        assert all(f"the process that writes the log ended ({name})" in str(each) for each in errors)
         assert log.stopped
         log.retry()
         with pytest.raises(StoreError):
@@ -290,7 +290,7 @@ async def test_when_it_ends_with_a_batch_on_its_way_every_waiter_is_told_why(log
     assert await found_in(log_dir) == [b"stored"]
 
 
-async def test_when_it_ends_while_the_disk_refuses_only_a_restart_helps(log_dir: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_if_it_ends_while_the_disk_fails_only_a_restart_helps(log_dir: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("headrace_orchestrator.buffer.log.log.FIRST_RETRY_S", 3600.0)
     async with beside(log_dir) as log:
         log.append(FrameType.CONTROL, b"stored")
@@ -307,7 +307,7 @@ async def test_when_it_ends_while_the_disk_refuses_only_a_restart_helps(log_dir:
     assert await found_in(log_dir) == [b"stored"]
 
 
-async def test_when_it_ends_before_the_start_is_over_the_start_is_told(log_dir: Path):
+async def test_if_it_ends_before_the_start_is_complete_the_start_fails(log_dir: Path):
     with closing(DataDirectory.claim(log_dir.parent)) as directory:
         writer = LogWriterProcess(directory)
         log = Log(log_dir, file_bytes=1 << 20, writer=writer)
@@ -320,9 +320,7 @@ async def test_when_it_ends_before_the_start_is_over_the_start_is_told(log_dir: 
 # Signals ----------------------------------------------------------------------------------------------------------
 
 
-async def test_signals_that_end_an_orchestrator_do_not_end_it_from_its_first_moment_on(
-    log_dir: Path, capfd: pytest.CaptureFixture[str]
-):
+async def test_signals_that_end_an_orchestrator_never_end_it(log_dir: Path, capfd: pytest.CaptureFixture[str]):
     with closing(DataDirectory.claim(log_dir.parent)) as directory:
         writer = LogWriterProcess(directory)
         for name in SIGNALS:
@@ -343,7 +341,7 @@ async def test_signals_that_end_an_orchestrator_do_not_end_it_from_its_first_mom
 # What it has, and what it leaves ----------------------------------------------------------------------------------
 
 
-async def test_neither_process_gathers_descriptors(log_dir: Path):
+async def test_neither_process_leaks_descriptors(log_dir: Path):
     async with beside(log_dir, file_bytes=100) as log:
         both = os.getpid(), of(log)._process.pid
 
@@ -358,7 +356,7 @@ async def test_neither_process_gathers_descriptors(log_dir: Path):
         assert await write(50) == before
 
 
-async def test_a_closed_one_leaves_no_descriptor(log_dir: Path):
+async def test_a_closed_writer_leaves_no_descriptor(log_dir: Path):
     before = descriptors(os.getpid())
     for _ in range(2):
         async with beside(log_dir) as log:
@@ -369,7 +367,7 @@ async def test_a_closed_one_leaves_no_descriptor(log_dir: Path):
 # It cannot be started ---------------------------------------------------------------------------------------------
 
 
-def test_one_that_cannot_be_started_is_told_and_leaves_no_descriptor(data_dir: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_failed_start_raises_and_leaves_no_descriptor(data_dir: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(writer_process, "COMMAND", ("/nonexistent/python",))
     with closing(DataDirectory.claim(data_dir)) as directory:
         before = descriptors(os.getpid())
@@ -379,7 +377,7 @@ def test_one_that_cannot_be_started_is_told_and_leaves_no_descriptor(data_dir: P
 
 
 @pytest.mark.parametrize("name", ["da ta", "dätä", os.fsdecode(b"d\xff")], ids=["blank", "umlaut", "not UTF-8"])
-async def test_any_name_of_a_data_directory_will_do(tmp_path: Path, name: str):
+async def test_a_data_directory_may_have_any_name(tmp_path: Path, name: str):
     async with beside(tmp_path / name / "log") as log:
         log.append(FrameType.CONTROL, b"one")
     assert await found_in(tmp_path / name / "log") == [b"one"]
@@ -390,7 +388,7 @@ async def test_any_name_of_a_data_directory_will_do(tmp_path: Path, name: str):
 
 @asynccontextmanager
 async def beside(log_dir: Path, **settings: object) -> AsyncIterator[Log]:
-    """A log that is written by a process of its own."""
+    """A log with a writer process."""
     with closing(DataDirectory.claim(log_dir.parent)) as directory:
         given = {"file_bytes": 1 << 30, **settings}
         log = Log(log_dir, writer=LogWriterProcess(directory), **given)  # type: ignore[arg-type]
@@ -400,7 +398,7 @@ async def beside(log_dir: Path, **settings: object) -> AsyncIterator[Log]:
             yield log
         finally:
             if isinstance(log._writer, LogWriterProcess):
-                log._writer._process.send_signal(signal.SIGCONT)  # a test that failed may have left it standing still
+                log._writer._process.send_signal(signal.SIGCONT)  # a failed test may have left it stopped
             await log.close()
 
 
@@ -411,25 +409,25 @@ def of(log: Log) -> LogWriterProcess:
 
 
 class Closed:
-    """In place of a writer that was closed."""
+    """Stands for a writer that was closed already."""
 
     async def close(self) -> None: ...
 
 
 async def found_in(log_dir: Path) -> list[bytes]:
-    """What a start finds in a log, none of it damaged."""
+    """Payloads that a start finds in a log without damage."""
     async with opened_by(LogWriterProcess, log_dir) as (_, found):
         assert not [item for item in found if isinstance(item, LostRange)]
         return payloads(found)
 
 
 def readable(writer: LogWriterProcess) -> bool:
-    """Whether there is an answer; waits for it, and holds the event loop."""
+    """Wait for a result, blocking the event loop; returns false after ENDS_S."""
     return bool(select.select([writer._socket], [], [], ENDS_S)[0])
 
 
 def descriptors(pid: int) -> list[str]:
-    """What a process has open; not what the event loop and this very look need."""
+    """Open descriptors of a process, without those of the event loop and of this listing."""
     found = []
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         try:
@@ -440,7 +438,7 @@ def descriptors(pid: int) -> list[str]:
 
 
 class Watched:
-    """A process that is no child of this one."""
+    """A process that is not a child of this one."""
 
     def __init__(self, pid: int) -> None:
         self._descriptor = os.pidfd_open(pid)
@@ -450,19 +448,19 @@ class Watched:
 
     def __exit__(self, *error: object) -> None:
         with suppress(ProcessLookupError):
-            self.send(signal.SIGCONT)  # a test that failed may have left it standing still
+            self.send(signal.SIGCONT)  # a failed test may have left it stopped
         os.close(self._descriptor)
 
     def send(self, name: signal.Signals) -> None:
         signal.pidfd_send_signal(self._descriptor, name)
 
     def wait(self) -> None:
-        """Returns when it has ended."""
+        """Wait until it has ended."""
         assert select.select([self._descriptor], [], [], ENDS_S)[0], "it did not end"
 
 
 def until_it_grows(file: Path, size_bytes: int) -> None:
-    """Returns when a file has more than so many bytes."""
+    """Wait until a file has more than ``size_bytes`` bytes."""
     deadline = time.monotonic() + ENDS_S
     while file.stat().st_size <= size_bytes:
         assert time.monotonic() < deadline, "nothing of the batch was written"

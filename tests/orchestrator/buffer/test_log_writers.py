@@ -1,4 +1,4 @@
-"""Where the log's writer runs: what is said of it holds in a thread and in a process."""
+"""Log writers: the same contract in a thread and in a process."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from tests.orchestrator.buffer.test_log import opened_by, payloads, settled
 from tests.orchestrator.small_disk import small_disk
 
 
-async def test_one_batch_is_with_the_writer_at_a_time_and_what_became_of_it_is_told_on_the_event_loop(
+async def test_the_writer_has_one_batch_at_a_time_and_its_result_is_delivered_on_the_event_loop(
     log_dir: Path, start_log_writer: StartLogWriter
 ):
     async with started(start_log_writer, log_dir) as writer:
-        told_in: list[threading.Thread] = []
+        threads: list[threading.Thread] = []
         for number, batch in enumerate(([b"one"], [b"two", b"three" * 100], [b"four"])):
-            outcome = await written(writer, frames(1, log_dir, *batch), told_in)
+            outcome = await written(writer, frames(1, log_dir, *batch), threads)
             assert (outcome.written, outcome.failure, outcome.fatal) == (len(batch), None, "")
             assert (outcome.number, outcome.durable_bytes) == (1, path_of(log_dir, 1).stat().st_size)
-            assert len(told_in) == number + 1
+            assert len(threads) == number + 1
         assert outcome.total_bytes == outcome.durable_bytes
-        assert set(told_in) == {threading.current_thread()}
+        assert set(threads) == {threading.current_thread()}
     assert path_of(log_dir, 1).read_bytes() == packed(b"one", b"two", b"three" * 100, b"four")
 
 
-async def test_whatever_goes_wrong_is_told_nothing_is_raised(log_dir: Path, start_log_writer: StartLogWriter):
+async def test_every_failure_is_part_of_a_result_and_nothing_is_raised(log_dir: Path, start_log_writer: StartLogWriter):
     async with started(start_log_writer, log_dir) as writer:
         assert (await written(writer, frames(1, log_dir, b"one"))).written == 1
         safe_bytes = path_of(log_dir, 1).stat().st_size
@@ -70,16 +70,16 @@ async def test_blocking_calls_return_their_result(log_dir: Path, start_log_write
         assert (refused.written, refused.failure.errno) == (0, errno.EFBIG)
 
 
-async def test_a_closed_writer_has_written_what_was_with_it(log_dir: Path, start_log_writer: StartLogWriter):
+async def test_a_closed_writer_has_written_its_batch(log_dir: Path, start_log_writer: StartLogWriter):
     async with started(start_log_writer, log_dir) as writer:
         writer.write(frames(1, log_dir, *(b"%d" % number for number in range(100))), lambda outcome: None)
     assert path_of(log_dir, 1).read_bytes() == packed(*(b"%d" % number for number in range(100)))
 
 
-# The log, with a disk that refuses --------------------------------------------------------------------------------
+# The log on a failing disk --------------------------------------------------------------------------------
 
 
-async def test_a_disk_that_refuses_is_told_and_takes_what_waits_when_it_can(
+async def test_a_failing_disk_is_reported_and_the_frames_are_written_when_it_works_again(
     log_dir: Path, start_log_writer: StartLogWriter, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("headrace_orchestrator.buffer.log.log.FIRST_RETRY_S", 3600.0)
@@ -104,7 +104,7 @@ async def test_a_disk_that_refuses_is_told_and_takes_what_waits_when_it_can(
     await assert_holds(start_log_writer, log_dir, b"safe", b"kept")
 
 
-async def test_a_rotation_that_the_disk_refuses_costs_nothing(
+async def test_a_failed_rotation_loses_nothing(
     log_dir: Path, start_log_writer: StartLogWriter, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("headrace_orchestrator.buffer.log.log.FIRST_RETRY_S", 3600.0)
@@ -122,7 +122,7 @@ async def test_a_rotation_that_the_disk_refuses_costs_nothing(
     await assert_holds(start_log_writer, log_dir, b"one", b"two", b"three")
 
 
-async def test_a_start_that_the_disk_refuses_is_told(log_dir: Path, start_log_writer: StartLogWriter):
+async def test_a_start_on_a_failing_disk_raises(log_dir: Path, start_log_writer: StartLogWriter):
     with closing(DataDirectory.claim(log_dir.parent)) as directory:
         writer = start_log_writer(directory)
         log = Log(log_dir, file_bytes=1 << 20, writer=writer)
@@ -132,7 +132,7 @@ async def test_a_start_that_the_disk_refuses_is_told(log_dir: Path, start_log_wr
     await assert_holds(start_log_writer, log_dir)
 
 
-async def test_a_full_disk_is_told_and_space_brings_everything_back(
+async def test_a_full_disk_is_reported_and_everything_is_written_once_there_is_space(
     tmp_path: Path, start_log_writer: StartLogWriter, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("headrace_orchestrator.buffer.log.log.FIRST_RETRY_S", 3600.0)
@@ -153,7 +153,7 @@ async def test_a_full_disk_is_told_and_space_brings_everything_back(
         await assert_holds(start_log_writer, log_dir, b"a" * (1 << 20), b"b" * (1 << 20))
 
 
-async def test_a_start_on_a_disk_that_became_read_only_is_told(tmp_path: Path, start_log_writer: StartLogWriter):
+async def test_a_start_on_a_read_only_disk_raises(tmp_path: Path, start_log_writer: StartLogWriter):
     with small_disk(tmp_path / "disk", mib=4) as disk:
         log_dir = disk / "data" / "log"
         async with opened_by(start_log_writer, log_dir) as (log, _):
@@ -162,7 +162,7 @@ async def test_a_start_on_a_disk_that_became_read_only_is_told(tmp_path: Path, s
             writer = start_log_writer(directory)
             log = Log(log_dir, file_bytes=1 << 20, writer=writer)
             assert payloads(list(log.scan())) == [b"one"]
-            # The lock is open for writing, which keeps the disk from being made read-only as a whole.
+            # The lock file is open for writing, so the whole disk cannot be remounted read-only.
             subprocess.run(["mount", "--bind", log_dir, log_dir], check=True)
             try:
                 subprocess.run(["mount", "-o", "remount,bind,ro", log_dir], check=True)
@@ -175,7 +175,7 @@ async def test_a_start_on_a_disk_that_became_read_only_is_told(tmp_path: Path, s
 
 
 @pytest.mark.parametrize("away", ["deleted", "renamed"])
-async def test_a_file_that_was_taken_away_is_told_and_the_log_goes_on_in_a_new_one(
+async def test_a_deleted_or_renamed_file_is_reported_and_the_log_continues_in_a_new_one(
     log_dir: Path, start_log_writer: StartLogWriter, away: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("headrace_orchestrator.buffer.log.log.FIRST_RETRY_S", 3600.0)
@@ -198,7 +198,7 @@ async def test_a_file_that_was_taken_away_is_told_and_the_log_goes_on_in_a_new_o
 
 
 @pytest.mark.parametrize("next_write", ["a record", "a change of files"])
-async def test_a_directory_that_another_process_took_is_told_and_the_log_stops(
+async def test_a_directory_that_another_process_took_stops_the_log(
     log_dir: Path, start_log_writer: StartLogWriter, next_write: str
 ):
     async with opened_by(start_log_writer, log_dir) as (log, _):
@@ -219,12 +219,12 @@ async def test_a_directory_that_another_process_took_is_told_and_the_log_stops(
             assert [file.stat().st_size for file in log_dir.iterdir()] == [size_bytes]
 
 
-# What they need ---------------------------------------------------------------------------------------------------
+# Helpers ----------------------------------------------------------------------------------------------------------
 
 
 @asynccontextmanager
 async def started(start_log_writer: StartLogWriter, log_dir: Path) -> AsyncIterator[LogWriter]:
-    """A writer by itself, closed at the end."""
+    """A writer without a log, closed at the end."""
     with closing(DataDirectory.claim(log_dir.parent)) as directory:
         log_dir.mkdir()
         writer = start_log_writer(directory)
@@ -237,19 +237,19 @@ async def started(start_log_writer: StartLogWriter, log_dir: Path) -> AsyncItera
 async def written(
     writer: LogWriter,
     batch: list[PendingFrame],
-    told_in: list[threading.Thread] | None = None,
+    threads: list[threading.Thread] | None = None,
     *,
     new_file: bool = False,
 ) -> WriteResult:
-    """What became of a batch; it is told once, in one of these threads."""
+    """The result of a batch; it is delivered once, in one of these threads."""
     outcome: asyncio.Future[WriteResult] = asyncio.get_running_loop().create_future()
 
-    def told(became: WriteResult) -> None:
-        if told_in is not None:
-            told_in.append(threading.current_thread())
-        outcome.set_result(became)
+    def on_result(result: WriteResult) -> None:
+        if threads is not None:
+            threads.append(threading.current_thread())
+        outcome.set_result(result)
 
-    writer.write(batch, told, new_file=new_file)
+    writer.write(batch, on_result, new_file=new_file)
     return await outcome
 
 
@@ -258,7 +258,7 @@ def queued(file: int, offset: int, payload: bytes, kind: FrameType = FrameType.T
 
 
 def frames(file: int, log_dir: Path, *payloads: bytes) -> list[PendingFrame]:
-    """Frames behind what a file has."""
+    """Frames behind the current content of a file."""
     path = path_of(log_dir, file)
     offset = path.stat().st_size if path.exists() else 0
     found = []
@@ -274,7 +274,7 @@ def packed(*payloads: bytes) -> bytes:
 
 @contextmanager
 def no_file_grows(writer: LogWriter) -> Iterator[None]:
-    """Refuses all that is appended in the process in which the writer is: a limit of the system says so."""
+    """Set a resource limit that fails every append of the writer's process."""
     pid = writer._process.pid if isinstance(writer, LogWriterProcess) else 0
     before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, before[1]))
@@ -285,7 +285,7 @@ def no_file_grows(writer: LogWriter) -> Iterator[None]:
 
 
 async def assert_holds(start_log_writer: StartLogWriter, log_dir: Path, *expected: bytes) -> None:
-    """What a start finds: nothing else, and no damage."""
+    """Assert that a start finds exactly these payloads, and no damage."""
     async with opened_by(start_log_writer, log_dir) as (_, found):
         assert payloads(found) == list(expected)
         assert not [item for item in found if isinstance(item, LostRange)]

@@ -1,4 +1,4 @@
-"""The projection: derived from the log, and never in its way."""
+"""The projection: derived from the log, off the hot path."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.orchestrator.serving import Api, orchestrator
 
 
 def rows(file: Path) -> dict[str, list[tuple[Any, ...]]]:
-    """Everything in the tables but the cursor."""
+    """Content of all tables but the cursor."""
     connection = sqlite3.connect(file)
     try:
         return {
@@ -48,7 +48,7 @@ async def a_little_history(api: Api) -> None:
     await api.ask("POST", "/v1/runs/run/close")
 
 
-async def test_delete_the_projection_and_the_log_gives_it_back_the_same(data_dir: Path):
+async def test_a_deleted_projection_is_rebuilt_with_the_same_content(data_dir: Path):
     file = data_dir / "projection.sqlite"
     async with orchestrator(data_dir) as api:
         await a_little_history(api)
@@ -62,7 +62,7 @@ async def test_delete_the_projection_and_the_log_gives_it_back_the_same(data_dir
 
 
 @pytest.mark.parametrize("damage", [b"this is no database" * 100, b""])
-async def test_a_damaged_projection_is_built_anew(data_dir: Path, damage: bytes):
+async def test_a_damaged_projection_is_rebuilt(data_dir: Path, damage: bytes):
     file = data_dir / "projection.sqlite"
     async with orchestrator(data_dir) as api:
         await a_little_history(api)
@@ -73,7 +73,7 @@ async def test_a_damaged_projection_is_built_anew(data_dir: Path, damage: bytes)
     assert rows(file) == before
 
 
-async def test_a_projection_of_another_log_is_built_anew(data_dir: Path, tmp_path: Path):
+async def test_a_projection_of_another_log_is_rebuilt(data_dir: Path, tmp_path: Path):
     async with orchestrator(data_dir) as api:
         await a_little_history(api)
     (tmp_path / "other").mkdir()
@@ -99,7 +99,7 @@ async def test_it_never_runs_ahead_of_the_disk(data_dir: Path):
         cursor.close()
 
 
-async def test_a_listing_is_read_by_pages_and_no_reader_holds_the_database(tmp_path: Path):
+async def test_a_listing_is_read_by_pages_and_no_reader_keeps_the_database_open(tmp_path: Path):
     projection = SqliteProjection(tmp_path / "p.sqlite", "log")
     for number in range(30):
         projection.write([row(number + 1)], number + 1)
@@ -154,7 +154,7 @@ def test_records_that_share_an_id_are_all_listed(tmp_path: Path):
     projection.close()
 
 
-def test_an_id_behind_all_that_are_here_is_known_to_be_new_without_a_lookup(tmp_path: Path):
+def test_an_id_that_sorts_behind_all_stored_ids_is_known_to_be_new_without_a_lookup(tmp_path: Path):
     early, middle, late = (make_trajectory(number=number).id for number in (1, 2, 3))
     projection = SqliteProjection(tmp_path / "p.sqlite", "log")
     projection.write([row(2)], 1)
@@ -166,7 +166,7 @@ def test_an_id_behind_all_that_are_here_is_known_to_be_new_without_a_lookup(tmp_
     projection.close()
 
 
-def test_what_was_here_before_a_restart_is_found(tmp_path: Path):
+def test_ids_from_before_a_restart_are_found(tmp_path: Path):
     early, late = (make_trajectory(number=number).id for number in (1, 2))
     projection = SqliteProjection(tmp_path / "p.sqlite", "log")
     projection.write([row(2), row(1)], 1)
@@ -178,13 +178,13 @@ def test_what_was_here_before_a_restart_is_found(tmp_path: Path):
     projection.close()
 
 
-def test_a_damaged_last_id_makes_no_stored_id_new(tmp_path: Path):
+def test_a_damaged_last_id_does_not_make_stored_ids_look_new(tmp_path: Path):
     file, ids = tmp_path / "p.sqlite", [make_trajectory(number=number).id for number in (1, 2)]
     projection = SqliteProjection(file, "log")
     projection.write([row(1), row(2)], 5)
     projection.close()
     whole, anew = file.read_bytes(), 0
-    for found in re.finditer(re.escape(ids[1].encode()), whole):  # in its row, and in the index
+    for found in re.finditer(re.escape(ids[1].encode()), whole):  # in the row and in the index
         file.write_bytes(whole)
         flip(file, found.end() - 1)
         projection = SqliteProjection(file, "log")
@@ -196,7 +196,7 @@ def test_a_damaged_last_id_makes_no_stored_id_new(tmp_path: Path):
 
 
 def looked_up_for(projection: SqliteProjection, id: str) -> list[str]:
-    """The statements that are carried out to find whose an id is."""
+    """The statements that a lookup of an id executes."""
     statements: list[str] = []
     projection._lookups.set_trace_callback(statements.append)
     projection.episodes_of([id])
@@ -204,7 +204,7 @@ def looked_up_for(projection: SqliteProjection, id: str) -> list[str]:
     return statements
 
 
-async def test_a_projection_of_another_log_is_built_anew_however_long_that_log_is(data_dir: Path, tmp_path: Path):
+async def test_a_projection_of_another_log_is_rebuilt_however_long_that_log_is(data_dir: Path, tmp_path: Path):
     async with orchestrator(tmp_path / "shorter") as api:
         await api.create_run(name="other")
     async with orchestrator(data_dir) as api:
@@ -216,7 +216,7 @@ async def test_a_projection_of_another_log_is_built_anew_however_long_that_log_i
     assert rows(data_dir / "projection.sqlite") == before
 
 
-def test_a_failed_write_changes_nothing_and_says_what_to_do(tmp_path: Path):
+def test_a_failed_write_changes_nothing_and_its_error_has_advice(tmp_path: Path):
     projection = SqliteProjection(tmp_path / "p.sqlite", "log")
     with pytest.raises(StoreError, match="delete the file"):
         projection.write([row(1), batch("b", "run", [], Location(1, 64, 1 << 64))], 5)
@@ -246,12 +246,12 @@ def batch(id: str, run: str, groups: list[str], head: Location) -> LocatedEntry:
     return LocatedEntry(ProjectedBatch(id, run, "0.1", tuple(groups)), head)
 
 
-async def test_a_flipped_byte_in_a_listed_row_is_noticed_and_the_next_start_builds_it_anew(data_dir: Path):
+async def test_a_flipped_byte_in_a_listed_row_is_noticed_and_the_next_start_rebuilds_the_projection(data_dir: Path):
     file = data_dir / "projection.sqlite"
     async with orchestrator(data_dir) as api:
         await a_little_history(api)
     before = rows(file)
-    # The first row, which lies last in its page: the last row is read at the start.
+    # The first row, which is the last in its page: the last row is read at the start.
     file.write_bytes(b"finishdeterminated".join(file.read_bytes().rsplit(b"finishedterminated", 1)))
     async with orchestrator(data_dir) as api:
         problem = await api.ask("GET", "/v1/runs/run/trajectories", status=507)
@@ -263,7 +263,7 @@ async def test_a_flipped_byte_in_a_listed_row_is_noticed_and_the_next_start_buil
     assert rows(file) == before
 
 
-async def test_tables_that_are_not_as_they_were_made_are_made_anew(data_dir: Path):
+async def test_changed_tables_are_rebuilt(data_dir: Path):
     file = data_dir / "projection.sqlite"
     async with orchestrator(data_dir) as api:
         await a_little_history(api)
@@ -275,7 +275,7 @@ async def test_tables_that_are_not_as_they_were_made_are_made_anew(data_dir: Pat
         assert rows(file) == before
 
 
-def test_an_asset_is_not_deleted_on_the_word_of_a_damaged_projection(tmp_path: Path):
+def test_no_asset_is_deleted_because_of_a_damaged_projection(tmp_path: Path):
     file = tmp_path / "p.sqlite"
     projection = SqliteProjection(file, "log")
     names = [f"{number:064x}" for number in range(1, 4)]

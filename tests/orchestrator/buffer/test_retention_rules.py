@@ -1,4 +1,4 @@
-"""Which files retention may delete."""
+"""The files that retention may delete."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ FILES = [FileUse(number, 100, 10, NOW - 1000 + 100 * number) for number in range
 """Five files of 100 bytes and 10 trajectories, last written 900 to 500 seconds ago."""
 
 
-def gone(retention: RetentionRules, needed: int = 99) -> list[int]:
-    return removable_files(FILES, retention, now_s=NOW, needed=needed)
+def removable(rules: RetentionRules, needed: int = 99) -> list[int]:
+    return removable_files(FILES, rules, now_s=NOW, needed=needed)
 
 
-def test_nothing_is_deleted_unless_a_rule_says_so():
-    assert gone(RetentionRules()) == []
+def test_nothing_is_deleted_unless_a_rule_allows_it():
+    assert removable(RetentionRules()) == []
     assert not RetentionRules().deletes
 
 
-def test_by_age_a_file_goes_when_its_newest_record_is_older():
-    assert gone(RetentionRules(age_s=750)) == [1, 2]
-    assert gone(RetentionRules(age_s=901)) == []
+def test_by_age_a_file_goes_when_its_newest_record_is_too_old():
+    assert removable(RetentionRules(age_s=750)) == [1, 2]
+    assert removable(RetentionRules(age_s=901)) == []
 
 
-def test_by_count_a_file_goes_when_what_stays_still_reaches_the_number():
-    assert gone(RetentionRules(trajectories=30)) == [1, 2]
-    assert gone(RetentionRules(trajectories=31)) == [1]
+def test_by_count_a_file_goes_when_the_rest_still_reaches_the_number():
+    assert removable(RetentionRules(trajectories=30)) == [1, 2]
+    assert removable(RetentionRules(trajectories=31)) == [1]
 
 
-def test_by_bytes_a_file_goes_when_what_stays_still_reaches_the_number():
-    assert gone(RetentionRules(size_bytes=300)) == [1, 2]
-    assert gone(RetentionRules(size_bytes=301)) == [1]
+def test_by_bytes_a_file_goes_when_the_rest_still_reaches_the_number():
+    assert removable(RetentionRules(size_bytes=300)) == [1, 2]
+    assert removable(RetentionRules(size_bytes=301)) == [1]
 
 
 def test_each_rule_counts_alone():
-    assert gone(RetentionRules(age_s=850, size_bytes=300)) == [1, 2]
+    assert removable(RetentionRules(age_s=850, size_bytes=300)) == [1, 2]
 
 
-def test_a_file_that_is_needed_stays_and_all_behind_it():
-    assert gone(RetentionRules(age_s=0), needed=3) == [1, 2]
-    assert gone(RetentionRules(age_s=0), needed=1) == []
+def test_a_file_that_is_needed_stays_and_so_do_all_files_behind_it():
+    assert removable(RetentionRules(age_s=0), needed=3) == [1, 2]
+    assert removable(RetentionRules(age_s=0), needed=1) == []
 
 
-def test_the_file_that_is_written_stays():
-    assert gone(RetentionRules(age_s=0, trajectories=0, size_bytes=0)) == [1, 2, 3, 4]
+def test_the_current_file_stays():
+    assert removable(RetentionRules(age_s=0, trajectories=0, size_bytes=0)) == [1, 2, 3, 4]
     assert removable_files([], RetentionRules(age_s=0), now_s=NOW, needed=99) == []
 
 
@@ -60,7 +60,7 @@ def test_the_file_that_is_written_stays():
     st.integers(0, 150),
     st.integers(1, 9),
 )
-def test_what_stays_reaches_each_number_and_is_the_newest(sizes, keep_bytes, keep_count, needed):
+def test_the_rest_reaches_each_number_and_is_the_newest(sizes, keep_bytes, keep_count, needed):
     files = [FileUse(number, size, count, NOW) for number, (size, count) in enumerate(sizes, 1)]
     retention = RetentionRules(trajectories=keep_count, size_bytes=keep_bytes)
     deleted = removable_files(files, retention, now_s=NOW, needed=needed)
@@ -72,7 +72,7 @@ def test_what_stays_reaches_each_number_and_is_the_newest(sizes, keep_bytes, kee
     assert left
 
 
-def test_files_are_small_beside_what_is_kept():
+def test_files_are_small_in_comparison_with_the_data_that_is_kept():
     assert RetentionRules(age_s=100).file_age_s == 25
     assert RetentionRules().file_age_s is None
     assert RetentionRules(size_bytes=100 << 20).file_bytes(256 << 20) == 25 << 20
@@ -80,13 +80,13 @@ def test_files_are_small_beside_what_is_kept():
     assert RetentionRules(age_s=1).file_bytes(256 << 20) == 256 << 20
 
 
-def test_below_the_bound_of_the_disk_there_is_more_than_the_file_that_is_written():
+def test_below_the_bound_of_the_disk_more_than_the_current_file_fits():
     assert RetentionRules(trajectories=1).file_bytes(256 << 20, max_disk_bytes=64 << 20) == 16 << 20
     assert RetentionRules(size_bytes=16 << 20).file_bytes(256 << 20, max_disk_bytes=64 << 20) == 4 << 20
     assert RetentionRules().file_bytes(256 << 20, max_disk_bytes=64 << 20) == 256 << 20
 
 
-def test_many_groups_that_wait_in_the_oldest_file_are_not_all_looked_at():
+def test_the_search_for_the_oldest_file_in_use_ends_at_the_first_group_in_it():
     index = LocationIndex()
     looked_at: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Early writeback: what it does to a file, and what it does where the kernel does not know it."""
+"""Early writeback, with and without support by the kernel."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def refusing(reason: int) -> object:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has sync_file_range")
-def test_the_kernel_takes_a_part_of_a_file_and_knows_what_is_no_file(tmp_path: Path):
+def test_the_kernel_accepts_a_range_of_a_file_and_rejects_an_invalid_descriptor(tmp_path: Path):
     assert writeback._call is not None
     with open(tmp_path / "file", "wb", buffering=0) as file:
         file.write(bytes(100_000))
@@ -34,14 +34,14 @@ def test_the_kernel_takes_a_part_of_a_file_and_knows_what_is_no_file(tmp_path: P
 
 
 @pytest.mark.parametrize("reason", [errno.ENOSYS, errno.EPERM, errno.EINVAL])
-def test_where_there_is_no_such_call_nothing_happens(reason: int, monkeypatch: pytest.MonkeyPatch):
+def test_where_the_call_is_not_supported_nothing_happens(reason: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(writeback, "_call", refusing(reason))
     begin_writeback(0, 0, 1)
     monkeypatch.setattr(writeback, "_call", None)
     begin_writeback(0, 0, 1)
 
 
-def test_an_error_that_comes_up_is_the_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_writeback_error_is_raised_as_an_error_of_the_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(writeback, "_call", refusing(errno.EIO))
     opened = file_writer.LogFileWriter(tmp_path)
     with pytest.raises(file_writer.PartialWrite, match=os.strerror(errno.EIO)):
@@ -49,10 +49,10 @@ def test_an_error_that_comes_up_is_the_writes(tmp_path: Path, monkeypatch: pytes
     opened.close()
 
 
-def test_of_a_long_append_the_disk_stores_one_piece_while_the_next_is_packed_and_copied(
+def test_in_a_long_append_the_disk_stores_one_piece_while_the_next_is_packed_and_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """What is durable is what is synced afterwards: all of it."""
+    """Everything is durable after the sync."""
     calls: list[object] = []
     pack, sync = file_writer.pack_frame, file_writer.sync
     monkeypatch.setattr(file_writer, "begin_writeback", lambda descriptor, start, size: calls.append((start, size)))
@@ -70,7 +70,7 @@ def test_of_a_long_append_the_disk_stores_one_piece_while_the_next_is_packed_and
     assert opened.durable_bytes == opened.total_bytes == at + 5 * size
 
 
-def test_no_piece_has_more_buffers_than_one_call_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_no_piece_has_more_buffers_than_one_call_accepts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     counts: list[int] = []
     write = file_writer._write_all
     monkeypatch.setattr(
@@ -86,7 +86,7 @@ def test_no_piece_has_more_buffers_than_one_call_takes(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("trajectories", [8, 9, 10, 11])
-def test_a_frame_of_more_buffers_than_the_others_begins_the_next_piece(
+def test_a_frame_that_exceeds_the_buffer_limit_starts_the_next_piece(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trajectories: int
 ):
     counts: list[int] = []
@@ -106,7 +106,7 @@ def test_a_frame_of_more_buffers_than_the_others_begins_the_next_piece(
 
 
 def frames(payloads: list[bytes]) -> list[file_writer.PendingFrame]:
-    """Trajectories for the first file, one behind the other."""
+    """Consecutive trajectory frames of the first file."""
     kind, at, placed = FrameType.TRAJECTORY, 0, list[file_writer.PendingFrame]()
     for payload in payloads:
         placed.append(file_writer.PendingFrame(1, at, kind, payload, frame_bytes(kind, len(payload))))

@@ -1,4 +1,4 @@
-"""G07: an asset comes up for deletion at the moment when a new record comes to refer to it."""
+"""Case G07: an asset is about to be deleted at the moment when a new record refers to it."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from tests.orchestrator.forked import RETAIN_EVERY_S, Forked
 from tests.orchestrator.serving import Api, orchestrator, record_for, submission
 
 ROUNDS = int(os.environ.get("HEADRACE_G07_ROUNDS", "100"))
-"""The case has 500: ``HEADRACE_G07_ROUNDS=500``."""
+"""Rounds of the short form; the case has 500: ``HEADRACE_G07_ROUNDS=500``."""
 KILL_EVERY = 10
 SAME_FOR = 5
-"""Rounds for which an asset is referred to again and again, before the last file that does is deleted."""
+"""Rounds in which records refer to an asset, before the last file with a reference is deleted."""
 ASSET_BYTES = 1 << 20
 FILE_BYTES = 1500
-"""A record and what is decided around it."""
+"""Size of a file: a record and the events around it."""
 PROMISES_S = (0.05, 0.3, 1.0)
 LATE_EVERY, LATE_S = 20, 0.3
-"""Rounds of which one has a worker that submits so late that the shortest promise is over by then."""
+"""One in this many rounds has a worker that submits after the shortest promise has expired."""
 GONE = (aiohttp.ClientError, OSError)
-"""What a request meets when the orchestrator is killed."""
+"""Errors of a request when the orchestrator is killed."""
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def forked(data_dir: Path) -> Iterator[Forked]:
 
 
 class Rounds:
-    """Plays them: a round's record refers to what only the record of the round before refers to, and that one goes."""
+    """Rounds in which a record refers to an asset of the previous round's record, which is deleted meanwhile."""
 
     def __init__(self, forked: Forked, seed: int) -> None:
         self.forked = forked
@@ -79,16 +79,16 @@ class Rounds:
         (attempt,) = await self.api.lease(free=1)
         body = submission([(attempt, record_for(attempt, **showing(asset)))])
         if number % KILL_EVERY == KILL_EVERY - 1:
-            done = await asyncio.gather(self.hand_in(body, asset, 0), self.kill(), return_exceptions=True)
+            done = await asyncio.gather(self.submit_with(body, asset, 0), self.kill(), return_exceptions=True)
             assert all(error is None or isinstance(error, GONE) for error in done), done
             await self.start()
-        await self.hand_in(body, asset, LATE_S if number % LATE_EVERY == 0 else 0)
+        await self.submit_with(body, asset, LATE_S if number % LATE_EVERY == 0 else 0)
         assert await fetch(self.api, asset.name) == asset.data
         await self.check_stored()
         await self.train(attempt)
 
-    async def hand_in(self, body: bytes, asset: AssetData, late_s: float) -> None:
-        """As a worker does: ask, send what is missing, submit, and again if that came too late."""
+    async def submit_with(self, body: bytes, asset: AssetData, late_s: float) -> None:
+        """Do as a worker does: claim, send missing assets, submit; repeat if the promise has expired."""
         await self.pause()
         while True:
             missing = await claim(self.api, asset)
@@ -113,7 +113,7 @@ class Rounds:
         await asyncio.sleep(self.draw.uniform(0, 0.01))
 
     async def check_stored(self) -> None:
-        """Whatever record is there has all that it refers to."""
+        """Every stored record has all its assets."""
         listing = await self.api.ask("GET", "/v1/runs/run/trajectories")
         for line in msgspec.convert(listing, messages.TrajectoryList).trajectories:
             record = await self.found(f"/v1/trajectories/{line.id}")
@@ -123,7 +123,7 @@ class Rounds:
             self.seen["checked"] += 1
 
     async def found(self, path: str) -> bytes:
-        """What is there; nothing if it is unknown, or was deleted while it was looked for."""
+        """The body of a response; empty if the resource is unknown, or was deleted meanwhile."""
         async with self.api.session.get(path) as answer:
             return await answer.read() if answer.status == 200 else b""
 
@@ -138,7 +138,7 @@ class Rounds:
         return status
 
 
-async def test_G07_an_asset_that_a_new_record_comes_to_refer_to_is_never_deleted_under_it(  # noqa: N802
+async def test_G07_an_asset_is_never_deleted_while_a_new_record_comes_to_refer_to_it(  # noqa: N802
     forked: Forked,
 ) -> None:
     rounds = Rounds(forked, seed=7)
@@ -150,7 +150,7 @@ async def test_G07_an_asset_that_a_new_record_comes_to_refer_to_is_never_deleted
             await rounds.play(number)
             most = max(most, (await rounds.store_status())["assets"])
         await rounds.api.ask("POST", "/v1/runs/run/close")
-        for number in range(8):  # the newest files are kept until there are newer ones
+        for number in range(8):  # the newest files stay until newer ones exist
             await rounds.api.create_run(name=f"later-{number}")
         async with asyncio.timeout(20):
             while (await rounds.store_status())["assets"] > 0:
@@ -160,32 +160,32 @@ async def test_G07_an_asset_that_a_new_record_comes_to_refer_to_is_never_deleted
     log.info("%s; at most %d assets", dict(rounds.seen), most)
     assert rounds.seen["killed"] == ROUNDS // KILL_EVERY
     assert min(rounds.seen[what] for what in ("already there", "to be sent", "assets-missing", "checked")) > 0
-    assert most <= 16, "what nobody refers to is there for longer than its files, its promise and a look around"
+    assert most <= 16, "unreferenced assets stay longer than their files, their promise and one collection"
     assert not list((forked.data / "assets").glob("??/*"))
 
 
 class RetentionSteps:
-    """Counts the steps of retention as they end."""
+    """Counts completed steps of retention."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._ended = asyncio.Semaphore(0)
         step = retaining.RetentionLoop.step
 
-        async def counted(retainer: retaining.RetentionLoop) -> list[int]:
-            gone = await step(retainer)
+        async def counted(loop: retaining.RetentionLoop) -> list[int]:
+            deleted = await step(loop)
             self._ended.release()
-            return gone
+            return deleted
 
         monkeypatch.setattr(retaining.RetentionLoop, "step", counted)
 
     async def more(self, count: int) -> None:
-        """Wait until so many more have ended."""
+        """Wait until ``count`` more steps have completed."""
         self._ended = asyncio.Semaphore(0)
         for _ in range(count):
             await self._ended.acquire()
 
 
-async def test_G07_a_leased_batch_keeps_what_it_refers_to_until_its_last_use(  # noqa: N802
+async def test_G07_a_leased_batch_keeps_its_assets_until_its_last_use(  # noqa: N802
     data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retaining, "RETAIN_EVERY_S", RETAIN_EVERY_S)
@@ -196,16 +196,16 @@ async def test_G07_a_leased_batch_keeps_what_it_refers_to_until_its_last_use(  #
     ) as api:
         names = (f"later-{number}" for number in count())
 
-        async def come_up_for_deletion() -> None:
-            """Let newer files come, and retention look at the older ones."""
+        async def make_newer_files() -> None:
+            """Make newer files, and wait until retention has checked the older ones."""
             for name in islice(names, 12):
                 await api.create_run(name=name)
-                await steps.more(2)  # the first of them may have begun before
+                await steps.more(2)  # the first step may have begun before
 
         await api.create_run(group_size=1, batch_size=1, max_uses=2)
         (attempt,) = await api.lease(free=1)
         record = codec.encode(record_for(attempt, **showing(asset)))
-        for _ in range(100):  # as a worker does: on a busy machine the promise may expire before the record arrives
+        for _ in range(100):  # like a worker: the promise may expire before the record arrives
             await send(api, asset)
             (result,) = await api.submit(submission([(attempt, record)]))
             if result.verdict != "assets-missing":
@@ -214,12 +214,12 @@ async def test_G07_a_leased_batch_keeps_what_it_refers_to_until_its_last_use(  #
         for _ in range(2):
             batch = await api.pull(wait_s=10)
             assert isinstance(batch, Batch)
-            await come_up_for_deletion()
+            await make_newer_files()
             assert await fetch(api, asset.name) == asset.data
             assert bytes(batch.records) == record
             await api.ack(batch)
         assert read_asset(data_dir / "assets", asset.name) == asset.data
-        await come_up_for_deletion()
+        await make_newer_files()
         async with asyncio.timeout(10):
             while (await api.ask("GET", "/v1/status"))["store"]["assets"]:
                 await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""A small log, damaged everywhere: it is always seen, costs the damaged record only, and the rest is served."""
+"""A small log, damaged everywhere: damage is always found, costs the damaged record only, and the rest is served."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from tests.orchestrator.serving import orchestrator, record_for, submission
 TWICE = (FrameType.FILE_HEAD, FrameType.CONTROL, FrameType.FOOTER)
 
 
-class Whole(NamedTuple):
-    """A directory as it was left, with an acked and a leased batch in it."""
+class IntactData(NamedTuple):
+    """An intact directory with an acked and a leased batch."""
 
     path: Path
     acked: Batch
@@ -43,18 +43,18 @@ class Whole(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def one_file(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+def one_file(tmp_path_factory: pytest.TempPathFactory) -> IntactData:
     """A log of one file."""
     return asyncio.run(make(tmp_path_factory.mktemp("one") / "data"))
 
 
 @pytest.fixture(scope="module")
-def many_files(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+def many_files(tmp_path_factory: pytest.TempPathFactory) -> IntactData:
     """A log of several files: sealed ones with footers, heads with the control state."""
     return asyncio.run(make(tmp_path_factory.mktemp("many") / "data", log_file_bytes=2 << 10))
 
 
-async def make(path: Path, **settings: Any) -> Whole:
+async def make(path: Path, **settings: Any) -> IntactData:
     async with orchestrator(path, **settings) as api:
         await api.create_run(group_size=1, batch_size=1, max_staleness=3)
         for _ in range(3):
@@ -64,7 +64,7 @@ async def make(path: Path, **settings: Any) -> Whole:
         assert isinstance(acked, Batch)
         await api.ack(acked, "0.1")
         leased, _ = await api.pull_raw(request="leased")
-    return Whole(path, acked, leased)
+    return IntactData(path, acked, leased)
 
 
 @pytest.fixture
@@ -72,10 +72,10 @@ def copied(tmp_path: Path) -> Path:
     return tmp_path / "copy"
 
 
-def fresh(whole: Whole, copied: Path) -> Path:
+def fresh(intact: IntactData, copied: Path) -> Path:
     """A copy to damage."""
     shutil.rmtree(copied, ignore_errors=True)
-    shutil.copytree(whole.path, copied)
+    shutil.copytree(intact.path, copied)
     return copied
 
 
@@ -95,24 +95,24 @@ def findings_in_log(data: Path) -> list[FsckFinding]:
 
 
 def flipped(file: Path, positions: Iterator[int] | range, mask: int = 0x40) -> Iterator[int]:
-    """Flip one byte after the other; each is whole again when the next one is taken."""
-    whole = file.read_bytes()
+    """Flip one byte after the other; each is restored before the next one."""
+    intact = file.read_bytes()
     with file.open("r+b", buffering=0) as stream:
         for position in positions:
             stream.seek(position)
-            stream.write(bytes([whole[position] ^ mask]))
+            stream.write(bytes([intact[position] ^ mask]))
             yield position
             stream.seek(position)
-            stream.write(whole[position : position + 1])
+            stream.write(intact[position : position + 1])
 
 
 def one_flipped(file: Path, position: int) -> None:
-    """Flip one byte for good."""
+    """Flip one byte."""
     next(flipped(file, iter([position])))
 
 
 class Started(NamedTuple):
-    """A core and a store that read the log, and how many records they passed over."""
+    """A core and a store that read the log, and the number of records that they skipped."""
 
     core: Scheduler
     store: Store
@@ -120,7 +120,7 @@ class Started(NamedTuple):
 
 
 async def start(data: Path, *, with_projection: bool = False) -> Started:
-    """Read a log as a start does, without a server around it. The projection is built anew unless it is wanted."""
+    """Read a log as a start does, without a server; without the stored projection by default."""
     if not with_projection:
         for file in data.glob("projection.sqlite*"):
             file.unlink()
@@ -132,7 +132,7 @@ async def start(data: Path, *, with_projection: bool = False) -> Started:
     return Started(core, store, len(passed_over))
 
 
-def test_every_flipped_byte_is_found_and_only_its_record_is_named(one_file: Whole, copied: Path):
+def test_every_flipped_byte_is_found_and_only_its_record_is_named(one_file: IntactData, copied: Path):
     fresh(one_file, copied)
     (file,) = log_files(copied)
     frames = frames_of(file)
@@ -149,7 +149,7 @@ def test_every_flipped_byte_is_found_and_only_its_record_is_named(one_file: Whol
     assert findings_in_log(copied) == []
 
 
-def test_every_flipped_byte_of_heads_and_footers_is_found_and_loses_nothing(many_files: Whole, copied: Path):
+def test_every_flipped_byte_of_heads_and_footers_is_found_and_loses_nothing(many_files: IntactData, copied: Path):
     fresh(many_files, copied)
     files = log_files(copied)
     assert len(files) >= 3
@@ -169,7 +169,7 @@ def test_every_flipped_byte_of_heads_and_footers_is_found_and_loses_nothing(many
     assert kinds == {FrameType.FILE_HEAD, FrameType.FOOTER}
 
 
-def test_a_log_that_is_cut_anywhere_loses_only_what_is_behind_the_cut(one_file: Whole, copied: Path):
+def test_a_log_that_is_cut_anywhere_loses_only_records_behind_the_cut(one_file: IntactData, copied: Path):
     fresh(one_file, copied)
     (file,) = log_files(copied)
     frames = frames_of(file)
@@ -184,7 +184,7 @@ def test_a_log_that_is_cut_anywhere_loses_only_what_is_behind_the_cut(one_file: 
         assert reading.unfinished_bytes == length - (left[-1].offset + left[-1].size if left else 0)
 
 
-def test_what_was_cut_off_is_named_by_the_projection(one_file: Whole, copied: Path):
+def test_records_that_were_cut_off_are_named_by_the_projection(one_file: IntactData, copied: Path):
     fresh(one_file, copied)
     (file,) = log_files(copied)
     for frame in frames_of(file)[1:]:
@@ -200,19 +200,19 @@ def test_what_was_cut_off_is_named_by_the_projection(one_file: Whole, copied: Pa
 async def test_a_start_after_any_flipped_byte_decides_as_before_and_serves_the_rest(
     name: str, copied: Path, request: pytest.FixtureRequest
 ):
-    whole: Whole = request.getfixturevalue(name)
+    intact: IntactData = request.getfixturevalue(name)
     draw = random.Random(name)
-    fresh(whole, copied)
+    fresh(intact, copied)
     before = await start(copied)
-    state, places = durable_values(before.core.state), dict(_records(whole.path))
+    state, places = durable_values(before.core.state), dict(_records(intact.path))
     assert before.damaged == 0
     await before.store.close()
     bodies = {id: body for id, (_, body) in places.items()}
-    for file in log_files(whole.path):
+    for file in log_files(intact.path):
         for frame in frames_of(file):
-            # One byte somewhere in each 256, so that headers, payloads and both copies are met.
+            # One random byte in each 256, so that headers, payloads and both copies are covered.
             for block in range(frame.offset, frame.offset + frame.size, 256):
-                fresh(whole, copied)
+                fresh(intact, copied)
                 damaged = copied / "log" / file.name
                 position = draw.randrange(block, min(block + 256, frame.offset + frame.size))
                 one_flipped(damaged, position)
@@ -227,7 +227,7 @@ async def test_a_start_after_any_flipped_byte_decides_as_before_and_serves_the_r
 
 
 def _records(data: Path) -> Iterator[tuple[str, tuple[Location, bytes]]]:
-    """Every trajectory and batch head: where it is, and its bytes."""
+    """Every trajectory and batch head, with its location and its bytes."""
     for file in log_files(data):
         for frame in frames_of(file):
             if frame.type in (FrameType.TRAJECTORY, FrameType.BATCH):
@@ -236,9 +236,7 @@ def _records(data: Path) -> Iterator[tuple[str, tuple[Location, bytes]]]:
 
 
 @pytest.mark.parametrize("kind", [FrameType.FILE_HEAD, FrameType.FOOTER])
-async def test_a_head_or_a_footer_that_is_lost_altogether_changes_no_decision(
-    many_files: Whole, copied: Path, kind: FrameType
-):
+async def test_a_lost_head_or_footer_changes_no_decision(many_files: IntactData, copied: Path, kind: FrameType):
     before = await start(fresh(many_files, copied))
     await before.store.close()
     for file in log_files(many_files.path)[1:]:
@@ -252,7 +250,7 @@ async def test_a_head_or_a_footer_that_is_lost_altogether_changes_no_decision(
                 await found.store.close()
 
 
-async def test_an_ack_whose_batch_is_lost_does_not_come_undone(one_file: Whole, copied: Path):
+async def test_an_ack_whose_batch_is_lost_does_not_come_undone(one_file: IntactData, copied: Path):
     (file,) = log_files(fresh(one_file, copied))
     head = next(frame for frame in frames_of(file) if frame.type is FrameType.BATCH)
     one_flipped(file, head.offset + 100)
@@ -266,8 +264,8 @@ async def test_an_ack_whose_batch_is_lost_does_not_come_undone(one_file: Whole, 
         assert not set(served) & set(one_file.acked.manifest.trajectories)
 
 
-async def test_a_frozen_batch_of_which_a_record_is_lost_is_not_served_again_and_the_rest_is(
-    one_file: Whole, copied: Path
+async def test_a_frozen_batch_with_a_lost_record_is_not_served_again_and_other_records_are(
+    one_file: IntactData, copied: Path
 ):
     (file,) = log_files(fresh(one_file, copied))
     leased = Batch.parse(one_file.leased)
@@ -279,13 +277,13 @@ async def test_a_frozen_batch_of_which_a_record_is_lost_is_not_served_again_and_
         assert batch.id != leased.id
         assert not set(batch.manifest.trajectories) & set(leased.manifest.trajectories)
         await api.ack(batch, "0.2")
-        await api.play(free=4)  # the episode whose record was lost among them
+        await api.play(free=4)  # includes the episode whose record was lost
         assert isinstance(await api.pull(request="more"), Batch)
 
 
 @pytest.mark.parametrize("kind", list(FrameType))
 async def test_a_service_starts_on_a_damaged_log_and_no_ack_comes_undone(
-    many_files: Whole, copied: Path, kind: FrameType
+    many_files: IntactData, copied: Path, kind: FrameType
 ):
     fresh(many_files, copied)
     file, frame = [(file, frame) for file in log_files(copied) for frame in frames_of(file) if frame.type is kind][-1]
@@ -303,15 +301,15 @@ async def test_a_service_starts_on_a_damaged_log_and_no_ack_comes_undone(
         await api.play(free=1)
 
 
-async def test_a_flipped_byte_of_the_projection_is_found_or_changes_nothing(one_file: Whole, copied: Path):
+async def test_a_flipped_byte_of_the_projection_is_found_or_changes_nothing(one_file: IntactData, copied: Path):
     draw = random.Random(0)
     fresh(one_file, copied)
     file = copied / "projection.sqlite"
     lived, before = rows(file), await start(copied, with_projection=True)
     page = before.store.projection.page("run", {}, 100, None, now_ms=0)
     await before.store.close()
-    whole = file.read_bytes()
-    used = [position for position, byte in enumerate(whole) if byte]
+    intact = file.read_bytes()
+    used = [position for position, byte in enumerate(intact) if byte]
     named = noticed = 0
     for position in draw.sample(used, 48):
         fresh(one_file, copied)
@@ -322,12 +320,12 @@ async def test_a_flipped_byte_of_the_projection_is_found_or_changes_nothing(one_
         if not found:
             assert rows(file) == lived, position
         named += bool(found)
-        # A start decides the same whatever became of it.
+        # A start makes the same decisions in any case.
         started = await start(copied, with_projection=True)
         assert durable_values(started.core.state) == durable_values(before.core.state)
         try:
             if started.store.projection.page("run", {}, 100, None, now_ms=0) != page:
-                started.store.projection.check()  # an index lost a row: the check in the background sees it
+                started.store.projection.check()  # an index lost a row: the background check finds it
                 raise AssertionError(position)
         except StoreError:
             noticed += 1
@@ -336,11 +334,11 @@ async def test_a_flipped_byte_of_the_projection_is_found_or_changes_nothing(one_
         assert again.store.projection.page("run", {}, 100, None, now_ms=0) == page, position
         await again.store.close()
     assert named > 5
-    assert noticed > 1  # a start looks at the last row itself, and makes all anew
+    assert noticed > 1  # a start reads the last row, and rebuilds the projection
 
 
 @pytest.mark.parametrize("harm", ["a file", "an end", "the last file"])
-async def test_what_is_missing_in_the_log_is_named_at_a_start_and_by_readers(
+async def test_missing_parts_of_the_log_are_named_at_a_start_and_by_readers(
     data_dir: Path, capfd: pytest.CaptureFixture[str], harm: str
 ):
     async with orchestrator(data_dir, log_file_bytes=20_000) as api:
@@ -352,7 +350,7 @@ async def test_what_is_missing_in_the_log_is_named_at_a_start_and_by_readers(
     if harm == "a file":
         files[1].unlink()
     elif harm == "an end":
-        # Between two frames, where nothing but the head of the next file tells.
+        # Cut between two frames: only the head of the next file shows it.
         last = list(scan(io.BytesIO(files[-2].read_bytes())))[-2]
         os.truncate(files[-2], last.offset)
         (data_dir / "projection.sqlite").unlink()  # so that the start reads it

@@ -1,4 +1,4 @@
-"""The process that writes the log, beside an orchestrator as a shell starts it."""
+"""The log writer process of an orchestrator that runs as its own process."""
 
 from __future__ import annotations
 
@@ -48,25 +48,25 @@ async def test_it_ends_with_the_orchestrator_and_nobody_can_take_the_directory_b
 
 
 def test_a_restart_at_once_after_a_kill_works_and_nothing_acknowledged_is_lost(service: Service, data_dir: Path):
-    async def story(name: str) -> None:
+    async def scenario(name: str) -> None:
         async with aiohttp.ClientSession(service.start()) as session:
             await Api(session).create_run(name=name)
             assert {run["name"] for run in await Api(session).ask("GET", "/v1/runs")} == names[name]
 
     names = {"one": {"one"}, "two": {"one", "two"}}
     for name in names:
-        asyncio.run(story(name))
+        asyncio.run(scenario(name))
         service.kill()
     assert "Traceback" not in service.said
 
 
-async def test_when_it_ends_before_its_first_batch_the_service_says_so(service: Service):
+async def test_a_service_whose_writer_ended_before_its_first_batch_reports_it(service: Service):
     async with aiohttp.ClientSession(service.start()) as session:
         os.kill(service.writer, signal.SIGKILL)
         await until(lambda: is_unready(session))
 
 
-async def test_a_service_whose_writer_ended_says_so_and_ends_gracefully(service: Service):
+async def test_a_service_whose_writer_ended_reports_it_and_ends_gracefully(service: Service):
     async with aiohttp.ClientSession(service.start()) as session:
         api = Api(session)
         await api.create_run()
@@ -105,7 +105,7 @@ def test_a_signal_to_all_processes_during_the_start_ends_it_gracefully(service: 
     assert "Traceback" not in service.said
 
 
-def test_it_has_no_descriptor_that_it_does_not_need(service: Service, data_dir: Path):
+def test_the_writer_has_only_the_descriptors_that_it_needs(service: Service, data_dir: Path):
     service.start()
     has = descriptors(service.writer)
     folder, said = str(data_dir), str(service.output)
@@ -123,7 +123,7 @@ def test_it_has_no_descriptor_that_it_does_not_need(service: Service, data_dir: 
     ],
     ids=["no such program", "it ends at once"],
 )
-def test_a_start_without_it_ends_with_a_sentence(data_dir: Path, command: tuple[str, ...], sentence: str):
+def test_a_start_without_a_writer_ends_with_one_error_message(data_dir: Path, command: tuple[str, ...], sentence: str):
     code = (
         "import sys\n"
         "from headrace_orchestrator.buffer.log import writer_process\n"
@@ -141,8 +141,8 @@ def test_a_start_without_it_ends_with_a_sentence(data_dir: Path, command: tuple[
     DataDirectory.claim(data_dir).close()
 
 
-def test_an_orchestrator_that_stands_still_for_a_while_loses_nothing(service: Service, data_dir: Path):
-    async def story() -> None:
+def test_an_orchestrator_that_is_stopped_for_a_while_loses_nothing(service: Service, data_dir: Path):
+    async def scenario() -> None:
         async with aiohttp.ClientSession(service.start()) as session:
             api = Api(session)
             await api.create_run()
@@ -154,16 +154,16 @@ def test_an_orchestrator_that_stands_still_for_a_while_loses_nothing(service: Se
                 os.kill(number, signal.SIGCONT)
             assert {result.verdict for result in await submitting} == {"accepted"}
 
-    asyncio.run(story())
+    asyncio.run(scenario())
     assert service.end(signal.SIGTERM) == 0
     assert check(data_dir).findings == []
 
 
-# What they need ---------------------------------------------------------------------------------------------------
+# Helpers ----------------------------------------------------------------------------------------------------------
 
 
 class Service:
-    """An orchestrator as a shell starts it: in a process group of its own."""
+    """An orchestrator in a process group of its own, as a shell starts it."""
 
     def __init__(self, data: Path, output: Path) -> None:
         self.data = data
@@ -187,7 +187,7 @@ class Service:
             )
 
     def start(self) -> str:
-        """Returns its address when it is ready."""
+        """Start it; returns its address when it is ready."""
         (self.data / "address").unlink(missing_ok=True)
         self.begin()
         wait_for("the orchestrator is ready", lambda: self._is_ready() or self._has_ended())

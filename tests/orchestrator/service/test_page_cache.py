@@ -1,4 +1,4 @@
-"""What of the log leaves the kernel's memory, and what stays."""
+"""Trimming of the page cache: files that leave it, and files that stay."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.orchestrator.service.test_retention import train
 from tests.orchestrator.serving import orchestrator
 
 SMALL = {"log_file_bytes": 40_000}
-"""A file holds some dozen records."""
+"""Settings under which a file holds some dozen records."""
 
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[PageCacheTrimmer]:
-    """The page cache of each service that was started; it steps when it is told to."""
+    """The trimmers of the services that were started; they step only when a test calls them."""
     made: list[PageCacheTrimmer] = []
 
     class Still(PageCacheTrimmer):
@@ -41,11 +41,11 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[PageCacheTrimmer]:
 
 
 def sealed(cache: PageCacheTrimmer) -> list[int]:
-    """All files but the one that is written."""
+    """All files but the current one."""
     return list(range(1, Location.from_position(cache._store.log.tail, 0).file))
 
 
-async def test_a_sealed_file_that_no_group_and_no_batch_needs_is_let_go_once(
+async def test_a_sealed_file_without_a_record_in_use_is_dropped_once(
     data_dir: Path, made: list[PageCacheTrimmer]
 ) -> None:
     async with orchestrator(data_dir, **SMALL) as api:
@@ -54,10 +54,10 @@ async def test_a_sealed_file_that_no_group_and_no_batch_needs_is_let_go_once(
         assert len(sealed(made[0])) > 4
         assert await made[0].step() == sealed(made[0])
         assert await made[0].step() == []
-        await api.ask("GET", f"/v1/trajectories/{stored[0]}/advantages")  # it is read all the same
+        await api.ask("GET", f"/v1/trajectories/{stored[0]}/advantages")  # it can still be read
 
 
-async def test_what_an_open_batch_or_a_group_in_flight_needs_stays(
+async def test_a_file_that_an_open_batch_or_a_group_in_flight_needs_stays(
     data_dir: Path, made: list[PageCacheTrimmer]
 ) -> None:
     async with orchestrator(data_dir, **SMALL) as api:
@@ -71,7 +71,7 @@ async def test_what_an_open_batch_or_a_group_in_flight_needs_stays(
         assert 1 in await made[0].step()
 
 
-async def test_nothing_is_let_go_that_is_not_on_the_disk(
+async def test_only_files_on_disk_are_dropped(
     data_dir: Path, made: list[PageCacheTrimmer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with orchestrator(data_dir, **SMALL) as api:
@@ -87,7 +87,9 @@ async def test_nothing_is_let_go_that_is_not_on_the_disk(
         assert await made[0].step() == sealed(made[0])
 
 
-async def test_files_of_before_the_start_are_left_to_the_kernel(data_dir: Path, made: list[PageCacheTrimmer]) -> None:
+async def test_files_that_were_sealed_before_the_start_are_left_alone(
+    data_dir: Path, made: list[PageCacheTrimmer]
+) -> None:
     async with orchestrator(data_dir, **SMALL) as api:
         await api.create_run()
         await train(api, 30)
@@ -95,7 +97,7 @@ async def test_files_of_before_the_start_are_left_to_the_kernel(data_dir: Path, 
         assert await made[1].step() == []
 
 
-async def test_a_look_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_check_that_fails_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     looks, again = 0, asyncio.Event()
 
     async def step(cache: PageCacheTrimmer) -> list[int]:
@@ -107,7 +109,7 @@ async def test_a_look_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch
         return []
 
     monkeypatch.setattr(PageCacheTrimmer, "step", step)
-    monkeypatch.setattr(page_cache, "pause_s", lambda looked_s: 0.0)
+    monkeypatch.setattr(page_cache, "pause_s", lambda check_s: 0.0)
     store = SimpleNamespace(log=SimpleNamespace(tail=0))
     running = asyncio.create_task(PageCacheTrimmer(cast(Store, store)).run())
     async with asyncio.timeout(10):
@@ -115,7 +117,7 @@ async def test_a_look_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch
     running.cancel()
 
 
-def test_a_group_may_be_moved_while_its_files_are_listed() -> None:
+def test_a_group_may_be_relocated_while_its_files_are_listed() -> None:
     group = GroupLocations(2)
     for file in (3, 4):
         group.add(f"{file}", Location(file, 0, 64))
@@ -125,6 +127,6 @@ def test_a_group_may_be_moved_while_its_files_are_listed() -> None:
     assert list(files) == [4]
 
 
-def test_the_longer_a_look_takes_the_less_often_it_happens() -> None:
+def test_the_longer_a_check_takes_the_less_often_it_happens() -> None:
     assert pause_s(0.0) == CHECK_EVERY_S
     assert pause_s(1.0) == 1 / CHECK_SHARE

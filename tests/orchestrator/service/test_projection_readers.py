@@ -1,4 +1,4 @@
-"""Case G08: readers that stop half-way do not let the projection's write-ahead file grow, and it shrinks again.
+"""Case G08: stalled readers do not make the projection's write-ahead file grow, and it shrinks again.
 
 Short form: 3 rounds of 600 trajectories over 8 connections instead of 10 rounds of 50,000 over 32 (`make chaos`: 10
 rounds of 3,000 over 32); the limit is lowered with it. A snapshot that a reader held would be seen at
@@ -31,7 +31,7 @@ MOST_BYTES = 5 << 20
 
 
 async def ingest(api: Api, count: int) -> None:
-    """So many small trajectories, over several connections."""
+    """Submit small trajectories over several connections."""
     left = count
 
     async def worker(name: str) -> None:
@@ -51,7 +51,7 @@ def wal_bytes(data: Path) -> int:
 
 @contextmanager
 def stalled_page(url: str) -> Iterator[None]:
-    """A listing of which the beginning was read, and then nothing more."""
+    """A listing whose client stops after the beginning."""
     address = urlsplit(url)
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -62,7 +62,7 @@ def stalled_page(url: str) -> Iterator[None]:
 
 
 def stalled_reading(data: Path) -> Iterator[Trajectory]:
-    """``headrace.open``, of which the first trajectory was read."""
+    """``headrace.open``, stopped after the first trajectory."""
     reading = headrace.open(data).trajectories()
     next(reading)
     return reading
@@ -81,7 +81,7 @@ async def test_g08_stalled_readers_do_not_let_the_write_ahead_file_grow(process:
                 await ingest(api, EACH)
                 await until(lambda: _projected(api, 600))
                 sizes.append(wal_bytes(process.data))
-                assert nobody_holds_a_snapshot(process.data)
+                assert no_reader_has_a_snapshot(process.data)
             assert next(reading)
             await ingest(api, 20)
         assert max(sizes) <= MOST_BYTES
@@ -95,8 +95,8 @@ async def _projected(api: Api, count: int) -> bool:
     return len((await api.ask("GET", f"/v1/runs/run/trajectories?limit={count}"))["trajectories"]) == count
 
 
-def nobody_holds_a_snapshot(data: Path) -> bool:
-    """Whether the write-ahead file can be emptied: SQLite refuses that while anybody reads."""
+def no_reader_has_a_snapshot(data: Path) -> bool:
+    """True if the write-ahead file can be emptied: SQLite refuses that while a reader is active."""
     connection = sqlite3.connect(data / "projection.sqlite", timeout=5, isolation_level=None)
     try:
         (busy, _, _) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
@@ -107,7 +107,7 @@ def nobody_holds_a_snapshot(data: Path) -> bool:
 
 @contextmanager
 def snapshot(data: Path) -> Iterator[None]:
-    """Somebody else's program that reads the database and stays at it."""
+    """An external program with an open read transaction."""
     connection = sqlite3.connect(data / "projection.sqlite", isolation_level=None)
     connection.execute("BEGIN")
     connection.execute("SELECT COUNT(*) FROM trajectories").fetchall()
@@ -118,7 +118,7 @@ def snapshot(data: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
-async def test_g08_the_write_ahead_file_shrinks_when_a_reader_from_outside_is_gone(
+async def test_g08_the_write_ahead_file_shrinks_when_an_external_reader_is_gone(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch, goes_on: bool
 ):
     monkeypatch.setattr(sqlite, "WAL_LIMIT_BYTES", 64 << 10)

@@ -1,4 +1,4 @@
-"""A start: the newest control state and the log behind it, whatever happened before."""
+"""Replay at a start, after random histories."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from tests.orchestrator.buffer.test_projection import rows
 from tests.orchestrator.serving import record_for, submission, until, whole
 
 FILE_BYTES = 6000
-"""A file holds a few records: a short history has many files."""
+"""Size at which a file holds a few records, so that a short history has many files."""
 
 
 class Clock:
-    """Monotonic seconds that only the test moves."""
+    """A monotonic clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -52,8 +52,8 @@ class Clock:
         return self.now
 
 
-class Known(NamedTuple):
-    """All that a service knows."""
+class ServiceState(NamedTuple):
+    """The whole state of a service."""
 
     durable: dict[str, Any]
     groups: Any
@@ -61,16 +61,17 @@ class Known(NamedTuple):
     trajectories: int
 
 
-def known(core: Scheduler, store: Store) -> Known:
+def state_of(core: Scheduler, store: Store) -> ServiceState:
     groups = {(run, id): group for run, groups in store.index.groups.items() for id, group in groups.items()}
-    return Known(durable_values(core.state), groups, store.index.batches, store.index.trajectories)
+    return ServiceState(durable_values(core.state), groups, store.index.batches, store.index.trajectories)
 
 
-async def read(data: Path, *, states: bool = True, listed: bool = True, damaged: list[None] | None = None) -> Known:
-    """What a start takes from a data directory; where it is told so, without any control state, or without what is
-    listed already."""
+async def read(
+    data: Path, *, states: bool = True, projection: bool = True, damaged: list[None] | None = None
+) -> ServiceState:
+    """The state that a start restores from a data directory, optionally without control states or projection."""
     log = Log(data / "log", file_bytes=FILE_BYTES)
-    if not listed:
+    if not projection:
         (data / "projection.sqlite").unlink()
     if not states:
         log.state, log.base = None, 0
@@ -79,13 +80,13 @@ async def read(data: Path, *, states: bool = True, listed: bool = True, damaged:
     lost: list[None] = [] if damaged is None else damaged
     await asyncio.to_thread(replay, core, store, 0.0, damaged=lambda: lost.append(None), stopping=lambda: False)
     assert damaged is not None or not lost
-    found = known(core, store)
+    found = state_of(core, store)
     await store.close()
     return found
 
 
-class House:
-    """A service without HTTP, and one client that plays all parts."""
+class LocalService:
+    """A service without HTTP, and one client in all roles."""
 
     def __init__(self, data: Path) -> None:
         self.data = data
@@ -108,7 +109,7 @@ class House:
         await asyncio.gather(self._nobody_left, return_exceptions=True)
 
     def left(self) -> Any:
-        """The client never leaves."""
+        """The client never disconnects."""
         return self._nobody_left
 
     @property
@@ -116,8 +117,8 @@ class House:
         assert self.service._running is not None
         return self.service._running.shell.store
 
-    def known(self) -> Known:
-        return known(self.service.require_stored().shell.core, self.store)
+    def state(self) -> ServiceState:
+        return state_of(self.service.require_stored().shell.core, self.store)
 
     async def restart(self) -> None:
         await self.close()
@@ -168,7 +169,7 @@ class House:
         await self.service.create_run({**spec, "max_staleness": 3, "attempt_lease_s": 60.0, "batch_lease_s": 200.0})
 
     async def recover(self, disk: Disk) -> None:
-        """The disk takes data again, and the service goes on."""
+        """Let the disk work again, and the service recover."""
         disk.refuses = 0
         log = self.store.log
 
@@ -189,22 +190,22 @@ class House:
 PARTS = ("lease", "lease", "submit", "submit", "pull", "ack", "nack", "project", "restart", "let_time_pass")
 
 
-async def play(house: House, parts: list[tuple[str, int]], disk: Disk) -> None:
-    """A history; the number with a part says after how many calls in it the disk refuses, 0: it does not."""
+async def play(service: LocalService, parts: list[tuple[str, int]], disk: Disk) -> None:
+    """Carry out a history; the number of an action is the call in it at which the disk fails, 0: none."""
     before: dict[str, tuple[bytes, int]] = {}
     for part, refuses_after in parts:
         if refuses_after and part != "restart":
             disk.refuses, disk.after = errno.ENOSPC, refuses_after - 1
         with suppress(ServiceError) if refuses_after else nullcontext():
-            await getattr(house, part)()
-        await house.recover(disk)
-        after = sealed(house.data / "log")
+            await getattr(service, part)()
+        await service.recover(disk)
+        after = sealed(service.data / "log")
         assert {name: after[name] for name in before} == before, "a file was changed that another one follows"
         before = after
 
 
 def sealed(directory: Path) -> dict[str, tuple[bytes, int]]:
-    """All files but the last: their content, and when they were last written."""
+    """Content and modification times of all files but the last."""
     files = sorted(directory.iterdir())[:-1]
     return {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in files}
 
@@ -214,37 +215,37 @@ HISTORIES = st.lists(st.tuples(st.sampled_from(PARTS), st.sampled_from([0, 0, 0,
 
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(parts=HISTORIES, call=st.sampled_from(["writev", "fdatasync"]))
-def test_the_newest_state_and_the_log_behind_it_give_the_same_as_the_whole_log(
+def test_the_newest_state_and_the_log_behind_it_give_the_same_result_as_the_whole_log(
     tmp_path_factory: pytest.TempPathFactory, parts: list[tuple[str, int]], call: str
 ):
     path = tmp_path_factory.mktemp("history")
 
-    async def story() -> None:
+    async def history() -> None:
         with pytest.MonkeyPatch.context() as patch:
-            house = House(path / "data")
-            await house.open()
+            service = LocalService(path / "data")
+            await service.open()
             try:
-                await house.create_run()
-                await play(house, parts, Disk(patch, call))
-                await house.store.project()
-                lived, listed = house.known(), rows(house.data / "projection.sqlite")
+                await service.create_run()
+                await play(service, parts, Disk(patch, call))
+                await service.store.project()
+                expected, expected_rows = service.state(), rows(service.data / "projection.sqlite")
                 for name in ("as killed", "without states", "without a projection"):
-                    shutil.copytree(house.data, path / name)
+                    shutil.copytree(service.data, path / name)
             finally:
-                await house.close()
-        assert await read(path / "as killed") == lived
-        assert await read(path / "without states", states=False, listed=False) == lived
-        assert await read(path / "without a projection", listed=False) == lived
+                await service.close()
+        assert await read(path / "as killed") == expected
+        assert await read(path / "without states", states=False, projection=False) == expected
+        assert await read(path / "without a projection", projection=False) == expected
         for copy in ("as killed", "without states", "without a projection"):
-            assert rows(path / copy / "projection.sqlite") == listed
+            assert rows(path / copy / "projection.sqlite") == expected_rows
 
-    asyncio.run(story())
+    asyncio.run(history())
 
 
 @pytest.fixture
-async def house(data_dir: Path) -> AsyncIterator[House]:
-    """One that has lived: many files, groups in all states, a batch in flight."""
-    found = House(data_dir)
+async def service(data_dir: Path) -> AsyncIterator[LocalService]:
+    """A service with a history: many files, groups in all states, an open batch."""
+    found = LocalService(data_dir)
     await found.open()
     await found.create_run()
     for part in (*(("lease", "submit") * 6), "pull", "ack", *(("lease", "submit") * 3), "pull", "lease"):
@@ -254,26 +255,26 @@ async def house(data_dir: Path) -> AsyncIterator[House]:
     await found.close()
 
 
-async def test_a_damaged_state_costs_nothing(house: House, tmp_path: Path):
-    lived, listed = house.known(), rows(house.data / "projection.sqlite")
-    numbers = sorted(house.store.log.files.sizes())
+async def test_a_damaged_state_costs_nothing(service: LocalService, tmp_path: Path):
+    expected, expected_rows = service.state(), rows(service.data / "projection.sqlite")
+    numbers = sorted(service.store.log.files.sizes())
     assert len(numbers) > 4
     for damaged in range(1, 4):
         copy = tmp_path / str(damaged)
-        shutil.copytree(house.data, copy)
+        shutil.copytree(service.data, copy)
         for number in numbers[-damaged:]:
             damage_head(copy / "log" / f"{number:08d}.log")
         told: list[None] = []
-        assert await read(copy, damaged=told) == lived
+        assert await read(copy, damaged=told) == expected
         assert len(told) == damaged
-        assert rows(copy / "projection.sqlite") == listed
+        assert rows(copy / "projection.sqlite") == expected_rows
 
 
-async def test_a_state_that_cannot_be_taken_costs_nothing(
-    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_state_that_cannot_be_restored_costs_nothing(
+    service: LocalService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Written by another version, as a rule."""
-    lived = house.known()
+    """Such a state was usually written by another version."""
+    expected = service.state()
     real = Scheduler.restore
     for refused in (1, 2, 100):
         told: list[None] = []
@@ -284,22 +285,24 @@ async def test_a_state_that_cannot_be_taken_costs_nothing(
             real(core, data, now)
 
         monkeypatch.setattr(Scheduler, "restore", restore)
-        shutil.copytree(house.data, tmp_path / str(refused))
-        assert await read(tmp_path / str(refused), damaged=told) == lived
-        assert len(told) == min(refused, len(list((house.data / "log").iterdir())))
+        shutil.copytree(service.data, tmp_path / str(refused))
+        assert await read(tmp_path / str(refused), damaged=told) == expected
+        assert len(told) == min(refused, len(list((service.data / "log").iterdir())))
 
 
-async def test_a_log_without_its_beginning_and_without_a_state_is_refused(house: House, tmp_path: Path):
-    shutil.copytree(house.data / "log", tmp_path / "log")
+async def test_a_log_without_its_beginning_and_without_a_state_is_refused(service: LocalService, tmp_path: Path):
+    shutil.copytree(service.data / "log", tmp_path / "log")
     for file in (tmp_path / "log").iterdir():
         damage_head(file)
-    await Log(tmp_path / "log", file_bytes=FILE_BYTES).close()  # all of it gives the same
+    await Log(tmp_path / "log", file_bytes=FILE_BYTES).close()  # the whole log gives the same result
     (tmp_path / "log" / "00000001.log").unlink()
     with pytest.raises(CorruptRecord, match="before 00000002"):
         Log(tmp_path / "log", file_bytes=FILE_BYTES)
 
 
-async def test_what_is_listed_already_is_not_read_again(house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_frames_that_are_projected_already_are_not_read_again(
+    service: LocalService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     scanned: list[str] = []
     real = LogFile.scan
 
@@ -308,23 +311,23 @@ async def test_what_is_listed_already_is_not_read_again(house: House, tmp_path: 
         return real(file, start)
 
     monkeypatch.setattr(LogFile, "scan", scan)
-    files = sorted(file.name for file in (house.data / "log").iterdir())
-    shutil.copytree(house.data, tmp_path / "copy")
+    files = sorted(file.name for file in (service.data / "log").iterdir())
+    shutil.copytree(service.data, tmp_path / "copy")
     await read(tmp_path / "copy")
     assert scanned == files[-1:]
     scanned.clear()
-    await read(tmp_path / "copy", listed=False)
+    await read(tmp_path / "copy", projection=False)
     assert scanned == files
 
 
 async def test_a_start_whose_state_is_far_behind_begins_with_a_new_one(
-    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    service: LocalService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    lived = house.known()
-    shutil.copytree(house.data, tmp_path / "copy")
-    files = len(house.store.log.files.sizes())
+    expected = service.state()
+    shutil.copytree(service.data, tmp_path / "copy")
+    files = len(service.store.log.files.sizes())
     monkeypatch.setattr(Store, "state_due", True)
-    assert await read(tmp_path / "copy") == lived
+    assert await read(tmp_path / "copy") == expected
     assert len(list((tmp_path / "copy" / "log").iterdir())) == files + 1
     log = Log(tmp_path / "copy" / "log", file_bytes=FILE_BYTES)
     assert log.base == Location(files + 1, 0, 0).position

@@ -1,4 +1,4 @@
-"""What survives the end of the process, however it comes."""
+"""State that survives the end of the process, graceful or not."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def test_nothing_acknowledged_is_lost_when_the_process_is_killed(process: 
     accepted: set[str] = set()
     runs = 0
     for killed in range(3):
-        url = process.start(log_file_bytes=60_000)  # a kill meets a change of files now and then
+        url = process.start(log_file_bytes=60_000)  # so that some kills happen during a change of files
         async with aiohttp.ClientSession(url) as session:
             api = Api(session)
             if not killed:
@@ -86,7 +86,7 @@ async def test_a_batch_is_the_same_bytes_after_a_restart(process: Process):
         assert (await api.ask("GET", "/v1/runs/run"))["version"] == "0.1"
 
 
-async def test_an_attempt_goes_on_over_a_restart(process: Process):
+async def test_an_attempt_continues_over_a_restart(process: Process):
     async with aiohttp.ClientSession(process.start()) as session:
         api = Api(session)
         await api.create_run()
@@ -121,14 +121,14 @@ async def test_sigterm_is_graceful(process: Process):
     assert await asyncio.to_thread(process.wait) == 0
 
 
-async def test_a_port_in_use_is_refused_with_what_to_do(data_dir: Path, tmp_path: Path):
+async def test_a_port_in_use_is_refused_with_advice(data_dir: Path, tmp_path: Path):
     async with orchestrator(data_dir) as api:
         port = api.session._base_url.port  # type: ignore[union-attr]
         with pytest.raises(PortInUse, match=str(port)) as caught:
             async with orchestrator(tmp_path / "other", port=port):
                 pass
         assert "--port" in caught.value.hint
-    # The data directory of the refused one is free again.
+    # The refused orchestrator has released its data directory.
     async with orchestrator(tmp_path / "other"):
         pass
 
@@ -148,7 +148,7 @@ async def test_the_address_is_in_the_data_directory(data_dir: Path):
         assert (data_dir / "address").read_text().strip() == str(api.session._base_url).rstrip("/")
 
 
-async def test_a_damaged_record_costs_itself_only_over_a_restart(data_dir: Path):
+async def test_a_damaged_record_costs_only_itself_over_a_restart(data_dir: Path):
     async with orchestrator(data_dir) as api:
         await api.create_run(group_size=2, batch_size=2)
         attempts = await api.play(free=4)
@@ -162,7 +162,7 @@ async def test_a_damaged_record_costs_itself_only_over_a_restart(data_dir: Path)
         batch.verify()
         async with api.session.get("/metrics") as answer:
             assert "headrace_log_damaged_records_total 1.0" in await answer.text()
-        # The episode is still its worker's: it is granted again once the worker says that it holds nothing.
+        # The episode is still leased: it is granted again once the worker reports that it holds nothing.
         assert attempts[1].episode in {a.episode for a in await api.lease(free=8, holding=[])}
 
 
@@ -244,7 +244,7 @@ async def test_a_damaged_batch_that_is_streamed_is_dissolved_for_the_next_pull(
         assert episode not in {trajectory.episode for trajectory in batch.trajectories}
 
 
-async def test_a_disk_that_refuses_makes_the_service_not_ready_until_it_takes_data_again(
+async def test_a_failing_disk_makes_the_service_not_ready_until_it_works_again(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def refuse(descriptor: int) -> None:
@@ -265,7 +265,7 @@ async def test_a_disk_that_refuses_makes_the_service_not_ready_until_it_takes_da
             problem = await api.ask("GET", "/readyz", status=503)
             assert problem["phase"] == "input/output error"
             await api.ask("GET", "/healthz")
-            # Who waited is told, and nobody begins to wait.
+            # Waiting requests fail, and new ones do not wait.
             assert {(await waiting).status, (await pulling).status} <= {503, 507}
             await api.ask("POST", "/v1/worker/lease", lease_of("w"), status=503)
             await api.ask("POST", "/v1/runs", {"name": "other"}, status=503)
@@ -334,7 +334,7 @@ def flip_record(data: Path, episode: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["deleted", "renamed"])
-async def test_a_log_file_that_is_taken_away_while_it_is_written_costs_what_was_in_it_and_nothing_later(
+async def test_a_log_file_that_is_removed_while_it_is_written_costs_its_records_and_nothing_later(
     data_dir: Path, how: str
 ):
     async with orchestrator(data_dir) as api:
@@ -347,7 +347,7 @@ async def test_a_log_file_that_is_taken_away_while_it_is_written_costs_what_was_
             file.unlink()
         else:
             file.rename(file.with_name("1.log.old"))
-        # It cannot be said whether this is stored: it is not answered as if it were.
+        # It is unknown whether this is stored, so it is not acknowledged.
         request = messages.LeaseRequest(worker="worker-1", slots=64, free=4, wait_s=0.0)
         problem = await api.ask("POST", "/v1/worker/lease", request, status=507)
         assert "deleted or renamed" in problem["detail"]
@@ -363,5 +363,5 @@ async def test_a_log_file_that_is_taken_away_while_it_is_written_costs_what_was_
     async with orchestrator(data_dir) as api:
         assert later
         assert later <= await stored_episodes(api)
-        # What was decided is all there: the run, and that the batch was acked.
+        # All decisions are kept: the run, and the ack of the batch.
         assert (await api.ack(held, "0.1", status=409))["code"] == "batch-already-acked"

@@ -1,4 +1,4 @@
-"""Retention of a running service: what it deletes, and what it never does."""
+"""Retention in a running service."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.orchestrator.buffer.test_log import flip
 from tests.orchestrator.serving import Api, orchestrator, until
 
 SMALL = {"log_file_bytes": 40_000, "retention": RetentionRules(trajectories=20)}
-"""A file holds some dozen records."""
+"""Settings under which a file holds some dozen records."""
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def files(data: Path) -> list[str]:
 
 
 async def train(api: Api, batches: int) -> list[str]:
-    """Play, pull and ack; gives the trajectories in order."""
+    """Play, pull and ack; returns the trajectories in order."""
     found: list[str] = []
     for _ in range(batches):
         await api.play(free=4)
@@ -47,7 +47,7 @@ async def listed(api: Api) -> set[str]:
     return {item["id"] for item in page["trajectories"]}
 
 
-async def test_old_files_are_deleted_and_listings_forget_what_was_in_them(data_dir: Path) -> None:
+async def test_old_files_are_deleted_and_their_entries_leave_the_projection(data_dir: Path) -> None:
     async with orchestrator(data_dir, **SMALL) as api:
         await api.create_run()
         stored = await train(api, 30)
@@ -61,12 +61,12 @@ async def test_old_files_are_deleted_and_listings_forget_what_was_in_them(data_d
         assert 20 <= len(left) < 120
         await api.ask("GET", f"/v1/trajectories/{stored[0]}", status=404)
         await api.ask("GET", f"/v1/trajectories/{stored[-1]}/advantages")
-    async with orchestrator(data_dir) as api:  # retention is off now
+    async with orchestrator(data_dir) as api:  # without retention
         assert await listed(api) <= left
         assert len(await train(api, 1)) == 4
 
 
-async def test_no_file_goes_that_an_open_batch_needs(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_file_that_an_open_batch_needs_is_not_deleted(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = Mock()
     monkeypatch.setattr(retaining, "log", told)
     async with orchestrator(data_dir, **SMALL) as api:
@@ -110,7 +110,7 @@ async def test_a_start_may_need_the_last_two_control_states(data_dir: Path) -> N
         assert (await api.ask("GET", "/v1/runs/run"))["name"] == "run"
 
 
-async def test_by_age_a_file_ends_in_time_to_be_deleted(data_dir: Path) -> None:
+async def test_by_age_a_file_is_sealed_in_time_to_be_deleted(data_dir: Path) -> None:
     async with orchestrator(data_dir, retention=RetentionRules(age_s=0.2)) as api:
         await api.create_run()
         await train(api, 1)
@@ -122,11 +122,11 @@ async def test_by_age_a_file_ends_in_time_to_be_deleted(data_dir: Path) -> None:
         assert (await api.ask("GET", "/v1/runs/run"))["name"] == "run"
 
 
-async def test_what_was_in_a_file_that_is_missing_at_a_start_is_forgotten(data_dir: Path) -> None:
+async def test_entries_of_a_file_that_is_missing_at_a_start_are_removed(data_dir: Path) -> None:
     async with orchestrator(data_dir, log_file_bytes=40_000) as api:
         await api.create_run()
         stored = await train(api, 20)
-    (data_dir / "log" / "00000001.log").unlink()  # a crash came between that and what follows from it
+    (data_dir / "log" / "00000001.log").unlink()  # as after a crash right behind the deletion
     async with orchestrator(data_dir) as api:
 
         async def it_is_forgotten() -> bool:
@@ -136,7 +136,7 @@ async def test_what_was_in_a_file_that_is_missing_at_a_start_is_forgotten(data_d
         assert stored[-1] in await listed(api)
 
 
-async def test_what_a_refusing_disk_left_half_done_is_done_later(
+async def test_a_deletion_that_a_failing_disk_interrupts_is_completed_later(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refusals = iter([True, True])
@@ -159,10 +159,10 @@ async def test_what_a_refusing_disk_left_half_done_is_done_later(
         assert not next(refusals, False)
 
 
-async def test_at_the_bound_of_the_disk_admission_stops_and_a_pull_says_so(
+async def test_at_the_bound_of_the_disk_admission_stops_and_a_pull_reports_it(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At once: it is not looked at the disk meanwhile."""
+    """Appended data counts at once, without a step of retention."""
     monkeypatch.setattr(retaining, "RETAIN_EVERY_S", 3600.0)
     async with orchestrator(data_dir, max_disk_bytes=60_000) as api:
         await api.create_run(batch_size=16, group_size=1, max_staleness=8)
@@ -180,18 +180,18 @@ async def test_at_the_bound_of_the_disk_admission_stops_and_a_pull_says_so(
         assert 50_000 < sum(path.stat().st_size for path in (data_dir / "log").iterdir()) < 70_000
 
 
-async def test_what_is_in_use_does_not_make_a_quiet_log_grow(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_files_in_use_do_not_make_an_idle_log_grow(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[None] = []
     step = retaining.RetentionLoop.step
 
-    async def count(retainer: retaining.RetentionLoop) -> list[int]:
+    async def count(loop: retaining.RetentionLoop) -> list[int]:
         steps.append(None)
-        return await step(retainer)
+        return await step(loop)
 
     monkeypatch.setattr(retaining.RetentionLoop, "step", count)
     async with orchestrator(data_dir, retention=RetentionRules(age_s=0.1)) as api:
         await api.create_run()
-        await api.play(free=4)  # nobody pulls it
+        await api.play(free=4)  # never pulled
 
         async def much_later() -> bool:
             return len(steps) > 100
@@ -201,7 +201,7 @@ async def test_what_is_in_use_does_not_make_a_quiet_log_grow(data_dir: Path, mon
         assert isinstance(await api.pull(), Batch)
 
 
-async def test_a_file_that_does_not_belong_there_is_named_and_stops_retention_no_longer_than_it_is_there(
+async def test_a_foreign_file_is_named_and_blocks_retention_only_while_it_exists(
     data_dir: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async with orchestrator(data_dir, **SMALL) as api:

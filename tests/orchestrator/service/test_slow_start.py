@@ -1,4 +1,4 @@
-"""A start that takes long: it answers from the first moment, says how far it is, and comes to an end."""
+"""A slow start: the service answers from the first moment, reports its progress, and becomes ready."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tests.e2e.processes import free_port
 from tests.orchestrator.serving import START_DEADLINE_S, orchestrator, record_for, submission
 
 READ_S = 0.006
-"""What reading one frame of the log takes here: a start with 300 of them takes 2 s. In the case it is 120 s."""
+"""Seconds to read one frame of the log: a start with 300 frames takes 2 s, in the case 120 s."""
 
 PROBE_EVERY_S, PROBE_TIMEOUT_S, MISSES = 0.2, 1.0, 3
-"""How often a liveness probe asks, how long it waits, and after how many misses in a row it kills."""
+"""A liveness probe's interval, its timeout, and the consecutive misses after which it kills."""
 
 SLOW = f"""
 import sys, time
@@ -48,7 +48,7 @@ run(Settings(data=Path(sys.argv[1]), port=int(sys.argv[2])), ready=lambda addres
 
 
 class Slow:
-    """An orchestrator process on a disk that is slow to read."""
+    """An orchestrator process with a slow disk."""
 
     def __init__(self, data: Path, port: int) -> None:
         self.url = f"http://127.0.0.1:{port}"
@@ -56,7 +56,7 @@ class Slow:
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=os.environ)
 
     async def frames(self) -> int:
-        """How many frames the start read; waits until it is over."""
+        """Number of frames that the start read; waits until it is complete."""
         assert self._process.stdout is not None
         async with asyncio.timeout(START_DEADLINE_S):
             return int(await asyncio.to_thread(self._process.stdout.readline))
@@ -78,7 +78,7 @@ def started(data: Path, port: int) -> Iterator[Slow]:
 
 
 class Prober:
-    """What a cluster asks: whether to kill a process, and whether to send it requests."""
+    """The liveness and readiness probes of a cluster."""
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self._session = session
@@ -96,7 +96,7 @@ class Prober:
                     if answer.status == 503:
                         self.phases.append(msgspec.json.decode(await answer.read()))
             except (aiohttp.ClientError, TimeoutError):
-                self.misses += self.lives > 0  # before its first answer nobody kills it
+                self.misses += self.lives > 0  # no kill before the first response
             assert self.misses < MISSES, "a liveness probe would have killed it"
             await asyncio.sleep(PROBE_EVERY_S)
 
@@ -115,8 +115,8 @@ async def running(*tasks: asyncio.Task[Any]) -> AsyncIterator[None]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def submitted(session: aiohttp.ClientSession, worker: str, body: bytes, told: list[Any]) -> Any:
-    """The answer to a submission, however often it takes; ``told`` is what the others said."""
+async def submitted(session: aiohttp.ClientSession, worker: str, body: bytes, responses: list[Any]) -> Any:
+    """The reply to a submission, repeated until it succeeds; ``responses`` collects the other responses."""
     while True:
         try:
             async with session.post(f"/v1/worker/submit?worker={worker}", data=body) as answer:
@@ -125,13 +125,13 @@ async def submitted(session: aiohttp.ClientSession, worker: str, body: bytes, to
                     return found
                 assert answer.status == 503
                 assert int(answer.headers["Retry-After"]) > 0
-                told.append(found)
+                responses.append(found)
         except aiohttp.ClientError:
-            pass  # there is no process now
+            pass  # no process runs now
         await asyncio.sleep(PROBE_EVERY_S)
 
 
-async def test_g21_a_recovery_longer_than_the_probes_patience_comes_to_an_end(data_dir: Path, tmp_path: Path):
+async def test_g21_a_recovery_that_takes_longer_than_the_probe_allows_completes(data_dir: Path, tmp_path: Path):
     bodies: dict[str, bytes] = {}
     async with orchestrator(data_dir) as api:
         await api.create_run(group_size=2, batch_size=4, max_staleness=200)
@@ -148,9 +148,9 @@ async def test_g21_a_recovery_longer_than_the_probes_patience_comes_to_an_end(da
         undisturbed = await process.frames()
     assert undisturbed > 300
 
-    port, told = free_port(), list[Any]()
+    port, responses = free_port(), list[Any]()
     async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
-        waiting = [asyncio.create_task(submitted(session, worker, body, told)) for worker, body in bodies.items()]
+        waiting = [asyncio.create_task(submitted(session, worker, body, responses)) for worker, body in bodies.items()]
         client = AsyncClient(f"http://127.0.0.1:{port}", poll_s=20.0, keepalive=False)
         pulling = asyncio.create_task(client.pull("run"))
         async with client, running(*waiting, pulling):
@@ -164,12 +164,12 @@ async def test_g21_a_recovery_longer_than_the_probes_patience_comes_to_an_end(da
                 again = Prober(session)
                 probing = asyncio.create_task(again.run())
                 async with running(probing):
-                    # It begins where the log does, and no start is longer for those before it.
+                    # It starts at the beginning of the log, and earlier starts do not make it longer.
                     assert await process.frames() <= 1.2 * undisturbed
                     results = [result for answer in await asyncio.gather(*waiting) for result in answer["results"]]
                     batch = await pulling
                     assert not probing.done()
-        # Nothing was rerun, and everybody who had to wait knew on what.
+        # Nothing was rerun, and every client that had to wait got the reason.
         assert [result["verdict"] for result in results] == ["accepted"] * 4
         assert {trajectory.attempt for trajectory in batch.trajectories} == {1}
     for phases in (prober.phases, again.phases):
@@ -178,4 +178,4 @@ async def test_g21_a_recovery_longer_than_the_probes_patience_comes_to_an_end(da
         assert [phase["done"] for phase in read] == sorted(phase["done"] for phase in read)
         assert all(phase["estimate_s"] >= 0 for phase in read if 0 < phase["done"] < phase["total"])
         assert any("%" in phase["detail"] for phase in read)
-    assert any("%" in problem["detail"] for problem in told)
+    assert any("%" in problem["detail"] for problem in responses)
