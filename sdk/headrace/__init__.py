@@ -1,12 +1,13 @@
-"""Headrace: keeps GPU learners fed. This package is the contract: what learners and environment authors import.
+"""Headrace orchestrates rollouts for reinforcement learning. This package is the public interface.
 
-* Learners: ``Client`` or ``AsyncClient``, ``Batch``, ``headrace.layouts``, ``headrace.estimators``, ``score``.
-* Environment authors: ``Environment``, ``Step``, ``register``, ``make``.
-* Everybody: ``Trajectory`` and its parts, ``RunSpec``, ``open`` for stored data, and the errors of ``headrace.errors``.
+* Learners use ``Client`` or ``AsyncClient``, ``Batch``, ``headrace.layouts``, ``headrace.estimators`` and ``score``.
+* Environment authors use ``Environment``, ``Step``, ``register`` and ``make``.
+* Both use ``Trajectory`` and its parts, ``RunSpec``, ``open`` for stored data, and the errors in ``headrace.errors``.
 
-Importing the package costs nothing; the first of these names that is used imports them all.
+The modules at the top of the package are public; its subpackages are not, except ``headrace.integrations``. Importing
+the package is cheap: the first use of one of these names imports all of them.
 
-It needs numpy, msgspec and pydantic only. ``AsyncClient`` asks for ``headrace[async]`` when it is used, ``open`` for
+It needs only numpy, msgspec and pydantic. ``AsyncClient`` also needs ``headrace[async]``, and ``open`` needs
 ``headrace[offline]``.
 """
 
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headrace._public import *  # noqa: F403
-else:  # a checker that saw this would take every name for one of ours
+else:  # hidden from type checkers, which would accept every name
 
     def __getattr__(name: str) -> Any:
         """A public name, or a module of the package."""

@@ -1,4 +1,4 @@
-"""What ``headrace`` offers by name, imported all at once."""
+"""The public names of ``headrace``, imported together at the first use of one of them."""
 
 from headrace.assets import Image
 from headrace.batch.batch import Batch, Row

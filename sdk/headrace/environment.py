@@ -1,13 +1,13 @@
-"""What an environment is, and how one is found by id.
+"""The environment protocol, and the registry of environments by id.
 
 * An environment has ``reset(seed)`` and ``step(action)``; either may be a coroutine.
-* The seed given to ``reset`` fixes the environment whole: same seed, same actions, same episode.
-* Each environment has its own random generator; nothing global is seeded or drawn from.
-* A reward is a finite float; terminated wins where both terminated and truncated are true.
-* Third parties register by the entry point group ``headrace.environments``.
-* An id ``family:*`` registers a whole family: what follows the colon is the factory's first argument.
+* The seed given to ``reset`` determines the environment completely: same seed, same actions, same episode.
+* Each environment has its own random generator; no global generator is seeded or used.
+* A reward is a finite float. If both terminated and truncated are true, the episode is terminated.
+* Other packages register environments by the entry point group ``headrace.environments``.
+* An id ``family:*`` registers a whole family: the text after the colon is the factory's first argument.
 
-The protocol is that of Gymnasium and GEM, so environments of theirs fit as they are::
+The protocol is that of Gymnasium and GEM, so that their environments work unchanged::
 
     class Echo:
         def reset(self, seed=None):
@@ -34,17 +34,17 @@ from headrace.errors import InvalidRequest, UnknownEnvironment
 from headrace.trajectory import ContentPart
 
 Observation = str | list[ContentPart | Image]
-"""Text, or parts: content parts of text, and images."""
+"""Text, or a list of text parts and images."""
 
 ENTRY_POINT_GROUP = "headrace.environments"
-"""Entry points of this group name an environment factory each; the entry point's name is the id."""
+"""Each entry point of this group names an environment factory; the entry point's name is the id."""
 
 
 class Step(NamedTuple):
-    """What ``step`` returns (a plain 5-tuple does as well).
+    """The result of ``step``; a plain 5-tuple is also accepted.
 
-    ``reward`` may arrive with ``info["reward_parts"]``, a dict of named floats that explain it. ``info["tool_calls"]``
-    may list :class:`headrace.trajectory.ToolCall`.
+    ``info["reward_parts"]`` may explain the reward by a dict of named floats. ``info["tool_calls"]`` may list
+    :class:`headrace.trajectory.ToolCall`.
     """
 
     observation: Observation
@@ -55,7 +55,7 @@ class Step(NamedTuple):
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """A call of a function in an action. ``text`` as it was said; ``error``: why it cannot be read, empty if it can."""
+    """A function call in an action. ``text`` is its original text; ``error`` says why it cannot be parsed, if so."""
 
     name: str = ""
     arguments: dict[str, Any] = {}
@@ -64,8 +64,10 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Action(str):
-    """An action taken apart, for an environment with ``reads_calls = True``: the text as ever, and in it ``reasoning``,
-    then ``content``, then ``calls``."""
+    """A parsed action, for an environment with ``reads_calls = True``.
+
+    The string is the text of the action, which consists of ``reasoning``, then ``content``, then ``calls``.
+    """
 
     content: str
     reasoning: str
@@ -79,9 +81,12 @@ class Action(str):
 
 @runtime_checkable
 class Environment(Protocol):
-    """A single-agent environment. ``close()`` is optional. ``info["tools"]`` of ``reset`` may list JSON schemas of
-    functions that the policy may call; its renderer shows them, and a call is part of the action's text. With
-    ``reads_calls = True`` on the class an action is an :class:`Action`, which has the calls by name and arguments."""
+    """A single-agent environment. ``close()`` is optional.
+
+    ``info["tools"]`` of ``reset`` may list JSON schemas of functions that the policy may call. The renderer shows them
+    to the policy, and a call is part of the action's text. With ``reads_calls = True`` on the class an action is an
+    :class:`Action`, which has the parsed calls.
+    """
 
     def reset(
         self, seed: int | None = None
@@ -99,10 +104,11 @@ class Environment(Protocol):
 class MultiAgentEnvironment(Protocol):
     """Several agents that act in turn.
 
-    * ``agents`` are all names, fixed for the episode; the one that is due now is ``next_agent()``, None at the end.
-    * ``reset`` gives each agent its first observation; ``step(action)`` is the due agent's action.
-    * ``step`` returns five dicts by agent. A reward for an agent that did not act is a late reward: it belongs to
-      that agent's last turn (before any: to its first). An observation for an agent is added to what it sees next.
+    * ``agents`` are the names of all agents, fixed for the episode; ``next_agent()`` is the next to act, None at the
+      end.
+    * ``reset`` returns the first observation of each agent; ``step(action)`` takes the next agent's action.
+    * ``step`` returns five dicts by agent. A reward for an agent that did not act belongs to that agent's last turn, or
+      to its first turn if it has none yet. An observation for an agent is added to its next prompt.
     """
 
     agents: list[str]
@@ -124,17 +130,17 @@ _registry: dict[str, EnvironmentFactory | str] = {}
 def register(environment_id: str, factory: EnvironmentFactory | str) -> None:
     """Register a factory (a class, a callable, or ``"module:name"``) under an id such as ``"game:Nim"``."""
     if environment_id in _registry:
-        raise InvalidRequest(f"Environment {environment_id!r} is registered already.", hint="Choose another id.")
+        raise InvalidRequest(f"Environment {environment_id!r} is already registered.", hint="Choose another id.")
     _registry[environment_id] = factory
 
 
 def registered() -> list[str]:
-    """All ids that ``make`` knows, those of installed third parties included."""
+    """All ids that ``make`` knows, including those of installed packages."""
     return sorted({*_registry, *_entry_points()})
 
 
 def make(environment_id: str, /, **kwargs: Any) -> Environment | MultiAgentEnvironment:
-    """Build the environment of that id. Raises UnknownEnvironment; errors of its constructor pass through."""
+    """Create the environment with that id. Raises UnknownEnvironment; errors of its constructor pass through."""
     family, _, name = environment_id.partition(":")
     factory = _find(environment_id)
     if factory is None and (of_family := _find(f"{family}:*")) is not None:
@@ -143,8 +149,8 @@ def make(environment_id: str, /, **kwargs: Any) -> Environment | MultiAgentEnvir
         near = [known for known in registered() if known.split(":")[0] == family]
         raise UnknownEnvironment(
             f"No environment {environment_id!r}.",
-            hint=f"Known here: {', '.join(near or registered()) or 'none'}. Others come with `--import`, or by "
-            f"the entry point group {ENTRY_POINT_GROUP!r}; is the package installed where the worker runs?",
+            hint=f"Known here: {', '.join(near or registered()) or 'none'}. Others are registered by `--import`, or by "
+            f"the entry point group {ENTRY_POINT_GROUP!r}; is their package installed where the worker runs?",
             environment=environment_id,
         )
     return factory(**kwargs)

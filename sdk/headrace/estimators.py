@@ -5,7 +5,7 @@
 * Statistics of shards merge to those of the whole.
 * Constant returns give advantage 0, also with eps = 0.
 * A group of one gets advantage 0 where a group is compared, and is flagged.
-* Members that failed never count; a group says how many it expected and how many it has.
+* Failed members never count; a group states its expected and its actual size.
 * Third parties add estimators by the entry point group ``headrace.estimators``.
 
 All functions take flat arrays. The turns of one agent in one trajectory are a *strand*: contiguous, in the order of
@@ -30,24 +30,24 @@ I64 = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 Weighting = Literal["turn", "token"]
-"""Whether a turn counts once, or as often as it has sampled tokens."""
+"""The weight of a turn: 1, or the number of its sampled tokens."""
 
 ENTRY_POINT_GROUP = "headrace.estimators"
-"""Entry points of this group name an ``Estimator`` each; the entry point's name is the estimator's."""
+"""Each entry point of this group names an ``Estimator``; the entry point's name is the estimator's."""
 
 NONE = "none"
-"""The estimator's name in a run without advantages."""
+"""The estimator of a run without advantages."""
 
 
 class Experience(NamedTuple):
-    """Turns of many strands.
+    """The turns of many strands.
 
     ``rewards`` f64[turns]; ``tokens`` i64[turns], sampled tokens of each; ``offsets`` i64[strands + 1];
-    ``groups`` i64[strands], the number of the (group, agent) that the strand is compared within;
-    ``trained`` bool[turns], whether the turn is in a row (None: all are): others carry returns but are not counted;
-    ``expected`` i64[groups], how many strands each (group, agent) was meant to have (None: as many as it has).
+    ``groups`` i64[strands], the number of the (group, agent) within which the strand is compared;
+    ``trained`` bool[turns], true for turns of rows (None: all): the others have returns but are not counted;
+    ``expected`` i64[groups], the expected number of strands of each (group, agent) (None: the actual number).
 
-    A strand without a trained turn is left out by whoever builds this, and so is one that failed.
+    Failed strands and strands without a trained turn must be omitted.
     """
 
     rewards: F64
@@ -59,10 +59,10 @@ class Experience(NamedTuple):
 
 
 class GroupStatistics(NamedTuple):
-    """One entry per (group, agent): moments of episode rewards, sizes and flags.
+    """Moments of episode rewards, sizes and flags, with one entry per (group, agent).
 
-    ``n``, ``mean``, ``m2`` f64; ``expected``, ``actual`` i64; ``single``: a group of one; ``zero_variance``: two or
-    more members, all of equal reward.
+    ``n``, ``mean``, ``m2`` f64; ``expected``, ``actual`` i64; ``single`` bool: one member; ``zero_variance`` bool: two
+    or more members, all with equal reward.
     """
 
     n: F64
@@ -74,13 +74,16 @@ class GroupStatistics(NamedTuple):
     zero_variance: Bools
 
     def moments(self, group: int) -> Moments:
-        """Moments of one (group, agent)."""
+        """The moments of one (group, agent)."""
         return Moments(float(self.n[group]), float(self.mean[group]), float(self.m2[group]))
 
 
 class Estimate(NamedTuple):
-    """Per turn f64[turns]: ``returns`` and ``advantages`` (0 for turns that are not trained). ``whitening``: the
-    moments that the batch was whitened with, or None."""
+    """The result of an estimator.
+
+    ``returns`` and ``advantages`` f64[turns] (0 for turns that are not trained). ``whitening``: the moments with which
+    the batch was whitened, or None.
+    """
 
     returns: F64
     advantages: F64
@@ -89,8 +92,11 @@ class Estimate(NamedTuple):
 
 
 class Gae(NamedTuple):
-    """``advantages`` f64, and ``targets`` f64, what the value function should have said (advantage + value).
-    ``bootstrapped_with_zero`` bool[strands]: truncated, and no value was given for what comes after."""
+    """The result of generalized advantage estimation.
+
+    ``advantages`` f64, and ``targets`` f64 for the value function (advantage + value). ``bootstrapped_with_zero``
+    bool[strands]: the strand was truncated, and has no bootstrap value.
+    """
 
     advantages: F64
     targets: F64
@@ -98,8 +104,10 @@ class Gae(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The arguments of an estimator's ``values``: ``returns`` f64[turns], ``totals`` f64[strands], the episode rewards,
-    and ``groups`` with one entry per (group, agent)."""
+    """The argument of an estimator's ``values``.
+
+    ``returns`` f64[turns]; ``totals`` f64[strands], the episode rewards; ``groups`` with one entry per (group, agent).
+    """
 
     experience: Experience
     returns: F64
@@ -110,8 +118,11 @@ class Inputs(NamedTuple):
 
 
 class Estimator(NamedTuple):
-    """An estimator that the service computes. ``values`` gives f64[turns]; with ``whiten`` these are whitened over the
-    batch, with ``by_tokens`` always weighted by tokens."""
+    """An estimator that the service computes.
+
+    ``values`` returns f64[turns]. ``whiten``: the values are whitened over the batch. ``by_tokens``: whitening is
+    always weighted by tokens.
+    """
 
     values: Callable[[Inputs], F64]
     whiten: bool = False
@@ -139,7 +150,7 @@ def _leave_one_out(inputs: Inputs) -> F64:
 
 
 def _centred_rewards(inputs: Inputs) -> F64:
-    """Each strand's reward minus the mean of its group. f64[strands]."""
+    """The reward of each strand minus the mean of its group, f64[strands]."""
     index, groups = inputs.experience.groups, inputs.groups
     centred = inputs.totals - groups.mean[index]
     centred[(groups.single | groups.zero_variance)[index]] = 0.0
@@ -147,7 +158,7 @@ def _centred_rewards(inputs: Inputs) -> F64:
 
 
 def _per_turn(inputs: Inputs, values: F64) -> F64:
-    """A value of each strand, for each of its turns. f64[turns]."""
+    """The value of each strand, repeated for each of its turns, f64[turns]."""
     return np.repeat(values, np.diff(inputs.experience.offsets))
 
 
@@ -160,11 +171,11 @@ ESTIMATORS: dict[str, Estimator] = {
     "reinforce_pp": Estimator(_returns, whiten=True, by_tokens=True),
     "reinforce_pp_baseline": Estimator(_centred, whiten=True, by_tokens=True),
 }
-"""The estimators that come with Headrace. GAE needs the learner's values and is a function of its own."""
+"""The estimators of Headrace. GAE needs the learner's values, and is a separate function."""
 
 
 def estimator_names() -> list[str]:
-    """Names of all estimators, those of installed third parties included."""
+    """The names of all estimators, including those of installed packages."""
     return [*ESTIMATORS, *sorted(_entry_points().keys() - ESTIMATORS.keys())]
 
 
@@ -184,12 +195,18 @@ def _entry_points() -> dict[str, Any]:
 
 
 def returns_to_go(rewards: npt.ArrayLike, offsets: npt.ArrayLike, gamma: float) -> F64:
-    """``G_t = r_t + gamma * G_{t+1}`` within each strand; gamma is per turn. f64[turns]."""
+    """Returns f64[turns]: ``G_t = r_t + gamma * G_{t+1}`` within each strand.
+
+    ``rewards`` f64[turns], ``offsets`` i64[strands + 1]; ``gamma`` is per turn.
+    """
     return _discounted_suffix_sums(np.asarray(rewards, np.float64), np.asarray(offsets, np.int64), gamma)
 
 
 def episode_rewards(rewards: npt.ArrayLike, offsets: npt.ArrayLike) -> F64:
-    """``R``, the undiscounted sum of rewards of each strand. f64[strands]."""
+    """The undiscounted sum of rewards of each strand, f64[strands].
+
+    ``rewards`` f64[turns], ``offsets`` i64[strands + 1].
+    """
     bounds = np.asarray(offsets, np.int64)
     strand = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
     return _sums(strand, np.asarray(rewards, np.float64), len(bounds) - 1)
@@ -209,10 +226,11 @@ def advantages(
     eps: float = 1e-9,
     weighting: Weighting = "turn",
 ) -> Estimate:
-    """Advantages by the estimator of that name.
+    """The advantages of the estimator with that name.
 
-    ``gamma`` is per turn. ``ddof`` and ``eps`` belong to every division by a spread; ``weighting`` to whitening: an
-    estimator that is always weighted by tokens overrides it. Raises InvalidRequest.
+    ``gamma`` is per turn. ``ddof`` and ``eps`` apply to every division by a spread, ``weighting`` to whitening;
+    estimators that always weight by tokens override it. Raises InvalidRequest for an unknown estimator, and for ddof 1
+    with token weighting.
     """
     estimator = find_estimator(name)
     if estimator.by_tokens:
@@ -246,8 +264,9 @@ def gae_turn(
 ) -> Gae:
     """Generalized advantage estimation over turns.
 
-    ``rewards``, ``values`` f64[turns], the value before each turn; ``offsets`` i64[strands + 1]; ``terminated``
-    bool[strands]; ``bootstrap_values`` f64[strands], the value after a truncated strand, NaN where there is none.
+    ``rewards`` f64[turns]; ``values`` f64[turns], the value before each turn; ``offsets`` i64[strands + 1];
+    ``terminated`` bool[strands]; ``bootstrap_values`` f64[strands], the value after a truncated strand, NaN for none.
+    Raises InvalidRequest for arrays of different lengths.
     """
     bounds = np.asarray(offsets, np.int64)
     r, v = np.asarray(rewards, np.float64), np.asarray(values, np.float64)
@@ -265,15 +284,15 @@ def gae_token(
     terminated: npt.ArrayLike,
     bootstrap_values: npt.ArrayLike | None = None,
 ) -> Gae:
-    """Generalized advantage estimation over sampled tokens; positions that were not sampled are stepped over.
+    """Generalized advantage estimation over sampled tokens; positions that were not sampled are skipped.
 
-    ``rewards`` f64[turns] and ``tokens`` i64[turns] per turn: a turn's reward sits on its last sampled token.
-    ``values`` f64[sampled tokens], in the order of the turns; the other arguments as in ``gae_turn``. Results are per
-    sampled token.
+    ``rewards`` f64[turns] and ``tokens`` i64[turns], the sampled tokens of each turn: a turn's reward is at its last
+    sampled token. ``values`` f64[sampled tokens], in the order of the turns; the other arguments are those of
+    ``gae_turn``. Results are per sampled token.
     """
     counts = np.asarray(tokens, np.int64)
     if np.any(counts < 1):
-        raise InvalidRequest("A turn without sampled tokens.", hint="Every turn samples at least one token.")
+        raise InvalidRequest("A turn has no sampled tokens.", hint="Every turn samples at least one token.")
     ends = np.concatenate(([0], np.cumsum(counts)))
     at_tokens = np.zeros(int(ends[-1]))
     at_tokens[ends[1:] - 1] = np.asarray(rewards, np.float64)
@@ -290,7 +309,7 @@ def _group_statistics(experience: Experience, totals: F64) -> GroupStatistics:
     actual = np.bincount(index, minlength=count)
     n = actual.astype(np.float64)
     at_least_one = np.maximum(n, 1.0)
-    # Two passes around a first value of the group: constant rewards have a mean that is exactly theirs.
+    # Two passes with the first value of the group as offset: the mean of constant rewards is exact.
     first = np.zeros(count)
     first[index[::-1]] = totals[::-1]
     mean = first + _sums(index, totals - first[index], count) / at_least_one
@@ -302,7 +321,7 @@ def _group_statistics(experience: Experience, totals: F64) -> GroupStatistics:
 
 
 def _sums(index: I64, values: F64, count: int) -> F64:
-    """Sums of values by index, f64[count]."""
+    """The sums of values by index, f64[count]."""
     return np.bincount(index, values, count).astype(np.float64, copy=False)
 
 
@@ -326,9 +345,9 @@ def _gae(
     after: Any = np.full(strands, np.nan) if bootstrap_values is None else np.asarray(bootstrap_values, np.float64)
     if len(rewards) != len(values) or len(values) != bounds[-1] or len(done) != strands or len(after) != strands:
         raise InvalidRequest(
-            f"The arrays do not fit: {len(rewards)} rewards, {len(values)} values, offsets up to {bounds[-1]}, "
-            f"{len(done)} terminated flags and {len(after)} bootstrap values for {strands} strands.",
-            hint="One value per step, one flag per strand.",
+            f"The lengths of the arrays do not match: {len(rewards)} rewards, {len(values)} values, offsets up to "
+            f"{bounds[-1]}, {len(done)} terminated flags and {len(after)} bootstrap values for {strands} strands.",
+            hint="Give one value per step, and one flag per strand.",
         )
     missing = ~done & np.isnan(after)
     after = np.where(done | missing, 0.0, after)
@@ -341,11 +360,11 @@ def _gae(
 
 
 def _discounted_suffix_sums(values: F64, bounds: I64, factor: float) -> F64:
-    """``x_t = values_t + factor * x_{t+1}`` within each strand: all strands at once, one step back at a time."""
+    """``x_t = values_t + factor * x_{t+1}`` within each strand, computed backwards for all strands at once."""
     lengths = np.diff(bounds)
     order = np.argsort(-lengths, kind="stable")
     last = bounds[1:][order] - 1
-    # Strands sorted by length: those longer than k come first, and there are active[k] of them.
+    # The strands are sorted by length: the first active[k] are longer than k.
     longest = int(lengths.max()) if len(lengths) else 0
     active = len(lengths) - np.searchsorted(np.sort(lengths), np.arange(longest), side="right")
     result = np.empty_like(values)

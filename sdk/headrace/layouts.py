@@ -1,9 +1,9 @@
 """Layouts: rows of a batch as the arrays that training code takes.
 
-* A row's mask, logprobs and advantages stand at the row's own sampled positions and nowhere else.
-* Shifted, they stand one to the left: at the position whose output predicts the token.
-* A layout of one scalar per row refuses a row whose turns differ; ``split_turns`` makes rows of one turn each.
-* Filler rows are flagged, weigh nothing, count nowhere and are copies of nothing.
+* Mask, logprobs and advantages of a row are at its own sampled positions and nowhere else.
+* With ``shift`` they are one position to the left: at the position whose output predicts the token.
+* A layout with one scalar per row refuses a row whose turns differ; ``split_turns`` makes rows of one turn each.
+* Filler rows are flagged, and have no weight, tokens to train on, or turns.
 
 ========================  ===================  ==============================
 learner                   layout               shift
@@ -21,20 +21,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from headrace.batch.batch import Row
 from headrace.errors import InvalidRequest
 from headrace.trajectory import Turn
 
-if TYPE_CHECKING:
-    from headrace.batch.batch import Row
-
 
 class RowLike(Protocol):
-    """What a layout reads of a row: a row of a batch, one of ``split_turns``, or a filler."""
+    """The attributes of a row that layouts read: a row of a batch, one from ``split_turns``, or a filler row."""
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32]: ...
@@ -52,9 +50,9 @@ class RowLike(Protocol):
 class Layout(NamedTuple):
     """Arrays of one shape: ``[tokens]`` packed, ``[rows, width]`` padded.
 
-    ``token_ids`` i32; ``mask`` u8, 1 where there is something to train on; ``logprobs`` and ``advantages`` f32, 0
-    elsewhere; ``position_ids`` i32, counted within the row (0 in padding); ``row_ids`` i32, the row that a position
-    belongs to (-1 in padding and in fillers).
+    ``token_ids`` i32; ``mask`` u8, 1 at positions to train on; ``logprobs`` and ``advantages`` f32, 0 elsewhere;
+    ``position_ids`` i32, counted within the row (0 in padding); ``row_ids`` i32, the row of each position (-1 in
+    padding and in filler rows).
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -66,7 +64,7 @@ class Layout(NamedTuple):
 
 
 def packed(rows: Sequence[RowLike], *, shift: bool = False) -> Layout:
-    """All rows end to end in one flat sequence. Row boundaries are where ``position_ids`` is 0."""
+    """All rows concatenated in one flat sequence. A row begins where ``position_ids`` is 0."""
     lengths = [len(row.token_ids) for row in rows]
     layout = _empty((sum(lengths),), 0)
     start = 0
@@ -84,16 +82,16 @@ def padded(
     width: int | None = None,
     pad_token_id: int = 0,
 ) -> Layout:
-    """One row per line. ``side`` is where the padding goes; ``width`` defaults to the longest row.
+    """One row per line. ``side`` is the side of the padding; ``width`` defaults to the longest row.
 
-    Raises InvalidRequest if a row is longer than ``width``: a row that was cut is not what was sampled.
+    Raises InvalidRequest if a row is longer than ``width``: rows are never cut.
     """
     longest = max((len(row.token_ids) for row in rows), default=0)
     width = longest if width is None else width
     if longest > width:
         raise InvalidRequest(
-            f"A row of {longest} tokens does not fit into a width of {width}.",
-            hint="Make the layout wider, or limit the run with max_context_tokens.",
+            f"A row of {longest} tokens exceeds the width of {width}.",
+            hint="Increase the width, or limit the run with max_context_tokens.",
         )
     layout = _empty((len(rows), width), pad_token_id)
     for number, row in enumerate(rows):
@@ -104,7 +102,7 @@ def padded(
 
 
 def scalar_advantages(rows: Sequence[RowLike]) -> npt.NDArray[np.float32]:
-    """One advantage per row, f32[rows]. Raises InvalidRequest for a row whose turns have different ones."""
+    """One advantage per row, f32[rows]. Raises InvalidRequest for a row whose turns have different advantages."""
     scalars = np.zeros(len(rows), np.float32)
     for number, row in enumerate(rows):
         advantages = row.advantages
@@ -113,9 +111,9 @@ def scalar_advantages(rows: Sequence[RowLike]) -> npt.NDArray[np.float32]:
         if np.any(advantages != advantages[0]):
             raise InvalidRequest(
                 f"Row {number} has turns with different advantages ({advantages.min():g} to {advantages.max():g}), "
-                f"which one scalar cannot hold.",
-                hint="Split the rows with split_turns, use a layout with one advantage per token, or an estimator "
-                "that gives all turns the same.",
+                f"which a single scalar cannot represent.",
+                hint="Split the rows with split_turns, or use a layout with one advantage per token, or an estimator "
+                "that gives all turns of a row the same advantage.",
             )
         scalars[number] = advantages[0]
     return scalars
@@ -123,7 +121,7 @@ def scalar_advantages(rows: Sequence[RowLike]) -> npt.NDArray[np.float32]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TurnRow:
-    """One turn of a row as a row of its own: the tokens up to its end, and only its own span sampled.
+    """One turn of a row as a separate row: the tokens up to its end, with only its own span sampled.
 
     ``token_ids`` i32[n], ``sampled`` u8[n], ``logprobs`` f32[n], ``advantages`` f64[1].
     """
@@ -135,14 +133,14 @@ class TurnRow:
     advantages: npt.NDArray[np.float64]
 
     def token_advantages(self) -> npt.NDArray[np.float32]:
-        """f32[n]."""
-        found = np.zeros(len(self.token_ids), np.float32)
-        found[self.turns[0].start :] = self.advantages[0]
-        return found
+        """Advantages f32[n] by token."""
+        by_token = np.zeros(len(self.token_ids), np.float32)
+        by_token[self.turns[0].start :] = self.advantages[0]
+        return by_token
 
 
 def split_turns(rows: Iterable[RowLike]) -> list[TurnRow]:
-    """A row for every turn, in order. No token is trained on twice, but prompts are repeated."""
+    """One row for every turn, in order. No token is trained on twice, but prompts are repeated."""
     split = []
     for row in rows:
         for k, turn in enumerate(row.turns):
@@ -162,27 +160,27 @@ def split_turns(rows: Iterable[RowLike]) -> list[TurnRow]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FillerRow:
-    """A row that is none: one padding token, nothing sampled, no turns, weight 0.
+    """A filler row: one padding token, nothing sampled, no turns, weight 0.
 
-    For learners that need as many rows on every rank. A loss that sums over sampled positions, and denominators from
-    the manifest, do not see it.
+    It is for learners that need the same number of rows on every rank. It does not change a loss that sums over sampled
+    positions, nor denominators from the manifest.
     """
 
     pad_token_id: int = 0
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32]:
-        """i32[1]."""
+        """Token ids i32[1]."""
         return np.array([self.pad_token_id], np.int32)
 
     @property
     def sampled(self) -> npt.NDArray[np.uint8]:
-        """u8[1], 0."""
+        """Flags u8[1], 0."""
         return np.zeros(1, np.uint8)
 
     @property
     def logprobs(self) -> npt.NDArray[np.float32]:
-        """f32[1], 0."""
+        """Logprobs f32[1], 0."""
         return np.zeros(1, np.float32)
 
     @property
@@ -191,21 +189,23 @@ class FillerRow:
 
     @property
     def advantages(self) -> npt.NDArray[np.float64]:
-        """f64[0], and so are ``returns``, ``rewards`` and ``weights``."""
+        """Advantages f64[0]; ``returns``, ``rewards`` and ``weights`` are empty too."""
         return np.zeros(0)
 
     returns = rewards = weights = advantages
 
     def token_advantages(self) -> npt.NDArray[np.float32]:
-        """f32[1], 0."""
+        """Advantages f32[1] by token, 0."""
         return np.zeros(1, np.float32)
 
 
 def filled(rows: Sequence[Row], count: int, *, pad_token_id: int = 0) -> list[Row | FillerRow]:
-    """The rows, and fillers behind them up to ``count``, such as ``batch.shard.most_rows``; a filler is known by its
-    type. Raises InvalidRequest where there are more rows already."""
+    """The rows, followed by filler rows up to ``count`` rows, such as ``batch.shard.most_rows``.
+
+    Filler rows are recognized by their type. Raises InvalidRequest for more rows than ``count``.
+    """
     if len(rows) > count:
-        raise InvalidRequest(f"There are {len(rows)} rows already, more than {count}.", hint="Fill up to more.")
+        raise InvalidRequest(f"{len(rows)} rows are more than {count}.", hint="Give a larger count.")
     return [*rows, *(FillerRow(pad_token_id) for _ in range(count - len(rows)))]
 
 
@@ -221,16 +221,16 @@ def _empty(shape: tuple[int, ...], pad_token_id: int) -> Layout:
 
 
 def _place(layout: Layout, span: slice, number: int, row: RowLike, shift: bool) -> None:
-    """Write one row into its span of one-dimensional arrays."""
+    """Write one row into its span of the one-dimensional arrays."""
     if shift and len(row.sampled) and row.sampled[0]:
         raise InvalidRequest(
-            f"Row {number} samples its first token, and nothing stands before it that could predict it.",
+            f"Row {number} samples its first token, so that no position before it predicts it.",
             hint="Use a layout without shift.",
         )
     layout.token_ids[span] = row.token_ids
     layout.position_ids[span] = np.arange(len(row.token_ids))
     layout.row_ids[span] = -1 if isinstance(row, FillerRow) else number
-    # The first token of a row is never sampled, so nothing leaves the row to the left.
+    # The first token of a row is not sampled, so that the shift moves no value out of the row.
     target = slice(span.start, span.stop - 1) if shift else span
     source = slice(1, None) if shift else slice(None)
     layout.mask[target] = row.sampled[source]

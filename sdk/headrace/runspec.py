@@ -1,9 +1,9 @@
-"""``RunSpec``: everything a run is. One learner's stream of experience.
+"""``RunSpec``: the complete description of a run, one learner's stream of experience.
 
-* Every field states its unit and its default's reason; unknown fields are refused.
-* A spec that could never be served is refused when it is made, not when a pull hangs.
-* A spec that could not be stored is refused when it is made: numbers fit 63 bits, data for environments is plain JSON.
-* The spec of a run never changes; it is in the log as it was given.
+* Every field states its unit and the reason for its default; unknown fields are refused.
+* A spec that can never be served is refused at its creation, not when a pull waits forever.
+* A spec that cannot be stored is refused at its creation: numbers fit in 63 bits, data for environments is plain JSON.
+* The spec of a run never changes; the log has it as it was submitted.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from headrace.selection import find_selection_rule, selection_rule_names
 from headrace.wire.policy_server import DNS_PREFIX, canonical_address
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
-"""Names that are safe in paths, URLs and metric labels."""
+"""A name that is safe in paths, URLs and metric labels."""
 
 EnvironmentId = Annotated[str, Field(min_length=1, max_length=200)]
-"""An environment's id. Wrappers make it longer than a name: ``python:math:Arithmetic-v0``."""
+"""An environment's id. With wrappers it is longer than a name: ``python:math:Arithmetic-v0``."""
 
 MAX_TAGS = 16
-"""Most tags of a task. Tags are for sorting tasks into kinds; what tells every task apart is its id."""
+"""Most tags of a task. Tags classify tasks; the id identifies a task."""
 
 MAX_INTEGER = (1 << 63) - 1
-"""Largest number of a spec: what the log, and a reader in any language, can hold."""
+"""Largest integer in a spec, which the log and readers in any language can hold."""
 
 MAX_COUNT = (1 << 31) - 1
-"""Largest count of a spec: products of two are still numbers of 63 bits."""
+"""Largest count in a spec: the product of two counts fits in 63 bits."""
 
 MAX_EXPONENT = 4.0
-"""Largest exponent of priorities: with priorities of 1e-6 to 1e6 weights are numbers that add up exactly."""
+"""Largest exponent of priorities: with priorities of 1e-6 to 1e6, weights are numbers that can be summed exactly."""
 
 MAX_NESTING = 64
-"""Deepest nesting of data for an environment: far more than data has, and safe for every JSON reader."""
+"""Deepest nesting of data for an environment: more than any real data, and safe for every JSON reader."""
 
 
 def _storable(value: dict[str, Any]) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def _storable(value: dict[str, Any]) -> dict[str, Any]:
         if not level:
             break
     else:
-        raise ValueError(f"it is nested more than {MAX_NESTING} levels deep")
+        raise ValueError(f"it is nested deeper than {MAX_NESTING} levels")
     try:
         msgspec.msgpack.encode(value)
         msgspec.json.encode(value)
@@ -62,13 +62,13 @@ Json = Annotated[dict[str, Any], AfterValidator(_storable)]
 """Data for an environment: plain JSON, integers within 64 bits, at most ``MAX_NESTING`` levels deep."""
 
 Tags = Annotated[list[Name], Field(max_length=MAX_TAGS)]
-"""Words that sort tasks into kinds."""
+"""Labels that classify tasks."""
 
 CONSTRAINTS = frozenset({"json", "regex", "choice", "grammar"})
-"""What an answer can be made to match."""
+"""Kinds of constraints on structured outputs."""
 
 RUN_PROGRAMS = frozenset({"code", "python"})
-"""Families of environments that run programs of the policy in a sandbox, also where they are wrapped by another."""
+"""Families of environments that run the policy's programs in a sandbox, also when another environment wraps them."""
 
 
 class _Model(BaseModel):
@@ -76,7 +76,7 @@ class _Model(BaseModel):
 
 
 class EnvironmentSpec(_Model):
-    """One entry of the mixture that tasks are drawn from."""
+    """One entry of the mixture from which tasks are drawn."""
 
     id: EnvironmentId
     """Environment id, such as ``game:GuessTheNumber-v0-hard``, of 1 to 200 characters."""
@@ -94,7 +94,7 @@ class TaskSpec(_Model):
     environment: EnvironmentId
     """Environment id, of 1 to 200 characters."""
     seed: int = Field(default=0, ge=0, le=MAX_INTEGER)
-    """Seed of the environment, which fixes it whole. Default 0."""
+    """Seed of the environment, which determines it completely. Default 0."""
     kwargs: Json = {}
     """Passed to the environment's constructor."""
     example: Json | None = None
@@ -110,10 +110,10 @@ def _estimator_names(schema: dict[str, Any]) -> None:
 
 
 class EstimatorSpec(_Model):
-    """How advantages are computed. Definitions: ``docs/estimators.md``."""
+    """The estimator of advantages. Definitions: ``docs/estimators.md``."""
 
     name: str = Field(default="rebn", json_schema_extra=_estimator_names)
-    """Which estimator. Default ReBN: it needs no groups and takes per-turn rewards and γ < 1."""
+    """The estimator. Default ReBN, which needs no groups and supports per-turn rewards and γ < 1."""
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount per *turn*, never per token. Default 1: no discount."""
     ddof: Literal[0, 1] = 0
@@ -121,7 +121,7 @@ class EstimatorSpec(_Model):
     eps: float = Field(default=1e-9, ge=0, lt=1)
     """Added to σ. Default 1e-9, as in GEM."""
     weighting: Literal["turn", "token"] = "turn"
-    """Whether a turn counts once in μ and σ, or by its sampled tokens. Default: once."""
+    """Weight of a turn in μ and σ: 1, or its sampled tokens. Default: 1."""
 
     @field_validator("name")
     @classmethod
@@ -145,57 +145,57 @@ class AdapterSpec(_Model):
     """A frozen LoRA adapter: an opponent, a reference, a judge."""
 
     name: Name
-    """Its name in this run and at the servers, such as ``opponent-3``."""
+    """Its name in this run and at the policy servers, such as ``opponent-3``."""
     path: str = Field(min_length=1)
-    """Its folder as PEFT writes it, by a path that the servers can read."""
+    """Its folder as PEFT writes it: a path that the policy servers can read."""
     pinned: bool = False
-    """Whether servers hold it all the time. Default no: the least recently used make room for others."""
+    """True: servers always hold it. Default false: the least recently used adapter is replaced when another is
+    needed."""
 
 
 def _plain_addresses(value: list[str]) -> list[str]:
     for endpoint in value:
         if canonical_address(endpoint).startswith(DNS_PREFIX):
-            raise ValueError(
-                f"{endpoint!r} is a name that stands for several servers; only policy.endpoints take those"
-            )
+            raise ValueError(f"{endpoint!r} is a DNS name of several servers, which only policy.endpoints accepts")
     return value
 
 
 Addresses = Annotated[list[str], Field(min_length=1), AfterValidator(_plain_addresses)]
-"""Base addresses of servers that the orchestrator does not look after."""
+"""Base addresses of policy servers that the orchestrator does not manage."""
 
 
 class AgentSpec(_Model):
-    """Who plays an agent of a multi-agent environment."""
+    """The policy of an agent in a multi-agent environment."""
 
     base: str | None = None
-    """Name of the policy's weights; requests carry it as the model name. Default: the run's own."""
+    """Name of the policy's weights, which is the model name in requests. Default: the run's."""
     endpoints: Addresses | None = None
-    """Addresses of its servers. Default: the run's own."""
+    """Addresses of its policy servers. Default: the run's."""
     adapters: list[Name] = []
-    """Names of ``policy.adapters`` that play it, on the run's servers. Default: none, the policy itself plays."""
+    """Names of ``policy.adapters`` that play the agent, on the run's servers. Default: none, the policy itself
+    plays."""
     routing: Literal["fixed", "round_robin"] = "fixed"
-    """Which of the adapters plays in a group: always the first, or group after group the next one. All episodes of a
-    group have the same. Default fixed."""
+    """The adapter for a group: always the first, or the next one for each group. All episodes of a group have the same
+    adapter. Default fixed."""
     train: bool = True
-    """Whether its segments are rows. Default yes; a frozen opponent has ``train = false``."""
+    """True: its segments are rows. Default true; a frozen opponent has ``train = false``."""
     temperature: float | None = Field(default=None, ge=0)
-    """Sampling temperature. Default: the run's own."""
+    """Sampling temperature. Default: the run's."""
 
 
 class AdmissionSpec(_Model):
-    """How many training episodes are at workers at a time: as many as the policy servers take by their own metrics.
-    ``docs/policy.md`` has the rules."""
+    """Adaptive bound on the training episodes at workers, by the metrics of the policy servers. ``docs/policy.md`` has
+    the rules."""
 
     adapt: bool = True
-    """Whether it goes by that. Default yes, where ``policy.endpoints`` have vLLM's metrics. ``max_concurrent``
-    bounds it in any case."""
+    """True: the bound adapts. Default true, if ``policy.endpoints`` have vLLM's metrics. ``max_concurrent`` applies in
+    any case."""
     start: int = Field(default=32, ge=1, le=MAX_COUNT)
-    """Episodes for each server before anything is known of it. Default 32: few enough for any engine."""
+    """Episodes for each server before its metrics are known. Default 32, which every engine can serve."""
     floor: int = Field(default=1, ge=1, le=MAX_COUNT)
-    """Fewest episodes, whatever the servers say. Default 1."""
+    """Lower bound, whatever the metrics. Default 1."""
     ceiling: int | None = Field(default=None, ge=1, le=MAX_COUNT)
-    """Most episodes, whatever the servers say. Default none."""
+    """Upper bound, whatever the metrics. Default none."""
 
     @model_validator(mode="after")
     def _floor_fits(self) -> Self:
@@ -205,76 +205,79 @@ class AdmissionSpec(_Model):
 
 
 class SyncSpec(_Model):
-    """How new weights get into the policy servers, where a version comes with them."""
+    """Loading of new weights into the policy servers, when a version is announced with weights."""
 
     order: Literal["together", "rolling"] = "together"
-    """All servers at once, or one after the other while the others serve. Default together: versions mix least."""
+    """All servers at once, or one after the other while the others serve. Default together, which mixes versions
+    least."""
     pause: Literal["keep", "wait", "abort"] = "keep"
-    """What becomes of requests that are under way: they go on from their tokens on the new weights; they are finished
-    on the old ones first; or they are ended and begun again from what they have. Default keep."""
+    """Treatment of running requests: ``keep``, they continue from their tokens on the new weights; ``wait``, they
+    finish on the old weights first; ``abort``, they end and are continued from their tokens by a new request. Default
+    keep."""
     pause_lease_s: float = Field(default=120.0, gt=0)
-    """Seconds that a server is paused at most, loading included. Default 120. After that it goes on with what it holds;
-    if nobody knows what that is, its requests are ended and go elsewhere."""
+    """Longest pause of a server in seconds, including the load. Default 120. After that it resumes with the weights
+    that it holds; if these are unknown, its requests are ended and sent to other servers."""
 
 
 class ScorerSpec(_Model):
-    """A policy that gives its logprobs of the tokens in a batch: a reference, or a teacher."""
+    """A policy that scores the tokens of a batch, such as a reference or a teacher."""
 
     endpoints: Addresses
-    """Base addresses of its servers. They must know ``prompt_logprobs`` on ``/v1/completions``, as vLLM does, and have
-    room for one token more than the longest row."""
+    """Base addresses of its policy servers. They must support ``prompt_logprobs`` on ``/v1/completions``, as vLLM does,
+    and a context of one token more than the longest row."""
     model: str
-    """The model name that requests carry."""
+    """The model name in requests."""
 
 
 class PolicySpec(_Model):
-    """The policy that acts in this run, and where it is served."""
+    """The policy of the run, and its policy servers."""
 
     endpoints: list[str] = []
-    """Base addresses of the servers, such as ``http://127.0.0.1:8471``; or names such as ``dns+http://vllm:8000``, each
-    of which stands for the servers at all addresses that it resolves to. Default: what each worker was started with."""
+    """Base addresses of the servers, such as ``http://127.0.0.1:8471``; or DNS names such as ``dns+http://vllm:8000``,
+    which mean the servers at all addresses to which the name resolves. Default: the address of each worker's start."""
     model: str = "policy"
-    """The model name that requests carry."""
+    """The model name in requests."""
     base: str = "policy"
-    """Name of the weights, as trajectories record it."""
+    """Name of the weights in trajectories."""
     protocol: Literal["auto", "generate", "completions", "chat"] = "auto"
-    """How the servers are asked: vLLM's ``/inference/v1/generate`` (which says what version sampled each token),
+    """Route of sampling requests: vLLM's ``/inference/v1/generate`` (which states the version of each token),
     ``/v1/completions``, or ``/v1/chat/completions``. Default: the first of these that a server has."""
     logprobs: Literal["raw", "processed"] = "raw"
-    """What the servers' log-probabilities are: of the policy itself, or after temperature and filters (vLLM's
-    ``--logprobs-mode``). It is recorded with every row. Default: raw, as vLLM's own."""
+    """Kind of the servers' logprobs: before (``raw``) or after (``processed``) temperature and filters, as in vLLM's
+    ``--logprobs-mode``. It is recorded with every row. Default raw, which is vLLM's default."""
     interrupted: Literal["continue", "restart"] = "continue"
-    """A turn that the engine ended for new weights goes on from its tokens, on the new weights, or is sampled again.
-    Default: it goes on, and nothing is lost."""
+    """Treatment of a turn that the engine ended for new weights: it continues from its tokens on the new weights, or is
+    sampled again. Default continue, which loses nothing."""
     renderer: str = "bytes"
-    """Turns messages into tokens: ``bytes``; ``template``, the chat template of the model; a model family, such as
-    ``qwen3``; or ``auto``, the model's family if it is known, else its template. Default: the byte-level one."""
+    """Rendering of messages as tokens: ``bytes``; ``template``, the chat template of the model; a model family, such as
+    ``qwen3``; or ``auto``, the model's family if it is known, else its template. Default ``bytes``."""
     tokenizer: str = ""
-    """The model's folder, as it is on the workers, or its name on the hub. Every renderer but ``bytes`` needs it."""
+    """The model's folder on the workers, or its name on the hub. Every renderer except ``bytes`` needs it."""
     renderer_options: Json = {}
     """Variables of the chat template, or fields of the family's configuration, such as ``{"enable_thinking": false}``.
     Default: none."""
     admission: AdmissionSpec = AdmissionSpec()
-    """How many episodes its servers get at a time."""
+    """Bound on the episodes that its servers get at a time."""
     sync: SyncSpec = SyncSpec()
-    """How new weights get into its servers."""
+    """Loading of new weights into its servers."""
     adapter: Name | None = None
-    """Name of the LoRA adapter that is trained: versions are announced with weights of kind ``adapter``. Default: none,
-    the base itself is trained."""
+    """Name of the trained LoRA adapter: versions are announced with weights of kind ``adapter``. Default none: the base
+    itself is trained."""
     adapters: list[AdapterSpec] = []
-    """Frozen adapters that agents play with. Default: none."""
+    """Frozen adapters that play agents. Default: none."""
     max_adapters: int | None = Field(default=None, ge=1, le=MAX_COUNT)
-    """Adapters that each server holds at a time; pinned ones and those in use may be more. Default: what a server runs
-    at a time, as its metrics say (vLLM's ``--max-loras``)."""
+    """Adapters that each server holds at a time; pinned ones and those in use may exceed it. Default: the number that a
+    server can run at a time by its metrics (vLLM's ``--max-loras``)."""
     agents: dict[str, AgentSpec] = {}
     """Overrides by agent name, for environments with several agents. Default: this policy plays all, and trains."""
     scorers: dict[Name, ScorerSpec] = {}
-    """Policies whose logprobs of every token of a row come with it, as the array ``logprobs.NAME``. Default: none."""
+    """Policies that score every token of each row; a row has their logprobs as the array ``logprobs.NAME``. Default:
+    none."""
 
     @model_validator(mode="after")
     def _renderer_has_what_it_needs(self) -> Self:
         if self.renderer != "bytes" and not self.tokenizer:
-            raise ValueError(f"renderer = {self.renderer!r} needs a tokenizer: the model's folder, or its name")
+            raise ValueError(f"renderer = {self.renderer!r} needs a tokenizer: the model's folder or name")
         if self.renderer == "bytes" and (self.tokenizer or self.renderer_options):
             raise ValueError("renderer = 'bytes' has no tokenizer and no options; set renderer to 'auto' or 'template'")
         return self
@@ -283,16 +286,16 @@ class PolicySpec(_Model):
     def _adapters_are_known(self) -> Self:
         names = [adapter.name for adapter in self.adapters]
         if len({*names, self.adapter}) < len(names) + 1:
-            raise ValueError("adapters have names of their own")
+            raise ValueError("two adapters have the same name")
         if (names or self.adapter) and not self.endpoints:
-            raise ValueError("adapters are loaded into the servers of the run: name them in policy.endpoints")
+            raise ValueError("adapters are loaded into the run's policy servers: list these in policy.endpoints")
         for name, agent in self.agents.items():
             unknown = [adapter for adapter in agent.adapters if adapter not in names]
             if unknown:
-                raise ValueError(f"agent {name!r} plays with {unknown[0]!r}, which is none of policy.adapters")
+                raise ValueError(f"agent {name!r} names the adapter {unknown[0]!r}, which is not in policy.adapters")
             if agent.adapters and (agent.train or agent.endpoints is not None or agent.base is not None):
                 raise ValueError(
-                    f"agent {name!r} plays with frozen adapters: it needs train = false, and no base or endpoints"
+                    f"agent {name!r} has frozen adapters: it needs train = false, and no base or endpoints"
                 )
         return self
 
@@ -305,59 +308,60 @@ class PolicySpec(_Model):
 
 
 class SamplingSpec(_Model):
-    """How tokens are drawn."""
+    """The sampling parameters."""
 
     temperature: float = Field(default=1.0, ge=0)
-    """Temperature, a plain number. Default 1: logprobs are those of the policy itself. 0 is greedy."""
+    """Temperature, a plain number; 0 is greedy. Default 1: logprobs are those of the policy itself."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus mass. Default 1: no cut."""
     max_tokens: int = Field(default=512, ge=1, le=MAX_COUNT)
-    """Most tokens a turn may sample. Default 512."""
+    """Most tokens sampled in a turn. Default 512."""
     stop: list[str] = []
     """Stop strings. Default: only the renderer's end-of-turn token."""
     structured_outputs: Json | None = None
-    """What every answer must match, as vLLM has it: ``{"json": SCHEMA}``, or with ``regex``, ``choice`` or ``grammar``.
-    Default: anything goes."""
+    """Format of every output, in vLLM's form: ``{"json": SCHEMA}``, or with ``regex``, ``choice`` or ``grammar``.
+    Default: no constraint."""
 
     @field_validator("structured_outputs")
     @classmethod
     def _one_constraint(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
         if value is not None and (len(value) != 1 or not value.keys() <= CONSTRAINTS):
-            raise ValueError(f"give one of {', '.join(sorted(CONSTRAINTS))}, and nothing else")
+            raise ValueError(f"give exactly one of {', '.join(sorted(CONSTRAINTS))}")
         return value
 
 
 class LimitSpec(_Model):
-    """Budgets (their end truncates an episode) and deadlines (their end fails it)."""
+    """Budgets, whose end truncates an episode, and deadlines, whose end fails it."""
 
     max_turns: int = Field(default=64, ge=1, le=MAX_COUNT)
-    """Most turns of an episode, all agents together. Default 64."""
+    """Most turns of an episode, over all agents. Default 64."""
     max_context_tokens: int = Field(default=32768, ge=1, le=MAX_COUNT)
     """Most tokens of a segment, prompt included. Default 32768."""
     working_time_s: float = Field(default=600.0, gt=0)
-    """Working time of an episode in seconds, waits not counted. Default 600."""
+    """Working time of an episode in seconds, without waits. Default 600."""
     environment_timeout_s: float = Field(default=60.0, gt=0)
-    """Deadline of one reset or step in seconds. Default 60. Its end is an environment failure."""
+    """Deadline of one reset or step in seconds. Default 60. Exceeding it is an environment failure."""
     policy_timeout_s: float = Field(default=300.0, gt=0)
-    """Deadline of one policy request in seconds. Default 300. Its end is a policy failure."""
+    """Deadline of one policy request in seconds. Default 300. Exceeding it is a policy failure."""
     episode_timeout_s: float = Field(default=3600.0, gt=0)
-    """Wall-clock deadline of an attempt in seconds. Default 3600. Its end is an infrastructure failure."""
+    """Wall-clock deadline of an attempt in seconds. Default 3600. Exceeding it is an infrastructure failure."""
 
 
 class RetrySpec(_Model):
-    """What happens when an attempt fails.
+    """Retries of failed attempts, and the quarantine of tasks.
 
-    The loss of a worker (spot, a crash) is not the task's fault: what it held is queued again, draws on no budget and
-    counts for no quarantine. Only an episode that lost ten times ``max_attempts`` workers ends for good at the next, as
-    infrastructure/``lease-expired``, so that a task that crashes its worker ends; that counts once a worker.
+    The loss of a worker (a crash, a spot instance) is not the task's fault: its attempts are queued again, without
+    using the budget or counting for the quarantine. An episode that lost ten times ``max_attempts`` workers fails
+    permanently at the next loss, as infrastructure/``lease-expired``, so that a task that crashes its worker ends.
+    Each worker counts once.
     """
 
     max_attempts: int = Field(default=3, ge=1, le=100)
-    """Attempts of an episode, the first included, that may fail retryably or be dropped by a worker that lives. Default
+    """Attempts of an episode, including the first, that may fail retryably or be dropped by a live worker. Default
     3."""
     quarantine_after: int = Field(default=3, ge=1, le=MAX_COUNT)
-    """Attempts that a task may kill (over all its episodes) before it is quarantined. A policy server that is away
-    kills none; one that answers with what is no sample does. Default 3."""
+    """Failed attempts of a task, over all its episodes, before it is quarantined. An attempt that failed because a
+    policy server was unreachable does not count; one with an invalid response does. Default 3."""
 
 
 def _selection_rule_names(schema: dict[str, Any]) -> None:
@@ -365,14 +369,13 @@ def _selection_rule_names(schema: dict[str, Any]) -> None:
 
 
 class SelectionSpec(_Model):
-    """Which eligible groups a batch takes. ``docs/selection.md`` has the rules in full."""
+    """Selection of eligible groups for a batch. ``docs/selection.md`` has the complete rules."""
 
     order: str = Field(default="fifo", json_schema_extra=_selection_rule_names)
-    """First or last dispatched first, or drawn without replacement: evenly, or by priority. Default fifo: by dispatch
-    order, since the order of completion would favour short episodes."""
+    """First or last dispatched first, or drawn without replacement, uniformly or by priority. Default fifo: dispatch
+    order, since the order of completion would favor short episodes."""
     exponent: float = Field(default=1.0, ge=0, le=MAX_EXPONENT)
-    """Prioritized only: a group is drawn in proportion to its priority to the power of this. Default 1; 0 is
-    uniform."""
+    """For prioritized: the weight of a group is its priority to this power. Default 1; 0 is uniform."""
 
     @field_validator("order")
     @classmethod
@@ -390,73 +393,74 @@ class RunSpec(_Model):
     name: Name
     """Name of the run; unique in a data directory."""
     environments: list[EnvironmentSpec] = []
-    """The mixture that tasks are drawn from without end. Default: none."""
+    """The mixture from which tasks are drawn without end. Default: none."""
     tasks: list[TaskSpec] | None = None
     """A fixed list of tasks, in this order. Default: none."""
     epochs: int = Field(default=1, ge=1, le=MAX_COUNT)
-    """Times that the fixed list is gone through. Default 1."""
+    """Passes over the fixed list. Default 1."""
     seed: int = Field(default=0, ge=0, le=MAX_INTEGER)
-    """Seed of everything that the run draws. Default 0."""
+    """Seed of all random draws of the run. Default 0."""
     group_size: int = Field(default=1, ge=1, le=4096)
-    """Episodes of a group. Default 1: estimators without groups need no more."""
+    """Episodes of a group. Default 1, which estimators without groups need."""
     batch_size: int = Field(default=32, ge=1, le=MAX_COUNT)
     """Episodes of a batch; a batch is ⌈batch_size / group_size⌉ whole groups. Default 32."""
     batch_tokens: int | None = Field(default=None, ge=1, le=MAX_INTEGER)
-    """Budget of a batch in tokens of its rows; replaces ``batch_size`` if given. Default: none."""
+    """Size of a batch in tokens of its rows; if given, it replaces ``batch_size``. Default: none."""
     bin_tokens: int | None = Field(default=None, ge=1, le=MAX_INTEGER)
-    """Tokens of a bin. The rows of a batch are packed into bins of at most so many, first-fit-decreasing; the batch
-    names the bin of each row. A group with a longer row is retired. Default none: each row is a bin of its own."""
+    """Most tokens of a bin. The rows of a batch are packed into bins, first-fit decreasing; the batch has the bin of
+    each row. A group with a longer row is retired. Default none: each row is its own bin."""
     max_staleness: int = Field(default=1, ge=0, le=MAX_COUNT)
-    """Versions that a group's oldest row may be behind when its batch is formed. Default 1: one step of overlap."""
+    """Most versions that a group's oldest row may be behind when its batch is formed. Default 1: one step of
+    overlap."""
     max_uses: int = Field(default=1, ge=1, le=MAX_COUNT)
-    """Times that a group is served and acked. Default 1."""
+    """Number of times that a group is served and acked. Default 1."""
     max_concurrent: int = Field(default=4096, ge=1, le=MAX_COUNT)
-    """Most episodes dispatched at a time. Default 4096; admission is bounded by staleness, not by this."""
+    """Most episodes dispatched at a time. Default 4096; usually staleness bounds admission earlier."""
     max_bytes: int = Field(default=4 << 30, ge=1, le=MAX_INTEGER)
     """Bytes that groups in flight may hold, reservations included. Default 4 GiB."""
     selection: SelectionSpec = SelectionSpec()
-    """Which eligible groups a batch takes."""
+    """Selection of eligible groups for a batch."""
     partial_batches: bool = True
-    """Whether the last batch of a fixed list may be smaller. Default yes, with its true size in the manifest."""
+    """True: the last batch of a fixed list may be smaller, with its true size in the manifest. Default true."""
     short_groups: Literal["top_up", "serve", "drop"] = "top_up"
-    """A group whose member failed for good gets a fresh member while staleness allows, is served with its true size, or
-    is dropped and another admitted instead: only complete ones are served. Default: top-up."""
+    """Treatment of a group with a permanently failed member: ``top_up``, a new member is added while staleness allows;
+    ``serve``, it is served with its true size; ``drop``, it is dropped and another is admitted. Default top_up."""
     partial_after_s: float | None = Field(default=None, gt=0)
-    """Seconds that a group waits for the rest of its members once the first one ended. Then those are stopped, and it
-    is served with its true size. Default none: it waits for all."""
+    """Seconds that a group waits for its other members after the first one ended. Then these are cancelled, and the
+    group is served with its true size. Default none: it waits for all."""
     zero_variance: Literal["keep", "drop", "replace"] = "keep"
-    """Groups whose returns are all equal: served; dropped, so that the batch is smaller by them; or dropped and
-    replaced by others in the same batch. Default: served."""
+    """Treatment of groups whose returns are all equal: ``keep``, they are served; ``drop``, the batch is smaller
+    without them; ``replace``, other groups take their place in the batch. Default keep."""
     max_replaced: int | None = Field(default=None, ge=1, le=MAX_COUNT)
-    """Zero-variance groups that are replaced for one batch; those after them are served. Default none: three times the
+    """Most zero-variance groups that are replaced for one batch; further ones are served. Default none: three times the
     groups of a batch."""
     estimator: EstimatorSpec = EstimatorSpec()
-    """How advantages are computed."""
+    """The estimator of advantages."""
     policy: PolicySpec = PolicySpec()
-    """Who acts."""
+    """The policy and its servers."""
     sampling: SamplingSpec = SamplingSpec()
-    """How tokens are drawn."""
+    """The sampling parameters."""
     limits: LimitSpec = LimitSpec()
     """Budgets and deadlines."""
     retries: RetrySpec = RetrySpec()
     """Attempts and quarantine."""
     pool: Name = "default"
-    """Pool of workers that may run it. Default ``default``."""
+    """Pool of the workers that run its episodes. Default ``default``."""
     capabilities: list[str] = []
-    """What a worker must offer, such as ``["reasoning-gym"]``. Default: nothing beyond ``sandbox``, which environments
-    of the families ``code`` and ``python`` ask for."""
+    """Capabilities that a worker must have, such as ``["reasoning-gym"]``. Default: none; environments of the families
+    ``code`` and ``python`` always need ``sandbox``."""
     attempt_lease_s: float = Field(default=30.0, gt=0)
     """Term of an attempt lease in seconds; a worker's heartbeat renews it. Default 30."""
     batch_lease_s: float = Field(default=300.0, gt=0)
-    """Term of a batch lease in seconds; the learner's word of what it is doing renews it. Default 300."""
+    """Term of a batch lease in seconds; the learner's activity reports renew it. Default 300."""
     evaluation_slots: float = Field(default=0.25, ge=0, le=1)
-    """Share of slots that evaluation episodes may take from training when both want them. Default a quarter."""
+    """Share of slots that evaluation episodes may take if training needs them too. Default 0.25."""
 
     @field_validator("environments")
     @classmethod
     def _weights_are_finite(cls, value: list[EnvironmentSpec]) -> list[EnvironmentSpec]:
         if value and not math.isfinite(sum(entry.weight for entry in value)):
-            raise ValueError("the weights do not add up to a finite number")
+            raise ValueError("the sum of the weights is not finite")
         return value
 
     @model_validator(mode="after")
@@ -464,36 +468,39 @@ class RunSpec(_Model):
         if self.environments and self.tasks is not None:
             raise ValueError("give environments (a mixture) or tasks (a fixed list), not both")
         if self.partial_after_s is not None and self.short_groups == "drop":
-            raise ValueError("partial_after_s serves groups that are not complete; short_groups = 'drop' never does")
+            raise ValueError("partial_after_s serves incomplete groups, which short_groups = 'drop' excludes")
         if self.max_replaced is not None and self.zero_variance != "replace":
-            raise ValueError("max_replaced bounds zero_variance = 'replace'; this run replaces nothing")
+            raise ValueError("max_replaced needs zero_variance = 'replace'")
         if self.tasks is None and self.epochs != 1:
-            raise ValueError("epochs belongs to a fixed list of tasks; a mixture has no end")
+            raise ValueError("epochs needs a fixed list of tasks; a mixture has no end")
         return self
 
     @property
     def source(self) -> Literal["mixture", "list", "learner"]:
-        """Where this run's tasks come from."""
+        """The source of the run's tasks."""
         if self.tasks is not None:
             return "list"
         return "mixture" if self.environments else "learner"
 
     @property
     def needed_capabilities(self) -> frozenset[str]:
-        """What a worker must offer: what the run names, and what its environments need. Of tasks that the learner
-        submits later nothing is known here."""
+        """Capabilities that a worker must have: those in the spec, and those that its environments need.
+
+        The needs of tasks that the learner submits later are unknown.
+        """
         ids = [entry.id for entry in self.environments] + [task.environment for task in self.tasks or []]
         needs = {"sandbox"} if any(RUN_PROGRAMS.intersection(name.split(":")[:-1]) for name in ids) else set()
         return frozenset({*self.capabilities, *needs})
 
     @property
     def batch_groups(self) -> int:
-        """Groups of a batch, ⌈batch_size / group_size⌉ (for a token budget: the least, 1)."""
+        """Groups of a batch: ⌈batch_size / group_size⌉, or the minimum of 1 with ``batch_tokens``."""
         return 1 if self.batch_tokens is not None else math.ceil(self.batch_size / self.group_size)
 
 
 def parse_run_spec(value: Any) -> RunSpec:
-    """A RunSpec from JSON-able data; raises InvalidRunSpec that names every bad field and what is allowed."""
+    """Parse a RunSpec from plain JSON data. Raises InvalidRunSpec, which names every invalid field and the allowed
+    values."""
     try:
         return RunSpec.model_validate(value)
     except ValidationError as error:

@@ -1,7 +1,7 @@
-"""Selection rules: the order in which the eligible groups of a run go into batches. Definitions: ``docs/selection.md``.
+"""Selection rules: the order in which a run's eligible groups go into batches. Definitions: ``docs/selection.md``.
 
-* A rule sees groups by dispatch order and by weight alone, so that choosing a few of them looks at few.
-* A rule draws no random numbers of its own: its draws come from the run's seed, so that a replay draws alike.
+* A rule accesses groups only by dispatch order and by weight, so that selecting a few is cheap.
+* A rule has no random generator: its draws come from the run's seed, so that a replay repeats them.
 * Third parties add rules by the entry point group ``headrace.selection``.
 """
 
@@ -15,23 +15,25 @@ from typing import Any, NamedTuple, Protocol
 from headrace.errors import InvalidRequest
 
 ENTRY_POINT_GROUP = "headrace.selection"
-"""Entry points of this group name a ``SelectionRule`` each; the entry point's name is the rule's."""
+"""Each entry point of this group names a ``SelectionRule``; the entry point's name is the rule's."""
 
 
 class EligibleGroups(Protocol):
-    """The eligible groups of a run that fit a pull, for a rule to go through."""
+    """The eligible groups of a run that match a pull, as a rule accesses them."""
 
     def in_order(self, *, backwards: bool = False) -> Iterator[Any]:
-        """Groups in the order of their dispatch."""
+        """Iterate over groups in the order of their dispatch."""
 
     def drawn(self) -> Iterator[Any]:
-        """Groups drawn by weight, without replacement."""
+        """Draw groups by weight, without replacement."""
 
 
 class SelectionRule(NamedTuple):
-    """The rule of ``selection.order`` in a run spec. ``order`` gives the groups, the first ones first. ``weight`` gives
-    the weight of a group in a draw, above 0, from its priority and ``selection.exponent``; None: all weigh the same,
-    and the learner can set no priorities."""
+    """A rule for ``selection.order`` in a run spec.
+
+    ``order`` iterates over the groups in the order of the rule. ``weight`` returns the weight of a group in a draw,
+    above 0, from its priority and ``selection.exponent``; None: all weights are equal, and priorities cannot be set.
+    """
 
     order: Callable[[EligibleGroups], Iterator[Any]]
     weight: Callable[[float, float], float] | None = None
@@ -43,11 +45,11 @@ SELECTION_RULES: dict[str, SelectionRule] = {
     "uniform": SelectionRule(lambda groups: groups.drawn()),
     "prioritized": SelectionRule(lambda groups: groups.drawn(), lambda priority, exponent: priority**exponent),
 }
-"""The rules that come with Headrace."""
+"""The rules of Headrace."""
 
 
 def selection_rule_names() -> list[str]:
-    """Names of all rules, those of installed third parties included."""
+    """The names of all rules, including those of installed packages."""
     return [*SELECTION_RULES, *sorted(_entry_points().keys() - SELECTION_RULES.keys())]
 
 

@@ -3,9 +3,9 @@
 * Engine tokens only: sampled ids and logprobs are the engine's own.
 * Append-only: within a segment the prompt of turn k+1 extends the tokens of turn k exactly.
 * Spans cover: turns are ordered, disjoint, and cover exactly the positions with ``sampled == 1``.
-* A failure is not a zero: a failed trajectory has a ``Failure`` and never enters a batch.
-* One terminal record: every dispatched episode ends in exactly one (kept by the scheduler).
-* Versions are known: version runs cover a segment whole.
+* A failure is not a zero: a failed trajectory has a ``Failure`` and is never in a batch.
+* One terminal record: every dispatched episode ends in exactly one, which the scheduler ensures.
+* Versions are known: version runs cover a segment completely.
 
 ``validate`` in :mod:`headrace.validation` checks them; :mod:`headrace.wire.codec` turns a trajectory into bytes.
 """
@@ -22,31 +22,31 @@ import numpy.typing as npt
 from headrace.errors import EpisodeFailure, Layer
 
 SCHEMA = 1
-"""Version of the wire schema below."""
+"""Version of this wire schema."""
 
 Status = Literal["finished", "truncated", "failed", "cancelled"]
-"""How an episode ended. ``finished``: the environment ended it. ``truncated``: a budget of turns, tokens or
-working time did. ``failed``: something broke. ``cancelled``: nobody wanted it any more."""
+"""The status of an episode. ``finished``: the environment ended it. ``truncated``: a budget of turns, tokens or working
+time ended it. ``failed``: a failure ended it. ``cancelled``: its result was no longer needed."""
 
 StopReason = Literal[
-    "terminated",  # finished: the environment said so
-    "environment_truncated",  # truncated: the environment's own limit
+    "terminated",  # finished: by the environment
+    "environment_truncated",  # truncated: a limit of the environment
     "max_turns",  # truncated
     "max_tokens",  # truncated: the context is full
     "working_time",  # truncated: working time, waits not counted
     "failure",  # failed: see Trajectory.failure
-    "cancelled",  # cancelled: see Trajectory.failure for the reason, if there is one
+    "cancelled",  # cancelled: Trajectory.failure may have the reason
 ]
 
 
 MAX_VERSION_PART = (1 << 31) - 1
-"""Largest lineage, and largest ``n``: what every reader and the log can hold, and more steps than any run makes."""
+"""Largest lineage and ``n``, which the log and every reader can hold."""
 
 
 class Version(NamedTuple):
-    """One version of a run's policy: the ``n``-th of its lineage. Text form ``"lineage.n"``, as in ``"0.12"``.
+    """A version of a run's policy: the ``n``-th of its lineage. Its text form is ``"lineage.n"``, as in ``"0.12"``.
 
-    Ordered by (lineage, n): a lineage opened later is newer.
+    Versions are ordered by (lineage, n): a later lineage is newer.
     """
 
     lineage: int
@@ -57,7 +57,7 @@ class Version(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Version:
-        """Read ``"lineage.n"``, both numbers at most ``MAX_VERSION_PART``; raises ValueError on anything else."""
+        """Parse ``"lineage.n"``, with both numbers at most ``MAX_VERSION_PART``. Raises ValueError."""
         lineage, dot, n = text.partition(".")
         if not dot or not (lineage.isascii() and lineage.isdigit() and n.isascii() and n.isdigit()):
             raise ValueError(f"{text!r} is not a version; a version reads 'lineage.n', as in '0.12'")
@@ -67,7 +67,7 @@ class Version(NamedTuple):
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Why an episode has no result. ``kind`` is a short stable word, such as ``"no-token-ids"``."""
+    """The failure of an episode. ``kind`` is a short stable identifier, such as ``"no-token-ids"``."""
 
     layer: Layer
     kind: str
@@ -76,16 +76,16 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @classmethod
     def of(cls, error: EpisodeFailure) -> Failure:
-        """The stored form of an error."""
+        """The failure that stores an error."""
         return cls(layer=error.layer, kind=error.kind, message=str(error), retryable=error.retryable)
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One problem instance. The seed fixes the environment whole; sampling is seeded per episode.
+    """One problem instance. The seed determines the environment completely; sampling is seeded per episode.
 
-    ``example`` is a dataset row that goes to the environment's constructor as ``example=``, if there is one.
-    ``id`` is the submitter's own name for it (the position, for a list or a mixture). ``tags`` are words that a pull
-    may ask for; like ``id`` they change nothing about the problem.
+    ``example`` is a dataset row that is passed to the environment's constructor as ``example=``, unless it is None.
+    ``id`` is the submitter's name for the task (its position, for a list or a mixture). ``tags`` are labels by which a
+    pull can select groups; like ``id`` they do not change the problem.
     """
 
     environment: str
@@ -97,16 +97,19 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class PolicyRef(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Weights by name. All members of a group share one; their versions may differ."""
+    """A policy by the name of its weights. All members of a group share it; their versions may differ."""
 
     base: str
     adapter: str | None = None
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How tokens were drawn. ``logprobs`` names what the engine reported: before (``raw``) or after
-    (``processed``) temperature and filters. ``none``: the server gave text alone; ids were encoded from it, and its
-    logprobs are 0. Only an evaluation may have that."""
+    """The sampling parameters of a segment.
+
+    ``logprobs``: the engine reported them before (``raw``) or after (``processed``) temperature and filters. ``none``:
+    the server returned only text; its ids were encoded from the text, and its logprobs are 0. Only an evaluation may
+    have ``none``.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -115,7 +118,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Tokenizer(msgspec.Struct, frozen=True, kw_only=True):
-    """What the token ids mean: a name, a fingerprint of vocabulary and template, and the vocabulary's size."""
+    """The tokenizer of the token ids: its name, a fingerprint of vocabulary and template, and the vocabulary's size."""
 
     name: str
     fingerprint: str
@@ -123,7 +126,7 @@ class Tokenizer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VersionRun(msgspec.Struct, frozen=True, array_like=True):
-    """Positions from the end of the run before (or 0) up to ``end`` belong to this version."""
+    """The version of the positions from the end of the previous run (or 0) to ``end``."""
 
     end: int
     lineage: int
@@ -135,7 +138,7 @@ class VersionRun(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Placeholder(msgspec.Struct, frozen=True, array_like=True):
-    """Positions ``[start, end)`` stand for the asset of that name, as a policy that sees images reads them."""
+    """Positions ``[start, end)`` with the placeholder tokens of an asset, for a policy that sees images."""
 
     start: int
     end: int
@@ -143,7 +146,7 @@ class Placeholder(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A tool call made in a turn. ``duration_s`` is its working time."""
+    """A tool call in a turn. ``duration_s`` is its working time."""
 
     name: str
     arguments: dict[str, Any] = {}
@@ -153,13 +156,13 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One policy action and the environment's answer to it.
+    """One policy action and the environment's response to it.
 
-    ``index`` counts turns over the whole episode, all agents together. ``[start, end)`` is the sampled span in
-    the segment, at least one token. A reward that arrives between an agent's turns belongs to its last turn.
-    ``continued``: the positions in the span at which sampling went on after the engine had interrupted it; each part
-    was drawn with a seed of its own. ``said``: all the text of the span, where the environment was given only the part
-    of it before a stop string.
+    ``index`` counts the turns of the whole episode, over all agents. ``[start, end)`` is the sampled span in the
+    segment, at least one token. A reward that arrives between an agent's turns belongs to its last turn.
+    ``continued``: the positions in the span at which sampling continued after the engine interrupted it; each part was
+    drawn with its own seed. ``said``: the whole text of the span, if the environment got only the part before a stop
+    string.
     """
 
     index: int
@@ -180,9 +183,9 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Segment(msgspec.Struct, frozen=True, kw_only=True):
     """A contiguous token sequence of one agent; a history edit starts a new one.
 
-    ``token_ids`` i32[n]; ``sampled`` u8[n], 1 where the policy chose the token; ``logprobs`` f32[n], of the token
-    at the same position, 0 where not sampled. A row is a segment with ``train`` and at least one turn. ``arrays`` are
-    large arrays about its tokens by what they are, such as ``routed_experts``: names of assets.
+    ``token_ids`` i32[n]; ``sampled`` u8[n], 1 where the policy sampled the token; ``logprobs`` f32[n], that of the
+    token at the same position, 0 where not sampled. A row is a segment with ``train = true`` and at least one turn.
+    ``arrays``: the asset names of large arrays about its tokens, by kind, such as ``routed_experts``.
     """
 
     agent: str
@@ -199,8 +202,8 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ContentPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Part of a message: text, or an image by the name of its asset. An image's ``text`` is what stands for it where
-    the policy reads text only."""
+    """Part of a message: text, or an image by the name of its asset. A policy that reads only text gets the ``text`` of
+    an image instead."""
 
     type: Literal["text", "image"]
     text: str = ""
@@ -208,7 +211,7 @@ class ContentPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One message as people read it; tokens are in the segments. ``turn`` is the turn that wrote it, -1 if none did."""
+    """One message as text, for people; tokens are in the segments. ``turn`` is the turn that wrote it, or -1."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | list[ContentPart]
@@ -217,8 +220,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Asset(msgspec.Struct, frozen=True, kw_only=True):
-    """An image or a large array beside the trajectory. ``name`` is the SHA-256 of its bytes, in lower-case hexadecimal;
-    :mod:`headrace.assets` makes and reads them."""
+    """An entry for an image or a large array of the trajectory. ``name`` is the SHA-256 of its bytes, in lower-case
+    hexadecimal; :mod:`headrace.assets` encodes and decodes assets."""
 
     name: str
     media_type: str
@@ -236,8 +239,8 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Who made this record, with what. ``endpoints``: the policy servers that were asked. ``evaluation`` names the
-    evaluation it belongs to; such a record is never in a batch. ``sampling_seed`` is the episode's own seed."""
+    """The origin of a record. ``endpoints``: the policy servers used. ``evaluation``: the evaluation it belongs to, if
+    any; such a record is never in a batch. ``sampling_seed`` is the episode's seed for sampling."""
 
     worker: str = ""
     endpoints: list[str] = []
@@ -267,18 +270,18 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     timing: Timing
     provenance: Provenance
     infos: list[dict[str, Any]] = []
-    """The environment's info after reset, then after each turn, as it was at that moment (JSON-able part)."""
+    """The environment's info after reset, then after each turn: the part that is plain JSON, copied at that moment."""
 
     def rows(self) -> Iterator[Segment]:
-        """The segments a learner trains on: those to be trained that have a turn."""
+        """The rows: segments with ``train = true`` and at least one turn."""
         return (segment for segment in self.segments if segment.train and segment.turns)
 
     def agent_turns(self, agent: str) -> list[Turn]:
-        """All turns of an agent, in the order of the episode, whatever segment they are in."""
+        """All turns of an agent over all segments, in the order of the episode."""
         turns = [turn for segment in self.segments if segment.agent == agent for turn in segment.turns]
         return sorted(turns, key=lambda turn: turn.index)
 
     def version_range(self) -> tuple[Version, Version] | None:
-        """Lowest and highest version of any sampled-from run of any row, or None without rows."""
+        """The lowest and the highest version of all rows, or None without rows."""
         versions = [run.version for segment in self.rows() for run in segment.versions]
         return (min(versions), max(versions)) if versions else None

@@ -1,17 +1,17 @@
-"""``validate``: the invariants of the trajectory schema that one record can show.
+"""``validate``: the invariants of the trajectory schema that a single record can show.
 
 * Engine tokens only: ids are inside the vocabulary; logprobs are finite, at most 0, and exactly 0 where not sampled.
-  What was encoded from a text is a row of no run; only evaluations have it.
-* Append-only: every turn follows tokens that were there before it, and nothing is sampled after the end.
-* Spans cover: turns are ordered, disjoint, not empty, and cover exactly the positions with ``sampled == 1``.
-* A failure is not a zero: a record is failed if and only if it has a failure; every reward is a finite number, at most
-  1e100 in size.
+  Tokens encoded from text are never in a row; only evaluations have them.
+* Append-only: every turn follows earlier tokens, and nothing is sampled after the end.
+* Spans cover: turns are ordered, disjoint and not empty, and cover exactly the positions with ``sampled == 1``.
+* A failure is not a zero: a record is failed if and only if it has a failure; every reward is a finite number of at
+  most 1e100 in magnitude.
 * One terminal record: status, stop reason and the last turn's flags agree.
-* Versions are known: version runs cover every segment whole.
-* Assets are listed: whatever a message, a placeholder or a segment refers to, once each.
+* Versions are known: version runs cover every segment completely.
+* Assets are listed: every asset to which a message, a placeholder or a segment refers, once each.
 
-A message names the segment, the turn and the position. The whole check takes a few microseconds for a short record
-and is one pass of vector instructions per array for a long one.
+A message names the segment, the turn and the position. The check takes a few microseconds for a short record, and one
+pass of vector instructions per array for a long one.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _I4, _U4, _F4, _U1 = np.dtype("<i4"), np.dtype("<u4"), np.dtype("<f4"), np.dtype
 _BOOL = np.dtype(bool)
 
 MAX_REWARD = 1e100
-"""Largest size of a reward: sums, squares, and sums of squares of as many as there can be stay finite numbers."""
+"""Largest magnitude of a reward: sums and sums of squares of any number of rewards stay finite."""
 
-SHORT = 32
-"""Up to so many tokens a loop over them is faster than a call of NumPy."""
+SHORT_TOKENS = 32
+"""Number of tokens up to which a Python loop is faster than a NumPy call."""
 
 MANY_TURNS = 4
-"""From so many turns on one pass over all tokens is faster than a call of NumPy for each stretch between them."""
+"""Number of turns from which one pass over all tokens is faster than a NumPy call for each gap between turns."""
 
 _STOP_REASONS = {
     "finished": ("terminated",),
@@ -60,8 +60,8 @@ _STOP_REASONS = {
 
 
 def validate(trajectory: Trajectory) -> None:
-    """Raise the subclass of InvalidTrajectory that names the first broken invariant."""
-    _check_end(trajectory)
+    """Check a trajectory. Raises the subclass of InvalidTrajectory for the first broken invariant."""
+    _check_status(trajectory)
     assets = _check_assets(trajectory)
     seen: set[int] = set()
     vocab_size = trajectory.tokenizer.vocab_size if trajectory.tokenizer is not None else None
@@ -75,61 +75,63 @@ def validate(trajectory: Trajectory) -> None:
         _check_versions(where, segment, n)
         if segment.train and segment.sampling.logprobs == "none" and not trajectory.provenance.evaluation:
             raise NonFiniteValue(
-                f"{where} is to be trained on, and the server gave no token ids: they were encoded from its text.",
-                hint="Text is never turned into training data. Set train to false, or use a server that gives ids.",
+                f"{where} has train = true, but the server gave no token ids: they were encoded from its text.",
+                hint="Text is never encoded into training data. Set train to false, or use a server that returns ids.",
             )
         if segment.placeholders:
             placed = True
             _check_placeholders(where, segment, n, assets)
         for what, name in segment.arrays.items():
-            _check_listed(f"{where}: array {what!r}", name, assets)
+            _require_listed(f"{where}: array {what!r}", name, assets)
     _check_last_turns(trajectory)
     if placed:
-        _check_shown(trajectory)
+        _check_shown_images(trajectory)
 
 
-def _check_end(trajectory: Trajectory) -> None:
+def _check_status(trajectory: Trajectory) -> None:
     """Status, stop reason and failure agree."""
     status, failure = trajectory.status, trajectory.failure
     reasons = _STOP_REASONS.get(status)
     if reasons is None or trajectory.stop_reason not in reasons:
         raise FailureHasReward(
-            f"Status {status!r} does not go with stop reason {trajectory.stop_reason!r}.",
-            hint=f"It goes with {' or '.join(reasons)}." if reasons else f"Known are {', '.join(_STOP_REASONS)}.",
+            f"Status {status!r} does not match stop reason {trajectory.stop_reason!r}.",
+            hint=f"Its stop reason is {' or '.join(reasons)}." if reasons else f"Known: {', '.join(_STOP_REASONS)}.",
         )
     if status == "failed" and failure is None:
-        raise FailureHasReward("Status is 'failed' but there is no failure.", hint="Say what failed, and where.")
+        raise FailureHasReward("Status is 'failed' but failure is None.", hint="Set failure to what failed.")
     if failure is not None and status not in ("failed", "cancelled"):
         raise FailureHasReward(
-            f"Status is {status!r} but there is a failure ({failure.layer}: {failure.kind}).",
+            f"Status is {status!r} but failure is set ({failure.layer}: {failure.kind}).",
             hint="An episode that failed has no result: set status 'failed' and stop reason 'failure'.",
         )
 
 
 def _check_assets(trajectory: Trajectory) -> set[str]:
-    """The names of all assets, of which every image is one."""
+    """The names of all assets, after checking that they are valid and include every image."""
     names = {asset.name for asset in trajectory.assets}
     for asset in trajectory.assets:
         if not is_asset_name(asset.name) or asset.size_bytes <= 0:
             raise InvalidTrajectory(
-                f"The asset {asset.name[:80]!r} of {asset.size_bytes} bytes is none.",
-                hint="An asset is named by the SHA-256 of its bytes, in lower-case hexadecimal, and is not empty.",
+                f"The asset {asset.name[:80]!r} of {asset.size_bytes} bytes is not valid.",
+                hint="An asset is not empty, and its name is the SHA-256 of its bytes in lower-case hexadecimal.",
             )
     if len(names) < len(trajectory.assets):
-        raise InvalidTrajectory("An asset is listed twice.", hint="List each asset once, however often it is shown.")
+        raise InvalidTrajectory(
+            "An asset is listed twice.", hint="List each asset once, even if it is shown several times."
+        )
     for number, message in enumerate(trajectory.messages):
         if isinstance(message.content, str):
             continue
         for part in message.content:
             if part.type == "image":
-                _check_listed(f"Message {number}: an image", part.asset, names)
+                _require_listed(f"Message {number}: an image", part.asset, names)
     return names
 
 
-def _check_listed(what: str, name: str, assets: set[str]) -> None:
+def _require_listed(what: str, name: str, assets: set[str]) -> None:
     if name not in assets:
         raise InvalidTrajectory(
-            f"{what} names asset {name[:80]!r}, which the record does not have.",
+            f"{what} names asset {name[:80]!r}, which the record does not list.",
             hint="List every asset of the trajectory under assets.",
         )
 
@@ -147,18 +149,18 @@ def _check_arrays(where: str, segment: Segment) -> int:
             hint="Give every token one id, one sampled flag and one logprob (0 where not sampled).",
         )
     if not shape[0]:
-        raise WrongShape(f"{where} has no tokens.", hint="Leave a segment without tokens out.")
+        raise WrongShape(f"{where} has no tokens.", hint="Omit a segment without tokens.")
     return int(shape[0])
 
 
 def _check_dtype(where: str, name: str, array: Any, dtype: np.dtype[Any]) -> None:
     if not isinstance(array, np.ndarray) or array.dtype != dtype:
         kind = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
-        raise WrongDtype(f"{where}: {name} is {kind}, not {dtype.name}.", hint="Build it with that dtype.")
+        raise WrongDtype(f"{where}: {name} is {kind}, not {dtype.name}.", hint="Create it with that dtype.")
 
 
 def _check_spans(where: str, segment: Segment, n: int, seen: set[int]) -> None:
-    """Turns are numbered, ordered and within bounds, and ``sampled`` is exactly their union."""
+    """Check that turns are numbered, ordered and within bounds, and that ``sampled`` is exactly their union."""
     expected = bytearray(n)
     last_index, last_end = -1, 0
     for turn in segment.turns:
@@ -171,19 +173,19 @@ def _check_spans(where: str, segment: Segment, n: int, seen: set[int]) -> None:
             )
         if start == 0:
             raise NotAppendOnly(
-                f"{where}, turn {index} starts at position 0, so there is no prompt that it extends.",
+                f"{where}, turn {index} starts at position 0, without a prompt before it.",
                 hint="Keep the prompt's tokens in the segment, before the turn.",
             )
         if index <= last_index or index in seen:
             raise NotAppendOnly(
                 f"{where}, turn {index} follows turn {last_index}"
-                + (", and there is another turn of that index." if index in seen else "."),
+                + (", and another turn has that index." if index in seen else "."),
                 hint="Turns are numbered over the whole episode, upwards within a segment.",
             )
         if turn.continued and not start < turn.continued[0] <= turn.continued[-1] < end:
             raise SpansDoNotCover(
-                f"{where}, turn {index}: sampling went on at {turn.continued}, outside its span [{start}, {end}).",
-                hint="A turn goes on after its first token and before its end.",
+                f"{where}, turn {index}: sampling continued at {turn.continued}, outside its span [{start}, {end}).",
+                hint="A turn continues after its first token and before its end.",
             )
         seen.add(index)
         expected[start:end] = b"\1" * (end - start)
@@ -203,88 +205,90 @@ def _check_rewards(where: str, turn: Turn) -> None:
     if not _is_reward(turn.reward):
         raise NonFiniteValue(
             f"{where}, turn {turn.index}: the reward is {turn.reward!r}, not a finite number up to {MAX_REWARD:g}.",
-            hint="A reward that could not be computed is a failure of the episode, not a number.",
+            hint="If a reward cannot be computed, fail the episode.",
         )
     for name, value in turn.reward_parts.items():
         if not _is_reward(value):
             raise NonFiniteValue(
                 f"{where}, turn {turn.index}: the reward part {name!r} is {value!r}, not a finite number up to "
                 f"{MAX_REWARD:g}.",
-                hint="Leave out a part that could not be computed, or fail the episode.",
+                hint="Omit a part that cannot be computed, or fail the episode.",
             )
 
 
 def _is_reward(value: object) -> bool:
-    return isinstance(value, (float, int)) and abs(value) <= MAX_REWARD  # false for a NaN
+    return isinstance(value, (float, int)) and abs(value) <= MAX_REWARD  # false for NaN
 
 
 def _check_tokens(where: str, segment: Segment, n: int, vocab_size: int | None) -> None:
     if vocab_size is None:
         raise TokenOutOfRange(
             f"{where} has token ids, but the record names no tokenizer.",
-            hint="Say which tokenizer the ids belong to, with its vocabulary's size.",
+            hint="Set tokenizer to the one that the ids belong to, with the size of its vocabulary.",
         )
-    if n <= SHORT:
+    if n <= SHORT_TOKENS:
         few: list[int] = segment.token_ids.tolist()
         if min(few) >= 0 and max(few) < vocab_size:
             return
-    # Seen as unsigned, a negative id is a very large one: one pass finds both.
+    # As an unsigned integer a negative id is a very large one: one pass finds both.
     ids = segment.token_ids.view(_U4)
-    if _greatest(ids) >= vocab_size:
+    if _maximum(ids) >= vocab_size:
         wrong = int(np.flatnonzero(ids >= vocab_size)[0])
         raise TokenOutOfRange(
             f"{where}{_turn_at(segment, wrong)}, position {wrong}: token id {segment.token_ids[wrong]} is outside "
             f"[0, {vocab_size}).",
-            hint="Is this the tokenizer of the model that sampled it?",
+            hint="Is this the tokenizer of the model that sampled the token?",
         )
 
 
 def _check_logprobs(where: str, segment: Segment, n: int) -> None:
     logprobs = segment.logprobs
-    if n <= SHORT:
+    if n <= SHORT_TOKENS:
         few: list[float] = logprobs.tolist()
-        # A NaN or an infinity would be in the sum; SHORT numbers of 32 bits cannot overflow it.
-        if max(few) <= 0 and math.isfinite(sum(few)) and _silent_between(segment, few, any):
+        # A NaN or an infinity would propagate to the sum; SHORT_TOKENS numbers of 32 bits cannot overflow it.
+        if max(few) <= 0 and math.isfinite(sum(few)) and _is_zero_between_turns(segment, few, any):
             return
-    # A NaN is both the least and the greatest, and fails both comparisons.
-    elif _least(logprobs) > -math.inf and _greatest(logprobs) <= 0 and _silent_outside(segment):
+    # NaN is returned as both minimum and maximum, and fails both comparisons.
+    elif _minimum(logprobs) > -math.inf and _maximum(logprobs) <= 0 and _is_zero_outside_turns(segment):
         return
     sampled = segment.sampled == 1
     good = np.where(sampled, np.isfinite(logprobs) & (logprobs <= 0), logprobs == 0)
     wrong = int(np.flatnonzero(~good)[0])
-    allowed = "a finite number, at most 0" if sampled[wrong] else "0, since nothing was sampled there"
+    allowed = "a finite number of at most 0" if sampled[wrong] else "0 as at every position that was not sampled"
     raise NonFiniteValue(
         f"{where}{_turn_at(segment, wrong)}, position {wrong}: the logprob is {logprobs[wrong]}, not {allowed}.",
-        hint="Keep what the engine reported; where it reported no number, the turn is a failure of the policy.",
+        hint="Record the engine's logprob; if it reported none, fail the turn as a policy failure.",
     )
 
 
-def _silent_outside(segment: Segment) -> bool:
-    """As below, of a segment of whatever length and number of turns."""
+def _is_zero_outside_turns(segment: Segment) -> bool:
+    """True if all logprobs outside the turns are 0, for a segment of any length."""
     if len(segment.turns) < MANY_TURNS:
-        return _silent_between(segment, segment.logprobs, _least)
+        return _is_zero_between_turns(segment, segment.logprobs, _minimum)
     return b"\1" not in (segment.logprobs.astype(_BOOL) > segment.sampled.view(_BOOL)).tobytes()
 
 
-def _silent_between(segment: Segment, logprobs: Any, sounds: Callable[[Any], object]) -> bool:
-    """Whether the logprobs, which are known to be at most 0, are exactly 0 outside the turns. ``sounds`` is false for
-    a part of them that is all zeros."""
+def _is_zero_between_turns(segment: Segment, logprobs: Any, is_nonzero: Callable[[Any], object]) -> bool:
+    """True if all logprobs outside the turns are 0, checked gap by gap.
+
+    The logprobs are known to be at most 0. ``is_nonzero`` is false for a slice of zeros.
+    """
     end = 0
     for turn in segment.turns:
-        if turn.start > end and sounds(logprobs[end : turn.start]):
+        if turn.start > end and is_nonzero(logprobs[end : turn.start]):
             return False
         end = turn.end
-    return end == len(logprobs) or not sounds(logprobs[end:])
+    return end == len(logprobs) or not is_nonzero(logprobs[end:])
 
 
-def _least(array: NDArray[Any]) -> float:
-    """The least of some numbers, or NaN; several times faster than ``min`` for a short array."""
-    least: float = array.item(array.argmin())
-    return least
+def _minimum(array: NDArray[Any]) -> float:
+    """The minimum, or NaN; several times faster than ``min`` for a short array."""
+    smallest: float = array.item(array.argmin())
+    return smallest
 
 
-def _greatest(array: NDArray[Any]) -> float:
-    """The greatest of some numbers, or NaN."""
+def _maximum(array: NDArray[Any]) -> float:
+    """The maximum, or NaN."""
     greatest: float = array.item(array.argmax())
     return greatest
 
@@ -294,14 +298,14 @@ def _check_versions(where: str, segment: Segment, n: int) -> None:
     for run in segment.versions:
         if run.end <= end or not (0 <= run.lineage <= MAX_VERSION_PART and 0 <= run.n <= MAX_VERSION_PART):
             raise VersionRunsDoNotCover(
-                f"{where}: the version run of {run.version} ends at {run.end}, the one before at {end}.",
-                hint=f"Ends of version runs go up, and the numbers of a version are 0 to {MAX_VERSION_PART}.",
+                f"{where}: the version run of {run.version} ends at {run.end}, the previous one at {end}.",
+                hint=f"The ends of version runs increase, and the numbers of a version are 0 to {MAX_VERSION_PART}.",
             )
         end = run.end
     if end != n:
         raise VersionRunsDoNotCover(
-            f"{where}: its version runs end at {end}, its tokens at {n}.",
-            hint="Positions that were not sampled belong to the run of the turn before them, or the first.",
+            f"{where}: its version runs end at {end}, but it has {n} tokens.",
+            hint="Positions that were not sampled belong to the run of the turn before them, or to the first run.",
         )
 
 
@@ -317,15 +321,15 @@ def _check_placeholders(where: str, segment: Segment, n: int, assets: set[str]) 
         if segment.sampled[item.start : item.end].any():
             raise PlaceholdersDoNotMatch(
                 f"{where}: the placeholder [{item.start}, {item.end}) of {item.asset!r} covers sampled positions.",
-                hint="An asset stands in a prompt or an observation, never in a policy's answer.",
+                hint="An asset is part of a prompt or an observation, never of a policy's action.",
             )
-        _check_listed(f"{where}: the placeholder [{item.start}, {item.end})", item.asset, assets)
+        _require_listed(f"{where}: the placeholder [{item.start}, {item.end})", item.asset, assets)
         last_end = item.end
-    _check_whole(where, segment, n)
+    _check_placeholder_ends(where, segment, n)
 
 
-def _check_whole(where: str, segment: Segment, n: int) -> None:
-    """A run of the same placeholder token that goes on beyond a range, in no other one, was cut."""
+def _check_placeholder_ends(where: str, segment: Segment, n: int) -> None:
+    """Check that no placeholder token outside the ranges continues one of them."""
     tokens, sampled = segment.token_ids, segment.sampled
     starts = {item.start for item in segment.placeholders}
     ends = {item.end for item in segment.placeholders}
@@ -336,8 +340,8 @@ def _check_whole(where: str, segment: Segment, n: int) -> None:
         if is_cut_before or is_cut_after:
             raise PlaceholdersDoNotMatch(
                 f"{where}: the placeholder [{item.start}, {item.end}) of {item.asset!r} does not hold all tokens "
-                f"of its image: token {before if is_cut_before else after} is of the same kind.",
-                hint="A range holds every token that stands for its image, as the engine placed them.",
+                f"of its image: position {before if is_cut_before else after} has the same token.",
+                hint="A range holds every placeholder token of its image, as the engine placed them.",
             )
 
 
@@ -345,12 +349,12 @@ def _same_unsampled(tokens: NDArray[Any], sampled: NDArray[Any], outside: int, i
     return bool(tokens[outside] == tokens[inside] and not sampled[outside])
 
 
-def _check_shown(trajectory: Trajectory) -> None:
-    """Of an agent with one segment, each image that it was shown before its last turn has a range of its own."""
+def _check_shown_images(trajectory: Trajectory) -> None:
+    """Check that each image shown to an agent before its last turn has a range, for agents with one segment."""
     segments = Counter(segment.agent for segment in trajectory.segments)
     for segment in trajectory.segments:
         if segments[segment.agent] > 1 or not segment.placeholders:
-            continue  # a history edit may drop an image, or show it again
+            continue  # a history edit may remove an image, or show it again
         ranges = Counter(item.asset for item in segment.placeholders)
         shown = Counter(_images_before_last_turn(trajectory.messages, segment.agent))
         for asset, count in shown.items():
@@ -358,7 +362,7 @@ def _check_shown(trajectory: Trajectory) -> None:
                 raise PlaceholdersDoNotMatch(
                     f"{segment.agent} was shown asset {asset!r} {count} times, and its segment has {ranges[asset]} "
                     "placeholders of it.",
-                    hint="Each image that a policy sees has a range of placeholder tokens.",
+                    hint="Each image shown to a policy has its own range of placeholder tokens.",
                 )
 
 
@@ -370,7 +374,7 @@ def _images_before_last_turn(messages: Sequence[Message], agent: str) -> list[st
 
 
 def _check_last_turns(trajectory: Trajectory) -> None:
-    """Only an agent's last turn may end anything, and how the agents' last turns ended agrees with the status."""
+    """Check that only an agent's last turn ends it, and that the last turns of all agents agree with the status."""
     last: Turn | None = None
     ended: list[tuple[str, Turn]] = []
     last_of: dict[str, int] = {}
@@ -386,11 +390,11 @@ def _check_last_turns(trajectory: Trajectory) -> None:
         if turn.index != last_of[agent]:
             raise NotAppendOnly(
                 f"Turn {turn.index} of {agent} ended its episode, but turn {last_of[agent]} follows.",
-                hint="Nothing is sampled after terminated or truncated.",
+                hint="A turn that is terminated or truncated is the last one.",
             )
         if turn.terminated and turn.truncated:
             raise FailureHasReward(
-                f"Turn {turn.index} of {agent} is both terminated and truncated.", hint="Terminated wins; set one flag."
+                f"Turn {turn.index} of {agent} is both terminated and truncated.", hint="Set only terminated."
             )
     terminated, truncated = (last.terminated, last.truncated) if last is not None else (False, False)
     if trajectory.status == "finished" and not (
@@ -398,7 +402,7 @@ def _check_last_turns(trajectory: Trajectory) -> None:
     ):
         raise FailureHasReward(
             "Status is 'finished' but the last turn is not terminated.",
-            hint="finished means that the environment ended the episode; a budget's end is 'truncated'.",
+            hint="'finished': the environment ended the episode. The end of a budget is 'truncated'.",
         )
     if trajectory.status != "truncated":
         return
@@ -407,12 +411,12 @@ def _check_last_turns(trajectory: Trajectory) -> None:
         flag = "terminated" if all_terminated else "not truncated"
         raise FailureHasReward(
             f"Status is 'truncated' ({trajectory.stop_reason}) but the last turn is {flag}.",
-            hint="Where an environment says both, terminated wins and the status is 'finished'.",
+            hint="If an environment reports both, the turn is terminated and the status is 'finished'.",
         )
 
 
 def _turn_at(segment: Segment, position: int) -> str:
-    """`", turn 3"` if the position is inside a turn."""
+    """The text ``", turn 3"`` if the position is inside a turn, else an empty text."""
     for turn in segment.turns:
         if turn.start <= position < turn.end:
             return f", turn {turn.index}"

@@ -167,7 +167,7 @@ def test_a_group_of_one_gets_advantage_0_and_is_flagged(name: str) -> None:
     assert estimate.groups.zero_variance.tolist() == [False, False]
 
 
-def test_a_group_says_how_many_it_expected_and_how_many_it_has() -> None:
+def test_a_group_states_its_expected_and_its_actual_size() -> None:
     strands = [Strand(0, [1.0], [3]), Strand(0, [0.0], [3]), Strand(1, [2.0], [3]), Strand(1, [2.0], [3])]
     groups = group_statistics(experience_from(strands)._replace(expected=np.array([4, 2, 3])))
     assert groups.expected.tolist() == [4, 2, 3]
@@ -177,7 +177,7 @@ def test_a_group_says_how_many_it_expected_and_how_many_it_has() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_turns_outside_rows_carry_returns_but_are_not_counted(name: str) -> None:
+def test_turns_outside_rows_have_returns_but_are_not_counted(name: str) -> None:
     strands = [Strand(0, [0.0, 5.0, 1.0], [2, 90, 2]), Strand(0, [1.0, 0.5], [2, 3])]
     trained = np.array([True, False, True, True, True])
     found = advantages(name, experience_from(strands)._replace(trained=trained), gamma=0.5)
@@ -194,7 +194,7 @@ def test_rewards_of_an_episode_are_not_discounted() -> None:
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
-def test_returns_run_within_a_strand_only(gamma: float) -> None:
+def test_returns_cover_one_strand_only(gamma: float) -> None:
     found = returns_to_go([1.0, 2.0, 4.0, 8.0], [0, 3, 3, 4], gamma)
     assert found.tolist() == [1.0 + gamma * (2.0 + gamma * 4.0), 2.0 + gamma * 4.0, 4.0, 8.0]
     assert returns_to_go([], [0], gamma).tolist() == []
@@ -215,7 +215,7 @@ def test_gae_with_lambda_1_and_zero_values_is_the_return(strands, gamma) -> None
     np.testing.assert_allclose(found.advantages, returns_to_go(e.rewards, e.offsets, gamma), atol=1e-12)
 
 
-def test_gae_bootstraps_where_truncated_and_says_where_it_had_nothing_to_bootstrap_with() -> None:
+def test_gae_bootstraps_truncated_strands_and_flags_those_without_a_value() -> None:
     found = gae_turn(
         [0.0, 0.0, 0.0],
         [1.0, 1.0, 1.0],
@@ -230,10 +230,10 @@ def test_gae_bootstraps_where_truncated_and_says_where_it_had_nothing_to_bootstr
     assert found.bootstrapped_with_zero.tolist() == [False, False, True]
 
 
-def test_arrays_that_do_not_fit_are_refused() -> None:
+def test_arrays_of_different_lengths_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="2 rewards, 3 values"):
         gae_turn([0.0, 1.0], [1.0] * 3, [0, 2], gamma_per_turn=1.0, lambda_per_turn=1.0, terminated=[True])
-    with pytest.raises(InvalidRequest, match="without sampled tokens"):
+    with pytest.raises(InvalidRequest, match="has no sampled tokens"):
         gae_token([1.0], [0], [], [0, 1], gamma_per_token=1.0, lambda_per_token=1.0, terminated=[True])
 
 

@@ -108,7 +108,7 @@ def test_dtypes_are_those_of_the_rows() -> None:
 
 
 def test_a_row_that_does_not_fit_is_refused_and_not_cut() -> None:
-    with pytest.raises(InvalidRequest, match="A row of 10 tokens does not fit into a width of 9"):
+    with pytest.raises(InvalidRequest, match="A row of 10 tokens exceeds the width of 9"):
         padded(rows_of([make_trajectory()], name="reinforce"), side="left", width=9)
 
 

@@ -25,7 +25,7 @@ def agree(one: Moments, other: Moments, scale: float = 1.0) -> bool:
 
 @settings(deadline=None)
 @given(st.lists(VALUES, max_size=6), st.randoms(use_true_random=False))
-def test_moments_of_a_whole_are_the_merge_of_its_parts_in_any_order(parts, rng) -> None:
+def test_the_moments_of_a_whole_are_the_merged_moments_of_its_parts_in_any_order(parts, rng) -> None:
     whole = Moments.of([value for part in parts for value in part])
     shuffled = list(parts)
     rng.shuffle(shuffled)
@@ -34,7 +34,7 @@ def test_moments_of_a_whole_are_the_merge_of_its_parts_in_any_order(parts, rng) 
 
 @settings(deadline=None)
 @given(VALUES, VALUES)
-def test_what_was_merged_in_can_be_taken_out(kept, taken) -> None:
+def test_a_merged_part_can_be_removed_again(kept, taken) -> None:
     whole = Moments.of(kept).merge(Moments.of(taken))
     assert agree(whole.without(Moments.of(taken)), Moments.of(kept), scale=1e3)
 
@@ -54,25 +54,25 @@ def test_parts_of_values_far_from_zero_agree_with_their_whole(deviations, offset
     assert not whole.agrees(Moments.of([*values[1:], values[0] + 1.0]))
 
 
-def test_more_than_the_whole_cannot_be_taken_out() -> None:
-    with pytest.raises(InvalidRequest, match="Moments of 3 values cannot be taken out of 2"):
+def test_removing_more_than_the_whole_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="moments of 3 values cannot be removed from those of 2"):
         Moments.of([1.0, 2.0]).without(Moments.of([1.0, 2.0, 3.0]))
 
 
 @settings(deadline=None)
 @given(LARGE)
-def test_a_spread_that_is_small_beside_the_mean_is_kept(values) -> None:
+def test_a_spread_that_is_small_relative_to_the_mean_is_preserved(values) -> None:
     moments = Moments.of(values)
     assert math.isclose(moments.mean, statistics.fmean(values), rel_tol=1e-13)
     assert math.isclose(moments.variance(), statistics.pvariance(values), rel_tol=1e-9, abs_tol=1e-20)
 
 
-def test_the_case_that_makes_a_variance_negative_elsewhere() -> None:
+def test_a_variance_is_never_negative() -> None:
     values = np.float32(1000) + np.array([0.1, -0.1, 0.1, -0.1], np.float32)
     assert Moments.of(values).std() == pytest.approx(0.1, rel=1e-3)
 
 
-def test_weights_count_a_value_as_often_as_they_say() -> None:
+def test_a_weight_counts_a_value_that_many_times() -> None:
     weighted = Moments.of([1.0, 4.0, 2.0], weights=[3, 1, 2])
     assert agree(weighted, Moments.of([1.0, 1.0, 1.0, 4.0, 2.0, 2.0]))
     assert Moments.of([1.0, 2.0], weights=[0, 0]) == Moments()

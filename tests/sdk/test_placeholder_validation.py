@@ -1,4 +1,4 @@
-"""G12: images and their placeholder tokens agree, or the record is refused by name."""
+"""Validation of images and their placeholder tokens (G12)."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from headrace.validation import validate
 from tests.builders import make_segment, make_trajectory, replace_segment
 
 IMAGE, WIDTH = 258, 64
-"""The placeholder token, and how many of it stand for an image."""
+"""The placeholder token, and the number of them for an image."""
 
 TEXT, ANSWER = 20, 10
 ASSETS = [make_asset(f"picture {number}".encode(), "image/png").entry for number in range(3)]
 BLOCK = TEXT + WIDTH + ANSWER
-"""A turn: text, an image, an answer."""
+"""Tokens of a turn: text, an image, an action."""
 
 
 def shown(names: list[str], ranges: list[Placeholder]) -> Trajectory:
-    """An episode of one turn for each name: 20 tokens of text, an image of 64, an answer of 10."""
+    """An episode of one turn for each name: 20 tokens of text, an image of 64, an action of 10."""
     spans = [(k * BLOCK + TEXT + WIDTH, (k + 1) * BLOCK) for k in range(len(names))]
     segment = make_segment(spans=spans, length=len(names) * BLOCK)
     tokens = (np.arange(len(names) * BLOCK) % 250).astype(np.int32)
@@ -45,11 +45,11 @@ NAMES = [asset.name for asset in ASSETS]
 WHOLE = ranges_of(NAMES)
 
 
-def test_G12_one_range_for_each_image_is_fine() -> None:  # noqa: N802
+def test_one_range_for_each_image_is_valid() -> None:
     validate(shown(NAMES, WHOLE))
 
 
-def test_G12_the_same_image_twice_is_one_asset_with_two_ranges() -> None:  # noqa: N802
+def test_the_same_image_twice_is_one_asset_with_two_ranges() -> None:
     twice = [NAMES[0], NAMES[0]]
     trajectory = shown(twice, ranges_of(twice))
     assert len(trajectory.assets) == 1
@@ -67,9 +67,7 @@ def test_G12_the_same_image_twice_is_one_asset_with_two_ranges() -> None:  # noq
     ],
     ids=["an image without a range", "63 of 64", "past the end", "over an answer", "two that overlap"],
 )
-def test_G12_images_and_ranges_that_disagree_are_refused_by_name(  # noqa: N802
-    ranges: list[Placeholder], problem: str
-) -> None:
+def test_images_and_ranges_that_disagree_are_refused(ranges: list[Placeholder], problem: str) -> None:
     with pytest.raises(PlaceholdersDoNotMatch, match=problem) as caught:
         validate(shown(NAMES, ranges))
     assert caught.value.code == "placeholders-do-not-match"

@@ -1,4 +1,4 @@
-"""The invariants of the trajectory schema, by the names that the design gives them."""
+"""The invariants of the trajectory schema, one prefix of the test name each."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from headrace.errors import (
 )
 from headrace.runspec import parse_run_spec
 from headrace.trajectory import ContentPart, Failure, Message, Placeholder, Trajectory, Version, VersionRun
-from headrace.validation import SHORT, validate
+from headrace.validation import SHORT_TOKENS, validate
 from tests.builders import (
     VOCAB_SIZE,
     make_failed,
@@ -99,7 +99,7 @@ def test_engine_tokens_only_a_logprob_is_finite_and_at_most_0(value: float, turn
     refused(
         with_value(make_trajectory(turns=turns), "logprobs", 15, value),
         NonFiniteValue,
-        r"Segment 0 \(agent\), turn 1, position 15: the logprob is .*, not a finite number, at most 0",
+        r"Segment 0 \(agent\), turn 1, position 15: the logprob is .*, not a finite number of at most 0",
     )
 
 
@@ -146,7 +146,7 @@ def test_engine_tokens_only_arrays_are_never_converted(field: str, value: object
 
 
 def test_append_only_a_turn_extends_a_prompt() -> None:
-    refused(make_trajectory(segments=[make_segment(spans=[(0, 4)])]), NotAppendOnly, "no prompt that it extends")
+    refused(make_trajectory(segments=[make_segment(spans=[(0, 4)])]), NotAppendOnly, "without a prompt before it")
 
 
 @pytest.mark.parametrize("indices", [(1, 0), (1, 1)])
@@ -157,7 +157,7 @@ def test_append_only_turns_of_a_segment_are_in_the_order_of_the_episode(indices:
 
 def test_append_only_a_turn_index_is_used_once_in_an_episode() -> None:
     trajectory = replace_turn(make_multi_segment(), 0, segment=1, index=1)
-    refused(trajectory, NotAppendOnly, "there is another turn of that index")
+    refused(trajectory, NotAppendOnly, "another turn has that index")
 
 
 @pytest.mark.parametrize("flag", ["terminated", "truncated"])
@@ -197,12 +197,12 @@ def test_spans_cover_exactly_what_was_sampled(position: int, value: int) -> None
 
 
 @pytest.mark.parametrize("continued", [[6], [10], [7, 14]])
-def test_spans_cover_where_a_turn_went_on(continued: list[int]) -> None:
+def test_spans_cover_the_positions_where_a_turn_continued(continued: list[int]) -> None:
     validate(replace_turn(make_trajectory(turns=3), 0, continued=[7, 9]))
-    refused(replace_turn(make_trajectory(turns=3), 0, continued=continued), SpansDoNotCover, "sampling went on at")
+    refused(replace_turn(make_trajectory(turns=3), 0, continued=continued), SpansDoNotCover, "sampling continued at")
 
 
-def test_spans_cover_a_missing_turn_is_found() -> None:
+def test_spans_cover_so_that_a_missing_turn_is_found() -> None:
     trajectory = make_trajectory(turns=3)
     kept = [trajectory.segments[0].turns[0], trajectory.segments[0].turns[2]]
     refused(replace_segment(trajectory, turns=kept), SpansDoNotCover, "position 13: sampled is 1, but no turn")
@@ -211,7 +211,7 @@ def test_spans_cover_a_missing_turn_is_found() -> None:
 PICTURE = make_asset(b"pixels", "image/png").entry
 
 
-def test_assets_are_listed_once_each_whoever_refers_to_them() -> None:
+def test_assets_are_listed_once_each() -> None:
     shown = [Message(role="user", content=[ContentPart(type="image", asset=PICTURE.name)])] * 2
     trajectory = make_trajectory(messages=shown, assets=[PICTURE])
     validate(replace_segment(trajectory, arrays={"routed_experts": PICTURE.name}))
@@ -219,13 +219,16 @@ def test_assets_are_listed_once_each_whoever_refers_to_them() -> None:
         (make_trajectory(messages=shown), "Message 0: an image names asset"),
         (replace_segment(make_trajectory(), arrays={"routed_experts": PICTURE.name}), "array 'routed_experts' names"),
         (make_trajectory(assets=[PICTURE, PICTURE]), "listed twice"),
-        (make_trajectory(assets=[msgspec.structs.replace(PICTURE, name="picture")]), "'picture' of 6 bytes is none"),
-        (make_trajectory(assets=[msgspec.structs.replace(PICTURE, size_bytes=0)]), "of 0 bytes is none"),
+        (
+            make_trajectory(assets=[msgspec.structs.replace(PICTURE, name="picture")]),
+            "'picture' of 6 bytes is not valid",
+        ),
+        (make_trajectory(assets=[msgspec.structs.replace(PICTURE, size_bytes=0)]), "of 0 bytes is not valid"),
     ):
         refused(record, InvalidTrajectory, text)
 
 
-def test_spans_cover_placeholders_stand_outside_them() -> None:
+def test_spans_cover_no_placeholders() -> None:
     trajectory = make_trajectory(turns=2, assets=[PICTURE])
     name = PICTURE.name
     validate(replace_segment(trajectory, placeholders=[Placeholder(1, 3, name), Placeholder(3, 6, name)]))
@@ -245,13 +248,13 @@ def test_spans_cover_a_segment_without_tokens_is_refused() -> None:
 # 4 --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_failure_is_not_a_zero_a_failed_record_says_why() -> None:
-    refused(make_trajectory(status="failed", stop_reason="failure"), FailureHasReward, "there is no failure")
+def test_a_failure_is_not_a_zero_a_failed_record_has_a_failure() -> None:
+    refused(make_trajectory(status="failed", stop_reason="failure"), FailureHasReward, "failure is None")
 
 
 @pytest.mark.parametrize("record", [make_trajectory(failure=FAILURE), make_truncated(failure=FAILURE)])
 def test_a_failure_is_not_a_zero_a_result_has_no_failure(record: Trajectory) -> None:
-    refused(record, FailureHasReward, r"there is a failure \(policy: no-token-ids\)")
+    refused(record, FailureHasReward, r"failure is set \(policy: no-token-ids\)")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, None, "1"])
@@ -278,7 +281,7 @@ def test_a_failure_is_not_a_zero_a_reward_is_a_finite_number(value: object) -> N
     ],
 )
 def test_one_terminal_record_status_and_stop_reason_agree(status: str, stop_reason: str) -> None:
-    refused(make_trajectory(status=status, stop_reason=stop_reason), FailureHasReward, "does not go with stop reason")
+    refused(make_trajectory(status=status, stop_reason=stop_reason), FailureHasReward, "does not match stop reason")
 
 
 def test_one_terminal_record_finished_means_that_the_last_turn_terminated() -> None:
@@ -320,19 +323,19 @@ def test_versions_are_known_for_every_position(runs: list[tuple[int, int, int]])
     )
 
 
-def test_versions_are_known_where_they_switch_inside_a_segment() -> None:
+def test_versions_are_known_that_change_inside_a_segment() -> None:
     runs = [VersionRun(7, 0, 3), VersionRun(8, 0, 4), VersionRun(10, 1, 2)]
     validate(replace_segment(make_trajectory(), versions=runs))
 
 
-def test_a_message_names_the_segment_of_several() -> None:
+def test_a_message_names_the_segment() -> None:
     trajectory = make_multi_agent()
     second = msgspec.structs.replace(trajectory.segments[1], versions=[])
     broken = msgspec.structs.replace(trajectory, segments=[trajectory.segments[0], second])
     refused(broken, VersionRunsDoNotCover, r"Segment 1 \(opponent\)")
 
 
-def test_every_reward_is_a_finite_number_at_most_1e100_in_size():
+def test_a_failure_is_not_a_zero_a_reward_is_at_most_1e100_in_magnitude():
     validate(make_trajectory(rewards=[1e100, -1e100]))
     for reward in (1.1e100, -1.1e100, 1e308, 10**400, math.inf, math.nan):
         trajectory = make_trajectory()
@@ -369,9 +372,9 @@ def test_a_spec_that_could_not_be_stored_is_refused_when_it_is_made(fields: dict
     parse_run_spec({"name": "run", "seed": 2**63 - 1, "tasks": [{"environment": "e", "kwargs": {"x": [{"y": 1}]}}]})
 
 
-@pytest.mark.parametrize("tokens", [SHORT, SHORT + 1])
+@pytest.mark.parametrize("tokens", [SHORT_TOKENS, SHORT_TOKENS + 1])
 @pytest.mark.parametrize("wrong", [math.nan, -math.inf, 0.5])
-def test_short_and_long_segments_are_held_to_the_same(tokens: int, wrong: float) -> None:
+def test_short_and_long_segments_are_checked_alike(tokens: int, wrong: float) -> None:
     trajectory = make_trajectory(segments=[make_segment(spans=[(1, tokens)])])
     validate(trajectory)
     for position, value in ((1, wrong), (tokens - 1, wrong), (0, -1.0)):

@@ -1,7 +1,7 @@
-"""Ids: UUIDv7, so that ids sort by the time they were made.
+"""Ids: UUIDv7, which sort by the time of their creation.
 
-* Ids of one source are unique and strictly increasing, also when the clock stands still or goes back.
-* The clock and the random source are injected; two processes never share random bits, forked ones neither.
+* Ids of one source are unique and strictly increasing, also when the clock stops or goes back.
+* The clock and the random source are injected; two processes never share random bits, not even after a fork.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from collections.abc import Callable
 _COUNTER_BITS = 30
 """Counter within a millisecond: 12 bits of ``rand_a`` and 18 of ``rand_b``."""
 _SEED_MASK = (1 << (_COUNTER_BITS - 1)) - 1
-"""The counter starts in its lower half, which leaves room for 2^29 ids in one millisecond."""
+"""Mask of the counter's start value: the lower half, which leaves room for 2^29 ids in one millisecond."""
 _RANDOM_BITS = 44
-"""Fresh random bits of every id, what is left of ``rand_b``."""
+"""Fresh random bits of every id: the rest of ``rand_b``."""
 _RANDOM_MASK = (1 << _RANDOM_BITS) - 1
 
 _SEED_BYTES = 32
 _POOL_BYTES = 4096
-"""So much is made of a seed at a time."""
+"""Bytes generated from the seed at a time."""
 
 _forks = 0
-"""How many forks lie between this process and the one that imported this module."""
+"""Number of forks between the process that imported this module and this one."""
 
 
 def _count_fork() -> None:
@@ -37,10 +37,10 @@ os.register_at_fork(after_in_child=_count_fork)
 
 
 class RandomPool:
-    """Random bytes in small portions, each given out once. A forked child never gives out what its parent might.
+    """Random bytes in small portions, each used once. A forked child never returns bytes that its parent may return.
 
-    They are SHAKE-256 of a seed that the system gave and a counter. A system call for each would cost more than all the
-    rest, and one that lets go of the interpreter's lock can take milliseconds to get it back.
+    The bytes are SHAKE-256 of a system seed and a counter. A system call for each id would cost more than the rest of
+    the id, and one that releases the interpreter lock can take milliseconds to acquire it again.
     """
 
     def __init__(self, random_bytes: Callable[[int], bytes] = os.urandom) -> None:
@@ -53,7 +53,7 @@ class RandomPool:
         self._forks = -1
 
     def __call__(self, size: int) -> bytes:
-        """``size`` bytes, at most 4096. Safe to call from several threads."""
+        """``size`` random bytes, at most 4096. Safe to call from several threads."""
         with self._lock:
             if self._used + size > len(self._pool) or self._forks != _forks:
                 self._fill()
@@ -69,13 +69,13 @@ class RandomPool:
 
 
 random_pool = RandomPool()
-"""The process's own."""
+"""The random bytes of this process."""
 
 
 class IdSource:
-    """Makes UUIDv7 strings. Safe to call from several threads.
+    """A source of UUIDv7 strings. Safe to call from several threads.
 
-    ``clock_ns`` gives Unix time in nanoseconds; ``random_bytes(k)`` gives k random bytes.
+    ``clock_ns`` returns Unix time in nanoseconds; ``random_bytes(k)`` returns k random bytes.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class IdSource:
                     self._last_ms += 1
                     self._counter = 0
             ms, counter = self._last_ms, self._counter
-        return "%08x-%04x-%04x-%04x-%012x" % (  # noqa: UP031  it is the fastest form by far
+        return "%08x-%04x-%04x-%04x-%012x" % (  # noqa: UP031  this is the fastest form by far
             ms >> 16,
             ms & 0xFFFF,
             0x7000 | counter >> 18,
@@ -113,4 +113,4 @@ class IdSource:
 
 
 new_id = IdSource()
-"""``new_id() -> str``: the process's own source."""
+"""``new_id() -> str``: the id source of this process."""

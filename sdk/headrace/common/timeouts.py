@@ -1,10 +1,10 @@
-"""``asyncio.timeout`` that says so when its time is over, in a task that is being cancelled too.
+"""``asyncio.timeout`` that also raises TimeoutError in a task that is being cancelled.
 
-* In a task that is being cancelled, as one that cleans up, TimeoutError is raised when the time is over.
-* A cancellation that comes from elsewhere stays one.
+* In a task that is being cancelled, such as one in its cleanup, TimeoutError is raised when the time is over.
+* A cancellation from elsewhere stays a CancelledError.
 
-Before Python 3.11.3 ``asyncio.timeout`` raises CancelledError in such a task: whoever would kill what does not end in
-time never comes to it.
+Before Python 3.11.3 ``asyncio.timeout`` raises CancelledError in such a task, so that code after it, which would kill
+what did not end in time, never runs.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import sys
 from types import TracebackType
 
 
-class Timeout(asyncio.Timeout):  # type: ignore[misc]  # it is final for type checkers only
-    """As that of Python 3.11.3."""
+class Timeout(asyncio.Timeout):  # type: ignore[misc]  # final for type checkers only
+    """``asyncio.Timeout`` with the behavior of Python 3.11.3."""
 
     async def __aenter__(self) -> Timeout:
         await super().__aenter__()
@@ -31,7 +31,7 @@ class Timeout(asyncio.Timeout):  # type: ignore[misc]  # it is final for type ch
 
 
 def _cancelled() -> int:
-    """How often this task was asked to end."""
+    """The number of pending cancellations of this task."""
     task = asyncio.current_task()
     return 0 if task is None else task.cancelling()
 
@@ -41,4 +41,4 @@ def _timeout(delay_s: float | None) -> Timeout:
 
 
 timeout = asyncio.timeout if sys.version_info >= (3, 11, 3) else _timeout
-"""As ``asyncio.timeout``: takes seconds, or None for no end. Raises TimeoutError."""
+"""``asyncio.timeout``: takes seconds, or None for no timeout. Raises TimeoutError."""

@@ -1,2 +1,5 @@
-"""Adapters to other people's trainers. Nothing here is imported by ``headrace`` itself, and nothing here imports a
-trainer: each adapter has the shape that its trainer looks for."""
+"""Adapters for trainers of other projects, and the worker extension for vLLM.
+
+``headrace`` itself imports none of them, and they import no trainer: each adapter implements the interface that its
+trainer expects.
+"""

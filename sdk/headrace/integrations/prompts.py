@@ -1,9 +1,9 @@
-"""Episodes for a trainer that owns its prompts: it submits groups, and waits for those and no others.
+"""Episodes for a trainer that owns its prompts: it submits groups and waits for exactly these.
 
-* Episodes come in the order in which they were asked for, as many of each as were asked for.
-* What cannot be had is an error that names the group; there is no gap.
-* An episode is one row, cut where the policy's first token stands.
-* Each turn's reward stands at the last token of the turn.
+* Episodes are returned in the order of the groups, as many of each as requested.
+* An incomplete group raises an error that names it; no episode is omitted silently.
+* An episode is one row, split at the policy's first token.
+* The reward of a turn is at its last token.
 
 ::
 
@@ -23,15 +23,15 @@ from headrace.wire import messages
 
 
 class PromptGroup(NamedTuple):
-    """So many episodes of a task, as one group."""
+    """A request for a group: a task, and the number of its episodes."""
 
     task: TaskLike
     episodes: int
 
 
 class EpisodeTokens(NamedTuple):
-    """One episode as lists. ``prompt_ids`` end where the policy's first token stands; the others have one entry for
-    each token from there on. ``mask`` is 1 where the policy sampled, ``logprobs`` and ``rewards`` are 0 elsewhere."""
+    """One episode as lists. ``prompt_ids`` end before the policy's first token; the other lists have one entry for each
+    token from there on. ``mask`` is 1 where the policy sampled; ``logprobs`` and ``rewards`` are 0 elsewhere."""
 
     prompt_ids: list[int]
     response_ids: list[int]
@@ -43,34 +43,36 @@ class EpisodeTokens(NamedTuple):
 
 
 def roll_out(
-    client: Client, run: str, asked: Sequence[PromptGroup], *, timeout_s: float | None = None
+    client: Client, run: str, groups: Sequence[PromptGroup], *, timeout_s: float | None = None
 ) -> list[list[EpisodeTokens]]:
-    """Submit a group for each, wait for all of them, and give the episodes of each.
+    """Submit the groups, wait for all of them, and return the episodes of each.
 
-    The batch is acked: a trainer that loses what it was given asks anew. Raises GroupEnded where a group cannot be
-    served, GroupIncomplete where it has fewer episodes than were asked for, InvalidRequest where an episode is not one
-    row, NothingToServe at the timeout.
+    The batch is acked: a trainer that loses the episodes must request them again. Raises GroupEnded if a group cannot
+    be served, GroupIncomplete if it has fewer episodes than requested, InvalidRequest if an episode is not one row,
+    NothingToServe at the timeout.
     """
-    if not asked:
+    if not groups:
         return []
     ids = client.submit_groups(
-        run, [messages.GroupRequest(task=plain_task(one.task), size=one.episodes) for one in asked]
+        run, [messages.GroupRequest(task=plain_task(group.task), size=group.episodes) for group in groups]
     )
     batch = client.pull(run, groups=ids, timeout_s=timeout_s)
     try:
-        found = _by_group(batch)
-        for id, one in zip(ids, asked, strict=True):
-            _require_complete(id, len(found[id]), one.episodes)
+        episodes = _by_group(batch)
+        for id, group in zip(ids, groups, strict=True):
+            _require_complete(id, len(episodes[id]), group.episodes)
     except HeadraceError as error:
         client.nack(batch, f"{error.code}: {error.detail}")
         raise
     client.ack(batch)
-    return [found[id] for id in ids]
+    return [episodes[id] for id in ids]
 
 
 def group_sizes(keys: Sequence[Any], most: int) -> list[int]:
-    """How many entries in a row are equal, at most so many at a time: the groups of a trainer that repeats each prompt
-    for its generations. They add up to all entries."""
+    """Sizes of runs of equal consecutive keys, at most ``most`` each; their sum is the number of keys.
+
+    These are the groups of a trainer that repeats each prompt for its generations.
+    """
     found: list[int] = []
     for k, key in enumerate(keys):
         if found and key == keys[k - 1] and found[-1] < most:
@@ -86,8 +88,8 @@ def _by_group(batch: Batch) -> dict[str, list[EpisodeTokens]]:
     for row in batch.rows:
         if row.trajectory.id in seen:
             raise InvalidRequest(
-                f"EpisodeTokens {row.trajectory.id} is several rows, of which this trainer takes one.",
-                hint="Its history was edited, or several of its agents train. Let one agent train, keep its history, "
+                f"Episode {row.trajectory.id} has several rows, but this trainer takes only one.",
+                hint="Its history was edited, or several of its agents train. Train one agent without history edits, "
                 "or use a trainer that pulls batches.",
             )
         seen.add(row.trajectory.id)
@@ -111,13 +113,13 @@ def _episode(row: Row) -> EpisodeTokens:
     )
 
 
-def _require_complete(id: str, there: int, wanted: int) -> None:
-    if there != wanted:
+def _require_complete(id: str, actual: int, requested: int) -> None:
+    if actual != requested:
         raise GroupIncomplete(
-            f"Group {id} has {there} of the {wanted} episodes that were asked for.",
-            hint="The others failed for good, or have nothing to train on; headrace trajectories list RUN --status "
-            "failed shows them.",
+            f"Group {id} has {actual} of the {requested} requested episodes.",
+            hint="The others failed permanently, or have no tokens to train on. `headrace trajectories list RUN "
+            "--status failed` lists the failed ones.",
             group=id,
-            episodes=there,
-            wanted=wanted,
+            episodes=actual,
+            wanted=requested,
         )

@@ -1,15 +1,15 @@
-"""SkyRL's generator interface: the trainer gives prompts, Headrace plays the episodes.
+"""SkyRL's generator interface: the trainer submits prompts, and Headrace runs the episodes.
 
-* Episodes come in the order of the prompts; the repetitions of a prompt are one group.
-* Rewards are per token: each turn's stands at its last token.
-* A temperature that is not the run's is refused: a run samples as its spec says.
+* Episodes are returned in the order of the prompts; the repetitions of a prompt are one group.
+* Rewards are per token: the reward of a turn is at its last token.
+* A temperature other than the run's is refused, since a run samples by its spec.
 
 ::
 
     generator = HeadraceGenerator(client, "own", lambda name, extras, prompt: {"environment": name, "example": extras})
 
-SkyRL is not imported here; the interface is that of ``skyrl.train.generators.base`` of August 2026. Weights are
-SkyRL's own to load: the run's policy servers are its inference engines.
+SkyRL is not imported; the interface is that of ``skyrl.train.generators.base`` of August 2026. SkyRL itself loads the
+weights: the run's policy servers are its inference engines.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from headrace.runspec import MAX_COUNT
 
 
 class HeadraceGenerator:
-    """``task(env_class, env_extras, prompt)`` gives the task of a prompt. ``timeout_s``: as of ``Client.pull``."""
+    """A generator for SkyRL. ``task(env_class, env_extras, prompt)`` returns the task of a prompt; ``timeout_s`` is
+    that of ``Client.pull``."""
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class HeadraceGenerator:
         self._client, self._run, self._task, self._timeout_s = client, run, task, timeout_s
 
     async def generate(self, input_batch: Mapping[str, Any]) -> dict[str, Any]:
-        """A ``GeneratorOutput`` for a ``GeneratorInput``. Raises what ``roll_out`` raises."""
+        """The ``GeneratorOutput`` for a ``GeneratorInput``. Raises the errors of ``roll_out``."""
         return await asyncio.to_thread(self._generate, input_batch)
 
     def _generate(self, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,20 +49,20 @@ class HeadraceGenerator:
         extras = given.get("env_extras") or [{}] * len(prompts)
         ids = given.get("trajectory_ids")
         keys = prompts if ids is None else [id.instance_id for id in ids]
-        asked, start = [], 0
+        requested, start = [], 0
         for size in group_sizes(keys, MAX_COUNT):
-            asked.append(PromptGroup(self._task(names[start], extras[start], prompts[start]), size))
+            requested.append(PromptGroup(self._task(names[start], extras[start], prompts[start]), size))
             start += size
-        groups = roll_out(self._client, self._run, asked, timeout_s=self._timeout_s)
+        groups = roll_out(self._client, self._run, requested, timeout_s=self._timeout_s)
         return {**_output([episode for group in groups for episode in group]), "trajectory_ids": ids}
 
     def _require_temperature(self, sampling: Mapping[str, Any]) -> None:
-        asked = sampling.get("temperature")
+        requested = sampling.get("temperature")
         used = self._client.run(self._run).spec["sampling"]["temperature"]
-        if asked is not None and asked != used:
+        if requested is not None and requested != used:
             raise InvalidRequest(
-                f"SkyRL asks for temperature {asked:g}; run {self._run!r} samples at {used:g}.",
-                hint="Give both the same. For an evaluation at another temperature there is Client.evaluate.",
+                f"SkyRL requests temperature {requested:g}, but run {self._run!r} samples at {used:g}.",
+                hint="Set both to the same value. For an evaluation at another temperature use Client.evaluate.",
             )
 
 

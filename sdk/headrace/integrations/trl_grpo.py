@@ -1,8 +1,8 @@
-"""TRL's ``GRPOTrainer``, which owns its prompts: its ``rollout_func`` plays them with Headrace (trl 1.16).
+"""``rollout_func`` for TRL's ``GRPOTrainer``, which owns its prompts (trl 1.16).
 
-* The repetitions of a prompt are one group; one row comes back for each.
-* Before the first groups of a step its weights are written and announced; no group is played on older ones.
-* What cannot be had ends the trainer with a typed error; there is no gap.
+* The repetitions of a prompt are one group, and each returns one row.
+* Before the first groups of a step its weights are written and announced; no group is sampled on older weights.
+* An incomplete group ends the trainer with a typed error; no episode is omitted silently.
 
 ::
 
@@ -14,8 +14,8 @@
         ...
     )
 
-TRL is not imported here: the trainer is asked by name for what it is at. For one process or data parallelism without
-sharded parameters.
+TRL is not imported; attributes of the trainer are read by name. For one process, or data parallelism without sharded
+parameters.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from headrace.trajectory import Version
 __all__ = ["WeightFolder", "headrace_reward", "rollout_func"]
 
 RolloutFunc = Callable[[list[Any], Any], dict[str, Any]]
-"""From prompts and the trainer to one completion for each prompt."""
+"""A function of the prompts and the trainer, which returns one completion for each prompt."""
 
 
 def rollout_func(
@@ -44,36 +44,38 @@ def rollout_func(
     weights: WeightFolder | None = None,
     timeout_s: float | None = None,
 ) -> RolloutFunc:
-    """``task(prompt)`` gives the task of a prompt. ``weights``: where those of each step are written; without, the
-    trainer's own way of loading them into the servers counts. ``timeout_s``: as of ``Client.pull``.
+    """A ``rollout_func`` for the trainer.
 
-    Raises InvalidRequest for a run that allows staleness: the trainer takes all that it is given as sampled by its own
-    weights. The function raises what ``roll_out`` raises.
+    ``task(prompt)`` returns the task of a prompt. ``weights``: the folder for the weights of each step; None: the
+    trainer loads them into the servers itself. ``timeout_s``: that of ``Client.pull``.
+
+    Raises InvalidRequest for a run that allows staleness, because the trainer assumes that its current weights sampled
+    all episodes. The function raises the errors of ``roll_out``.
     """
     bound = client.run(run).spec["max_staleness"]
     if bound:
         raise InvalidRequest(
-            f"Run {run!r} allows a max_staleness of {bound}; GRPOTrainer takes no episode for older than its weights.",
-            hint="Give the run max_staleness 0.",
+            f"Run {run!r} has max_staleness {bound}, but GRPOTrainer cannot train on episodes of older weights.",
+            hint="Set max_staleness of the run to 0.",
         )
     steps = _Steps(client, run, weights)
 
     def roll(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         steps.reach(trainer)
         training = trainer.model.training
-        most = trainer.num_generations if training else trainer.num_generations_eval
-        asked, start = [], 0
-        for size in group_sizes(prompts, most):
-            asked.append(PromptGroup(task(prompts[start]), size))
+        group_size = trainer.num_generations if training else trainer.num_generations_eval
+        requested, start = [], 0
+        for size in group_sizes(prompts, group_size):
+            requested.append(PromptGroup(task(prompts[start]), size))
             start += size
-        groups = roll_out(client, run, asked, timeout_s=timeout_s)
+        groups = roll_out(client, run, requested, timeout_s=timeout_s)
         return _output([episode for group in groups for episode in group])
 
     return roll
 
 
 def headrace_reward(reward: list[float], **_: Any) -> list[float]:
-    """The reward function for the trainer: the sum of each episode's rewards, as its environment gave them."""
+    """The reward function for the trainer: the sum of each episode's environment rewards."""
     return reward
 
 
@@ -88,7 +90,8 @@ def _output(episodes: list[EpisodeTokens]) -> dict[str, Any]:
 
 
 class _Steps:
-    """Keeps the run's policy servers at the trainer's step. A run without staleness plays nothing before they are."""
+    """Keeps the run's policy servers at the trainer's step. A run without staleness samples nothing on older
+    weights."""
 
     def __init__(self, client: Client, run: str, weights: WeightFolder | None) -> None:
         self._client, self._run, self._weights = client, run, weights

@@ -1,9 +1,9 @@
-"""Rows of a batch as TRL's asynchronous GRPO trainer takes them. NumPy only.
+"""Samples for TRL's asynchronous GRPO trainer, from the rows of a batch.
 
-* A sample carries one advantage, at its own sampled tokens; a row whose turns differ becomes a sample for each turn.
-* Mask and log-probabilities have the length of the tokens, and 0 where nothing was sampled.
-* A sample is as old as its oldest token, in the trainer's own count of versions.
-* A row that the trainer would silently misread is refused.
+* A sample has one advantage, at its own sampled tokens; a row whose turns differ becomes one sample for each turn.
+* Mask and logprobs have the length of the tokens, and are 0 where nothing was sampled.
+* The version of a sample is that of its oldest token, in the trainer's count of versions.
+* A row that the trainer would silently misinterpret is refused.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ from headrace.trajectory import Message, Trajectory
 
 @dataclass(slots=True, eq=False)
 class RolloutSample:
-    """The fields of TRL's class of that name, which the trainer reads by name. Arrays are [tokens]: ``input_ids`` and
-    ``completion_mask`` i64, ``old_log_probs`` f32. ``enqueued_at`` is wall-clock time in seconds, as TRL's is."""
+    """A class with the fields of TRL's class of the same name, which the trainer reads by name.
+
+    Arrays have the shape [tokens]: ``input_ids`` and ``completion_mask`` i64, ``old_log_probs`` f32. ``enqueued_at`` is
+    Unix time in seconds, as in TRL.
+    """
 
     prompt: list[dict[str, str]]
     completion: list[dict[str, str]]
@@ -38,10 +41,11 @@ class RolloutSample:
 
 
 def samples(batch: Batch, *, first_version: int, first_group: int, now_s: float) -> Iterator[RolloutSample]:
-    """The samples of a batch, in the order of its rows. ``first_version``: the ``n`` of the version that the trainer
-    counts as 0. ``first_group``: number of the batch's first group; the others follow.
+    """The samples of a batch, in the order of its rows.
 
-    Raises InvalidRequest for a row that the trainer cannot take, and with estimator ``none``.
+    ``first_version``: the ``n`` of the version that the trainer counts as 0. ``first_group``: the number of the batch's
+    first group; the others follow. Raises InvalidRequest for a row that the trainer cannot use, and with estimator
+    ``none``.
     """
     numbers = {group.id: first_group + k for k, group in enumerate(batch.manifest.groups)}
     for row in batch.rows:
@@ -64,7 +68,7 @@ def samples(batch: Batch, *, first_version: int, first_group: int, now_s: float)
 
 
 def episode_reward(trajectory: Trajectory) -> float:
-    """The sum over the turns of agents that train."""
+    """The sum of rewards over the turns of agents that train."""
     return float(sum(turn.reward for segment in trajectory.rows() for turn in segment.turns))
 
 
@@ -76,21 +80,21 @@ def _parts(row: Row) -> list[Row] | list[TurnRow]:
 def _require_readable(row: Row) -> None:
     if row.sampled[0]:
         raise InvalidRequest(
-            f"Row {row.index} samples its first token, which TRL leaves out: nothing stands before it.",
-            hint="Give each episode a prompt, even if it is only a token that begins a text.",
+            f"Row {row.index} samples its first token, which TRL omits because it has no context.",
+            hint="Give each episode a prompt, if only a beginning-of-text token.",
         )
     sampling = row.segment.sampling
     if sampling.logprobs == "raw" and sampling.temperature != 1:
         raise InvalidRequest(
-            f"Row {row.index} was sampled at temperature {sampling.temperature:g}, and its log-probabilities are those "
-            "before temperature; TRL would compare them with those after it.",
-            hint="Sample at temperature 1, or have the servers report processed log-probabilities and give "
-            "AsyncGRPOConfig the run's temperature.",
+            f"Row {row.index} was sampled at temperature {sampling.temperature:g}, and its logprobs are those before "
+            "temperature; TRL would compare them with those after it.",
+            hint="Sample at temperature 1, or let the servers report processed logprobs and set the run's temperature "
+            "in AsyncGRPOConfig.",
         )
 
 
 def _messages(trajectory: Trajectory) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """What stands before the policy's first word, and the rest; for traces only."""
+    """The messages before the policy's first turn, and the others; only for traces."""
     plain = [_message(message) for message in trajectory.messages]
     first = next((k for k, message in enumerate(trajectory.messages) if message.turn >= 0), len(plain))
     return plain[:first], plain[first:]

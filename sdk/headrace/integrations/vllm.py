@@ -1,16 +1,16 @@
-"""What Headrace adds to the workers of a vLLM server, so that weights of a folder get in exactly or not at all.
+"""The worker extension of vLLM servers, which loads weights from a folder exactly or not at all.
 
     vllm serve MODEL --worker-extension-cls headrace.integrations.vllm.WorkerExtension    # and VLLM_SERVER_DEV_MODE=1
 
-* `headrace_check` says whether a folder's safetensors files fit the model, and changes nothing. A folder that does not
-  exist, is incomplete, is cut short, or holds other names or shapes is refused with the reason.
-* `headrace_load` checks again, then loads in place. Tied embeddings follow, on CPUs too, where vLLM's own reload keeps
-  the packed copy of the old ones.
-* A load that fails half-way is no refusal: it leaves mixed weights, says so, and a later load can mend them.
-* Running requests must be paused meanwhile, and caches cleared, by the caller: `POST /pause` does both.
+* `headrace_check` checks that a folder's safetensors files match the model, and changes nothing. A folder that does not
+  exist, is incomplete or truncated, or has other names or shapes is refused with the reason.
+* `headrace_load` checks again, then loads in place. Tied embeddings are updated too, also on CPUs, where vLLM's own
+  reload keeps the packed copy of the old ones.
+* A load that fails half-way leaves mixed weights and reports it as `mixed`; a later load can repair them.
+* The caller must pause running requests and clear caches during a load: `POST /pause` does both.
 
-Both are called with `POST /collective_rpc {"method": …, "args": [folder]}` and answer one dict for each worker:
-`{"tensors": n, "bytes": n}`, `{"refused": "why"}` or `{"mixed": "why"}`. The module needs nothing but vLLM.
+Both are called with `POST /collective_rpc {"method": …, "args": [folder]}` and return one dict for each worker:
+`{"tensors": n, "bytes": n}`, `{"refused": "why"}` or `{"mixed": "why"}`. The module needs only vLLM.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ HEAD = "lm_head.weight"
 
 
 FLOATS = {"F64", "F32", "F16", "BF16"}
-"""Types that may stand for one another: a learner may train in another precision than it serves."""
+"""Types that are interchangeable: a learner may train in another precision than it serves."""
 
 
 class CheckpointError(ValueError):
-    """A folder that cannot be loaded; the message says why."""
+    """The checkpoint in a folder cannot be loaded; the message says why."""
 
 
 class TensorType(NamedTuple):
-    """Of a tensor, as safetensors writes it."""
+    """Element type and shape of a tensor, as safetensors writes them."""
 
     type: str
     shape: list[int]
 
 
 class Checkpoint(ExitStack):
-    """The open safetensors files of a folder: file and kind of each tensor by its name. Raises CheckpointError."""
+    """The open safetensors files of a folder: file and type of each tensor, by name. Raises CheckpointError."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()
@@ -66,19 +66,19 @@ class Checkpoint(ExitStack):
         paths = sorted(folder.glob("*.safetensors"))
         if not paths:
             raise CheckpointError(
-                f"{folder}: {'no *.safetensors in it' if folder.is_dir() else 'there is no such folder here'}"
+                f"{folder}: {'it has no *.safetensors' if folder.is_dir() else 'the folder does not exist here'}"
             )
         for path in paths:
             try:
                 file = self.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(
-                    f"{path} is no whole safetensors file, or is still being written: {error}"
+                    f"{path} is not a complete safetensors file, or is still being written: {error}"
                 ) from None
             self.size_bytes += os.stat(path).st_size
-            for name in file.keys():  # noqa: SIM118  (no dict)
+            for name in file.keys():  # noqa: SIM118  (not a dict)
                 if name in self.files:
-                    raise CheckpointError(f"{path}: {name} is in another file of the folder, too")
+                    raise CheckpointError(f"{path}: {name} is also in another file of the folder")
                 self.files[name] = file
                 entry = file.get_slice(name)
                 self.kinds[name] = TensorType(entry.get_dtype(), entry.get_shape())
@@ -91,24 +91,24 @@ def compare(found: dict[str, TensorType], expected: dict[str, TensorType], *, ti
     """
     spare = {HEAD} if tied else set()
     if missing := sorted(expected.keys() - found.keys() - spare):
-        raise CheckpointError(f"{len(missing)} tensors are missing, {missing[0]} for one")
+        raise CheckpointError(f"{len(missing)} tensors are missing, such as {missing[0]}")
     if unknown := sorted(found.keys() - expected.keys() - spare):
-        raise CheckpointError(f"{len(unknown)} tensors are not the model's, {unknown[0]} for one")
+        raise CheckpointError(f"{len(unknown)} tensors are not in the model, such as {unknown[0]}")
     for name in sorted(found.keys() & expected.keys()):
         kind, wanted = found[name], expected[name]
         if kind.shape != wanted.shape:
-            raise CheckpointError(f"{name} has shape {kind.shape}, the model's is {wanted.shape}")
+            raise CheckpointError(f"{name} has shape {kind.shape}, in the model {wanted.shape}")
         if kind.type != wanted.type and not {kind.type, wanted.type} <= FLOATS:
-            raise CheckpointError(f"{name} is of type {kind.type}, the model's is {wanted.type}")
+            raise CheckpointError(f"{name} has type {kind.type}, in the model {wanted.type}")
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker class; `self` is the worker."""
+    """Methods that vLLM adds to its worker class; `self` is the worker."""
 
     headrace_kinds: dict[str, TensorType]
 
     def headrace_check(self: Any, folder: str) -> dict[str, Any]:
-        """Whether a load would be accepted. `folder`: a path on this machine."""
+        """Check a folder without loading it. `folder`: a path on this machine."""
         try:
             with self.headrace_open(folder) as checkpoint:
                 return {"tensors": len(checkpoint.files), "bytes": checkpoint.size_bytes}
@@ -116,7 +116,7 @@ class WorkerExtension:
             return {"refused": str(error)}
 
     def headrace_load(self: Any, folder: str) -> dict[str, Any]:
-        """Replaces the model's weights in place, or refuses and leaves them as they are."""
+        """Replace the model's weights in place, or refuse and leave them unchanged."""
         try:
             checkpoint = self.headrace_open(folder)
         except CheckpointError as error:
@@ -133,8 +133,8 @@ class WorkerExtension:
             return {"tensors": len(checkpoint.files), "bytes": checkpoint.size_bytes}
 
     def headrace_open(self: Any, folder: str) -> Checkpoint:
-        """The folder, if it fits. Raises CheckpointError."""
-        if not hasattr(self, "headrace_kinds"):  # once: that folder may be gone later
+        """Open a folder and check that it matches the model. Raises CheckpointError."""
+        if not hasattr(self, "headrace_kinds"):  # only once: that folder may be deleted later
             with Checkpoint(_local(self.model_config)) as started_with:
                 self.headrace_kinds = started_with.kinds
         tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
@@ -147,7 +147,7 @@ class WorkerExtension:
         return checkpoint
 
     def headrace_mend(self: Any) -> None:
-        """Ends a reload that was begun, so that every layer has tensors again: without, the next request kills the
+        """Finish an interrupted reload, so that every layer has tensors again: otherwise the next request crashes the
         server."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -157,7 +157,7 @@ class WorkerExtension:
 
 
 def _local(model_config: Any) -> str:
-    """The folder of the checkpoint that the server was started with."""
+    """The folder of the checkpoint with which the server was started."""
     if Path(model_config.model).is_dir():
         return str(model_config.model)
     from huggingface_hub import snapshot_download
@@ -166,8 +166,11 @@ def _local(model_config: Any) -> str:
 
 
 def _repack_tied(model: Any) -> None:
-    """CPUs multiply with a packed copy of each matrix, made when its layer is loaded. An output layer that shares the
-    input embeddings is never loaded itself, so its copy has to be made anew."""
+    """Update the packed copy of tied output layers on CPUs.
+
+    CPUs multiply with a packed copy of each matrix, which is made when its layer is loaded. An output layer that shares
+    the input embeddings is never loaded itself.
+    """
     for module in model.modules():
         if type(module).__name__ == "ParallelLMHead" and hasattr(module, "cpu_linear"):
             module.quant_method.process_weights_after_loading(module)

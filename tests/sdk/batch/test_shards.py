@@ -238,5 +238,5 @@ def test_filler_rows_are_flagged_and_have_no_weight_tokens_or_turns() -> None:
         assert set(layout.row_ids.ravel().tolist()) == {0, -1}
     assert scalar_advantages(rows)[1] == 0.0
     assert second.manifest.counts.rows == 3, "the manifest knows nothing of fillers"
-    with pytest.raises(InvalidRequest, match="3 rows already"):
+    with pytest.raises(InvalidRequest, match="3 rows are more than 2"):
         filled([row, row, row], 2)

@@ -11,7 +11,7 @@ from headrace.common.ids import IdSource, RandomPool, new_id
 UUID7 = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
 
 
-def test_an_id_is_a_uuid_of_version_7_that_tells_its_time() -> None:
+def test_an_id_is_a_uuid_of_version_7_with_its_time() -> None:
     source = IdSource(clock_ns=lambda: 1_800_000_000_123_000_000)
     found = uuid.UUID(source())
     assert UUID7.fullmatch(str(found))
@@ -23,7 +23,7 @@ def test_ids_are_unique_and_increase() -> None:
     assert all(a < b for a, b in itertools.pairwise(ids))
 
 
-def test_ids_increase_when_the_clock_stands_still_or_goes_back() -> None:
+def test_ids_increase_when_the_clock_stops_or_goes_back() -> None:
     clock = iter([5_000_000, 5_000_000, 3_000_000, 1_000_000, 6_000_000])
     source = IdSource(clock_ns=lambda: next(clock))
     ids = [source() for _ in range(5)]
@@ -46,7 +46,7 @@ def test_two_processes_never_share_random_bits() -> None:
     assert tails == set(range(8))
 
 
-def test_random_bytes_are_given_out_once() -> None:
+def test_random_bytes_are_used_once() -> None:
     pool = RandomPool()
     drawn = [pool(10) for _ in range(2000)]
     assert {len(portion) for portion in drawn} == {10}
@@ -55,7 +55,7 @@ def test_random_bytes_are_given_out_once() -> None:
     assert RandomPool(lambda size: bytes(size))(16) != RandomPool(lambda size: b"\1" * size)(16)
 
 
-def test_a_forked_child_draws_bytes_of_its_own() -> None:
+def test_a_forked_child_has_its_own_random_bytes() -> None:
     script = """
 import os
 from headrace.common.ids import random_pool

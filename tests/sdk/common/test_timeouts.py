@@ -15,7 +15,7 @@ Kind = Callable[[float], AbstractAsyncContextManager[Any]]
 
 
 @pytest.mark.parametrize("kind", [timeout, _timeout])
-async def test_in_a_task_that_is_being_cancelled_a_timeout_is_raised_when_the_time_is_over(kind: Kind) -> None:
+async def test_in_a_task_that_is_being_cancelled_timeout_error_is_raised_when_the_time_is_over(kind: Kind) -> None:
     begun, said = asyncio.Event(), list[str]()
 
     async def cleans_up() -> None:
@@ -38,7 +38,7 @@ async def test_in_a_task_that_is_being_cancelled_a_timeout_is_raised_when_the_ti
 
 
 @pytest.mark.parametrize("kind", [timeout, _timeout])
-async def test_a_cancellation_that_comes_from_elsewhere_stays_one(kind: Kind) -> None:
+async def test_a_cancellation_from_elsewhere_stays_a_cancelled_error(kind: Kind) -> None:
     begun = asyncio.Event()
 
     async def waits() -> None:
@@ -54,7 +54,7 @@ async def test_a_cancellation_that_comes_from_elsewhere_stays_one(kind: Kind) ->
 
 
 @pytest.mark.parametrize("kind", [timeout, _timeout])
-async def test_a_timeout_of_a_task_that_nobody_cancels_is_raised_once(kind: Kind) -> None:
+async def test_a_timeout_of_a_task_that_is_not_cancelled_is_raised_once(kind: Kind) -> None:
     with pytest.raises(TimeoutError):
         async with kind(0):
             await asyncio.Event().wait()

@@ -1,4 +1,4 @@
-"""``test:Parity``: each character of an answer with an even code earns its share, so that random answers differ."""
+"""``test:Parity``: the reward is the share of characters with an even code, so that random actions differ in reward."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from headrace.environment import Step, register
 
 
 class Parity:
-    """So many turns."""
+    """An environment with a fixed number of turns."""
 
     blocking: ClassVar[bool] = False
 

@@ -57,7 +57,7 @@ def task(prompt: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def served(stub: StubServer) -> StubServer:
-    """A run that takes groups ``g1`` and ``g2`` and serves two episodes of each, of rewards 1, 2, 3 and 4 to 9."""
+    """A run that accepts groups ``g1`` and ``g2`` and serves two episodes of each, with rewards 1 to 3 and 4 to 9."""
     stub.on("GET /v1/runs/guess", ok(run_status(spec={"sampling": {"temperature": 1.0}, "max_staleness": 0})))
     stub.on(SUBMIT, ok(messages.SubmitGroupsReply(epoch=1, groups=["g1", "g2"])))
     stub.on(PULL, batch(body(group(1, [1.0], [2.0]), group(3, [3.0], [4.0, 5.0]))))
@@ -78,7 +78,7 @@ TWICE = [PromptGroup(task("a"), 2), PromptGroup(task("b"), 2)]
 # Groups ---------------------------------------------------------------------------------------------------------
 
 
-def test_episodes_come_in_the_order_in_which_they_were_asked_for(served: StubServer, client: Client) -> None:
+def test_episodes_are_returned_in_the_order_of_the_groups(served: StubServer, client: Client) -> None:
     found = roll_out(client, "guess", TWICE)
     assert [[sum(episode.rewards) for episode in of] for of in found] == [[1.0, 2.0], [3.0, 9.0]]
     submitted = served.requests_to(SUBMIT)[0].json["groups"]
@@ -95,7 +95,7 @@ def test_the_order_of_the_batch_does_not_matter(stub: StubServer, client: Client
     assert [of[0].rewards[-1] for of in found] == [2.0, 1.0]
 
 
-def test_an_episode_is_cut_where_the_policys_first_token_stands(served: StubServer, client: Client) -> None:
+def test_an_episode_is_split_at_the_policys_first_token(served: StubServer, client: Client) -> None:
     found = roll_out(client, "guess", TWICE)[1][1]  # a prompt of 6, turns of 4 at 6 and 13
     assert (len(found.prompt_ids), len(found.response_ids)) == (6, 11)
     assert found.mask == [1] * 4 + [0] * 3 + [1] * 4
@@ -107,22 +107,22 @@ def test_an_episode_is_cut_where_the_policys_first_token_stands(served: StubServ
     }
 
 
-def test_each_turns_reward_stands_at_its_last_token(served: StubServer, client: Client) -> None:
+def test_the_reward_of_a_turn_is_at_its_last_token(served: StubServer, client: Client) -> None:
     assert roll_out(client, "guess", TWICE)[1][1].rewards == [0, 0, 0, 4.0, 0, 0, 0, 0, 0, 0, 5.0]
 
 
-def test_a_group_that_ended_is_an_error_and_no_gap(stub: StubServer, client: Client) -> None:
+def test_a_retired_group_is_an_error(stub: StubServer, client: Client) -> None:
     stub.on(SUBMIT, ok(messages.SubmitGroupsReply(epoch=1, groups=["g1", "g2"])))
     stub.on(PULL, ok(ENDED))
     with pytest.raises(GroupEnded, match="g2 was retired: failed"):
         roll_out(client, "guess", TWICE)
 
 
-def test_a_group_with_too_few_episodes_is_an_error_and_given_back(stub: StubServer, client: Client) -> None:
+def test_an_incomplete_group_raises_an_error_that_names_it_and_is_given_back(stub: StubServer, client: Client) -> None:
     stub.on(SUBMIT, ok(messages.SubmitGroupsReply(epoch=1, groups=["g1", "g2"])))
     stub.on(PULL, batch(body(group(1, [1.0], [2.0]), group(3, [3.0]))))
     stub.on(NACK, ok({}))
-    with pytest.raises(GroupIncomplete, match="Group g2 has 1 of the 2 episodes") as short:
+    with pytest.raises(GroupIncomplete, match="Group g2 has 1 of the 2 requested episodes") as short:
         roll_out(client, "guess", TWICE)
     assert short.value.extra == {"group": "g2", "episodes": 1, "wanted": 2}
     assert stub.requests_to(NACK)[0].json["reason"].startswith("group-incomplete: Group g2")
@@ -133,12 +133,12 @@ def test_an_episode_of_several_rows_is_refused(stub: StubServer, client: Client)
     stub.on(SUBMIT, ok(messages.SubmitGroupsReply(epoch=1, groups=["g1"])))
     stub.on(PULL, batch(body([two_rows])))
     stub.on(NACK, ok({}))
-    with pytest.raises(InvalidRequest, match="is several rows"):
+    with pytest.raises(InvalidRequest, match="has several rows"):
         roll_out(client, "guess", [PromptGroup(task("a"), 1)])
     assert len(stub.requests_to(NACK)) == 1
 
 
-def test_nothing_asked_asks_nothing(stub: StubServer, client: Client) -> None:
+def test_no_groups_send_no_requests(stub: StubServer, client: Client) -> None:
     assert roll_out(client, "guess", []) == []
     assert stub.requests == []
 
@@ -161,7 +161,7 @@ def test_the_repetitions_of_a_prompt_are_one_group(keys: list[Any], most: int, e
 
 
 class Trainer:
-    """As much of the trainer as the function reads, in the shape of trl 1.16."""
+    """The attributes of the trainer that the function reads, as in trl 1.16."""
 
     num_generations = 2
     num_generations_eval = 1
@@ -175,7 +175,7 @@ class Trainer:
 
 
 class Folder:
-    """Stands for the folder of weights."""
+    """In place of a ``WeightFolder``."""
 
     def __init__(self) -> None:
         self.written: list[list[Any]] = []
@@ -185,7 +185,7 @@ class Folder:
         return Path(f"/shared/step-{len(self.written)}")
 
 
-def test_rollout_func_gives_a_completion_for_each_prompt(served: StubServer, client: Client) -> None:
+def test_rollout_func_returns_a_completion_for_each_prompt(served: StubServer, client: Client) -> None:
     found = rollout_func(client, "guess", task)(["a", "a", "b", "b"], Trainer())
     assert {key: len(values) for key, values in found.items()} == {
         "prompt_ids": 4,
@@ -198,15 +198,13 @@ def test_rollout_func_gives_a_completion_for_each_prompt(served: StubServer, cli
     assert headrace_reward(prompts=["a"], completions=["x"], reward=found["reward"]) == [1.0, 2.0, 3.0, 9.0]
 
 
-def test_an_evaluation_of_the_trainer_asks_for_its_own_number_of_generations(
-    served: StubServer, client: Client
-) -> None:
-    with pytest.raises(GroupIncomplete, match="g1 has 2 of the 1"):  # what the stub serves
+def test_an_evaluation_of_the_trainer_uses_its_number_of_generations(served: StubServer, client: Client) -> None:
+    with pytest.raises(GroupIncomplete, match="g1 has 2 of the 1 requested"):  # what the stub serves
         rollout_func(client, "guess", task)(["a", "b"], Trainer(training=False))
     assert [one["size"] for one in served.requests_to(SUBMIT)[0].json["groups"]] == [1, 1]
 
 
-def test_the_weights_of_a_step_are_announced_before_its_groups_are_asked_for(
+def test_the_weights_of_a_step_are_announced_before_its_groups_are_submitted(
     served: StubServer, client: Client
 ) -> None:
     served.on(VERSION, ok(messages.VersionReply(epoch=1, version="0.4")))
@@ -225,7 +223,7 @@ def test_the_weights_of_a_step_are_announced_before_its_groups_are_asked_for(
 
 def test_a_run_that_allows_staleness_is_refused(stub: StubServer, client: Client) -> None:
     stub.on("GET /v1/runs/guess", ok(run_status(spec={"max_staleness": 1})))
-    with pytest.raises(InvalidRequest, match=r"max_staleness of 1.* Give the run max_staleness 0"):
+    with pytest.raises(InvalidRequest, match=r"max_staleness 1, .*Set max_staleness of the run to 0"):
         rollout_func(client, "guess", task)
 
 
@@ -248,7 +246,9 @@ def skyrl_task(name: str, extras: Any, prompt: Any) -> dict[str, Any]:
     return {"environment": f"test:{name}", "example": {**extras, "text": prompt[0]["content"]}}
 
 
-def test_skyrl_gets_a_row_for_each_prompt_with_rewards_at_the_ends_of_turns(served: StubServer, client: Client) -> None:
+def test_skyrl_gets_a_row_for_each_prompt_with_rewards_at_the_last_tokens_of_turns(
+    served: StubServer, client: Client
+) -> None:
     given = generator_input()
     found = asyncio.run(HeadraceGenerator(client, "guess", skyrl_task).generate(given))
     tasks = [one["task"] for one in served.requests_to(SUBMIT)[0].json["groups"]]
@@ -261,15 +261,15 @@ def test_skyrl_gets_a_row_for_each_prompt_with_rewards_at_the_ends_of_turns(serv
     assert found["rollout_metrics"] is None
 
 
-def test_skyrl_may_leave_out_ids_and_extras(served: StubServer, client: Client) -> None:
+def test_ids_and_extras_of_skyrl_are_optional(served: StubServer, client: Client) -> None:
     given = generator_input(trajectory_ids=None, env_extras=None, sampling_params=None)
     asyncio.run(HeadraceGenerator(client, "guess", lambda *_: task("x")).generate(given))
     assert [one["size"] for one in served.requests_to(SUBMIT)[0].json["groups"]] == [2, 2]
 
 
-def test_skyrl_is_refused_a_temperature_that_is_not_the_runs(served: StubServer, client: Client) -> None:
+def test_a_temperature_of_skyrl_other_than_the_runs_is_refused(served: StubServer, client: Client) -> None:
     given = generator_input(sampling_params={"temperature": 0.0})
-    with pytest.raises(InvalidRequest, match=r"asks for temperature 0; run 'guess' samples at 1"):
+    with pytest.raises(InvalidRequest, match=r"requests temperature 0, but run 'guess' samples at 1"):
         asyncio.run(HeadraceGenerator(client, "guess", skyrl_task).generate(given))
     assert not served.requests_to(SUBMIT)
 
@@ -286,7 +286,7 @@ def g24_segments(rewards: tuple[float, ...]) -> list[Segment]:
 
 @pytest.fixture
 def g24(stub: StubServer, client: Client) -> list[EpisodeTokens]:
-    """The three rows of G24 as episodes of their own: what a trainer that takes one row an episode can have."""
+    """The three rows of G24 as separate episodes, for a trainer that takes one row per episode."""
     stub.on(SUBMIT, ok(messages.SubmitGroupsReply(epoch=1, groups=["g1"])))
     stub.on(ACK, ok(messages.AckReply(epoch=1, batch="b", version="0.3")))
     segments = g24_segments((0.5, -0.25, 2.0))
@@ -294,7 +294,7 @@ def g24(stub: StubServer, client: Client) -> list[EpisodeTokens]:
     return roll_out(client, "guess", [PromptGroup(task("a"), 3)])[0]
 
 
-def test_g24_mask_and_logprobs_stand_at_each_rows_own_tokens_in_prompt_and_completion(g24: list[EpisodeTokens]) -> None:
+def test_mask_and_logprobs_are_at_each_rows_own_tokens(g24: list[EpisodeTokens]) -> None:
     for shape, episode, segment in zip(EPISODE, g24, g24_segments((0.5, -0.25, 2.0)), strict=True):
         assert len(episode.prompt_ids) == shape.start
         assert [*episode.prompt_ids, *episode.response_ids] == segment.token_ids.tolist()
@@ -303,7 +303,7 @@ def test_g24_mask_and_logprobs_stand_at_each_rows_own_tokens_in_prompt_and_compl
     assert [sum(episode.mask) for episode in g24] == [5, 20, 3]
 
 
-def test_g24_rewards_stand_at_the_last_token_of_each_row_and_nowhere_else(g24: list[EpisodeTokens]) -> None:
+def test_rewards_are_at_the_last_token_of_each_row_and_nowhere_else(g24: list[EpisodeTokens]) -> None:
     assert [[(k, value) for k, value in enumerate(episode.rewards) if value] for episode in g24] == [
         [(4, 0.5)],
         [(19, -0.25)],
@@ -311,7 +311,7 @@ def test_g24_rewards_stand_at_the_last_token_of_each_row_and_nowhere_else(g24: l
     ]
 
 
-def test_g24_an_episode_of_three_rows_is_refused_where_a_trainer_takes_one(stub: StubServer, client: Client) -> None:
+def test_an_episode_of_three_rows_is_refused(stub: StubServer, client: Client) -> None:
     segments = [
         make_segment(spans=[(shape.start, shape.end)], length=shape.length, indices=[k], terminated=k == 2, salt=k)
         for k, shape in enumerate(EPISODE)
@@ -319,5 +319,5 @@ def test_g24_an_episode_of_three_rows_is_refused_where_a_trainer_takes_one(stub:
     stub.on(SUBMIT, ok(messages.SubmitGroupsReply(epoch=1, groups=["g1"])))
     stub.on(PULL, batch(body([make_trajectory(segments=segments)])))
     stub.on(NACK, ok({}))
-    with pytest.raises(InvalidRequest, match="is several rows, of which this trainer takes one"):
+    with pytest.raises(InvalidRequest, match="has several rows, but this trainer takes only one"):
         roll_out(client, "guess", [PromptGroup(task("a"), 1)])

@@ -40,14 +40,14 @@ class Clock:
 
 
 class Folder:
-    """Stands for the weights of the trainer."""
+    """In place of ``HeadraceWeights``."""
 
     newest: Path | None = None
 
 
 @pytest.fixture
 def served(stub: StubServer) -> StubServer:
-    """A run at version 0.3 that takes acks, nacks and versions. Batches ``b1``, ... have two samples."""
+    """A run at version 0.3 that accepts acks, nacks and versions. Batches ``b1``, ... have two samples."""
     stub.on("GET /v1/runs/guess", ok(run_status(spec={"max_staleness": 1})))
     stub.on(VERSION, ok(messages.VersionReply(epoch=1, version="0.4")))
     for number in range(1, 5):
@@ -64,7 +64,7 @@ def client(served: StubServer) -> Iterator[Client]:
 
 @pytest.fixture
 def rollouts(client: Client) -> Iterator[HeadraceRollouts]:
-    """After the cold weight sync with which the trainer begins; ``serve`` starts it."""
+    """A worker after the first weight sync of the trainer; ``serve`` starts it."""
     made = HeadraceRollouts(client, "guess")
     made.update_model_version(1)
     yield made
@@ -72,7 +72,7 @@ def rollouts(client: Client) -> Iterator[HeadraceRollouts]:
 
 
 def serve(stub: StubServer, rollouts: HeadraceRollouts, *answers: ScriptedReply) -> None:
-    """Start it, with these answers to its pulls."""
+    """Start the worker, with these responses to its pulls."""
     stub.on(PULL, *answers)
     rollouts.start()
 
@@ -89,7 +89,7 @@ def metrics(rollouts: HeadraceRollouts) -> dict[str, list[float]]:
     return found
 
 
-def test_the_next_batch_is_pulled_while_the_trainer_works_on_this_one(
+def test_the_next_batch_is_pulled_while_the_trainer_works_on_the_current_one(
     served: StubServer, rollouts: HeadraceRollouts
 ) -> None:
     serve(served, rollouts, *(batch(make_body(f"b{k}")) for k in (1, 2)), ok(WAITING))
@@ -134,7 +134,7 @@ def test_a_step_of_several_batches_acks_the_last_of_them_with_the_version(
     assert served.requests_to(ack(2))[0].json["version"] == "0.5"
 
 
-def test_a_batch_is_acked_early_only_where_so_many_are_held_that_no_other_could_come(
+def test_a_batch_is_acked_earlier_only_if_so_many_are_held_that_no_further_one_can_be_served(
     served: StubServer, rollouts: HeadraceRollouts
 ) -> None:
     serve(served, rollouts, *(batch(make_body(f"b{k}")) for k in (1, 2, 3, 4)), ok(WAITING))
@@ -143,9 +143,7 @@ def test_a_batch_is_acked_early_only_where_so_many_are_held_that_no_other_could_
     assert served.requests_to(ack(1))[0].json.get("version", "") == ""
 
 
-def test_a_trainer_that_waits_in_vain_holds_nothing_that_it_has_finished(
-    served: StubServer, rollouts: HeadraceRollouts
-) -> None:
+def test_a_trainer_that_waits_holds_no_finished_batch(served: StubServer, rollouts: HeadraceRollouts) -> None:
     serve(served, rollouts, batch(make_body("b1")), ok(WAITING))
     take(rollouts, 2)
     with pytest.raises(queue.Empty):
@@ -153,7 +151,7 @@ def test_a_trainer_that_waits_in_vain_holds_nothing_that_it_has_finished(
     assert len(served.requests_to(ack(1))) == 1
 
 
-def test_rows_that_wait_for_several_versions_are_warned_of(
+def test_a_warning_is_logged_for_rows_that_get_older_with_each_version(
     served: StubServer, rollouts: HeadraceRollouts, caplog: pytest.LogCaptureFixture
 ) -> None:
     serve(served, rollouts, batch(make_body("b1")), ok(WAITING))
@@ -161,7 +159,7 @@ def test_rows_that_wait_for_several_versions_are_warned_of(
     rollouts.update_model_version(2)
     assert not caplog.records
     rollouts.update_model_version(3)
-    assert "Let a step take about a batch" in caplog.text
+    assert "Let a step take about one batch" in caplog.text
 
 
 def test_every_batch_is_acked_once_and_none_is_given_back(served: StubServer, rollouts: HeadraceRollouts) -> None:
@@ -174,7 +172,7 @@ def test_every_batch_is_acked_once_and_none_is_given_back(served: StubServer, ro
     assert not [seen for seen in served.requests if seen.path.endswith("/nack")]
 
 
-def test_a_batch_that_no_version_was_made_of_is_given_back_when_the_trainer_stops(
+def test_a_batch_of_which_no_version_was_made_is_given_back_when_the_trainer_stops(
     served: StubServer, rollouts: HeadraceRollouts
 ) -> None:
     serve(served, rollouts, *(batch(make_body(f"b{k}")) for k in (1, 2)), ok(WAITING))
@@ -188,7 +186,7 @@ def test_a_batch_that_no_version_was_made_of_is_given_back_when_the_trainer_stop
         rollouts.rollout_buffer.get(timeout=0.01)
 
 
-def test_the_trainer_counts_versions_from_1_and_the_run_goes_on_where_it_was(
+def test_the_trainer_counts_versions_from_1_and_the_run_continues_its_count(
     served: StubServer, rollouts: HeadraceRollouts
 ) -> None:
     serve(served, rollouts, batch(make_body("b1")), ok(WAITING))
@@ -197,7 +195,7 @@ def test_the_trainer_counts_versions_from_1_and_the_run_goes_on_where_it_was(
     assert {1 - sample.model_version for sample in take(rollouts, 2)} == {4}
 
 
-def test_a_trainer_that_goes_on_from_a_checkpoint_counts_in_the_lineage_that_was_opened_for_it(
+def test_a_trainer_that_continues_from_a_checkpoint_counts_in_its_new_lineage(
     stub: StubServer,
 ) -> None:
     stub.on("GET /v1/runs/guess", ok(run_status(version="1.50", spec={"max_staleness": 1})))
@@ -209,7 +207,7 @@ def test_a_trainer_that_goes_on_from_a_checkpoint_counts_in_the_lineage_that_was
     assert [seen.json["version"] for seen in stub.requests_to(VERSION)] == ["1.51", "1.52"]
 
 
-def test_each_version_says_where_its_weights_are(served: StubServer, client: Client) -> None:
+def test_each_version_is_announced_with_its_weights(served: StubServer, client: Client) -> None:
     weights: Any = Folder()
     rollouts = HeadraceRollouts(client, "guess", weights=weights)
     weights.newest = Path("/shared/step-000001")
@@ -223,7 +221,7 @@ def test_each_version_says_where_its_weights_are(served: StubServer, client: Cli
     assert served.requests_to(ack(1))[0].json["weights"] == {"path": "/shared/step-000002"}
 
 
-def test_a_batch_whose_lease_was_lost_costs_its_ack_and_not_the_version(
+def test_a_version_is_announced_even_if_the_lease_of_the_batch_was_lost(
     served: StubServer, rollouts: HeadraceRollouts
 ) -> None:
     served.on(ack(5), problem(BatchSuperseded("The lease ran out.")))
@@ -234,7 +232,7 @@ def test_a_batch_whose_lease_was_lost_costs_its_ack_and_not_the_version(
     assert metrics(rollouts)["headrace/batches_lost_total"] == [1.0]
 
 
-def test_what_a_pull_raises_is_raised_in_the_trainer_after_what_came_before(
+def test_an_error_of_a_pull_is_raised_in_the_trainer_after_the_batches_before_it(
     served: StubServer, rollouts: HeadraceRollouts
 ) -> None:
     serve(served, rollouts, batch(make_body("b1")), problem(UnknownRun("It is gone.")))
@@ -243,13 +241,15 @@ def test_what_a_pull_raises_is_raised_in_the_trainer_after_what_came_before(
         rollouts.rollout_buffer.get(timeout=5)
 
 
-def test_a_run_that_ends_before_the_trainer_says_what_to_change(served: StubServer, rollouts: HeadraceRollouts) -> None:
+def test_the_error_for_a_run_that_ends_before_the_trainer_says_what_to_change(
+    served: StubServer, rollouts: HeadraceRollouts
+) -> None:
     serve(served, rollouts, ok(FINISHED))
     with pytest.raises(RunFinished, match="lower its max_steps"):
         rollouts.rollout_buffer.get(timeout=5)
 
 
-def test_rows_that_the_trainer_cannot_take_end_it_and_the_batch_is_given_back(
+def test_a_row_that_the_trainer_cannot_use_ends_it_and_the_batch_is_given_back(
     served: StubServer, rollouts: HeadraceRollouts
 ) -> None:
     serve(served, rollouts, batch(make_body("b1", estimator=EstimatorSpec(name="none"))), ok(WAITING))
@@ -259,7 +259,7 @@ def test_rows_that_the_trainer_cannot_take_end_it_and_the_batch_is_given_back(
     assert len(served.requests_to(nack(1))) == 1
 
 
-def test_a_trainer_that_waits_too_long_is_told_on_what_it_waits(served: StubServer, client: Client) -> None:
+def test_a_pull_that_waits_too_long_ends_the_trainer_with_the_pulls_reasons(served: StubServer, client: Client) -> None:
     clock = Clock()
     rollouts = HeadraceRollouts(client, "guess", clock=clock)
     serve(served, rollouts, ok(WAITING))
@@ -274,7 +274,7 @@ def test_a_trainer_that_waits_too_long_is_told_on_what_it_waits(served: StubServ
     rollouts.stop()
 
 
-def test_a_pull_that_waits_says_so_as_the_client_was_told_to(served: StubServer) -> None:
+def test_a_waiting_pull_calls_the_clients_callback(served: StubServer) -> None:
     told: list[str] = []
     with Client(
         served.url, keepalive=False, poll_s=1.0, on_wait=lambda run, reasons: told.append(reasons[0].code)
@@ -288,7 +288,7 @@ def test_a_pull_that_waits_says_so_as_the_client_was_told_to(served: StubServer)
     assert set(told) == {"collecting"}
 
 
-def test_a_batch_that_came_makes_the_worker_healthy_again(served: StubServer, client: Client) -> None:
+def test_a_served_batch_makes_the_worker_healthy_again(served: StubServer, client: Client) -> None:
     clock = Clock()
     rollouts = HeadraceRollouts(client, "guess", clock=clock)
     serve(served, rollouts, batch(make_body("b1")), ok(WAITING))
@@ -298,7 +298,7 @@ def test_a_batch_that_came_makes_the_worker_healthy_again(served: StubServer, cl
     rollouts.stop()
 
 
-def test_stopping_ends_a_pull_that_waits(served: StubServer, rollouts: HeadraceRollouts) -> None:
+def test_stopping_ends_a_waiting_pull(served: StubServer, rollouts: HeadraceRollouts) -> None:
     def wait(seen: ReceivedRequest) -> Reply:
         served.hung_up.wait(10)
         return ok(WAITING)

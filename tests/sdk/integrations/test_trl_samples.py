@@ -1,4 +1,4 @@
-"""Rows as TRL's asynchronous trainer takes them."""
+"""Samples for TRL's asynchronous trainer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Term(NamedTuple):
 
 
 def terms(sample: RolloutSample) -> list[Term]:
-    """The loss as TRL reads it off a sample, in the words of ``TreeRow.pack`` of trl 1.16."""
+    """The terms of TRL's loss for a sample, as ``TreeRow.pack`` of trl 1.16 computes them."""
     return [
         Term(p - 1, int(sample.input_ids[p]), float(sample.old_log_probs[p]), sample.advantage)
         for p in range(1, len(sample.input_ids))
@@ -41,7 +41,7 @@ def of(batch: Batch, *, first_version: int = 0, first_group: int = 0) -> list[Ro
     ("name", "rewards", "advantages", "total"),
     [("grpo", (0.0, 0.0, 1.0), (1.0, 1.0, 1.0), 28.0), ("reinforce", (0.75, -2.25, 2.0), (0.5, -0.25, 2.0), 3.5)],
 )
-def test_g24_the_loss_of_trl_has_each_advantage_at_its_rows_own_tokens(
+def test_the_loss_of_trl_has_each_advantage_at_its_rows_own_tokens(
     name: str, rewards: tuple[float, float, float], advantages: tuple[float, ...], total: float
 ) -> None:
     batch = batch_of(g24_trajectories(rewards, 0.0), name=name)
@@ -56,7 +56,7 @@ def test_g24_the_loss_of_trl_has_each_advantage_at_its_rows_own_tokens(
     assert sum(term.advantage for row in found[:3] for term in row) == total
 
 
-def test_g24_a_row_whose_turns_differ_becomes_a_sample_for_each_turn_and_no_token_is_trained_on_twice() -> None:
+def test_a_row_whose_turns_differ_becomes_a_sample_for_each_turn_and_no_token_is_trained_on_twice() -> None:
     spans = [(40, 45), (55, 75), (80, 83)]
     segment = make_segment(spans=spans, length=90, rewards=[0.75, -2.25, 2.0])
     found = of(batch_of([make_trajectory(segments=[segment])], name="reinforce"))
@@ -81,19 +81,19 @@ def test_mask_and_logprobs_have_the_length_of_the_tokens_and_the_dtypes_of_trl()
     assert all(array.flags.owndata for array in arrays), "or the batch would stay in memory"
 
 
-def test_a_sample_is_as_old_as_its_oldest_token_in_the_trainers_count() -> None:
+def test_the_version_of_a_sample_is_that_of_its_oldest_token_in_the_trainers_count() -> None:
     segment = make_segment(versions=[VersionRun(7, 0, 4), VersionRun(10, 0, 6)])
     batch = batch_of([make_trajectory(segments=[segment])], name="reinforce", version=Version(0, 6))
     assert [sample.model_version for sample in of(batch)] == [4]
     assert [sample.model_version for sample in of(batch, first_version=5)] == [-1]
 
 
-def test_groups_are_numbered_on_from_batch_to_batch() -> None:
+def test_groups_are_numbered_across_batches() -> None:
     batch = batch_of([make_trajectory(number=1), make_trajectory(number=2)], name="grpo")
     assert [sample.group_id for sample in of(batch, first_group=3)] == [3, 3]
 
 
-def test_messages_are_told_apart_where_the_policy_first_speaks() -> None:
+def test_messages_are_split_at_the_policys_first_turn() -> None:
     (sample,) = of(batch_of([make_trajectory()], name="reinforce"))
     assert sample.prompt == [{"role": "user", "content": "Say hello."}]
     assert sample.completion == [{"role": "assistant", "content": "hello"}]
@@ -102,7 +102,7 @@ def test_messages_are_told_apart_where_the_policy_first_speaks() -> None:
 
 def test_a_row_that_samples_its_first_token_is_refused() -> None:
     segment = make_segment(spans=[(0, 4)])
-    with pytest.raises(InvalidRequest, match="samples its first token, which TRL leaves out"):
+    with pytest.raises(InvalidRequest, match="samples its first token, which TRL omits"):
         of(batch_of([make_trajectory(segments=[segment])], name="reinforce"))
 
 
@@ -117,7 +117,7 @@ def test_a_run_without_an_estimator_is_refused() -> None:
         of(batch_of([make_trajectory()], name="none"))
 
 
-def test_the_loss_of_a_batch_covers_what_was_sampled_and_nothing_else() -> None:
+def test_the_loss_of_a_batch_covers_exactly_the_sampled_tokens() -> None:
     trajectories = [make_trajectory(number=k, turns=k) for k in (1, 2, 3)]
     batch = batch_of(trajectories, name="rebn")
     read = [term for sample in of(batch) for term in terms(sample)]

@@ -28,14 +28,14 @@ G24 = {"grpo": ((0.0, 0.0, 1.0), 28.0), "reinforce": ((0.75, -2.25, 2.0), 3.5)}
 """Rewards of the episode's three rows by estimator, and the sum of the advantages of its tokens."""
 
 STEPS = 4
-"""Of the asynchronous trainer; the other makes two."""
+"""Steps of the asynchronous trainer; the other makes two."""
 
 TRAINED_WITHIN_S = 300.0
-"""Most of it is imports; steps take a second on an idle machine."""
+"""Timeout in seconds. Imports take most of the time; a step takes a second on an idle machine."""
 
 
 class Trained(NamedTuple):
-    """What both trainers did: their reports, and what the service says of their runs."""
+    """The reports of both trainers, and the service's status of their runs."""
 
     reports: dict[str, Any]
     runs: dict[str, messages.RunStatus]
@@ -108,7 +108,7 @@ def versions_of(client: Client, run: str) -> list[tuple[Version, Version]]:
 
 
 async def restore(policy: str, model: Path) -> None:
-    """The session's server as it was."""
+    """Restore the session's server."""
     async with aiohttp.ClientSession() as session:
         await Vllm(session, policy, model).sync(model, "default", mode="abort")
 
@@ -132,13 +132,13 @@ def test_each_batch_is_acked_once_with_a_version(trained: Trained) -> None:
     assert run.groups.retired["acked"] == 2 * STEPS
 
 
-def test_its_weights_are_sampled_with(trained: Trained) -> None:
+def test_the_servers_sample_with_its_weights(trained: Trained) -> None:
     assert trained.versions["async"][0][0] <= Version(0, 1)
     assert max(high for _, high in trained.versions["async"]) > Version(0, 1)
     assert trained.folders["async"] == [f"step-{STEPS + 1 - k:06d}" for k in (2, 1, 0)]
 
 
-def test_trl_logs_what_headrace_tells_it(trained: Trained) -> None:
+def test_trl_logs_the_metrics_of_headrace(trained: Trained) -> None:
     told = [line for line in trained.reports["async"]["log"] if "headrace/batches_total" in line]
     assert sum(line["headrace/batches_total"] for line in told) >= STEPS
     assert all(0.0 <= line["headrace/episode_reward"] <= 2.0 for line in told)
@@ -154,7 +154,7 @@ def test_a_trainer_that_owns_its_prompts_trains_on_episodes_of_its_own_weights(t
 
 
 @pytest.mark.parametrize("name", G24)
-def test_g24_trl_itself_packs_each_advantage_at_its_rows_own_tokens(trained: Trained, name: str) -> None:
+def test_trl_itself_packs_each_advantage_at_its_rows_own_tokens(trained: Trained, name: str) -> None:
     found = trained.reports["packed"][name][: len(EPISODE)]
     for shape, terms in zip(EPISODE, found, strict=True):
         assert terms["token_index"] == list(range(shape.start - 1, shape.end - 1)), (
@@ -166,5 +166,5 @@ def test_g24_trl_itself_packs_each_advantage_at_its_rows_own_tokens(trained: Tra
     assert sum(advantage for terms in found for advantage in terms["advantages"]) == G24[name][1]
 
 
-def test_a_sample_has_the_fields_of_trls(trained: Trained) -> None:
+def test_a_sample_has_the_fields_of_trls_class(trained: Trained) -> None:
     assert trained.reports["fields"] == [field.name for field in dataclasses.fields(RolloutSample)]

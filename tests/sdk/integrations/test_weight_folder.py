@@ -1,4 +1,4 @@
-"""Folders of weights, with a stand-in for safetensors; the real one is in tests/vllm."""
+"""Folders of weights, with a replacement for safetensors; tests/vllm uses the real one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headrace.integrations.weight_folder import WeightFolder
 
 
 class Tensor:
-    """As much of a tensor as is needed to save it."""
+    """The part of a tensor that saving it needs."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -59,7 +59,7 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_step_has_its_weights_and_what_the_model_has_beside_weights(model: Path, tmp_path: Path) -> None:
+def test_a_folder_holds_the_weights_and_the_other_files_of_the_models_folder(model: Path, tmp_path: Path) -> None:
     made = WeightFolder(model, tmp_path / "steps").write(tensors(a="1", b="2"))
     assert sorted(path.name for path in made.iterdir()) == [
         "chat_template.jinja",
@@ -71,9 +71,7 @@ def test_a_step_has_its_weights_and_what_the_model_has_beside_weights(model: Pat
     assert (made / "tokenizer.json").read_text() == "the tokenizer.json of the model"
 
 
-def test_weights_of_more_than_a_file_have_an_index(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_in_several_files_have_an_index(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_folder, "SHARD_BYTES", 3)
     made = WeightFolder(model, tmp_path / "steps").write(tensors(a="11", b="22", c="3"))
     index = json.loads((made / "model.safetensors.index.json").read_text())["weight_map"]
@@ -85,7 +83,7 @@ def test_weights_of_more_than_a_file_have_an_index(
     assert json.loads((made / index["c"]).read_text()) == {"c": "3"}
 
 
-def test_a_folder_is_there_whole_or_not_at_all(model: Path, tmp_path: Path) -> None:
+def test_a_folder_exists_completely_or_not_at_all(model: Path, tmp_path: Path) -> None:
     def dying() -> Iterator[tuple[str, Any]]:
         yield from tensors(a="1")
         raise RuntimeError("out of memory")
@@ -100,29 +98,29 @@ def test_a_folder_is_there_whole_or_not_at_all(model: Path, tmp_path: Path) -> N
     assert not list((tmp_path / "steps").glob(".*"))
 
 
-def test_the_newest_folders_stay(model: Path, tmp_path: Path) -> None:
+def test_the_newest_folders_are_kept(model: Path, tmp_path: Path) -> None:
     folder = WeightFolder(model, tmp_path / "steps", keep=2)
     made = [folder.write(tensors(a=str(k))) for k in range(4)]
     assert [path.exists() for path in made] == [False, False, True, True]
     assert folder.newest == made[-1]
 
 
-def test_a_learner_that_was_started_again_counts_on(model: Path, tmp_path: Path) -> None:
+def test_a_restarted_learner_continues_the_count_of_steps(model: Path, tmp_path: Path) -> None:
     assert WeightFolder(model, tmp_path / "steps").write(tensors(a="1")).name == "step-000001"
     assert WeightFolder(model, tmp_path / "steps").write(tensors(a="2")).name == "step-000002"
 
 
-def test_a_name_on_the_hub_is_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match=r"holds no config\.json"):
+def test_a_name_on_the_hub_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"has no config\.json"):
         WeightFolder("Qwen/Qwen3-0.6B", tmp_path)
 
 
-def test_no_weights_are_an_error_and_not_an_empty_model(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="no weights"):
+def test_an_empty_list_of_weights_is_an_error(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="weights is empty"):
         WeightFolder(model, tmp_path / "steps").write([])
 
 
-def test_without_safetensors_it_says_what_to_install(
+def test_without_safetensors_the_error_says_what_to_install(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)

@@ -1,8 +1,8 @@
 """TRL's trainers as learners, in the environment with torch: ``echo '{"url": …}' | python trl_trainer.py``.
 
-It trains on two runs and writes a report. While it waits for what to train, everything is imported. Two things of TRL
-need a GPU and are replaced: the kernel for attention over a tree of prefixes, by plain PyTorch, and the question after
-the GPU's speed. vLLM is not imported, which takes ten seconds and is wanted for TRL's own transfer of weights only.
+It trains on two runs and writes a report. Everything is imported while it waits for its task. Two parts of TRL need a
+GPU and are replaced: the kernel for attention over a tree of prefixes, by plain PyTorch, and the query of the GPU's
+speed. vLLM is not imported, because that takes ten seconds, and only TRL's own transfer of weights needs it.
 """
 
 # ruff: noqa: E402 - what follows is imported in this order, because TRL asks for vLLM while it is imported
@@ -49,14 +49,14 @@ ON_CPU: dict[str, Any] = {
 
 
 FIELDS = ("input_ids", "completion_mask", "old_log_probs", "advantage", "group_id")
-"""What TRL's queue gives to its planner of a sample."""
+"""Fields of a sample that TRL's queue passes to its planner."""
 
 
 def varlen_attention(
     query: Any, key: Any, value: Any, starts_q: Any, starts_k: Any, *_: Any, softmax_scale: float, **__: Any
 ) -> Any:
     """``flash_attn_varlen_func`` for causal attention without a window: [tokens, heads, width], sequence by sequence.
-    A query sees the keys up to its own place, counted from the end."""
+    A query attends to the keys up to its own position, counted from the end."""
     out = torch.empty_like(query)
     for begin, end, first, last in zip(starts_q, starts_q[1:], starts_k, starts_k[1:], strict=False):
         q, k, v = (x.transpose(0, 1) for x in (query[begin:end], key[first:last], value[first:last]))
@@ -100,7 +100,7 @@ def synchronous(client: headrace.Client, ask: dict[str, Any]) -> Any:
 
 
 def packed(path: str) -> list[dict[str, Any]]:
-    """The loss terms that TRL packs of each sample of a batch in a file."""
+    """The loss terms that TRL packs for each sample of a batch in a file."""
     batch = headrace.Batch.parse(Path(path).read_bytes())
     found = []
     for sample in samples(batch, first_version=0, first_group=0, now_s=0.0):

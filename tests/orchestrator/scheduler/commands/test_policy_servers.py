@@ -211,5 +211,5 @@ def test_the_rest_of_an_evaluation_is_cancelled_once_its_version_is_not_served_a
 def test_a_name_of_several_servers_is_refused_where_it_is_not_looked_up():
     name = "dns+http://vllm:8000"
     for policy in ({"agents": {"x": {"endpoints": [name]}}}, {"scorers": {"ref": {"endpoints": [name], "model": "m"}}}):
-        with pytest.raises(InvalidRunSpec, match="is a name that stands for several servers"):
+        with pytest.raises(InvalidRunSpec, match="is a DNS name of several servers"):
             parse_run_spec({"name": "r", "policy": policy})

@@ -64,10 +64,10 @@ def test_a_group_names_the_adapter_that_is_trained(harness):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"adapters": [*POOL, POOL[0]]}, "names of their own"),
-        ({"adapters": POOL, "adapter": "a"}, "names of their own"),
+        ({"adapters": [*POOL, POOL[0]]}, "have the same name"),
+        ({"adapters": POOL, "adapter": "a"}, "have the same name"),
         ({"adapter": "a", "endpoints": []}, "policy.endpoints"),
-        ({"agents": {"x": {"train": False, "adapters": ["z"]}}}, "none of policy.adapters"),
+        ({"agents": {"x": {"train": False, "adapters": ["z"]}}}, "not in policy.adapters"),
         ({"adapters": POOL, "agents": {"x": {"adapters": ["a"]}}}, "train = false"),
     ],
 )
