@@ -489,7 +489,7 @@ class RunFinished(ServingEnd):
 
 
 class SetupError(HeadraceError):
-    """This process cannot start as configured."""
+    """A process cannot start as configured."""
 
     code = "setup-error"
     title = "Cannot start"

@@ -6,7 +6,7 @@
 * Constant returns give advantage 0, also with eps = 0.
 * A group of one gets advantage 0 where a group is compared, and is flagged.
 * Failed members never count; a group states its expected and its actual size.
-* Third parties add estimators by the entry point group ``headrace.estimators``.
+* Other packages add estimators by the entry point group ``headrace.estimators``.
 
 All functions take flat arrays. The turns of one agent in one trajectory are a *strand*: contiguous, in the order of
 the episode. ``offsets[s] : offsets[s + 1]`` are the turns of strand ``s``.

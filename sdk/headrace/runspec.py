@@ -145,9 +145,9 @@ class AdapterSpec(_Model):
     """A frozen LoRA adapter: an opponent, a reference, a judge."""
 
     name: Name
-    """Its name in this run and at the policy servers, such as ``opponent-3``."""
+    """Name in this run and at the policy servers, such as ``opponent-3``."""
     path: str = Field(min_length=1)
-    """Its folder as PEFT writes it: a path that the policy servers can read."""
+    """Folder as PEFT writes it: a path that the policy servers can read."""
     pinned: bool = False
     """True: servers always hold it. Default false: the least recently used adapter is replaced when another is
     needed."""
@@ -375,7 +375,8 @@ class SelectionSpec(_Model):
     """First or last dispatched first, or drawn without replacement, uniformly or by priority. Default fifo: dispatch
     order, since the order of completion would favor short episodes."""
     exponent: float = Field(default=1.0, ge=0, le=MAX_EXPONENT)
-    """For prioritized: the weight of a group is its priority to this power. Default 1; 0 is uniform."""
+    """Exponent of priorities in a prioritized draw: the weight of a group is its priority to this power. Default 1; 0
+    is uniform."""
 
     @field_validator("order")
     @classmethod

@@ -2,7 +2,7 @@
 
 * A rule accesses groups only by dispatch order and by weight, so that selecting a few is cheap.
 * A rule has no random generator: its draws come from the run's seed, so that a replay repeats them.
-* Third parties add rules by the entry point group ``headrace.selection``.
+* Other packages add rules by the entry point group ``headrace.selection``.
 """
 
 from __future__ import annotations

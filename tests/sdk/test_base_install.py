@@ -1,4 +1,4 @@
-"""A learner's machine: a fresh virtual environment with the base dependencies and nothing else."""
+"""The base install: a fresh virtual environment with only the base dependencies."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def base_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of a fresh environment into which the project was installed without extras."""
+    """The interpreter of a fresh environment with the project and no extras."""
     folder = tmp_path_factory.mktemp("base")
     _run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder))
     (wheel,) = folder.glob("*.whl")
@@ -70,7 +70,7 @@ def base_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_learner(python: Path, source: str, run: str = "run") -> dict[str, Any]:
-    """Run the learner on a batch: ``source`` is a file that holds a body, or the base URL of an orchestrator."""
+    """Run the learner on a batch: ``source`` is a file with a body, or the base URL of an orchestrator."""
     answer: dict[str, Any] = json.loads(_run(str(python), "-c", LEARNER, source, run))
     return answer
 

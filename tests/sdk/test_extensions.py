@@ -1,4 +1,4 @@
-"""Estimators and selection rules of third parties: an installed package adds them by name."""
+"""Estimators and selection rules of other packages, registered by name."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def printed_by(statement: str, installed: Path) -> str:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
-def test_third_parties_add_estimators_by_the_entry_point_group(installed: Path) -> None:
+def test_other_packages_add_estimators_by_the_entry_point_group(installed: Path) -> None:
     out = printed_by(
         """
         import numpy as np
@@ -55,7 +55,7 @@ def test_third_parties_add_estimators_by_the_entry_point_group(installed: Path) 
     assert out.split("\n")[:2] == ["[4.0, 2.0]", "True"]
 
 
-def test_third_parties_add_rules_by_the_entry_point_group(installed: Path) -> None:
+def test_other_packages_add_rules_by_the_entry_point_group(installed: Path) -> None:
     out = printed_by(
         """
         from headrace import RunSpec
@@ -74,7 +74,7 @@ def test_third_parties_add_rules_by_the_entry_point_group(installed: Path) -> No
     assert out.split("\n")[:2] == ["b a", "True"]
 
 
-def test_a_name_that_no_installed_package_has_is_refused_with_those_that_exist() -> None:
+def test_the_error_for_an_unknown_name_lists_the_known_ones() -> None:
     from headrace.errors import InvalidRunSpec
     from headrace.runspec import parse_run_spec
 

@@ -1,3 +1,5 @@
+"""Layouts, with the episodes of case G24."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -40,7 +42,7 @@ def check_g24(layout: Layout, rows: list[Row], expected: tuple[float, float, flo
 
 @pytest.mark.parametrize("shift", [False, True])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_g24_the_episodes_advantage_stands_at_each_rows_own_tokens(name: str, shift: bool) -> None:
+def test_the_episodes_advantage_is_at_each_rows_own_tokens(name: str, shift: bool) -> None:
     rows = g24_rows((0.0, 0.0, 1.0), 0.0, name="grpo")
     layout = LAYOUTS[name](rows, shift=shift)
     check_g24(layout, rows, (1.0, 1.0, 1.0, -1.0), shift)
@@ -50,7 +52,7 @@ def test_g24_the_episodes_advantage_stands_at_each_rows_own_tokens(name: str, sh
 
 @pytest.mark.parametrize("shift", [False, True])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_g24_per_turn_advantages_stand_at_each_rows_own_tokens(name: str, shift: bool) -> None:
+def test_per_turn_advantages_are_at_each_rows_own_tokens(name: str, shift: bool) -> None:
     # The advantages of `reinforce` are returns: 0.5, -0.25 and 2.0 come from these rewards.
     rows = g24_rows((0.75, -2.25, 2.0), 0.0, name="reinforce")
     layout = LAYOUTS[name](rows, shift=shift)
@@ -58,7 +60,7 @@ def test_g24_per_turn_advantages_stand_at_each_rows_own_tokens(name: str, shift:
     assert layout.advantages[layout.row_ids >= 0].sum() == 3.5
 
 
-def test_g24_a_layout_with_one_scalar_per_row_holds_rows_whose_turns_agree() -> None:
+def test_a_layout_with_one_scalar_per_row_accepts_rows_whose_turns_agree() -> None:
     assert scalar_advantages(g24_rows((0.0, 0.0, 1.0), 0.0, name="grpo")).tolist() == [1.0, 1.0, 1.0, -1.0]
     assert scalar_advantages(g24_rows((0.75, -2.25, 2.0), 0.0, name="reinforce")).tolist() == [0.5, -0.25, 2.0, 0.0]
 
@@ -69,14 +71,14 @@ def one_row_with_turns_that_differ() -> list[Row]:
     return rows_of([make_trajectory(segments=[segment])], name="reinforce")
 
 
-def test_g24_a_layout_with_one_scalar_per_row_refuses_turns_that_differ() -> None:
+def test_a_layout_with_one_scalar_per_row_refuses_a_row_whose_turns_differ() -> None:
     with pytest.raises(InvalidRequest, match=r"Row 0 has turns with different advantages \(-0.25 to 2\)"):
         scalar_advantages(one_row_with_turns_that_differ())
 
 
 @pytest.mark.parametrize("shift", [False, True])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_g24_split_rows_hold_each_turn_once(name: str, shift: bool) -> None:
+def test_split_rows_have_each_turn_once(name: str, shift: bool) -> None:
     split = split_turns(one_row_with_turns_that_differ())
     assert scalar_advantages(split).tolist() == [0.5, -0.25, 2.0]
     layout = LAYOUTS[name](split, shift=shift)
@@ -86,11 +88,11 @@ def test_g24_split_rows_hold_each_turn_once(name: str, shift: bool) -> None:
     np.testing.assert_array_equal(layout.logprobs != 0, layout.mask == 1)
 
 
-# The rest -------------------------------------------------------------------------------------------------------
+# Other layouts -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shift", [False, True])
-def test_a_row_is_where_its_padding_is_not(shift: bool) -> None:
+def test_padding_is_on_the_given_side(shift: bool) -> None:
     rows = rows_of([make_trajectory(number=1, turns=1), make_trajectory(number=2, turns=2)], name="reinforce")
     left, right = (padded(rows, side=side, shift=shift) for side in ("left", "right"))
     assert left.row_ids.tolist() == [[-1] * 7 + [0] * 10, [1] * 17]
@@ -107,7 +109,7 @@ def test_dtypes_are_those_of_the_rows() -> None:
     assert [array.dtype.str for array in layout] == ["<i4", "|u1", "<f4", "<f4", "<i4", "<i4"]
 
 
-def test_a_row_that_does_not_fit_is_refused_and_not_cut() -> None:
+def test_a_row_longer_than_the_width_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="A row of 10 tokens exceeds the width of 9"):
         padded(rows_of([make_trajectory()], name="reinforce"), side="left", width=9)
 

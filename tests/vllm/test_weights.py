@@ -152,15 +152,15 @@ def twice(folder: Path, tensors: Tensors) -> None:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda folder, tensors: folder.rmdir(), "no such folder here"),
-        (lambda folder, tensors: None, "no *.safetensors in it"),
+        (lambda folder, tensors: folder.rmdir(), "the folder does not exist here"),
+        (lambda folder, tensors: None, "it has no *.safetensors"),
         (lambda folder, tensors: (folder / WEIGHTS).write_text("{}"), "no whole safetensors file"),
         (cut_short, "no whole safetensors file"),
-        (one_missing, "1 tensors are missing, model.norm.weight for one"),
-        (one_more, "1 tensors are not the model's, model.layers.2.mlp.up_proj.weight for one"),
-        (another_shape, "model.embed_tokens.weight has shape [272, 64], the model's is [280, 64]"),
-        (another_type, "is of type I32, the model's is F32"),
-        (twice, "model.norm.weight is in another file of the folder, too"),
+        (one_missing, "1 tensors are missing, such as model.norm.weight"),
+        (one_more, "1 tensors are not in the model, such as model.layers.2.mlp.up_proj.weight"),
+        (another_shape, "model.embed_tokens.weight has shape [272, 64], in the model [280, 64]"),
+        (another_type, "has type I32, in the model F32"),
+        (twice, "model.norm.weight is also in another file of the folder"),
     ],
     ids=["absent", "empty", "garbage", "cut-short", "missing", "unknown", "shape", "type", "twice"],
 )

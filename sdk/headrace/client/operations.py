@@ -254,7 +254,9 @@ class Operations:
 
     def _require_session(self, query: PullQuery) -> None:
         if not 0 <= query.shard < query.shards:
-            raise InvalidRequest(f"There is no shard {query.shard} of {query.shards}.", hint="Shards count from 0.")
+            raise InvalidRequest(
+                f"Shard {query.shard} of {query.shards} does not exist.", hint="Shards are numbered from 0."
+            )
         if query.shards > 1 and not self._shared:
             raise InvalidRequest(
                 f"Rank {query.shard} of {query.shards} needs a session that all ranks share.",
@@ -589,7 +591,7 @@ class Operations:
         return found
 
     def assets(self, names: Sequence[str]) -> Operation[dict[str, memoryview | HeadraceError]]:
-        """These assets by name, with the error in place of each that failed."""
+        """Fetch assets by name, with the error in place of each that failed."""
         found: dict[str, memoryview | HeadraceError] = {}
         left = list(dict.fromkeys(names))
         while left:

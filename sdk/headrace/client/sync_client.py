@@ -146,7 +146,7 @@ class Client(BlockingMethods):
         ``batch.asset``. ``shard`` of ``shards`` is this rank's part: the k-th pull of every rank returns its part of
         the same batch; all ranks share a ``session``.
 
-        Raises RunFinished if there are no more batches, GroupEnded if an awaited group will not be served,
+        Raises RunFinished if no batch will follow, GroupEnded if an awaited group will not be served,
         NothingToServe with ``extra["reasons"]`` at the timeout, Unavailable after an outage, BatchSuperseded if the
         batch of the other ranks is already over.
         """

@@ -21,4 +21,4 @@ def sorted_names(argument: str, given: Collection[str]) -> tuple[str, ...]:
 def require_known(argument: str, given: str | None, known: Collection[str]) -> None:
     """Raise InvalidRequest for an unknown name; None is accepted."""
     if given is not None and given not in known:
-        raise InvalidRequest(f"There is no {argument} {given!r}.", hint=f"It is one of {', '.join(known)}.")
+        raise InvalidRequest(f"The {argument} {given!r} is unknown.", hint=f"Known: {', '.join(known)}.")

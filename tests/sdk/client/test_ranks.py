@@ -77,7 +77,7 @@ def test_ranks_need_a_shared_session(stub: StubServer, connect: Connect) -> None
             client.pull("guess", shard=1, shards=2)
         with pytest.raises(InvalidRequest, match="Rank 1 of 2 needs a session"):
             client.resume("guess", shard=1, shards=2)
-    with connect() as client, pytest.raises(InvalidRequest, match="no shard 2 of 2"):
+    with connect() as client, pytest.raises(InvalidRequest, match="Shard 2 of 2 does not exist"):
         client.pull("guess", shard=2, shards=2)
     assert stub.requests == []
 

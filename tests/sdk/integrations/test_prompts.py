@@ -1,4 +1,4 @@
-"""Trainers that own their prompts, against a scripted orchestrator."""
+"""Trainers that own their prompts, against a scripted orchestrator; with the episodes of case G24."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples for TRL's asynchronous trainer."""
+"""Samples for TRL's asynchronous trainer, with the episodes of case G24."""
 
 from __future__ import annotations
 
