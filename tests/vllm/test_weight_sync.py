@@ -73,7 +73,7 @@ async def refused(made: Deployment, folder: Path) -> None:
     paused = (await made.servers()).servers[0].paused_s
     await made.announce(UPDATES + 1, messages.Weights(path=str(bad)))
     reason = await made.until_said(f"weight sync of version 0.{UPDATES + 1} failed")
-    assert "no whole safetensors file" in reason.message
+    assert "not a complete safetensors file" in reason.message
     await made.until_played(2)
     server = (await made.servers()).servers[0]
     assert (server.state, server.version, server.paused_s) == ("serving", f"0.{UPDATES}", paused)

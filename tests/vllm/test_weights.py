@@ -154,8 +154,8 @@ def twice(folder: Path, tensors: Tensors) -> None:
     [
         (lambda folder, tensors: folder.rmdir(), "the folder does not exist here"),
         (lambda folder, tensors: None, "it has no *.safetensors"),
-        (lambda folder, tensors: (folder / WEIGHTS).write_text("{}"), "no whole safetensors file"),
-        (cut_short, "no whole safetensors file"),
+        (lambda folder, tensors: (folder / WEIGHTS).write_text("{}"), "not a complete safetensors file"),
+        (cut_short, "not a complete safetensors file"),
         (one_missing, "1 tensors are missing, such as model.norm.weight"),
         (one_more, "1 tensors are not in the model, such as model.layers.2.mlp.up_proj.weight"),
         (another_shape, "model.embed_tokens.weight has shape [272, 64], in the model [280, 64]"),
