@@ -296,7 +296,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(index=INDEX, priority=st.sampled_from([0.25, 1.0, 1e6]))
     def prioritize(self, index, priority):
-        groups = list(self.harness.core.state.runs["r"].groups) or ["nobody"]
+        groups = list(self.harness.core.state.runs["r"].groups) or ["unknown"]
         self.attempt(self.harness.prioritize, {groups[index % len(groups)]: priority})
 
     @rule(session=SESSIONS)

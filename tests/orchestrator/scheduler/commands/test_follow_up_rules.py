@@ -1,4 +1,4 @@
-"""What is served of groups that are not as they should be: short, late, or all of one return."""
+"""Follow-up decisions on groups that are short, late, of zero variance, or too long for a bin."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_partial_group_is_served_with_its_true_size_after_its_deadline(harness
     assert harness.found(events.GroupCut) == []
     harness.advance(1.0)
     assert [event.group for event in harness.found(events.GroupCut)] == [attempts[0].group]
-    assert harness.ends(attempts[3].episode) == ["cancelled"], "queued again: nobody has it"
+    assert harness.ends(attempts[3].episode) == ["cancelled"], "queued again, at no worker"
     cancels = harness.heartbeat().cancels
     assert {(cancel.episode, cancel.reason) for cancel in cancels} == {
         (attempts[1].episode, "partial"),

@@ -129,7 +129,7 @@ def test_versions_that_were_overtaken_before_a_server_had_them_are_skipped(harne
 def test_the_same_again_changes_nothing_and_served_weights_are_not_replaced_under_their_version(harness):
     harness.run()
     harness.announce("0.1", path="/w/1")
-    harness.announce("0.1", path="/w/elsewhere")  # nobody has it yet
+    harness.announce("0.1", path="/w/elsewhere")  # no server has it yet
     assert harness.core.policy_servers("r").weights.path == "/w/elsewhere"
     known = len(harness.log)
     harness.announce("0.1", path="/w/elsewhere")

@@ -24,8 +24,8 @@ def test_groups_that_are_over_are_named_in_the_answer_and_the_others_are_set_all
     batch = harness.batch()
     harness.ack(batch)
     left = {"g0", "g1", "g2"} - set(batch.groups)
-    reply = harness.prioritize(dict.fromkeys(["g0", "g1", "g2", "nobody"], 2.0))
-    assert (reply.set, set(reply.over)) == (2, {"nobody", *batch.groups})
+    reply = harness.prioritize(dict.fromkeys(["g0", "g1", "g2", "unknown"], 2.0))
+    assert (reply.set, set(reply.over)) == (2, {"unknown", *batch.groups})
     assert [set(event.priorities) for event in harness.found(events.PrioritiesSet)] == [left]
 
 

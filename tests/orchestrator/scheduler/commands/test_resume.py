@@ -51,7 +51,7 @@ def test_what_it_gave_back_itself_is_not_among_them(harness):
     harness.nack(batch)
     reply = harness.resume("new")
     assert (reply.batches, reply.lost) == ([], {})
-    assert harness.batch("new").id == batch.id, "it waits for whoever pulls"
+    assert harness.batch("new").id == batch.id, "it waits for the next pull"
 
 
 def test_asked_again_by_the_same_session_the_answer_is_the_same(harness):
@@ -118,4 +118,4 @@ def test_from_then_on_requests_of_earlier_sessions_are_refused(harness):
     harness.restart(harness.restored(harness.core.snapshot()))
     with pytest.raises(SessionSuperseded):
         harness.pull("old")
-    assert harness.resume("new").batches == [], "every rank is told the same"
+    assert harness.resume("new").batches == [], "every rank gets the same reply"
