@@ -22,9 +22,13 @@ from headrace.runspec import RunSpec
 from headrace.trajectory import Version
 from headrace.wire import messages
 from headrace_orchestrator.buffer.log.location import Location
+from headrace_orchestrator.scheduler.commands import batches, leases, pulls, runs, submissions, versions
 from headrace_orchestrator.scheduler.commands.pull_plan import Form, Redeliver
 from headrace_orchestrator.scheduler.core import Scheduler
 from headrace_orchestrator.scheduler.events import AnyEvent, BatchFormed, EpisodeEnded
+from headrace_orchestrator.scheduler.queries import views
+from headrace_orchestrator.scheduler.state.run import Run
+from headrace_orchestrator.scheduler.state.scheduler_state import SchedulerState
 from headrace_orchestrator.service.storage.location_index import LocationIndex
 
 GROUP, BATCH_GROUPS, CLAIMS = 8, 32, 400
@@ -32,59 +36,70 @@ STORED, SMALL = 1_000_000, 10_000
 REACH = 1.5
 
 RECORD_BYTES = 1024
-"""Of a stored record, as the index is told."""
+"""Size of a stored record in the index."""
 
 MEMORY_MB = 600.0
-"""That the whole orchestrator may take with a million stored."""
+"""Memory that the whole orchestrator may use with a million trajectories stored."""
 
 HOLD_UP_MS = 50.0
-"""That one command may hold up the others: less than anybody notices."""
+"""Longest time for which one command may delay the others."""
 
 RUN = "forming"
 
 
 class Buffer:
-    """A scheduler and an index, with one run that stores so many trajectories in whole groups."""
+    """A scheduler and an index with one run, which stores ``stored`` trajectories in whole groups."""
 
     def __init__(self, stored: int) -> None:
         self.stored = stored
         self.core = Scheduler(epoch=1, new_id=new_id, new_nonce=lambda: f"{next(self._numbers):016x}")
         self.index = LocationIndex()
         self._numbers = itertools.count()
-        #: So many that all that is stored stays in flight while batches are acked.
-        batches = stored // (GROUP * BATCH_GROUPS) + 4
+        #: Every stored trajectory stays fresh enough while batches are acked.
+        formed = stored // (GROUP * BATCH_GROUPS) + 4
         spec = RunSpec(
             name=RUN,
             environments=[{"id": "bench:Null"}],
             group_size=GROUP,
             batch_size=GROUP * BATCH_GROUPS,
-            max_staleness=batches - 1,
+            max_staleness=formed - 1,
             max_bytes=1 << 44,
             attempt_lease_s=1e6,
             batch_lease_s=1e6,
         )
-        self.core.create_run(spec, self.now())
+        runs.create_run(self.state(), spec, self.now())
 
     @staticmethod
     def now() -> float:
         return time.perf_counter()
 
+    def state(self) -> SchedulerState:
+        """The state at this moment, as commands are given it."""
+        return self.core.state_at(self.now())
+
+    def run(self) -> Run:
+        """The state of the one run."""
+        return self.core.state.run(RUN)
+
     def play(self, count: int) -> None:
-        """So many more episodes end; the rest of what is queued waits."""
+        """End ``count`` more episodes; the rest of the queue waits."""
         while count > 0:
             request = messages.LeaseRequest(worker="w", slots=1024, free=min(1024, count))
-            attempts = self.core.lease(request, self.now()).attempts
+            attempts = leases.lease(self.state(), request, self.now()).attempts
             self.note()
-            version = self.core.version(RUN)
+            version = self.run().versions.now
             for attempt in attempts:
-                self.core.judge("w", attempt.nonce, outcome(attempt, version), self.now())
+                submissions.judge(self.state(), "w", attempt.nonce, outcome(attempt, version), self.now())
             self.note()
             if not attempts:
-                raise RuntimeError(f"there are no episodes to play: {self.core.run_status(RUN, self.now())}")
+                raise RuntimeError(f"there are no episodes to play: {self.status()}")
             count -= len(attempts)
 
+    def status(self) -> messages.RunStatus:
+        return views.run_status(self.core.state, self.run(), self.now())
+
     def note(self) -> None:
-        """Give the index what was decided."""
+        """Apply the events of the last commands to the index."""
         self.take(self.core.drain())
 
     def take(self, events: list[AnyEvent]) -> None:
@@ -104,26 +119,26 @@ class Buffer:
             lease = self.claim(number)
             taken.append(self.now() - begun)
             ack = messages.AckRequest(learner="l", session="s", generation=lease.generation)
-            self.core.ack(RUN, lease.batch, ack, self.now())
+            batches.ack(self.state(), self.run(), lease.batch, ack, self.now())
             self.note()
             self.play(GROUP * BATCH_GROUPS)
         return statistics.median(taken) * 1e3
 
     def claim(self, number: int) -> Redeliver:
         request = messages.PullRequest(learner="l", session="s", request=str(number))
-        plan = self.core.pull(RUN, request, self.now())
+        plan = pulls.pull(self.state(), self.run(), request, self.now())
         if not isinstance(plan, Form):
             raise RuntimeError(f"nothing to form: {plan}")
         for group, ids in plan.groups:
             places = dict(self.index.groups[RUN][group])
             if not len(ids) == len(places) == GROUP:
                 raise RuntimeError(f"a group of {len(ids)} records is planned, {len(places)} are known")
-        lease = self.core.form(RUN, plan, request, self.now())
+        lease = pulls.form(self.state(), self.run(), plan, request, self.now())
         self.note()
         return lease
 
     def tick_s(self) -> float:
-        """How long the next slice of retirements takes, with what the store does for it; 0 when there is none."""
+        """Seconds that the next slice of retirements takes, with the index's part of it; 0 if none is due."""
         begun = self.now()
         deadline = self.core.next_deadline()
         if deadline is None or deadline > begun:
@@ -182,16 +197,16 @@ def rows(stored: int) -> list[Row]:
 
 
 def behind(buffer: Buffer) -> tuple[float, float]:
-    """All that is stored becomes stale but for what two batches take: milliseconds of a claim meanwhile, and of a
-    slice, the 99th percentile."""
-    bound = buffer.core.spec(RUN).max_staleness
+    """Make all stored groups stale but those of two batches; return the milliseconds of a claim meanwhile, and the 99th
+    percentile of those of a slice."""
+    bound = buffer.run().spec.max_staleness
     for n in (bound, bound + 1):
-        buffer.core.announce(RUN, messages.VersionRequest(version=f"0.{n}"), buffer.now())
+        versions.announce(buffer.state(), buffer.run(), messages.VersionRequest(version=f"0.{n}"), buffer.now())
         buffer.note()
         buffer.play(2 * GROUP * BATCH_GROUPS)
     claims_ms = buffer.claims_ms()
     slices = list(iter(buffer.tick_s, 0.0))
-    left = buffer.core.run_status(RUN, buffer.now()).groups.eligible * GROUP
+    left = buffer.status().groups.eligible * GROUP
     print(f"{len(slices):,} slices after the claims, {left:,} trajectories of groups left, {resident_mb():.0f} MB")
     return claims_ms, statistics.quantiles(slices or [0.0, 0.0], n=100)[-1] * 1e3
 

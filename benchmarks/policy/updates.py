@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -41,7 +42,7 @@ def rows(client: Client, server: Vllm, forward: Logprobs, folder: Path) -> list[
     for n in range(1, UPDATES + 1):
         begun = time.perf_counter()
         client.announce("updates", Version(0, n), weights=str(folders[n]))
-        wait_for(f"version {n}", lambda n=n: _serves(client, server, n), timeout_s=60, interval_s=0.005)
+        wait_for(f"version {n}", partial(_serves, client, server, n), timeout_s=60, interval_s=0.005)
         took.append(time.perf_counter() - begun)
         ids, told = _probe(server)
         difference = _apart(told, forward(folders[n], PROBE + ids)[len(PROBE) - 1 :])

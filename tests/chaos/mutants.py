@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from headrace.wire import messages
-from headrace_orchestrator.buffer import data_directory
+from headrace_orchestrator.buffer import durable_files
 from headrace_orchestrator.buffer.log.log import Log
 from headrace_orchestrator.service.shell import Command, Shell
 
@@ -34,7 +34,7 @@ def _acks_before_sync() -> None:
 
 
 def _names_not_synced() -> None:
-    original = data_directory.sync_directory
+    original = durable_files.sync_directory
     for module in list(sys.modules.values()):
         if getattr(module, "sync_directory", None) is original:
             module.sync_directory = lambda path: None  # type: ignore[attr-defined]
