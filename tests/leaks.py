@@ -53,7 +53,14 @@ def descriptors(*, collect: bool = False) -> int:
 
 
 def escaped(mark: str) -> list[str]:
-    """Processes of the marked session that still run, each with the test that started it."""
+    """Processes of the marked session that still run after the grace, each with the test that started it."""
+    deadline = time.monotonic() + GRACE_S
+    while (left := _marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+def _marked(mark: str) -> list[str]:
     found = []
     for entry in _PROC.glob("[0-9]*"):
         if int(entry.name) == os.getpid():

@@ -49,6 +49,7 @@ def test_a_listening_socket_that_is_open_is_a_leak() -> None:
     assert leaks.new_since(before) == []
 
 
+@pytest.mark.usefixtures("no_grace")
 def test_a_process_whose_parent_died_is_found_by_the_mark_of_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(leaks.MARK, "a-session-of-this-test")
     with subprocess.Popen([sys.executable, "-c", "print(flush=True); input()"], stdin=-1, stdout=-1) as child:

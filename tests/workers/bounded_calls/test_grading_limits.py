@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -222,3 +223,28 @@ async def test_every_call_ends_when_the_socket_closes_or_the_server_dies() -> No
     async with asyncio.timeout(5):
         while Path(f"/proc/{child}").exists():
             await asyncio.sleep(0.02)
+
+
+async def test_the_server_ends_with_its_worker_even_while_it_imports_a_module(tmp_path: Path) -> None:
+    (tmp_path / "endless_import.py").write_text(
+        "import os, time\nprint(os.getpid(), file=open('pid', 'w', 1))\ntime.sleep(60)"
+    )
+    worker = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", CALLING_WORKER), cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)}
+    )
+    pid = tmp_path / "pid"
+    async with asyncio.timeout(60):
+        while not (pid.exists() and pid.read_text()):
+            await asyncio.sleep(0.02)
+    worker.kill()
+    await worker.wait()
+    async with asyncio.timeout(5):
+        while Path("/proc", pid.read_text().strip()).exists():
+            await asyncio.sleep(0.02)
+
+
+CALLING_WORKER = """
+import asyncio
+from headrace_workers.bounded_calls import BoundedCalls
+asyncio.run(BoundedCalls().call("endless_import:function", time_s=60.0, memory_bytes=1 << 30))
+"""

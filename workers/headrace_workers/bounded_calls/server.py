@@ -6,6 +6,7 @@
 * Long calls get a lower priority than new ones: a call that never ends does not delay others.
 * A busy machine does not fail a call: one that got hardly any CPU time gets a longer deadline.
 * When the socket closes or this process dies, every call ends.
+* The server ends with its worker, even while it imports a module.
 
 Requests and answers are lines of JSON. A request has ``id``, ``function`` (``module:name``), ``arguments``, ``time_s``
 and ``memory_bytes``. An answer has ``id`` and one of ``value``, ``exhausted`` (time, memory or stack), ``raised`` (the
@@ -49,6 +50,8 @@ READ_BYTES = 1 << 16
 TICKS = os.sysconf("SC_CLK_TCK")
 
 PR_SET_PDEATHSIG = 1
+
+libc = ctypes.CDLL(None)
 
 CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL)
 """Signals that end a process whose stack overflowed."""
@@ -103,7 +106,6 @@ class CallServer:
         self._idle: list[CallProcess] = []
         self._queue: deque[dict[str, Any]] = deque()
         self._request_data = b""
-        self._libc = ctypes.CDLL(None)
         self._modules: dict[str, Any] = {}
 
     def serve(self) -> None:
@@ -155,15 +157,17 @@ class CallServer:
     def _fork(self) -> CallProcess:
         request_end, requests = os.pipe()
         answers, answer_end = os.pipe()
+        server = os.getpid()
         pid = os.fork()
         if pid == 0:
             try:
-                self._libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-                self._connection.close()
-                for child in self._children.values():
-                    self._close_requests(child)
-                os.close(requests)
-                serve_calls(request_end, answer_end)
+                end_with_parent()
+                if os.getppid() == server:  # it may have ended just before
+                    self._connection.close()
+                    for child in self._children.values():
+                        self._close_requests(child)
+                    os.close(requests)
+                    serve_calls(request_end, answer_end)
             finally:
                 os._exit(0)
         os.close(request_end)
@@ -235,9 +239,15 @@ class CallServer:
         self._connection.sendall(json.dumps({"id": call["id"], **answer}).encode() + b"\n")
 
 
+def end_with_parent() -> None:
+    """Make the kernel kill this process when its parent ends."""
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
 def main() -> None:
     """Serve the socket on stdin."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent()  # a worker that ended earlier has closed the socket
     connection = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     CallServer(connection).serve()
