@@ -17,7 +17,7 @@ from tests.components import UVICORN_FLOOR
 HTTP_TESTS = (
     "tests/server/test_process.py",
     "tests/server/test_uvicorn_protocol.py",
-    "tests/orchestrator/test_http.py",
+    "tests/orchestrator/api/test_http.py",
     "tests/orchestrator/test_server.py",
     "tests/sandbox/test_service.py",
 )
