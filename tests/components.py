@@ -86,10 +86,10 @@ LEAST_TESTS: dict[str, int] = {
     "project": 140,
     "reasoning-gym": 10,
     "sandbox": 370,
-    "sdk": 705,
+    "sdk": 745,
     "sdk/client": 150,
     "sdk/integrations": 65,
-    "server": 40,
+    "sdk/server": 40,
     "uvicorn-floor": 1,
     "vllm": 150,  # of its folder, and of others
     "wasm": 36,

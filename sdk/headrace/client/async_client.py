@@ -18,18 +18,11 @@ from headrace.batch.batch import Batch
 from headrace.client.async_connection_pool import AsyncConnectionPool
 from headrace.client.connection_pool import Origin
 from headrace.client.methods import AsyncMethods
-from headrace.client.operations import (
-    PAGE,
-    Operations,
-    PullField,
-    PullQuery,
-    Resumed,
-)
+from headrace.client.operations import PAGE, Operations, PullField, PullQuery, Resumed, pull_query
 from headrace.client.prefetch import UNUSED_REASON
 from headrace.client.requests import ApiResponse, Operation, Sleep, TransportFailure
 from headrace.client.sync_client import bearer_token, service_url
 from headrace.client.wait_reports import WaitCallback, report_wait, timeout_error
-from headrace.common.arguments import sorted_names
 from headrace.common.timeouts import timeout
 from headrace.errors import HeadraceError, RunFinished
 from headrace.trajectory import Status
@@ -128,15 +121,7 @@ class AsyncClient(AsyncMethods):
         shards: int = 1,
     ) -> Batch:
         """Like ``Client.pull``. If it is cancelled, the next pull gets the batch."""
-        query = PullQuery(
-            run=run,
-            groups=None if groups is None else tuple(groups),
-            environments=sorted_names("environments", environments),
-            tags=sorted_names("tags", tags),
-            fields=tuple(fields),
-            shard=shard,
-            shards=shards,
-        )
+        query = pull_query(run, environments, tags, fields, shard, shards, groups)
         return await self._pull(query, timeout_s, on_wait)
 
     async def _pull(self, query: PullQuery, timeout_s: float | None, on_wait: WaitCallback | None) -> Batch:
@@ -164,14 +149,7 @@ class AsyncClient(AsyncMethods):
         prefetch: int = 0,
     ) -> AsyncIterator[Batch]:
         """Like ``Client.batches``. Wrap it in ``contextlib.aclosing`` if the loop may end early."""
-        query = PullQuery(
-            run=run,
-            environments=sorted_names("environments", environments),
-            tags=sorted_names("tags", tags),
-            fields=tuple(fields),
-            shard=shard,
-            shards=shards,
-        )
+        query = pull_query(run, environments, tags, fields, shard, shards)
         with contextlib.suppress(RunFinished):
             if not prefetch:
                 while True:

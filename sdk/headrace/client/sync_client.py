@@ -29,17 +29,10 @@ from headrace.batch.batch import Batch
 from headrace.client.connection_pool import ConnectionPool, Origin
 from headrace.client.lease_renewal import LeaseRenewer
 from headrace.client.methods import BlockingMethods
-from headrace.client.operations import (
-    PAGE,
-    Operations,
-    PullField,
-    PullQuery,
-    Resumed,
-)
+from headrace.client.operations import PAGE, Operations, PullField, PullQuery, Resumed, pull_query
 from headrace.client.prefetch import UNUSED_REASON, Prefetcher
 from headrace.client.requests import Operation, run_operation
 from headrace.client.wait_reports import WaitCallback
-from headrace.common.arguments import sorted_names
 from headrace.errors import RunFinished, SetupError
 from headrace.trajectory import Status
 from headrace.wire import messages
@@ -150,15 +143,7 @@ class Client(BlockingMethods):
         NothingToServe with ``extra["reasons"]`` at the timeout, Unavailable after an outage, BatchSuperseded if the
         batch of the other ranks is already over.
         """
-        query = PullQuery(
-            run=run,
-            groups=None if groups is None else tuple(groups),
-            environments=sorted_names("environments", environments),
-            tags=sorted_names("tags", tags),
-            fields=tuple(fields),
-            shard=shard,
-            shards=shards,
-        )
+        query = pull_query(run, environments, tags, fields, shard, shards, groups)
         return self._run(self._pull(query, timeout_s, on_wait))
 
     def _pull(self, query: PullQuery, timeout_s: float | None, on_wait: WaitCallback | None) -> Operation[Batch]:
@@ -186,14 +171,7 @@ class Client(BlockingMethods):
         ``prefetch`` batches are fetched ahead while the loop trains, so that the loop need not wait for them; unused
         ones are given back when the loop ends. Raises InvalidRequest if the run's staleness does not allow it.
         """
-        query = PullQuery(
-            run=run,
-            environments=sorted_names("environments", environments),
-            tags=sorted_names("tags", tags),
-            fields=tuple(fields),
-            shard=shard,
-            shards=shards,
-        )
+        query = pull_query(run, environments, tags, fields, shard, shards)
         with contextlib.suppress(RunFinished):
             if not prefetch:
                 while True:

@@ -15,8 +15,8 @@ from scripts.check_tree import ROOT
 from tests.components import UVICORN_FLOOR
 
 HTTP_TESTS = (
-    "tests/server/test_process.py",
-    "tests/server/test_uvicorn_protocol.py",
+    "tests/sdk/server/test_process.py",
+    "tests/sdk/server/test_uvicorn_protocol.py",
     "tests/orchestrator/api/test_http.py",
     "tests/orchestrator/test_server.py",
     "tests/sandbox/test_service.py",

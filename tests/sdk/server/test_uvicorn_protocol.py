@@ -26,7 +26,7 @@ from headrace.server.uvicorn_protocol import (
     require_supported_uvicorn,
 )
 from scripts.check_tree import ROOT
-from tests.server.wire import Wire, connected, settled
+from tests.sdk.server.wire import Wire, connected, settled
 
 HEAD = b"POST /direct HTTP/1.1\r\nContent-Length: 4\r\n"
 
