@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import headrace
-import headrace_workers.environments  # noqa: F401 - registers the ids
 from headrace.assets import Image
 from headrace_sandbox.result import Limits
 from headrace_sandbox.runtimes.base import PythonProgram

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import headrace
-import headrace_workers.environments  # noqa: F401 - registers the ids
 from headrace.errors import EnvironmentFailure, InvalidRequest
 from headrace_workers.environments.guess_the_number import GuessTheNumber, RandomGuessTheNumber
 from headrace_workers.tiny_policy.situations import Guess, read_situation

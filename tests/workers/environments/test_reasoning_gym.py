@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import headrace
-import headrace_workers.environments  # noqa: F401 - registers the ids
 from headrace.errors import EnvironmentFailure, InvalidRequest, MissingExtra, SetupError, UnknownEnvironment
 from headrace_workers.environments import reasoning_gym
 from headrace_workers.environments.reasoning_gym import HASH_DEPENDENT, ReasoningGym

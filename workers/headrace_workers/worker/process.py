@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import uvloop
 
 from headrace.common.ids import new_id
-from headrace_workers import environments
+from headrace.environment import registered
 from headrace_workers.episode import EnvironmentProcesses, EnvironmentThreads, EpisodeTools
 from headrace_workers.policies import PolicySource, ServedPolicies, load_in_process_policy
 from headrace_workers.sandboxes import WorkerSandbox
@@ -66,7 +66,7 @@ async def _run(settings: WorkerSettings, policy_endpoints: Sequence[str], policy
         worker=settings.name,
         pool=settings.pool,
         slots=settings.slots,
-        environments=len(environments.BUILT_IN),
+        environments=len(registered()),
     )
     try:
         ended_well = await worker.run()
